@@ -1,4 +1,4 @@
-"""Padding leaves no trace in gradients of the caller's parameters."""
+"""Padding leaves no trace in buffers and in gradients of the caller's parameters."""
 
 from __future__ import annotations
 
@@ -16,15 +16,17 @@ NUMBERS = [3, 1]  # micro-batches by rank: of the second window of two rank 1 ha
 
 
 class Beside(nn.Module):
-    """A sharded layer, and a parameter that is the caller's."""
+    """A sharded layer, a parameter that is the caller's, and a buffer that counts forwards."""
 
     def __init__(self) -> None:
         super().__init__()
         self.layer = nn.Linear(2, 1, bias=False)
         self.own = nn.Parameter(torch.ones(2))
+        self.register_buffer("calls", torch.zeros(()))
         nn.init.ones_(self.layer.weight)
 
     def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
         return self.layer(x) + (self.own * x).sum(1, keepdim=True)
 
 
@@ -60,7 +62,7 @@ def _backward(sync: pe.Sync, loss: Tensor, how: str) -> None:
     ],
 )
 @on_ranks(2)
-def test_padding_adds_nothing_to_gradients_of_the_caller(kind, how, accumulator):
+def test_padding_adds_nothing_to_buffers_and_gradients_of_the_caller(kind, how, accumulator):
     rank, _ = me()
     model, head = Beside(), nn.Parameter(torch.full((), 2.0))
     shard = replicate if kind == "replicate" else fully_shard
@@ -74,6 +76,7 @@ def test_padding_adds_nothing_to_gradients_of_the_caller(kind, how, accumulator)
         sync.unscale_()
         seen.append([None if p.grad is None else p.grad.clone() for p in (model.own, head)])
         assert sync.step(torch.optim.SGD([model.layer.weight], lr=0.0))
+    assert model.calls == NUMBERS[rank]
     for number, (own, of_head) in enumerate(seen):
         mine = _data(rank)[2 * number : 2 * number + 2]
         if not mine:
