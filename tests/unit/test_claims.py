@@ -55,6 +55,16 @@ def test_pieces_are_whole_numbers_whose_squares_a_header_can_sum(far):
     assert all(piece == int(piece) and 0 <= piece < 2**PIECE_BITS for piece in pieces)
 
 
+@pytest.mark.parametrize("index", range(NUM_PIECES))
+def test_what_is_on_an_accelerator_leaves_a_difference_in_any_piece(index):
+    one, other = torch.zeros(2, NUM_PIECES, dtype=torch.float64)
+    other[index] = 1
+    with mock.patch("pyengine.window.claims._is_far", lambda _: True):
+        _claims().add_to(one)
+        _claims().add_to(other)
+    assert not torch.equal(one, other)
+
+
 def test_a_difference_names_the_claims_of_each_rank():
     text = difference([_claims().describe(), _claims(lr=0.2).describe()])
     assert text.startswith(
