@@ -78,6 +78,14 @@ def test_an_invalid_count_is_left_out_and_reported(wrap, count, any_sum, exact_s
         assert bool(header.forbids()) is not is_valid
 
 
+@pytest.mark.parametrize(("num", "end"), [(8, "1, 1]"), (9, "1, ...]")])
+def test_a_description_has_the_first_eight_counts(num, end):
+    local = LocalWindow()
+    for _ in range(num):
+        local.append(None, 1)
+    assert local.described().endswith(end)
+
+
 @pytest.mark.parametrize(
     ("counts", "most", "inv_count", "forbids"),
     [([4], INF, 0.25, False), ([], INF, 0.0, True), ([0], INF, 0.0, True), ([1, 3], 1, 0.25, True)],
