@@ -27,6 +27,7 @@ from sharded_cases import Chain, batch, items, right_grads, shard, whole_grads
 from torch import Tensor, nn
 
 import pyengine as pe
+from pyengine.gradients import dropping
 
 ACCUMULATE = 3
 Place = tuple[int, int]  # rank, micro-batch
@@ -202,7 +203,9 @@ def test_a_loss_that_is_not_finite_is_dropped_with_finite_gradients():
 
 
 @pytest.mark.filterwarnings("ignore:window 0. dropped")
-def test_a_block_of_several_backwards_is_dropped_whole():
+@pytest.mark.parametrize("runs_ahead", [False, True])
+def test_a_block_of_several_backwards_is_dropped_whole(monkeypatch, runs_ahead):
+    monkeypatch.setattr(dropping, "runs_ahead", lambda device: runs_ahead)
     weight = nn.Parameter(torch.ones(3))
     sync = pe.GradSync([("weight", weight)], accumulate=2, nonfinite="drop_micro_batch")
     for window in sync.windows([math.nan, 1.0]):
