@@ -22,7 +22,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
@@ -90,7 +90,9 @@ class Worker:
     @property
     def is_stopped(self) -> bool:
         """Whether a signal holds the process."""
-        return psutil.Process(self._pid).status() == psutil.STATUS_STOPPED
+        with suppress(psutil.NoSuchProcess):  # it has died, and the server has waited for it
+            return psutil.Process(self._pid).status() == psutil.STATUS_STOPPED
+        return False
 
     @property
     def _pid(self) -> int:
