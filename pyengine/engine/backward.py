@@ -66,7 +66,10 @@ def _factor(node: Any) -> float | None:
         other = node._saved_self  # noqa: SLF001 - autograd's names for saved tensors
     if not isinstance(other, Tensor) or other.dim() or runs_ahead(other.device):
         return None
-    value = float(other)
+    try:
+        value = float(other)
+    except RuntimeError:  # under a TorchDispatchMode, for example FlopCounterMode
+        return None
     if is_product:
         return value
     return 1 / value if value else None

@@ -12,6 +12,7 @@ from cases import Integers, engine, error_of, integers
 from ranks import on_ranks
 from sharded_cases import Chain, batch, loss_of, shard
 from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 
 import pyengine as pe
 
@@ -207,6 +208,11 @@ def test_a_loss_divided_by_accumulate_is_warned_of_once(name, count, is_block):
 @pytest.mark.parametrize("name", OTHERS)
 def test_other_losses_are_not_warned_of(name):
     assert _warned(OTHERS[name], count=3, is_block=False) == []
+
+
+def test_a_loss_is_not_read_under_a_dispatch_mode():
+    with FlopCounterMode(display=False):
+        assert _warned(lambda loss: 2 * loss / 4, count=3, is_block=False) == []
 
 
 def test_windows_of_one_micro_batch_have_no_division_to_warn_of():
