@@ -11,7 +11,7 @@ PAGES = [
     ROOT / name for name in ("README.md", "CONTRIBUTING.md", "benchmarks/README.md", "examples/README.md")
 ]
 PAGES += sorted((ROOT / "docs").glob("*.md"))
-_BLOCK = re.compile(r"^( *)```(\S*)\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
+_BLOCK = re.compile(r"^( *)```(\S*)[^`\n]*\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
 _SPAN = re.compile(r"(?<!`)`([^`\n]+)`(?!`)")
 
 
