@@ -91,6 +91,23 @@ def _ring(nbytes: int, world: int) -> range:
     return range(exact - 3, exact + 1)
 
 
+@on_ranks(2)
+def test_buckets_leave_during_the_first_windows_backward():
+    model = _model(False)
+    sync = pe.GradSync(model, accumulate=1, bucket_cap_mb=1e-6)
+    launched: list[int] = []
+
+    def note(*_: object) -> None:
+        sync._engine.header.vector()  # no bucket goes before the header has come
+        launched.append(sync._engine.comm.traffic.collectives)
+
+    for layer in (model[2], model[0]):
+        layer.register_full_backward_hook(note)
+    with sync.accumulate():
+        sync.backward(model(torch.randn(3, 4, requires_grad=True)).sum())
+    assert launched[-1] > 1  # more than the header had been sent before the first layer's backward ended
+
+
 class Backwards(nn.Module):
     """Used in the reverse of the order of registration, so the first guess at the buckets' order is wrong."""
 
