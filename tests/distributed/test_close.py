@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
 import pickle
 import threading
 import warnings
+import weakref
 
 import pytest
 import torch
 from cases import Integers, assert_same, engine, grads, integers, me, mean_of_integers
 from ranks import on_ranks
+from sharded_cases import sharded
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -216,3 +219,31 @@ def test_backwards_of_one_engine_in_several_threads_are_refused():
             thread.join()
         sync.unscale_()
     assert torch.equal(model.weight.grad, torch.ones(1, 2))  # the refused one left nothing
+
+
+def _trained(kind: str) -> tuple[weakref.ref, weakref.ref]:
+    if kind in ("nested", "replicate"):
+        sync, forward = sharded(kind, accumulate=1)
+        model: nn.Module = forward
+        x = torch.ones(2, 5)
+    else:
+        model, x = nn.Linear(3, 2), torch.ones(2, 3)
+        if kind == "hooked":
+            for param in model.parameters():
+                param.register_post_accumulate_grad_hook(lambda _: None)
+        forward = DistributedDataParallel(model) if kind == "attach" else model
+        sync = pe.attach(forward, accumulate=1) if kind == "attach" else pe.GradSync(model, accumulate=1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(2):
+        with sync.accumulate():
+            sync.backward(forward(x).sum())
+        sync.step(optimizer)
+    return weakref.ref(sync._engine), weakref.ref(model)
+
+
+@pytest.mark.parametrize("kind", ["own", "hooked", "attach", "nested", "replicate"])
+@on_ranks(2)
+def test_an_engine_and_its_model_are_collected(kind):
+    engine, model = _trained(kind)
+    gc.collect()
+    assert engine() is model() is None

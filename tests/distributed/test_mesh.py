@@ -323,16 +323,13 @@ def test_ddp_over_one_axis_of_a_mesh(dtype, what):
     assert_alike(found)
 
 
-def _attached_wrongly() -> str:
+@on_ranks(4)
+def test_a_ddp_over_another_axis_is_refused():
     mesh = mesh_of(dp=2, tp=2)
     ddp = DistributedDataParallel(Block(torch.float32), process_group=mesh.get_group("tp"))
     with pytest.raises(ValueError, match="ddp_model reduces over ranks") as raised:
         pe.attach(ddp, device_mesh=mesh, axes=pe.Axes(replicate="dp"))
-    return str(raised.value)
-
-
-def test_a_ddp_over_another_axis_is_refused(ranks):
-    assert len(set(ranks(4).run(_attached_wrongly))) == 1
+    assert_alike(str(raised.value))
 
 
 @on_ranks(4)
@@ -365,3 +362,43 @@ def test_later_engines_use_the_process_groups_that_earlier_ones_have_made():
 
     own, beside_ddp = [num_groups("own") for _ in range(3)], [num_groups("ddp") for _ in range(3)]
     assert len({*own, *beside_ddp}) == 1
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("shape", [{"dp": 2, "cp": 2}, {"dp": 1, "cp": 4}], ids=["2 x 2", "1 x 4"])
+@on_ranks(4)
+def test_parts_of_ranks_that_share_a_batch_never_overflow(accumulate, shape):
+    model = nn.Linear(1, 1, bias=False)
+    sync = pe.GradSync(
+        model,
+        accumulate=accumulate,
+        accumulator="exact",
+        device_mesh=mesh_of(**shape),
+        axes=pe.Axes(replicate=("dp", "cp"), count="dp"),
+    )
+    wrong = []
+    for exponent in range(-10, 30, 3):
+        for mantissa in (1.0, 1.75):  # a tie between two integers of the grid, and what fills one
+            x = mantissa * 2.0**exponent
+            for window in sync.windows([torch.full((1, 1), x)] * accumulate):
+                for batch in window:
+                    sync.backward(model(batch).sum())
+                sync.unscale_()
+                found, right = float(model.weight.grad), x * shape["cp"]
+                if found != right:
+                    wrong.append((x, found, right))
+                sync.step(torch.optim.SGD(model.parameters(), lr=0.0))
+    assert wrong == []
+
+
+@on_ranks(4)
+def test_parts_count_among_the_terms_that_a_sum_takes():
+    with pytest.raises(ValueError) as error:
+        pe.GradSync(
+            nn.Linear(1, 1),
+            accumulate=1025,
+            accumulator="exact",
+            device_mesh=mesh_of(dp=1, cp=4),
+            axes=pe.Axes(replicate=("dp", "cp"), count="dp"),
+        )
+    assert "makes 1025 micro-batches a window over all ranks in 4 parts each" in str(error.value)
