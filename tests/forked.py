@@ -23,7 +23,7 @@ from pyengine.comm import launching
 
 # What tests import most, and what torch imports late. None of it starts a thread, which a fork would lose.
 _PRELOADED = [
-    "numpy", "psutil", "pytest", "torch", "torch._dynamo", "torch.distributed.checkpoint",
+    "numpy", "pytest", "torch", "torch._dynamo", "torch.distributed.checkpoint",
     "torch.distributed.fsdp", "torch.distributed.tensor.parallel", "torch.nn.parallel", "torch.testing",
     "pyengine.audit.handle", "pyengine.engine.attach", "pyengine.engine.grad_sync",
 ]  # fmt: skip
