@@ -53,7 +53,7 @@ def test_a_session_prints_what_the_page_shows(page):
     assert result.attempted > 0 and result.failed == 0
 
 
-@pytest.mark.parametrize("block", map(_param, RUN))
+@pytest.mark.parametrize("block", [_param(block) for block in RUN])
 def test_a_block_runs_with_what_its_page_assumes(ranks, tmp_path, block):
     compile(block.code, str(block), "exec")
     for module in OPTIONAL:
