@@ -186,14 +186,14 @@ class Auditor:
                 raise AuditError(f"audit: {findings[0]}{more}", findings)
             self._since = check.step + 1
 
-    def _look(self, step: int, samples: Samples, counted: Counted) -> Local:
+    def _look(self, step: int, samples: Samples, counted: Counted) -> LocalCheck:
         numbers, tensors = numbers_of(self.optimizers)
         hyper = torch.tensor(digest(numbers), dtype=torch.int64, device=self.device)
         for tensor in tensors:
             hyper = hyper * 31 + self._checksums.of(words_of(tensor))
         bits, has = self._bits()
         zero = torch.zeros((), dtype=torch.float64, device=self.device)
-        return Local(
+        return LocalCheck(
             step=step,
             since=self._since,
             bits=bits,
@@ -296,7 +296,7 @@ def difference(by_rank: Sequence[Numbers]) -> str:
 
 
 @dataclass(frozen=True)
-class Local:
+class LocalCheck:
     """What one rank found in one window."""
 
     step: int
@@ -324,7 +324,7 @@ class Check:
         self,
         subjects: Sequence[Subject],
         comms: Sequence[Comm],
-        local: Local,
+        local: LocalCheck,
         tolerance: float,
         *,
         is_one_group: bool,
@@ -505,9 +505,9 @@ class _Probed:
 
 @dataclass(frozen=True)
 class _Suspect:
-    """What one rank knows of a suspect: in what it differs, what it is, and the evidence with its factor."""
+    """A subject that differs between ranks, as one rank sees it."""
 
-    differs: set[str]
+    differs: set[str]  # those of `_KINDS` that differ
     kind: str
     evidence: SubjectEvidence
     factor: float
