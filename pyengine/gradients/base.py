@@ -5,7 +5,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from functools import partial
 from typing import Any
 
 import torch
@@ -248,12 +247,13 @@ class Reducer(ABC):
         The function returns None where micro-batches are not checked. It outlives the window; calling it
         waits for the device.
         """
-        blames = {
-            index: partial(bucket.blame(), slot)
-            for bucket in self.buckets()
-            for slot, index in enumerate(bucket.indices)
-        }
-        return lambda index: blames[index]() if index in blames else None
+        blames = [(bucket.indices, bucket.blame()) for bucket in self.buckets()]
+
+        def blame(index: int) -> list[int] | None:
+            found = (of_slot(indices.index(index)) for indices, of_slot in blames if index in indices)
+            return next(found, None)
+
+        return blame
 
     # ---- checkpoints, and the end ----
 

@@ -50,7 +50,7 @@ class OwnBucket(Bucket):
         self._wire_slots = self.plan.pointers(slots_of(wire_buffer, self.plan))
         is_one = result is wire_buffer
         self._slots = self._wire_slots if is_one else self.plan.pointers(slots_of(result, self.plan))
-        self._descriptions = [_description(param) for param in self.params]
+        self._descriptions = _descriptions(self.params)
         self._has_fused = False  # whether a layer adds to `main_grad` itself
         self.bind()
 
@@ -65,14 +65,16 @@ class OwnBucket(Bucket):
         A cast or move of the model and back leaves a parameter as it was, but gives the views of `.grad`
         other memory. Then the views are made again.
         """
-        for param, slot, made in zip(self.params, self.spec.slots, self._descriptions, strict=True):
+        if (now := _descriptions(self.params)) != self._descriptions:
+            slots = zip(self.spec.slots, now, self._descriptions, strict=True)
+            name, is_now, was = next((slot.name, one, other) for slot, one, other in slots if one != other)
+            raise ValueError(
+                f"parameter {name!r} is {_describe(is_now)} now, and was {_describe(was)} when this "
+                "engine was made: cast, move or convert the model first, then make the engine "
+                "(sync.close() releases the old one)"
+            )
+        for param in self.params:
             param.grad = None
-            if (now := _description(param)) != made:
-                raise ValueError(
-                    f"parameter {slot.name!r} is {_describe(now)} now, and was {_describe(made)} when this "
-                    "engine was made: cast, move or convert the model first, then make the engine "
-                    "(sync.close() releases the old one)"
-                )
         if [grad.data_ptr() for grad in self._grads] != self._addresses:
             self.bind()
         super().begin()
@@ -360,7 +362,7 @@ class InPlaceBucket(OwnBucket):
 
     def _store_earlier(self) -> None:
         """Store gradients of earlier backwards of the window's first micro-batch."""
-        if self._is_first and any(param.grad is not None for param in self.params):
+        if self._is_first and [param for param in self.params if param.grad is not None]:
             self._store()
 
     def _store(self) -> None:
@@ -447,8 +449,8 @@ def _flat(spec: BucketSpec, dtype: torch.dtype, device: torch.device, comm: Comm
 _Description = tuple[torch.dtype, torch.device, torch.Size, tuple[int, ...]]
 
 
-def _description(param: Parameter) -> _Description:
-    return param.dtype, param.device, param.shape, param.stride()
+def _descriptions(params: Sequence[Parameter]) -> list[_Description]:
+    return [(param.dtype, param.device, param.shape, param.stride()) for param in params]
 
 
 def _describe(description: _Description) -> str:
