@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import itertools
 import json
 import re
 import statistics
@@ -31,17 +32,14 @@ from torch.profiler import ProfilerActivity, profile
 
 from pyengine.cli.bench.windows.device import DEVICES, Processor
 from pyengine.cli.bench.windows.measure import Outcome, Setting, measure, merged, rows
-from pyengine.cli.bench.windows.variants import VARIANTS, Variant
+from pyengine.cli.bench.windows.variants import MAX_NORM, VARIANTS, Engine, Variant
 from pyengine.cli.machine import card
 from pyengine.comm.launching import launch
+from pyengine.engine.captured_windows import MIN_WARM_UP
 
 VARIANTS["by_hand"] = ByHand
 # The most telling first.
 DEFAULT = "engine,no_sync_view,engine_bf16,attach,no_sync_bf16,accelerate,floor,by_hand"
-NO_GRAPH = (
-    "the host writes every window's header (its index and its counts) and waits for the outcome by an event: "
-    "a replay would send one window's header again, and no host would read its outcome"
-)
 _WARM_UP = 11  # windows that torch asks for before DDP is captured
 _TIMEOUT_S = 90.0
 
@@ -96,9 +94,7 @@ def figures(setting: Setting, names: Sequence[str], world: int, *, graph: bool) 
     """Return the figures of variants beside their times."""
     found = _on_ranks(counts, setting, names, world)
     for name, row in found.items():
-        if graph and VARIANTS[name].is_ours:
-            row["no_graph"] = NO_GRAPH
-        elif graph:  # in other processes: a capture that fails leaves torch's allocator in an undefined state
+        if graph:  # in other processes: a capture that fails leaves torch's allocator in an undefined state
             row |= _on_ranks(replays, setting, (name,), world)[name]
     return found
 
@@ -184,7 +180,10 @@ def replays(setting: Setting, names: Sequence[str]) -> dict[str, dict[str, float
 
 def _replay(setting: Setting, name: str, device: Processor) -> dict[str, float]:
     variant = _warm(setting, name, device, windows=_WARM_UP)
-    replay = capture(lambda: variant.marks(lambda: None), setting.device)
+    if isinstance(variant, Engine):
+        replay = engine_windows(variant)
+    else:
+        replay = capture(lambda: variant.marks(lambda: None), setting.device)
     before = [parameter.detach().clone() for parameter in variant.model.parameters()]
     replay()
     _check(variant, before)
@@ -216,6 +215,33 @@ def capture(run: Run, device: str) -> Run:
     with torch.cuda.graph(graph, stream=torch.cuda.current_stream(), capture_error_mode="thread_local"):
         run()
     return graph.replay
+
+
+def engine_windows(variant: Engine) -> Run:
+    """Return a call that trains a window of an engine by its graph.
+
+    Raises:
+        ValueError, RuntimeError: its windows are not captured; the reasons.
+    """
+    sync = variant.sync
+
+    def train_window(batches: list[Tensor]) -> None:
+        for x in batches:
+            sync.backward(variant.forward(x))
+        variant.grad_norm = sync.clip_grad_norm_(MAX_NORM)
+        sync.step(variant.optimizer)
+
+    step = sync.capture(train_window)
+    windows = sync.windows(itertools.cycle(variant.micro_batches))
+
+    def train() -> None:
+        step(next(windows))
+
+    for _ in range(MIN_WARM_UP + 1):
+        train()
+    if not step.num_captured:
+        raise RuntimeError("; ".join(step.problems))
+    return train
 
 
 def time_window(window: Run, device: Processor) -> tuple[float, float]:

@@ -22,6 +22,7 @@ from pyengine.data.batch_plan import BatchPlan, plan_batch, scale_lr, warm_up
 from pyengine.data.rng import micro_batch_rng, sample_rng, seed_everything, seed_rank, worker_init
 from pyengine.data.sampler import Dealer, WindowSampler
 from pyengine.engine.attach import attach
+from pyengine.engine.captured_windows import CapturedWindows
 from pyengine.engine.engine import MicroBatch
 from pyengine.engine.grad_sync import GradSync
 from pyengine.engine.sync import Sync
@@ -38,6 +39,7 @@ __all__ = [
     "AuditError",
     "Axes",
     "BatchPlan",
+    "CapturedWindows",
     "Checkpoint",
     "Checkpoints",
     "Dealer",

@@ -42,6 +42,7 @@ from pyengine.comm.groups import (
     offer_groups,
 )
 from pyengine.comm.watch import RollCall, StallWatch, StoreRollCall, failure
+from pyengine.ops.capture import is_capturing
 from pyengine.ops.device import HOST, as_current, runs_ahead
 
 _log = logging.getLogger("pyengine.comm")
@@ -250,7 +251,7 @@ class TorchDist(Comm):
 
     def _launched(self, work: dist.Work | P2PWork, what: str) -> _Work:
         _log.debug("launch %s over ranks %s", what, self.ranks)
-        if self.roll_call.watch is not None:
+        if self.roll_call.watch is not None and not is_capturing():  # which may not be looked at
             self.roll_call.watch.pending.add(self.ranks, what, work.is_completed)
         return _Work(work, self.roll_call, self._host_watch)
 

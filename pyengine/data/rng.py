@@ -23,6 +23,8 @@ from typing import Any, NamedTuple, SupportsIndex
 import torch
 import torch.distributed as dist
 
+from pyengine.ops import capture
+
 
 def seed_everything(seed: int, *, deterministic: bool = False) -> int:
     """Seed Python's random, numpy, torch on every device, and XLA.
@@ -131,6 +133,7 @@ def micro_batch_rng(seed: int, *, step: int, index: int) -> Iterator[None]:
         ...     assert torch.equal(mask, torch.rand(4))
     """
     key = whole(seed=seed, step=step, index=index)
+    capture.report("micro_batch_rng seeds on the host, once: leave it out of a captured window")
     with _streams([*_host(), *_accelerator(), *_xla()], "micro_batch", key):
         yield
 

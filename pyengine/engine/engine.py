@@ -44,7 +44,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from threading import Lock
 from typing import Any
@@ -65,6 +65,7 @@ from pyengine.engine.handshake import Shares, agree, narrow_problems, problems_o
 from pyengine.engine.kept_grads import KeptGrads
 from pyengine.engine.parameters import Ownership, TrainedParameters, in_backward_problems, owned_problems
 from pyengine.engine.window_audit import WindowAudit
+from pyengine.engine.window_graph import WindowGraph
 from pyengine.gradients.base import Reducer
 from pyengine.gradients.dropping import Dropping
 from pyengine.gradients.exact_sums import Terms
@@ -72,12 +73,13 @@ from pyengine.gradients.layout import ParamSpec
 from pyengine.gradients.marks import REMEDY, GradMarks
 from pyengine.gradients.published import Published
 from pyengine.gradients.settings import Settings
+from pyengine.ops.capture import report as report_uncapturable
 from pyengine.ops.device import HOST, Readback, flush, is_lazy, runs_ahead
 from pyengine.ops.trace import span
 from pyengine.step.grad_scaler import GradScaler
 from pyengine.step.step_record import Clock, StepCallback, StepRecord
 from pyengine.step.window_optimizer import OptimizerCheck
-from pyengine.window.claims import Claims
+from pyengine.window.claims import Claims, OptimizerStep
 from pyengine.window.counter import Runs, State, WindowCounter
 from pyengine.window.denominators import Denominators
 from pyengine.window.final_pass import FinalPass, Holdings
@@ -90,9 +92,11 @@ from pyengine.window.header import (
     checked_count,
     make_local_window,
 )
-from pyengine.window.verdict import Evidence, Verdict, VerdictQueue, call_all, check_agreement
+from pyengine.window.verdict import Evidence, Outcome, Verdict, VerdictQueue, call_all, check_agreement
 
 _log = logging.getLogger("pyengine.engine")
+
+_SENDS = "sends a window"
 
 
 class Engine:
@@ -112,6 +116,8 @@ class Engine:
     `close_window`                     USED → IDLE
     =================================  ==================  ==================================================
 
+    `run_again` is all of it from `begin` to `step`, for a window whose device work runs as a graph.
+
     A window ends in one of four ways:
       `step`: an optimizer uses the gradients (with `hand_over` the caller does).
       `flush`: launched without a last backward, however many micro-batches it has; then as with `step`.
@@ -121,6 +127,7 @@ class Engine:
     """
 
     clock: Clock  # of this window, from `begin` on
+    outcome: Outcome  # of the window that was reduced last
 
     def __init__(
         self,
@@ -230,6 +237,8 @@ class Engine:
         self.unusable = ""
         # Whether the loss scale has been updated by its outcome.
         self._is_scale_updated = False
+        # The optimizers that have been stepped with it, each with its scheduler.
+        self.stepped: list[Stepped] = []
         self._traffic = (self.comm.traffic.collectives, self.comm.traffic.bytes_sent)
         self.final.reset()
         self.marks.release()  # hooks of the last window would refuse this one
@@ -432,7 +441,7 @@ class Engine:
         if self.denominators is not None:
             self.counts.refusals += self.denominators.problems(self.counter.done, handed=self.counter.handed)
         self.header = header = self.launch_header_all_reduce(
-            self.counts, more=self.has_more_windows, stage="sends a window"
+            self.counts, more=self.has_more_windows, stage=_SENDS
         )
         self.batch_norms.stop_counting()
         self.counter.state = State.SENT
@@ -455,18 +464,24 @@ class Engine:
         scaler = self.scaler
         # On a lazy device reading the scale would end the program.
         scale = None if scaler is None or is_lazy(self.device) else scaler.current_scale()
-        kept = self.kept_grads.pending() if self.shares.are_alike else ()
-        settings = "" if scaler is None else scaler.settings()
-        use = self.verdicts.last_use()
         return Header(
             self.comm,
             self.device,
             local=counts,
-            position=(self.counter.num_sent, self.verdicts.steps_taken),
+            position=self._position(),
             more=more,
-            claims=Claims(stage, self.name, settings, scale, use, self.counter.accumulate, kept),
+            claims=self._claims(stage, scale),
             inv_scale=None if scaler is None else scaler.inv_scale(),
         )
+
+    def _position(self) -> tuple[int, int]:
+        return self.counter.num_sent, self.verdicts.steps_taken
+
+    def _claims(self, stage: str, scale: Tensor | None) -> Claims:
+        kept = self.kept_grads.pending() if self.shares.are_alike else ()
+        settings = "" if self.scaler is None else self.scaler.settings()
+        use = self.verdicts.last_use()
+        return Claims(stage, self.name, settings, scale, use, self.counter.accumulate, kept)
 
     # ---- wait ----
 
@@ -555,7 +570,8 @@ class Engine:
             self.has_backward,
             has_gradient,
         )
-        return Verdict(header, self.final, evidence, comm=self.comm, raises=self.raises)
+        self.outcome = outcome = Outcome.of(header, self.final)
+        return Verdict(header, outcome, evidence, comm=self.comm, raises=self.raises)
 
     def reach_verdicts(self) -> None:
         """Learn the outcome of every window that was reduced; every rank calls this at the same point."""
@@ -590,6 +606,10 @@ class Engine:
         if not self.shares.are_alike:
             done = replace(done, params=())  # other stages have others
         if self.is_late and self.reducer.stepper.needs_host(optimizer):  # else `wait` has reached them
+            report_uncapturable(
+                f"the step of {type(optimizer).__name__} waits for the host, which decides whether to skip: "
+                "make it fused=True, with capturable=True if it has that"
+            )
             self.reach_verdicts()
         if self.audit is not None:
             self.audit.look_at(optimizer)
@@ -609,6 +629,7 @@ class Engine:
         if not is_lazy(self.device):
             verdict.use.steps.append(done)
             verdict.use.factors += [self.final.clipped, *factors]
+        self.stepped.append(Stepped(optimizer, scheduler, done, stepped))
         if self.counter.state is not State.USED:
             self.batch_norms.apply(has_stepped)
             self.verdicts.count_step()
@@ -616,14 +637,24 @@ class Engine:
         self.kept_grads.use(stepped, self.final.found_inf)
         self.marks.record()
         flush(self.device)
-        # The window has been used, whatever the user's own code does from here on.
+        self._call_once_known(verdict, scheduler, report, awaits=bool(callbacks))
+        return has_stepped
+
+    def _call_once_known(
+        self,
+        verdict: Verdict,
+        scheduler: Any,
+        report: Callable[[Totals, bool], None] | None,
+        *,
+        awaits: bool,
+    ) -> None:
+        """Let scheduler and record follow. The window has been used, whatever the user's own code does."""
         actions: list[Callable[[], None]] = []
         if scheduler is not None:
             actions.append(partial(verdict.once_known, lambda skips: None if skips else scheduler.step()))
         if report is not None:
-            actions.append(partial(verdict.then, report, awaits=bool(callbacks)))
+            actions.append(partial(verdict.then, report, awaits=awaits))
         call_all(actions)
-        return has_stepped
 
     def hand_over(self) -> None:
         """Leave the window's gradients to the caller; what is left of them counts into the next window."""
@@ -744,6 +775,90 @@ class Engine:
         self.kept_grads.clear()
         self.marks.record()
         self.reset()
+
+    # ---- the same work again, as a graph ----
+
+    def is_regular(self) -> bool:
+        """Whether the open window has nothing to do that a graph of another window's work does not: the
+        window before was stepped, nothing of it is left, no audit is due, and nothing was found amiss.
+        """
+        if self.counts.refusals or self.kept_grads.has_left() or self.written_past() is not None:
+            return False
+        if self.audit is not None and self.audit.has_work_in(self.counter.index):
+            return False
+        self.verdicts.reach_earlier(self.counter.index)
+        return bool(self.verdicts.last_use().steps)
+
+    def run_captured(self, graph: WindowGraph) -> None:
+        """Run the work of the window that has just been captured; nothing of it has run yet."""
+        self.clock.start()
+        graph.header.fill()
+        graph.run()
+        self.reducer.run_again()
+        self.clock.stop()
+        graph.start_readbacks()
+        self.published.record()
+        self.marks.record()
+
+    def run_again(self, graph: WindowGraph, callbacks: Collection[StepCallback]) -> None:
+        """Run a window, whose micro-batches have all been handed out, as the graph of an earlier one's work.
+
+        Collectives, states, counts and reports are as from `begin` to `step`. The window `is_regular`.
+        """
+        counter = self.counter
+        self.clock = Clock(self.device)
+        self._has_begun = self.has_backward = True
+        if self.audit is not None:
+            self.audit.begin(counter.index, is_whole=True)
+        self.counts.take(graph.counts)
+        counter.done = counter.handed
+        graph.claim(self.verdicts.last_use())
+        scale = None if self.scaler is None else self.scaler.current_scale()
+        self.header = header = graph.header.again(
+            local=self.counts,
+            position=self._position(),
+            more=self.has_more_windows,
+            claims=self._claims(_SENDS, scale),
+        )
+        header.fill()
+        counter.state = State.SENT
+        graph.run()
+        self.reducer.run_again()
+        self.comm.traffic.collectives += graph.collectives
+        self.comm.traffic.bytes_sent += graph.bytes_sent
+        vars(self.final).update(graph.final)
+        evidence = replace(graph.evidence, index=counter.index, local=self.counts)
+        self.verdict = verdict = Verdict(header, graph.outcome, evidence, comm=self.comm, raises=self.raises)
+        self.verdicts.append(verdict)
+        self._is_scale_updated = True
+        for param, grad in zip(self.reducer.params, graph.grads, strict=True):
+            if param.grad is not grad:
+                param.grad = grad
+        self.published.record()
+        report = self._report(verdict, self.final.norm_before_clipping(), callbacks)
+        self.batch_norms.close()
+        self.verdicts.count_step()
+        counter.state = State.USED
+        verdict.use.factors += graph.factors
+        for step in graph.stepped:
+            verdict.use.steps.append(step.done)
+            self.trained.notice_step(step.indices)
+            self.kept_grads.use(step.indices, self.final.found_inf)
+        self.marks.record()
+        for step in graph.stepped:
+            self._call_once_known(verdict, step.scheduler, None, awaits=False)
+        self._call_once_known(verdict, None, report, awaits=bool(callbacks))
+
+    def follow_stream(self) -> None:
+        """Let autograd accumulate gradients on the stream that is current now."""
+        self._ownership.follow()
+
+    def rewind(self) -> None:
+        """Forget what a capture that failed has noted of the open window: nothing of it has run."""
+        if self.verdict is not None:
+            self.verdicts.forget(self.verdict)
+        self.reset()
+        self.counter.state, self.counter.done = State.OPEN, 0
 
     # ---- between windows ----
 
@@ -963,6 +1078,16 @@ class Engine:
                 "too small. (Where it is something else, such as the size of a batch, the loss is right.)",
                 stacklevel=2,
             )
+
+
+@dataclass(frozen=True)
+class Stepped:
+    """An optimizer that has been stepped with a window."""
+
+    optimizer: torch.optim.Optimizer
+    scheduler: Any
+    done: OptimizerStep  # as ranks compare it
+    indices: Collection[int]  # of the parameters that it has stepped
 
 
 class MicroBatch:

@@ -46,6 +46,14 @@ class KeptGrads:
         """Whether what is left in a parameter's `.grad` counts into the next window."""
         return self._used is not None and index not in self._used
 
+    def has_left(self) -> bool:
+        """Whether some gradient of the window before, or what was kept before it, is still to be used."""
+        if self._used is None or self.pending():
+            return True
+        return any(
+            param.grad is not None and index not in self._used for index, param in enumerate(self._params)
+        )
+
     def hand_over(self) -> None:
         self._used, self.is_handed_over = self._used or set(), True
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from numbers import Real
 from typing import TYPE_CHECKING, Any
@@ -16,6 +16,7 @@ from torch.nn import Parameter
 from pyengine.audit.handle import check_device, check_every
 from pyengine.data.sampler import Dealer
 from pyengine.engine.backward import checked_backward
+from pyengine.engine.captured_windows import MIN_WARM_UP, CapturedWindows, capture_problems
 from pyengine.engine.engine import Engine, MicroBatch
 from pyengine.engine.loop import Batch, CountOf, MicroBatches, single_micro_batch, windows
 from pyengine.engine.resume import load_states, take_snapshot
@@ -563,6 +564,60 @@ class Sync:
         if not callable(callback):
             raise TypeError(f"callback is a {type(callback).__name__}: need a function of a StepRecord")
         return StepHandle(self._callbacks, callback)
+
+    # ---- windows as graphs ----
+
+    def capture(self, train_window: Callable[[list[Any]], object], *, warm_up: int = 3) -> CapturedWindows:
+        """Return a function that trains windows, most of them by launching one CUDA graph.
+
+        The first `warm_up` windows of a form (number of micro-batches, structure, shapes, dtypes) run as any
+        other; then one is captured, and later ones launch the graph: forwards, backwards, reduction, norm,
+        clipping and steps at the host's cost of a single launch. Results, records, skipped steps and what
+        ranks agree on are those of the same windows without a graph, with the same bits. Ranks that have run
+        out, and windows of other lengths, run without.
+
+        Args:
+            train_window: `train_window(batches)` runs the backwards of a window's micro-batches, clips, and
+                calls `sync.step(optimizer)`. It gets the batches with their tensors on the device, and is run
+                by Python only before and in the capture: nothing in it may depend on the host's state, read
+                the device (`loss.item()`), or move tensors from the host. Autocast is entered inside.
+            warm_up: windows of each form before the capture; at least 3. The last two are watched, and
+                compared.
+
+        Returns:
+            A function of one of `sync.windows`' windows; see its `num_captured`, `num_replayed`, `problems`.
+
+        Raises:
+            TypeError: `train_window` cannot be called; `warm_up` is no whole number of at least 3.
+            ValueError: the windows of this engine cannot be captured; the reasons.
+
+        Warns:
+            UserWarning: windows of a form run without a graph, and why: what the host has to know of them,
+                with the line. The fused optimizer needs `capturable=True` where it has that, and a learning
+                rate that changes has to be a tensor.
+
+        Cost: the memory of one window's activations stays with the graph. Two windows run under a
+        `TorchDispatchMode`. A window that is launched costs the host copies of its inputs, the launch, and
+        0.5 µs a parameter.
+
+        Example:
+            >>> def train_window(batches):  # doctest: +SKIP
+            ...     for x, y in batches:
+            ...         sync.backward(loss_sum(model(x), y), count=y.numel())
+            ...     sync.step(optimizer, scheduler, max_norm=1.0)
+            >>> step = sync.capture(train_window)  # doctest: +SKIP
+            >>> for window in sync.windows(loader):  # doctest: +SKIP
+            ...     record = step(window)
+        """
+        if not callable(train_window):
+            raise TypeError(
+                f"train_window is a {type(train_window).__name__}: need a function of a window's batches"
+            )
+        if type(warm_up) is not int or warm_up < MIN_WARM_UP:
+            raise TypeError(f"warm_up={warm_up!r}: need a whole number of windows, at least {MIN_WARM_UP}")
+        if problems := capture_problems(self._engine):
+            raise ValueError(f"capture: {'; '.join(problems)}")
+        return CapturedWindows(lambda: self._engine, train_window, self._callbacks.values, warm_up=warm_up)
 
     # ---- where the loop is ----
 

@@ -63,10 +63,17 @@ class WindowAudit:
         """Remove its hooks."""
         self._auditor.probe.disarm()
 
+    def is_due(self, window: int) -> bool:
+        return window % self._every == 0
+
+    def has_work_in(self, window: int) -> bool:
+        """Whether ranks are compared in a window, or the host reads in it what the one before has found."""
+        return self.is_due(window) or self.is_due(window - 1)
+
     def begin(self, window: int, *, is_whole: bool) -> None:
         """Look at a window that begins, if it is due; `is_whole`: none of it has run before."""
         self._window, self._samples = window, None
-        if window % self._every:
+        if not self.is_due(window):
             self._auditor.settle()
         else:
             self._auditor.begin()
@@ -80,7 +87,7 @@ class WindowAudit:
 
     def sample(self, scaler: GradScaler | None) -> None:
         """Look at gradients that have just been reduced, before anything else is done to them."""
-        if self._window % self._every == 0:
+        if self.is_due(self._window):
             scale = None if scaler is None else scaler.current_scale().double()
             self._samples = self._auditor.sample(is_strict=True, scale=scale)
 

@@ -241,6 +241,19 @@ class Reducer(ABC):
     def finish(self, final: FinalPass) -> None:
         """Wait for the reductions; publish `.grad`, and set `sumsq`, `nonfinite` and `void` of `final`."""
 
+    @property
+    def capture_problems(self) -> list[str]:
+        """Why a window of these gradients cannot be captured as a graph; empty if it can."""
+        return [f"gradients that {type(self).__name__} owns are not captured: make the engine by pe.GradSync"]
+
+    @property
+    def place_of_sums(self) -> object:
+        """An object that is another one when the sums have been laid out again."""
+        return self.params
+
+    def run_again(self) -> None:
+        """Launch what a graph of this window's work has not: called behind each of its runs."""
+
     def blame(self) -> Callable[[int], list[int] | None]:
         """Return a function of a parameter index: this rank's micro-batches with a non-finite gradient.
 

@@ -25,6 +25,7 @@ from pyengine.gradients.norms import ReducedNorms
 from pyengine.gradients.own_buckets import OwnBucket, own_bucket
 from pyengine.gradients.settings import Settings
 from pyengine.gradients.used_anywhere import UsedAnywhere, UsedFlags
+from pyengine.ops.capture import is_capturing
 from pyengine.ops.device import has_events, recorded_event
 from pyengine.ops.trace import span
 from pyengine.step.stepper import PlainStepper, Stepper
@@ -149,7 +150,8 @@ class Transfers:
             inv_count = self._divisor.before_wire()
             transfer.work = transfer.bucket.send(inv_count, comm, poison=poison)
             transfer.held, device = tensors, transfer.bucket.device
-            if tensors and has_events(device):
+            if tensors and has_events(device) and not is_capturing():
+                # Of captured work no event can be looked at: tensors are held until `wait_in_order`.
                 transfer.is_read = recorded_event(device, enable_timing=False)
         for earlier in self.all[: self._next]:
             if earlier.is_read is not None and earlier.is_read.query():
@@ -366,6 +368,25 @@ class BucketReducer(Reducer):
             bucket.from_wire(self._divisor.after_wire(), self._norms)
         self._norms.copy_to(final)
         final.leave_out(self._drop_unused())
+
+    @property
+    def capture_problems(self) -> list[str]:
+        problems = []
+        if not self._comm.is_stream_ordered and self._comm.world_size > 1:
+            backend = self._comm.backend or type(self._comm).__name__
+            problems.append(f"the host waits for collectives over {backend}: need NCCL, or a single rank")
+        if self._observers:
+            problems.append("an observer of this rank's own sums is called by the host in every window")
+        return problems
+
+    @property
+    def place_of_sums(self) -> object:
+        return self.layout
+
+    def run_again(self) -> None:
+        for group, used in self._used.items():
+            if used.on_hosts:  # ranks that run this window without a graph wait for these
+                used.all_reduce([each for bucket in self._buckets_of(group) for each in bucket.used])
 
     def release(self, *, keeps_grad: bool) -> None:
         self._drop_transfers()

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from pyengine.comm.base import Comm, Work
+from pyengine.comm.base import Comm, Done, Work
+from pyengine.ops.capture import is_capturing
 from pyengine.ops.device import HOST, Readback, send
 
 # Flags between hosts are padded to a multiple of this length. Where ranks send windows of different engines,
@@ -25,19 +26,24 @@ _LENGTH = 4096
 class UsedFlags:
     """The used flags of one window, uint8 `[params]` or longer, while `work` max-reduces them over ranks."""
 
-    def __init__(self, mine: Sequence[bool], flags: Tensor, work: Work, *, on_hosts: bool) -> None:
-        self._mine, self._flags, self._work, self._on_hosts = list(mine), flags, work, on_hosts
+    def __init__(self, mine: Sequence[bool], flags: Tensor, work: Work, *, on_stream: bool) -> None:
+        self._mine, self._flags, self._work, self._on_stream = list(mine), flags, work, on_stream
 
     def drop_unused(self, params: Sequence[Parameter]) -> list[int]:
         """Set `.grad` of unused parameters, in the order of the flags, to None; return their indices.
 
+        In work that is captured as a graph nothing is read: no rank has used what this one has not.
+
         Cost: a rank that has not used a parameter waits for the flags of all ranks. Where devices exchange
-        the flags it waits for all work queued on its device. Other ranks do not wait where hosts exchange the
-        flags.
+        the flags it waits for all work queued on its device. Other ranks do not wait.
         """
         asked = [i for i, used in enumerate(self._mine) if not used and params[i].grad is not None]
-        if asked or not self._on_hosts:
+        if asked or self._on_stream:  # waiting for a stream costs the host nothing
             self._work.wait()
+        if is_capturing():
+            for index in asked:
+                params[index].grad = None
+            return asked
         if not asked:
             return []
         used = Readback(self._flags).get()
@@ -64,6 +70,11 @@ class UsedAnywhere:
 
         Cost: an all-reduce of a byte a parameter, between hosts of 4 KiB or a multiple; no rank waits.
         """
-        rest = -len(used) % _LENGTH if self.on_hosts else 0
-        flags = send([*used, *[False] * rest], torch.uint8, self._device)
-        return UsedFlags(used, flags, self._comm.all_reduce_max(flags), on_hosts=self.on_hosts)
+        if self.on_hosts and is_capturing():  # hosts exchange them in every run; see `Reducer.run_again`
+            none = torch.empty(0, dtype=torch.uint8, device=HOST)
+            return UsedFlags(used, none, Done(none), on_stream=False)
+        flags = send(used, torch.uint8, self._device)
+        if self.on_hosts:
+            flags = torch.nn.functional.pad(flags, (0, -len(used) % _LENGTH))
+        work = self._comm.all_reduce_max(flags)
+        return UsedFlags(used, flags, work, on_stream=self._comm.is_stream_ordered)

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pyengine.ops import capture
+
 HOST = torch.device("cpu")  # the host reads its memory without waiting
 
 
@@ -57,15 +59,35 @@ def as_current(device: torch.device) -> AbstractContextManager[Any]:
     return torch.accelerator.device_index(device.index) if has_events(device) else nullcontext()
 
 
-def send(values: Sequence[float], dtype: torch.dtype, device: torch.device) -> Tensor:
+def send(
+    values: Sequence[float], dtype: torch.dtype, device: torch.device, *, refills: bool = False
+) -> Tensor:
     """Return host values as a new tensor on `device`, ordered with its other work.
+
+    `refills`: where the work is captured as a graph, the caller fills the tensor before every run (`refill`);
+    other values have to be the same in every window.
 
     Cost: one small copy, from pinned memory where the device supports it; does not wait.
     """
+    section = capture.section()
+    if section is not None and section.is_capture:
+        return section.find(values, dtype, device, refills=refills)
     if not runs_ahead(device):
         return torch.tensor(values, dtype=dtype, device=device)
-    staged = torch.tensor(values, dtype=dtype, device=HOST, pin_memory=_can_pin(device))
-    return staged.to(device, non_blocking=True)
+    with capture.own_copy():
+        made = _staged(values, dtype, device).to(device, non_blocking=True)
+    if section is not None:
+        section.rehearse(values, made, refills=refills)
+    return made
+
+
+def refill(tensor: Tensor, values: Sequence[float]) -> None:
+    """Overwrite a tensor that `send` has returned in a capture; ordered with its device's other work."""
+    tensor.copy_(_staged(values, tensor.dtype, tensor.device), non_blocking=True)
+
+
+def _staged(values: Sequence[float], dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.tensor(values, dtype=dtype, device=HOST, pin_memory=_can_pin(device))
 
 
 def recorded_event(device: torch.device, *, enable_timing: bool) -> torch.Event:
@@ -78,16 +100,28 @@ def recorded_event(device: torch.device, *, enable_timing: bool) -> torch.Event:
 class Readback:
     """A copy of values from a device to the host: one small copy, and only `get` waits.
 
-    The tensor is copied at once, on a lazy device to the device, so it may change afterwards.
+    The tensor is copied at once, on a lazy device to the device, so it may change afterwards. Where the work
+    is captured as a graph it is copied to the device, and to the host by `start`, once the graph has run.
     """
 
     def __init__(self, tensor: Tensor) -> None:
+        section = capture.section()
+        if section is not None and section.is_capture:
+            self.captured = tensor.clone()
+            section.readbacks.append(self)
+        else:
+            self.start(tensor)
+
+    def start(self, tensor: Tensor) -> None:
         device = tensor.device
         if not has_events(device):  # on a lazy device the copy stays there until `get`
             self._host, self._event = tensor.clone(), None
             return
-        self._host = torch.empty(tensor.shape, dtype=tensor.dtype, device=HOST, pin_memory=_can_pin(device))
-        self._host.copy_(tensor, non_blocking=True)
+        with capture.own_copy():
+            self._host = torch.empty(
+                tensor.shape, dtype=tensor.dtype, device=HOST, pin_memory=_can_pin(device)
+            )
+            self._host.copy_(tensor, non_blocking=True)
         self._event = recorded_event(device, enable_timing=False)
 
     def get(self) -> list[float]:

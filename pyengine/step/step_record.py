@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch.utils.hooks import RemovableHandle
 
+from pyengine.ops.capture import is_capturing
 from pyengine.ops.device import has_events, recorded_event
 from pyengine.ops.trace import span
 
@@ -86,7 +87,7 @@ class StepHandle(RemovableHandle):
 
 class Clock:
     """Seconds of one window by phase, measured where its work runs: on the device by events if it has them,
-    else on the host.
+    else on the host. In work that is captured as a graph phases are not measured: they count 0 seconds.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -104,6 +105,9 @@ class Clock:
         finally:
             self._phases.append((name, start, self._now()))
 
+    def start(self) -> None:
+        self._start = self._now()
+
     def stop(self) -> None:
         self._stop = self._now()
 
@@ -116,11 +120,15 @@ class Clock:
         return self._between(self._start, self._stop)
 
     def _now(self) -> Any:
+        if is_capturing():
+            return None
         if not has_events(self._device):
             return time.perf_counter()
         return recorded_event(self._device, enable_timing=True)
 
     def _between(self, start: Any, stop: Any) -> float:
+        if start is None or stop is None:
+            return 0.0
         if not has_events(self._device):
             return float(stop - start)
         stop.synchronize()

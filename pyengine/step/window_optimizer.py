@@ -172,8 +172,9 @@ class OptimizerCheck:
         for param in looked.foreign:
             if param.grad is not None:
                 self._refuse(param, is_alone=not any(looked.indices) or is_handed_over)
-        numbers, tensors = _hyperparameters(optimizer)
-        return OptimizerStep(type(optimizer).__name__, looked.indices, numbers), tensors
+        numbers, tensors = hyperparameters(optimizer)
+        copies = [tensor.clone() for tensor in tensors]
+        return OptimizerStep(type(optimizer).__name__, looked.indices, numbers), copies
 
     def _refuse(self, param: Parameter, *, is_alone: bool) -> None:
         """Raise ValueError for a gradient that the engine does not own, unless it comes to no harm."""
@@ -210,7 +211,7 @@ class _Looked:
     foreign: list[Parameter]
 
 
-def _hyperparameters(optimizer: torch.optim.Optimizer) -> tuple[tuple[tuple[str, float], ...], list[Tensor]]:
+def hyperparameters(optimizer: torch.optim.Optimizer) -> tuple[tuple[tuple[str, float], ...], list[Tensor]]:
     """Return the numbers of every group, the learning rate first, and those that only an accelerator knows.
 
     A group may hold more than its optimizer has defaults for: timm's `lr_scale`, a schedule's `initial_lr`.
@@ -224,7 +225,7 @@ def _hyperparameters(optimizer: torch.optim.Optimizer) -> tuple[tuple[tuple[str,
                 if isinstance(item, Tensor) and item.numel() != 1:
                     continue
                 if isinstance(item, Tensor) and runs_ahead(item.device):
-                    tensors.append(item.clone())
+                    tensors.append(item)
                 elif isinstance(item, Real | Tensor):
                     numbers.append((name, float(item)))
     return tuple(numbers), tensors

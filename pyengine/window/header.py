@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Sequence
+from copy import copy
 from dataclasses import dataclass, field
 from functools import partial
 from numbers import Real
@@ -19,7 +20,7 @@ import torch
 from torch import Tensor
 
 from pyengine.comm.base import Comm, Work
-from pyengine.ops.device import HOST, is_lazy, runs_ahead, send
+from pyengine.ops.device import HOST, is_lazy, refill, runs_ahead, send
 from pyengine.window import exact_scalars
 from pyengine.window.claims import NUM_PIECES, Claims
 
@@ -141,6 +142,11 @@ class LocalWindow:
                 vector[_DROPPED] += is_dropped.to(vector.device)
         if self.doubts:
             vector[_INVALID] += stacked([doubt for _, doubt in self.doubts], vector.device).sum()
+
+    def take(self, other: LocalWindow) -> None:
+        """Note the micro-batches of a window whose work runs again."""
+        self.counts, self.losses, self.dropped = list(other.counts), list(other.losses), list(other.dropped)
+        self.is_silent = other.is_silent
 
     def problems(self) -> list[str]:
         """Describe the invalid counts. Reads device counts: for error reports only."""
@@ -273,11 +279,28 @@ class Header:
         self.inv_scale = inv_scale  # of the window's losses, float64 0-dim; None without a loss scale
         self._comm, self._max_micro_batches = comm, local.max_micro_batches
         self.position, self.claims = position, claims
-        self._vector = _pack(device, local, position, more, claims)
+        # What the host knows of it, and the memory to which that was sent; see `again`.
+        self._numbers = _numbers(local, position, more, claims)
+        self._sent = send(self._numbers, torch.float64, device, refills=True)
+        self._vector = _with_device_values(self._sent, local, claims)
         _log.debug("window %d: launch header of %d micro-batches", position[0], len(local.counts))
         self._work: Work | None = comm.all_reduce(self._vector)
         self._inv_count: Tensor | None = None
         self._is_refused: bool | None = None if _host_may_look(comm, device) else False
+
+    def again(self, *, local: LocalWindow, position: tuple[int, int], more: bool, claims: Claims) -> Header:
+        """Return the header of another window that runs the graph in which this one was captured.
+
+        `fill` it before the graph runs; afterwards its vector is the reduced one.
+        """
+        other = copy(self)
+        other.position, other.claims = position, claims
+        other._numbers = _numbers(local, position, more, claims)  # noqa: SLF001 - a copy of this object
+        return other
+
+    def fill(self) -> None:
+        """Send the host's numbers to where the graph expects them."""
+        refill(self._sent, self._numbers)
 
     def is_ready(self) -> bool:
         """Whether the totals may be used without a stall: waiting for a stream costs the host nothing."""
@@ -336,10 +359,8 @@ def _host_may_look(comm: Comm, device: torch.device) -> bool:
     return comm.world_size > 1 and not runs_ahead(device)
 
 
-def _pack(
-    device: torch.device, local: LocalWindow, position: tuple[int, int], more: bool, claims: Claims
-) -> Tensor:
-    """Write this rank's numbers; those that live on the device are added there, unread."""
+def _numbers(local: LocalWindow, position: tuple[int, int], more: bool, claims: Claims) -> list[float]:
+    """Return what the host knows of a header."""
     known = [float(count) for count in local.counts if not isinstance(count, Tensor)]
     valid = [count for count in known if local.is_valid(count)]
     invalid = len(known) - len(valid) + len(local.refusals)
@@ -348,7 +369,11 @@ def _pack(
     numbers = [math.fsum(valid), len(local.counts), more, invalid, unknown, dropped]
     for value in (*(value % _STEP_MODULUS for value in position), *claims.pieces()):
         numbers += [value, value * value]
-    vector = send([*map(float, numbers), *[0.0] * exact_scalars.NUM_LANES], torch.float64, device)
+    return [*map(float, numbers), *[0.0] * exact_scalars.NUM_LANES]
+
+
+def _with_device_values(vector: Tensor, local: LocalWindow, claims: Claims) -> Tensor:
+    """Add what is on the device, unread, in place; append lanes where ranks share a batch."""
     local.add_to(vector)
     if claims.lie_far:
         pieces = vector[_CLAIMS:_LOSSES:2]

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
+from torch import Tensor
 
 from pyengine.comm.base import Comm
 from pyengine.ops.device import Readback, flush, is_lazy
@@ -46,6 +47,20 @@ class Evidence:
     has_gradient: bool = True  # whether any parameter has a gradient, as far as the host knows
 
 
+@dataclass(frozen=True)
+class Outcome:
+    """What the device knows of a reduced window."""
+
+    numbers: Tensor  # float64: the reduced header, whether the step is skipped, whether the norm is 0
+    nonfinite: Tensor  # uint8 `[parameters]`: a copy, so that the next window may overwrite the flags
+
+    @classmethod
+    def of(cls, header: Header, final: FinalPass) -> Outcome:
+        # A norm of exactly 0: then ranks ask each other whether there is any gradient.
+        flags = torch.stack([final.found_inf.double(), (final.grad_norm() == 0).double()])
+        return cls(torch.cat([header.vector(), flags]), final.nonfinite.clone())
+
+
 class Verdict:
     """The outcome of one reduced window.
 
@@ -55,17 +70,13 @@ class Verdict:
     """
 
     def __init__(
-        self, header: Header, final: FinalPass, evidence: Evidence, *, comm: Comm, raises: bool
+        self, header: Header, outcome: Outcome, evidence: Evidence, *, comm: Comm, raises: bool
     ) -> None:
         self.totals: Totals | None = None  # sums over all ranks; None until read
         # Why the step is skipped, or which micro-batches were dropped; empty if neither.
         self.reason = ""
         self._header, self.evidence, self._comm, self._raises = header, evidence, comm, raises
-        # A norm of exactly 0: then ranks ask each other whether there is any gradient.
-        flags = torch.stack([final.found_inf.double(), (final.grad_norm() == 0).double()])
-        self._numbers = Readback(torch.cat([header.vector(), flags]))
-        # A copy, so that the next window may overwrite the flags.
-        self._nonfinite = final.nonfinite.clone()
+        self._numbers, self._nonfinite = Readback(outcome.numbers), outcome.nonfinite
         self._waiting: list[Callable[[Totals, bool], None]] = []
         self._waiting_to_know: list[Callable[[bool], None]] = []
         self.skips = self._is_zero = False
@@ -246,6 +257,12 @@ class VerdictQueue:
         """
         self._before, self._last = self._last_of_all_ranks(), verdict
         self._unread.append(verdict)
+
+    def forget(self, verdict: Verdict) -> None:
+        """Remove the verdict that was appended last, on a window that has not run."""
+        if self._unread and self._unread[-1] is verdict:
+            self._unread.pop()
+            self._last, self._before = self._before, None
 
     def count_step(self) -> None:
         """Count the optimizer step of the window that was reduced last, unless it turns out to be skipped."""

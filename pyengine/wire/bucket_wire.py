@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from pyengine.comm.base import Comm, Work
+from pyengine.ops import capture
 from pyengine.ops.device import runs_ahead
 from pyengine.wire.base import Encoding, Wire
 from pyengine.wire.exchange import Rounding, scatter_sum, sum_encoded
@@ -76,6 +77,8 @@ class BucketWire(OfBucket[Wire]):
     def _seed(self, rank: int, stage: int) -> int | None:
         """Return a seed unique to this rank, bucket, window and encoding; None to round to nearest."""
         seed = self.encodes_as.seed
+        if seed is not None:
+            capture.report("a stochastic wire draws other numbers in every window, by a seed of the host")
         if seed is None:
             return None
         for word in (self.memory.turn, self.memory.number, rank, stage):

@@ -139,14 +139,14 @@ def _unreduced(sync: pe.Sync, optimizer: torch.optim.Optimizer, patch: Patch) ->
 
 def _divisor(sync: pe.Sync, optimizer: torch.optim.Optimizer, patch: Patch) -> None:
     """Leave a part of the count out of the header on rank 0."""
-    before = headers._pack
+    before = headers._with_device_values
 
     def forgetful(*args: object) -> Tensor:
         vector = before(*args)
         vector[0] -= 2.0 * (dist.get_rank() == 0)
         return vector
 
-    patch.setattr(headers, "_pack", forgetful)
+    patch.setattr(headers, "_with_device_values", forgetful)
 
 
 def _twice(sync: pe.Sync, optimizer: torch.optim.Optimizer, patch: Patch) -> None:

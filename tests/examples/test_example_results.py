@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import any_launcher
 import attach
+import captured_windows
 import ddp_hook
 import fp16_scaler
 import global_batch
@@ -20,6 +21,12 @@ def test_the_loss_falls_and_every_rank_hears_the_same_one(ranks, example):
     assert first == second
     assert len(first) == example.WINDOWS
     assert first[-1] < first[0] - 0.5
+
+
+def test_windows_that_a_gpu_would_capture_train_without_one():
+    losses = captured_windows.train("cpu")
+    assert len(losses) == captured_windows.WINDOWS
+    assert sum(losses[-5:]) < sum(losses[:5]) - 1
 
 
 def test_the_hook_alone_finds_the_weights_on_every_rank(ranks):

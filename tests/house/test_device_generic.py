@@ -20,6 +20,7 @@ ALLOWED = {
     "ops/codec.py": "the same",
     "ops/device.py": "the one place that knows what a kind of device can do",
     "ops/trace.py": "NVTX is CUDA's own",
+    "engine/window_graph.py": "graphs are torch.cuda's",
     "data/rng.py": "seeds every generator that there is, XLA's too",
     "checkpoint/checkpoints.py": "ranks exchange what files hold, which the host has read",
     "checkpoint/loading.py": "a file is read into the host's memory",

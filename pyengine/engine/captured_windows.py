@@ -1,0 +1,310 @@
+"""Windows that are captured: some run as any other, then one becomes a graph that later ones launch."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from pyengine.engine.engine import Engine
+from pyengine.engine.window_graph import CaptureStream, DeviceGraph, WindowGraph, addresses_of, written_by
+from pyengine.ops import capture
+from pyengine.ops.capture import CaptureError, Rehearsal, Section, difference
+from pyengine.ops.device import runs_ahead
+from pyengine.step.step_record import StepCallback, StepRecord
+from pyengine.step.window_optimizer import hyperparameters
+from pyengine.window.counter import State
+from pyengine.window.header import Count
+
+_log = logging.getLogger("pyengine.engine")
+
+# Windows of a length that run without a graph before one is captured: the first one's collectives are in the
+# order of registration, and two rehearsals are compared.
+MIN_WARM_UP = 3
+MAX_FORMS = 64  # of windows: each keeps what is known of it, and maybe a graph
+
+
+@dataclass
+class _Length:
+    """What is known of windows whose micro-batches have the same number, structure, shapes and dtypes."""
+
+    num_run: int = 0
+    rehearsals: list[Rehearsal] = field(default_factory=list)  # of the last two, watched
+    section: Section = field(default_factory=Section)
+    counts: Sequence[Count] = ()  # of the last window that was watched
+    graph: WindowGraph | None = None
+    problem: str = ""  # why there is no graph, and will be none
+
+    def forget(self) -> None:
+        """Begin again: memory that the graph uses is not the model's any more."""
+        self.num_run, self.rehearsals, self.graph = 0, [], None
+        self.section = Section()
+
+
+class CapturedWindows:
+    """Trains windows, most of them by launching one graph; made by `sync.capture`, which has the rules.
+
+    Attributes:
+        num_captured, num_replayed, num_eager: graphs that were captured, windows that ran as one, and windows
+            that ran without.
+    """
+
+    def __init__(
+        self,
+        engine: Callable[[], Engine],
+        train_window: Callable[[list[Any]], object],
+        callbacks: Callable[[], Iterable[StepCallback]],
+        *,
+        warm_up: int,
+    ) -> None:
+        self._engine_of, self._train, self._callbacks = engine, train_window, callbacks
+        self._warm_up = warm_up
+        self._lengths: dict[object, _Length] = {}
+        self._stream = CaptureStream()
+        self._has_warned = self._has_too_many = False
+        self.num_captured = self.num_replayed = self.num_eager = 0
+
+    def __repr__(self) -> str:
+        return (
+            f"{type(self).__name__}({self.num_captured} graphs, {self.num_replayed} windows replayed, "
+            f"{self.num_eager} run without a graph)"
+        )
+
+    @property
+    def problems(self) -> list[str]:
+        """Why windows of some shape run without a graph; empty if none does."""
+        return [length.problem for length in self._lengths.values() if length.problem]
+
+    def __call__(self, window: Iterable[Any]) -> StepRecord | None:
+        """Train one window of `sync.windows`.
+
+        Returns:
+            The record of the last step whose outcome the host knows, as `sync.last_record`: mostly that of
+            the window before.
+
+        Raises:
+            ValueError: the window's counts were read ahead.
+            RuntimeError: `train_window` has not stepped; or as `sync.step`.
+        """
+        engine, batches = self._engine_of(), list(window)
+        if engine.denominators is not None:
+            raise ValueError(
+                "count= of sync.windows has the host read a window's totals before it, and a captured window "
+                "would repeat those of another one: give each count to sync.backward, as a tensor"
+            )
+        leaves, structure = tree_flatten(batches)
+        length = self._length_of((structure, tuple(map(_form, leaves))))
+        if length.graph is not None and not length.graph.fits(*_memory_of(length.graph.stepped, engine)):
+            _log.debug("memory of the captured window has changed: capture again")
+            length.forget()
+        if length.problem or not batches:
+            self._run(engine, batches)
+        elif length.num_run < self._warm_up - 2:
+            length.num_run += 1
+            self._run(engine, batches)
+        elif self._has_new_numbers(length.graph) or not engine.is_regular():
+            self._run(engine, batches)
+        elif length.num_run < self._warm_up:
+            self._rehearse(engine, length, leaves, structure)
+        elif length.graph is None:
+            self._capture(engine, length, leaves, structure)
+        elif len(engine.verdicts.last_use().factors) != len(length.graph.factors):
+            self._run(engine, batches)  # the window before was clipped in another way
+        else:
+            length.graph.take([leaf for leaf in leaves if isinstance(leaf, Tensor)])
+            engine.run_again(length.graph, [*self._callbacks()])
+            self.num_replayed += 1
+        if engine.counter.state is not State.USED:
+            raise RuntimeError(_NOT_STEPPED)
+        make = engine.make_record
+        return None if make is None else make()
+
+    def _length_of(self, form: Hashable) -> _Length:
+        if form not in self._lengths and len(self._lengths) == MAX_FORMS:
+            other = _Length(problem=f"windows have had more than {MAX_FORMS} forms")
+            if not self._has_too_many:
+                self._has_too_many = True
+                self._give_up(
+                    other, [f"{other.problem}: pad tensors, and leave texts and objects out of batches"]
+                )
+            return other
+        return self._lengths.setdefault(form, _Length())
+
+    # ---- without a graph ----
+
+    def _run(self, engine: Engine, batches: list[Any]) -> None:
+        self.num_eager += 1
+        with self._on_stream(engine):
+            self._train(batches)
+
+    def _rehearse(self, engine: Engine, length: _Length, leaves: list[Any], structure: Any) -> None:
+        """Run one of the last two windows before the capture; watch and compare them."""
+        length.num_run += 1
+        section = length.section
+        section.rewind()
+        with capture.running(section, is_capture=False), Rehearsal(_is_far) as rehearsal:
+            self._run(engine, tree_unflatten(_on(engine.device, leaves), structure))
+        length.rehearsals.append(rehearsal)
+        before, length.counts = length.counts, engine.counts.counts
+        found = [*section.problems, *rehearsal.problems]
+        for index, (was, now) in enumerate(zip(before, length.counts, strict=False)):
+            if not isinstance(now, Tensor) and now != was:
+                found.append(f"count of micro-batch {index} is {now}, and was {was}: give it as a tensor")
+        if len(length.rehearsals) == 2 and not found and (text := difference(*length.rehearsals)):
+            found = [text]
+        if found:
+            self._give_up(length, found)
+
+    def _give_up(self, length: _Length, found: Sequence[str]) -> None:
+        """Run windows of this form without a graph from now on, and say why."""
+        each = list(dict.fromkeys(found))
+        more = f"; and {len(each) - 3} more" if len(each) > 3 else ""
+        length.problem = "; ".join(each[:3]) + more
+        warnings.warn(
+            f"sync.capture: windows of this form run without a graph: {length.problem}", stacklevel=4
+        )
+
+    # ---- the capture ----
+
+    def _capture(self, engine: Engine, length: _Length, leaves: list[Any], structure: Any) -> None:
+        """Capture the window, and run it."""
+        length.rehearsals = []
+        if torch.is_autocast_enabled(engine.device.type) and torch.is_autocast_cache_enabled():
+            self._give_up(length, ["autocast is on around it, whose cache would go stale: enter it inside"])
+            self._run(engine, tree_unflatten(leaves, structure))
+            return
+        given = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        inputs = [torch.empty_like(tensor, device=engine.device) for tensor in given]
+        use = engine.verdicts.last_use()
+        graph = WindowGraph(
+            make_graph(), length.section, inputs, [factor.detach().clone() for factor in use.factors]
+        )
+        use.factors[:] = graph.factors
+        graph.take(given)
+        statics = iter(inputs)
+        batches = tree_unflatten(
+            [next(statics) if isinstance(leaf, Tensor) else leaf for leaf in leaves], structure
+        )
+        traffic = engine.comm.traffic
+        sent = traffic.collectives, traffic.bytes_sent
+        try:
+            with (
+                capture.running(length.section, is_capture=True),
+                self._on_stream(engine),
+                graph.work.capture(self._stream),
+            ):
+                self._train(batches)
+                _keep(engine, graph)
+        except Exception as error:  # noqa: BLE001 - the other ranks wait for this window
+            _log.debug("capture failed", exc_info=True)
+            engine.rewind()
+            self._give_up(length, [f"its capture failed: {error}"])
+            self._run(engine, batches)
+            return
+        graph.collectives, graph.bytes_sent = traffic.collectives - sent[0], traffic.bytes_sent - sent[1]
+        graph.tensors, graph.params, graph.layout = _memory_of(graph.stepped, engine)
+        graph.addresses = addresses_of(graph.params)
+        length.graph = graph
+        self.num_captured += 1
+        engine.run_captured(graph)
+        unused = [name for name, grad in zip(engine.reducer.names, graph.grads, strict=True) if grad is None]
+        if unused:
+            _log.info("captured without gradients of %s, which the window does not use", ", ".join(unused))
+
+    def _has_new_numbers(self, graph: WindowGraph | None) -> bool:
+        """Whether a hyperparameter that is a number of the host has changed: the graph has the old one."""
+        for step in [] if graph is None else graph.stepped:
+            now, _ = hyperparameters(step.optimizer)
+            if now == step.done.numbers:
+                continue
+            if not self._has_warned:
+                self._has_warned = True
+                pairs = zip(now, step.done.numbers, strict=True)
+                (name, value), (_, was) = next(pair for pair in pairs if pair[0] != pair[1])
+                warnings.warn(
+                    f"sync.capture: {name} of {step.done.name} is {value:g}, and was {was:g} when the window "
+                    "was captured: such windows run without a graph. Make it a tensor on the device, such as "
+                    f"{name}=torch.tensor({was:g}, device=...), to which schedulers write",
+                    stacklevel=4,
+                )
+            return True
+        return False
+
+    @contextmanager
+    def _on_stream(self, engine: Engine) -> Iterator[None]:
+        """Run the body on the stream of the capture, on which autograd then accumulates gradients."""
+        with self._stream.current(engine.device):
+            engine.follow_stream()
+            yield
+
+
+def make_graph() -> DeviceGraph:
+    return DeviceGraph()
+
+
+def capture_problems(engine: Engine) -> list[str]:
+    """Return why windows of an engine cannot be captured; the same on every rank."""
+    problems = [*DeviceGraph.problems(engine.device), *engine.reducer.capture_problems]
+    if engine.raises:
+        problems.append("nonfinite='raise' has the host wait for every window: need 'skip'")
+    if engine.dropping is not None:
+        problems.append("nonfinite='drop_micro_batch' notes on the host what it drops: need 'skip'")
+    if engine.runs.size > 1:
+        problems.append("accumulator=pe.Exact(slots=...) takes micro-batches one by one: leave slots out")
+    if engine.batch_norms.num_modules:
+        problems.append(
+            "accumulator='exact' replays BatchNorms by the places of micro-batches: need another one"
+        )
+    return problems
+
+
+def _keep(engine: Engine, graph: WindowGraph) -> None:
+    """Keep what later runs need of the window that is being captured, inside the capture."""
+    verdict = engine.verdict
+    if engine.counter.state is not State.USED or engine.header is None or verdict is None:
+        raise CaptureError(_NOT_STEPPED)
+    if len(verdict.use.factors) != len(graph.factors):
+        raise CaptureError("the window clips or steps in another way than the window before")
+    for mine, factor in zip(graph.factors, verdict.use.factors, strict=True):
+        mine.copy_(factor)
+    verdict.use.factors[:] = graph.factors
+    graph.header, graph.outcome, graph.evidence = engine.header, engine.outcome, verdict.evidence
+    graph.counts, graph.final, graph.stepped = engine.counts, dict(vars(engine.final)), engine.stepped
+    graph.grads = [param.grad for param in engine.reducer.params]
+
+
+def _memory_of(stepped: Sequence[Any], engine: Engine) -> tuple[list[Tensor], Sequence[Parameter], object]:
+    return (
+        written_by([step.optimizer for step in stepped]),
+        engine.reducer.params,
+        engine.reducer.place_of_sums,
+    )
+
+
+def _on(device: torch.device, leaves: list[Any]) -> list[Any]:
+    return [leaf.to(device) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+
+
+def _is_far(tensor: Tensor) -> bool:
+    return runs_ahead(tensor.device)
+
+
+def _form(leaf: object) -> object:
+    """Return what has to be the same for a graph to be used again: of a tensor all but its values."""
+    if isinstance(leaf, Tensor):
+        return leaf.shape, leaf.dtype, leaf.layout
+    return leaf if isinstance(leaf, str | int | float | bool | None) else id(leaf)
+
+
+_NOT_STEPPED = (
+    "train_window has left the window without sync.step(optimizer): run the backward of every micro-batch in "
+    "it, and step"
+)

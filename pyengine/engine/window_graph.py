@@ -1,0 +1,138 @@
+"""A window's device work as a graph, with what the host has to fill in and to read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from operator import is_
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from pyengine.ops.capture import Section
+from pyengine.window.claims import Use
+from pyengine.window.header import Header, LocalWindow
+from pyengine.window.verdict import Evidence, Outcome
+
+
+class CaptureStream:
+    """The stream of captures. Windows before them run on it, too, since autograd keeps to one stream."""
+
+    def __init__(self) -> None:
+        self.stream: torch.cuda.Stream | None = None
+
+    @contextmanager
+    def current(self, device: torch.device) -> Iterator[None]:
+        """Run the body on it, behind the work of the current stream, which then waits for the body's."""
+        if device.type != "cuda":  # that has no graphs
+            yield
+            return
+        if self.stream is None:
+            self.stream = torch.cuda.Stream(device)
+        around = torch.cuda.current_stream(device)
+        self.stream.wait_stream(around)
+        with torch.cuda.stream(self.stream):
+            yield
+        around.wait_stream(self.stream)
+
+
+class DeviceGraph:
+    """Work of a CUDA device, recorded once and launched any number of times."""
+
+    def __init__(self) -> None:
+        self._graph = torch.cuda.CUDAGraph()
+
+    @contextmanager
+    def capture(self, on: CaptureStream) -> Iterator[None]:
+        """Record what the body gives to the device on that stream; nothing of it runs."""
+        # By thread: another one may look at events, such as NCCL's watchdog.
+        with torch.cuda.graph(self._graph, stream=on.stream, capture_error_mode="thread_local"):
+            yield
+
+    def replay(self) -> None:
+        self._graph.replay()
+
+    @staticmethod
+    def problems(device: torch.device) -> list[str]:
+        """Return why work of a device cannot be captured."""
+        return (
+            [] if device.type == "cuda" else [f"the parameters are on {device}: a graph needs a CUDA device"]
+        )
+
+
+@dataclass
+class WindowGraph:
+    """One window's work, from its first forward to its optimizer steps.
+
+    Tensors are memory of the graph, and hold the last run's values until the next one begins.
+    """
+
+    work: DeviceGraph
+    section: Section
+    inputs: Sequence[Tensor]  # static copies of the tensors of the window's micro-batches
+    # What multiplied the gradients of the window before, which ranks compare in the header. Not memory of the
+    # graph, which may be overwritten before the header reads it.
+    factors: list[Tensor]
+    # ---- what has to stay as it was ----
+    tensors: Sequence[Tensor] = field(init=False)  # of the optimizers
+    params: Sequence[Parameter] = field(init=False)
+    addresses: Sequence[tuple[int, bool]] = field(init=False)  # by parameter, and whether it is trained
+    layout: object = field(init=False)  # of the engine's sums
+    # ---- of the window in which it was captured ----
+    header: Header = field(init=False)
+    outcome: Outcome = field(init=False)
+    evidence: Evidence = field(init=False)
+    counts: LocalWindow = field(init=False)
+    final: dict[str, Any] = field(init=False)
+    grads: Sequence[Tensor | None] = field(init=False)
+    stepped: Sequence[Any] = field(init=False)
+    collectives: int = 0
+    bytes_sent: int = 0
+
+    def claim(self, use: Use) -> None:
+        """Let the graph's header compare how the window before was used."""
+        for mine, factor in zip(self.factors, use.factors, strict=True):
+            if mine is not factor:
+                mine.copy_(factor)
+
+    def take(self, inputs: Sequence[Tensor]) -> None:
+        """Copy a window's tensors to where the graph reads them."""
+        for mine, given in zip(self.inputs, inputs, strict=True):
+            mine.copy_(given, non_blocking=True)
+
+    def run(self) -> None:
+        self.work.replay()
+
+    def start_readbacks(self) -> None:
+        """Read, behind the first run, what the host has asked for in the capture."""
+        for readback in self.section.readbacks:
+            readback.start(readback.captured)
+
+    def fits(self, tensors: Sequence[Tensor], params: Sequence[Parameter], layout: object) -> bool:
+        """Whether the graph still reads and writes the memory that is trained."""
+        return (
+            layout is self.layout
+            and len(tensors) == len(self.tensors)
+            and all(map(is_, tensors, self.tensors))
+            and addresses_of(params) == self.addresses
+        )
+
+
+def addresses_of(params: Sequence[Parameter]) -> list[tuple[int, bool]]:
+    return [(param.data_ptr(), param.requires_grad) for param in params]
+
+
+def written_by(optimizers: Sequence[torch.optim.Optimizer]) -> list[Tensor]:
+    """Return the tensors that steps of optimizers read or write: parameters, state, hyperparameters."""
+    tensors: list[Tensor] = []
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            tensors += group["params"]
+            tensors += [value for value in group.values() if isinstance(value, Tensor)]
+            for param in group["params"]:
+                state = optimizer.state.get(param, {})
+                tensors += [value for value in state.values() if isinstance(value, Tensor)]
+    return tensors

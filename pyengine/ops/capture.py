@@ -1,0 +1,218 @@
+"""A section of device work that is rehearsed, and then captured as a graph that the host launches at once.
+
+A graph repeats the device's work of the section and none of the host's, so the host may neither read a value
+in it nor send one that changes. `ops.device.send` and `Readback`, through which every value of the engine
+goes, ask `section()` where they are: in a rehearsal the values that are sent are remembered on the device; in
+the capture they are found there, and what is read back stays on the device until the graph has run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+_OURS = str(Path(__file__).parents[1])
+_TORCHS = str(Path(torch.__file__).parent)
+
+# Operations for whose result, or its shape, the host waits.
+_READS = {"_local_scalar_dense", "equal", "is_nonzero", "masked_select", "nonzero", "_unique2", "bincount"}
+_READS |= {"unique_consecutive", "unique_dim"}
+
+# Of an index: the result's shape is the number of elements that are set.
+_MASKS = {torch.bool, torch.uint8}
+
+
+class CaptureError(RuntimeError):
+    """A section cannot be captured; the message names the operation, the line and the remedy."""
+
+
+class Section:
+    """A section of device work. It is a rehearsal until `is_capture` is set.
+
+    Attributes:
+        problems: what cannot be captured, as `report` has found it.
+        inputs: static memory that the host fills before every run, one for each `send(..., refills=True)`.
+        readbacks: those that were made in the capture, in order; each is started once the graph has run.
+    """
+
+    def __init__(self) -> None:
+        self.is_capture = False
+        self.problems: list[str] = []
+        self.inputs: list[Tensor] = []
+        self.readbacks: list[Any] = []
+        self._num_taken = 0
+        self._constants: dict[object, Tensor] = {}
+
+    def rehearse(self, values: Sequence[float], made: Tensor, *, refills: bool) -> None:
+        """Keep on the device what the host has sent."""
+        if refills:
+            self.inputs.append(torch.empty_like(made))
+        else:
+            self._constants[_key(values, made.dtype, made.device)] = made.clone()
+
+    def find(
+        self, values: Sequence[float], dtype: torch.dtype, device: torch.device, *, refills: bool
+    ) -> Tensor:
+        """Return memory on the device that has these values whenever the graph runs; do not copy to it."""
+        if refills:
+            self._num_taken += 1
+            if self._num_taken <= len(self.inputs):
+                return self.inputs[self._num_taken - 1]
+        elif (constant := self._constants.get(_key(values, dtype, device))) is not None:
+            return constant.clone()
+        raise CaptureError(
+            f"the engine sends {len(values)} values of {dtype} that it had not sent in the windows before: "
+            "let all windows of a length run the same code"
+        )
+
+    def rewind(self) -> None:
+        """Forget the inputs of an earlier rehearsal."""
+        self.inputs, self.readbacks, self._num_taken = [], [], 0
+
+
+def _key(values: Sequence[float], dtype: torch.dtype, device: torch.device) -> object:
+    return tuple(values), dtype, device
+
+
+# Not by thread: autograd launches a device's work on a thread of its own.
+_section: Section | None = None
+# Whether the engine itself copies between host and device, which `Rehearsal` does not report.
+_is_own_copy = False
+
+
+def section() -> Section | None:
+    """Return the section that is being rehearsed or captured; None outside of any."""
+    return _section
+
+
+def is_capturing() -> bool:
+    """Whether device work is recorded here and not run: then no event and no value can be looked at."""
+    return _section is not None and _section.is_capture
+
+
+def report(problem: str) -> None:
+    """Note, in a rehearsal, what a graph could not repeat; raise `CaptureError` in a capture."""
+    if is_capturing():
+        raise CaptureError(problem)
+    if _section is not None:
+        _section.problems.append(problem)
+
+
+@contextlib.contextmanager
+def running(entered: Section, *, is_capture: bool) -> Iterator[None]:
+    """Rehearse or capture a section in the body."""
+    global _section
+    if _section is not None:
+        raise CaptureError("a section is being captured already: capture one window at a time")
+    _section, entered.is_capture = entered, is_capture
+    try:
+        yield
+    finally:
+        _section = None
+
+
+@contextlib.contextmanager
+def own_copy() -> Iterator[None]:
+    """Mark the body's copies between host and device as the engine's own."""
+    global _is_own_copy
+    before, _is_own_copy = _is_own_copy, True
+    try:
+        yield
+    finally:
+        _is_own_copy = before
+
+
+class Rehearsal(TorchDispatchMode):
+    """Watches a section for what a graph cannot repeat, and lists its operations.
+
+    Args:
+        is_far: whether a tensor is on the device whose work is to be captured.
+
+    Attributes:
+        problems: operations that the host waits for, or that copy from it, each with its line.
+        operations: by operation its name, the shapes it has got, its numbers, and its line.
+    """
+
+    def __init__(self, is_far: Callable[[Tensor], bool]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._is_far = is_far
+        self.problems: list[str] = []
+        self.operations: list[tuple[str, tuple[Any, ...], str]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = func.__name__.split(".")[0]
+        result = func(*args, **kwargs)
+        leaves = tree_leaves((args, kwargs))
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        is_made = not _is_own_copy and isinstance(result, Tensor) and self._is_far(result)
+        if is_made or any(map(self._is_far, tensors)):
+            self._look(name, leaves, result)
+        return result
+
+    def _look(self, name: str, leaves: list[Any], result: Any) -> None:
+        line = _line_of_caller()
+        told = tuple(tuple(leaf.shape) if isinstance(leaf, Tensor) else _plain(leaf) for leaf in leaves)
+        self.operations.append((name, told, line))
+        if _is_own_copy:
+            return
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        indices = {"index": tensors[1:], "index_put_": tensors[1:-1]}.get(name, [])
+        if name in _READS or any(index.dtype in _MASKS for index in indices):
+            self.problems.append(f"{line}: {name} lets the host wait for a value of the device")
+        elif name in ("_to_copy", "copy_") and not all(map(self._is_far, [*tensors, result])):
+            ends = "to the device" if self._is_far(result) else "to the host"
+            self.problems.append(f"{line}: {name} copies {ends}")
+
+
+def _plain(leaf: Any) -> Any:
+    """Return a number as it is, and of everything else how it reads: nan equals nan then."""
+    if isinstance(leaf, int | float) and not math.isnan(leaf):
+        return leaf
+    is_value = isinstance(leaf, float | str | torch.dtype | torch.device | torch.layout | torch.memory_format)
+    return repr(leaf) if is_value else type(leaf).__name__
+
+
+def difference(one: Rehearsal, other: Rehearsal) -> str:
+    """Describe the first operation in which two rehearsals of one section differ; empty if none."""
+    for first, second in zip(one.operations, other.operations, strict=False):
+        if first[:2] == second[:2]:
+            continue
+        if first[0] != second[0]:
+            return f"{second[2]}: {second[0]} where the window before ran {first[0]} ({first[2]})"
+        changed = [(a, b) for a, b in zip(first[1], second[1], strict=False) if a != b]
+        was, now = changed[0] if changed else (first[1], second[1])
+        what = "a shape" if isinstance(now, tuple) else "a number of the host"
+        return f"{second[2]}: {what} of {second[0]} is {now}, and was {was} in the window before"
+    longer = max(one.operations, other.operations, key=len)
+    short = min(len(one.operations), len(other.operations))
+    if len(longer) == short:
+        return ""
+    name, _, line = longer[short]
+    return f"{line}: {name} ran in one of two windows of the same length only"
+
+
+def _line_of_caller() -> str:
+    """Return file and line of the innermost frame that is neither torch's nor this package's."""
+    frame: FrameType | None = sys._getframe(1)  # noqa: SLF001 - `inspect` reads source files
+    own = ""
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if not name.startswith((_TORCHS, contextlib.__file__)):
+            where = f"{Path(name).name}:{frame.f_lineno}"
+            if not name.startswith(_OURS):
+                return where
+            if not own and name != __file__:
+                own = where
+        frame = frame.f_back
+    return own

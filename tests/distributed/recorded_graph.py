@@ -1,0 +1,185 @@
+"""A CUDA graph that the CPU plays: operations are recorded, and run again on the same memory.
+
+Under `stream_races.machine` the host believes that it runs ahead of a device. In a capture operations do run,
+since Python goes on with their results; `restore` puts the memory back as it was, so that, as on a device,
+nothing has happened until the first `replay`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from stream_races import machine
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves, tree_map
+
+from pyengine.comm.base import Comm, Done, Local
+from pyengine.comm.torch_dist import TorchDist
+from pyengine.engine import captured_windows, engine_ranks
+from pyengine.engine.window_graph import DeviceGraph
+
+# What a capture refuses on a device.
+_READS = {"_local_scalar_dense", "nonzero", "equal", "masked_select"}
+_RANDOM_OR_EMPTY = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
+
+_recording: Recorder | None = None
+
+
+class Recorder(TorchDispatchMode):
+    """Records operations, and what they have overwritten."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.actions: list[Callable[[], object]] = []
+        self.names: list[str] = []
+        self._before: dict[int, tuple[Tensor, Tensor]] = {}
+        self._new: set[int] = set()
+        self._alive: list[Any] = []  # storages of the graph: no other tensor gets their memory
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = func.__name__.split(".")[0]
+        if name in _READS:
+            raise RuntimeError(f"operation not permitted when stream is capturing: {name}")
+        written = _written(func, args, kwargs)
+        for tensor in written:
+            self.keep(tensor)
+        result = func(*args, **kwargs)
+        known = {_storage(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
+        outs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+        fresh = [out for out in outs if _storage(out) not in known]
+        self._new |= {_storage(out) for out in fresh}
+        self._alive += [(args, kwargs, result)]
+        self.names.append(name)
+        if written or (fresh and name not in _RANDOM_OR_EMPTY):
+            self.actions.append(lambda: _run(func, args, kwargs, outs, known))
+        return result
+
+    def keep(self, tensor: Tensor) -> None:
+        """Remember memory that is about to be overwritten, unless it is the capture's own."""
+        key = _storage(tensor)
+        if key not in self._new and key not in self._before:
+            flat = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
+            self._before[key] = flat, flat.clone()
+
+    def collective(self, written: Tensor, launch: Callable[[], object]) -> None:
+        """Record a collective, which does not run in the capture: other ranks are not there."""
+        self.keep(written)
+        self._alive.append(launch)
+        self.actions.append(launch)
+
+    def restore(self) -> None:
+        for flat, before in self._before.values():
+            flat.copy_(before)
+
+
+def _run(func: Any, args: Any, kwargs: Any, outs: Sequence[Tensor], known: set[int]) -> None:
+    result = func(*args, **kwargs)
+    for out, now in zip(outs, (x for x in tree_leaves(result) if isinstance(x, Tensor)), strict=True):
+        if _storage(out) not in known and now.shape == out.shape and now is not out:
+            out.copy_(now)
+
+
+def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
+    named = [*zip(func._schema.arguments, args, strict=False)]
+    named += [(a, kwargs[a.name]) for a in func._schema.arguments if a.name in kwargs]
+    written = [value for a, value in named if a.alias_info is not None and a.alias_info.is_write]
+    return [leaf for leaf in tree_leaves(written) if isinstance(leaf, Tensor)]
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+class RecordedGraph(DeviceGraph):
+    """Stands for `torch.cuda.CUDAGraph`."""
+
+    def __init__(self) -> None:
+        self.recorder = Recorder()
+
+    @contextmanager
+    def capture(self, stream: object) -> Iterator[None]:
+        global _recording
+        _recording = self.recorder
+        rng = torch.get_rng_state()
+        try:
+            with self.recorder:
+                yield
+        finally:
+            _recording = None
+            torch.set_rng_state(rng)
+            with torch.no_grad():
+                self.recorder.restore()
+
+    def replay(self) -> None:
+        with torch.no_grad(), _disable_current_modes():
+            for action in self.recorder.actions:
+                action()
+
+    @staticmethod
+    def problems(device: torch.device) -> list[str]:
+        return []
+
+
+class Ordered(TorchDist):
+    """Real gloo ranks whose collectives are over when they are launched, as if a stream waited for them."""
+
+    def __init__(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
+        super().__init__(group, device)
+        self.is_stream_ordered = True
+
+    def with_own_group(self) -> Comm:
+        return self
+
+    def between_hosts(self) -> Comm:
+        return TorchDist(None, torch.device("cpu"))
+
+    def side_stream(self, tensors: Sequence[Tensor]) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def all_reduce(self, flat: Tensor) -> Done:
+        return self._order(flat, lambda: dist.all_reduce(flat))
+
+    def all_reduce_max(self, flat: Tensor) -> Done:
+        return self._order(flat, lambda: dist.all_reduce(flat, dist.ReduceOp.MAX))
+
+    def all_to_all(self, received: Tensor, parts: Tensor) -> Done:
+        return self._order(received, lambda: dist.all_to_all_single(received, parts))
+
+    def all_gather(self, gathered: Tensor, part: Tensor) -> Done:
+        pieces = list(gathered.view(self.world_size, -1).unbind())
+        return self._order(gathered, lambda: dist.all_gather(pieces, part.clone()))
+
+    def _order(self, written: Tensor, launch: Callable[[], object]) -> Done:
+        self.traffic.count(written.nbytes)
+        with _disable_current_modes():
+            if _recording is None:
+                launch()
+            else:
+                _recording.collective(written, launch)
+        return Done(written)
+
+
+def _comm() -> Comm:
+    return Ordered(None, torch.device("cpu")) if dist.is_initialized() else Local()
+
+
+@contextmanager
+def recorded_device() -> Iterator[None]:
+    """Let the CPU play a device that has graphs, for engines that are made in the body."""
+    with (
+        machine(finds_races=False, events_are_done=True),
+        mock.patch.object(captured_windows, "DeviceGraph", RecordedGraph),
+        mock.patch.object(engine_ranks, "comm_for", lambda *_: _comm()),
+    ):
+        yield
+
+
+def clones(values: Any) -> Any:
+    return tree_map(lambda leaf: leaf.detach().clone() if isinstance(leaf, Tensor) else leaf, values)

@@ -1,0 +1,345 @@
+"""Windows that run as a graph: the same bits, records and skipped steps as without, on a played device.
+
+What runs on a GPU is in tests/distributed/test_cuda_capture.py.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from ranks import on_ranks
+from recorded_graph import recorded_device
+from torch import nn
+
+import pyengine as pe
+from pyengine.ops import capture
+
+WINDOWS, ACCUMULATE = 12, 3
+
+
+def _model(dtype: torch.dtype = torch.float32) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.2), nn.ReLU(), nn.Linear(8, 3)).to(dtype)
+
+
+def _batches(rank: int, windows: int = WINDOWS, *, bad: int | None = None) -> list[Any]:
+    """Return the micro-batches of a rank: the last window is short, and rank 1 runs out a window earlier."""
+    made = torch.Generator().manual_seed(rank)
+    num = windows * ACCUMULATE - 1 - ACCUMULATE * (rank == 1)
+    batches = [(torch.randn(4, 6, generator=made), torch.randn(4, 3, generator=made)) for _ in range(num)]
+    if bad is not None and rank == 0:
+        batches[bad * ACCUMULATE][0][0, 0] = torch.nan
+    return batches
+
+
+def _run(
+    *,
+    captured: bool,
+    bad: int | None = None,
+    schedules: bool = False,
+    scales: bool = False,
+    adam: bool = True,
+    dtype: torch.dtype = torch.float32,
+    resumes: bool = False,
+    **options: Any,
+) -> tuple[list[torch.Tensor], list[Any], Any]:
+    model = _model(dtype)
+    sync = pe.GradSync(model, accumulate=ACCUMULATE, **options)
+    lr = torch.tensor(0.05)
+    optimizer: torch.optim.Optimizer
+    if adam:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=lr, fused=True)
+    else:
+        optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9, fused=True)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9) if schedules else None
+    if scales:
+        sync.scaler = pe.GradScaler("cpu", init_scale=2.0**10, growth_interval=4)
+    records: list[Any] = []
+    sync.on_step(records.append)
+
+    def train_window(batches: list[Any]) -> None:
+        for x, y in batches:
+            loss = (model(x.to(dtype)) - y).square().sum()
+            sync.backward(loss, count=len(x))
+        sync.clip_grad_norm_(0.5)
+        sync.step(optimizer, scheduler)
+
+    step = sync.capture(train_window) if captured else lambda window: train_window(list(window))
+    torch.manual_seed(1)
+    rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+    state: Any = None
+    sums: list[float] = []
+    for number, window in enumerate(sync.windows(_batches(rank, bad=bad))):
+        step(window)
+        sums.append(float(sum(param.grad.double().sum() for param in model.parameters())))
+        if number % 3 == 0:
+            optimizer.zero_grad()  # which no window needs
+        if resumes and number == 7:
+            sync.synchronize()
+            state = sync.state_dict()
+            sync.load_state_dict(state)
+            optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))  # other memory: captured again
+    sync.close()
+    told = [
+        (r.step, r.micro_batches, r.count, r.loss, r.grad_norm, r.skipped, r.collectives, r.bytes_on_wire)
+        for r in records
+    ]
+    return [param.detach().clone() for param in model.parameters()], [*told, *sums], step
+
+
+CASES = {
+    "fp32": {},
+    "schedule": {"schedules": True},
+    "nan": {"bad": 6},
+    "scaler": {"scales": True, "bad": 8},
+    "sgd": {"adam": False},
+    "bf16": {"dtype": torch.bfloat16, "wire": "bf16"},
+    "int8+ef": {"wire": pe.wire.ErrorFeedback(pe.wire.Int8())},
+    "exact": {"accumulator": pe.Exact(micro_batches=16)},
+    "resumed": {"resumes": True},
+}
+
+
+# Every case on one rank; what is exchanged between ranks on two and three, of which one runs out earlier.
+@pytest.mark.parametrize(
+    ("world", "case"),
+    [*((1, case) for case in CASES), (2, "fp32"), (2, "nan"), (2, "int8+ef"), (3, "exact"), (3, "scaler")],
+)
+@on_ranks()
+def test_a_captured_window_has_the_bits_of_one_that_is_not(world: int, case: str) -> None:
+    with recorded_device(), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*step was skipped")
+        expected, told, _ = _run(captured=False, **CASES[case])
+        found, also, step = _run(captured=True, **CASES[case])
+    assert all(map(torch.equal, found, expected))
+    assert repr(also) == repr(told)  # as text, in which nan is nan
+    assert not step.problems
+    assert step.num_captured >= 1
+    assert step.num_replayed >= 4
+
+
+def _step(model: nn.Module, sync: pe.Sync, optimizer: Any, x: torch.Tensor) -> None:
+    sync.backward(model(x).sum(), count=len(x))
+    sync.step(optimizer)
+
+
+def _captured(
+    train: Any = _step, *, windows: int = 6, before: Any = None, audit_every: int = 0, **options: Any
+) -> tuple[Any, pe.Sync, nn.Module]:
+    """Capture windows of a micro-batch, trained by `train` after `before(number, model, optimizer)`."""
+    model = _model()
+    sync, optimizer = pe.GradSync(model, **options), torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
+    step = sync.capture(lambda batches: train(model, sync, optimizer, batches[0]))
+    if audit_every:
+        sync.audit(every=audit_every)
+    for number, window in enumerate(sync.windows([torch.full((2, 6), float(n)) for n in range(windows)])):
+        if before is not None:
+            before(number, model, optimizer)
+        step(window)
+    sync.synchronize()
+    return step, sync, model
+
+
+def _reads_the_loss(model, sync, optimizer, x):
+    loss = model(x).sum()
+    float(loss)
+    sync.backward(loss)
+    sync.step(optimizer)
+
+
+def _picks_rows(model, sync, optimizer, x):
+    sync.backward(model(x[x[:, 0] > -9]).sum())
+    sync.step(optimizer)
+
+
+def _draws_by_place(model, sync, optimizer, x):
+    with pe.micro_batch_rng(1, step=sync.window, index=0):
+        sync.backward(model(x).sum())
+    sync.step(optimizer)
+
+
+_BY_WINDOW = [torch.ones(2, 6), torch.ones(4, 6)]
+
+
+def _grows(model, sync, optimizer, x):
+    sync.backward(model(_BY_WINDOW[sync.window % 2]).sum())
+    sync.step(optimizer)
+
+
+def _depends_on_the_window(model, sync, optimizer, x):
+    sync.backward((model(x) * (1.0 + sync.window)).sum())
+    sync.step(optimizer)
+
+
+def _runs_more_now_and_then(model, sync, optimizer, x):
+    loss = model(x).sum()
+    sync.backward(loss if sync.window % 2 else loss.neg().neg())
+    sync.step(optimizer)
+
+
+def _steps_by_for_loop(model, sync, optimizer, x):
+    sync.backward(model(x).sum())
+    sync.step(torch.optim.Rprop(model.parameters()))
+
+
+@pytest.mark.parametrize(
+    ("train", "says"),
+    [
+        (_reads_the_loss, r"test_capture.py:\d+: _local_scalar_dense lets the host wait"),
+        (_picks_rows, r"test_capture.py:\d+: index lets the host wait"),
+        (_draws_by_place, "micro_batch_rng seeds on the host"),
+        (_grows, r"test_capture.py:\d+: a shape of \w+ is \(2, 6\), and was \(4, 6\)"),
+        (_depends_on_the_window, r"test_capture.py:\d+: a number of the host of mul is 3.0, and was 2.0"),
+        (_runs_more_now_and_then, r"test_capture.py:\d+: \w+ where the window before ran \w+"),
+        (_steps_by_for_loop, "the step of Rprop waits for the host"),
+    ],
+)
+def test_what_breaks_a_capture_is_named_and_the_windows_run_without(train, says):
+    with recorded_device():
+        with pytest.warns(UserWarning, match=says):
+            step, sync, _ = _captured(train)
+        sync.close()
+    assert (step.num_captured, step.num_replayed, step.num_eager) == (0, 0, 6)
+    assert len(step.problems) == 1
+
+
+def test_a_stochastic_wire_is_not_captured():
+    wire = pe.wire.Int8(rounding="stochastic")
+    with recorded_device(), pytest.warns(UserWarning, match="a stochastic wire draws other numbers"):
+        _captured(wire=wire)[1].close()
+
+
+def test_autocast_around_the_window_is_refused():
+    with (
+        recorded_device(),
+        torch.autocast("cpu", torch.bfloat16),
+        pytest.warns(UserWarning, match="enter it inside"),
+    ):
+        _captured()[1].close()
+
+
+def test_a_capture_that_fails_runs_the_window_without():
+    runs = []
+
+    def fails(model, sync, optimizer, x):
+        runs.append(capture.is_capturing())
+        _step(model, sync, optimizer, x)
+        if runs[-1]:
+            raise OSError("no graph today")
+
+    with recorded_device():
+        with pytest.warns(UserWarning, match="its capture failed: no graph today"):
+            step, sync, model = _captured(fails)
+        sync.close()
+        _, other, twin = _captured()  # which runs 4 to 6 as a graph
+        other.close()
+    assert runs == [False] * 3 + [True] + [False] * 3
+    assert step.num_eager == 6
+    assert all(map(torch.equal, model.parameters(), twin.parameters()))
+
+
+def test_a_window_that_is_not_stepped_is_an_error():
+    with recorded_device(), pytest.raises(RuntimeError, match=r"without sync\.step"):
+        _captured(lambda model, sync, optimizer, x: sync.backward(model(x).sum()))
+
+
+def _counts_by_window(model, sync, optimizer, x):
+    sync.backward(model(x).sum(), count=1 + sync.window)
+    sync.step(optimizer)
+
+
+def test_a_count_of_the_host_that_changes_is_named():
+    with (
+        recorded_device(),
+        pytest.warns(UserWarning, match="count of micro-batch 0 is 3, and was 2: give it"),
+    ):
+        _captured(_counts_by_window)[1].close()
+
+
+def test_a_learning_rate_of_the_host_runs_without_a_graph_where_it_changes():
+    def schedule(number, model, optimizer):
+        optimizer.param_groups[0]["lr"] = 0.05 if number == 5 else 0.1
+
+    with recorded_device():
+        with pytest.warns(UserWarning, match=r"lr of SGD is 0.05, and was 0.1 .*Make it a tensor"):
+            step, sync, _ = _captured(windows=8, before=schedule)
+        sync.close()
+    assert (step.num_captured, step.num_replayed, step.num_eager) == (1, 3, 4)
+
+
+def test_a_model_whose_memory_has_moved_is_captured_again():
+    def move(number, model, optimizer):
+        if number == 6:
+            model.double().float()
+
+    with recorded_device():
+        step, sync, _ = _captured(windows=12, before=move)
+        sync.close()
+    assert (step.num_captured, step.num_replayed, step.num_eager) == (2, 4, 6)
+
+
+def test_an_audit_that_is_due_runs_without_a_graph():
+    with recorded_device():
+        step, sync, _ = _captured(windows=14, audit_every=6)
+        sync.close()
+    # The audit looks at windows 0, 6 and 12, and reads in the next one what it has found.
+    assert (step.num_captured, step.num_replayed, step.num_eager) == (1, 5, 8)
+
+
+def test_a_bare_backward_between_windows_is_found():
+    def train_past(number, model, optimizer):
+        if number == 6:
+            model(torch.ones(1, 6)).sum().backward()
+
+    with recorded_device(), pytest.raises(ValueError, match="was written to between windows"):
+        _captured(windows=9, before=train_past)
+
+
+def test_a_gradient_that_no_optimizer_has_used_counts_into_the_next_window():
+    """As without a graph: such windows run without one."""
+
+    def unused(model, sync, optimizer, x):
+        sync.backward(model(x).sum(), count=len(x))
+        del optimizer.param_groups[0]["params"][2:]
+        sync.step(optimizer)
+
+    with recorded_device():
+        with pytest.warns(UserWarning, match="they count into the next window"):
+            step, sync, _ = _captured(unused)
+        sync.close()
+    assert (step.num_captured, step.num_eager) == (0, 6)
+
+
+def test_counts_read_ahead_are_refused():
+    with recorded_device():
+        sync = pe.GradSync(_model())
+        step = sync.capture(lambda batches: None)
+        window = next(sync.windows([torch.ones(2, 6)], count=len))
+        with pytest.raises(ValueError, match="give each count to sync.backward"):
+            step(window)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({}, "the parameters are on cpu: a graph needs a CUDA device"),
+        ({"nonfinite": "raise"}, "nonfinite='raise'"),
+        ({"nonfinite": "drop_micro_batch"}, "nonfinite='drop_micro_batch'"),
+        ({"accumulator": pe.Exact(micro_batches=4, slots=2), "accumulate": 4}, "leave slots out"),
+    ],
+)
+def test_engines_whose_windows_cannot_be_captured_say_so(options, says):
+    with pe.GradSync(_model(), **options) as sync, pytest.raises(ValueError, match=f"capture: .*{says}"):
+        sync.capture(lambda batches: None)
+
+
+def test_arguments_are_checked():
+    with pe.GradSync(_model()) as sync:
+        with pytest.raises(TypeError, match="train_window is a int"):
+            sync.capture(3)
+        with pytest.raises(TypeError, match="at least 3"):
+            sync.capture(print, warm_up=2)
