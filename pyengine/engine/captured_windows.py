@@ -21,6 +21,7 @@ from pyengine.ops.capture import CaptureError, Rehearsal, Section, difference
 from pyengine.ops.device import runs_ahead
 from pyengine.step.step_record import StepCallback, StepRecord
 from pyengine.step.window_optimizer import hyperparameters
+from pyengine.window.claims import OptimizerStep
 from pyengine.window.counter import State
 from pyengine.window.header import Count
 
@@ -44,7 +45,7 @@ class _Length:
     problem: str = ""  # why there is no graph, and will be none
 
     def forget(self) -> None:
-        """Begin again: memory that the graph uses is not the model's any more."""
+        """Begin again: the graph uses memory or numbers that are not the model's and optimizers' any more."""
         self.num_run, self.rehearsals, self.graph = 0, [], None
         self.section = Section()
 
@@ -55,6 +56,8 @@ class CapturedWindows:
     Attributes:
         num_captured, num_replayed, num_eager: graphs that were captured, windows that ran as one, and windows
             that ran without.
+        unused: parameters that got no gradient in the window that was captured last. They get none in its
+            runs either, also if another rank begins to use them.
     """
 
     def __init__(
@@ -71,6 +74,7 @@ class CapturedWindows:
         self._stream = CaptureStream()
         self._has_warned = self._has_too_many = False
         self.num_captured = self.num_replayed = self.num_eager = 0
+        self.unused: list[str] = []
 
     def __repr__(self) -> str:
         return (
@@ -102,15 +106,14 @@ class CapturedWindows:
             )
         leaves, structure = tree_flatten(batches)
         length = self._length_of((structure, tuple(map(_form, leaves))))
-        if length.graph is not None and not length.graph.fits(*_memory_of(length.graph.stepped, engine)):
-            _log.debug("memory of the captured window has changed: capture again")
+        if length.graph is not None and self._is_stale(length.graph, engine):
             length.forget()
         if length.problem or not batches:
             self._run(engine, batches)
         elif length.num_run < self._warm_up - 2:
             length.num_run += 1
             self._run(engine, batches)
-        elif self._has_new_numbers(length.graph) or not engine.is_regular():
+        elif not engine.is_regular():
             self._run(engine, batches)
         elif length.num_run < self._warm_up:
             self._rehearse(engine, length, leaves, structure)
@@ -215,28 +218,34 @@ class CapturedWindows:
         length.graph = graph
         self.num_captured += 1
         engine.run_captured(graph)
-        unused = [name for name, grad in zip(engine.reducer.names, graph.grads, strict=True) if grad is None]
-        if unused:
-            _log.info("captured without gradients of %s, which the window does not use", ", ".join(unused))
+        named = zip(engine.reducer.names, graph.grads, strict=True)
+        self.unused = [name for name, grad in named if grad is None]
 
-    def _has_new_numbers(self, graph: WindowGraph | None) -> bool:
-        """Whether a hyperparameter that is a number of the host has changed: the graph has the old one."""
-        for step in [] if graph is None else graph.stepped:
-            now, _ = hyperparameters(step.optimizer)
-            if now == step.done.numbers:
-                continue
-            if not self._has_warned:
-                self._has_warned = True
-                pairs = zip(now, step.done.numbers, strict=True)
-                (name, value), (_, was) = next(pair for pair in pairs if pair[0] != pair[1])
-                warnings.warn(
-                    f"sync.capture: {name} of {step.done.name} is {value:g}, and was {was:g} when the window "
-                    "was captured: such windows run without a graph. Make it a tensor on the device, such as "
-                    f"{name}=torch.tensor({was:g}, device=...), to which schedulers write",
-                    stacklevel=4,
-                )
+    def _is_stale(self, graph: WindowGraph, engine: Engine) -> bool:
+        """Whether the graph uses other memory than the model, its sums and its optimizers, or old numbers."""
+        if not graph.fits(*_memory_of(graph.stepped, engine)):
+            _log.debug("memory of the captured window has changed: capture again")
             return True
+        for step in graph.stepped:
+            now, _ = hyperparameters(step.optimizer)
+            if now != step.done.numbers:
+                self._warn_of_number(step.done, now)
+                return True
         return False
+
+    def _warn_of_number(self, done: OptimizerStep, now: Sequence[tuple[str, float]]) -> None:
+        """Warn once that a hyperparameter is a number of the host, which a graph keeps."""
+        if self._has_warned:
+            return
+        self._has_warned = True
+        pairs = zip(now, done.numbers, strict=True)
+        (name, value), (_, was) = next(pair for pair in pairs if pair[0] != pair[1])
+        warnings.warn(
+            f"sync.capture: {name} of {done.name} is {value:g}, and was {was:g} in the captured window, which"
+            f" is captured again. If it changes often, make it a tensor: {name}=torch.tensor({was:g}, "
+            "device=...), to which schedulers write",
+            stacklevel=5,
+        )
 
     @contextmanager
     def _on_stream(self, engine: Engine) -> Iterator[None]:

@@ -260,15 +260,24 @@ def test_a_count_of_the_host_that_changes_is_named():
         _captured(_counts_by_window)[1].close()
 
 
-def test_a_learning_rate_of_the_host_runs_without_a_graph_where_it_changes():
+def test_a_learning_rate_of_the_host_is_captured_again_where_it_changes():
     def schedule(number, model, optimizer):
-        optimizer.param_groups[0]["lr"] = 0.05 if number == 5 else 0.1
+        optimizer.param_groups[0]["lr"] = 0.1 if number < 5 else 0.05
 
     with recorded_device():
-        with pytest.warns(UserWarning, match=r"lr of SGD is 0.05, and was 0.1 .*Make it a tensor"):
-            step, sync, _ = _captured(windows=8, before=schedule)
+        with pytest.warns(UserWarning, match=r"lr of SGD is 0.05, and was 0.1 .*make it a tensor"):
+            step, sync, _ = _captured(windows=10, before=schedule)
         sync.close()
-    assert (step.num_captured, step.num_replayed, step.num_eager) == (1, 3, 4)
+    assert (step.num_captured, step.num_replayed, step.num_eager) == (2, 2, 6)
+
+
+def test_a_learning_rate_of_the_host_that_every_window_changes_is_named():
+    def schedule(number, model, optimizer):
+        optimizer.param_groups[0]["lr"] = 0.1 / (1 + number)
+
+    says = r"test_capture.py:\d+: a number of the host of _fused_sgd_ is 0.0\d+, and was 0.05"
+    with recorded_device(), pytest.warns(UserWarning, match=says):
+        _captured(before=schedule)[1].close()
 
 
 def test_a_model_whose_memory_has_moved_is_captured_again():
