@@ -55,7 +55,9 @@ class Variant:
         self.forward: Callable[[Tensor], Tensor] = model
         self.device = next(model.parameters()).device
         self.optimizer: Any = OPTIMIZERS[optimizer](model.parameters())
-        self.scaler = torch.amp.GradScaler(self.device.type, init_scale=1024.0)
+        # torch unscales no bfloat16 gradients on CUDA; nobody scales them.
+        self.is_scaled = next(model.parameters()).dtype is not torch.bfloat16
+        self.scaler = torch.amp.GradScaler(self.device.type, init_scale=1024.0, enabled=self.is_scaled)
         self.setup()
 
     def setup(self) -> None:
@@ -242,7 +244,8 @@ class Engine(Variant):
 
     def setup(self) -> None:
         self.sync = self.make()
-        self.sync.scaler = pe.GradScaler(self.device.type, init_scale=1024.0)
+        if self.is_scaled:
+            self.sync.scaler = pe.GradScaler(self.device.type, init_scale=1024.0)
 
     def micro_batch(self, x: Tensor, *, last: bool) -> None:
         with self.sync.accumulate():
