@@ -193,11 +193,13 @@ def test_a_backward_that_breaks_under_a_finite_loss_is_named_by_raise(ddp, sums,
         ("inside", "has an optimizer that steps inside the backward"),
         ("sharded", "TypeError: ddp_model is a FSDPLinear: FSDP1"),
         ("join", "RuntimeError: ddp_model.join() around a loop over windows"),
+        ("sparse", "0 has sparse=True"),
+        ("bare", "TypeError: ddp_model is a Linear: need a DistributedDataParallel"),
     ],
 )
 @on_ranks(2)
 def test_what_would_go_past_the_engine_is_refused_by_name(what, needle):
-    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+    model = nn.Sequential(nn.Embedding(2, 2, sparse=what == "sparse"), nn.Linear(2, 1))
     options: dict[str, object] = {}
     if what == "delayed":
         options = {
@@ -217,6 +219,8 @@ def test_what_would_go_past_the_engine_is_refused_by_name(what, needle):
         from torch.distributed.optim import _apply_optimizer_in_backward
 
         _apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {"lr": 0.1})
+    if what == "bare":
+        ddp = nn.Linear(2, 2)
     if what == "sharded":
         ddp = type("FSDPLinear", (nn.Linear,), {})(2, 2)
     with pytest.raises((ValueError, TypeError, RuntimeError)) as error:

@@ -10,71 +10,10 @@ import torch
 import torch.distributed as dist
 from cases import Fused, Integers, assert_same, engine, grads, integers, me, mean_of_integers
 from ranks import on_ranks
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import pyengine as pe
-
-
-class Branches(nn.Module):
-    """Three branches, used or not as the caller says; `never` is used by nobody."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        for name in ("a", "b", "never"):
-            setattr(self, name, nn.Linear(2, 1, bias=False))
-            nn.init.ones_(getattr(self, name).weight)
-
-    def forward(self, x: Tensor, use: str) -> Tensor:
-        return sum(getattr(self, name)(x).sum() for name in use)
-
-
-def _branches(kind: str, use: list[list[list[str]]]) -> list[dict[str, Tensor | None]]:
-    """Train three windows over `use[rank]`, the branches of each micro-batch; return the gradients."""
-    rank, _ = me()
-    model = Branches()
-    sync, forward = engine(kind, model, accumulate=len(use[rank]))
-    results = []
-    micro_batches = [(torch.full((1, 2), float(10**k)), names) for k, names in enumerate(use[rank])]
-    for window in sync.windows(micro_batches * 3):
-        for x, names in window:
-            sync.backward(forward(x * (rank + 1), names))
-        sync.unscale_()
-        results.append(grads(model))
-        sync.step(torch.optim.SGD(model.parameters(), lr=0.0))
-    return results
-
-
-def _value(result: dict[str, Tensor | None], name: str) -> float | None:
-    grad = result.get(f"{name}.weight")
-    return None if grad is None else grad[0, 0].item()
-
-
-# By rank and micro-batch, the branches that are used; and the mean gradients of "a" and "b".
-USES = {
-    # a: (1 + 10 + 100) (1 + 2) / 6, b only in the first micro-batch: 1 (1 + 2) / 6
-    "early": ([[["a", "b"], ["a"], ["a"]]] * 2, 333 / 6, 0.5),
-    "on one rank": ([[["a", "b"], ["a"]], [["a"], ["a"]]], 33 / 4, 0.25),
-    # torch's test_grads_same_across_ranks_with_no_sync (issue 69031), without find_unused_parameters
-    "different in the last": ([[["a"], ["a"]], [["b"], ["b"]]], 11 / 4, 22 / 4),
-}
-
-
-@pytest.mark.parametrize(
-    ("kind", "use"),
-    [
-        *itertools.product(["own", "attach-unused"], USES),
-        ("own-native", "on one rank"),
-        ("attach", "early"),
-        ("attach-view", "different in the last"),
-    ],
-)
-def test_a_parameter_is_reduced_if_any_micro_batch_of_any_rank_uses_it(ranks, kind, use):
-    plan, a, b = USES[use]
-    for results in ranks(2).run(_branches, kind, plan):
-        for result in results:
-            assert (_value(result, "a"), _value(result, "b")) == pytest.approx((a, b), rel=1e-6)
-            assert _value(result, "never") is None
 
 
 @pytest.mark.parametrize("kind", ["own", "attach", "attach-static"])

@@ -1,8 +1,7 @@
-"""DDP that looks for unused parameters, with sums beside its buckets: what only earlier micro-batches used is
-reduced.
+"""A parameter is reduced if any micro-batch of any rank uses it; where none does, its gradient is None.
 
-DDP remembers that a parameter was used; its gradient of then lies in our sum, and the last backward does not
-reach it.
+DDP that looks for unused parameters remembers which were used; the gradient of then is in the engine's sum,
+and the last backward does not reach it.
 """
 
 from __future__ import annotations
@@ -61,29 +60,41 @@ def _expected(dtype: torch.dtype, window: int, members: list[tuple[int, int]]) -
 
 
 @pytest.mark.parametrize(
-    ("accumulator", "dtype", "view", "how"),
+    ("kind", "accumulator", "dtype", "how"),
     [
-        ("fp32", torch.bfloat16, False, "windows"),
-        ("fp32", torch.bfloat16, True, "runs out"),
-        ("fp32", torch.bfloat16, True, "flush"),
-        ("exact", torch.bfloat16, True, "windows"),
-        ("exact", torch.float32, False, "runs out"),
-        ("exact", torch.float32, False, "flush"),
+        ("unused", "fp32", torch.bfloat16, "windows"),
+        ("unused, view", "fp32", torch.bfloat16, "runs out"),
+        ("unused, view", "fp32", torch.bfloat16, "flush"),
+        ("unused, view", "exact", torch.bfloat16, "windows"),
+        ("unused", "exact", torch.float32, "runs out"),
+        ("unused", "exact", torch.float32, "flush"),
+        ("own", "fp32", torch.float32, "flush"),
+        ("own", "native", torch.float32, "windows"),
+        ("own", "exact", torch.float32, "runs out"),
+        ("plain", "native", torch.float32, "flush"),
+        ("view", "fp32", torch.float32, "windows"),
     ],
 )
 @on_ranks(3)
-def test_gradients_are_those_of_one_big_batch(accumulator, dtype, view, how):
+def test_gradients_are_those_of_one_big_batch(kind, accumulator, dtype, how):
     rank, world = me()
-    model = Branches(dtype)
-    ddp = DistributedDataParallel(
-        model, find_unused_parameters=True, gradient_as_bucket_view=view, bucket_cap_mb=1e-5
-    )
-    sync = pe.attach(ddp, accumulate=ACCUMULATE + (how == "flush"), accumulator=accumulator)
+    model = forward = Branches(dtype)
+    options = {"accumulate": ACCUMULATE + (how == "flush"), "accumulator": accumulator}
+    if kind == "own":
+        sync: pe.Sync = pe.GradSync(model, bucket_cap_mb=1e-5, **options)
+    else:
+        forward = DistributedDataParallel(
+            model,
+            find_unused_parameters="unused" in kind,
+            gradient_as_bucket_view="view" in kind,
+            bucket_cap_mb=1e-5,
+        )
+        sync = pe.attach(forward, **options)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
 
     def run(window: int, place: int) -> None:
         used = [name for name, uses in USED.items() if uses(window, rank, place)]
-        sync.backward(ddp(_input(window, rank, place), used))
+        sync.backward(forward(_input(window, rank, place), used))
 
     def check(window: int) -> None:
         left = [r for r in range(world) if how != "runs out" or window == 0 or r < world - 1]

@@ -136,13 +136,6 @@ def test_a_count_too_large_to_be_added_up_is_named_on_every_rank(count):
     assert model.weight.grad[0, 0].item() == 0.5
 
 
-def test_an_exchanged_parameter_is_named():
-    model, sync = _engine()
-    torch.utils.swap_tensors(model.weight, nn.Parameter(torch.ones(1, 2)))
-    with pytest.raises(ValueError, match="parameter 'weight' has been exchanged"):
-        _window(model, sync, 1)
-
-
 def _made_on_meta() -> object:
     with torch.device("meta"):
         return pe.GradSync(nn.Linear(1, 1))

@@ -19,7 +19,6 @@ from cases import (
 )
 from ranks import on_ranks
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 import pyengine as pe
 
@@ -183,21 +182,6 @@ def test_a_model_without_trainable_parameters_is_refused():
 def test_a_type_that_no_kernel_knows_is_refused():
     with pytest.raises(ValueError, match="'weight' is torch.float64"):
         pe.GradSync(nn.Linear(2, 2, dtype=torch.float64), accumulate=1)
-
-
-@on_ranks(2)
-def test_attach_refuses_what_it_cannot_carry():
-    sparse = DistributedDataParallel(nn.Sequential(nn.Embedding(3, 2, sparse=True)))
-    hooked = DistributedDataParallel(nn.Linear(2, 2))
-    pe.attach(hooked, accumulate=2)
-    bare, sparse, twice = [
-        typed_error_of(lambda: pe.attach(nn.Linear(2, 2), accumulate=1)),
-        typed_error_of(lambda: pe.attach(sparse, accumulate=1)),
-        typed_error_of(lambda: pe.attach(hooked, accumulate=1)),
-    ]
-    assert "ddp_model is a Linear: need a DistributedDataParallel" in bare
-    assert "0 has sparse=True" in sparse and "sparse=False" in sparse
-    assert "ValueError" in twice and "ddp_model has a communication hook" in twice
 
 
 @on_ranks(3)
