@@ -8,6 +8,7 @@ combinations of every test.
 
 from __future__ import annotations
 
+import heapq
 from collections import Counter, defaultdict
 from collections.abc import Hashable, Sequence
 from itertools import combinations
@@ -28,19 +29,25 @@ def covering(cases: Sequence[Sequence[Hashable]]) -> set[int]:
     """
     shown = [_shown(case) for case in cases]
     missing = {what for case in shown for what in case}
-    left, used = list(range(len(cases))), Counter[Hashable]()
+    chosen, used = set(), Counter[Hashable]()
 
-    def worth(index: int) -> tuple[int, int, int]:
+    def cost(index: int) -> tuple[int, int, int]:
         """Prefer the case with most missing pairs, then the one whose values were used least."""
         news = len(missing.intersection(shown[index]))
-        return news, -sum(used[value] for value in enumerate(cases[index])), -index
+        return -news, sum(used[value] for value in enumerate(cases[index])), index
 
+    heap = [cost(index) for index in range(len(cases))]
+    heapq.heapify(heap)
     while missing:
-        best = max(left, key=worth)
-        left.remove(best)
+        *_, best = heapq.heappop(heap)
+        now = cost(best)
+        if heap and now > heap[0]:  # costs only grow, so those of the others are at least what the heap has
+            heapq.heappush(heap, now)
+            continue
+        chosen.add(best)
         missing.difference_update(shown[best])
         used.update(enumerate(cases[best]))
-    return set(range(len(cases))) - set(left)
+    return chosen
 
 
 def _shown(case: Sequence[Hashable]) -> list[Hashable]:

@@ -73,8 +73,9 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Study:
     """Give `make(runner, "--repeats", "2")`: study workers 1,2 and batches 8,16 with made-up runs on two
     cores.
 
-    Pictures take a second or more, so they are drawn only if asked for.
+    Pictures take a second or more, so they are drawn only if asked for, and small.
     """
+    monkeypatch.setattr(study_plots, "_DPI", 30)
     monkeypatch.setattr("pyengine.cli.study.run.num_cores", lambda: 2)
     draw = study_plots.draw
 

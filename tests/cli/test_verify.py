@@ -116,7 +116,7 @@ def test_function_that_does_what_the_help_says_is_identical(checked: Verify) -> 
 
 
 def test_batch_norm_that_the_engine_replays_is_identical(checked: Verify) -> None:
-    heard = checked("--train", "subjects:batch_norm_replayed", "--workers", "1,3", "--steps", "2")
+    heard = checked("--train", "subjects:batch_norm_replayed", "--workers", "1,2", "--steps", "1")
     assert heard.findings == {"subjects:batch_norm_replayed": None}
 
 
@@ -158,7 +158,8 @@ FAULTS = [
 ]
 
 
-QUICK = ("plain_sums", "dropout_by_rank", "optimizer_by_rank", "divided_by_world", "unseeded")
+# `optimizer_by_rank` is in the tests below.
+QUICK = ("plain_sums", "dropout_by_rank", "divided_by_world", "unseeded")
 
 
 @pytest.mark.parametrize(
@@ -171,7 +172,7 @@ QUICK = ("plain_sums", "dropout_by_rank", "optimizer_by_rank", "divided_by_world
 def test_fault_is_found_with_its_cause(
     checked: Verify, function: str, step: int, kind: str, name: str | None, rank: int, causes: list[str]
 ) -> None:
-    found = checked("--train", f"subjects:{function}", "--workers", "1,2", "--steps", "2").finding
+    found = checked("--train", f"subjects:{function}", "--workers", "1,2", "--steps", "1").finding
     assert (found.first.step, found.first.kind, found.first.rank) == (step, kind, rank), sentences(
         "it", found, Trace()
     )

@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 import pyengine as pe
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["own", "attach-view"])
 @on_ranks(2)
 def test_compiled_models_are_reduced_exactly(kind):

@@ -147,7 +147,7 @@ def _line(
     window: int = 2,
     quick: bool = True,
 ) -> Iterator[Case]:
-    """Spell a line out: one case a way and place. The quick ones take every third way, each line beginning
+    """Spell a line out: one case a way and place. The quick ones take every fourth way, each line beginning
     with another one, and the places in turn; they leave the rest.
 
     Args:
@@ -156,7 +156,7 @@ def _line(
         quick: whether `make test` runs the line, as far as said; `make faults` runs all.
     """
     places = [tuple(map(int, place.split("/"))) for place in at.split()]
-    step, start = min(3, len(ways)), len(phase + fault)  # any number that differs from line to line
+    step, start = min(4, len(ways)), len(phase + fault)  # any number that differs from line to line
     for number, way in enumerate(ways):
         for other, (rank, world) in enumerate(places):
             is_other = other != number % len(places) or (quick and number % step != start % step)

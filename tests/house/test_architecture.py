@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from floors import FLOORS, MODULES, PACKAGE, imported, imported_floors
 from pages import ROOT
 
@@ -70,6 +71,7 @@ def test_a_floor_does_not_import_what_the_page_excludes():
     assert IMPORTS_NOT and found == []
 
 
+@pytest.mark.slow
 def test_importing_the_package_is_lean():
     code = (
         "import sys, threading, pyengine; assert threading.active_count() == 1; "

@@ -23,20 +23,26 @@ PYTHON = blocks("python")
 SESSIONS = sorted({block.page for block in PYTHON if block.is_doctest})
 # A block that starts workers itself is a script.
 SCRIPTS = [block for block in PYTHON if "pe.launch(" in block.code]
-RUN = [block for block in PYTHON if not block.is_doctest and block not in SCRIPTS]
 # May be missing here, and then the block is compiled only; tests/xla makes the call of torch_xla.
 OPTIONAL = ["accelerate", "lightning", "torch_xla", "transformers", "wandb"]
 
 
-def _param(block: Block) -> Any:
-    """Mark a block as slow if every rank imports another library for it, which takes seconds."""
-    is_slow = any(re.search(rf"\b{module}\b", block.code) for module in OPTIONAL)
-    return pytest.param(block, id=str(block), marks=[pytest.mark.slow] if is_slow else [])
+def _param(*given: Block) -> Any:
+    """Mark blocks as slow if every rank imports another library for them, which takes seconds."""
+    is_slow = any(re.search(rf"\b{module}\b", block.code) for block in given for module in OPTIONAL)
+    value = given if len(given) > 1 else given[0]
+    return pytest.param(value, id=str(given[0]), marks=[pytest.mark.slow] if is_slow else [])
 
 
 # Loops that are meant to train the same parameters stand one behind the other.
 BEFORE = [block for block in PYTHON if block.code.startswith("# before\n")]
 AFTER = [block for block in PYTHON if block.code.startswith("# after\n")]
+PAIRS = [
+    (before, next(after for after in AFTER if after.page == before.page and after.line > before.line))
+    for before in BEFORE
+    if before.page != "README.md"
+]
+RUN = [block for block in PYTHON if not block.is_doctest and block not in [*SCRIPTS, *sum(PAIRS, ())]]
 # Sphinx reads these, and fails on what it does not know; or they are not ours to run.
 OTHERS = {"{toctree}", "{eval-rst}", "{literalinclude}", "yaml", "text"}
 
@@ -53,25 +59,27 @@ def test_a_session_prints_what_the_page_shows(page):
     assert result.attempted > 0 and result.failed == 0
 
 
-@pytest.mark.parametrize("block", [_param(block) for block in RUN])
-def test_a_block_runs_with_what_its_page_assumes(ranks, tmp_path, block):
+def _run_on_ranks(ranks: Any, block: Block, folder: Path) -> torch.Tensor:
+    """Run a block on as many ranks as its page has, which have to get the same parameters; return these."""
     compile(block.code, str(block), "exec")
     for module in OPTIONAL:
         if re.search(rf"\b{module}\b", block.code):
             pytest.importorskip(module)
     _, world = NAMES.get(block.page, (loop, 2))
-    first, *others = ranks(world).run(_run, block, tmp_path)
+    first, *others = ranks(world).run(_run, block, folder)
     has_stages = "PipelineStage(" in block.code
     assert has_stages or all(torch.equal(first, other) for other in others)
+    return first
 
 
-@pytest.mark.parametrize("before", [_param(block) for block in BEFORE if block.page != "README.md"])
-def test_the_loop_after_trains_the_parameters_of_the_loop_before(ranks, tmp_path, before):
-    after = next(block for block in AFTER if block.page == before.page and block.line > before.line)
-    for module in OPTIONAL:
-        if re.search(rf"\b{module}\b", before.code):
-            pytest.importorskip(module)
-    (was, *_), (now, *_) = (ranks(2).run(_run, block, tmp_path) for block in (before, after))
+@pytest.mark.parametrize("block", [_param(block) for block in RUN])
+def test_a_block_runs_with_what_its_page_assumes(ranks, tmp_path, block):
+    _run_on_ranks(ranks, block, tmp_path)
+
+
+@pytest.mark.parametrize("pair", [_param(*pair) for pair in PAIRS])
+def test_the_loop_after_trains_the_parameters_of_the_loop_before(ranks, tmp_path, pair):
+    was, now = (_run_on_ranks(ranks, block, tmp_path) for block in pair)
     # Sums of 8 gradients of size 1, times the learning rate, in another order: 16 roundings of 2^-24 a step.
     torch.testing.assert_close(now, was, rtol=0, atol=3 * 16 * 2**-24)
 

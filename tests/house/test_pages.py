@@ -130,17 +130,15 @@ def _text(node: ast.Constant | ast.JoinedStr) -> str:
     return "".join(str(part.value) if isinstance(part, ast.Constant) else "…" for part in parts)
 
 
-STRINGS = "\n".join(
-    _text(node)
-    for path in sorted((ROOT / "pyengine").rglob("*.py"))
-    for node in ast.walk(ast.parse(path.read_text()))
-    if isinstance(node, ast.JoinedStr | ast.Constant)
-)
-
-
 def test_messages_of_the_errors_page_are_in_the_sources():
+    strings = "\n".join(
+        _text(node)
+        for path in sorted((ROOT / "pyengine").rglob("*.py"))
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.JoinedStr | ast.Constant)
+    )
     patterns = {entry: ".*?".join(map(re.escape, entry.split("…"))) for entry in ENTRIES}
-    assert ENTRIES and [entry for entry, pattern in patterns.items() if not re.search(pattern, STRINGS)] == []
+    assert ENTRIES and [entry for entry, pattern in patterns.items() if not re.search(pattern, strings)] == []
 
 
 def test_papers_are_linked_by_their_own_number():
