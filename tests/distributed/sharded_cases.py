@@ -16,6 +16,8 @@ from torch import Tensor, nn
 from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 import pyengine as pe
 
@@ -86,11 +88,25 @@ def sharded(
 
 
 def whole_grads(model: nn.Module) -> dict[str, Tensor | None]:
-    """Return the gradients, unsharded; every rank calls this."""
-    return {
-        name: None if param.grad is None else param.grad.full_tensor()
-        for name, param in model.named_parameters()
-    }
+    """Return the gradients, unsharded; every rank calls this. What this rank has is its own, also where other
+    ranks have a replica; one collective, where `full_tensor` takes two a parameter.
+    """
+    grads = {name: param.grad for name, param in model.named_parameters()}
+    shards = {name: grad for name, grad in grads.items() if isinstance(grad, DTensor)}
+    if not shards:
+        return grads
+    mine = {}
+    for name, grad in shards.items():
+        _, offset = compute_local_shape_and_global_offset(grad.shape, grad.device_mesh, grad.placements)
+        mine[name] = (offset, grad.to_local())
+    everybody: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everybody, mine)
+    whole = {name: mine[name][1].new_full(grad.shape, torch.nan) for name, grad in shards.items()}
+    for parts in (*everybody, mine):
+        for name, (offset, part) in parts.items():
+            region = [slice(start, start + size) for start, size in zip(offset, part.shape, strict=True)]
+            whole[name][tuple(region)] = part
+    return {**grads, **whole}
 
 
 def right_grads(

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from cases import assert_alike, records_of
+from marks import rest
 from ranks import on_ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -76,9 +77,9 @@ def _engine(kind: str) -> tuple[nn.Module, nn.Module, pe.Sync]:
         ("attach", 3, 1, False),
         ("own", 2, 1, True),
         ("attach", 2, 1, True),
-        ("fsdp", 2, 1, False),
         ("hsdp", 4, 1, False),
         *((kind, 2, 1, False) for kind in ("exact", "native", "narrow", "bf16", "fp8", "feedback")),
+        *rest(("fsdp", 2, 1, False)),
     ],
 )
 @on_ranks()

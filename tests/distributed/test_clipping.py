@@ -50,7 +50,7 @@ def _close(model: nn.Module, twin: nn.Module) -> None:
     ("kind", "world", "name", "max_norm"),
     [
         ("own", 1, "sgd fused", 1e9),
-        ("own", 4, "sgd", 0.05),
+        ("own", 3, "sgd", 0.05),
         ("own-native", 2, "adamw fused", 0.05),
         ("own-exact", 2, "sgd fused", 0.05),
         ("attach", 3, "sgd", 0.05),

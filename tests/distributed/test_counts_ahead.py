@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases import WORLDS, engine, me, records_of
+from cases import engine, me, records_of
 from ranks import on_ranks
 from recipes import RECIPES, Batch, Heads, gradient_of, micro_batch
 from torch.distributed.fsdp import fully_shard
@@ -69,7 +69,7 @@ def _assert_near(got: torch.Tensor | None, want: torch.Tensor, dtype: torch.dtyp
     assert (error.abs() <= bound).all(), (got, want)
 
 
-@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("world", [1, 2, 3])
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_every_recipe_is_the_gradient_of_the_whole_window(ranks, recipe, world):
     ranks(world).run(_train, "own", recipe, torch.float32)
@@ -99,7 +99,7 @@ def _exact_bits(kind: str, recipe_name: str) -> list[torch.Tensor]:
     else:
         sync, forward = engine(kind, model, accumulate=accumulate, accumulator=exact)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.125, momentum=0.5)
-    own = [MICRO_BATCHES * window + rank * accumulate + k for window in range(3) for k in range(accumulate)]
+    own = [MICRO_BATCHES * window + rank * accumulate + k for window in range(2) for k in range(accumulate)]
     for window in sync.windows([micro_batch(seed) for seed in own], count=recipe.count):
         for batch in window:
             sync.backward(recipe.losses(forward, batch))
@@ -111,7 +111,7 @@ def _exact_bits(kind: str, recipe_name: str) -> list[torch.Tensor]:
 @pytest.mark.parametrize("kind", ["own", "attach"])
 @pytest.mark.parametrize("recipe", ["several heads", "prompt mean"])
 def test_exact_sums_of_weighed_losses_have_the_same_bits_for_every_world_size(ranks, kind, recipe):
-    first, *others = [bits for world in WORLDS for bits in ranks(world).run(_exact_bits, kind, recipe)]
+    first, *others = [bits for world in (1, 2, 3) for bits in ranks(world).run(_exact_bits, kind, recipe)]
     assert all(torch.equal(a, b) for other in others for a, b in zip(first, other, strict=True))
 
 

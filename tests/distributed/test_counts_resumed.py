@@ -12,7 +12,7 @@ from states import content
 
 import pyengine as pe
 
-MICRO_BATCHES, WINDOWS, STOP = 12, 3, 1
+MICRO_BATCHES, WINDOWS, STOP = 12, 2, 1
 States = list[dict[str, Any]]
 Bits = list[torch.Tensor]
 

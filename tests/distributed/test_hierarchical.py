@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from cases import Integers, engine, me, windows_of_integers
+from marks import rest
 from ranks import on_ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -27,7 +28,7 @@ SHAPES = {
     1: [[[0]]],
     2: [[[0, 1]], [[0], [1]]],
     3: [[[0, 1, 2]], [[0], [1], [2]]],
-    4: [[[0, 1], [2, 3]], [[0, 2], [1, 3]], [[0, 1, 2, 3]], [[0], [1], [2], [3]]],
+    4: [[[0, 1], [2, 3]], [[0, 2], [1, 3]]],
 }
 PAIRS = [("fp32", "fp32"), ("bf16", "fp32"), ("fp32", "int8"), ("int8", "e4m3")]
 FEEDBACK = pe.wire.ErrorFeedback(INT8)
@@ -91,7 +92,7 @@ def _sums(mesh: list[list[int]]) -> list[tuple[Any, ...]]:
     return found
 
 
-@pytest.mark.parametrize("world", SHAPES)
+@pytest.mark.parametrize("world", [1, 3, 4])
 def test_sums_are_near_float64_and_have_the_same_bits_on_every_rank(ranks, world):
     for mesh in SHAPES[world]:
         first, *others = ranks(world).run(_sums, mesh)
@@ -138,20 +139,19 @@ def _hosts(host_of: Callable[[int], object]) -> Iterator[None]:
         torch_dist.own_host = real
 
 
-def _windows(kind: str, mesh: Any, **options: Any) -> None:
-    for wire in (pe.wire.Hierarchical(mesh=mesh), pe.wire.Hierarchical(mesh=mesh, inter=torch.float32)):
-        model = Integers(torch.float32)
-        sync, forward = engine(kind, model, accumulate=2, wire=wire, **options)
-        windows_of_integers(sync, forward, model)  # buckets are laid out anew between windows
-        sync.close()
+def _windows(kind: str, mesh: Any, **levels: Any) -> None:
+    model = Integers(torch.float32)
+    sync, forward = engine(kind, model, accumulate=2, wire=pe.wire.Hierarchical(mesh=mesh, **levels))
+    windows_of_integers(sync, forward, model)  # buckets are laid out anew between windows
+    sync.close()
 
 
 @pytest.mark.parametrize(("kind", "world"), [("own", 4), ("attach", 2), ("attach-view", 3)])
 @on_ranks()
 def test_engines_have_the_gradient_of_one_big_batch(kind):
     world = me()[1]
-    for mesh in SHAPES[world][:2]:
-        _windows(kind, mesh)
+    for mesh in SHAPES[world]:
+        _windows(kind, mesh, inter=torch.float32)
     with _hosts(lambda rank: rank // 2):
         if world != 3:
             _windows(kind, None)
@@ -159,7 +159,7 @@ def test_engines_have_the_gradient_of_one_big_batch(kind):
             _windows(kind, init_device_mesh("cpu", (2, 2)))
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [4, *rest(2)])
 @on_ranks()
 def test_the_bare_hook_averages():
     _, world = me()

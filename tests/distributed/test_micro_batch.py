@@ -136,7 +136,7 @@ def _options(kind: str) -> tuple[str, dict[str, object]]:
         ("own", 1, torch.float32),
         ("own", 3, torch.bfloat16),
         ("own-native", 2, torch.float32),
-        ("own-exact", 4, torch.float32),
+        ("own-exact", 3, torch.float32),
         ("attach", 2, torch.bfloat16),
         ("attach-view", 3, torch.float32),
         ("attach-unused", 2, torch.float32),

@@ -27,9 +27,9 @@ def test_integer_gradients_equal_one_big_batch_exactly(ranks, kind, world, plan)
         ("own", 1, {"dtype": torch.bfloat16}),
         ("own", 3, {"dtype": torch.float16, "how": "none"}),
         ("attach", 2, {"dtype": torch.bfloat16, "how": "zero"}),
-        ("attach-view", 4, {"dtype": torch.float16}),
+        ("attach-view", 3, {"dtype": torch.float16}),
         ("own", 2, {"mixed": True}),
-        ("attach", 4, {"mixed": True}),
+        ("attach", 3, {"mixed": True}),
         ("attach-view", 3, {"mixed": True, "how": "none"}),
         ("own", 2, {"how": "zero"}),
         ("own-native", 2, {"how": "none"}),
@@ -121,7 +121,7 @@ def _bound(size: torch.Tensor, wire: pe.wire.Wire, dtype: torch.dtype, world: in
     return size * roundings + world * torch.finfo(wire.dtype).smallest_normal * torch.finfo(wire.dtype).eps
 
 
-@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("world", [1, 3])
 @pytest.mark.parametrize("kind", ["own", "attach"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("wire", WIRES.values(), ids=WIRES)

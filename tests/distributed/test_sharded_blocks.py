@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 from cases import assert_same, me
+from marks import rest
 from ranks import on_ranks
 from sharded_cases import PLAN, batch, items, loss_of, own_batches, right_grads, sharded, whole_grads
 from test_micro_batch import marked, one_line, twice
@@ -71,14 +72,12 @@ WAYS = {twice: 3, _beside_grad: 1, marked: 3, _chunks: 1, _cached: 2, _several: 
         ("flat", 1, {}),
         ("flat", 3, {"nonfinite": "drop_micro_batch"}),
         ("nested", 3, {"nonfinite": "raise"}),
-        ("nested", 4, {"narrow": True}),
         ("nested", 2, {"defer": "none"}),
-        ("nested", 2, {"defer_budget_mb": 1.0}),
         ("nested", 3, {"accumulator": "exact"}),
-        ("hsdp", 4, {}),
         ("hsdp", 4, {"defer": "outer", "narrow": True}),
         ("replicate", 3, {"narrow": True}),
         ("replicate", 2, {"accumulator": "exact"}),
+        *rest(("nested", 4, {"narrow": True}), ("nested", 2, {"defer_budget_mb": 1.0}), ("hsdp", 4, {})),
     ],
     ids=str,
 )

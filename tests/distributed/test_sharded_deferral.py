@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from cases import assert_same, me, records_of
+from marks import rest
 from ranks import on_ranks
 from sharded_cases import (
     Chain,
@@ -66,7 +67,7 @@ def _window(kind: str, options: dict[str, Any], *, narrow: bool) -> tuple[int, i
         sync.backward(loss_of(model, next(iter(window))), count=3)
         break
     sync.abandon()
-    for number, window in enumerate(sync.windows(own_batches(9))):
+    for number, window in enumerate(sync.windows(own_batches(6))):
         before = calls.gathers, calls.scatters
         for data in window:
             sync.backward(loss_of(model, data), count=3)
@@ -153,7 +154,7 @@ def test_what_cannot_be_deferred_so_is_refused(ranks, text, options):
 @pytest.mark.parametrize(
     ("kind", "world", "options", "name"),
     [
-        ("flat", 2, {"defer": "none"}, "unit '' has defer='none'"),
+        *rest(("flat", 2, {"defer": "none"}, "unit '' has defer='none'")),
         ("nested", 2, {"defer": HALF}, "unit '' has defer='none'"),
         ("hsdp", 4, {"defer": "outer"}, "unit '' has defer='outer'"),
     ],

@@ -97,7 +97,7 @@ def _ends_near_float64(kind: str, wire: pe.wire.Wire, options: dict[str, Any]) -
     [
         ("flat", 2, pe.wire.FP16(), {}),
         ("flat", 3, pe.wire.BF16(), {"defer": "none"}),
-        ("nested", 4, pe.wire.BF16(), {}),
+        ("nested", 2, pe.wire.BF16(), {}),
         ("hsdp", 4, pe.wire.BF16(), {"defer": "outer"}),
     ],
     ids=str,
@@ -123,7 +123,7 @@ def _padded(rows: int, columns: int, shards: int) -> int:
 # backwards too; a reduce-scatter a unit; under hsdp an all-reduce a unit.
 @pytest.mark.parametrize(
     ("kind", "world", "collectives"),
-    [("flat", 3, 3 + 1), ("nested", 4, 3 * 3 + 2), ("hsdp", 4, 3 * 3 + 2 + 2)],
+    [("flat", 3, 3 + 1), ("nested", 2, 3 * 3 + 2), ("hsdp", 4, 3 * 3 + 2 + 2)],
 )
 def test_gradients_travel_as_narrow_as_the_record_says(ranks, kind, world, collectives):
     shards = 2 if kind == "hsdp" else world

@@ -9,7 +9,7 @@ from contextlib import contextmanager, nullcontext
 import pytest
 import torch
 from cases import assert_same, grads, me
-from sharded_cases import Chain, all_batches, loss_of, own_batches, right_grads, shard, whole_grads
+from sharded_cases import Chain, all_batches, loss_of, own_batches, right_grads, shard
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
@@ -44,8 +44,9 @@ def _made(owner: str, accumulator: str, model: nn.Module) -> tuple[pe.Sync, nn.M
 
 
 def _whole(model: nn.Module) -> dict[str, Tensor | None]:
-    is_sharded = any(isinstance(param, DTensor) for param in model.parameters())
-    return whole_grads(model) if is_sharded else grads(model)
+    return {
+        name: grad.full_tensor() if isinstance(grad, DTensor) else grad for name, grad in grads(model).items()
+    }
 
 
 def _a_window_is_right(

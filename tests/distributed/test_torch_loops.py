@@ -81,7 +81,7 @@ LOOPS: dict[str, Callable[[pe.Sync, nn.Module, list[int]], None]] = {
         ("attach", 2, "setter", False),
         ("attach", 3, "late", False),
         ("attach", 2, "flushed", True),
-        ("attach-view", 4, "no_sync", True),
+        ("attach-view", 3, "no_sync", True),
     ],
 )
 @on_ranks()

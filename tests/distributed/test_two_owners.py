@@ -108,7 +108,7 @@ EXACT = {"accumulator": "exact"}
         ("everyone", 2, [WIDE, WIDE], EXACT),
         ("every other", 3, [NARROW, WIDE], EXACT),
         ("every other", 3, [NARROW, NARROW], {"unused": True}),
-        ("every other", 4, [WIDE, WIDE], {"nonfinite": "raise"}),
+        ("every other", 3, [WIDE, WIDE], {"nonfinite": "raise"}),
     ],
     ids=str,
 )

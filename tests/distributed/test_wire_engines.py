@@ -6,10 +6,7 @@ import math
 
 import pytest
 import torch
-from cases import (
-    engine,
-    me,
-)
+from cases import engine, me
 from ranks import on_ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -21,6 +18,7 @@ import pyengine as pe
 from pyengine.ops.plan import BucketPlan
 
 ALL = {**WIRES, "feedback": FEEDBACK["int8"], "stochastic": STOCHASTIC}
+SHARDED = ("bf16", "int8", "feedback", "stochastic")  # the others differ from these in nothing but the codec
 
 
 def _model() -> nn.Module:
@@ -69,9 +67,9 @@ def _engine(kind: str, model: nn.Module, wire: pe.wire.Wire) -> tuple[pe.Sync, n
 def _train(kind: str) -> list[list[Tensor]]:
     rank, world = me()
     terms, found = _ranks_terms(world), []
-    for name, wire in ALL.items():
+    for name in SHARDED if kind in ("flat", "hsdp") else ALL:
         model = _model()
-        sync, forward = _engine(kind, model, wire)
+        sync, forward = _engine(kind, model, ALL[name])
         sent: list[int] = []
         sync.on_step(lambda record, sent=sent: sent.append(record.bytes_on_wire))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
@@ -90,9 +88,7 @@ def _train(kind: str) -> list[list[Tensor]]:
     return found
 
 
-@pytest.mark.parametrize(
-    ("kind", "world"), [("own", 1), ("own", 3), ("attach", 2), ("attach", 4), ("flat", 2), ("hsdp", 4)]
-)
+@pytest.mark.parametrize(("kind", "world"), [("own", 1), ("own", 3), ("attach", 3), ("flat", 2), ("hsdp", 4)])
 def test_gradients_are_near_float64_and_have_the_same_bits_on_every_rank(ranks, world, kind):
     first, *others = ranks(world).run(_train, kind)
     for other in others:
