@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from cases import WORLDS, me
+from cases import me
+from marks import rest
 from ranks import on_ranks
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -44,7 +45,7 @@ def _sums() -> list[tuple[str, int, Tensor]]:
     return found
 
 
-@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("world", [1, 2, 3, *rest(4)])
 def test_every_wire_sums_within_its_bound_sends_what_it_says_and_gives_all_ranks_the_same_bits(ranks, world):
     first, *others = ranks(world).run(_sums)
     for other in others:

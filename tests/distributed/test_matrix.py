@@ -201,7 +201,7 @@ STAGES = (  # each leaves an engine whose next window comes out right: that of t
 
 @pytest.mark.parametrize("narrow", [False, True], ids=["fp32", "bf16"])
 @pytest.mark.parametrize(
-    ("kind", "world"), [("own", 3), ("ddp", 3), ("nested", 2), ("hsdp", 4), ("replicate", 3), ("nested", 1)]
+    ("kind", "world"), [("own", 3), ("ddp", 3), ("nested", 2), ("hsdp", 4), ("replicate", 2), ("nested", 1)]
 )
 @on_ranks()
 def test_windows_come_out_right_or_not_at_all(kind, narrow):

@@ -257,10 +257,10 @@ def _own(
     ],
 )
 def test_ranks_go_on_with_their_own_states_and_generators_bit_for_bit(ranks, kind, accumulator, dtype):
-    world = 2 if kind == "attach" else 3  # DDP lays its buckets out anew, and a ring's order depends on that
-    whole = ranks(world).run(_own, kind, accumulator, dtype, None)
-    states = ranks(world).run(_own, kind, accumulator, dtype, 1)
-    assert ranks(world).run(_own, kind, accumulator, dtype, None, states) == whole
+    # Of two ranks: DDP lays its buckets out anew, and the order in a ring of more depends on that.
+    whole = ranks(2).run(_own, kind, accumulator, dtype, None)
+    states = ranks(2).run(_own, kind, accumulator, dtype, 1)
+    assert ranks(2).run(_own, kind, accumulator, dtype, None, states) == whole
 
 
 def _scaled_and_carried(stop: bool, states: Sequence[bytes] = ()) -> Any:
