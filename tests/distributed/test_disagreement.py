@@ -143,9 +143,19 @@ def test_a_number_of_a_group_that_has_no_default_is_compared(key, values, told):
     assert all(text in message for text in told)
 
 
-def _two_engines(
-    sizes: tuple[int, int], wire: pe.wire.Wire, accumulator: str, before: int
-) -> tuple[str, list[float]]:
+@pytest.mark.parametrize(
+    ("sizes", "wire", "accumulator", "before"),
+    [
+        ((4, 4), pe.wire.FP32(), "fp32", 0),
+        ((4, 900), pe.wire.BF16(), "fp32", 2),
+        ((4, 900), pe.wire.FP32(), "exact", 0),
+    ],
+    ids=str,
+)
+@on_ranks(3)
+def test_engines_that_run_in_another_order_on_one_rank_are_refused_on_every_rank(
+    sizes, wire, accumulator, before
+):
     """Rank 1 runs the second engine's window where the others run the first one's."""
     rank, _ = me()
     models = [nn.Linear(size, 2) for size in sizes]
@@ -169,22 +179,10 @@ def _two_engines(
     for index in [0, 1] * 2:  # the engines go on
         run(index)
     assert [sync.scaler._get_growth_tracker() for sync in syncs] == [before + 2] * 2
-    return message, moved
-
-
-@pytest.mark.parametrize(
-    ("sizes", "wire", "accumulator", "before"),
-    [((4, 4), "fp32", "fp32", 0), ((4, 900), "bf16", "fp32", 2), ((4, 900), "fp32", "exact", 0)],
-)
-def test_engines_that_run_in_another_order_on_one_rank_are_refused_on_every_rank(
-    ranks, sizes, wire, accumulator, before
-):
-    wires = {"fp32": pe.wire.FP32(), "bf16": pe.wire.BF16()}
-    for message, moved in ranks(3).run(_two_engines, sizes, wires[wire], accumulator, before):
-        assert message.startswith(
-            "RuntimeError: ranks have sent windows of different engines: rank 0: 2 parameters"
-        )
-        assert moved == [0.0] * 4
+    assert message.startswith(
+        "RuntimeError: ranks have sent windows of different engines: rank 0: 2 parameters"
+    )
+    assert moved == [0.0] * 4
 
 
 @on_ranks(2)

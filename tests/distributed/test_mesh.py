@@ -39,7 +39,16 @@ def _spoil(model: nn.Module, *, unless: bool) -> None:
             param.mul_(0.5)
 
 
-def _tensor_parallel(dtype: torch.dtype, **options: Any) -> None:
+MANY_BUCKETS = {"accumulator": "native", "wire": pe.wire.BF16(), "bucket_cap_mb": 1e-5}
+
+
+@pytest.mark.parametrize(
+    ("dtype", "options"),
+    [(torch.bfloat16, {}), (torch.float32, {"accumulator": "exact"}), (torch.float32, MANY_BUCKETS)],
+    ids=["fp32", "exact", "native, bf16 wire, many buckets"],
+)
+@on_ranks(4)
+def test_data_times_tensor_parallelism_equals_one_process(dtype, options):
     mesh = mesh_of(dp=2, tp=2)
     model = Block(dtype)
     shards = [micro_batches(shard, dtype) for shard in range(2)]
@@ -63,18 +72,6 @@ def _tensor_parallel(dtype: torch.dtype, **options: Any) -> None:
     if "bucket_cap_mb" not in options:
         assert [record.collectives for record in records] == [4 + rounds] * 2
     assert_alike(found)
-
-
-MANY_BUCKETS = {"accumulator": "native", "wire": pe.wire.BF16(), "bucket_cap_mb": 1e-5}
-
-
-@pytest.mark.parametrize(
-    ("dtype", "options"),
-    [(torch.bfloat16, {}), (torch.float32, {"accumulator": "exact"}), (torch.float32, MANY_BUCKETS)],
-    ids=["fp32", "exact", "native, bf16 wire, many buckets"],
-)
-def test_data_times_tensor_parallelism_equals_one_process(ranks, dtype, options):
-    ranks(4).run(_tensor_parallel, dtype, **options)
 
 
 @pytest.mark.parametrize(

@@ -55,8 +55,12 @@ def _with_pool(pool: type[_Pool]) -> mock._patch:
     return mock.patch.object(shared_memory, "NcclPool", pool)
 
 
-def _trains(wire: pe.wire.Wire) -> None:
+@pytest.mark.parametrize("world", [1, 2, 3])
+@on_ranks()
+def test_buckets_that_travel_come_from_the_pool_in_one_piece():
     _, world = me()
+    # Counts of two ranks are powers of two: gradients are exact on a narrow wire, too.
+    wire = pe.wire.BF16() if world == 2 else pe.wire.FP32()
     model = Integers(torch.float32)
     with (
         _with_pool(_Pool),
@@ -73,12 +77,6 @@ def _trains(wire: pe.wire.Wire) -> None:
     windows_of_integers(sync, model, model)
     sync.close()
     assert not pool.is_open
-
-
-@pytest.mark.parametrize("world", [1, 2, 3])
-def test_buckets_that_travel_come_from_the_pool_in_one_piece(ranks, world):
-    # Counts of two ranks are powers of two: gradients are exact on a narrow wire, too.
-    ranks(world).run(_trains, pe.wire.BF16() if world == 2 else pe.wire.FP32())
 
 
 def _refused() -> tuple[bool, list[str], list[bool]]:

@@ -126,15 +126,6 @@ def test_a_budget_buys_what_it_can(ranks, options, gathers_once, want):
         assert (gathers == 3) == gathers_once  # one a unit
 
 
-def _refused(*options: dict[str, Any]) -> str:
-    """Return what ranks are told that choose their options, or all of them the only ones."""
-    rank, _ = me()
-    model = shard(Chain(), "nested")
-    with pytest.raises((TypeError, ValueError)) as error:
-        pe.attach(model, accumulate=3, **options[rank % len(options)])
-    return str(error.value)
-
-
 @pytest.mark.parametrize(
     ("text", "options"),
     [
@@ -146,9 +137,14 @@ def _refused(*options: dict[str, Any]) -> str:
         ("ranks have different settings", [{"defer": "all"}, {"defer": "none"}]),
     ],
 )
-def test_what_cannot_be_deferred_so_is_refused(ranks, text, options):
-    for message in ranks(2).run(_refused, *options):
-        assert text in message
+@on_ranks(2)
+def test_what_cannot_be_deferred_so_is_refused(text, options):
+    """Ranks choose their options, or all of them the only ones."""
+    rank, _ = me()
+    model = shard(Chain(), "nested")
+    with pytest.raises((TypeError, ValueError)) as error:
+        pe.attach(model, accumulate=3, **options[rank % len(options)])
+    assert text in str(error.value)
 
 
 @pytest.mark.parametrize(

@@ -71,7 +71,8 @@ def test_the_policy_raise_names_rank_and_micro_batch():
     assert "rank 1, micro-batch 2" in str(error.value)
 
 
-def _leaves_between() -> list[str]:
+@on_ranks(2)
+def test_a_rank_that_leaves_between_micro_batches_is_found_out_by_all():
     """Rank 0 leaves its first window behind its second forward, and goes on with the next one."""
     rank, _ = me()
     sync, model = sharded("flat")
@@ -89,15 +90,10 @@ def _leaves_between() -> list[str]:
         except (KeyError, RuntimeError) as error:
             errors.append(str(error))
     assert_trains_a_window(sync, model)
-    return errors
+    assert "ranks are at different points of their loops" in errors[0 if rank else -1]
 
 
-def test_a_rank_that_leaves_between_micro_batches_is_found_out_by_all(ranks):
-    for rank, errors in enumerate(ranks(2).run(_leaves_between)):
-        assert "ranks are at different points of their loops" in errors[0 if rank else -1]
-
-
-def _uses_some(kind: str, *, narrow: bool) -> list[bool]:
+def _uses_some(kind: str, *, narrow: bool) -> None:
     rank, world = me()
     sync, model = sharded(kind, narrow=narrow)
     for number, window in enumerate(sync.windows(own_batches(6))):

@@ -29,9 +29,19 @@ import pyengine as pe
 from pyengine.gradients.fsdp.private import groups_of
 
 
-def _resumes(kind: str, *, narrow: bool, **options: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "world", "options"),
+    [
+        ("flat", 3, {}),
+        ("hsdp", 4, {"narrow": True, "nonfinite": "raise"}),
+        ("nested", 2, {"narrow": True, "accumulator": "native"}),  # whose sums are wider than gradients
+    ],
+    ids=str,
+)
+@on_ranks()
+def test_a_state_of_an_open_window_goes_on(kind, options):
     _, world = me()
-    sync, model = sharded(kind, narrow=narrow, **options)
+    sync, model = sharded(kind, **options)
     state = None
     for window in sync.windows(own_batches(3)):
         for number, data in enumerate(window):
@@ -41,26 +51,13 @@ def _resumes(kind: str, *, narrow: bool, **options: str) -> None:
                 break
         break
     sync.close()
-    sync, model = sharded(kind, narrow=narrow, **options)
+    sync, model = sharded(kind, **options)
     sync.load_state_dict(state)
     for window in sync.windows(own_batches(3)[2:]):
         for data in window:
             sync.backward(loss_of(model, data), count=3)
         sync.unscale_()
         assert_same(whole_grads(model), right_grads(all_batches([3] * world), 9 * world))
-
-
-@pytest.mark.parametrize(
-    ("kind", "world", "options"),
-    [
-        ("flat", 3, {"narrow": False}),
-        ("hsdp", 4, {"narrow": True, "nonfinite": "raise"}),
-        ("nested", 2, {"narrow": True, "accumulator": "native"}),  # whose sums are wider than gradients
-    ],
-    ids=str,
-)
-def test_a_state_of_an_open_window_goes_on(ranks, kind, world, options):
-    ranks(world).run(_resumes, kind, **options)
 
 
 @pytest.mark.parametrize(("kind", "world"), [("flat", 3), ("replicate", 2)])

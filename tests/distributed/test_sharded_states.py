@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 from cases import assert_same, me
+from ranks import on_ranks
 from sharded_cases import batch, loss_of, own_batches, right_grads, sharded, whole_grads
 
 import pyengine as pe
@@ -20,7 +21,18 @@ UNEQUAL = {
 }
 
 
-def _goes_on(case: str, kind: str, **options: Any) -> None:
+@pytest.mark.parametrize(
+    ("case", "kind", "options"),
+    [
+        ("unequal accumulate", "nested", {}),
+        ("unequal accumulate, more data", "replicate", {"accumulator": "exact"}),
+        ("has run out", "nested", {"nonfinite": "raise"}),
+        ("runs out behind the state", "nested", {}),
+    ],
+    ids=str,
+)
+@on_ranks(2)
+def test_a_window_goes_on_where_ranks_have_done_different_numbers(case, kind, options):
     """Save in the last window, go on with another engine, and save and load once more before that."""
     accumulate, numbers, stop = UNEQUAL[case]
     rank, _ = me()
@@ -61,20 +73,6 @@ def _again(sync: pe.Sync, state: dict[str, Any]) -> dict[str, Any]:
     sync.abandon()
     assert again.keys() == state.keys()
     return again
-
-
-@pytest.mark.parametrize(
-    ("case", "kind", "options"),
-    [
-        ("unequal accumulate", "nested", {}),
-        ("unequal accumulate, more data", "replicate", {"accumulator": "exact"}),
-        ("has run out", "nested", {"nonfinite": "raise"}),
-        ("runs out behind the state", "nested", {}),
-    ],
-    ids=str,
-)
-def test_a_window_goes_on_where_ranks_have_done_different_numbers(ranks, case, kind, options):
-    ranks(2).run(_goes_on, case, kind, **options)
 
 
 def _stops() -> list[dict[str, Any]]:
@@ -121,7 +119,9 @@ class _Unpicklable:
         raise TypeError("not to be sent")
 
 
-def _borrows(*, can: bool) -> str:
+@pytest.mark.parametrize("can", [True, False])
+@on_ranks(2)
+def test_a_rank_without_any_batch_pads_with_a_copy_of_another_one_s(can):
     rank, _ = me()
     sync, model = sharded("nested")
     own: list[Any] = own_batches(3) if can else [_Unpicklable(0)]
@@ -132,15 +132,8 @@ def _borrows(*, can: bool) -> str:
                 sync.backward(loss_of(model, data if can else data.data), count=3)
             sync.unscale_()
     except ValueError as error:
-        return str(error)
+        assert not can
+        assert str(error).startswith("rank 1 has no micro-batch at all, and needs a copy of another one's")
+        return
+    assert can
     assert_same(whole_grads(model), right_grads([batch(number) for number in range(3)], 9))
-    return ""
-
-
-@pytest.mark.parametrize("can", [True, False])
-def test_a_rank_without_any_batch_pads_with_a_copy_of_another_one_s(ranks, can):
-    for message in ranks(2).run(_borrows, can=can):
-        assert bool(message) != can
-        assert can or message.startswith(
-            "rank 1 has no micro-batch at all, and needs a copy of another one's"
-        )

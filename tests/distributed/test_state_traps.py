@@ -66,26 +66,23 @@ def _mean(*indices: int) -> float:
 # Loaders.
 
 
-def _own_state_with_a_sampler() -> tuple[list[int], float]:
+@on_ranks(2)
+def test_own_states_leave_the_rest_of_the_window_to_their_own_rank():
     sampler = pe.WindowSampler(8, seed=0, micro_batch=1, global_batch=8, shuffle=False)
     sync, model = _make(accumulate=sampler.accumulate)
     (state,) = _run(sync, model, [i for (i,) in sampler], stop=1)
     sync, model = _make(accumulate=sampler.accumulate)
     sync.load_state_dict(state)
     sampler.set_epoch(0, due=sync.due)
-    computed = [4 * me()[0]]
+    first = 4 * me()[0]
+    computed = [first]
     for window in sync.windows(sampler):
         for (index,) in window:
             computed.append(index)
             sync.backward(model(_batch(index)).sum())
         sync.unscale_()
-    return computed, float(model.weight.grad[0, 0])
-
-
-def test_own_states_leave_the_rest_of_the_window_to_their_own_rank(ranks):
-    results = ranks(2).run(_own_state_with_a_sampler)
-    assert [computed for computed, _ in results] == [[0, 1, 2, 3], [4, 5, 6, 7]]
-    assert [gradient for _, gradient in results] == [_mean(*range(8))] * 2
+    assert computed == [*range(first, first + 4)]
+    assert float(model.weight.grad[0, 0]) == _mean(*range(8))
 
 
 def _no_share_at_all(window: int, places: int, num: int) -> tuple[list[int], list[float]]:

@@ -102,7 +102,9 @@ def _fails_between_layers(module: nn.Module, args: object, output: Tensor) -> No
     output.register_hook(fail)
 
 
-def _fails_once(at: int, where: int) -> list[bool]:
+@pytest.mark.parametrize(("at", "where"), [(0, 0), (3, 0), (0, 1), (1, 1)])
+@on_ranks(2)
+def test_a_failure_in_an_earlier_backward_is_made_up_for_and_one_in_the_last_voids_its_window(at, where):
     """Let rank 0 fail in backward `where` of window `at`, behind the last layer's gradient."""
     rank, world = me()
     model = nn.Sequential(nn.Linear(3, 3, bias=False), nn.Linear(3, 1, bias=False))
@@ -127,12 +129,4 @@ def _fails_once(at: int, where: int) -> list[bool]:
         stepped.append(done == 2 and bool(sync.step(torch.optim.SGD(ddp.parameters(), lr=0.0))))
         if stepped[-1]:
             assert torch.equal(model[0].weight.grad, torch.full((3, 3), (world + 1) / 2))
-    return stepped
-
-
-@pytest.mark.parametrize(("at", "where"), [(0, 0), (3, 0), (0, 1), (1, 1)])
-def test_a_failure_in_an_earlier_backward_is_made_up_for_and_one_in_the_last_voids_its_window(
-    ranks, at, where
-):
-    want = [where == 0 or number != at for number in range(5)]
-    assert ranks(2).run(_fails_once, at, where) == [want] * 2
+    assert stepped == [where == 0 or number != at for number in range(5)]

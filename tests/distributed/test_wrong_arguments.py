@@ -55,15 +55,6 @@ SETTINGS = {
 }
 
 
-def _settings(kind: str, case: str) -> str:
-    options = {"accumulate": 2, **(SETTINGS[case][0] if me()[0] == 1 else {})}
-    model: nn.Module = nn.Linear(2, 2)
-    if kind == "own":
-        return typed_error_of(lambda: pe.GradSync(model, **options))
-    ddp = DistributedDataParallel(model)
-    return typed_error_of(lambda: pe.attach(ddp, **options))
-
-
 @pytest.mark.parametrize(
     ("kind", "case"),
     [
@@ -71,9 +62,16 @@ def _settings(kind: str, case: str) -> str:
         *(("attach", case) for case in ("wire name", "nonfinite list", "exact bool", "accumulate tensor")),
     ],
 )
-def test_a_wrong_setting_on_one_rank_is_named_on_every_rank(ranks, kind, case):
-    for message in ranks(2).run(_settings, kind, case):
-        assert message.startswith("ValueError") and SETTINGS[case][1] in message and "rank 1: " in message
+@on_ranks(2)
+def test_a_wrong_setting_on_one_rank_is_named_on_every_rank(kind, case):
+    options = {"accumulate": 2, **(SETTINGS[case][0] if me()[0] == 1 else {})}
+    model: nn.Module = nn.Linear(2, 2)
+    if kind == "own":
+        message = typed_error_of(lambda: pe.GradSync(model, **options))
+    else:
+        ddp = DistributedDataParallel(model)
+        message = typed_error_of(lambda: pe.attach(ddp, **options))
+    assert message.startswith("ValueError") and SETTINGS[case][1] in message and "rank 1: " in message
 
 
 @on_ranks(2)

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from ranks import on_ranks
 from torch.nn.functional import dropout
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, Dataset
@@ -134,7 +135,9 @@ def test_a_cublas_that_may_have_started_is_named_unless_it_was_set(monkeypatch, 
     assert os.environ[CUBLAS] == ":16:8" and len(recwarn) == 0
 
 
-def _trains_deterministically(kind):
+@pytest.mark.parametrize("kind", ["fp32", "exact"])
+@on_ranks(2)
+def test_an_engine_trains_with_deterministic_algorithms(kind):
     pe.seed_everything(3, deterministic=True)
     model = torch.nn.Sequential(torch.nn.Conv2d(1, 2, 3), torch.nn.Flatten(), torch.nn.Linear(8, 1))
     sync = pe.GradSync(model, accumulate=2, accumulator=kind)
@@ -144,12 +147,7 @@ def _trains_deterministically(kind):
             sync.backward(model(x).sum(), count=len(x))
         sync.step(optimizer, max_norm=1.0)
     torch.use_deterministic_algorithms(False)
-    return torch.cat([param.detach().flatten() for param in model.parameters()]).isfinite().all()
-
-
-@pytest.mark.parametrize("kind", ["fp32", "exact"])
-def test_an_engine_trains_with_deterministic_algorithms(ranks, kind):
-    assert all(ranks(2).run(_trains_deterministically, kind))
+    assert torch.cat([param.detach().flatten() for param in model.parameters()]).isfinite().all()
 
 
 @pytest.mark.parametrize("seed_all", [pe.seed_everything, pe.seed_rank])
