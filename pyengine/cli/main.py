@@ -54,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         run: Callable[[Any], int] = import_module(f"pyengine.cli.{options.command}.run").run
         with stopping.raised():
             code = run(settings)
-            terminal.flush()
+            sys.stdout.flush()  # while an error can still be reported
         return code
     except Conflict as error:
         refuse(str(error))

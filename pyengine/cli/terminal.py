@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import errno
 import io
 import json
@@ -11,13 +12,24 @@ from typing import Any
 
 _CLOSED = 141  # 128 + SIGPIPE, as a shell reports `command | head`
 _RAISING = ("strict", "surrogateescape")  # Python sets the second one in the C locale
+_PLAIN = {"×": "x", "→": "->", "–": "-", "√": "sqrt ", "Σ": "sum ", "\u00a0": " "}
 
 
 def replace_unencodable() -> None:
-    """Print `?` for characters that the encoding of stdout lacks; every process that prints calls this."""
+    """Print plain signs for characters that the encoding of stdout lacks, `x` for `×`, or else `?`.
+
+    Every process that prints calls this.
+    """
+    codecs.register_error("pyengine.plain", _plain)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper) and stream.errors in _RAISING:
-            stream.reconfigure(errors="replace")
+            stream.reconfigure(errors="pyengine.plain")
+
+
+def _plain(error: UnicodeError) -> tuple[str, int]:
+    assert isinstance(error, UnicodeEncodeError)  # registered for output alone
+    text = error.object[error.start : error.end]
+    return "".join(_PLAIN.get(sign, "?") for sign in text), error.end
 
 
 def show_cursor() -> None:
@@ -50,11 +62,6 @@ def _printable(value: Any) -> Any:
     if isinstance(value, dict):
         return {_printable(name): _printable(item) for name, item in value.items()}
     return [_printable(item) for item in value] if isinstance(value, list) else value
-
-
-def flush() -> None:
-    """Flush stdout while an error can still be reported."""
-    sys.stdout.flush()
 
 
 def exit_code(error: OSError) -> int | None:

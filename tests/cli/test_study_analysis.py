@@ -8,18 +8,10 @@ from typing import Any
 import pytest
 from study_records import STEPS, analysed, ended, made, with_stall
 
-from pyengine.cli.study.analysis import (
-    Range,
-    curve,
-    duration,
-    percent,
-    recommend,
-    stalls,
-    sync_share,
-    throughput,
-    time_to,
-)
+from pyengine.cli.noise import Range, duration, percent
+from pyengine.cli.study.analysis import curve, recommend, stalls, sync_share, throughput, time_to
 from pyengine.cli.study.grid import WARM_UP_STEPS, Cell
+from pyengine.cli.study.report import row
 from pyengine.cli.study.store import Record
 
 
@@ -215,7 +207,21 @@ def test_throughput_is_compared_where_no_configuration_reaches_the_goal() -> Non
 
 
 @pytest.mark.parametrize(
-    ("value", "text"), [(0.00025, "0.25 ms"), (0.25, "250 ms"), (1.5, "1.50 s"), (90.0, "1.5 min")]
+    ("one", "two", "is_within_noise"),
+    [((0.25, 0.5), (0.25, 0.125), True), ((0.5, 0.5), (0.25, 0.125), False), ((0.5,), (0.125, 0.125), True)],
+    ids=["overlap", "beyond noise", "single run"],
+)
+def test_speed_up_within_the_noise_of_repeats_is_marked_in_the_table(
+    one: tuple[float, ...], two: tuple[float, ...], is_within_noise: bool
+) -> None:
+    analysis = analysed([*repeats(1, *one), *repeats(2, *two)])
+    assert [figures.is_within_noise for figures in analysis.cells.values()] == [False, is_within_noise]
+    assert row(analysis.cells[Cell(2, 64)])[3].startswith("~") == is_within_noise
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(0.00025, "0.25 ms"), (0.25, "250 ms"), (1.5, "1.50 s"), (90.0, "1.5 min"), (5400.0, "1.5 h")],
 )
 def test_duration_has_a_unit_that_suits_it(value: float, text: str) -> None:
     assert duration(value).replace("\u00a0", " ") == text

@@ -7,6 +7,7 @@ import statistics
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+from pyengine.cli.noise import Range, duration, percent
 from pyengine.cli.study.grid import WARM_UP_STEPS, Cell
 from pyengine.cli.study.store import Record
 
@@ -14,23 +15,6 @@ from pyengine.cli.study.store import Record
 STALL_SIGMAS = 10.0
 STALL_RATIO = 3.0
 _SIGMA = 1.4826  # median absolute deviation to standard deviation, for a normal distribution
-
-
-@dataclass(frozen=True)
-class Range:
-    """Median, smallest and largest value of a figure over the repeats of a cell."""
-
-    mid: float
-    low: float
-    high: float
-
-    def over(self, divisor: float) -> Range:
-        """Return the range divided by a number."""
-        return Range(self.mid / divisor, self.low / divisor, self.high / divisor)
-
-    def overlaps(self, other: Range) -> bool:
-        """Return whether the ranges have a value in common."""
-        return self.low <= other.high and other.low <= self.high
 
 
 @dataclass(frozen=True)
@@ -66,6 +50,7 @@ class Figures:
         samples_s_with_stalls: the same with stalls.
         batches_s: optimizer steps a second, without stalls.
         speed_up: throughput over that of one worker; None if that was not measured.
+        is_within_noise: whether the throughput overlaps that of one worker, or either is of a single run.
         efficiency: speed-up over workers.
         sync_share: share of a step that waits for, or computes, the reduction, 0 to 1; mean over workers.
         memory_bytes: peak memory of the largest worker.
@@ -82,6 +67,7 @@ class Figures:
     samples_s_with_stalls: Range
     batches_s: Range
     speed_up: Range | None
+    is_within_noise: bool
     efficiency: Range | None
     sync_share: Range
     memory_bytes: Range
@@ -166,12 +152,18 @@ def analyse(
     goal_from = None
     if goal is None:
         goal, goal_from = _common_goal(curves)
-    cells = {
-        cell: _figures(cell, runs, done, goal, threads * cell.workers > cores) for cell, runs in done.items()
-    }
     return Analysis(
         fixed=fixed,
-        cells=cells,
+        cells={
+            cell: _figures(
+                runs,
+                single=done.get(Cell(1, cell.batch), []),
+                curves=curves[cell],
+                goal=goal,
+                is_oversubscribed=threads * cell.workers > cores,
+            )
+            for cell, runs in done.items()
+        },
         stalls=[stall for runs in done.values() for record in runs for stall in stalls(record)],
         ended=[record for record in records if not record.is_done],
         curves={cell: some for cell, some in curves.items() if some},
@@ -258,35 +250,38 @@ def _common_goal(curves: dict[Cell, list[Curve]]) -> tuple[float | None, Cell | 
 
 
 def _figures(
-    cell: Cell,
     runs: Sequence[Record],
-    done: dict[Cell, list[Record]],
+    *,
+    single: Sequence[Record],
+    curves: Sequence[Curve],
     goal: float | None,
-    oversubscribed: bool,
+    is_oversubscribed: bool,
 ) -> Figures:
-    samples_s = _range(runs, throughput)
-    single = done.get(Cell(1, cell.batch))
-    base = _range(single, throughput).mid if single else None
-    speed_up = samples_s.over(base) if base else None
-    some = [curve(record) for record in runs if _points(record)]
-    best = [max(zip(one.accuracy, [-at for at in one.seconds], strict=True)) for one in some]
-    times = [time_to(one, goal) for one in some] if goal is not None else []
-    is_reached = len(times) == len(runs) and None not in times
+    """Compute the figures of a cell; `single` are the runs of one worker with the same batch."""
+    cell = runs[0].cell
+    samples_s = Range.of(map(throughput, runs))
+    base = Range.of(map(throughput, single)) if single else None
+    speed_up = samples_s.over(base.mid) if base else None
+    is_known = min(len(runs), len(single)) > 1
+    best = [max(zip(one.accuracy, [-at for at in one.seconds], strict=True)) for one in curves]
+    times = [time_to(one, goal) for one in curves] if goal is not None else []
+    reached = [at for at in times if at is not None]
     return Figures(
         cell=cell,
         samples_s=samples_s,
-        samples_s_with_stalls=_range(runs, lambda record: _rate(record, _measured(record))),
-        batches_s=_range(runs, lambda record: throughput(record) / record.global_batch),
+        samples_s_with_stalls=Range.of(_rate(record, _measured(record)) for record in runs),
+        batches_s=Range.of(throughput(record) / record.global_batch for record in runs),
         speed_up=speed_up,
+        is_within_noise=cell.workers > 1 and base is not None and (samples_s.overlaps(base) or not is_known),
         efficiency=speed_up.over(cell.workers) if speed_up else None,
-        sync_share=_range(runs, sync_share),
-        memory_bytes=_range(runs, lambda record: float(max(record.peak_rss_bytes))),
-        cpu_share=_range(runs, lambda record: statistics.fmean(record.cpu_share)),
-        accuracy=_of([accuracy for accuracy, _ in best]),
-        accuracy_s=_of([-at for _, at in best]),
-        goal_s=_of([at for at in times if at is not None]) if is_reached else None,
+        sync_share=Range.of(map(sync_share, runs)),
+        memory_bytes=Range.of(float(max(record.peak_rss_bytes)) for record in runs),
+        cpu_share=Range.of(statistics.fmean(record.cpu_share) for record in runs),
+        accuracy=Range.of(accuracy for accuracy, _ in best) if best else None,
+        accuracy_s=Range.of(-at for _, at in best) if best else None,
+        goal_s=Range.of(reached) if len(reached) == len(runs) else None,
         worker_batch=runs[0].micro_batch * runs[0].accumulate,
-        is_oversubscribed=oversubscribed,
+        is_oversubscribed=is_oversubscribed,
         runs=len(runs),
     )
 
@@ -313,27 +308,6 @@ def _measured(record: Record) -> list[int]:
 def _kept(record: Record) -> list[int]:
     stalled = {stall.step for stall in stalls(record)}
     return [step for step in _measured(record) if step not in stalled]
-
-
-def _range(runs: Sequence[Record], figure: Callable[[Record], float]) -> Range:
-    values = [figure(record) for record in runs]
-    return Range(statistics.median(values), min(values), max(values))
-
-
-def _of(values: Sequence[float]) -> Range | None:
-    return Range(statistics.median(values), min(values), max(values)) if values else None
-
-
-def percent(share: float) -> str:
-    """Return a share in percent, with a non-breaking space."""
-    return f"{100 * share:.1f}\u00a0%" if share < 1 else f"{100 * share:.0f}\u00a0%"
-
-
-def duration(value: float) -> str:
-    """Return seconds with a suitable unit."""
-    if value >= 60:
-        return f"{value / 60:.1f}\u00a0min"
-    return f"{value:.2f}\u00a0s" if value >= 1 else f"{1e3 * value:.3g}\u00a0ms"
 
 
 def _samples_s(value: float) -> str:

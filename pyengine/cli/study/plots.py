@@ -14,9 +14,10 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
-from matplotlib.ticker import FixedFormatter, FixedLocator, NullLocator, PercentFormatter
+from matplotlib.ticker import FixedFormatter, FixedLocator, MaxNLocator, NullLocator, PercentFormatter
 
-from pyengine.cli.study.analysis import Analysis, Curve, Figures, Range
+from pyengine.cli.noise import Range
+from pyengine.cli.study.analysis import Analysis, Curve, Figures
 from pyengine.cli.study.grid import Cell
 
 INK = "#222222"
@@ -125,6 +126,7 @@ def _accuracy(analysis: Analysis, label: str, along: Callable[[Curve], Sequence[
             axes.axhline(analysis.goal, color=INK, linestyle=_DOTTED, linewidth=1.2)
         axes.set_title(f"{_batch_axis(analysis)} {batch}")
         axes.set(xlabel=label, ylabel="accuracy")
+        axes.xaxis.set_major_locator(MaxNLocator(5, integer=label == "optimizer steps"))
         axes.yaxis.set_major_formatter(PercentFormatter(1.0))
         axes.set_xlim(left=0)
         axes.legend(title="workers", loc="lower right", alignment="left")

@@ -23,16 +23,14 @@ from rich.progress import (
 from rich.table import Table
 
 from pyengine.cli import report
+from pyengine.cli.noise import Range, duration, percent
 from pyengine.cli.report import add_numbers
 from pyengine.cli.study.analysis import (
     STALL_RATIO,
     STALL_SIGMAS,
     Analysis,
     Figures,
-    Range,
     Stall,
-    duration,
-    percent,
     recommend,
 )
 from pyengine.cli.study.arguments import Settings
@@ -120,7 +118,7 @@ def row(figures: Figures) -> tuple[str, ...]:
         f"{figures.cell.workers}{' *' if figures.is_oversubscribed else ''}",
         str(figures.cell.batch),
         f"{figures.samples_s.mid:,.0f}",
-        _text(figures.speed_up, lambda value: f"{value:.2f}x"),
+        ("~" if figures.is_within_noise else "") + _text(figures.speed_up, lambda value: f"{value:.2f}x"),
         _text(figures.efficiency, percent),
         percent(figures.sync_share.mid),
         _text(figures.goal_s, duration),
@@ -141,11 +139,11 @@ def _left_out(analysis: Analysis) -> list[str]:
 
 
 def _table(analysis: Analysis) -> Table:
-    shared = any(figures.is_oversubscribed for figures in analysis.cells.values())
+    cells = analysis.cells.values()
     goal = f"goal: {percent(analysis.goal)}" if analysis.goal is not None else ""
-    notes = "; ".join(
-        note for note in (goal, "* workers that share cores" * shared, *_left_out(analysis)) if note
-    )
+    noise = "~ within noise of one worker" if any(each.is_within_noise for each in cells) else ""
+    marks = "* workers that share cores" if any(each.is_oversubscribed for each in cells) else ""
+    notes = "; ".join(note for note in (goal, noise, marks, *_left_out(analysis)) if note)
     table = Table(
         box=SIMPLE_HEAD, show_edge=False, pad_edge=False, caption=notes or None, caption_justify="left"
     )

@@ -1,0 +1,49 @@
+"""Ranges of repeated measurements: a difference counts where two ranges do not overlap."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Range:
+    """Median, smallest and largest value of repeated measurements."""
+
+    mid: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, values: Iterable[float]) -> Range:
+        """Return the range of at least one value."""
+        values = list(values)
+        return cls(statistics.median(values), min(values), max(values))
+
+    @property
+    def spread(self) -> float:
+        """The largest value minus the smallest, over the median."""
+        return (self.high - self.low) / self.mid
+
+    def over(self, divisor: float) -> Range:
+        """Return the range divided by a number."""
+        return Range(self.mid / divisor, self.low / divisor, self.high / divisor)
+
+    def overlaps(self, other: Range) -> bool:
+        """Return whether the ranges have a value in common: a difference is then within noise."""
+        return self.low <= other.high and other.low <= self.high
+
+
+def percent(share: float) -> str:
+    """Return a share in percent, with a non-breaking space."""
+    return f"{100 * share:.1f}\u00a0%" if share < 1 else f"{100 * share:.0f}\u00a0%"
+
+
+def duration(value: float) -> str:
+    """Return seconds with a suitable unit."""
+    if value >= 3600:
+        return f"{value / 3600:.1f}\u00a0h"
+    if value >= 60:
+        return f"{value / 60:.1f}\u00a0min"
+    return f"{value:.2f}\u00a0s" if value >= 1 else f"{1e3 * value:.3g}\u00a0ms"
