@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import itertools
-import statistics
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from pyengine.cli.noise import Range
 from pyengine.cli.tasks.base import Batch, Task
 from pyengine.cli.train import modes as train_modes
 from pyengine.cli.train.arguments import Settings
@@ -31,7 +31,7 @@ class Row:
         buckets: gradient buckets.
         collectives: gradient collectives a window, the engine's header included.
         bytes_sent: bytes that this rank sent in them.
-        step_s: median seconds of a step.
+        step_s: seconds of a step, over the timed windows.
         full_window: relative difference of a window's gradient from that of one big batch.
         short_window: the same for a window with fewer micro-batches and unequal counts.
     """
@@ -41,7 +41,7 @@ class Row:
     buckets: int
     collectives: int
     bytes_sent: int
-    step_s: float
+    step_s: Range
     full_window: float
     short_window: float
 
@@ -56,7 +56,7 @@ def compare(task: Task, settings: Settings) -> list[Row]:
     wanted = _big_batch_gradients(task, settings, data)
     checked = [_check(train_modes.make(name, task, settings), data, wanted) for name in names]
     timed = [train_modes.make(name, task, settings, counted=False) for name in names]
-    seconds = _median_seconds(timed, data)
+    seconds = _time(timed, data)
     return [
         Row(name, step_s=step_s, **values)
         for name, step_s, values in zip(names, seconds, checked, strict=True)
@@ -138,7 +138,7 @@ def _relative_difference(got: Tensor, wanted: Tensor) -> float:
     return float((got - wanted).norm() / wanted.norm())
 
 
-def _median_seconds(modes: list[Mode], data: _Windows) -> list[float]:
+def _time(modes: list[Mode], data: _Windows) -> list[Range]:
     """Time the modes in turn, window by window, so that a slow machine slows all of them down."""
     seconds: list[list[float]] = [[] for _ in modes]
     for window in data.first(_WARMUP_WINDOWS + _TIMED_WINDOWS):
@@ -148,4 +148,4 @@ def _median_seconds(modes: list[Mode], data: _Windows) -> list[float]:
             for _ in mode.steps(window):
                 pass
             taken.append(time.perf_counter() - start)
-    return [statistics.median(taken[_WARMUP_WINDOWS:]) for taken in seconds]
+    return [Range.of(taken[_WARMUP_WINDOWS:]) for taken in seconds]

@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from rich.filesize import decimal
-from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from pyengine.cli import report
+from pyengine.cli.noise import duration
 from pyengine.cli.report import add_numbers
 from pyengine.cli.train.compare import Row
 from pyengine.step.step_record import StepRecord
@@ -22,22 +23,24 @@ _LINES = 10  # that a run prints, about, if stdout is not a terminal
 class Report(report.Report):
     """Reports one model after the other."""
 
-    def start(self, model: str, unit: str, *, steps: int, about: dict[str, Any]) -> None:
-        """Training begins."""
-        self._model, self._unit, self._steps = model, unit, steps
+    def start(self, model: str, unit: str, *, done: int, steps: int, about: dict[str, Any]) -> None:
+        """Training begins; `done` of its steps are from a checkpoint."""
+        self._model, self._unit, self._resumed, self._steps = model, unit, done, steps
         self._losses: list[float | None] = []
-        self._sent, self._before = 0, time.perf_counter()
+        self._sent = 0
+        self._begin = self._before = time.perf_counter()
         columns = (
             TextColumn("{task.description}"),
             BarColumn(bar_width=10),
             MofNCompleteColumn(),
+            TimeRemainingColumn(),
             TextColumn("{task.fields[text]}"),
         )
         self._progress = self._make_progress(*columns)
         if self._emit("start", model=model, unit=unit, steps=steps, **about):
             details = ", ".join(f"{name} {_plain(value)}" for name, value in about.items())
             self._console.print(f"[bold]{model}[/bold]: {details}", highlight=False)
-            self._task = self._progress.add_task(model, total=steps, text="")
+            self._task = self._progress.add_task(model, completed=done, total=steps, text="")
             self._progress.start()
 
     def step(self, record: StepRecord) -> None:
@@ -53,13 +56,15 @@ class Report(report.Report):
             f"sync {1e3 * record.exposed_sync_s:.1f} ms  sent {_bytes(self._sent)}"
         )
         self._progress.update(self._task, advance=1, text=text)
-        done = len(self._losses)
+        done = self._resumed + len(self._losses)
         if self._progress.disable and (done == self._steps or done % max(1, self._steps // _LINES) == 0):
-            self._say(f"step {done}/{self._steps}  {text}")
+            left = (now - self._begin) / len(self._losses) * (self._steps - done)
+            self._say(f"step {done}/{self._steps}  {text}" + (f"  {duration(left)} left" if left else ""))
 
     def finish(self, quality: dict[str, float]) -> None:
         """Training has ended, with this quality of the model."""
-        first, last = self._losses[0], self._losses[-1]
+        losses = self._losses or [None]  # without a step where the checkpoint is of the last one
+        first, last = losses[0], losses[-1]
         if not self._emit("trained", model=self._model, first_loss=first, last_loss=last, **quality):
             return
         self._progress.stop()
@@ -69,23 +74,31 @@ class Report(report.Report):
             parts.append(f"{_QUALITY[name]} {number}")
         self._console.print("learnt: " + ", ".join(parts) + "\n", highlight=False)
 
-    def compare(self, rows: list[Row]) -> None:
-        """The mode was compared with plain DDP, which is the last row."""
-        for row in rows:
-            is_text = self._emit("comparison", model=self._model, **asdict(row))
+    def compare(self, ours: Row, ddp: Row) -> None:
+        """The mode was compared with plain DDP."""
+        is_noise = ours.step_s.overlaps(ddp.step_s)
+        for row in (ours, ddp):
+            seconds = {"step_s": row.step_s.mid, "step_low_s": row.step_s.low, "step_high_s": row.step_s.high}
+            values = asdict(row) | seconds | {"step_is_within_noise": is_noise}
+            is_text = self._emit("comparison", model=self._model, **values)
         if not is_text:
             return
-        table = Table(title=f"{self._model}: the same windows in both modes, measured in this run")
+        table = Table(
+            title=f"{self._model}: the same windows in both modes, measured in this run",
+            caption="median step: the difference is within noise" if is_noise else None,
+            caption_justify="left",
+        )
         table.add_column("", no_wrap=True)
-        add_numbers(table, ("collectives", "sent a rank", "median step", "error", "error, short"))
-        for row in rows:
+        add_numbers(
+            table, ("collectives", "sent\na rank", "median\nstep", "spread", "error", "error,\nshort")
+        )
+        for row in (ours, ddp):
+            times = duration(row.step_s.mid), f"{row.step_s.spread:.0%}"
             errors = f"{row.full_window:.1e}", f"{row.short_window:.1e}"
-            table.add_row(
-                row.label, str(row.collectives), _bytes(row.bytes_sent), _seconds(row.step_s), *errors
-            )
+            table.add_row(row.label, str(row.collectives), _bytes(row.bytes_sent), *times, *errors)
         self._console.print(table)
         self._console.print(_LEGEND, style="dim", highlight=False)
-        self._console.print(_sentence(rows[0], rows[-1]) + "\n", highlight=False)
+        self._console.print(_sentence(ours, ddp) + "\n", highlight=False)
 
     def trace(self, path: Path, *, windows: int) -> None:
         """A trace was written."""
@@ -94,10 +107,10 @@ class Report(report.Report):
 
 
 _LEGEND = (
-    "collectives, sent: of one window's gradients, with the bytes of a ring all-reduce. error: relative "
-    "distance of the window's gradient from one float64 backward over the whole global batch; short: of a "
-    "window with fewer micro-batches and unequal counts. plain DDP: mean loss / accumulate, and an "
-    "all-reduce in every backward."
+    "collectives, sent: of one window's gradients, with the bytes of a ring all-reduce. spread: slowest "
+    "minus fastest window, over the median. error: relative distance of the window's gradient from one "
+    "float64 backward over the whole global batch; short: of a window with fewer micro-batches and unequal "
+    "counts. plain DDP: mean loss / accumulate, and an all-reduce in every backward."
 )
 _QUALITY = {"held_out_loss": "held-out loss", "accuracy": "test accuracy"}
 
@@ -110,10 +123,14 @@ def _sentence(ours: Row, ddp: Row) -> str:
         )
     else:
         traffic = "nothing, since there is one rank"
+    one, other = duration(ours.step_s.mid), duration(ddp.step_s.mid)
+    if ours.step_s.overlaps(ddp.step_s):
+        time = f"step times do not differ beyond noise ({one} and {other})"
+    else:
+        time = f"a step took {one} instead of {other}"
     return (
-        f"A window of {ours.label} sent {traffic}; a step took {_seconds(ours.step_s)} instead of "
-        f"{_seconds(ddp.step_s)}. In the short window plain DDP's gradient was off by "
-        f"{_percent(ddp.short_window)}, {ours.label}'s by {_percent(ours.short_window)}."
+        f"A window of {ours.label} sent {traffic}; {time}. In the short window plain DDP's gradient was off "
+        f"by {_percent(ddp.short_window)}, {ours.label}'s by {_percent(ours.short_window)}."
     )
 
 
@@ -127,10 +144,6 @@ def _plain(value: int | str) -> str:
 
 def _percent(share: float) -> str:
     return f"{100 * share:.0f} %" if share >= 0.01 else f"{100 * share:.1g} %"
-
-
-def _seconds(value: float) -> str:
-    return f"{value:.2f} s" if value >= 1 else f"{1e3 * value:.1f} ms"
 
 
 def _bytes(value: int) -> str:

@@ -46,7 +46,7 @@ def work(settings: Settings) -> int:
         report = Report(as_json=settings.json, is_silent=dist.get_rank() > 0)
         if stopped := train(task, settings, report):
             return stopped
-        report.compare(compare(task, settings))
+        report.compare(*compare(task, settings))
         if name in settings.traces:
             write_trace(task, settings, settings.traces[name])
             report.trace(settings.traces[name], windows=TRACED_WINDOWS)
@@ -66,9 +66,9 @@ def train(task: Task, settings: Settings, report: Report) -> int:
         "dtype": settings.dtype,
         "wire": settings.wire,
     }
-    report.start(task.name, task.unit, steps=steps, about=about)
     folder, every = settings.checkpoints.get(task.name), settings.checkpoint_every
     saving = Saving(folder, every=every, parts=mode.parts, steps=steps)
+    report.start(task.name, task.unit, done=saving.start, steps=steps, about=about)
     first, end = (each * settings.accumulate for each in (min(saving.start, steps), steps))
     batches = itertools.islice(_batches(task, settings), first, end)
     with saving.signals():

@@ -1,0 +1,81 @@
+"""What `train` says of step times: a difference only beyond the spread of the windows."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+from dataclasses import replace
+
+import pytest
+
+from pyengine.cli.noise import Range
+from pyengine.cli.terminal import replace_unencodable
+from pyengine.cli.train.compare import Row
+from pyengine.cli.train.report import Report
+from pyengine.step.step_record import StepRecord
+
+DDP = Row("ddp", "plain DDP", 1, 2, 2000, Range(0.5, 0.45, 0.55), 0.0, 0.5)
+FASTER, NOISY = Range(0.25, 0.2, 0.3), Range(0.25, 0.2, 0.45)
+RECORD = StepRecord(0, 2, 8.0, 1.5, 1.0, False, "", 64, 2, 0.5, 0.25, 1.0)
+
+
+def compared(step_s: Range, *, as_json: bool = False) -> None:
+    report = Report(as_json=as_json)
+    report.start("gpt", "tokens", done=0, steps=2, about={"workers": 2})
+    report.compare(replace(DDP, mode="engine", label="pyengine", bytes_sent=1000, step_s=step_s), DDP)
+
+
+def test_a_difference_beyond_noise_is_claimed(capsys: pytest.CaptureFixture[str]) -> None:
+    compared(FASTER)
+    out = " ".join(capsys.readouterr().out.replace("\u00a0", " ").split())
+    assert "a step took 250 ms instead of 500 ms." in out
+    assert "250 ms │ 40%" in out
+    assert "noise" not in out
+
+
+def test_a_difference_within_noise_is_not_claimed(capsys: pytest.CaptureFixture[str]) -> None:
+    compared(NOISY)
+    out = " ".join(capsys.readouterr().out.replace("\u00a0", " ").split())
+    assert "step times do not differ beyond noise (250 ms and 500 ms)." in out
+    assert "median step: the difference is within noise" in out
+    assert "instead of 500 ms" not in out
+
+
+@pytest.mark.parametrize("step_s", [FASTER, NOISY])
+def test_json_has_the_range_and_whether_it_is_noise(
+    capsys: pytest.CaptureFixture[str], step_s: Range
+) -> None:
+    compared(step_s, as_json=True)
+    _, ours, ddp = map(json.loads, capsys.readouterr().out.splitlines())
+    assert [ours[name] for name in ("step_s", "step_low_s", "step_high_s")] == [0.25, 0.2, step_s.high]
+    assert ours["step_is_within_noise"] == ddp["step_is_within_noise"] == (step_s is NOISY)
+
+
+def test_without_a_terminal_lines_have_the_time_left(capsys: pytest.CaptureFixture[str]) -> None:
+    report = Report()
+    report.start("gpt", "tokens", done=1, steps=3, about={})
+    report.step(RECORD)
+    report.step(RECORD)
+    report.finish({"accuracy": 0.5})
+    _, first, last, *_ = capsys.readouterr().out.splitlines()
+    assert first.startswith("step 2/3  loss 1.500")
+    assert (first.endswith(" left"), last.endswith(" left")) == (True, False)
+
+
+def test_a_run_that_was_complete_before_reports_its_quality(capsys: pytest.CaptureFixture[str]) -> None:
+    report = Report(as_json=True)
+    report.start("gpt", "tokens", done=3, steps=3, about={})
+    report.finish({"accuracy": 0.5})
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["first_loss"] is None
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
+def test_tables_have_no_signs_that_the_pipe_lacks(monkeypatch: pytest.MonkeyPatch, encoding: str) -> None:
+    stream = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
+    monkeypatch.setattr(sys, "stdout", stream)
+    replace_unencodable()
+    compared(NOISY)
+    text = stream.buffer.getvalue().decode(encoding)  # type: ignore[attr-defined]
+    assert "+---" in text
+    assert "?" not in text
