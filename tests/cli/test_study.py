@@ -34,14 +34,19 @@ _STEPS = WARM_UP_STEPS + STEPS
 
 class Runner:
     """Makes runs up: k workers are k/2 times as fast as one and more;
-    `bad` ends runs in ways of their own.
+    `bad` ends runs in ways of their own. The trial run is counted in `trials`.
     """
 
     def __init__(self, reason: str = "boom", **bad: str) -> None:
         self.runs: list[tuple[int, int, int]] = []
         self.reason, self.bad, self.busy = reason, bad, 0.0
+        self.trials: list[Run] = []
 
     def __call__(self, run: Run, limits: Limits, log: Path, watch: Watch) -> Outcome:
+        if log.stem == "trial":
+            self.trials.append(run)
+            status = self.bad.get("trial", "done")
+            return Outcome(status, "", run.steps, [_trace(run)] if status == "done" else [], 20.0, self.busy)
         self.runs.append((run.workers, run.global_batch, run.seed))
         watch(1, None)
         watch(_STEPS, 0.5)
@@ -102,6 +107,50 @@ def test_whole_grid_is_run_once_and_then_again_with_another_seed(make: Study, tm
     assert make(runner) == 0
     assert runner.runs == ONCE
     assert "NaN" not in (tmp_path / "out" / "runs.jsonl").read_text()
+
+
+# The trial's steps of 0.75 s begin 5.75 s after the start. Two workers are expected to halve them.
+FORECASTS = [
+    ("8", 2 * 5.75 + 96 * 0.75 + 96 * 0.375),
+    ("8,16", 4 * 5.75 + 96 * (0.75 + 0.75 + 0.375 + 0.375)),
+]
+
+
+@pytest.mark.parametrize(("batches", "seconds"), FORECASTS)
+def test_a_trial_run_tells_how_long_the_study_takes_and_every_run_what_is_left(
+    make: Study, capsys: pytest.CaptureFixture[str], batches: str, seconds: float
+) -> None:
+    runner = Runner()
+    make(runner, "--batch", batches, "--dataset-size", "768", "--epochs", "1", "--repeats", "1")
+    found = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [line["seconds"] for line in found if line["event"] == "forecast"] == [seconds]
+    left = [line["left_s"] for line in found if line["event"] == "run"]
+    assert left[-1] == 0
+    assert left == sorted(left, reverse=True)
+    assert [(run.workers, run.global_batch, run.steps) for run in runner.trials] == [(1, 8, 12)]
+    assert len(runner.runs) == len(left)
+
+
+def test_runs_that_are_there_take_the_place_of_the_trial(
+    make: Study, capsys: pytest.CaptureFixture[str]
+) -> None:
+    short = ("--batch", "8", "--dataset-size", str(8 * _STEPS), "--epochs", "1")
+    make(Runner(), *short, "--repeats", "1")
+    capsys.readouterr()
+    runner = Runner()
+    make(runner, *short)
+    assert runner.trials == []
+    (forecast,) = lines(capsys, "forecast")
+    assert forecast["seconds"] == 2 * 2.0
+
+
+def test_a_trial_that_fails_is_named_and_the_study_goes_on(
+    make: Study, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert make(Runner(trial="failed"), report=Report()) == 0
+    out = capsys.readouterr().out.replace("\u00a0", " ")
+    assert "how long is unknown: the trial run did not end well (logs/trial.txt)" in out
+    assert "repeat 1: done in 2.00 s; about" in out
 
 
 def test_second_command_measures_nothing_and_reports_the_same(

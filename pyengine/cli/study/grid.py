@@ -9,7 +9,7 @@ from pyengine.cli.study.arguments import Settings
 from pyengine.data.batch_plan import plan_batch
 
 WARM_UP_STEPS = 3  # allocations, lazy initialization, and the second window's new order of buckets
-_LEAST_STEPS = WARM_UP_STEPS + 9
+LEAST_STEPS = WARM_UP_STEPS + 9
 
 
 @dataclass(frozen=True, order=True)
@@ -70,7 +70,7 @@ def plan(cell: Cell, settings: Settings) -> Plan:
         raise Impossible(
             f"a global batch of {global_batch} is more than the {settings.dataset_size} samples there are"
         )
-    steps = max(_LEAST_STEPS, math.ceil(settings.epochs * settings.dataset_size / global_batch))
+    steps = max(LEAST_STEPS, math.ceil(settings.epochs * settings.dataset_size / global_batch))
     return Plan(global_batch, micro_batch, split.accumulate, steps)
 
 

@@ -18,7 +18,6 @@ from rich.progress import (
     MofNCompleteColumn,
     TextColumn,
     TimeElapsedColumn,
-    TimeRemainingColumn,
 )
 from rich.table import Table
 
@@ -52,12 +51,12 @@ class Report(report.Report):
             BarColumn(bar_width=16),
             MofNCompleteColumn(),
             TimeElapsedColumn(),
-            TimeRemainingColumn(),
+            TextColumn("{task.fields[left]}"),
             TextColumn("{task.fields[text]}"),
         )
         # Twice a second: the workers may need every core.
         self._progress = self._make_progress(*columns, refresh_per_second=2)
-        self._task = self._progress.add_task("", total=None, text="")
+        self._task = self._progress.add_task("", total=None, left="", text="")
         self._run = ""
 
     def live(self) -> AbstractContextManager[object]:
@@ -73,9 +72,19 @@ class Report(report.Report):
             if self._emit("impossible", **asdict(cell), reason=reason):
                 self._say(f"left out: {cell}: {reason}")
 
-    def begin(self, cell: Cell, repeat: int) -> None:
+    def forecast(self, seconds: float | None) -> None:
+        """The missing runs take so long; None if it is unknown, since the trial run did not end well."""
+        self._progress.update(self._task, left=_left(seconds))
+        if self._emit("forecast", seconds=seconds):
+            self._say(
+                "how long is unknown: the trial run did not end well (logs/trial.txt)"
+                if seconds is None
+                else f"about {duration(seconds)} in all, if no run stalls"
+            )
+
+    def begin(self, run: str) -> None:
         """A run begins."""
-        self._run = f"{cell}, repeat {repeat + 1}"
+        self._run = run
         self._progress.update(self._task, text=f"{self._run}: starting")
 
     def step(self, done: int, steps: int, accuracy: float | None) -> None:
@@ -83,17 +92,18 @@ class Report(report.Report):
         suffix = f", accuracy {percent(accuracy)}" if accuracy is not None and math.isfinite(accuracy) else ""
         self._progress.update(self._task, text=f"{self._run}: step {done}/{steps}{suffix}")
 
-    def ran(self, record: Record) -> None:
-        """A run has ended; runs.jsonl has its steps."""
+    def ran(self, record: Record, *, left_s: float | None) -> None:
+        """A run has ended, whose steps are in runs.jsonl; the others take about `left_s`."""
         names = ("workers", "batch", "repeat", "status", "reason", "steps", "wall_s")
-        self._progress.update(self._task, advance=1)
-        if self._emit("run", **{name: getattr(record, name) for name in names}):
+        self._progress.update(self._task, advance=1, left=_left(left_s))
+        if self._emit("run", **{name: getattr(record, name) for name in names}, left_s=left_s):
             how = (
                 f"done in {duration(record.wall_s)}"
                 if record.is_done
                 else f"{record.status}: {record.reason}"
             )
-            self._say(f"{record.cell}, repeat {record.repeat + 1}: {how}")
+            left = f"; {_left(left_s)}" if left_s else ""
+            self._say(f"{record.cell}, repeat {record.repeat + 1}: {how}{left}")
 
     def conclude(self, analysis: Analysis, page: Path) -> None:
         """All runs have ended; `page` is the HTML report."""
@@ -105,6 +115,10 @@ class Report(report.Report):
         if analysis.cells:
             self._console.print(_table(analysis))
         self._say(f"{found.text}\n\nreport: {page}")
+
+
+def _left(seconds: float | None) -> str:
+    return "" if seconds is None else f"about {duration(seconds)} left"
 
 
 # HEADINGS fit into 80 columns; the page has all.

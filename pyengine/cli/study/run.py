@@ -7,6 +7,7 @@ import platform
 import statistics
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -18,7 +19,8 @@ from pyengine.cli.study import plots as study_plots
 from pyengine.cli.study import report as study_report
 from pyengine.cli.study.analysis import analyse
 from pyengine.cli.study.arguments import Settings
-from pyengine.cli.study.grid import Cell, Impossible, Plan, cells, plan
+from pyengine.cli.study.forecast import Forecast
+from pyengine.cli.study.grid import LEAST_STEPS, Cell, Impossible, Plan, cells, plan
 from pyengine.cli.study.probe import Run
 from pyengine.cli.study.report import Report
 from pyengine.cli.study.store import Record, Store
@@ -55,7 +57,8 @@ def study(settings: Settings, execute: Execute, report: Report) -> int:
     store = Store(settings.folder, {**settings.binding(), "machine": machine})
     try:
         with report.live():
-            _make_runs(settings, plans, impossible, store, execute, report)
+            forecast = Forecast(plans, threads=settings.threads, cores=int(machine["cores"]))
+            _make_runs(settings, plans, impossible, store, execute, report, forecast)
         wanted = {(cell.workers, cell.batch, repeat) for cell in plans for repeat in range(settings.repeats)}
         records = [record for key, record in store.records.items() if key in wanted]
     finally:
@@ -100,6 +103,7 @@ def _make_runs(
     store: Store,
     execute: Execute,
     report: Report,
+    forecast: Forecast,
 ) -> None:
     """Make a run of every cell, then repeat: drift over hours affects all cells alike."""
     wanted = [(cell, repeat) for repeat in range(settings.repeats) for cell in plans]
@@ -107,14 +111,35 @@ def _make_runs(
     report.plan(runs=len(missing), kept=len(wanted) - len(missing), impossible=impossible)
     limits = Limits(settings.stall_timeout_s, settings.run_timeout_s)
     (settings.folder / "logs").mkdir(exist_ok=True)
+    for record in store.records.values():
+        if record.cell in plans:
+            forecast.learn(record)
+    still = [cell for cell, _ in missing]
+    if still and forecast.seconds(still) is None:
+        report.begin("trial run")
+        forecast.learn(_trial(settings, plans, limits, execute, report))
+    if still:
+        report.forecast(forecast.seconds(still))
     for cell, repeat in missing:
-        report.begin(cell, repeat)
+        report.begin(f"{cell}, repeat {repeat + 1}")
         steps, log = plans[cell].steps, settings.folder / log_path(cell, repeat)
         watch = _watch(report, steps)
         outcome = execute(_run(settings, cell, plans[cell], repeat), limits, log, watch)
         record = _record(cell, repeat, plans[cell], outcome)
         store.add(record)
-        report.ran(record)
+        forecast.learn(record)
+        still.remove(cell)
+        report.ran(record, left_s=forecast.seconds(still))
+
+
+def _trial(
+    settings: Settings, plans: dict[Cell, Plan], limits: Limits, execute: Execute, report: Report
+) -> Record:
+    """Make a few steps of the first cell, for the forecast alone: they are not stored."""
+    cell, plan = next(iter(plans.items()))
+    run = replace(_run(settings, cell, plan, 0), steps=LEAST_STEPS, evaluate_every=LEAST_STEPS)
+    log = settings.folder / "logs" / "trial.txt"
+    return _record(cell, 0, plan, execute(run, limits, log, _watch(report, LEAST_STEPS)))
 
 
 def _watch(report: Report, steps: int) -> Watch:
