@@ -18,6 +18,7 @@ LATE = {
     "__init__.py",  # the command's signals, in the process of the command line alone
     "comm/__init__.py",  # torch_xla, which may be absent
     "cli/main.py",  # the packages of one command
+    "cli/trackers.py",  # tensorboard, which may be absent
     "ops/native.py",  # the extension
 }
 TABLE = re.findall(

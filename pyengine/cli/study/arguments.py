@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pyengine.cli import target as training
+from pyengine.cli import trackers
 from pyengine.cli.arguments import (
     Conflict,
     check_workers,
@@ -18,6 +19,7 @@ from pyengine.cli.arguments import (
     whole,
 )
 from pyengine.cli.tasks.base import MODELS
+from pyengine.cli.trackers import Trackers
 
 DESCRIPTION = """\
 Train with several numbers of workers and batch sizes on this machine, and report throughput, speed-up and
@@ -31,6 +33,7 @@ examples:
   python -m pyengine study --model gpt --workers 1,2 --batch 16,32 --micro-batch 8
   python -m pyengine study --fixed per-worker --batch 32   32 samples a worker: the global batch grows
   python -m pyengine study --repeats 5 --target 0.95       more repeats (also later), time to 95 % accuracy
+  python -m pyengine study --wandb mine                    steps, figures and plots in W&B, once all have run
   python -m pyengine study --train mine:train --dataset-size 8192 --out mine-study
 
 exit code: 0 every run succeeded, 1 some did not (report and plots are written), 2 wrong arguments or nothing
@@ -111,6 +114,7 @@ class Settings:
     run_timeout_s: float
     folder: Path
     retry: bool
+    trackers: Trackers
     json: bool
 
     @property
@@ -198,6 +202,7 @@ def add_to(parser: argparse.ArgumentParser) -> None:
         help="folder of the results (default: study)",
     )
     add("--retry", action="store_true", help="repeat runs that failed, stalled or timed out before")
+    trackers.add_to(parser)
 
 
 def settings(options: argparse.Namespace) -> Settings:
@@ -217,6 +222,7 @@ def settings(options: argparse.Namespace) -> Settings:
         subject=subject,
         target=target,
         dataset_size=dataset_size,
+        trackers=Trackers.of(options),
         epochs=options.epochs or _EPOCHS.get(subject, 1.0),
     )
 

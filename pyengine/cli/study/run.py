@@ -7,8 +7,9 @@ import platform
 import statistics
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
+from typing import Any
 
 import psutil
 import torch
@@ -26,6 +27,8 @@ from pyengine.cli.study.report import Report
 from pyengine.cli.study.store import Record, Store
 from pyengine.cli.study.supervise import Limits, Outcome, Watch, execute, log_path
 from pyengine.cli.target import check
+from pyengine.cli.trackers import Trackers
+from pyengine.step.step_record import StepRecord
 
 _SOME_FAILED, _NOTHING_MEASURED, _NOT_WRITTEN = 1, 2, 3
 
@@ -66,10 +69,77 @@ def study(settings: Settings, execute: Execute, report: Report) -> int:
     content = _content(settings, machine, records, impossible)
     page = settings.folder / "report.html"
     study_report.write_page(content, page)
+    is_tracked = _is_tracked(content) if settings.trackers != Trackers() else True
     report.conclude(content.analysis, page)
+    if not is_tracked:
+        return _NOT_WRITTEN
     if not content.analysis.cells:
         return _NOTHING_MEASURED
     return _SOME_FAILED if content.analysis.ended else 0
+
+
+def _is_tracked(content: study_report.Content) -> bool:
+    """Write to the trackers; print why if that fails."""
+    try:
+        track(content.settings.trackers, content)
+    except Exception as error:  # noqa: BLE001 - a network or an account can raise anything
+        text = f"not all was sent to the trackers: {type(error).__name__}: {error}"
+        print(f"{text}; {content.settings.kept}", file=sys.stderr)
+        return False
+    return True
+
+
+def track(trackers: Trackers, content: study_report.Content) -> None:
+    """Write the steps of every run, the figures and the plots, now that nothing is measured."""
+    settings = content.settings
+    for record in content.records:
+        names = ("workers", "batch", "repeat", "status", "global_batch", "micro_batch", "accumulate")
+        config = {name: getattr(record, name) for name in names} | content.machine
+        with trackers.run(
+            log_path(record.cell, record.repeat).stem, group=settings.subject, config=config
+        ) as run:
+            for step in range(len(record.seconds)):
+                run(_step_record(record, step))
+            for step, accuracy in record.accuracy:
+                if accuracy is not None:
+                    run.log({"study/accuracy": accuracy}, axis="pyengine/step", at=step)
+    config = {**settings.binding(), **content.machine}
+    with trackers.run("figures", group=settings.subject, config=config) as run:
+        for cell, figures in content.analysis.cells.items():
+            found = {name: getattr(figures, name) for name in _TRACKED}
+            values = {f"{name}/batch {cell.batch}": each.mid for name, each in found.items() if each}
+            stalls = sum(stall.record.cell == cell for stall in content.analysis.stalls)
+            run.log(values | {f"stalls/batch {cell.batch}": stalls}, axis="workers", at=cell.workers)
+        for plot in content.plots:
+            run.image(plot.title, plot.path)
+
+
+_TRACKED = (
+    "samples_s",
+    "batches_s",
+    "speed_up",
+    "efficiency",
+    "sync_share",
+    "memory_bytes",
+    "cpu_share",
+    "accuracy",
+    "goal_s",
+)
+
+
+def _step_record(record: Record, step: int) -> StepRecord:
+    """Return a step of a run as listeners take it; what runs.jsonl lacks is None, which they leave out."""
+    values: dict[str, Any] = dict.fromkeys(field.name for field in fields(StepRecord))
+    values |= {
+        "step": step,
+        "micro_batches": record.workers * record.accumulate,
+        "count": record.global_batch,
+        "loss": record.losses[step],
+        "bytes_on_wire": record.bytes_on_wire,
+        "exposed_sync_s": record.sync_s[step],
+        "step_s": record.seconds[step],
+    }
+    return StepRecord(**values)
 
 
 def card() -> dict[str, str | int]:

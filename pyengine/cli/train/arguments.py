@@ -10,8 +10,10 @@ from typing import Any
 
 import torch.distributed as dist
 
+from pyengine.cli import trackers
 from pyengine.cli.arguments import Conflict, above_zero, check_workers, check_writable, each, fill, whole
 from pyengine.cli.tasks.base import MODELS
+from pyengine.cli.trackers import Trackers
 from pyengine.gradients.settings import Accumulator
 from pyengine.wire.named import WIRES
 
@@ -29,6 +31,7 @@ examples:
   python -m pyengine train --workers 4 --accumulate 2        more ranks, shorter windows
   python -m pyengine train --dtype bf16 --accumulator fp32   bf16 parameters, gradients summed in fp32
   python -m pyengine train --checkpoints runs/1              stop and resume at any time
+  python -m pyengine train --wandb mine --tensorboard runs   every step also there
   python -m pyengine train --mode ddp --json > ddp.jsonl     plain DDP, JSON lines
   python -m pyengine train --model gpt --trace trace.json    backward, buckets and waiting in Perfetto
 
@@ -70,6 +73,7 @@ class Settings:
     traces: dict[str, Path]
     checkpoints: dict[str, Path]
     checkpoint_every: int
+    trackers: Trackers
     json: bool
 
     @property
@@ -144,6 +148,7 @@ def add_to(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="steps between checkpoints (default: 10)",
     )
+    trackers.add_to(parser)
 
 
 def settings(options: argparse.Namespace) -> Settings:
@@ -177,6 +182,7 @@ def settings(options: argparse.Namespace) -> Settings:
         wire=options.wire or "fp32",
         accumulator=options.accumulator or "fp32",
         traces=_traces(options.trace, models) if options.trace else {},
+        trackers=Trackers.of(options),
         checkpoints=_folders(options.checkpoints, models) if options.checkpoints else {},
     )
 

@@ -13,6 +13,7 @@ from pyengine.cli import terminal
 from pyengine.cli.tasks.base import Batch, Task
 from pyengine.cli.tasks.cnn import DigitsTask
 from pyengine.cli.tasks.gpt import TextTask
+from pyengine.cli.trackers import Trackers
 from pyengine.cli.train import modes as train_modes
 from pyengine.cli.train.arguments import Settings
 from pyengine.cli.train.compare import compare
@@ -71,12 +72,16 @@ def train(task: Task, settings: Settings, report: Report) -> int:
     report.start(task.name, task.unit, done=saving.start, steps=steps, about=about)
     first, end = (each * settings.accumulate for each in (min(saving.start, steps), steps))
     batches = itertools.islice(_batches(task, settings), first, end)
-    with saving.signals():
+    trackers = settings.trackers if dist.get_rank() == 0 else Trackers()
+    with saving.signals(), trackers.run(task.name, group=settings.mode, config=about) as tracked:
         for done, record in enumerate(mode.steps(batches), saving.start + 1):
             report.step(record)
+            tracked(record)
             if saving.must_stop(done):
                 return saving.stopped
-    report.finish(task.quality(mode.model))
+        quality = task.quality(mode.model)
+        tracked.log(quality, axis="pyengine/step", at=steps)
+    report.finish(quality)
     return 0
 
 

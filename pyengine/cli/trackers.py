@@ -1,0 +1,105 @@
+"""`--wandb` and `--tensorboard`: runs in these trackers, through the listeners of `pyengine.telemetry`."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from pyengine.cli.arguments import Conflict
+from pyengine.step.step_record import StepRecord
+from pyengine.telemetry import Listener, Wandb
+
+
+def add_to(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments."""
+    parser.add_argument("--wandb", metavar="PROJECT", help="also log to this project of Weights & Biases")
+    parser.add_argument("--tensorboard", type=Path, metavar="FOLDER", help="also write event files there")
+
+
+class Run:
+    """A run in each tracker; nothing is written where there is none."""
+
+    def __init__(self) -> None:
+        self.listeners: list[Listener] = []
+        self.wandb: Any = None
+        self.writer: Any = None
+
+    def __call__(self, record: StepRecord) -> None:
+        """Write the record of a step."""
+        for listener in self.listeners:
+            listener(record)
+
+    def log(self, values: Mapping[str, float], *, axis: str, at: int) -> None:
+        """Write values at a point of an axis, by name."""
+        if self.wandb is not None:
+            for name in values:
+                self.wandb.define_metric(name, step_metric=axis)
+            self.wandb.log({axis: at, **values})
+        if self.writer is not None:
+            for name, value in values.items():
+                self.writer.add_scalar(name, value, at)
+
+    def image(self, title: str, path: Path) -> None:
+        """Write a PNG file."""
+        if self.wandb is not None:
+            import wandb
+
+            self.wandb.log({title: wandb.Image(str(path))})
+        if self.writer is not None:
+            from matplotlib.image import imread
+
+            self.writer.add_image(title, imread(path), dataformats="HWC")
+
+
+@dataclass(frozen=True)
+class Trackers:
+    """The trackers that the command line asks for: a project of W&B, an absolute folder of event files."""
+
+    project: str | None = None
+    folder: Path | None = None
+
+    @classmethod
+    def of(cls, options: argparse.Namespace) -> Trackers:
+        """Return the trackers of parsed arguments.
+
+        Raises:
+            Conflict: a package is not installed.
+        """
+        for name in ("wandb", "tensorboard"):
+            if getattr(options, name) is not None and find_spec(name) is None:
+                raise Conflict(
+                    f"argument --{name}: {name} is not installed: run pip install '.[telemetry]' in a "
+                    "clone of pyengine, or leave it out"
+                )
+        return cls(options.wandb, options.tensorboard and options.tensorboard.absolute())
+
+    @contextmanager
+    def run(self, name: str, *, group: str, config: Mapping[str, Any]) -> Iterator[Run]:
+        """Open a run in each tracker: under W&B with a group, in TensorBoard as the folder `name`."""
+        run = Run()
+        try:
+            if self.project is not None:
+                import wandb
+
+                run.wandb = wandb.init(project=self.project, group=group, name=name, config=dict(config))
+                run.listeners.append(Wandb(run.wandb))
+            if self.folder is not None:
+                from torch.utils.tensorboard import SummaryWriter
+
+                from pyengine.telemetry.tensorboard import TensorBoard
+
+                board = TensorBoard(self.folder / name)
+                run.listeners.append(board)
+                run.writer = SummaryWriter(str(self.folder / name))
+            yield run
+        finally:
+            if run.writer is not None:
+                board.close()
+                run.writer.close()
+            if run.wandb is not None:
+                run.wandb.finish()

@@ -1,0 +1,138 @@
+"""`--wandb` and `--tensorboard`: every step, the figures and the plots are there."""
+
+from __future__ import annotations
+
+import sys
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from study_records import STEPS, analysed, made
+
+from pyengine.cli.main import build_parser, main
+from pyengine.cli.study.arguments import settings
+from pyengine.cli.study.grid import WARM_UP_STEPS
+from pyengine.cli.study.plots import Plot
+from pyengine.cli.study.report import Content
+from pyengine.cli.study.run import _is_tracked, track
+from pyengine.cli.trackers import Trackers
+from pyengine.step.step_record import StepRecord
+
+RECORD = StepRecord(3, 2, 8.0, 1.5, 1.0, False, "", 64, 2, 0.5, 0.25, 1.0)
+_STEPS = WARM_UP_STEPS + STEPS
+
+
+class Wandb(ModuleType):
+    """Weights & Biases without an account: keeps what runs log."""
+
+    def __init__(self) -> None:
+        super().__init__("wandb")
+        self.__spec__ = ModuleSpec("wandb", None)
+        self.runs: list[WandbRun] = []
+
+    def init(self, **about: Any) -> WandbRun:
+        self.runs.append(WandbRun(about))
+        return self.runs[-1]
+
+    def Image(self, path: str) -> str:
+        return path
+
+
+class WandbRun:
+    def __init__(self, about: dict[str, Any]) -> None:
+        self.about = about
+        self.rows: list[dict[str, Any]] = []
+        self.axes: dict[str, str] = {}
+        self.is_finished = False
+
+    def define_metric(self, name: str, step_metric: str = "") -> None:
+        self.axes[name] = step_metric
+
+    def log(self, values: dict[str, Any]) -> None:
+        self.rows.append(values)
+
+    def finish(self) -> None:
+        self.is_finished = True
+
+
+@pytest.fixture
+def wandb(monkeypatch: pytest.MonkeyPatch) -> Wandb:
+    fake = Wandb()
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    return fake
+
+
+def content(*arguments: str, plots: tuple[Plot, ...] = ()) -> Content:
+    options = settings(build_parser().parse_args(["study", *arguments]))
+    records = [made(1, 64), made(2, 64, step_s=0.125)]
+    return Content(options, {"cpu": "some"}, records, {}, analysed(records), plots)
+
+
+def test_a_study_has_a_run_of_each_cell_and_its_figures_in_weights_and_biases(wandb: Wandb) -> None:
+    plot = Plot("Speed-up", "", Path("speed_up.png"))
+    found = content("--wandb", "mine", plots=(plot,))
+    track(found.settings.trackers, found)
+    names = ["1-workers-batch-64-repeat-1", "2-workers-batch-64-repeat-1", "figures"]
+    assert [run.about["name"] for run in wandb.runs] == names
+    assert all(run.about["project"] == "mine" and run.is_finished for run in wandb.runs)
+    one, _, figures = wandb.runs
+    steps = [row for row in one.rows if "pyengine/loss" in row]
+    assert [row["pyengine/step"] for row in steps] == list(range(_STEPS))
+    assert "pyengine/grad_norm" not in steps[0]  # runs.jsonl has none
+    assert one.rows[-1] == {"pyengine/step": _STEPS, "study/accuracy": 0.75}
+    assert one.about["config"].items() >= {"workers": 1, "status": "done", "cpu": "some"}.items()
+    at_two = next(row for row in figures.rows if row.get("workers") == 2)
+    assert (at_two["speed_up/batch 64"], at_two["stalls/batch 64"]) == (2.0, 0)
+    assert figures.axes["speed_up/batch 64"] == "workers"
+    assert figures.rows[-1] == {"Speed-up": "speed_up.png"}
+
+
+def test_a_study_is_in_tensorboard(tmp_path: Path) -> None:
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    found = content("--tensorboard", str(tmp_path))
+    track(found.settings.trackers, found)
+    assert len(list(tmp_path.iterdir())) == 3
+    speed_up = accumulator.EventAccumulator(str(tmp_path / "figures")).Reload().Scalars("speed_up/batch 64")
+    assert [(each.step, each.value) for each in speed_up] == [(1, 1.0), (2, 2.0)]
+
+
+def test_a_tracker_that_fails_leaves_the_report(
+    wandb: Wandb, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(wandb, "init", lambda **_: 1 / 0)
+    assert not _is_tracked(content("--wandb", "mine"))
+    err = capsys.readouterr().err
+    assert "not all was sent to the trackers: ZeroDivisionError" in err
+    assert "the same command resumes" in err
+
+
+def test_the_steps_of_train_go_to_each_tracker(wandb: Wandb, tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    with Trackers("mine", tmp_path).run("gpt", group="engine", config={"workers": 2}) as run:
+        run(RECORD)
+        run.log({"accuracy": 0.5}, axis="pyengine/step", at=4)
+    (found,) = wandb.runs
+    assert [row["pyengine/step"] for row in found.rows] == [3, 4]
+    assert list((tmp_path / "gpt").glob("events.*")) != []
+
+
+def test_without_a_tracker_nothing_is_written() -> None:
+    with Trackers().run("gpt", group="", config={}) as run:
+        run(RECORD)
+        run.log({"accuracy": 0.5}, axis="pyengine/step", at=4)
+        run.image("Speed-up", Path("nowhere.png"))
+
+
+@pytest.mark.parametrize("command", ["train", "study"])
+@pytest.mark.parametrize("package", ["wandb", "tensorboard"])
+def test_a_package_that_is_missing_is_named_before_anything_starts(
+    command: str, package: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(SystemExit) as stop:
+        main([command, "--workers", "1", f"--{package}", "mine"])
+    assert stop.value.code == 2
+    message = f"argument --{package}: {package} is not installed: run pip install '.[telemetry]' in a clone"
+    assert message in capsys.readouterr().err
