@@ -83,7 +83,6 @@ def above_zero(text: str) -> float:
 
 
 def finite_above_zero(text: str) -> float:
-    """Parse a finite number above 0."""
     value = above_zero(text)
     if math.isinf(value):
         raise argparse.ArgumentTypeError(f"got {text}, need a finite number above 0")

@@ -27,7 +27,6 @@ class Range:
         return (self.high - self.low) / self.mid
 
     def over(self, divisor: float) -> Range:
-        """Return the range divided by a number."""
         return Range(self.mid / divisor, self.low / divisor, self.high / divisor)
 
     def overlaps(self, other: Range) -> bool:

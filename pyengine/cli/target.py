@@ -15,7 +15,6 @@ class Enough(BaseException):
 
 
 def add_to(parser: argparse.ArgumentParser, models: Sequence[str], default: str) -> None:
-    """Declare `--model` and `--train`."""
     parser.add_argument("--model", choices=models, help=f"built-in model (default: {default})")
     parser.add_argument(
         "--train",
@@ -55,7 +54,6 @@ def check(target: str) -> None:
 
 
 def load(target: str) -> Callable[[Any], None]:
-    """Return the function."""
     module, _, function = target.partition(":")
     found: Callable[[Any], None] = getattr(import_module(module), function)
     return found

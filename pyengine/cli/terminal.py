@@ -39,7 +39,6 @@ def show_cursor() -> None:
 
 
 def print_json(event: str, **values: Any) -> None:
-    """Print a JSON object on one line."""
     print(json.dumps({"event": event, **values}), flush=True)
 
 

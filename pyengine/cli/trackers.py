@@ -16,7 +16,6 @@ from pyengine.telemetry import Listener, Wandb
 
 
 def add_to(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments."""
     parser.add_argument("--wandb", metavar="PROJECT", help="also log to this project of Weights & Biases")
     parser.add_argument("--tensorboard", type=Path, metavar="FOLDER", help="also write event files there")
 
@@ -30,7 +29,6 @@ class Run:
         self.writer: Any = None
 
     def __call__(self, record: StepRecord) -> None:
-        """Write the record of a step."""
         for listener in self.listeners:
             listener(record)
 
@@ -45,7 +43,6 @@ class Run:
                 self.writer.add_scalar(name, value, at)
 
     def image(self, title: str, path: Path) -> None:
-        """Write a PNG file."""
         if self.wandb is not None:
             import wandb
 

@@ -139,7 +139,6 @@ class Settings:
 
 
 def add_to(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments."""
     add = parser.add_argument
     add("part", nargs="?", choices=PARTS, help="the part to measure (default: both)")
     add(

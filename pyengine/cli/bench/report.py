@@ -19,8 +19,6 @@ from pyengine.cli.report import add_numbers
 
 
 class Report(report.Report):
-    """Reports kernels and windows."""
-
     def start(self, machine: Mapping[str, Any], parts: Sequence[str]) -> None:
         """Measuring begins; each part is described by a sentence."""
         if self._emit("start", machine=machine, parts=parts):
@@ -54,7 +52,6 @@ class Report(report.Report):
             self._say(f"about {rest:.0f} s more")
 
     def end(self) -> None:
-        """The part has ended."""
         self._progress.stop()
 
     def kernels(self, roofs: Mapping[str, float], rows: Sequence[dict[str, Any]]) -> None:

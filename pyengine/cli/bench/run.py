@@ -25,7 +25,6 @@ from pyengine.comm.launching import launch
 
 
 def run(settings: Settings) -> int:
-    """Measure, report, and write the result file; return the exit code."""
     report = Report(as_json=settings.json)
     content = {"machine": _machine(settings), "options": _options(settings)}
     report.start(content["machine"], list(_parts(settings)))

@@ -26,8 +26,6 @@ exit code: 0 healthy (also with warnings), 1 broken
 
 @dataclass(frozen=True)
 class Settings:
-    """How to print the findings."""
-
     json: bool
 
 
@@ -36,5 +34,4 @@ def add_to(parser: argparse.ArgumentParser) -> None:
 
 
 def settings(options: argparse.Namespace) -> Settings:
-    """Return the settings of parsed arguments."""
     return Settings(options.json)

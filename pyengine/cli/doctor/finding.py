@@ -24,15 +24,12 @@ class Finding:
 
 
 def ok(name: str, text: str) -> Finding:
-    """Return a finding without a problem."""
     return Finding(name, "ok", text)
 
 
 def warn(name: str, text: str, remedy: str) -> Finding:
-    """Return a finding that works, but slower or not everywhere."""
     return Finding(name, "warn", text, remedy)
 
 
 def fail(name: str, text: str, remedy: str) -> Finding:
-    """Return a finding that does not work."""
     return Finding(name, "fail", text, remedy)

@@ -17,7 +17,6 @@ _BESIDE = ("accelerate", "lightning", "transformers", "tensorboard", "wandb")
 
 
 def python() -> Finding:
-    """Check the version of Python."""
     text = f"{platform.python_version()} on {platform.system()} {platform.machine()}"
     if sys.version_info < _PYTHON:
         return fail("python", text, "install Python 3.10 or newer")
@@ -25,7 +24,6 @@ def python() -> Finding:
 
 
 def torch_itself() -> Finding:
-    """Check the version of torch, and report its build."""
     built = torch.version.cuda and f"CUDA {torch.version.cuda}"
     text = f"{torch.__version__}, built for {built or torch.version.hip or 'CPU'}"
     if torch.__version__ < _TORCH:  # type: ignore[operator]  # TorchVersion takes tuples

@@ -41,7 +41,6 @@ _INDENT = 21
 
 
 def run(settings: Settings) -> int:
-    """Run every check and print the findings; return the exit code."""
     show = _print_json if settings.json else _print_lines
     findings = []
     for finding in examine(CHECKS):

@@ -56,7 +56,6 @@ class Settings:
 
 
 def add_to(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments."""
     add = parser.add_argument
     add(
         "--global-batch",
@@ -90,7 +89,6 @@ def add_to(parser: argparse.ArgumentParser) -> None:
 
 
 def settings(options: argparse.Namespace) -> Settings:
-    """Return the settings of parsed arguments."""
     return fill(Settings, options, from_batch=options.from_batch or options.global_batches[0])
 
 

@@ -40,7 +40,6 @@ class Row:
 
 
 def run(settings: Settings) -> int:
-    """Print the plan; return the exit code."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         rows = make_rows(settings)
@@ -99,8 +98,6 @@ def _lr(global_batch: int, rule: Rule, settings: Settings) -> float:
 
 
 class Report(report.Report):
-    """Reports the rows."""
-
     def plan(self, rows: Sequence[Row], cautions: Sequence[str], settings: Settings) -> None:
         """All rows are made; `cautions` are the warnings of making them."""
         table = Table(caption=_caption(settings), caption_justify="left")

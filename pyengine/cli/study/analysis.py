@@ -118,12 +118,10 @@ class Analysis:
 
     @property
     def workers(self) -> list[int]:
-        """The numbers of workers that were measured."""
         return sorted({cell.workers for cell in self.cells})
 
     @property
     def batches(self) -> list[int]:
-        """The batches that were measured."""
         return sorted({cell.batch for cell in self.cells})
 
     def row(self, batch: int) -> list[Figures]:
@@ -225,7 +223,6 @@ def stalls(record: Record) -> list[Stall]:
 
 
 def curve(record: Record) -> Curve:
-    """Return a run's accuracy over its time."""
     usual = {stall.step: stall.usual_s for stall in stalls(record)}
     each = (usual.get(step, seconds) for step, seconds in enumerate(record.seconds))
     clock = list(itertools.accumulate(each, initial=0.0))

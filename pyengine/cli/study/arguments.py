@@ -119,7 +119,6 @@ class Settings:
 
     @property
     def kept(self) -> str:
-        """Where a study that was stopped has left its results."""
         return f"what was measured is in {self.folder}, and the same command resumes"
 
     def binding(self) -> dict[str, object]:
@@ -129,7 +128,6 @@ class Settings:
 
 
 def add_to(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments."""
     add = parser.add_argument
     add(
         "--workers",

@@ -52,8 +52,6 @@ Colour = tuple[float, ...]
 
 @dataclass(frozen=True)
 class Plot:
-    """A picture with its title and caption."""
-
     title: str
     caption: str
     path: Path
@@ -214,7 +212,6 @@ def _from_zero(axes: Axes) -> None:
 
 
 def _single() -> tuple[Figure, Axes]:
-    """Return a figure with one panel."""
     figure = Figure(figsize=(7.6, 4.8), dpi=_DPI, layout="constrained")
     return figure, figure.add_subplot()
 
@@ -288,7 +285,6 @@ def _legend(axes: Axes, analysis: Analysis) -> None:
 
 
 def _batch_axis(analysis: Analysis) -> str:
-    """Return the label of batches."""
     return "global batch" if analysis.fixed == "global" else "batch a worker"
 
 

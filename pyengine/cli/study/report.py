@@ -43,8 +43,6 @@ _BUSY = 0.1  # of the machine, used by others
 
 
 class Report(report.Report):
-    """Reports runs while they go on, then the figures and a recommendation."""
-
     def __init__(self, *, as_json: bool = False, is_silent: bool = False) -> None:
         super().__init__(as_json=as_json, is_silent=is_silent)
         columns = (
@@ -60,7 +58,6 @@ class Report(report.Report):
         self._run = ""
 
     def live(self) -> AbstractContextManager[object]:
-        """Show the live line while the context is open."""
         return self._progress
 
     def plan(self, *, runs: int, kept: int, impossible: dict[Cell, str]) -> None:
@@ -83,12 +80,10 @@ class Report(report.Report):
             )
 
     def begin(self, run: str) -> None:
-        """A run begins."""
         self._run = run
         self._progress.update(self._task, text=f"{self._run}: starting")
 
     def step(self, done: int, steps: int, accuracy: float | None) -> None:
-        """The run has taken so many steps."""
         suffix = f", accuracy {percent(accuracy)}" if accuracy is not None and math.isfinite(accuracy) else ""
         self._progress.update(self._task, text=f"{self._run}: step {done}/{steps}{suffix}")
 
@@ -172,8 +167,6 @@ def _table(analysis: Analysis) -> Table:
 
 @dataclass(frozen=True)
 class Content:
-    """The content of the page."""
-
     settings: Settings
     machine: dict[str, str | int]
     records: Sequence[Record]

@@ -37,7 +37,6 @@ Execute = Callable[[Run, Limits, Path, Watch], Outcome]
 
 
 def run(settings: Settings) -> int:
-    """Study, write the report, and return the exit code."""
     check(settings.target)
     report = Report(as_json=settings.json)
     try:

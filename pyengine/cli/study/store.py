@@ -52,17 +52,14 @@ class Record:
 
     @property
     def key(self) -> Key:
-        """The key of the run in its folder."""
         return self.workers, self.batch, self.repeat
 
     @property
     def cell(self) -> Cell:
-        """The cell of the grid."""
         return Cell(self.workers, self.batch)
 
     @property
     def is_done(self) -> bool:
-        """Whether the run has succeeded."""
         return self.status == "done"
 
 
@@ -118,7 +115,6 @@ class Store:
         self.records[record.key] = record
 
     def close(self) -> None:
-        """Release the file."""
         self._file.close()
 
     def _lock(self) -> None:

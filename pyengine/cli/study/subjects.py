@@ -23,12 +23,10 @@ _WARM_UP = 0.1  # share of the steps
 
 
 def gpt(study: Probe) -> None:
-    """Train the GPT."""
     _train(TextTask(), study, lr=2e-3)
 
 
 def cnn(study: Probe) -> None:
-    """Train the convolutional network."""
     _train(DigitsTask(), study, lr=5e-3)
 
 

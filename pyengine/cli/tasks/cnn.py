@@ -32,14 +32,11 @@ class ConvNet(nn.Module):
         self.head = nn.Linear(2 * width * 2 * 2, 10)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the logits of the ten digits."""
         logits: Tensor = self.head(self.body(x.to(self.head.weight.dtype)).flatten(1))
         return logits
 
 
 class DigitsTask:
-    """Classify digits."""
-
     name = "cnn"
     unit = "images"
 
@@ -54,11 +51,9 @@ class DigitsTask:
         self.num_samples = len(train)
 
     def build(self) -> nn.Module:
-        """Return a new network."""
         return ConvNet()
 
     def batch(self, rows: Tensor) -> Batch:
-        """Return images with their labels."""
         return self._images[rows], self._labels[rows]
 
     def batches(self, *, rank: int, world_size: int, micro_batch: int, seed: int) -> Iterator[Batch]:
@@ -78,7 +73,6 @@ class DigitsTask:
         return x[:keep], y[:keep]
 
     def loss(self, model: nn.Module, batch: Batch) -> tuple[Tensor, int]:
-        """Return cross entropy in nats, summed, and the number of images."""
         x, y = batch
         logits = model(x)
         logits = logits.float() if logits.dtype is torch.bfloat16 else logits
@@ -86,7 +80,6 @@ class DigitsTask:
 
     @torch.no_grad()
     def quality(self, model: nn.Module) -> dict[str, float]:
-        """Return the accuracy on test images."""
         images, labels = self._test
         model.eval()
         right = (model(images).argmax(1) == labels).float().mean()

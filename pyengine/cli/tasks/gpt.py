@@ -32,7 +32,6 @@ class Block(nn.Module):
         self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map `[batch, time, width]` to the same shape."""
         qkv = self.qkv(self.norm_attention(x)).unflatten(-1, (3, self.heads, -1))
         query, key, value = qkv.permute(2, 0, 3, 1, 4)
         attended = scaled_dot_product_attention(query, key, value, is_causal=True)
@@ -66,7 +65,6 @@ class GPT(nn.Module):
         self.head = None if is_tied else nn.Linear(width, vocabulary, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the logits of the next token at every position."""
         places = torch.arange(x.shape[1], device=x.device)
         out = self.norm(self.blocks(self.tokens(x) + self.places(places)))
         return linear(out, self.tokens.weight if self.head is None else self.head.weight)
@@ -84,7 +82,6 @@ class TextTask:
         self.num_samples = (len(self._text) - 1) // CONTEXT
 
     def build(self) -> nn.Module:
-        """Return a new GPT."""
         model = GPT()
         for embedding in (model.tokens, model.places):
             nn.init.normal_(embedding.weight, std=0.02)
@@ -109,7 +106,6 @@ class TextTask:
         return x, y
 
     def loss(self, model: nn.Module, batch: Batch) -> tuple[Tensor, int]:
-        """Return cross entropy in nats, summed, and the number of tokens."""
         x, y = batch
         logits = model(x).flatten(0, 1)
         logits = logits.float() if logits.dtype is torch.bfloat16 else logits
@@ -117,7 +113,6 @@ class TextTask:
 
     @torch.no_grad()
     def quality(self, model: nn.Module) -> dict[str, float]:
-        """Return loss and accuracy on held-out text."""
         places = torch.arange(0, len(self._held_out) - CONTEXT, 8 * CONTEXT)
         x, y = _pieces(self._held_out, places)
         logits = model(x).float().flatten(0, 1)

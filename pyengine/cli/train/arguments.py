@@ -78,7 +78,6 @@ class Settings:
 
     @property
     def kept(self) -> str:
-        """Where a run that was stopped has left its results."""
         folders = " and ".join(map(str, self.checkpoints.values()))
         return (
             f"what was saved is in {folders}, and the same command resumes"
@@ -94,7 +93,6 @@ _LR = {"gpt": 3e-3, "cnn": 1e-2}
 
 
 def add_to(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments."""
     add = parser.add_argument
     add("--model", choices=MODELS, help="train only this one (default: gpt, then cnn)")
     add("--mode", choices=MODES, default="engine", help="who reduces the gradients (default: engine)")
@@ -188,7 +186,6 @@ def settings(options: argparse.Namespace) -> Settings:
 
 
 def _folders(folder: Path, models: tuple[str, ...]) -> dict[str, Path]:
-    """Create and return the folder of each model's checkpoints."""
     folders = {model: folder.absolute() / model for model in models}
     try:
         for path in folders.values():

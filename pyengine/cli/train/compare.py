@@ -71,12 +71,10 @@ class _Windows:
         self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
 
     def first(self, num: int) -> list[list[Batch]]:
-        """Return this rank's first windows."""
         stream = self._stream(self._rank)
         return [list(itertools.islice(stream, self._settings.accumulate)) for _ in range(num)]
 
     def full(self) -> list[list[Batch]]:
-        """Return one window for each rank."""
         return [self._first(rank) for rank in range(self._world_size)]
 
     def short(self) -> list[list[Batch]]:

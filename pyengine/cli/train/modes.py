@@ -106,12 +106,10 @@ class _Windowed:
 
     @property
     def parts(self) -> dict[str, Any]:
-        """Return the objects that a checkpoint has to contain, by name."""
         names = ("model", "optimizer", "schedule", "sync")
         return dict(zip(names, (self.model, self._optimizer, self._schedule, self._sync), strict=True))
 
     def steps(self, batches: Iterable[Batch]) -> Iterator[StepRecord]:
-        """Train; yield the record of each window."""
         for window in self._sync.windows(batches):
             self._backward(window)
             self._sync.clip_grad_norm_(self._clip)
@@ -119,7 +117,6 @@ class _Windowed:
             yield self._records.pop()
 
     def gradient(self, batches: Sequence[Batch]) -> Tensor:
-        """Return the flat gradient of one window without a step."""
         for window in self._sync.windows(batches):
             self._backward(window)
             self._sync.unscale_()
@@ -156,7 +153,6 @@ class OnDDP(_Windowed):
 
     @property
     def buckets(self) -> int:
-        """Return the number of DDP's buckets."""
         return _num_buckets(self._ddp)
 
 
@@ -181,7 +177,6 @@ class PlainDDP:
 
     @property
     def buckets(self) -> int:
-        """Return the number of DDP's buckets."""
         return _num_buckets(self._ddp)
 
     @property
@@ -190,7 +185,6 @@ class PlainDDP:
         return {}
 
     def steps(self, batches: Iterable[Batch]) -> Iterator[StepRecord]:
-        """Train; yield the record of each window."""
         source = iter(batches)
         while window := [batch for _, batch in zip(range(self._accumulate), source, strict=False)]:
             self._meter.restart()
@@ -203,7 +197,6 @@ class PlainDDP:
             yield self._record(window, float(norm), *totals.tolist())
 
     def gradient(self, batches: Sequence[Batch]) -> Tensor:
-        """Return the flat gradient of one window without a step."""
         for batch in batches:
             self._backward(batch)
         return pop_gradient(self.model)
@@ -243,7 +236,6 @@ class _Meter:
         self.restart()
 
     def restart(self) -> None:
-        """Begin a window."""
         self.comm = TorchDist(None, torch.device("cpu"))
         self.backward_s = self.exposed_sync_s = 0.0
         self.start = time.perf_counter()

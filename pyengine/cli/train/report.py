@@ -21,8 +21,6 @@ _LINES = 10  # that a run prints, about, if stdout is not a terminal
 
 
 class Report(report.Report):
-    """Reports one model after the other."""
-
     def start(self, model: str, unit: str, *, done: int, steps: int, about: dict[str, Any]) -> None:
         """Training begins; `done` of its steps are from a checkpoint."""
         self._model, self._unit, self._resumed, self._steps = model, unit, done, steps
@@ -44,7 +42,6 @@ class Report(report.Report):
             self._progress.start()
 
     def step(self, record: StepRecord) -> None:
-        """One optimizer step has ended."""
         self._losses.append(record.loss)
         if not self._emit("step", model=self._model, **asdict(record)):
             return
@@ -62,7 +59,6 @@ class Report(report.Report):
             self._say(f"step {done}/{self._steps}  {text}" + (f"  {duration(left)} left" if left else ""))
 
     def finish(self, quality: dict[str, float]) -> None:
-        """Training has ended, with this quality of the model."""
         losses = self._losses or [None]  # without a step where the checkpoint is of the last one
         first, last = losses[0], losses[-1]
         if not self._emit("trained", model=self._model, first_loss=first, last_loss=last, **quality):
@@ -101,7 +97,6 @@ class Report(report.Report):
         self._console.print(_sentence(ours, ddp) + "\n", highlight=False)
 
     def trace(self, path: Path, *, windows: int) -> None:
-        """A trace was written."""
         if self._emit("trace", model=self._model, path=str(path), windows=windows):
             self._say(f"trace of {windows} windows: {path} (open it in Perfetto or chrome://tracing)\n")
 

@@ -28,7 +28,6 @@ _WARM_UP_WINDOWS = 2  # the first lays the buckets out, the second is the first 
 
 
 def run(settings: Settings) -> int:
-    """Train on local workers; return the exit code."""
     try:
         stopped = max(launch(work, workers=settings.workers, args=(settings,)))
     except RuntimeError as error:

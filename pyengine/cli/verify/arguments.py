@@ -81,7 +81,6 @@ class Settings:
 
 
 def add_to(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments."""
     add = parser.add_argument
     worlds = different_wholes("for example 1,2,3 (the first one always runs twice)")
     add("--workers", type=worlds, default=(1, 2, 3), metavar="N,N", help="world sizes (default: 1,2,3)")

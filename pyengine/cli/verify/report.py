@@ -32,15 +32,12 @@ class Finding:
 
 
 class Report(report.Report):
-    """Reports runs and verdicts."""
-
     def __init__(self, *, as_json: bool = False, is_silent: bool = False) -> None:
         super().__init__(as_json=as_json, is_silent=is_silent)
         self._status = Status("", console=self._console)
         self._rows: dict[str, list[tuple[str, ...]]] = {}
 
     def live(self) -> AbstractContextManager[object]:
-        """Show the live line while the context is open."""
         return nullcontext() if self._console.quiet else self._status
 
     def begin(self, run: Run, *, still: int) -> None:

@@ -32,14 +32,11 @@ Execute = Callable[[Sequence[str], Run], list[list[Trace]]]
 
 @dataclass(frozen=True)
 class Done:
-    """A run that has ended, with its traces by rank."""
-
     run: Run
     ranks: list[Trace]
 
 
 def run(settings: Settings) -> int:
-    """Verify every subject; return the exit code."""
     for target in settings.subjects.values():
         check(target)
     report = Report(as_json=settings.json)
@@ -86,12 +83,10 @@ def verify(settings: Settings, execute: Execute, report: Report) -> bool:
 
 
 def on_workers(targets: Sequence[str], run: Run) -> list[list[Trace]]:
-    """Run the functions on local workers."""
     return launch(_work, workers=run.workers, args=(list(targets), run))
 
 
 def trace(targets: Sequence[str], run: Run) -> list[Trace]:
-    """Run the functions on this rank."""
     torch.set_num_threads(1)
     return [_trace(target, run) for target in targets]
 

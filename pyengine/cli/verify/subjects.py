@@ -21,12 +21,10 @@ _MICRO_BATCH = 2
 
 
 def gpt(verify: Probe) -> None:
-    """Train the GPT."""
     _train(TextTask(), verify)
 
 
 def cnn(verify: Probe) -> None:
-    """Train the convolutional network."""
     _train(DigitsTask(), verify)
 
 

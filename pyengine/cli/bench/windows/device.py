@@ -19,8 +19,6 @@ from pyengine.comm.launching import destroy_default_group
 
 
 class Processor:
-    """The host, timed by its clock."""
-
     device = torch.device("cpu")
 
     @contextmanager

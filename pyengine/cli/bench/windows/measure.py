@@ -99,7 +99,6 @@ class _Measurement:
         self._outcome = Outcome()
 
     def run(self, on_round: Callable[[int], None]) -> Outcome:
-        """Run every round."""
         outcome = self._outcome
         for name in self._setting.variants:
             if why := self._try(partial(self._make, name))[1]:

@@ -64,7 +64,6 @@ class Variant:
         """Wrap the model."""
 
     def micro_batch(self, x: Tensor, *, last: bool) -> None:
-        """Run one forward and backward."""
         del last
         self.scaler.scale(self.forward(x) / len(self.micro_batches)).backward()
 
@@ -74,7 +73,6 @@ class Variant:
         return nn.utils.clip_grad_norm_(self.model.parameters(), MAX_NORM)
 
     def step(self) -> None:
-        """Step the optimizer and clear the gradients."""
         self.scaler.step(self.optimizer)
         self.scaler.update()
         self.optimizer.zero_grad(set_to_none=True)
@@ -106,15 +104,11 @@ def by_phase(marks: list[Any], seconds: Callable[[Any, Any], float]) -> dict[str
 
 
 class Floor(Variant):
-    """No engine and no communication at all."""
-
     label = "no communication at all"
     is_synced = False
 
 
 class DDP(Variant):
-    """DistributedDataParallel that syncs every micro-batch."""
-
     label = "DDP, sync every micro-batch"
     view = False
     bucket_cap_mb: int | None = None  # DDP's own
@@ -133,8 +127,6 @@ class DDP(Variant):
 
 
 class NoSync(DDP):
-    """DistributedDataParallel with no_sync on all but the last micro-batch."""
-
     label = "DDP + no_sync"
 
     def micro_batch(self, x: Tensor, *, last: bool) -> None:
@@ -143,8 +135,6 @@ class NoSync(DDP):
 
 
 class NoSyncView(NoSync):
-    """The same with gradient_as_bucket_view."""
-
     label = "DDP + no_sync, bucket views"
     view = True
 
@@ -155,8 +145,6 @@ def _bf16_hook(state, bucket):  # type: ignore[no-untyped-def]  # DDP refuses st
 
 
 class NoSyncBF16(NoSync):
-    """no_sync, bucket views, and torch's bf16 compression hook."""
-
     label = "DDP + no_sync, views, bf16 hook"
     view = True
     hook = staticmethod(_bf16_hook)
@@ -167,8 +155,6 @@ def _fp16_hook(state, bucket):  # type: ignore[no-untyped-def]
 
 
 class NoSyncFP16(NoSyncBF16):
-    """no_sync, bucket views, and torch's fp16 compression hook."""
-
     label = "DDP + no_sync, views, fp16 hook"
     hook = staticmethod(_fp16_hook)
 
@@ -191,8 +177,6 @@ class NoSyncPowerSGD(NoSync):
 
 
 class Accelerate(Variant):
-    """Accelerate's accumulate()."""
-
     label = "Accelerate"
     needs = "accelerate"
 
@@ -222,8 +206,6 @@ class Accelerate(Variant):
 
 
 class Engine(Variant):
-    """pyengine.GradSync."""
-
     label = "GradSync"
     is_ours = True
     wire: pe.wire.Wire = pe.wire.FP32()
@@ -259,8 +241,6 @@ class Engine(Variant):
 
 
 class Attach(Engine):
-    """pyengine.attach on DistributedDataParallel."""
-
     label = "attach"
 
     def make(self) -> pe.Sync:
