@@ -221,7 +221,9 @@ def _values(options: argparse.Namespace, part: str, defaults: dict[str, Any]) ->
 def _steps(options: argparse.Namespace, values: dict[str, Any]) -> Steps:
     device, variants = values["device"], values["variants"] or _DEFAULT_VARIANTS
     _check_device(device)
-    missing = tuple(name for name in variants if not _is_installed(name))
+    missing = tuple(
+        name for name in variants if VARIANTS[name].needs and find_spec(str(VARIANTS[name].needs)) is None
+    )
     if missing and options.variants is not None:
         needs = " and ".join(str(VARIANTS[name].needs) for name in missing)
         raise Conflict(
@@ -252,11 +254,6 @@ def _workers(wanted: int | None, device: str) -> int:
             f"need at most {found}, the number of devices"
         )
     return wanted or found
-
-
-def _is_installed(variant: str) -> bool:
-    needs = VARIANTS[variant].needs
-    return needs is None or find_spec(needs) is not None
 
 
 def _kernels(values: dict[str, Any]) -> Kernels:

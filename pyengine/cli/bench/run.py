@@ -26,7 +26,9 @@ from pyengine.comm.launching import launch
 
 def run(settings: Settings) -> int:
     report = Report(as_json=settings.json)
-    content = {"machine": _machine(settings), "options": _options(settings)}
+    parts = {"step": settings.steps, "kernels": settings.kernels}
+    options = {name: asdict(part) for name, part in parts.items() if part}
+    content = {"machine": _machine(settings), "options": options}
     report.start(content["machine"], list(_parts(settings)))
     sentences: list[str] = []
     problems: list[str] = []
@@ -115,11 +117,6 @@ def _machine(settings: Settings) -> dict[str, Any]:
         network = "NCCL" if steps.setting.device == "cuda" else "loopback"
         machine |= {"ranks": steps.workers, "network": network}
     return machine
-
-
-def _options(settings: Settings) -> dict[str, Any]:
-    parts = {"step": settings.steps, "kernels": settings.kernels}
-    return {name: asdict(part) for name, part in parts.items() if part}
 
 
 def _parts(settings: Settings) -> Iterator[str]:

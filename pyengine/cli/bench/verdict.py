@@ -9,6 +9,7 @@ from typing import Any
 
 from pyengine.cli.bench.windows.measure import Times
 from pyengine.cli.bench.windows.variants import VARIANTS
+from pyengine.cli.noise import Range
 
 _BUSY = 0.3  # a larger spread means that something else is running
 _ENOUGH = 5  # rounds, which agree by chance once in 16
@@ -44,9 +45,8 @@ def ratio(times: Times, variant: str, other: str) -> Ratio:
 
 
 def spread(rounds: Sequence[dict[str, float]]) -> float:
-    """Return the largest window minus the smallest, over the median."""
-    windows = [each["window"] for each in rounds]
-    return (max(windows) - min(windows)) / statistics.median(windows)
+    """Return the spread of the windows of a variant."""
+    return Range.of(each["window"] for each in rounds).spread
 
 
 def on_windows(times: Times) -> list[str]:
@@ -63,8 +63,8 @@ def on_windows(times: Times) -> list[str]:
     peers = [name for name in ranking if not VARIANTS[name].is_ours]
     found = [_fastest(times, ranking, medians[ranking[0]])] if len(ranking) > 1 else []
     if ours is not None and peers:
-        against = "; ".join(f"{_label(peer)} {ratio(times, peer, ours)}" for peer in peers)
-        found.append(f"Against {_label(ours)} in the same rounds a window took: {against}.")
+        against = "; ".join(f"{VARIANTS[peer].label} {ratio(times, peer, ours)}" for peer in peers)
+        found.append(f"Against {VARIANTS[ours].label} in the same rounds a window took: {against}.")
     typical = statistics.median(spread(rounds) for rounds in times.values())
     if typical > _BUSY:
         found.append(
@@ -76,14 +76,8 @@ def on_windows(times: Times) -> list[str]:
 
 def on_kernels(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     """Compare the kernels with the memory's rate and with torch, and report the noise."""
-    roof, torchs, noise = (
-        statistics.median(values)
-        for values in (
-            [row["times_roof"] for row in rows],
-            [row["times_torch"] for row in rows],
-            [row["p50_ms"] / row["min_ms"] for row in rows],
-        )
-    )
+    roof, torchs = (statistics.median(row[name] for row in rows) for name in ("times_roof", "times_torch"))
+    noise = statistics.median(row["p50_ms"] / row["min_ms"] for row in rows)
     slower = [row["case"] for row in rows if row["times_torch"] < _SLOWER]
     return [
         (
@@ -97,11 +91,7 @@ def on_kernels(rows: Sequence[Mapping[str, Any]]) -> list[str]:
 
 def _fastest(times: Times, ranking: Sequence[str], seconds: float) -> str:
     first, *others = ranking
-    near = [_label(name) for name in others if not ratio(times, name, first).is_clear]
+    near = [VARIANTS[name].label for name in others if not ratio(times, name, first).is_clear]
     rounds = len(times[first])
     rest = f"within noise of it: {'; '.join(near)}" if near else f"clearly, over {rounds} rounds"
-    return f"{_label(first)} had the shortest windows, {1e3 * seconds:.0f} ms in the median; {rest}."
-
-
-def _label(variant: str) -> str:
-    return VARIANTS[variant].label
+    return f"{VARIANTS[first].label} had the shortest windows, {1e3 * seconds:.0f} ms in the median; {rest}."

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import shutil
 import textwrap
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 
 from pyengine.cli.doctor import machine as doctor_machine
@@ -41,13 +41,22 @@ _INDENT = 21
 
 
 def run(settings: Settings) -> int:
-    show = _print_json if settings.json else _print_lines
     findings = []
     for finding in examine(CHECKS):
-        show(finding)
         findings.append(finding)
-    (_conclude_json if settings.json else _conclude)(findings)
-    return int(any(finding.status == "fail" for finding in findings))
+        if settings.json:
+            print_json("finding", **asdict(finding))
+        else:
+            _print_lines(finding)
+    broken, warned = (
+        [each.name for each in findings if each.status == status] for status in ("fail", "warn")
+    )
+    if settings.json:
+        print_json("verdict", healthy=not broken, broken=broken, warned=warned)
+    else:
+        verdict = f"Broken: {', '.join(broken)}." if broken else "Healthy: pyengine works here."
+        print(f"\n{verdict}" + (f" Could be better: {', '.join(warned)}." if warned else ""))
+    return int(bool(broken))
 
 
 def examine(checks: dict[str, Check]) -> Iterator[Finding]:
@@ -77,22 +86,3 @@ def _print_wrapped(head: str, text: str) -> None:
             line, width, initial_indent=first, subsequent_indent=indent, break_on_hyphens=False
         )
         print(wrapped or first, flush=True)
-
-
-def _print_json(finding: Finding) -> None:
-    print_json("finding", **asdict(finding))
-
-
-def _conclude(findings: Iterable[Finding]) -> None:
-    broken, warned = _names(findings, "fail"), _names(findings, "warn")
-    print("\n" + (f"Broken: {', '.join(broken)}." if broken else "Healthy: pyengine works here."), end="")
-    print(f" Could be better: {', '.join(warned)}." if warned else "")
-
-
-def _conclude_json(findings: Iterable[Finding]) -> None:
-    broken, warned = _names(findings, "fail"), _names(findings, "warn")
-    print_json("verdict", healthy=not broken, broken=broken, warned=warned)
-
-
-def _names(findings: Iterable[Finding], status: str) -> list[str]:
-    return [finding.name for finding in findings if finding.status == status]

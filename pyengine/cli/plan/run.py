@@ -100,7 +100,10 @@ def _lr(global_batch: int, rule: Rule, settings: Settings) -> float:
 class Report(report.Report):
     def plan(self, rows: Sequence[Row], cautions: Sequence[str], settings: Settings) -> None:
         """All rows are made; `cautions` are the warnings of making them."""
-        table = Table(caption=_caption(settings), caption_justify="left")
+        caption = f"lr {settings.lr:g} at a global batch of {settings.from_batch}"
+        if settings.dataset_size:
+            caption += f"; steps an epoch of {settings.dataset_size} samples"
+        table = Table(caption=caption, caption_justify="left")
         names = ["global\nbatch", "workers", "micro-\nbatch", "accumulate", "lr\nlinear", "lr\nsqrt"]
         add_numbers(table, [*names, "steps"] if settings.dataset_size else names)
         for before, row in zip([None, *rows], rows, strict=False):
@@ -113,11 +116,6 @@ class Report(report.Report):
         self._console.print(table)
         for text in [*_sentences(rows), *cautions]:
             self._console.print(text, highlight=False, markup=False)
-
-
-def _caption(settings: Settings) -> str:
-    text = f"lr {settings.lr:g} at a global batch of {settings.from_batch}"
-    return f"{text}; steps an epoch of {settings.dataset_size} samples" if settings.dataset_size else text
 
 
 def _cells(row: Row) -> list[str]:

@@ -148,8 +148,8 @@ def analyse(
             done.setdefault(record.cell, []).append(record)
     curves = {cell: [curve(record) for record in runs if _points(record)] for cell, runs in done.items()}
     goal_from = None
-    if goal is None:
-        goal, goal_from = _common_goal(curves)
+    if goal is None and any(curves.values()):
+        goal, goal_from = min((max(one.accuracy), cell) for cell, some in curves.items() for one in some)
     return Analysis(
         fixed=fixed,
         cells={
@@ -239,11 +239,6 @@ def time_to(curve: Curve, goal: float) -> float | None:
 
 def _points(record: Record) -> list[tuple[int, float]]:
     return [(step, value) for step, value in record.accuracy if value is not None]
-
-
-def _common_goal(curves: dict[Cell, list[Curve]]) -> tuple[float | None, Cell | None]:
-    best = [(max(one.accuracy), cell) for cell, some in curves.items() for one in some]
-    return min(best) if best else (None, None)
 
 
 def _figures(

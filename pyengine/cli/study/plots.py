@@ -81,18 +81,22 @@ def _speed_up(analysis: Analysis) -> Figure | None:
     speed_ups = [figures.speed_up for figures in analysis.cells.values() if figures.speed_up]
     if not speed_ups:
         return None
-    figure, axes = _single()
+    figure, (axes,) = _panels(1, 1, width=7.6, height=4.8)
     _lines(axes, analysis, lambda figures: figures.speed_up)
     most = max(2, analysis.workers[-1])
     axes.plot([1, most], [1, most], color=INK, linestyle=_DASHED, linewidth=1.2, label="ideal", zorder=1)
-    _speed_up_axis(axes, min(each.low for each in speed_ups), max(most, *(each.high for each in speed_ups)))
+    low, high = min(each.low for each in speed_ups), max(most, *(each.high for each in speed_ups))
+    axes.set_yscale("log", base=2)
+    axes.set_ylim(min(0.9, low * 0.85), high * 1.15)
+    _ticks(axes.yaxis, [2.0**power for power in range(-6, 16)])
+    axes.set_ylabel("speed-up over one worker (×)")
     _workers_axis(axes, analysis)
     _legend(axes, analysis)
     return figure
 
 
 def _throughput(analysis: Analysis) -> Figure:
-    figure, axes = _single()
+    figure, (axes,) = _panels(1, 1, width=7.6, height=4.8)
     _lines(axes, analysis, lambda figures: figures.samples_s)
     axes.set_ylabel("throughput (samples/s)")
     _from_zero(axes)
@@ -164,7 +168,9 @@ def _map(
             if cell in values and analysis.cells[cell].is_oversubscribed:
                 text += "\n(shared cores)"
             axes.fill_between([x - 0.49, x + 0.49], y - 0.49, y + 0.49, color=colour, linewidth=0)
-            ink = "white" if cell in values and _is_dark(to_rgb(colour)) else INK
+            red, green, blue = to_rgb(colour)
+            is_dark = 0.299 * red + 0.587 * green + 0.114 * blue < 0.5
+            ink = "white" if is_dark else INK
             axes.text(x, y, text, ha="center", va="center", fontsize=10, color=ink)
     axes.grid(visible=False)
     axes.spines[:].set_visible(False)
@@ -180,11 +186,6 @@ def _why_absent(analysis: Analysis, cell: Cell) -> str:
         return "not\nreached"
     ended = [record.status for record in analysis.ended if record.cell == cell]
     return ended[-1] if ended else "not run"
-
-
-def _is_dark(colour: tuple[float, float, float]) -> bool:
-    red, green, blue = colour
-    return 0.299 * red + 0.587 * green + 0.114 * blue < 0.5
 
 
 def _resources(analysis: Analysis) -> Figure:
@@ -211,15 +212,12 @@ def _from_zero(axes: Axes) -> None:
 # ---- axes ----
 
 
-def _single() -> tuple[Figure, Axes]:
-    figure = Figure(figsize=(7.6, 4.8), dpi=_DPI, layout="constrained")
-    return figure, figure.add_subplot()
-
-
-def _panels(count: int, columns: int, *, width: float = 5.2) -> tuple[Figure, Sequence[Axes]]:
+def _panels(
+    count: int, columns: int, *, width: float = 5.2, height: float = 3.9
+) -> tuple[Figure, Sequence[Axes]]:
     """Return a figure with several panels, row by row."""
     rows = -(-count // columns)
-    figure = Figure(figsize=(max(width * columns, 6.4), 3.9 * rows), dpi=_DPI, layout="constrained")
+    figure = Figure(figsize=(max(width * columns, 6.4), height * rows), dpi=_DPI, layout="constrained")
     return figure, [figure.add_subplot(rows, columns, number + 1) for number in range(count)]
 
 
@@ -265,14 +263,6 @@ def _workers_axis(axes: Axes, analysis: Analysis) -> None:
     if shared:
         edge = (min(shared) * max(alone)) ** 0.5 if alone else 0.85
         axes.axvspan(edge, analysis.workers[-1] * 1.18, color=_SHADE, zorder=0, linewidth=0)
-
-
-def _speed_up_axis(axes: Axes, low: float, high: float) -> None:
-    """Scale the axis of speed-ups by powers of two, from below `low` to above `high`."""
-    axes.set_yscale("log", base=2)
-    axes.set_ylim(min(0.9, low * 0.85), high * 1.15)
-    _ticks(axes.yaxis, [2.0**power for power in range(-6, 16)])
-    axes.set_ylabel("speed-up over one worker (×)")
 
 
 def _legend(axes: Axes, analysis: Analysis) -> None:

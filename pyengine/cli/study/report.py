@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import json
 import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -29,7 +28,6 @@ from pyengine.cli.study.analysis import (
     STALL_SIGMAS,
     Analysis,
     Figures,
-    Stall,
     recommend,
 )
 from pyengine.cli.study.arguments import Settings
@@ -142,17 +140,14 @@ def _text(figure: Range | None, form: Callable[[float], str]) -> str:
     return "–" if figure is None else form(figure.mid)
 
 
-def _left_out(analysis: Analysis) -> list[str]:
-    counts = {"stalls left out": len(analysis.stalls), "runs that did not end well": len(analysis.ended)}
-    return [f"{what}: {count}" for what, count in counts.items() if count]
-
-
 def _table(analysis: Analysis) -> Table:
     cells = analysis.cells.values()
     goal = f"goal: {percent(analysis.goal)}" if analysis.goal is not None else ""
     noise = "~ within noise of one worker" if any(each.is_within_noise for each in cells) else ""
     marks = "* workers that share cores" if any(each.is_oversubscribed for each in cells) else ""
-    notes = "; ".join(note for note in (goal, noise, marks, *_left_out(analysis)) if note)
+    stalls = f"stalls left out: {len(analysis.stalls)}" if analysis.stalls else ""
+    ended = f"runs that did not end well: {len(analysis.ended)}" if analysis.ended else ""
+    notes = "; ".join(note for note in (goal, noise, marks, stalls, ended) if note)
     table = Table(
         box=SIMPLE_HEAD, show_edge=False, pad_edge=False, caption=notes or None, caption_justify="left"
     )
@@ -199,41 +194,30 @@ def _values(content: Content) -> dict[str, Any]:
         "cores": analysis.cores,
         "ended": [(record, log_path(record.cell, record.repeat)) for record in analysis.ended],
         "impossible": sorted(content.impossible.items()),
-        "stalls": [_describe(stall) for stall in analysis.stalls],
-        "with_stalls": [_with_and_without(figures) for figures in _stalled(analysis)],
+        "stalls": [
+            f"step {stall.step} of {stall.record.cell}, repeat {stall.record.repeat + 1}: "
+            f"{duration(stall.seconds)} instead of {duration(stall.usual_s)}"
+            for stall in analysis.stalls
+        ],
+        "with_stalls": [
+            (cell, f"{figures.samples_s.mid:,.0f}", f"{figures.samples_s_with_stalls.mid:,.0f}")
+            for cell, figures in analysis.cells.items()
+            if any(stall.record.cell == cell for stall in analysis.stalls)
+        ],
         "rule": {"warm_up": WARM_UP_STEPS, "sigmas": STALL_SIGMAS, "ratio": STALL_RATIO},
         "machine": content.machine,
-        "settings": _settings(settings),
+        "settings": {
+            "workers": ", ".join(map(str, settings.workers)),
+            "batch": f"{', '.join(map(str, settings.batches))} ({settings.fixed})",
+            "micro-batch": settings.micro_batch or "no limit",
+            "training samples": f"{settings.dataset_size:,}",
+            "epochs": f"{settings.epochs:g}",
+            "repeats": settings.repeats,
+            "threads a worker": settings.threads,
+            "seed": settings.seed,
+        },
         "runs": len(content.records),
         "busy": sum(record.busy > _BUSY for record in content.records),
         "busy_limit": percent(_BUSY),
         "spent": duration(sum(record.wall_s for record in content.records)),
-    }
-
-
-def _describe(stall: Stall) -> str:
-    where = f"step {stall.step} of {stall.record.cell}, repeat {stall.record.repeat + 1}"
-    return f"{where}: {duration(stall.seconds)} instead of {duration(stall.usual_s)}"
-
-
-def _stalled(analysis: Analysis) -> list[Figures]:
-    cells = {stall.record.cell for stall in analysis.stalls}
-    return [figures for cell, figures in analysis.cells.items() if cell in cells]
-
-
-def _with_and_without(figures: Figures) -> tuple[str, str, str]:
-    return str(figures.cell), f"{figures.samples_s.mid:,.0f}", f"{figures.samples_s_with_stalls.mid:,.0f}"
-
-
-def _settings(settings: Settings) -> dict[str, str]:
-    limit = "no limit" if settings.micro_batch is None else str(settings.micro_batch)
-    return {
-        "workers": ", ".join(map(str, settings.workers)),
-        "batch": f"{', '.join(map(str, settings.batches))} ({settings.fixed})",
-        "micro-batch": limit,
-        "training samples": f"{settings.dataset_size:,}",
-        "epochs": f"{settings.epochs:g}",
-        "repeats": str(settings.repeats),
-        "threads a worker": str(settings.threads),
-        "seed": json.dumps(settings.seed),
     }

@@ -54,27 +54,46 @@ def study(settings: Settings, execute: Execute, report: Report) -> int:
     Args:
         execute: makes a run.
     """
-    plans, impossible = _plans(settings)
+    plans: dict[Cell, Plan] = {}
+    impossible: dict[Cell, str] = {}
+    for cell in cells(settings):
+        try:
+            plans[cell] = plan(cell, settings)
+        except Impossible as reason:
+            impossible[cell] = str(reason)
     machine = card()
     store = Store(settings.folder, {**settings.binding(), "machine": machine})
     try:
         with report.live():
-            forecast = Forecast(plans, threads=settings.threads, cores=int(machine["cores"]))
-            _make_runs(settings, plans, impossible, store, execute, report, forecast)
-        wanted = {(cell.workers, cell.batch, repeat) for cell in plans for repeat in range(settings.repeats)}
-        records = [record for key, record in store.records.items() if key in wanted]
+            wanted = [(cell, repeat) for repeat in range(settings.repeats) for cell in plans]
+            kept = {key for key, record in store.records.items() if record.is_done or not settings.retry}
+            missing = [
+                (cell, repeat) for cell, repeat in wanted if (cell.workers, cell.batch, repeat) not in kept
+            ]
+            report.plan(runs=len(missing), kept=len(wanted) - len(missing), impossible=impossible)
+            _Runs(settings, plans, store, execute, report, cores=int(machine["cores"])).make(missing)
+        keys = {(cell.workers, cell.batch, repeat) for cell, repeat in wanted}
+        records = [record for key, record in store.records.items() if key in keys]
     finally:
         store.close()
-    content = _content(settings, machine, records, impossible)
+    analysis = analyse(
+        records,
+        fixed=settings.fixed,
+        threads=settings.threads,
+        cores=int(machine["cores"]),
+        goal=settings.goal,
+    )
+    plots = study_plots.draw(analysis, settings.folder / "plots") if analysis.cells else []
+    content = study_report.Content(settings, machine, records, impossible, analysis, plots)
     page = settings.folder / "report.html"
     study_report.write_page(content, page)
     is_tracked = _is_tracked(content) if settings.trackers != Trackers() else True
-    report.conclude(content.analysis, page)
+    report.conclude(analysis, page)
     if not is_tracked:
         return _NOT_WRITTEN
-    if not content.analysis.cells:
+    if not analysis.cells:
         return _NOTHING_MEASURED
-    return _SOME_FAILED if content.analysis.ended else 0
+    return _SOME_FAILED if analysis.ended else 0
 
 
 def _is_tracked(content: study_report.Content) -> bool:
@@ -155,85 +174,67 @@ def card() -> dict[str, str | int]:
     }
 
 
-def _plans(settings: Settings) -> tuple[dict[Cell, Plan], dict[Cell, str]]:
-    plans, impossible = {}, {}
-    for cell in cells(settings):
-        try:
-            plans[cell] = plan(cell, settings)
-        except Impossible as reason:
-            impossible[cell] = str(reason)
-    return plans, impossible
+class _Runs:
+    """Makes runs, one after the other, and forecasts how long the others take."""
 
+    def __init__(
+        self,
+        settings: Settings,
+        plans: dict[Cell, Plan],
+        store: Store,
+        execute: Execute,
+        report: Report,
+        *,
+        cores: int,
+    ) -> None:
+        self._settings, self._plans, self._store, self._report = settings, plans, store, report
+        self._execute, self._limits = execute, Limits(settings.stall_timeout_s, settings.run_timeout_s)
+        self._forecast = Forecast(plans, threads=settings.threads, cores=cores)
+        for record in store.records.values():
+            if record.cell in plans:
+                self._forecast.learn(record)
 
-def _make_runs(
-    settings: Settings,
-    plans: dict[Cell, Plan],
-    impossible: dict[Cell, str],
-    store: Store,
-    execute: Execute,
-    report: Report,
-    forecast: Forecast,
-) -> None:
-    """Make a run of every cell, then repeat: drift over hours affects all cells alike."""
-    wanted = [(cell, repeat) for repeat in range(settings.repeats) for cell in plans]
-    missing = [(cell, repeat) for cell, repeat in wanted if not _is_kept(store, cell, repeat, settings.retry)]
-    report.plan(runs=len(missing), kept=len(wanted) - len(missing), impossible=impossible)
-    limits = Limits(settings.stall_timeout_s, settings.run_timeout_s)
-    (settings.folder / "logs").mkdir(exist_ok=True)
-    for record in store.records.values():
-        if record.cell in plans:
-            forecast.learn(record)
-    still = [cell for cell, _ in missing]
-    if still and forecast.seconds(still) is None:
-        report.begin("trial run")
-        forecast.learn(_trial(settings, plans, limits, execute, report))
-    if still:
-        report.forecast(forecast.seconds(still))
-    for cell, repeat in missing:
-        report.begin(f"{cell}, repeat {repeat + 1}")
-        steps, log = plans[cell].steps, settings.folder / log_path(cell, repeat)
-        watch = _watch(report, steps)
-        outcome = execute(_run(settings, cell, plans[cell], repeat), limits, log, watch)
-        record = _record(cell, repeat, plans[cell], outcome)
-        store.add(record)
-        forecast.learn(record)
-        still.remove(cell)
-        report.ran(record, left_s=forecast.seconds(still))
+    def make(self, missing: Sequence[tuple[Cell, int]]) -> None:
+        """Make a run of every cell, then repeat: drift over hours affects all cells alike."""
+        (self._settings.folder / "logs").mkdir(exist_ok=True)
+        still = [cell for cell, _ in missing]
+        if still and self._forecast.seconds(still) is None:
+            first = next(iter(self._plans))
+            trial = replace(self._plans[first], steps=LEAST_STEPS)
+            self._run(first, 0, trial, "trial run", Path("logs", "trial.txt"))
+        if still:
+            self._report.forecast(self._forecast.seconds(still))
+        for cell, repeat in missing:
+            name = f"{cell}, repeat {repeat + 1}"
+            record = self._run(cell, repeat, self._plans[cell], name, log_path(cell, repeat))
+            self._store.add(record)
+            still.remove(cell)
+            self._report.ran(record, left_s=self._forecast.seconds(still))
 
+    def _run(self, cell: Cell, repeat: int, plan: Plan, name: str, log: Path) -> Record:
+        settings, report = self._settings, self._report
+        report.begin(name)
+        run = Run(
+            target=settings.target,
+            workers=cell.workers,
+            global_batch=plan.global_batch,
+            micro_batch=plan.micro_batch,
+            accumulate=plan.accumulate,
+            steps=plan.steps,
+            dataset_size=settings.dataset_size,
+            seed=settings.seed + repeat,
+            threads=settings.threads,
+            evaluate_every=max(1, plan.steps // settings.evaluations),
+            beats="",
+        )
 
-def _trial(
-    settings: Settings, plans: dict[Cell, Plan], limits: Limits, execute: Execute, report: Report
-) -> Record:
-    """Make a few steps of the first cell, for the forecast alone: they are not stored."""
-    cell, plan = next(iter(plans.items()))
-    run = replace(_run(settings, cell, plan, 0), steps=LEAST_STEPS, evaluate_every=LEAST_STEPS)
-    log = settings.folder / "logs" / "trial.txt"
-    return _record(cell, 0, plan, execute(run, limits, log, _watch(report, LEAST_STEPS)))
+        def watch(done: int, accuracy: float | None) -> None:
+            report.step(done, plan.steps, accuracy)
 
-
-def _watch(report: Report, steps: int) -> Watch:
-    return lambda done, accuracy: report.step(done, steps, accuracy)
-
-
-def _is_kept(store: Store, cell: Cell, repeat: int, retry: bool) -> bool:
-    record = store.records.get((cell.workers, cell.batch, repeat))
-    return record is not None and (record.is_done or not retry)
-
-
-def _run(settings: Settings, cell: Cell, plan: Plan, repeat: int) -> Run:
-    return Run(
-        target=settings.target,
-        workers=cell.workers,
-        global_batch=plan.global_batch,
-        micro_batch=plan.micro_batch,
-        accumulate=plan.accumulate,
-        steps=plan.steps,
-        dataset_size=settings.dataset_size,
-        seed=settings.seed + repeat,
-        threads=settings.threads,
-        evaluate_every=max(1, plan.steps // settings.evaluations),
-        beats="",
-    )
+        outcome = self._execute(run, self._limits, settings.folder / log, watch)
+        record = _record(cell, repeat, plan, outcome)
+        self._forecast.learn(record)
+        return record
 
 
 def _record(cell: Cell, repeat: int, plan: Plan, outcome: Outcome) -> Record:
@@ -260,26 +261,6 @@ def _record(cell: Cell, repeat: int, plan: Plan, outcome: Outcome) -> Record:
         cpu_share=_rounded([trace.cpu_s / sum(trace.seconds) for trace in traces]),
         peak_rss_bytes=[trace.peak_rss_bytes for trace in traces],
         bytes_on_wire=first.bytes_on_wire if first else 0,
-    )
-
-
-def _content(
-    settings: Settings, machine: dict[str, str | int], records: Sequence[Record], impossible: dict[Cell, str]
-) -> study_report.Content:
-    analysis = analyse(
-        records,
-        fixed=settings.fixed,
-        threads=settings.threads,
-        cores=int(machine["cores"]),
-        goal=settings.goal,
-    )
-    return study_report.Content(
-        settings=settings,
-        machine=machine,
-        records=records,
-        impossible=impossible,
-        analysis=analysis,
-        plots=study_plots.draw(analysis, settings.folder / "plots") if analysis.cells else [],
     )
 
 

@@ -95,7 +95,13 @@ class Store:
             raise
 
     def _load(self, shared: dict[str, Any]) -> None:
-        self._lock()
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise Conflict(
+                f"argument --out: got {self.path.parent}, and another study is writing there: wait for it, "
+                "or use another folder"
+            ) from None
         lines = self._read()
         if not lines:
             self._append({"event": "study", **shared})
@@ -116,15 +122,6 @@ class Store:
 
     def close(self) -> None:
         self._file.close()
-
-    def _lock(self) -> None:
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise Conflict(
-                f"argument --out: got {self.path.parent}, and another study is writing there: wait for it, "
-                "or use another folder"
-            ) from None
 
     def _read(self) -> list[bytes]:
         self._file.seek(0)
@@ -203,38 +200,22 @@ def _check_run(line: dict[str, Any]) -> None:
     for name, is_right in _FIELDS.items():
         if not is_right(line[name]):
             raise ValueError(f"{name!r} is {str(line[name])[:40]}")
-    if line["status"] == "done":
-        _check_lengths(line)
+    lengths = dict.fromkeys(("seconds", "sync_s", "losses"), line["steps"])
+    lengths |= dict.fromkeys(("cpu_share", "peak_rss_bytes"), line["workers"])
+    for name, number in lengths.items():
+        if line["status"] == "done" and len(line[name]) != number:
+            raise ValueError(f"{name!r} has {len(line[name])} entries, expected {number}")
 
 
-def _check_lengths(line: dict[str, Any]) -> None:
-    for names, number in (
-        (("seconds", "sync_s", "losses"), line["steps"]),
-        (("cpu_share", "peak_rss_bytes"), line["workers"]),
-    ):
-        for name in names:
-            if len(line[name]) != number:
-                raise ValueError(f"{name!r} has {len(line[name])} entries, expected {number}")
+def _number(kinds: Any = (int, float), *, least: float = -math.inf, may_lack: bool = False) -> _Test:
+    """Return a test for finite numbers of at least `least`."""
 
+    def test(value: Any) -> bool:
+        if value is None or isinstance(value, bool) or not isinstance(value, kinds):
+            return value is None and may_lack
+        return math.isfinite(value) and value >= least
 
-def _is_whole(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
-
-
-def _is_count(value: Any) -> bool:
-    return _is_whole(value) and value > 0
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-
-
-def _is_time(value: Any) -> bool:
-    return _is_number(value) and value >= 0
-
-
-def _is_optional(value: Any) -> bool:
-    return value is None or _is_number(value)
+    return test
 
 
 def _is_pair(value: Any) -> bool:
@@ -245,6 +226,8 @@ def _list_of(is_right: _Test) -> _Test:
     return lambda value: isinstance(value, list) and all(map(is_right, value))
 
 
+_is_whole, _is_count = _number(int, least=0), _number(int, least=1)
+_is_time, _is_number, _is_optional = _number(least=0), _number(), _number(may_lack=True)
 _FIELDS: dict[str, _Test] = {
     "workers": _is_count,
     "batch": _is_count,

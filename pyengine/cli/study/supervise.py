@@ -92,16 +92,15 @@ def execute(run: Run, limits: Limits, log: Path, watch: Watch) -> Outcome:
         beats.read()
         traces: list[Trace] = []
         if status == "done":
-            status, reason, traces = _answer(result, child.exitcode)
+            if not result.exists():
+                reason = f"its launcher ended with exit code {child.exitcode} and no result"
+                return Outcome("failed", reason, beats.done, [], wall_s, busy)
+            answer = pickle.loads(result.read_bytes())  # noqa: S301 - SECURITY.md: a run of this process
+            if isinstance(answer, str):
+                status, reason = "failed", answer
+            else:
+                traces = answer
     return Outcome(status, reason, beats.done, traces, wall_s, busy)
-
-
-def _answer(result: Path, exit_code: int | None) -> tuple[str, str, list[Trace]]:
-    """Return status, reason and traces of a run that was not ended."""
-    if not result.exists():
-        return "failed", f"its launcher ended with exit code {exit_code} and no result", []
-    answer = pickle.loads(result.read_bytes())  # noqa: S301 - SECURITY.md: a run of this process
-    return ("failed", answer, []) if isinstance(answer, str) else ("done", "", answer)
 
 
 class Beats:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,7 +53,11 @@ def compare(task: Task, settings: Settings) -> list[Row]:
     """
     names = ("engine" if settings.mode == "ddp" else settings.mode, "ddp")
     data = _Windows(task, settings)
-    wanted = _big_batch_gradients(task, settings, data)
+    model = train_modes.build(task, settings)
+    wanted = [
+        _big_batch_gradient(task, model, list(itertools.chain.from_iterable(windows)))
+        for windows in (data.full, data.short)
+    ]
     checked = [_check(train_modes.make(name, task, settings), data, wanted) for name in names]
     timed = [train_modes.make(name, task, settings, counted=False) for name in names]
     seconds = _time(timed, data)
@@ -64,41 +68,29 @@ def compare(task: Task, settings: Settings) -> list[Row]:
 
 
 class _Windows:
-    """Windows that are the same for every mode, and not those of training."""
+    """Windows that are the same for every mode, and not those of training.
+
+    Attributes:
+        full: a window for each rank.
+        short: as at the end of a dataset: fewer micro-batches, the last one shorter, unlike on each rank.
+    """
 
     def __init__(self, task: Task, settings: Settings) -> None:
-        self.task, self._settings = task, settings
-        self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
+        self._task, self._settings = task, settings
+        ranks = range(dist.get_world_size())
+        self.full = [self.first(1, rank)[0] for rank in ranks]
+        num = -(-settings.accumulate // 2)
+        self.short = [
+            [*window[: num - 1], task.short(window[num - 1], rank)] for rank, window in enumerate(self.full)
+        ]
 
-    def first(self, num: int) -> list[list[Batch]]:
-        stream = self._stream(self._rank)
-        return [list(itertools.islice(stream, self._settings.accumulate)) for _ in range(num)]
-
-    def full(self) -> list[list[Batch]]:
-        return [self._first(rank) for rank in range(self._world_size)]
-
-    def short(self) -> list[list[Batch]]:
-        """Return a window for each rank as at the end of a dataset: fewer micro-batches, the last one
-        shorter, by another number on each rank.
-        """
-        num = -(-self._settings.accumulate // 2)
-        windows = [self._first(rank)[:num] for rank in range(self._world_size)]
-        return [[*window[:-1], self.task.short(window[-1], rank)] for rank, window in enumerate(windows)]
-
-    def _first(self, rank: int) -> list[Batch]:
-        return list(itertools.islice(self._stream(rank), self._settings.accumulate))
-
-    def _stream(self, rank: int) -> Iterator[Batch]:
-        size = self._settings.micro_batch[self.task.name]
-        seed = self._settings.seed + 1
-        return self.task.batches(rank=rank, world_size=self._world_size, micro_batch=size, seed=seed)
-
-
-def _big_batch_gradients(task: Task, settings: Settings, data: _Windows) -> list[Tensor]:
-    """Return the gradients of the full and the short window as one big batch each."""
-    model = train_modes.build(task, settings)
-    joined = [list(itertools.chain.from_iterable(window)) for window in (data.full(), data.short())]
-    return [_big_batch_gradient(task, model, batches) for batches in joined]
+    def first(self, num: int, rank: int) -> list[list[Batch]]:
+        """Return a rank's first windows."""
+        settings, world_size = self._settings, dist.get_world_size()
+        size = settings.micro_batch[self._task.name]
+        seed = settings.seed + 1
+        stream = self._task.batches(rank=rank, world_size=world_size, micro_batch=size, seed=seed)
+        return [list(itertools.islice(stream, settings.accumulate)) for _ in range(num)]
 
 
 def _big_batch_gradient(task: Task, model: nn.Module, batches: Sequence[Batch]) -> Tensor:
@@ -117,11 +109,11 @@ def _check(mode: Mode, data: _Windows, wanted: list[Tensor]) -> dict[str, Any]:
     """Return the errors of a full and of a short window's gradient, and the traffic of a window."""
     mode.model.eval()  # as the model of the big batch
     full, short = (
-        _relative_difference(mode.gradient(window[dist.get_rank()]), gradient)
-        for window, gradient in zip((data.full(), data.short()), wanted, strict=True)
+        float((mode.gradient(windows[dist.get_rank()]) - gradient).norm() / gradient.norm())
+        for windows, gradient in zip((data.full, data.short), wanted, strict=True)
     )
     mode.model.train()
-    (record,) = mode.steps(data.first(1)[0])
+    (record,) = mode.steps(data.full[dist.get_rank()])
     return {
         "label": mode.label,
         "buckets": mode.buckets,
@@ -132,14 +124,10 @@ def _check(mode: Mode, data: _Windows, wanted: list[Tensor]) -> dict[str, Any]:
     }
 
 
-def _relative_difference(got: Tensor, wanted: Tensor) -> float:
-    return float((got - wanted).norm() / wanted.norm())
-
-
 def _time(modes: list[Mode], data: _Windows) -> list[Range]:
     """Time the modes in turn, window by window, so that a slow machine slows all of them down."""
     seconds: list[list[float]] = [[] for _ in modes]
-    for window in data.first(_WARMUP_WINDOWS + _TIMED_WINDOWS):
+    for window in data.first(_WARMUP_WINDOWS + _TIMED_WINDOWS, dist.get_rank()):
         for mode, taken in zip(modes, seconds, strict=True):
             dist.barrier()
             start = time.perf_counter()

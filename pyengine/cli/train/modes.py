@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -27,48 +27,10 @@ _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 _WARM_UP_STEPS = 10
 
 
-class Mode(Protocol):
-    """A model in training.
-
-    Attributes:
-        model: the bare module.
-        label: the name of the mode in tables.
-    """
-
-    model: nn.Module
-    label: str
-
-    @property
-    def buckets(self) -> int:
-        """Return the number of gradient buckets."""
-
-    @property
-    def parts(self) -> dict[str, Any]:
-        """Return the objects that a checkpoint has to contain, by name."""
-
-    def steps(self, batches: Iterable[Batch]) -> Iterator[StepRecord]:
-        """Train on the micro-batches, a window a step; yield the record of each step."""
-
-    def gradient(self, batches: Sequence[Batch]) -> Tensor:
-        """Return the flat gradient of one window, of any length, without a step."""
-
-
 def build(task: Task, settings: Settings) -> nn.Module:
     """Build the model, with the same parameters at every call and on every rank."""
     torch.manual_seed(settings.seed)
     return task.build().to(_DTYPES[settings.dtype])
-
-
-def make(mode: str, task: Task, settings: Settings, *, counted: bool = True) -> Mode:
-    """Build the model in a mode.
-
-    Args:
-        counted: whether plain DDP counts what it sends, which costs a little time; pyengine always counts.
-    """
-    model = build(task, settings)
-    if mode == "ddp":
-        return PlainDDP(task, model, settings, counted=counted)
-    return OnDDP(task, model, settings) if mode == "ddp-hook" else OnEngine(task, model, settings)
 
 
 def make_optimizer(
@@ -92,24 +54,50 @@ def pop_gradient(model: nn.Module) -> Tensor:
     return flat
 
 
-class _Windowed:
-    """The loop over windows of both forms of pyengine."""
+class Windowed:
+    """pyengine in one of its forms: it owns flat buckets, or reduces DDP's (`on_ddp`).
 
-    def __init__(
-        self, task: Task, model: nn.Module, settings: Settings, *, module: nn.Module, sync: Sync
-    ) -> None:
+    Attributes:
+        model: the bare module.
+        label: the name of the mode in tables.
+    """
+
+    def __init__(self, task: Task, model: nn.Module, settings: Settings, *, on_ddp: bool) -> None:
         self.model, self._task, self._clip = model, task, settings.clip
-        self._module, self._sync = module, sync
+        self._ddp = DistributedDataParallel(model) if on_ddp else None
+        make: Callable[..., Sync] = GradSync if self._ddp is None else attach
+        self._module = self._ddp or model
+        self._sync = make(
+            self._module,
+            accumulate=settings.accumulate,
+            wire=WIRES[settings.wire],
+            accumulator=settings.accumulator,
+        )
+        self.label = "pyengine on DDP" if on_ddp else "pyengine"
         self._optimizer, self._schedule = make_optimizer(task, model, settings)
         self._records: list[StepRecord] = []
-        sync.on_step(self._records.append)
+        self._sync.on_step(self._records.append)
+
+    @property
+    def buckets(self) -> int:
+        """The number of gradient buckets."""
+        if self._ddp is not None:
+            return _num_buckets(self._ddp)
+        assert isinstance(self._sync, GradSync)
+        return len(self._sync.layout.buckets)
 
     @property
     def parts(self) -> dict[str, Any]:
-        names = ("model", "optimizer", "schedule", "sync")
-        return dict(zip(names, (self.model, self._optimizer, self._schedule, self._sync), strict=True))
+        """The objects that a checkpoint has to contain, by name."""
+        return {
+            "model": self.model,
+            "optimizer": self._optimizer,
+            "schedule": self._schedule,
+            "sync": self._sync,
+        }
 
     def steps(self, batches: Iterable[Batch]) -> Iterator[StepRecord]:
+        """Train on the micro-batches, a window a step; yield the record of each step."""
         for window in self._sync.windows(batches):
             self._backward(window)
             self._sync.clip_grad_norm_(self._clip)
@@ -117,6 +105,7 @@ class _Windowed:
             yield self._records.pop()
 
     def gradient(self, batches: Sequence[Batch]) -> Tensor:
+        """Return the flat gradient of one window, of any length, without a step."""
         for window in self._sync.windows(batches):
             self._backward(window)
             self._sync.unscale_()
@@ -126,34 +115,6 @@ class _Windowed:
         for batch in window:
             loss, count = self._task.loss(self._module, batch)
             self._sync.backward(loss, count=count)
-
-
-class OnEngine(_Windowed):
-    """`GradSync`: the engine owns flat gradient buckets."""
-
-    label = "pyengine"
-
-    def __init__(self, task: Task, model: nn.Module, settings: Settings) -> None:
-        wire = WIRES[settings.wire]
-        sync = GradSync(model, accumulate=settings.accumulate, wire=wire, accumulator=settings.accumulator)
-        super().__init__(task, model, settings, module=model, sync=sync)
-        self.buckets = len(sync.layout.buckets)
-
-
-class OnDDP(_Windowed):
-    """`attach`: the engine reduces DDP's buckets."""
-
-    label = "pyengine on DDP"
-
-    def __init__(self, task: Task, model: nn.Module, settings: Settings) -> None:
-        self._ddp = DistributedDataParallel(model)
-        wire = WIRES[settings.wire]
-        sync = attach(self._ddp, accumulate=settings.accumulate, wire=wire, accumulator=settings.accumulator)
-        super().__init__(task, model, settings, module=self._ddp, sync=sync)
-
-    @property
-    def buckets(self) -> int:
-        return _num_buckets(self._ddp)
 
 
 class PlainDDP:
@@ -223,6 +184,21 @@ class PlainDDP:
             exposed_sync_s=meter.exposed_sync_s,
             step_s=time.perf_counter() - meter.start,
         )
+
+
+Mode = Windowed | PlainDDP
+
+
+def make(mode: str, task: Task, settings: Settings, *, counted: bool = True) -> Mode:
+    """Build the model in a mode.
+
+    Args:
+        counted: whether plain DDP counts what it sends, which costs a little time; pyengine always counts.
+    """
+    model = build(task, settings)
+    if mode == "ddp":
+        return PlainDDP(task, model, settings, counted=counted)
+    return Windowed(task, model, settings, on_ddp=mode == "ddp-hook")
 
 
 def _num_buckets(ddp: DistributedDataParallel) -> int:

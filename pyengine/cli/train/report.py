@@ -36,7 +36,10 @@ class Report(report.Report):
         )
         self._progress = self._make_progress(*columns)
         if self._emit("start", model=model, unit=unit, steps=steps, **about):
-            details = ", ".join(f"{name} {_plain(value)}" for name, value in about.items())
+            details = ", ".join(
+                f"{name} {value:,}" if isinstance(value, int) else f"{name} {value}"
+                for name, value in about.items()
+            )
             self._console.print(f"[bold]{model}[/bold]: {details}", highlight=False)
             self._task = self._progress.add_task(model, completed=done, total=steps, text="")
             self._progress.start()
@@ -131,10 +134,6 @@ def _sentence(ours: Row, ddp: Row) -> str:
 
 def _loss(value: float | None) -> str:
     return f"{float('nan') if value is None else value:.3f}"
-
-
-def _plain(value: int | str) -> str:
-    return f"{value:,}" if isinstance(value, int) else value
 
 
 def _percent(share: float) -> str:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pyengine.cli import target
 from pyengine.cli.arguments import Conflict, check_workers, different_names, different_wholes, fill, whole
 from pyengine.cli.tasks.base import MODELS
-from pyengine.cli.verify.wraps import WRAPS, needs
+from pyengine.cli.verify.probe import WRAPS, needs
 from pyengine.gradients.settings import Accumulator
 
 DESCRIPTION = """\
@@ -127,14 +127,18 @@ def settings(options: argparse.Namespace) -> Settings:
                 f"argument --wrap: {name} on {', '.join(map(str, options.workers))} workers: "
                 f"{needs(name, options.workers[0])}"
             )
-    _check_slots(options)
-    return fill(Settings, options, subjects=_subjects(options), wraps=options.wrap)
+    if options.slots is not None:
+        _check_slots(options, options.slots)
+    if options.train is not None:
+        target.check_spelling(options)
+        subjects = {options.train: options.train}
+    else:
+        models = MODELS if options.model in (None, "both") else (options.model,)
+        subjects = {name: BUILT_IN.format(name) for name in models}
+    return fill(Settings, options, subjects=subjects, wraps=options.wrap)
 
 
-def _check_slots(options: argparse.Namespace) -> None:
-    slots = options.slots
-    if slots is None:
-        return
+def _check_slots(options: argparse.Namespace, slots: int) -> None:
     if options.accumulator != "exact":
         raise Conflict(f"argument --slots: got {slots} with --accumulator {options.accumulator}: need exact")
     if options.micro_batches % slots:
@@ -143,11 +147,3 @@ def _check_slots(options: argparse.Namespace) -> None:
         )
     if uneven := [workers for workers in options.workers if slots % workers]:
         raise Conflict(f"argument --slots: {slots} is not a multiple of {uneven[0]} workers")
-
-
-def _subjects(options: argparse.Namespace) -> dict[str, str]:
-    if options.train is None:
-        models = MODELS if options.model in (None, "both") else (options.model,)
-        return {name: BUILT_IN.format(name) for name in models}
-    target.check_spelling(options)
-    return {options.train: options.train}

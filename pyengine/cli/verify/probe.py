@@ -11,12 +11,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from pyengine.cli.target import Enough
-from pyengine.cli.verify.wraps import wrapped
+from pyengine.engine.attach import attach
+from pyengine.engine.grad_sync import GradSync
 from pyengine.engine.sync import Sync
 from pyengine.gradients.settings import Accumulator, Exact
 from pyengine.ops.device import HOST
@@ -25,6 +27,14 @@ from pyengine.step.step_record import StepRecord
 # In the order of a step.
 KINDS = ("window", "buffer", "gradient", "norm", "parameter", "state")
 START = -1  # the step before the first
+# Who owns the gradients: the engine's buckets; DDP; shards of every layer of a ModuleList and of the model,
+# over all workers; the same in 2 replicas.
+WRAPS = ("own", "ddp", "fsdp", "hsdp")
+
+
+def needs(wrap: str, workers: int) -> str:
+    """Return why a wrap does not support a number of workers; empty if it does."""
+    return "2 replicas of shards need an even number of workers" if wrap == "hsdp" and workers % 2 else ""
 
 
 @dataclass(frozen=True)
@@ -111,13 +121,24 @@ class Probe:
             The engine, and the module whose forward to call.
         """
         self.trace.is_wrapped = True
-        return wrapped(
-            self._run.wrap,
-            model,
-            accumulate=accumulate,
-            accumulator=accumulator,
-            bucket_cap_mb=self.bucket_cap_mb,
-        )
+        cap_mb, wrap = self.bucket_cap_mb, self._run.wrap
+        if wrap == "own":
+            return GradSync(
+                model, accumulate=accumulate, accumulator=accumulator, bucket_cap_mb=cap_mb
+            ), model
+        if wrap == "ddp":
+            ddp = DistributedDataParallel(model, bucket_cap_mb=cap_mb)
+            return attach(ddp, accumulate=accumulate, accumulator=accumulator), ddp
+        from torch.distributed.fsdp import fully_shard  # which plain commands need not load
+
+        world, kind = dist.get_world_size(), next(model.parameters()).device.type
+        shape = (world,) if wrap == "fsdp" else (2, world // 2)
+        mesh = init_device_mesh(kind, shape, mesh_dim_names=("replicas", "shards")[-len(shape) :])
+        for layers in [module for module in model.modules() if isinstance(module, nn.ModuleList)]:
+            for layer in layers:
+                fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        return attach(model, accumulate=accumulate, accumulator=accumulator), model
 
     def watch(self, model: nn.Module, *, optimizer: Optimizer, sync: Sync | None = None) -> None:
         """Record the model now, and every step of the optimizer; call it once, before the loop.

@@ -18,9 +18,8 @@ from pyengine.cli.target import Enough, check, load
 from pyengine.cli.verify.arguments import Settings
 from pyengine.cli.verify.cause import Facts, causes
 from pyengine.cli.verify.compare import Difference, change, compare, first_difference
-from pyengine.cli.verify.probe import Probe, Run, Trace
+from pyengine.cli.verify.probe import WRAPS, Probe, Run, Trace, needs
 from pyengine.cli.verify.report import Finding, Report
-from pyengine.cli.verify.wraps import WRAPS, needs
 from pyengine.comm.launching import launch
 
 _BUCKET_CAP_MB, _SMALL_BUCKET_CAP_MB = 25.0, 0.05

@@ -263,7 +263,7 @@ def _kinds(name: str, base: type[Engine]) -> dict[str, type[Variant]]:
 
     def kind(label: str, *bases: type[Engine], **settings: Any) -> type[Variant]:
         label = f"{base.label}, {label}"
-        return type(base.__name__, (*bases, base), {"__doc__": label, "label": label, **settings})
+        return type(base.__name__, (*bases, base), {"label": label, **settings})
 
     return {
         f"{name}_native_bf16": kind("native sums, bf16 wire", wire=WIRES["bf16"], accumulator="native"),
