@@ -148,6 +148,8 @@ class FinalPass:
         """Return min(1, max_norm / (norm + 1e-6)), float64 0-dim, for the caller to multiply by."""
         self.keep_norm()
         factor = (max_norm / (norm + CLIP_EPSILON)).clamp(max=1.0)
-        self._norm, self.clipped = self._norm * factor, self.clipped * factor
-        self._clipped_since = self._clipped_since * factor
+        self._norm = self._norm * factor
+        # Each product with 1 would be a launch.
+        self.clipped = factor if self.clipped is self._one else self.clipped * factor
+        self._clipped_since = factor if self._clipped_since is self._one else self._clipped_since * factor
         return factor

@@ -57,8 +57,8 @@ class Outcome:
     @classmethod
     def of(cls, header: Header, final: FinalPass) -> Outcome:
         # A norm of exactly 0: then ranks ask each other whether there is any gradient.
-        flags = torch.stack([final.found_inf.double(), (final.grad_norm() == 0).double()])
-        return cls(torch.cat([header.vector(), flags]), final.nonfinite.clone())
+        flags = [final.found_inf.double().view(1), (final.grad_norm() == 0).double().view(1)]
+        return cls(torch.cat([header.vector(), *flags]), final.nonfinite.clone())
 
 
 class Verdict:
