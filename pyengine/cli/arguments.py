@@ -90,11 +90,7 @@ def finite_above_zero(text: str) -> float:
 
 
 def different_wholes(example: str) -> Callable[[str], tuple[int, ...]]:
-    """Return a type for `add_argument`: several different whole numbers of at least 1.
-
-    Args:
-        example: for the error message.
-    """
+    """Return a type for `add_argument`: several different whole numbers; `example` is for its error."""
 
     def parse(text: str) -> tuple[int, ...]:
         numbers = tuple(int(part) if part.isdecimal() else 0 for part in text.split(","))

@@ -32,11 +32,7 @@ _UNDER_TORCHRUN = ("train", "plan")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; return the exit code.
-
-    Args:
-        argv: the arguments without the program's name; None: those of this process.
-    """
+    """Run the command line, by default with the arguments of this process; return the exit code."""
     terminal.replace_unencodable()
     parser = build_parser()
     options = parser.parse_args(argv)

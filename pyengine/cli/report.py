@@ -13,12 +13,7 @@ from pyengine.cli.terminal import print_json
 
 
 class Report:
-    """The base of every command's report: a method an event, which prints it in one of two forms.
-
-    Args:
-        as_json: print JSON lines in place of text.
-        is_silent: print nothing, which every rank but the first does.
-    """
+    """The base of every command's report: a method an event, as text or JSON lines; silent on other ranks."""
 
     def __init__(self, *, as_json: bool = False, is_silent: bool = False) -> None:
         self._as_json, self._is_silent = as_json, is_silent

@@ -48,11 +48,7 @@ def raised() -> Iterator[None]:
 
 
 def report(stop: KeyboardInterrupt | SystemExit, text: str) -> int:
-    """Print one line with the signal that has ended a command; return the exit code.
-
-    Raises:
-        SystemExit: `stop` itself, if it was not caused by a signal.
-    """
+    """Print the signal that ended a command, return its exit code; raise `stop` if it was another end."""
     code = 128 + signal.SIGINT if isinstance(stop, KeyboardInterrupt) else stop.code
     if not isinstance(code, int) or code - 128 not in {*_WORDS, signal.SIGHUP, signal.SIGQUIT}:
         raise stop

@@ -62,11 +62,7 @@ class Trackers:
 
     @classmethod
     def of(cls, options: argparse.Namespace) -> Trackers:
-        """Return the trackers of parsed arguments.
-
-        Raises:
-            Conflict: a package is not installed.
-        """
+        """Return the trackers of parsed arguments; raise `Conflict` if a package is not installed."""
         for name in ("wandb", "tensorboard"):
             if getattr(options, name) is not None and find_spec(name) is None:
                 raise Conflict(

@@ -22,7 +22,7 @@ from torch.torch_version import TorchVersion
 from pyengine.cli.doctor import machine as doctor_machine
 from pyengine.cli.doctor import native as doctor_native
 from pyengine.cli.doctor import pytorch as doctor_torch
-from pyengine.cli.doctor import workers as doctor_workers
+from pyengine.cli.doctor import run as doctor_workers
 from pyengine.cli.doctor.finding import Finding
 from pyengine.ops import native
 from pyengine.ops.plan import BucketPlan

@@ -100,11 +100,7 @@ _OF_KERNELS: dict[str, Any] = {"ops": tuple(OPS), "seconds": 0.3, "megabytes": N
 
 @dataclass(frozen=True)
 class Steps:
-    """Windows to measure.
-
-    Attributes:
-        left_out: default variants whose package is not installed.
-    """
+    """Windows to measure; `left_out` are default variants whose package is not installed."""
 
     workers: int
     setting: Setting
@@ -113,11 +109,7 @@ class Steps:
 
 @dataclass(frozen=True)
 class Kernels:
-    """Kernels to measure.
-
-    Attributes:
-        seconds: the time budget of a case.
-    """
+    """Kernels to measure, with a time budget for each case."""
 
     ops: tuple[str, ...]
     sizes: Sizes
@@ -126,11 +118,7 @@ class Kernels:
 
 @dataclass(frozen=True)
 class Settings:
-    """What to measure; a part that is None is left out.
-
-    Attributes:
-        out: the result file to write.
-    """
+    """What to measure, and the result file to write; a part that is None is left out."""
 
     steps: Steps | None
     kernels: Kernels | None
@@ -184,12 +172,7 @@ def add_to(parser: argparse.ArgumentParser) -> None:
 
 
 def settings(options: argparse.Namespace) -> Settings:
-    """Return the settings of parsed arguments.
-
-    Raises:
-        Conflict: an argument of the part that is left out, a variant or device that is not available, or a
-            file that cannot be written.
-    """
+    """Return the settings; raise `Conflict` if arguments do not fit together or this machine."""
     out: Path | None = options.out
     if out is not None:
         check_writable("--out", out)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -65,27 +64,19 @@ def _kernels(kernels: Kernels, report: Report) -> tuple[dict[str, Any], list[str
     builds = [build for op in kernels.ops for build in OPS[op](kernels.sizes)]
     report.begin("kernels", len(builds))
     rows = []
-    try:
-        with _one_thread():
-            roofs = measure_roofs(kernels.sizes.megabytes, kernels.seconds, kernels.sizes.device)
-            for build in builds:
-                rows.append(measure(build, roofs, kernels.seconds, kernels.sizes.device))
-                report.advance(len(rows))
-    finally:
-        report.end()
-    report.kernels(roofs, rows)
-    return {"roofs_gb_per_s": roofs, "rows": rows}, bench_verdict.on_kernels(rows)
-
-
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
+    threads = torch.get_num_threads()
     torch.set_num_threads(1)
     hold_memory()
     try:
-        yield
+        roofs = measure_roofs(kernels.sizes.megabytes, kernels.seconds, kernels.sizes.device)
+        for build in builds:
+            rows.append(measure(build, roofs, kernels.seconds, kernels.sizes.device))
+            report.advance(len(rows))
     finally:
-        torch.set_num_threads(before)
+        torch.set_num_threads(threads)
+        report.end()
+    report.kernels(roofs, rows)
+    return {"roofs_gb_per_s": roofs, "rows": rows}, bench_verdict.on_kernels(rows)
 
 
 def _steps(steps: Steps, report: Report, *, as_json: bool) -> tuple[dict[str, Any], list[str]]:

@@ -42,21 +42,14 @@ class Row:
 def run(settings: Settings) -> int:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        rows = make_rows(settings)
+        rows = [
+            _row(batch, workers, settings)
+            for batch in settings.global_batches
+            for workers in settings.workers
+        ]
     cautions = list(dict.fromkeys(str(warning.message) for warning in caught))
     Report(as_json=settings.json).plan(rows, cautions, settings)
     return int(any(row.problem for row in rows))
-
-
-def make_rows(settings: Settings) -> list[Row]:
-    """Return a row for each global batch and number of workers.
-
-    Raises:
-        Conflict: the learning rate is not finite.
-    """
-    return [
-        _row(batch, workers, settings) for batch in settings.global_batches for workers in settings.workers
-    ]
 
 
 def _row(global_batch: int, workers: int, settings: Settings) -> Row:

@@ -82,12 +82,7 @@ class Figures:
 
 @dataclass(frozen=True)
 class Recommendation:
-    """The best configuration, if it is beyond noise.
-
-    Attributes:
-        best: None if another configuration is within noise, or the noise is unknown.
-        text: one sentence.
-    """
+    """The best cell; None if another is within noise or the noise is unknown; and a sentence."""
 
     best: Cell | None
     text: str

@@ -204,11 +204,7 @@ def add_to(parser: argparse.ArgumentParser) -> None:
 
 
 def settings(options: argparse.Namespace) -> Settings:
-    """Return the settings of parsed arguments.
-
-    Raises:
-        Conflict: arguments that exclude each other or need another one, or too many workers.
-    """
+    """Return the settings; raise `Conflict` if arguments do not fit together or this machine."""
     if 1 not in options.workers:
         got = ",".join(map(str, options.workers))
         raise Conflict(f"argument --workers: got {got}, need 1 among them: speed-up is against one worker")

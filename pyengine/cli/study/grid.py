@@ -54,11 +54,7 @@ def cells(settings: Settings) -> list[Cell]:
 
 
 def plan(cell: Cell, settings: Settings) -> Plan:
-    """Split the batch of a cell, and count its steps: all cells train on the same number of samples.
-
-    Raises:
-        Impossible: the batch is not a multiple of the workers, or larger than the data.
-    """
+    """Split the batch of a cell, and count its steps: all cells train on the same number of samples."""
     worker_batch = cell.batch if settings.fixed == "per-worker" else _share(cell.batch, cell.workers)
     micro_batch = min(worker_batch, settings.micro_batch or worker_batch)
     global_batch = worker_batch * cell.workers

@@ -58,12 +58,7 @@ class Plot:
 
 
 def draw(analysis: Analysis, folder: Path) -> list[Plot]:
-    """Draw every plot that has data.
-
-    Args:
-        analysis: with at least one cell.
-        folder: for the files, created if missing; earlier plots are replaced.
-    """
+    """Draw every plot that has data, of at least one cell; earlier plots are replaced."""
     folder.mkdir(parents=True, exist_ok=True)
     plots = []
     with matplotlib.rc_context(STYLE):

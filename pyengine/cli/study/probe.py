@@ -161,11 +161,7 @@ class Probe:
 
 
 def work(run: Run) -> Trace:
-    """Run the training function on this rank.
-
-    Raises:
-        RuntimeError: the function has returned before its last step.
-    """
+    """Run the training function on this rank; raise if it returns before its last step."""
     terminal.replace_unencodable()
     torch.set_num_threads(run.threads)
     probe = Probe(run)

@@ -6,7 +6,7 @@ import math
 import platform
 import statistics
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -20,8 +20,7 @@ from pyengine.cli.study import plots as study_plots
 from pyengine.cli.study import report as study_report
 from pyengine.cli.study.analysis import analyse
 from pyengine.cli.study.arguments import Settings
-from pyengine.cli.study.forecast import Forecast
-from pyengine.cli.study.grid import LEAST_STEPS, Cell, Impossible, Plan, cells, plan
+from pyengine.cli.study.grid import LEAST_STEPS, WARM_UP_STEPS, Cell, Impossible, Plan, cells, plan
 from pyengine.cli.study.probe import Run
 from pyengine.cli.study.report import Report
 from pyengine.cli.study.store import Record, Store
@@ -49,11 +48,7 @@ def run(settings: Settings) -> int:
 
 
 def study(settings: Settings, execute: Execute, report: Report) -> int:
-    """Make the missing runs, and write the page of all runs; return the exit code.
-
-    Args:
-        execute: makes a run.
-    """
+    """Make the missing runs with `execute`, and write the page of all runs; return the exit code."""
     plans: dict[Cell, Plan] = {}
     impossible: dict[Cell, str] = {}
     for cell in cells(settings):
@@ -174,6 +169,42 @@ def card() -> dict[str, str | int]:
     }
 
 
+class _Forecast:
+    """Expects that a cell lasts as long as before; other cells follow from the nearest one that has run.
+
+    A step is assumed to last in proportion to a worker's samples and, beyond the cores, to the threads.
+    """
+
+    def __init__(self, plans: Mapping[Cell, Plan], *, threads: int, cores: int) -> None:
+        self._plans, self._threads, self._cores = plans, threads, cores
+        self._records: list[Record] = []
+
+    def learn(self, record: Record) -> None:
+        """Use a run, also a trial with fewer steps, for later forecasts."""
+        if record.is_done:
+            self._records.append(record)
+
+    def seconds(self, cells: Iterable[Cell]) -> float | None:
+        """Return the seconds of a run of each cell, one after the other; None before any run has ended."""
+        return sum(map(self._run_s, cells)) if self._records else None
+
+    def _run_s(self, cell: Cell) -> float:
+        plan = self._plans[cell]
+        same = [each.wall_s for each in self._records if (each.cell, each.steps) == (cell, plan.steps)]
+        if same:
+            return statistics.median(same)
+        near = min(
+            self._records, key=lambda each: (abs(each.workers - cell.workers), abs(each.batch - cell.batch))
+        )
+        samples = plan.worker_batch / (near.micro_batch * near.accumulate)
+        step_s = statistics.median(near.seconds[WARM_UP_STEPS:])
+        load = self._load(cell.workers) / self._load(near.workers)
+        return near.wall_s - sum(near.seconds) + plan.steps * step_s * samples * load
+
+    def _load(self, workers: int) -> float:
+        return max(1.0, workers * self._threads / self._cores)
+
+
 class _Runs:
     """Makes runs, one after the other, and forecasts how long the others take."""
 
@@ -189,7 +220,7 @@ class _Runs:
     ) -> None:
         self._settings, self._plans, self._store, self._report = settings, plans, store, report
         self._execute, self._limits = execute, Limits(settings.stall_timeout_s, settings.run_timeout_s)
-        self._forecast = Forecast(plans, threads=settings.threads, cores=cores)
+        self._forecast = _Forecast(plans, threads=settings.threads, cores=cores)
         for record in store.records.values():
             if record.cell in plans:
                 self._forecast.learn(record)

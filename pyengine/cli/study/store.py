@@ -112,11 +112,7 @@ class Store:
             self.records[record.key] = record
 
     def add(self, record: Record) -> None:
-        """Append a run.
-
-        Raises:
-            OSError: for example a full disk; earlier runs are unchanged.
-        """
+        """Append a run; if that fails, for example on a full disk, earlier runs are unchanged."""
         self._append({"event": "run", **asdict(record)})
         self.records[record.key] = record
 
@@ -180,11 +176,7 @@ def _text(value: Any) -> str:
 
 
 def _parse(line: bytes) -> dict[str, Any]:
-    """Return the object of a line.
-
-    Raises:
-        ValueError: the line is not a JSON object.
-    """
+    """Return the object of a line, or raise ValueError if there is none."""
     found = read_json(line)
     if not isinstance(found, dict):
         raise ValueError(f"a {type(found).__name__}, not an object")  # noqa: TRY004 - the content of a file

@@ -31,12 +31,7 @@ Watch = Callable[[int, float | None], None]
 
 @dataclass(frozen=True)
 class Limits:
-    """The limits after which a run is ended.
-
-    Attributes:
-        stall_s: seconds without a step. Workers may take two minutes to start, or `stall_s` if it is more.
-        run_s: seconds of the whole run.
-    """
+    """Seconds without a step (workers may take two minutes to start), and of the whole run."""
 
     stall_s: float
     run_s: float
@@ -69,13 +64,7 @@ def log_path(cell: Cell, repeat: int) -> Path:
 
 
 def execute(run: Run, limits: Limits, log: Path, watch: Watch) -> Outcome:
-    """Run on local workers; return how the run ended.
-
-    Args:
-        run: its `beats` is replaced.
-        log: file for the output and the errors of the workers.
-        watch: called after steps, a few times a second.
-    """
+    """Run on local workers, whose output goes to `log`; return how the run ended."""
     busy = psutil.cpu_percent(_BUSY_S) / 100
     with tempfile.TemporaryDirectory(prefix="pyengine-study-") as folder:
         beats, result = Beats(Path(folder) / "beats"), Path(folder) / "result"
@@ -104,12 +93,7 @@ def execute(run: Run, limits: Limits, log: Path, watch: Watch) -> Outcome:
 
 
 class Beats:
-    """The file to which a run appends a line after each step.
-
-    Attributes:
-        done: steps so far.
-        accuracy: the last one, or None.
-    """
+    """The file to which a run appends a line after each step: steps so far, and the last accuracy."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

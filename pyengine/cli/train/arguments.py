@@ -150,11 +150,7 @@ def add_to(parser: argparse.ArgumentParser) -> None:
 
 
 def settings(options: argparse.Namespace) -> Settings:
-    """Return the settings of parsed arguments.
-
-    Raises:
-        Conflict: an argument does not apply to the mode or this machine, or a file cannot be written.
-    """
+    """Return the settings; raise `Conflict` if arguments do not fit together or this machine."""
     without = {"wire": "no wire", "accumulator": "no accumulator", "checkpoints": "no state of pyengine's"}
     for name, lacks in without.items():
         got = getattr(options, name)

@@ -190,11 +190,7 @@ Mode = Windowed | PlainDDP
 
 
 def make(mode: str, task: Task, settings: Settings, *, counted: bool = True) -> Mode:
-    """Build the model in a mode.
-
-    Args:
-        counted: whether plain DDP counts what it sends, which costs a little time; pyengine always counts.
-    """
+    """Build the model in a mode; plain DDP that is `counted` takes a little more time for it."""
     model = build(task, settings)
     if mode == "ddp":
         return PlainDDP(task, model, settings, counted=counted)

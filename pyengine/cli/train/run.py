@@ -160,11 +160,7 @@ class Saving:
                 signal.raise_signal(self._signal)
 
     def must_stop(self, step: int) -> bool:
-        """Save a checkpoint if one is due; return whether a rank has received a signal.
-
-        Args:
-            step: the number of steps so far.
-        """
+        """Save a checkpoint if one is due after `step` steps; return whether a rank has received a signal."""
         if self._checkpoints is None:
             return False
         received = torch.tensor(self._signal)

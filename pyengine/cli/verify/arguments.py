@@ -115,11 +115,7 @@ def add_to(parser: argparse.ArgumentParser) -> None:
 
 
 def settings(options: argparse.Namespace) -> Settings:
-    """Return the settings of parsed arguments.
-
-    Raises:
-        Conflict: arguments that exclude each other, `--train` without a colon, or too many workers.
-    """
+    """Return the settings; raise `Conflict` if arguments do not fit together or this machine."""
     check_workers(options.workers)
     for name in options.wrap:
         if all(needs(name, world) for world in options.workers):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from pyengine.cli.verify.compare import Change, Difference
@@ -36,63 +35,55 @@ class Facts:
 
 def causes(facts: Facts) -> list[tuple[str, str]]:
     """Return (name, text) of the likely causes, the likeliest first; never empty."""
-    for rule in _ALONE:
-        alone = rule(facts)
-        if alone is not None:
-            return [alone]
+    first = facts.first
+    if len(set(facts.threads)) > 1:
+        seen = ", ".join(str(number) for number in sorted(set(facts.threads)))
+        text = (
+            f"The runs ended with different numbers of threads ({seen}), which changes the order of sums: "
+            "call torch.set_num_threads with the same number everywhere, or not at all."
+        )
+        return [("threads", text)]
+    if first.step == START and facts.repeats:
+        text = "The initial parameters differ in each run: call pe.seed_everything before the model is built."
+        return [("seed", text)]
+    if first.step == START:
+        text = (
+            "The initial parameters differ: use the same seed in every world size and on every rank before "
+            "the model is built; a model in neither GradSync nor DDP needs a broadcast of rank 0's "
+            "parameters."
+        )
+        return [("initial values", text)]
+    if facts.repeats or not facts.came_back:
+        text = (
+            "The same run has other bits each time, whatever the world size: look for randomness without a "
+            "seed (pe.seed_everything, pe.micro_batch_rng), the order of a set or of finished workers, or "
+            "nondeterministic operations (torch.use_deterministic_algorithms finds them)."
+        )
+        return [("nondeterminism", text)]
+    if first.kind == "window":
+        text = (
+            "The windows have different items: use the same micro-batches in every world size "
+            "(pe.WindowSampler), and let each rank accumulate its share of them "
+            "(accumulate=sampler.accumulate)."
+        )
+        return [("windows", text)]
     # A gradient does not depend on running statistics: both can be wrong independently.
-    found = [cause for rule in (_buffers, _after_buffers) if (cause := rule(facts)) is not None]
+    found = [_buffers(first.name)] if first.kind == "buffer" else []
+    if facts.differs("gradient"):
+        found.append(_gradient(facts))
+    elif facts.differs("norm"):
+        text = (
+            "The gradients are equal and their norm is not: it is summed in an order that depends on ranks "
+            "or buckets, or before the gradients are complete. Use sync.clip_grad_norm_ or sync.grad_norm."
+        )
+        found.append(("norm", text))
+    elif facts.differs("parameter") or facts.differs("state"):
+        found.append(_optimizer(first.agrees))
     return found or [("unknown", "No rule knows this difference.")]
 
 
-def _threads(facts: Facts) -> tuple[str, str] | None:
-    if len(set(facts.threads)) == 1:
-        return None
-    seen = ", ".join(str(number) for number in sorted(set(facts.threads)))
-    return "threads", (
-        f"The runs ended with different numbers of threads ({seen}), which changes the order of sums: call "
-        "torch.set_num_threads with the same number everywhere, or not at all."
-    )
-
-
-def _unseeded(facts: Facts) -> tuple[str, str] | None:
-    if facts.first.step != START:
-        return None
-    if facts.repeats:
-        return (
-            "seed",
-            "The initial parameters differ in each run: call pe.seed_everything before the model is built.",
-        )
-    return "initial values", (
-        "The initial parameters differ: use the same seed in every world size and on every rank before the "
-        "model is built; a model in neither GradSync nor DDP needs a broadcast of rank 0's parameters."
-    )
-
-
-def _nondeterminism(facts: Facts) -> tuple[str, str] | None:
-    if not facts.repeats and facts.came_back:
-        return None
-    return "nondeterminism", (
-        "The same run has other bits each time, whatever the world size: look for randomness without a seed "
-        "(pe.seed_everything, pe.micro_batch_rng), the order of a set or of finished workers, or "
-        "nondeterministic operations (torch.use_deterministic_algorithms finds them)."
-    )
-
-
-def _windows(facts: Facts) -> tuple[str, str] | None:
-    if facts.first.kind != "window":
-        return None
-    return "windows", (
-        "The windows have different items: use the same micro-batches in every world size "
-        "(pe.WindowSampler), and let each rank accumulate its share of them "
-        "(accumulate=sampler.accumulate)."
-    )
-
-
-def _buffers(facts: Facts) -> tuple[str, str] | None:
-    if facts.first.kind != "buffer":
-        return None
-    if facts.first.name.endswith(("running_mean", "running_var", "num_batches_tracked")):
+def _buffers(name: str) -> tuple[str, str]:
+    if name.endswith(("running_mean", "running_var", "num_batches_tracked")):
         return "BatchNorm", (
             "Running statistics are averages over the micro-batches of a rank, which depend on the world "
             "size: make the engine over the module itself (not its parameters) with "
@@ -103,12 +94,6 @@ def _buffers(facts: Facts) -> tuple[str, str] | None:
         "The forward writes a buffer from the micro-batches of its rank: gather its inputs over the whole "
         "window, in the window's order."
     )
-
-
-def _after_buffers(facts: Facts) -> tuple[str, str] | None:
-    """Return the cause of the first difference after the forwards: gradients, norm, parameters and state."""
-    rules = {"gradient": _gradient, "norm": _norm, "parameter": _optimizer, "state": _optimizer}
-    return next((rule(facts) for kind, rule in rules.items() if facts.differs(kind)), None)
 
 
 def _gradient(facts: Facts) -> tuple[str, str]:
@@ -141,15 +126,8 @@ def _gradient(facts: Facts) -> tuple[str, str]:
     )
 
 
-def _norm(facts: Facts) -> tuple[str, str]:
-    return "norm", (
-        "The gradients are equal and their norm is not: it is summed in an order that depends on ranks or "
-        "buckets, or before the gradients are complete. Use sync.clip_grad_norm_ or sync.grad_norm."
-    )
-
-
-def _optimizer(facts: Facts) -> tuple[str, str]:
-    if facts.first.agrees:
+def _optimizer(agrees: bool) -> tuple[str, str]:
+    if agrees:
         return "optimizer", (
             "The gradients are equal and the optimizer computes other values: its settings (learning rate, "
             "schedule) depend on the world size, or its kernel on the split of parameters. Derive the "
@@ -159,11 +137,3 @@ def _optimizer(facts: Facts) -> tuple[str, str]:
         "The gradients are equal and the ranks compute other values: the optimizer's settings depend on the "
         "rank, or parameters are written on some ranks only. Use the same optimizer on every rank."
     )
-
-
-_ALONE: tuple[Callable[[Facts], tuple[str, str] | None], ...] = (
-    _threads,
-    _unseeded,
-    _nondeterminism,
-    _windows,
-)

@@ -17,12 +17,7 @@ from pyengine.cli.verify.probe import START, Run, Trace
 
 @dataclass(frozen=True)
 class Finding:
-    """How a run differs from the reference.
-
-    Attributes:
-        elements: of the first tensor that differs; None if it has none, or was equal when repeated.
-        causes: (name, text), the likeliest first.
-    """
+    """How a run differs from the reference: where first, that tensor's elements, and likely causes."""
 
     reference: str
     run: str

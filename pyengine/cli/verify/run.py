@@ -48,14 +48,7 @@ def run(settings: Settings) -> int:
 
 
 def verify(settings: Settings, execute: Execute, report: Report) -> bool:
-    """Run and report everything; return whether all runs of every subject are identical.
-
-    Args:
-        execute: makes a run.
-
-    Raises:
-        RuntimeError: a run failed, or recorded nothing.
-    """
+    """Run and report everything; return whether all runs of every subject are identical."""
     done: dict[str, list[Done]] = {name: [] for name in settings.subjects}
     runs = _runs(settings)
     while runs:
@@ -188,7 +181,7 @@ def _find_cause(target: str, execute: Execute, reference: Done, other: Done, fir
         gradient = change(wanted, got)
     facts = Facts(
         first,
-        repeats=other is not reference and _is_repeat(reference.run, other.run),
+        repeats=other is not reference and replace(other.run, label="") == replace(reference.run, label=""),
         came_back=repeats and other_repeats,
         threads=tuple(trace.threads for trace in (*reference.ranks, *other.ranks)),
         micro_batches=reference.run.micro_batches,
@@ -207,7 +200,3 @@ def _tensors(
     path = folder / f"{rank}.pt"
     tensors: dict[tuple[str, str], Tensor] = torch.load(path, weights_only=True) if path.exists() else {}
     return tensors, again.entries.get(key) == done.ranks[rank].entries.get(key)
-
-
-def _is_repeat(one: Run, other: Run) -> bool:
-    return replace(one, label="") == replace(other, label="")

@@ -28,15 +28,7 @@ _FLUSH_BYTES = 256 * 2**20  # larger than the L2 cache of any GPU
 
 
 def measure(build: Build, roofs: Mapping[str, float], seconds: float, device: str = "cpu") -> dict[str, Any]:
-    """Time a case and torch's expression of the same work; return the row of a result file.
-
-    Args:
-        roofs: GB/s, from `measure_roofs` on the same device.
-        seconds: time budget.
-
-    Raises:
-        Disagreement: the kernel and torch compute different values.
-    """
+    """Time a case and torch's expression of the same work; return the row of a result file."""
     case = build()
     ours, torchs = time_in_turn([case.run, case.torch_run], seconds, device)
     best = min(ours)

@@ -67,25 +67,14 @@ class Setting:
 
 @dataclass
 class Outcome:
-    """What a rank has measured.
-
-    Attributes:
-        failed: the reasons, by variant that was left out.
-    """
+    """What a rank has measured, and why variants were left out."""
 
     times: Times = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)
 
 
 def measure(setting: Setting, on_round: Callable[[int], None]) -> Outcome:
-    """Measure on this rank of a process group, with one thread.
-
-    Args:
-        on_round: called with the number of rounds that are done, warm-up included.
-
-    Raises:
-        RuntimeError: no variant is left, or their gradients differ without a majority.
-    """
+    """Measure on this rank of a process group, with one thread; `on_round` gets the number of rounds done."""
     device = DEVICES[setting.device]()
     with device.entered():
         return _Measurement(setting, device).run(on_round)
