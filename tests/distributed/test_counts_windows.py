@@ -184,7 +184,8 @@ def test_a_window_that_all_ranks_drop_is_counted_anew():
     _train(*made, first=3)
 
 
-def _dropped_by_one() -> list[str]:
+@on_ranks(3)
+def test_a_window_that_one_rank_drops_is_refused_on_every_rank_and_then_counted_anew():
     """Rank 0 raises in the middle of a window, and begins it anew while the others end it."""
     rank, _ = me()
     sync, forward, model, optimizer = _made()
@@ -201,15 +202,10 @@ def _dropped_by_one() -> list[str]:
             messages.append(str(error))
     if rank == 0:  # its second attempt met the others' first
         _train(sync, forward, model, optimizer)
-    return messages
-
-
-def test_a_window_that_one_rank_drops_is_refused_on_every_rank_and_then_counted_anew(ranks):
-    first, *others = ranks(3).run(_dropped_by_one)
-    assert first[0] == ""
-    assert all(other == first[1:] for other in others)
-    assert "rank 0: begins a loop with counts read ahead" in first[1]
-    assert "rank 1: sends a window" in first[1]
+        assert messages.pop(0) == ""  # its own exception
+    assert_alike(messages)
+    (message,) = messages
+    assert "rank 0: begins a loop with counts read ahead" in message and "rank 1: sends a window" in message
 
 
 @on_ranks(2)

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from cases import me
+from ranks import on_ranks
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from wire_cases import FEEDBACK
@@ -61,21 +62,10 @@ def _ended(sync: pe.Sync, model: nn.Module) -> dict[str, Tensor]:
     return found
 
 
-def _in_turn() -> tuple[list[dict[str, Tensor]], dict[str, Tensor]]:
-    """Return the gradients of all windows, and what the wire keeps at their end."""
-    rank, world = me()
-    sync, model = _made(_random(rank), FEEDBACK["bf16"], 1)
-    found = []
-    for trained in PLAN:
-        _freeze(model, trained)
-        with sync.accumulate():
-            sync.backward(model("ab"), count=1)
-        found.append(_ended(sync, model))
-    return found, sync.state_dict()[f"rank {rank} of {world}"][0]["residuals"]
-
-
 def _fed_back(world: int) -> tuple[list[dict[str, Tensor]], list[dict[str, Tensor]]]:
-    """Return the same of one process: what bfloat16 loses of a parameter goes with that one's next values."""
+    """Return the gradients of all windows, and what is kept at their end, of one process: what bfloat16 loses
+    of a parameter goes with that one's next values.
+    """
     targets = [_random(rank) for rank in range(world)]
     lost = [{name: torch.zeros(SHAPE) for name in LARGEST} for _ in targets]
     inverse = torch.tensor(1.0 / world, dtype=torch.float64).float()
@@ -92,13 +82,20 @@ def _fed_back(world: int) -> tuple[list[dict[str, Tensor]], list[dict[str, Tenso
     return found, lost
 
 
-def test_equal_parameters_that_are_trained_in_turn_keep_residuals_of_their_own(ranks):
-    right, lost = _fed_back(2)
-    for (found, kept), own in zip(ranks(2).run(_in_turn), lost, strict=True):
-        for got, want in zip(found, right, strict=True):
-            assert got.keys() == want.keys()
-            assert all(torch.equal(got[name], value) for name, value in want.items())
-        assert all(torch.equal(kept[name], part.view(-1)) for name, part in own.items())
+@on_ranks(2)
+def test_equal_parameters_that_are_trained_in_turn_keep_residuals_of_their_own():
+    rank, world = me()
+    right, lost = _fed_back(world)
+    sync, model = _made(_random(rank), FEEDBACK["bf16"], 1)
+    for trained, want in zip(PLAN, right, strict=True):
+        _freeze(model, trained)
+        with sync.accumulate():
+            sync.backward(model("ab"), count=1)
+        got = _ended(sync, model)
+        assert got.keys() == want.keys()
+        assert all(torch.equal(got[name], value) for name, value in want.items())
+    kept = sync.state_dict()[f"rank {rank} of {world}"][0]["residuals"]
+    assert all(torch.equal(kept[name], part.view(-1)) for name, part in lost[rank].items())
 
 
 WIRES = {"fp32": pe.wire.FP32(), "int8": pe.wire.ErrorFeedback(pe.wire.Int8())}
