@@ -26,7 +26,8 @@ class Traffic:
     """Counters of one transport: collectives launched, and the bytes that this rank sends for them."""
 
     collectives: int = 0
-    bytes_sent: int = 0  # by the formula of a ring
+    # By the formula of a ring, in which each rank also forwards a broadcast.
+    bytes_sent: int = 0
 
     def count(self, num_bytes: int) -> None:
         self.collectives += 1
@@ -143,6 +144,16 @@ class Comm(ABC):
             values: whole numbers of 64 bits, as many on every rank.
         """
         return [max(each) for each in zip(*self.all_gather_object(values), strict=True)]
+
+    def all_gather_objects(
+        self, values: Sequence[object], *numbers: int
+    ) -> tuple[list[list[Any]], list[int]]:
+        """Return each value as `all_gather_object` does, and each number as `max_of` does. It waits.
+
+        Default: one after the other.
+        """
+        gathered = [self.all_gather_object(value) for value in values]
+        return gathered, self.max_of(*numbers) if numbers else []
 
     @abstractmethod
     def broadcast_(self, tensors: list[Tensor]) -> None:

@@ -289,6 +289,7 @@ class TorchDist(Comm):
 
     def max_of(self, *values: int) -> list[int]:
         flat = torch.tensor(values, dtype=torch.int64, device=self.device if self.is_stream_ordered else HOST)
+        self.traffic.count(ring_bytes(flat.nbytes, self.world_size))
         self.run(
             lambda is_async: dist.all_reduce(flat, dist.ReduceOp.MAX, group=self.group, async_op=is_async),
             f"an agreement on {flat.nbytes} bytes",
@@ -296,18 +297,40 @@ class TorchDist(Comm):
         return flat.tolist()
 
     def all_gather_object(self, value: object) -> list[Any]:
-        """Return the values of all ranks, by rank; read only.
+        return self.all_gather_objects([value])[0][0]
 
-        Cost: an all-reduce of 40 bytes, which compares hashes: ranks mostly agree. Where they do not, an
-        all-gather of the longest pickle.
+    def all_gather_objects(
+        self, values: Sequence[object], *numbers: int
+    ) -> tuple[list[list[Any]], list[int]]:
+        """Return each of several values by rank, and the largest of each number on any rank; read only.
+
+        Cost: an all-reduce of 40 bytes a value and 8 a number, which compares hashes: ranks mostly agree. For
+        each value in which they do not, an all-gather of the longest pickle.
         """
         if self.world_size == 1:
-            return [value]
-        data = pickle.dumps(value)
-        words = struct.unpack("<qq", hashlib.blake2b(data, digest_size=16).digest())
-        *most, longest = self.max_of(*words, *(~word for word in words), len(data))
-        if most[:2] == [~word for word in most[2:]]:  # the largest is the smallest
-            return [value] * self.world_size
+            return [[value] for value in values], [*numbers]
+        pickles = [pickle.dumps(value) for value in values]
+        words = [
+            word
+            for data in pickles
+            for word in struct.unpack("<qq", hashlib.blake2b(data, digest_size=16).digest())
+        ]
+        most = self.max_of(*words, *(~word for word in words), *map(len, pickles), *numbers)
+        highest, lowest = most[: len(words)], [~word for word in most[len(words) : 2 * len(words)]]
+        lengths = most[2 * len(words) : 2 * len(words) + len(pickles)]
+        gathered = []
+        for index, value in enumerate(values):
+            mine = slice(2 * index, 2 * index + 2)
+            are_equal = highest[mine] == lowest[mine]
+            gathered.append(
+                [value] * self.world_size
+                if are_equal
+                else self._gather_pickles(value, pickles[index], lengths[index])
+            )
+        return gathered, most[len(most) - len(numbers) :]
+
+    def _gather_pickles(self, value: object, data: bytes, longest: int) -> list[Any]:
+        self.traffic.count((self.world_size - 1) * longest)
         if self._host_watch is not None:
             # In a collective that the watch can end; torch's own cannot be ended. Pickle ignores what follows
             # the end of a shorter one.
@@ -318,6 +341,7 @@ class TorchDist(Comm):
                 "a gather of objects",
             )
             return [pickle.loads(row.numpy().tobytes()) for row in rows]  # noqa: S301 - SECURITY.md
+        self.traffic.count((self.world_size - 1) * 8)  # torch gathers the sizes first
         values: list[Any] = [None] * self.world_size
         with as_current(self.device), self.roll_call.named():  # NCCL sends objects through device memory
             dist.all_gather_object(values, value, group=self.group)
@@ -336,6 +360,7 @@ def _broadcast_piece_(comm: TorchDist, piece: list[Tensor]) -> None:
     """
     is_view = len(piece) == 1 and piece[0].is_contiguous()
     flat = _bytes_of(piece[0]) if is_view else torch.cat([_bytes_of(tensor) for tensor in piece])
+    comm.traffic.count(flat.nbytes if comm.world_size > 1 else 0)
     comm.run(
         lambda is_async: dist.broadcast(flat, group=comm.group, group_src=0, async_op=is_async),
         f"a broadcast of {flat.nbytes} bytes",

@@ -35,23 +35,26 @@ def agree(
 ) -> Shares:
     """Raise the problems of any rank, or what ranks differ in, on every rank.
 
-    Returns how a full window is divided among ranks, and the engine's identity. From here on the transport,
-    and transports that join it, know which ranks are on one host.
+    Returns how a full window is divided among ranks, and the engine's identity. With exact sums the
+    transport, and transports that join it, know from here on which ranks are on one host.
     """
     problems = [*settings.problems(), *problems]
-    # First what is mostly the same on all ranks, so that the transport sends only hashes. Neither a wrong
-    # argument nor a wire has to be picklable: `shared` compares what they print.
+    # Mostly the same on all ranks, so that the transport sends only hashes, and gathers what differs. Neither
+    # a wrong argument nor a wire has to be picklable: `shared` compares what they print.
     sent = None if problems else (replace(settings, wire=FP32()), settings.shared())
-    everybody = comm.all_gather_object((pyengine.__version__, problems, sent, list(specs)))
+    is_plain = membership == Membership.plain(rank=comm.rank, world_size=comm.world_size)
+    # Exact sums alone depend on the hosts, which differ between ranks.
+    host = own_host() if sent is not None and settings.kind == "exact" else None
+    (everybody, places), (engine_id,) = comm.all_gather_objects(
+        [(pyengine.__version__, problems, sent, list(specs)), (host, None if is_plain else membership)],
+        uuid4().int % 2**32,
+    )
     versions = [version for version, *_ in everybody]
     if len(set(versions)) > 1:
         which = "; ".join(f"rank {rank} has {version}" for rank, version in enumerate(versions))
         raise ValueError(f"install the same version of pyengine on every rank: {which}")
     raise_problems([texts for _, texts, *_ in everybody])
     specs_of = [specs for *_, specs in everybody]
-    is_plain = membership == Membership.plain(rank=comm.rank, world_size=comm.world_size)
-    places = comm.all_gather_object((own_host(), None if is_plain else membership))
-    (engine_id,) = comm.max_of(uuid4().int % 2**32)
     world_size = len(everybody)
     members: list[Membership] = [
         member or Membership.plain(rank=rank, world_size=world_size)
@@ -61,13 +64,15 @@ def agree(
     if differences:
         raise ValueError(differences[0])
     everybodys, shared = map(list, zip(*[sent for *_, sent, _ in everybody], strict=True))
-    comm.host_of = {rank: host for rank, (host, _) in zip(comm.ranks, places, strict=True)}
+    if host is not None:
+        comm.host_of = {rank: its_host for rank, (its_host, _) in zip(comm.ranks, places, strict=True)}
     if len(set(shared)) > 1:
         values = "; ".join(f"rank {rank} has {text}" for rank, text in enumerate(shared))
         raise ValueError(f"ranks have different settings: {values}. Pass the same ones on every rank")
     batches = [member.batch.index for member in members]
     windows = [settings.accumulate for settings in everybodys]
-    first = [batches.index(batch) for batch in range(members[0].num_batches)]
+    first_of = {batch: rank for rank, batch in reversed([*enumerate(batches)])}
+    first = [first_of[batch] for batch in range(members[0].num_batches)]
     unlike = [r for r, batch in enumerate(batches) if windows[r] != windows[first[batch]]]
     if unlike:
         raise ValueError(

@@ -121,7 +121,7 @@ def build(
 
 def first_difference(params: Sequence[Sequence[ParamSpec]], ranks: Sequence[int] = ()) -> str | None:
     """Describe the first parameter that differs by rank; None if they agree. `ranks` are their numbers."""
-    if all(specs == params[0] for specs in params):
+    if all(specs is params[0] or specs == params[0] for specs in params):  # ranks that agree share one list
         return None
     lengths = {rank: len(specs) for rank, specs in enumerate(params)}
     for index in range(max(lengths.values())):

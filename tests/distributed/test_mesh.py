@@ -70,7 +70,8 @@ def test_data_times_tensor_parallelism_equals_one_process(dtype, options):
     # A header, a bucket of a type (two rounds of an exact one), the norm, and that again for clipping.
     rounds = 2 if options.get("accumulator") == "exact" else 1
     if "bucket_cap_mb" not in options:
-        assert [record.collectives for record in records] == [4 + rounds] * 2
+        # In the first window also the order of the buckets.
+        assert [record.collectives for record in records] == [5 + rounds, 4 + rounds]
     assert_alike(found)
 
 

@@ -26,16 +26,16 @@ def _comms(world: int) -> list[Any]:
         barrier.wait()
         return found
 
-    def max_of(rank: int, *numbers: int) -> list[int]:
-        return [max(each) for each in zip(*gather(rank, numbers), strict=True)]
+    def gather_objects(rank: int, values: list[Any], *numbers: int) -> tuple[list[Any], list[int]]:
+        largest = [max(each) for each in zip(*gather(rank, numbers), strict=True)]
+        return [gather(rank, value) for value in values], largest
 
     return [
         SimpleNamespace(
             rank=rank,
             world_size=world,
             ranks=range(world),
-            all_gather_object=partial(gather, rank),
-            max_of=partial(max_of, rank),
+            all_gather_objects=partial(gather_objects, rank),
         )
         for rank in range(world)
     ]
@@ -125,9 +125,11 @@ def test_an_exact_window_keeps_its_size():
 
 
 def test_ranks_with_other_versions_of_the_package_are_named():
-    def gather(words: Any) -> list[Any]:
-        return [(version, *words[1:]) for version in ("0.1.0", "0.2.0", "0.2.0")]
+    def gather(values: list[Any], *numbers: int) -> tuple[list[Any], list[int]]:
+        words, place = values
+        by_rank = [(version, *words[1:]) for version in ("0.1.0", "0.2.0", "0.2.0")]
+        return [by_rank, [place] * 3], [*numbers]
 
-    comm = SimpleNamespace(rank=0, world_size=3, ranks=range(3), all_gather_object=gather)
+    comm = SimpleNamespace(rank=0, world_size=3, ranks=range(3), all_gather_objects=gather)
     with pytest.raises(ValueError, match="same version of pyengine.*rank 0 has 0.1.0; rank 1 has 0.2.0"):
         agree(comm, [], Settings(1), [])
