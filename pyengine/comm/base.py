@@ -96,6 +96,7 @@ class Comm(ABC):
             host.
         can_exchange: whether `all_to_all` and `all_gather` are there.
         can_share_parts: whether `share_part` is there.
+        can_or: whether `all_reduce_or` is there.
         has_own_memory: whether `allocate` returns memory in which reductions are faster than elsewhere.
         host_of: host of each rank of the group; empty until the engine's ranks have gathered it.
         traffic: what this rank has sent so far.
@@ -106,6 +107,7 @@ class Comm(ABC):
     is_stream_ordered = False
     can_exchange = False
     can_share_parts = False
+    can_or = False
     has_own_memory = False
 
     def __init__(self, *, rank: int, world_size: int) -> None:
@@ -132,6 +134,10 @@ class Comm(ABC):
     @abstractmethod
     def all_reduce_max(self, flat: Tensor) -> Work:
         """Launch a maximum over all ranks, in place; otherwise as `all_reduce`."""
+
+    def all_reduce_or(self, flat: Tensor) -> Work:
+        """Launch a bitwise or of int64 over all ranks, in place; otherwise as `all_reduce`."""
+        raise NotImplementedError(f"{type(self).__name__} has no all_reduce_or: can_or is False")
 
     @abstractmethod
     def all_gather_object(self, value: object) -> list[Any]:

@@ -44,6 +44,7 @@ class SharedMemory(TorchDist):
     def __init__(self, group: dist.ProcessGroup | None, device: torch.device, arena: Arena) -> None:
         super().__init__(group, device)
         self._arena: Arena | None = arena
+        self.can_or = False  # a maximum in the arena is faster
 
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         if self._arena is None:

@@ -117,7 +117,7 @@ class TorchDist(Comm):
         self.device, self.backend = device, name_of_backend(group, device)
         self.is_stream_ordered = runs_ahead(device) and self.backend not in _HOST_ORDERED
         self._side_stream = SideStream(device) if self.is_stream_ordered else None
-        is_gloo = not runs_ahead(device) and self.backend == "gloo"
+        self.can_or = is_gloo = not runs_ahead(device) and self.backend == "gloo"
         self._point_to_point = PointToPoint(self._handle.get, self.ranks) if is_gloo else None
         self._levels: dict[Hosts | None, Levels] = {}
 
@@ -262,6 +262,9 @@ class TorchDist(Comm):
 
     def all_reduce_max(self, flat: Tensor) -> Work:
         return self._all_reduce(flat, dist.ReduceOp.MAX)
+
+    def all_reduce_or(self, flat: Tensor) -> Work:
+        return self._all_reduce(flat, dist.ReduceOp.BOR)
 
     def _all_reduce(self, flat: Tensor, op: dist.ReduceOp.RedOpType) -> Work:
         self.traffic.count(ring_bytes(flat.nbytes, self.world_size))

@@ -7,6 +7,7 @@ Whether `.grad` is None is known to the host alone, and depends on the other ran
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Sequence
 
 import torch
@@ -21,13 +22,21 @@ from pyengine.ops.device import HOST, Readback, send
 # which the header reports, they all-reduce flags of different parameters, and gloo ends a process that
 # receives more bytes than it expects.
 _LENGTH = 4096
+_BITS = 64
 
 
 class UsedFlags:
-    """The used flags of one window, uint8 `[params]` or longer, while `work` max-reduces them over ranks."""
+    """The used flags of one window while `work` reduces them over ranks.
 
-    def __init__(self, mine: Sequence[bool], flags: Tensor, work: Work, *, on_stream: bool) -> None:
-        self._mine, self._flags, self._work, self._on_stream = list(mine), flags, work, on_stream
+    `flags` are uint8 `[params]` or longer, one an element; or int64 with 64 flags an element, `are_bits`.
+    `on_stream`: a stream waits for `work`, not the host.
+    """
+
+    def __init__(
+        self, mine: Sequence[bool], flags: Tensor, work: Work, *, on_stream: bool, are_bits: bool
+    ) -> None:
+        self._mine, self._flags, self._work = list(mine), flags, work
+        self._on_stream, self._are_bits = on_stream, are_bits
 
     def drop_unused(self, params: Sequence[Parameter]) -> list[int]:
         """Set `.grad` of unused parameters, in the order of the flags, to None; return their indices.
@@ -46,7 +55,9 @@ class UsedFlags:
             return asked
         if not asked:
             return []
-        used = Readback(self._flags).get()
+        used = [*map(int, Readback(self._flags).get())]
+        if self._are_bits:
+            used = [used[index // _BITS] >> index % _BITS & 1 for index in range(len(self._mine))]
         dropped = [index for index in asked if not used[index]]
         for index in dropped:
             params[index].grad = None
@@ -68,13 +79,32 @@ class UsedAnywhere:
     def all_reduce(self, used: Sequence[bool]) -> UsedFlags:
         """Launch the all-reduce of a window's flags, on every rank at the same point of the window.
 
-        Cost: an all-reduce of a byte a parameter, between hosts of 4 KiB or a multiple; no rank waits.
+        Cost: an all-reduce of a bit a parameter through gloo, between hosts of 512 bytes or a multiple, and
+        else of a byte a parameter; no rank waits.
         """
         if self.on_hosts and is_capturing():  # hosts exchange them in every run; see `Reducer.run_again`
             none = torch.empty(0, dtype=torch.uint8, device=HOST)
-            return UsedFlags(used, none, Done(none), on_stream=False)
-        flags = send(used, torch.uint8, self._device)
-        if self.on_hosts:
-            flags = torch.nn.functional.pad(flags, (0, -len(used) % _LENGTH))
-        work = self._comm.all_reduce_max(flags)
-        return UsedFlags(used, flags, work, on_stream=self._comm.is_stream_ordered)
+            return UsedFlags(used, none, Done(none), on_stream=False, are_bits=False)
+        comm, length = self._comm, len(used) + (-len(used) % _LENGTH if self.on_hosts else 0)
+        if comm.can_or:
+            # gloo's ring cuts a vector into two parts a rank, as far as it has elements: with many ranks an
+            # all-reduce of bytes costs as much as that of a bucket.
+            flags = _as_bits(used, length)
+            work = comm.all_reduce_or(flags)
+        else:
+            flags = torch.nn.functional.pad(
+                send(used, torch.uint8, self._device), (0, length - len(used))
+            )
+            work = comm.all_reduce_max(flags)
+        return UsedFlags(used, flags, work, on_stream=comm.is_stream_ordered, are_bits=comm.can_or)
+
+
+def _as_bits(used: Sequence[bool], length: int) -> Tensor:
+    """Return flags, and zeros up to `length`, as int64 on the host.
+
+    Flag i is bit i % 64 of element i // 64.
+    """
+    bits = int("0" + "".join("1" if each else "0" for each in reversed(used)), 2)
+    num_words = -(-length // _BITS)
+    words = struct.unpack(f"<{num_words}q", bits.to_bytes(num_words * _BITS // 8, "little"))
+    return torch.tensor(words, dtype=torch.int64, device=HOST)
