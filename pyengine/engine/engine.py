@@ -6,7 +6,8 @@ launch the same ones in the same order. Of a window these are, on the engine's o
 groups over which gradients are summed ("buckets"):
 
  1. engine   before the first forward, only where ranks have to know what the others have: the header of
-             `meet`, and `share_numbers` (counts that are read ahead; FSDP2's forwards, which are collective).
+             `meet`, and `sum_over_ranks` of counts that are read ahead, or `max_of` for FSDP2's collective
+             forwards.
  2. FSDP2    all-gathers in every forward and backward, on its units' meshes; reduce-scatters in the window's
              last backward only, unless `defer` differs.
  3. DDP      `Reducer.before_header`: the rebuild of its buckets, and the broadcast of buffers if the window's

@@ -76,23 +76,17 @@ def meet(engine: Engine, *, stage: str, problems: Sequence[str] = ()) -> None:
     raise_problems(everybody)
 
 
-def share_numbers(
-    engine: Engine, *, micro_batches: int, sums: Sequence[float] = ()
-) -> tuple[list[int], list[float]]:
-    """Return the micro-batches that each rank has in the open window, and `sums` over all ranks; after
-    `meet`.
+def sum_over_ranks(engine: Engine, numbers: Sequence[float]) -> list[float]:
+    """Return the sums of numbers over all ranks, as float64, with the same bits everywhere; after `meet`.
 
-    Of ranks that share a batch one's numbers are summed, as float64, with the same bits everywhere. One
-    all-reduce of 8 bytes a rank and number, for which the host waits.
+    Of ranks that share a batch one's numbers are summed. One all-reduce of 8 bytes a number, for which the
+    host waits.
     """
-    by_rank = [0.0] * engine.comm.world_size
-    by_rank[engine.comm.rank] = micro_batches
     if engine.batch is not None and not engine.batch.speaks:
-        sums = [0.0] * len(sums)  # of a batch for which another rank speaks
-    vector = send([*by_rank, *sums], torch.float64, engine.device)
+        numbers = [0.0] * len(numbers)  # of a batch for which another rank speaks
+    vector = send([*numbers], torch.float64, engine.device)
     engine.comm.all_reduce(vector).wait()
-    numbers: list[float] = vector.tolist()
-    return [int(number) for number in numbers[: len(by_rank)]], numbers[len(by_rank) :]
+    return vector.tolist()
 
 
 # ---- counts ----
@@ -129,7 +123,7 @@ class Counting:
         """Count a window that has just been opened, and agree with the other ranks on its totals.
 
         `batches` are those that this rank is still to compute in it; they are not kept. Collectives are those
-        of `meet` and `share_numbers`; in a loop's first window a gather of the names, too.
+        of `meet` and `sum_over_ranks`; in a loop's first window a gather of the names, too.
         """
         engine = self._engine
         local = engine.counts
@@ -151,8 +145,7 @@ class Counting:
         # Of what was done before a state was saved, only the divisor's count is known here.
         earlier = {base_of(saved or dict.fromkeys(names, 1.0)): math.fsum(done)}
         own = [math.fsum([earlier.get(name, 0.0), *(count[name] for count in counts)]) for name in names]
-        _, sums = share_numbers(engine, micro_batches=len(batches), sums=own)
-        totals = dict(zip(names, sums, strict=True))
+        totals = dict(zip(names, sum_over_ranks(engine, own), strict=True))
         if saved and not drops:  # what was done before may have been dropped, and its count is 0 then
             _check_resumed(saved, totals)
         engine.denominators = Denominators(saved or totals, counts, first=len(done))
@@ -427,27 +420,29 @@ def _cut_padded(
 
     Two small all-reduces a window, for which the host waits.
     """
+    rank, world_size = engine.comm.rank, engine.comm.world_size
     old: list[Batch] = []
     while True:
         engine.open()
         ahead, due = _read(engine, source), len(engine.counter.due)
         old = old or ahead[:1]  # of a resumed window this rank may have done its share
         mine = min(len(ahead), due) or (0 if old else _NEVER)
-        by_rank, (handed,) = share_numbers(engine, micro_batches=mine, sums=[engine.counter.handed])
-        if max(by_rank) <= 0:
+        first = world_size - rank if mine > 0 else 0  # the largest is of the first rank with micro-batches
+        most, minus_fewest, first, handed = engine.comm.max_of(mine, -mine, first, engine.counter.handed)
+        if most <= 0:
             if handed:  # of a resumed window; no rank has anything to add
                 yield _nothing(engine)
                 engine.close_window()
                 continue
             engine.counter.close(completed=False)  # what the caller has left in `.grad` stays
             return
-        if _NEVER in by_rank:
-            old = _borrowed(engine, old, ahead, by_rank)
+        if -minus_fewest == _NEVER:
+            old = _borrowed(engine, old, ahead, sender=world_size - first)
         if counting is None:
             check_uncounted(engine)
         else:
             counting.begin(source.peek(len(engine.counter.due)))
-        yield _handed_out(engine, source, old, by_rank=[max(number, 0) for number in by_rank])
+        yield _handed_out(engine, source, old, mine=max(mine, 0), fewest=max(-minus_fewest, 0), most=most)
         engine.close_window()
 
 
@@ -477,32 +472,27 @@ def _read(engine: Engine, source: Lookahead[Batch]) -> list[Batch]:
     return ahead
 
 
-def _borrowed(
-    engine: Engine, old: list[Batch], ahead: Sequence[Batch], by_rank: Sequence[int]
-) -> list[Batch]:
-    """Return `old`, or a copy of the first batch of any rank; raise ValueError if it cannot be sent.
+def _borrowed(engine: Engine, old: list[Batch], ahead: Sequence[Batch], *, sender: int) -> list[Batch]:
+    """Return `old`, or a copy of the sender's first batch; raise ValueError if it cannot be sent.
 
     Every rank calls this where some rank has none to run its forwards with: its data had ended before.
     """
-    sender = next(rank for rank, number in enumerate(by_rank) if number > 0)
-    sent: tuple[Any, str] = None, ""
+    sent: tuple[Any, str, bool] = None, "", not old
     if engine.comm.rank == sender:
         try:
             pickle.dumps(ahead[0])
-            sent = ahead[0], ""
+            sent = ahead[0], "", False
         except Exception as error:  # noqa: BLE001 - the other ranks wait for this one
-            without = ", ".join(str(rank) for rank, number in enumerate(by_rank) if number == _NEVER)
-            sent = (
-                None,
-                (
-                    f"rank {without} has no micro-batch at all, and needs a copy of another one's, since the "
-                    f"forwards of a sharded model are collective; that of rank {sender} cannot be pickled "
-                    f"({error!r}): give every rank at least one"
-                ),
-            )
-    batch, problem = engine.comm.all_gather_object(sent)[sender]
-    if problem:
-        raise ValueError(problem)
+            sent = None, repr(error), False
+    everybody: Sequence[tuple[Any, str, bool]] = engine.comm.all_gather_object(sent)
+    batch, error_text, _ = everybody[sender]
+    if error_text:
+        without = ", ".join(str(rank) for rank, (*_, has_none) in enumerate(everybody) if has_none)
+        raise ValueError(
+            f"rank {without} has no micro-batch at all, and needs a copy of another one's, since the "
+            f"forwards of a sharded model are collective; that of rank {sender} cannot be pickled "
+            f"({error_text}): give every rank at least one"
+        )
     return old or [_on(engine.device, batch)]
 
 
@@ -523,14 +513,17 @@ def _nothing(engine: Engine) -> Iterator[Any]:
 
 
 def _handed_out(
-    engine: Engine, source: Lookahead[Batch], old: list[Batch], *, by_rank: Sequence[int]
+    engine: Engine, source: Lookahead[Batch], old: list[Batch], *, mine: int, fewest: int, most: int
 ) -> Iterator[Batch]:
-    """Yield this rank's micro-batches, then its last one, `old`, until there are as many as on any rank."""
-    places, mine, most = list(engine.counter.due), by_rank[engine.comm.rank], max(by_rank)
+    """Yield `mine` micro-batches, then the last one, `old`, until there are as many as on any rank.
+
+    `fewest` and `most` are the numbers of the ranks that have fewest and most.
+    """
+    places = list(engine.counter.due)
     engine.has_more_windows = source.has_next
     for index in range(most):
         last = index == most - 1
-        if index >= min(by_rank):
+        if index >= fewest:
             _check_order(engine)
         if not runs_ahead(engine.device) and index:
             meet_at_micro_batch(engine, last=last)
