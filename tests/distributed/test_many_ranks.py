@@ -1,0 +1,140 @@
+"""What grows with the number of ranks: nothing that a rank sends for making an engine, nor for a window."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import socket
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from cases import Collectives, me
+from ranks import on_ranks
+from torch import nn
+
+import pyengine as pe
+from pyengine.comm import TorchDist
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+KINDS = ["engine", "attach"]
+
+
+@pytest.fixture
+def bench(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Return benchmarks/bench_ranks.py, which ranks can import, too."""
+    if not BENCHMARKS.exists():
+        pytest.skip("the sdist has no benchmarks")
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    return importlib.import_module("bench_ranks")
+
+
+def _counted(kind: str) -> tuple[dict[str, tuple[int, int]], int]:
+    """Return what this rank has counted, and the collectives of making by gloo's own numbers."""
+    bench, launched = importlib.import_module("bench_ranks"), []
+    with mock.patch.object(bench.torch.optim, "SGD", wraps=torch.optim.SGD) as made:
+        made.side_effect = lambda *_, **__: launched.append(bench.rounds()) or mock.DEFAULT
+        before = bench.rounds()
+        found = bench.count_traffic(kind)
+    return found, launched[0] - before
+
+
+@pytest.mark.parametrize("world", [2, 3, 4, 8])
+@pytest.mark.parametrize("kind", KINDS)
+def test_accounted_traffic_is_what_ranks_count(ranks, bench, kind, world):
+    ddps = {"engine": 0, "attach": 3}[kind]  # of making the DDP
+    for found, launched in ranks(world).run(_counted, kind):
+        assert found == bench.account(kind, world)
+        assert found["making"][0] == launched - ddps
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_rank_of_4096_sends_as_much_as_one_of_64(bench, kind):
+    few, many = bench.account(kind, 64), bench.account(kind, 4096)
+    for part, (collectives, num_bytes) in few.items():
+        assert many[part][0] == collectives
+        assert num_bytes <= many[part][1] <= 1.02 * num_bytes  # 2 (W - 1) / W grows by 1.6 %
+
+
+@on_ranks(3)
+def test_several_values_are_compared_in_one_collective():
+    rank, _ = me()
+    comm = TorchDist(None, torch.device("cpu"))
+    with Collectives() as seen:
+        (same, places), largest = comm.all_gather_objects([{"of": 3}, "same"], rank, -rank)
+    assert (same, places, largest) == ([{"of": 3}] * 3, ["same"] * 3, [2, 0])
+    assert seen.names == ["allreduce_"]
+    (same, places), largest = comm.all_gather_objects([{"of": 3}, "x" * rank], rank)
+    assert (same, places, largest) == ([{"of": 3}] * 3, ["", "x", "xx"], [2])
+
+
+def _peers() -> int:
+    """Return the number of open TCP connections of this process."""
+    found = 0
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            if not os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
+                continue
+            with socket.socket(fileno=os.dup(int(name))) as copy:
+                found += copy.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] == 1  # established
+        except OSError:  # no TCP socket
+            continue
+    return found
+
+
+@on_ranks(8)
+def test_an_engines_own_group_connects_only_ranks_that_exchange_data():
+    model, before = nn.Linear(4, 4), _peers()
+    sync = pe.GradSync(model, accumulate=1, stall_after_s=None)
+    for window in sync.windows([torch.ones(1, 4)] * 2):
+        for x in window:
+            sync.backward(model(x).sum())
+        sync.step(torch.optim.SGD(model.parameters(), lr=0.0))
+    dist.barrier()
+    assert 2 <= _peers() - before < 7  # neighbors of the ring, and of the tree of the broadcast
+
+
+class _Many(nn.Module):
+    """70 parameters, of which a forward uses some."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList(torch.ones(1) for _ in range(70))
+
+    def forward(self, chosen: list[int]) -> torch.Tensor:
+        return sum(self.weights[index].sum() for index in chosen)
+
+
+@on_ranks(2)
+def test_more_parameters_than_bits_of_a_word_are_dropped_where_no_rank_uses_them():
+    rank, _ = me()
+    model = _Many()
+    sync = pe.GradSync(model, accumulate=1)
+    used = {0: [0, 63, 68], 1: [0, 64]}
+    for window in sync.windows([used[rank]] * 2):
+        for chosen in window:
+            sync.backward(model(chosen))
+        sync.unscale_()
+        found = [index for index, weight in enumerate(model.weights) if weight.grad is not None]
+        assert found == [0, 63, 64, 68]
+        model.zero_grad()
+
+
+def _counts_ahead() -> int:
+    """Return the bytes of the collectives of a window whose counts are read ahead."""
+    model = nn.Linear(4, 1)
+    sync = pe.GradSync(model, accumulate=2)
+    windows = sync.windows([torch.ones(3, 4)] * 6, count=len)
+    for _ in range(3):
+        with Collectives() as seen:
+            for x in next(windows):
+                sync.backward(model(x).sum())
+            sync.step(torch.optim.SGD(model.parameters(), lr=0.0))
+    return seen.nbytes
+
+
+def test_counting_ahead_sends_as_much_on_more_ranks(ranks):
+    assert len({*ranks(2).run(_counts_ahead), *ranks(4).run(_counts_ahead)}) == 1
