@@ -92,9 +92,7 @@ class UsedAnywhere:
             flags = _as_bits(used, length)
             work = comm.all_reduce_or(flags)
         else:
-            flags = torch.nn.functional.pad(
-                send(used, torch.uint8, self._device), (0, length - len(used))
-            )
+            flags = torch.nn.functional.pad(send(used, torch.uint8, self._device), (0, length - len(used)))
             work = comm.all_reduce_max(flags)
         return UsedFlags(used, flags, work, on_stream=comm.is_stream_ordered, are_bits=comm.can_or)
 
