@@ -14,10 +14,8 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import os
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -29,8 +27,6 @@ from torch.distributed import distributed_c10d as c10d
 from pyengine.ops.device import HOST
 
 _log = logging.getLogger("pyengine.comm")
-
-_LAZY = "TORCH_GLOO_LAZY_INIT"
 
 # ---- groups that several engines share ----
 
@@ -130,41 +126,21 @@ def make(
     default_backend, store = c10d._world.pg_map[default_group]
     name = f"pyengine-{hashlib.sha256(f'{purpose} over {[*ranks]}'.encode()).hexdigest()[:32]}"
     group: dist.ProcessGroup
-    with _connecting_at_first_use():
-        group, _ = c10d._new_process_group_helper(
-            len(ranks),
-            ranks.index(dist.get_rank()),
-            [*ranks],
-            dist.Backend(default_backend if backend is None else backend),
-            store,
-            name,  # type: ignore[arg-type]  # a str
-            timeout=timeout,
-            pg_tag=name,  # without a tag of its own torch returns this group to whoever names these ranks
-            device_id=default_group.bound_device_id if backend is None else None,
-            group_desc=f"pyengine: {purpose}",
-        )
+    group, _ = c10d._new_process_group_helper(
+        len(ranks),
+        ranks.index(dist.get_rank()),
+        [*ranks],
+        dist.Backend(default_backend if backend is None else backend),
+        store,
+        name,  # type: ignore[arg-type]  # a str
+        timeout=timeout,
+        pg_tag=name,  # without a tag of its own torch returns this group to whoever names these ranks
+        device_id=default_group.bound_device_id if backend is None else None,
+        group_desc=f"pyengine: {purpose}",
+    )
     c10d._world.pg_group_ranks[group] = {rank: index for index, rank in enumerate(ranks)}
     _log.debug("make process group for %s over ranks %s, timeout %s", purpose, ranks, timeout)
     return group
-
-
-@contextmanager
-def _connecting_at_first_use() -> Iterator[None]:
-    """Let a gloo group made in the body connect two ranks when they first exchange data.
-
-    By default gloo connects each rank to every other one, through addresses in the store whose number is the
-    square of that of ranks; a ring needs two neighbors. The environment is torch's only switch for it, read
-    whenever a group is made.
-    """
-    before = os.environ.get(_LAZY)
-    os.environ[_LAZY] = "1"
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[_LAZY]
-        else:
-            os.environ[_LAZY] = before
 
 
 # ---- groups that one engine at a time uses: see [Note: an engine's own group] ----
