@@ -40,6 +40,7 @@ class Section:
     """A section of device work. It is a rehearsal until `is_capture` is set.
 
     Attributes:
+        is_own_copy: whether the engine itself copies between host and device, which is not reported.
         problems: what cannot be captured, as `report` has found it.
         inputs: static memory that the host fills before every run, one for each `send(..., refills=True)`.
         readbacks: those that were made in the capture, in order; each is started once the graph has run.
@@ -47,6 +48,7 @@ class Section:
 
     def __init__(self) -> None:
         self.is_capture = False
+        self.is_own_copy = False
         self.problems: list[str] = []
         self.inputs: list[Tensor] = []
         self.readbacks: list[Any] = []
@@ -84,52 +86,51 @@ def _key(values: Sequence[float], dtype: torch.dtype, device: torch.device) -> o
     return tuple(values), dtype, device
 
 
-# Not by thread: autograd launches a device's work on a thread of its own.
-_section: Section | None = None
-# Whether the engine itself copies between host and device, which `Rehearsal` does not report.
-_is_own_copy = False
+# At most one. Not by thread: autograd launches a device's work on a thread of its own.
+_entered: list[Section] = []
 
 
 def section() -> Section | None:
     """Return the section that is being rehearsed or captured; None outside of any."""
-    return _section
+    return _entered[0] if _entered else None
 
 
 def is_capturing() -> bool:
     """Whether device work is recorded here and not run: then no event and no value can be looked at."""
-    return _section is not None and _section.is_capture
+    return bool(_entered) and _entered[0].is_capture
 
 
 def report(problem: str) -> None:
     """Note, in a rehearsal, what a graph could not repeat; raise `CaptureError` in a capture."""
     if is_capturing():
         raise CaptureError(problem)
-    if _section is not None:
-        _section.problems.append(problem)
+    if _entered:
+        _entered[0].problems.append(problem)
 
 
 @contextlib.contextmanager
 def running(entered: Section, *, is_capture: bool) -> Iterator[None]:
     """Rehearse or capture a section in the body."""
-    global _section
-    if _section is not None:
+    if _entered:
         raise CaptureError("a section is being captured already: capture one window at a time")
-    _section, entered.is_capture = entered, is_capture
+    entered.is_capture = is_capture
+    _entered.append(entered)
     try:
         yield
     finally:
-        _section = None
+        _entered.clear()
 
 
 @contextlib.contextmanager
 def own_copy() -> Iterator[None]:
     """Mark the body's copies between host and device as the engine's own."""
-    global _is_own_copy
-    before, _is_own_copy = _is_own_copy, True
+    for entered in _entered:
+        entered.is_own_copy = True
     try:
         yield
     finally:
-        _is_own_copy = before
+        for entered in _entered:
+            entered.is_own_copy = False
 
 
 class Rehearsal(TorchDispatchMode):
@@ -155,7 +156,7 @@ class Rehearsal(TorchDispatchMode):
         result = func(*args, **kwargs)
         leaves = tree_leaves((args, kwargs))
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        is_made = not _is_own_copy and isinstance(result, Tensor) and self._is_far(result)
+        is_made = not _copies_itself() and isinstance(result, Tensor) and self._is_far(result)
         if is_made or any(map(self._is_far, tensors)):
             self._look(name, leaves, result)
         return result
@@ -164,7 +165,7 @@ class Rehearsal(TorchDispatchMode):
         line = _line_of_caller()
         told = tuple(tuple(leaf.shape) if isinstance(leaf, Tensor) else _plain(leaf) for leaf in leaves)
         self.operations.append((name, told, line))
-        if _is_own_copy:
+        if _copies_itself():
             return
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         indices = {"index": tensors[1:], "index_put_": tensors[1:-1]}.get(name, [])
@@ -173,6 +174,10 @@ class Rehearsal(TorchDispatchMode):
         elif name in ("_to_copy", "copy_") and not all(map(self._is_far, [*tensors, result])):
             ends = "to the device" if self._is_far(result) else "to the host"
             self.problems.append(f"{line}: {name} copies {ends}")
+
+
+def _copies_itself() -> bool:
+    return bool(_entered) and _entered[0].is_own_copy
 
 
 def _plain(leaf: Any) -> Any:
