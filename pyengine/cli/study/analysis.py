@@ -53,6 +53,7 @@ class Figures:
         is_within_noise: whether the throughput overlaps that of one worker, or either is of a single run.
         efficiency: speed-up over workers.
         sync_share: share of a step that waits for, or computes, the reduction, 0 to 1; mean over workers.
+        stalls: steps of a run that stalled.
         memory_bytes: peak memory of the largest worker.
         cpu_share: busy cores of a worker, mean over workers.
         accuracy: best of a run; None without evaluations.
@@ -70,6 +71,7 @@ class Figures:
     is_within_noise: bool
     efficiency: Range | None
     sync_share: Range
+    stalls: Range
     memory_bytes: Range
     cpu_share: Range
     accuracy: Range | None
@@ -262,6 +264,7 @@ def _figures(
         is_within_noise=cell.workers > 1 and base is not None and (samples_s.overlaps(base) or not is_known),
         efficiency=speed_up.over(cell.workers) if speed_up else None,
         sync_share=Range.of(map(sync_share, runs)),
+        stalls=Range.of(len(stalls(record)) for record in runs),
         memory_bytes=Range.of(float(max(record.peak_rss_bytes)) for record in runs),
         cpu_share=Range.of(statistics.fmean(record.cpu_share) for record in runs),
         accuracy=Range.of(accuracy for accuracy, _ in best) if best else None,

@@ -1,4 +1,4 @@
-"""The plots of a study, as PNG files."""
+"""The plots of a study, as PNG or SVG files."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from typing import Any
 import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
@@ -39,6 +38,7 @@ STYLE: dict[Any, Any] = {  # the stubs of rc_context list every name
     "xtick.color": INK,
     "ytick.color": INK,
     "text.color": INK,
+    "svg.hashsalt": "pyengine",  # the same figures give the same file
 }
 _SHADE = "#efece4"
 _MARKERS = "osD^vPX*"
@@ -57,17 +57,17 @@ class Plot:
     path: Path
 
 
-def draw(analysis: Analysis, folder: Path) -> list[Plot]:
-    """Draw every plot that has data, of at least one cell; earlier plots are replaced."""
+def draw(analysis: Analysis, folder: Path, *, suffix: str = ".png") -> list[Plot]:
+    """Draw every plot that has data, of at least one cell, as ".png" or ".svg"; earlier ones are replaced."""
     folder.mkdir(parents=True, exist_ok=True)
     plots = []
     with matplotlib.rc_context(STYLE):
         for paint, title, caption in _PICTURES:
-            path = folder / f"{paint.__name__.strip('_')}.png"
+            path = folder / f"{paint.__name__.strip('_')}{suffix}"
             path.unlink(missing_ok=True)
             figure = paint(analysis)
             if figure is not None:
-                FigureCanvasAgg(figure).print_png(path)
+                figure.savefig(path, metadata={"Date": None})
                 plots.append(Plot(title, caption, path))
     return plots
 
@@ -184,18 +184,22 @@ def _why_absent(analysis: Analysis, cell: Cell) -> str:
 
 
 def _resources(analysis: Analysis) -> Figure:
-    """Draw the waiting share, memory and cores."""
-    figure, (share, memory, cpu) = _panels(3, 3, width=4.2)
+    """Draw the waiting share, stalls, memory and cores."""
+    figure, (share, stalls, memory, cpu) = _panels(4, 2)
     _lines(share, analysis, lambda figures: figures.sync_share)
     share.set_title("share of a step that waits\nfor gradients")
     share.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
+    _lines(stalls, analysis, lambda figures: figures.stalls)
+    stalls.set_title("steps of a run\nthat stalled")
     _lines(memory, analysis, lambda figures: figures.memory_bytes.over(2**20))
     memory.set_title("peak memory of the\nlargest worker (MiB)")
     _lines(cpu, analysis, lambda figures: figures.cpu_share)
     cpu.set_title("busy cores\nof a worker")
-    for axes in (share, memory, cpu):
+    for axes in (share, stalls, memory, cpu):
         _from_zero(axes)
         _workers_axis(axes, analysis)
+    stalls.yaxis.set_major_locator(MaxNLocator(5, integer=True))
+    stalls.set_ylim(top=max(1, stalls.get_ylim()[1]))
     _legend(memory, analysis)
     return figure
 
@@ -301,5 +305,5 @@ _PICTURES: list[tuple[Callable[[Analysis], Figure | None], str, str]] = [
     ),
     (_accuracy_over_steps, "Accuracy over steps", "The same over optimizer steps."),
     (_heat_map, "Batch × workers", "Light is good; gray cells have no figure."),
-    (_resources, "Waiting, memory and cores", _RANGE),
+    (_resources, "Waiting, stalls, memory and cores", _RANGE),
 ]
