@@ -58,6 +58,12 @@ def divided_by(loss: Tensor, divisors: Collection[int]) -> int | None:
     return None
 
 
+def reduction_of(loss: Tensor) -> str:
+    """Return "mean" or "sum" if a loss is just what one of torch's loss functions has returned, else ""."""
+    reduction = getattr(loss.grad_fn, "_saved_reduction", None)  # torch's enum: none, mean, sum
+    return {1: "mean", 2: "sum"}.get(reduction, "") if isinstance(reduction, int) else ""
+
+
 def _factor(node: Any) -> float | None:
     """Return the number by which a node of the graph multiplies; None where it is no number of the host."""
     is_product = node.name() == "MulBackward0"

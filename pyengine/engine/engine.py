@@ -58,7 +58,7 @@ from pyengine.audit.auditor import AuditError
 from pyengine.checkpoint.snapshot import Snapshot, identify
 from pyengine.comm.base import Comm
 from pyengine.data.rng import set_rng_states
-from pyengine.engine.backward import BeforeBackward, checked_backward, divided_by
+from pyengine.engine.backward import BeforeBackward, checked_backward, divided_by, reduction_of
 from pyengine.engine.batch_norm import BatchNormReplay, batch_norm_problems
 from pyengine.engine.batch_norm import batch_norms as batch_norms_of
 from pyengine.engine.engine_ranks import EngineRanks, ShardedRanks
@@ -738,7 +738,8 @@ class Engine:
         if not self.is_closed:
             raise RuntimeError(
                 f"the gradients of window {counter.index} were reduced and never used: call "
-                "sync.step(optimizer), or sync.unscale_() to use .grad yourself, or sync.abandon()"
+                "sync.step(optimizer) in place of optimizer.step(), or sync.unscale_() to use .grad "
+                "yourself, or sync.abandon()"
             )
         counter.close(completed=counter.is_sent)
 
@@ -1077,8 +1078,27 @@ class Engine:
                 f"leave the division by {divisor} out of the loss, if it stands for accumulate={accumulate}: "
                 "the engine divides by what all micro-batches count, and with both the gradient is that much "
                 "too small. (Where it is something else, such as the size of a batch, the loss is right.)",
-                stacklevel=2,
+                stacklevel=3,
             )
+
+    def warn_of_reduction(self, loss: Tensor, count: Count | None) -> None:
+        """Warn once, in the first window, of a sum without its count, and of a mean with one."""
+        if self.counter.index or "reduction" in self.warned or self.denominators is not None:
+            return
+        reduction = reduction_of(loss)
+        if reduction == "sum" and count is None:
+            remedy = "pass the number of its items, count=, or let the loss be a mean"
+        elif reduction == "mean" and isinstance(count, int | float) and count > 1:
+            remedy = "leave count= out, or let the loss be a sum (reduction='sum')"
+        else:
+            return
+        self.warned.add("reduction")
+        how, size = ("without a count", "large") if count is None else (f"with count={count}", "small")
+        warnings.warn(
+            f"{remedy}: the loss is a {reduction}, as torch's loss function has returned it, {how}. The "
+            f"engine divides by counts, so the gradient would be that many times too {size}",
+            stacklevel=3,
+        )
 
 
 @dataclass(frozen=True)

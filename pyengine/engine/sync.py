@@ -305,6 +305,7 @@ class Sync:
         known = engine.due_count(count)
         with self._micro_batch_of_backward():
             engine.warn_of_division(one)
+            engine.warn_of_reduction(one, count)
             with engine.micro_batch(known, is_stated=True) as made:
                 made.loss = one if gradient is None else None
                 scaled = one if engine.scaler is None else engine.scaler.scale(one)

@@ -381,7 +381,7 @@ def by_rank(everybody: Sequence[Sequence[str]]) -> str:
     """Join the texts of all ranks; one that several ranks have stands once, behind their numbers."""
     ranks_of: dict[str, list[int]] = {}
     for rank, texts in enumerate(everybody):
-        for text in texts:
+        for text in dict.fromkeys(texts):
             ranks_of.setdefault(text, []).append(rank)
     named = []
     for text, ranks in ranks_of.items():

@@ -210,6 +210,27 @@ def test_other_losses_are_not_warned_of(name):
     assert _warned(OTHERS[name], count=3, is_block=False) == []
 
 
+@pytest.mark.parametrize(
+    ("reduction", "count", "says"),
+    [
+        ("sum", None, "pass the number of its items, count="),
+        ("mean", 3, "leave count= out"),
+        ("sum", 3, ""),
+        ("mean", None, ""),
+        ("mean", 1, ""),
+    ],
+)
+def test_a_sum_without_its_count_and_a_mean_with_one_are_warned_of_once(reduction, count, says):
+    weight = nn.Parameter(torch.ones(3, 2))
+    with pe.GradSync([weight], accumulate=2) as sync, _heard() as texts:
+        for window in sync.windows(range(4)):
+            for _ in window:
+                target = torch.zeros(3, dtype=torch.int64)
+                sync.backward(nn.functional.cross_entropy(weight, target, reduction=reduction), count=count)
+            sync.step(torch.optim.SGD([weight], lr=0.0))
+    assert [text.startswith(says) for text in texts] == ([True] if says else [])
+
+
 def test_a_loss_is_not_read_under_a_dispatch_mode():
     with FlopCounterMode(display=False):
         assert _warned(lambda loss: 2 * loss / 4, count=3, is_block=False) == []
