@@ -203,6 +203,7 @@ bench: $(BENCH_INSTALLED)
 
 numbers: $(BENCH_INSTALLED)
 	$(BENCH_VENV)/bin/python benchmarks/render_numbers.py
+	$(BENCH_VENV)/bin/python benchmarks/render_study.py
 
 # An environment over $(VENV): what that has is seen through a .pth file, what it lacks is installed here.
 $(BENCH_INSTALLED): $(BUILT) benchmarks/requirements.txt

@@ -1,4 +1,4 @@
-"""Pages and plots that `make bench` writes show the newest result files."""
+"""Pages and plots that `make numbers` writes show the newest result files."""
 
 from __future__ import annotations
 
@@ -14,9 +14,14 @@ if not (BENCHMARKS / "results").exists():
 sys.path.append(str(BENCHMARKS))
 
 import render_numbers
+import render_study
 from _launches import LAUNCHES
 from _peer_results import CONTROL, newest
 from _plots import PLOTS, digest
+
+from pyengine.cli.main import build_parser
+from pyengine.cli.study.arguments import settings
+from pyengine.cli.study.grid import cells
 
 RESULTS = newest(BENCHMARKS / "results")
 
@@ -55,3 +60,33 @@ def test_the_readme_has_the_figures_of_the_newest_files():
     ]
     readme = (ROOT / "README.md").read_text()
     assert [figure for figure in figures if figure not in readme] == []
+
+
+# ---- docs/study.md ----
+
+STUDY = render_study.newest()
+
+
+def test_the_page_of_the_study_shows_the_newest_file():
+    page = (ROOT / render_study.PAGE).read_text()
+    assert "study:begin" in page
+    assert page == render_study.rendered(page, STUDY), "`make numbers` writes the page"
+
+
+@pytest.mark.parametrize("name", render_study.PLOTS.values())
+def test_a_plot_of_the_study_shows_the_newest_file(name):
+    path = ROOT / "docs" / name
+    assert path.read_text().endswith(f"{render_study.digest(STUDY)}\n"), "`make numbers` draws the plot"
+
+
+def test_the_command_on_the_page_makes_the_study_that_is_shown():
+    page = (ROOT / render_study.PAGE).read_text()
+    (command,) = re.findall(
+        r"^python -m pyengine (study .*)\n```\n\n<!-- study:begin -->", page, re.MULTILINE
+    )
+    asked = settings(build_parser().parse_args(command.split()))
+    header, records, _ = render_study.read(STUDY)
+    assert {name: header[name] for name in asked.binding()} == asked.binding()
+    assert {(run.cell, run.repeat) for run in records} == {
+        (cell, repeat) for cell in cells(asked) for repeat in range(asked.repeats)
+    }
