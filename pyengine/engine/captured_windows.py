@@ -27,15 +27,15 @@ from pyengine.window.header import Count
 
 _log = logging.getLogger("pyengine.engine")
 
-# Windows of a length that run without a graph before one is captured: the first one's collectives are in the
+# Windows of a form that run without a graph before one is captured: the first one's collectives are in the
 # order of registration, and two rehearsals are compared.
 MIN_WARM_UP = 3
 MAX_FORMS = 64  # of windows: each keeps what is known of it, and maybe a graph
 
 
 @dataclass
-class _Length:
-    """What is known of windows whose micro-batches have the same number, structure, shapes and dtypes."""
+class _Form:
+    """A form of windows, whose micro-batches have the same number, structure, shapes and dtypes."""
 
     num_run: int = 0
     rehearsals: list[Rehearsal] = field(default_factory=list)  # of the last two, watched
@@ -70,7 +70,7 @@ class CapturedWindows:
     ) -> None:
         self._engine_of, self._train, self._callbacks = engine, train_window, callbacks
         self._warm_up = warm_up
-        self._lengths: dict[object, _Length] = {}
+        self._forms: dict[object, _Form] = {}
         self._stream = CaptureStream()
         self._has_warned = self._has_too_many = False
         self.num_captured = self.num_replayed = self.num_eager = 0
@@ -84,8 +84,8 @@ class CapturedWindows:
 
     @property
     def problems(self) -> list[str]:
-        """Why windows of some shape run without a graph; empty if none does."""
-        return [length.problem for length in self._lengths.values() if length.problem]
+        """Why windows of some form run without a graph; empty if none does."""
+        return [form.problem for form in self._forms.values() if form.problem]
 
     def __call__(self, window: Iterable[Any]) -> StepRecord | None:
         """Train one window of `sync.windows`.
@@ -105,41 +105,41 @@ class CapturedWindows:
                 "would repeat those of another one: give each count to sync.backward, as a tensor"
             )
         leaves, structure = tree_flatten(batches)
-        length = self._length_of((structure, tuple(map(_form, leaves))))
-        if length.graph is not None and self._is_stale(length.graph, engine):
-            length.forget()
-        if length.problem or not batches:
+        form = self._form_of((structure, tuple(map(_kind_of, leaves))))
+        if form.graph is not None and self._is_stale(form.graph, engine):
+            form.forget()
+        if form.problem or not batches:
             self._run(engine, batches)
-        elif length.num_run < self._warm_up - 2:
-            length.num_run += 1
+        elif form.num_run < self._warm_up - 2:
+            form.num_run += 1
             self._run(engine, batches)
         elif not engine.is_regular():
             self._run(engine, batches)
-        elif length.num_run < self._warm_up:
-            self._rehearse(engine, length, leaves, structure)
-        elif length.graph is None:
-            self._capture(engine, length, leaves, structure)
-        elif len(engine.verdicts.last_use().factors) != len(length.graph.factors):
+        elif form.num_run < self._warm_up:
+            self._rehearse(engine, form, leaves, structure)
+        elif form.graph is None:
+            self._capture(engine, form, leaves, structure)
+        elif len(engine.verdicts.last_use().factors) != len(form.graph.factors):
             self._run(engine, batches)  # the window before was clipped in another way
         else:
-            length.graph.take([leaf for leaf in leaves if isinstance(leaf, Tensor)])
-            engine.run_again(length.graph, [*self._callbacks()])
+            form.graph.take([leaf for leaf in leaves if isinstance(leaf, Tensor)])
+            engine.run_again(form.graph, [*self._callbacks()])
             self.num_replayed += 1
         if engine.counter.state is not State.USED:
             raise RuntimeError(_NOT_STEPPED)
         make = engine.make_record
         return None if make is None else make()
 
-    def _length_of(self, form: Hashable) -> _Length:
-        if form not in self._lengths and len(self._lengths) == MAX_FORMS:
-            other = _Length(problem=f"windows have had more than {MAX_FORMS} forms")
+    def _form_of(self, key: Hashable) -> _Form:
+        if key not in self._forms and len(self._forms) == MAX_FORMS:
+            other = _Form(problem=f"windows have had more than {MAX_FORMS} forms")
             if not self._has_too_many:
                 self._has_too_many = True
                 self._give_up(
                     other, [f"{other.problem}: pad tensors, and leave texts and objects out of batches"]
                 )
             return other
-        return self._lengths.setdefault(form, _Length())
+        return self._forms.setdefault(key, _Form())
 
     # ---- without a graph ----
 
@@ -148,47 +148,45 @@ class CapturedWindows:
         with self._on_stream(engine):
             self._train(batches)
 
-    def _rehearse(self, engine: Engine, length: _Length, leaves: list[Any], structure: Any) -> None:
+    def _rehearse(self, engine: Engine, form: _Form, leaves: list[Any], structure: Any) -> None:
         """Run one of the last two windows before the capture; watch and compare them."""
-        length.num_run += 1
-        section = length.section
+        form.num_run += 1
+        section = form.section
         section.rewind()
         with capture.running(section, is_capture=False), Rehearsal(_is_far) as rehearsal:
             self._run(engine, tree_unflatten(_on(engine.device, leaves), structure))
-        length.rehearsals.append(rehearsal)
-        before, length.counts = length.counts, engine.counts.counts
+        form.rehearsals.append(rehearsal)
+        before, form.counts = form.counts, engine.counts.counts
         found = [*section.problems, *rehearsal.problems]
-        for index, (was, now) in enumerate(zip(before, length.counts, strict=False)):
+        for index, (was, now) in enumerate(zip(before, form.counts, strict=False)):
             if not isinstance(now, Tensor) and now != was:
                 found.append(f"count of micro-batch {index} is {now}, and was {was}: give it as a tensor")
-        if len(length.rehearsals) == 2 and not found and (text := difference(*length.rehearsals)):
+        if len(form.rehearsals) == 2 and not found and (text := difference(*form.rehearsals)):
             found = [text]
         if found:
-            self._give_up(length, found)
+            self._give_up(form, found)
 
-    def _give_up(self, length: _Length, found: Sequence[str]) -> None:
+    def _give_up(self, form: _Form, found: Sequence[str]) -> None:
         """Run windows of this form without a graph from now on, and say why."""
         each = list(dict.fromkeys(found))
         more = f"; and {len(each) - 3} more" if len(each) > 3 else ""
-        length.problem = "; ".join(each[:3]) + more
-        warnings.warn(
-            f"sync.capture: windows of this form run without a graph: {length.problem}", stacklevel=4
-        )
+        form.problem = "; ".join(each[:3]) + more
+        warnings.warn(f"sync.capture: windows of this form run without a graph: {form.problem}", stacklevel=4)
 
     # ---- the capture ----
 
-    def _capture(self, engine: Engine, length: _Length, leaves: list[Any], structure: Any) -> None:
+    def _capture(self, engine: Engine, form: _Form, leaves: list[Any], structure: Any) -> None:
         """Capture the window, and run it."""
-        length.rehearsals = []
+        form.rehearsals = []
         if torch.is_autocast_enabled(engine.device.type) and torch.is_autocast_cache_enabled():
-            self._give_up(length, ["autocast is on around it, whose cache would go stale: enter it inside"])
+            self._give_up(form, ["autocast is on around it, whose cache would go stale: enter it inside"])
             self._run(engine, tree_unflatten(leaves, structure))
             return
         given = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         inputs = [torch.empty_like(tensor, device=engine.device) for tensor in given]
         use = engine.verdicts.last_use()
         graph = WindowGraph(
-            make_graph(), length.section, inputs, [factor.detach().clone() for factor in use.factors]
+            DeviceGraph(), form.section, inputs, [factor.detach().clone() for factor in use.factors]
         )
         use.factors[:] = graph.factors
         graph.take(given)
@@ -200,7 +198,7 @@ class CapturedWindows:
         sent = traffic.collectives, traffic.bytes_sent
         try:
             with (
-                capture.running(length.section, is_capture=True),
+                capture.running(form.section, is_capture=True),
                 self._on_stream(engine),
                 graph.work.capture(self._stream),
             ):
@@ -209,13 +207,13 @@ class CapturedWindows:
         except Exception as error:  # noqa: BLE001 - the other ranks wait for this window
             _log.debug("capture failed", exc_info=True)
             engine.rewind()
-            self._give_up(length, [f"its capture failed: {error}"])
+            self._give_up(form, [f"its capture failed: {error}"])
             self._run(engine, batches)
             return
         graph.collectives, graph.bytes_sent = traffic.collectives - sent[0], traffic.bytes_sent - sent[1]
         graph.tensors, graph.params, graph.layout = _memory_of(graph.stepped, engine)
         graph.addresses = addresses_of(graph.params)
-        length.graph = graph
+        form.graph = graph
         self.num_captured += 1
         engine.run_captured(graph)
         named = zip(engine.reducer.names, graph.grads, strict=True)
@@ -253,10 +251,6 @@ class CapturedWindows:
         with self._stream.current(engine.device):
             engine.follow_stream()
             yield
-
-
-def make_graph() -> DeviceGraph:
-    return DeviceGraph()
 
 
 def capture_problems(engine: Engine) -> list[str]:
@@ -306,7 +300,7 @@ def _is_far(tensor: Tensor) -> bool:
     return runs_ahead(tensor.device)
 
 
-def _form(leaf: object) -> object:
+def _kind_of(leaf: object) -> object:
     """Return what has to be the same for a graph to be used again: of a tensor all but its values."""
     if isinstance(leaf, Tensor):
         return leaf.shape, leaf.dtype, leaf.layout

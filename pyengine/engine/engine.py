@@ -795,7 +795,7 @@ class Engine:
         """Run the work of the window that has just been captured; nothing of it has run yet."""
         self.clock.start()
         graph.header.fill()
-        graph.run()
+        graph.work.replay()
         self.reducer.run_again()
         self.clock.stop()
         graph.start_readbacks()
@@ -824,7 +824,7 @@ class Engine:
         )
         header.fill()
         counter.state = State.SENT
-        graph.run()
+        graph.work.replay()
         self.reducer.run_again()
         self.comm.traffic.collectives += graph.collectives
         self.comm.traffic.bytes_sent += graph.bytes_sent

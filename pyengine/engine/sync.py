@@ -573,9 +573,9 @@ class Sync:
 
         The first `warm_up` windows of a form (number of micro-batches, structure, shapes, dtypes) run as any
         other; then one is captured, and later ones launch the graph: forwards, backwards, reduction, norm,
-        clipping and steps at the host's cost of a single launch. Results, records, skipped steps and what
-        ranks agree on are those of the same windows without a graph, with the same bits. Ranks that have run
-        out, and windows of other lengths, run without.
+        clipping and steps at the host's cost of a single launch. Results, records (but for seconds by phase),
+        skipped steps and what ranks agree on are those of the same windows without a graph, with the same
+        bits. Ranks that have run out, and windows of other lengths, run without.
 
         Args:
             train_window: `train_window(batches)` runs the backwards of a window's micro-batches, clips, and

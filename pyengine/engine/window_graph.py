@@ -58,9 +58,9 @@ class DeviceGraph:
     @staticmethod
     def problems(device: torch.device) -> list[str]:
         """Return why work of a device cannot be captured."""
-        return (
-            [] if device.type == "cuda" else [f"the parameters are on {device}: a graph needs a CUDA device"]
-        )
+        if device.type == "cuda":
+            return []
+        return [f"the parameters are on {device}: a graph needs a CUDA device"]
 
 
 @dataclass
@@ -102,9 +102,6 @@ class WindowGraph:
         """Copy a window's tensors to where the graph reads them."""
         for mine, given in zip(self.inputs, inputs, strict=True):
             mine.copy_(given, non_blocking=True)
-
-    def run(self) -> None:
-        self.work.replay()
 
     def start_readbacks(self) -> None:
         """Read, behind the first run, what the host has asked for in the capture."""

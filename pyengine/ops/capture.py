@@ -163,8 +163,8 @@ class Rehearsal(TorchDispatchMode):
 
     def _look(self, name: str, leaves: list[Any], result: Any) -> None:
         line = _line_of_caller()
-        told = tuple(tuple(leaf.shape) if isinstance(leaf, Tensor) else _plain(leaf) for leaf in leaves)
-        self.operations.append((name, told, line))
+        given = tuple(tuple(leaf.shape) if isinstance(leaf, Tensor) else _plain(leaf) for leaf in leaves)
+        self.operations.append((name, given, line))
         if _copies_itself():
             return
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]

@@ -23,7 +23,8 @@ class StepRecord:
     """One optimizer step, as every rank saw it.
 
     Seconds are of the device's own clock where the parameters are on an accelerator, and the host's on an XLA
-    device, where they are the time to record the work.
+    device, where they are the time to record the work. `backward_s` and `exposed_sync_s` of a window that ran
+    as a graph (`sync.capture`) are 0.
 
     Attributes:
         step: optimizer steps attempted before this one.

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import cache
 
 import torch
 from torch import Tensor
@@ -33,14 +32,10 @@ def lanes(values: Tensor) -> Tensor:
         >>> total((from_one_rank + from_another).tolist())
         1.0
     """
-    pieces = (values.double()[:, None] / _units_on(values.device)).trunc()
+    units = send(_UNITS, torch.float64, values.device)
+    pieces = (values.double()[:, None] / units).trunc()
     pieces[:, 1:] -= pieces[:, :-1] * 2.0**_BITS
     return pieces.sum(0)
-
-
-@cache
-def _units_on(device: torch.device) -> Tensor:
-    return send(_UNITS, torch.float64, device)
 
 
 def rounded(value: Tensor) -> Tensor:

@@ -77,10 +77,9 @@ class BucketWire(OfBucket[Wire]):
     def _seed(self, rank: int, stage: int) -> int | None:
         """Return a seed unique to this rank, bucket, window and encoding; None to round to nearest."""
         seed = self.encodes_as.seed
-        if seed is not None:
-            capture.report("a stochastic wire draws other numbers in every window, by a seed of the host")
         if seed is None:
             return None
+        capture.report("a stochastic wire draws other numbers in every window, by a seed of the host")
         for word in (self.memory.turn, self.memory.number, rank, stage):
             seed = _mixed(seed ^ word)
         return seed - 2**63

@@ -84,11 +84,11 @@ def _run(
             sync.load_state_dict(state)
             optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))  # other memory: captured again
     sync.close()
-    told = [
+    seen = [
         (r.step, r.micro_batches, r.count, r.loss, r.grad_norm, r.skipped, r.collectives, r.bytes_on_wire)
         for r in records
     ]
-    return [param.detach().clone() for param in model.parameters()], [*told, *sums], step
+    return [param.detach().clone() for param in model.parameters()], [*seen, *sums], step
 
 
 CASES = {
@@ -113,10 +113,10 @@ CASES = {
 def test_a_captured_window_has_the_bits_of_one_that_is_not(world: int, case: str) -> None:
     with recorded_device(), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*step was skipped")
-        expected, told, _ = _run(captured=False, **CASES[case])
-        found, also, step = _run(captured=True, **CASES[case])
+        expected, records, _ = _run(captured=False, **CASES[case])
+        found, others, step = _run(captured=True, **CASES[case])
     assert all(map(torch.equal, found, expected))
-    assert repr(also) == repr(told)  # as text, in which nan is nan
+    assert repr(others) == repr(records)  # as text, in which nan is nan
     assert not step.problems
     assert step.num_captured >= 1
     assert step.num_replayed >= 4
@@ -306,6 +306,40 @@ def test_a_bare_backward_between_windows_is_found():
 
     with recorded_device(), pytest.raises(ValueError, match="was written to between windows"):
         _captured(windows=9, before=train_past)
+
+
+def test_a_window_behind_one_that_was_clipped_otherwise_runs_without_a_graph():
+    """What ranks compare of the window before has another length then."""
+
+    def clip(model, sync, optimizer, x):
+        sync.backward(model(x).sum(), count=len(x))
+        if len(x) == 3:
+            sync.clip_grad_value_(1.0)
+        sync.step(optimizer)
+
+    with recorded_device():
+        model = _model()
+        sync, optimizer = pe.GradSync(model), torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
+        step = sync.capture(lambda batches: clip(model, sync, optimizer, batches[0]))
+        rows = [2, 2, 2, 2, 2, 3, 2, 2]
+        for window in sync.windows([torch.ones(num, 6) for num in rows]):
+            step(window)
+        sync.close()
+    assert (step.num_captured, step.num_replayed, step.num_eager) == (1, 2, 5)
+
+
+def test_a_loss_scale_is_updated_once_by_a_window_that_ran_as_a_graph():
+    with recorded_device():
+        model = _model()
+        sync, optimizer = pe.GradSync(model), torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
+        sync.scaler = scaler = pe.GradScaler("cpu", growth_interval=100)
+        step = sync.capture(lambda batches: _step(model, sync, optimizer, batches[0]))
+        for window in sync.windows([torch.ones(2, 6)] * 6):
+            step(window)
+        before = scaler.state_dict()
+        sync.abandon()
+        assert scaler.state_dict() == before
+        assert (before["_growth_tracker"], step.num_replayed) == (6, 2)
 
 
 def test_a_gradient_that_no_optimizer_has_used_counts_into_the_next_window():

@@ -60,8 +60,8 @@ def _run(dtype: torch.dtype, *, captured: bool, compiled: bool = False, scales: 
     for window in sync.windows(list(zip(x, y, strict=True))):
         step(window)
     sync.close()
-    told = [(r.step, r.count, r.loss, r.grad_norm, r.skipped, r.collectives) for r in records]
-    return [param.detach().clone() for param in model.parameters()], repr(told), step
+    seen = [(r.step, r.count, r.loss, r.grad_norm, r.skipped, r.collectives) for r in records]
+    return [param.detach().clone() for param in model.parameters()], repr(seen), step
 
 
 @pytest.mark.parametrize(
@@ -81,10 +81,10 @@ def _run(dtype: torch.dtype, *, captured: bool, compiled: bool = False, scales: 
 @pytest.mark.filterwarnings("ignore:.*step was skipped")
 @pytest.mark.usefixtures("group")
 def test_captured_windows_have_the_bits_of_eager_ones(case):
-    expected, told, _ = _run(**case, captured=False)
-    found, also, step = _run(**case, captured=True)
+    expected, records, _ = _run(**case, captured=False)
+    found, others, step = _run(**case, captured=True)
     assert not step.problems
     assert step.num_captured == 1
     assert step.num_replayed >= WINDOWS - 8
-    assert also == told
+    assert others == records
     assert all(map(torch.equal, found, expected))
