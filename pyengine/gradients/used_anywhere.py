@@ -38,8 +38,10 @@ class UsedFlags:
         self._mine, self._flags, self._work = list(mine), flags, work
         self._on_stream, self._are_bits = on_stream, are_bits
 
-    def drop_unused(self, params: Sequence[Parameter]) -> list[int]:
+    def drop_unused(self, params: Sequence[Parameter], *, waits: bool = False) -> list[int]:
         """Set `.grad` of unused parameters, in the order of the flags, to None; return their indices.
+
+        `waits` is for a rank that has left the window: the flags of ranks that are still in it do not come.
 
         In work that is captured as a graph nothing is read: no rank has used what this one has not.
 
@@ -47,7 +49,7 @@ class UsedFlags:
         the flags it waits for all work queued on its device. Other ranks do not wait.
         """
         asked = [i for i, used in enumerate(self._mine) if not used and params[i].grad is not None]
-        if asked or self._on_stream:  # waiting for a stream costs the host nothing
+        if asked or waits or self._on_stream:  # waiting for a stream costs the host nothing
             self._work.wait()
         if is_capturing():
             for index in asked:

@@ -263,7 +263,7 @@ class FSDPReducer(ShardedReducer):
             final.void = self._nan
         if self._used_flags is not None:
             try:
-                self._used_flags.drop_unused(self.params)
+                self._used_flags.drop_unused(self.params, waits=self._gave_up)
             except RuntimeError as error:
                 raise RuntimeError(
                     f"{_EXCEPTION_IN_BACKWARD}: {error}" if self._gave_up else str(error)
