@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -137,12 +137,12 @@ class BatchNormReplay:
         if rows:
             self._saved = [part.to(own) for part, own in zip(rows, self._tables, strict=True)]
 
-    @contextmanager
-    def micro_batch(self, *, due: bool) -> Iterator[None]:
+    def micro_batch(self, *, due: bool) -> AbstractContextManager[None]:
         """Count forwards in the body that are in no backward; after it none, unless more are `due`."""
-        if self._target.row is None:
-            yield
-            return
+        return nullcontext() if self._target.row is None else self._counted(due=due)
+
+    @contextmanager
+    def _counted(self, *, due: bool) -> Iterator[None]:
         self._target.may_be_in_backward = True
         try:
             yield

@@ -368,26 +368,23 @@ class Engine:
         finally:
             self._running.release()
 
-    @contextmanager
-    def last_backward(self, made: MicroBatch, roots: Sequence[Tensor]) -> Iterator[None]:
+    def last_backward(self, made: MicroBatch, roots: Sequence[Tensor]) -> AbstractContextManager[None]:
         """Run the last backward of a micro-batch in the body, and accumulate its gradients from inside it; in
         the window's last micro-batch launch the header before it, and each bucket as soon as it is complete.
         """
         made._has_last = self.has_backward = True
         self.batch_norms.stop_counting()
         if self.dropping is not None:
-            yield  # whether the micro-batch is dropped is known only when all of its gradients are
-            return
+            return nullcontext()  # whether it is dropped is known only when all of its gradients are
         self._note(made)
         if made._syncs and self.reducer.overlaps:
-            with self.launch_header() as header, self.reducer.overlap(header, roots):
-                yield
-        elif not made._ends_run:
-            with self.reducer.leave_in_grad():
-                yield
-        else:
-            with self.reducer.add():
-                yield
+            return self._overlap(roots)
+        return self.reducer.add() if made._ends_run else self.reducer.leave_in_grad()
+
+    @contextmanager
+    def _overlap(self, roots: Sequence[Tensor]) -> Iterator[None]:
+        with self.launch_header() as header, self.reducer.overlap(header, roots):
+            yield
 
     def _note(self, made: MicroBatch) -> None:
         """Count a micro-batch: from here on the window's header may be launched. Where micro-batches with inf
@@ -1222,12 +1219,10 @@ class MicroBatch:
             yield
         self._engine.marks.record()
 
-    @contextmanager
-    def only_backward(self, root: Tensor) -> Iterator[None]:
+    def only_backward(self, root: Tensor) -> AbstractContextManager[None]:
         """As `last_backward`, where no code but the engine's runs in the rest of the block."""
         self._has_only = True
-        with self._engine.last_backward(self, (root,)):
-            yield
+        return self._engine.last_backward(self, (root,))
 
     def _check_open(self, what: str) -> None:
         if self._has_last:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -162,13 +162,12 @@ class Reducer(ABC):
         yield
         self.collect()
 
-    @contextmanager
-    def leave_in_grad(self) -> Iterator[None]:
+    def leave_in_grad(self) -> AbstractContextManager[None]:
         """Leave the gradients of the body in `.grad`, where autograd adds those of the next micro-batch.
 
         Used instead of `add` or `collect`. Launches no collective.
         """
-        yield
+        return nullcontext()
 
     def collect(self) -> None:
         """Accumulate a micro-batch whose backwards, if any, have all run.

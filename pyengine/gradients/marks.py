@@ -73,7 +73,8 @@ class GradMarks:
 
     def changed(self) -> list[int]:
         """Return the indices of parameters whose gradient has changed since `record`."""
-        return sorted({*self.written(), *self._reducer.written_outside_grad()})
+        written, outside = self.written(), self._reducer.written_outside_grad()
+        return sorted({*written, *outside}) if outside else written
 
     def watch_hooks(self, refuse: Callable[[str, Tensor], object]) -> None:
         """Call the method `refuse`, once a window, for a hook that removes a gradient inside a backward.

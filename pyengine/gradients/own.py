@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 
@@ -289,10 +289,8 @@ class BucketReducer(Reducer):
             yield
         self.collect()
 
-    @contextmanager
-    def leave_in_grad(self) -> Iterator[None]:
-        with self._record_arrivals_once():
-            yield
+    def leave_in_grad(self) -> AbstractContextManager[None]:
+        return self._record_arrivals_once()
 
     def _accumulated_in_backward(self) -> list[OwnBucket]:
         """Return the buckets that may be accumulated inside an earlier backward.
@@ -314,8 +312,9 @@ class BucketReducer(Reducer):
 
     def written_outside_grad(self) -> Sequence[int]:
         """Return the parameters whose layer has added to `main_grad` itself."""
-        indices = [*self._bucket_of]
-        return [indices[i] for i in written(self._slot_locals)]
+        slots = written(self._slot_locals)
+        indices = [*self._bucket_of] if slots else []
+        return [indices[slot] for slot in slots]
 
     def clear_written_outside_grad(self) -> None:
         if written(self._slot_locals):
@@ -487,12 +486,12 @@ class BucketReducer(Reducer):
                 "(A rank on which this did not happen may have stepped; the next window reports it)"
             )
 
-    @contextmanager
-    def _record_arrivals_once(self) -> Iterator[None]:
+    def _record_arrivals_once(self) -> AbstractContextManager[None]:
         """Record the arrivals of this rank's first backward."""
-        if self._arrivals is not None:
-            yield
-            return
+        return self._record_arrivals() if self._arrivals is None else nullcontext()
+
+    @contextmanager
+    def _record_arrivals(self) -> Iterator[None]:
         arrivals = Arrivals({index: self.params[index] for index in backward_order(self._specs)})
         with arrivals.recorded():
             yield

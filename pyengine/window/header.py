@@ -123,7 +123,7 @@ class LocalWindow:
     def append(self, loss: Tensor | None, count: Count, *, is_dropped: bool | Tensor = False) -> None:
         """Note a micro-batch; count and loss of one that has left the window are 0, unread."""
         self.counts.append(_or_zero(count, is_dropped))
-        self.losses.append(None if loss is None else cast(Tensor, _or_zero(loss.detach(), is_dropped)))
+        self.losses.append(None if loss is None else cast(Tensor, _or_zero(loss, is_dropped)))
         self.dropped.append(is_dropped)
 
     def add_to(self, vector: Tensor) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
 
@@ -269,10 +269,8 @@ class DDPReducer(Reducer):
             yield
         self.collect()
 
-    @contextmanager
-    def leave_in_grad(self) -> Iterator[None]:
-        with self._driver.learning_graph():
-            yield
+    def leave_in_grad(self) -> AbstractContextManager[None]:
+        return self._driver.learning_graph()
 
     def collect(self) -> None:
         if self.ddp_buckets is not None:
