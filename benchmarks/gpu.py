@@ -83,7 +83,7 @@ class Task:
 
 def steps(*, is_dry: bool = False) -> dict[str, list[Task]]:
     """Return the tasks by step, what is worth most first; in a rehearsal not each of those alike."""
-    cases = CASES[:2] if is_dry else CASES
+    cases = CASES[:1] if is_dry else CASES
     return {
         "tests": _tests(),
         "kernels": [_kernels(stem) for stem in STEMS],

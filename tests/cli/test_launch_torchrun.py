@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
+from marks import rest
 
 from pyengine import launch
 from pyengine.cli.main import main
@@ -43,7 +44,9 @@ def meet(store: dist.Store, world_size: int) -> set[str]:
 
 def test_every_call_runs_on_torchruns_workers_until_one_wants_another_number() -> None:
     done = torchrun(str(SCRIPT), "3", "3", "4")
-    assert sorted(done.stdout.splitlines()) == ["[(0, 0), (0, 1)]"] * 2 + ["[(1, 0), (1, 1)]"] * 2
+    lines = done.stdout.splitlines()
+    # torchrun ends a worker when the other has failed, maybe before it has printed its second call.
+    assert lines.count("[(0, 0), (0, 1)]") == 2 and set(lines) == {"[(0, 0), (0, 1)]", "[(1, 0), (1, 1)]"}
     assert done.returncode == 1
     assert "ValueError: workers=4 after workers=3: all calls run on the same 2 workers" in done.stderr
 
@@ -59,7 +62,7 @@ def test_a_failure_is_in_torchruns_summary_and_its_restart_meets_anew() -> None:
     assert restarted.stdout.splitlines() == ["[(0, 0), (0, 1)]"] * 2
 
 
-@pytest.mark.parametrize("absent", ["0", "1"])
+@pytest.mark.parametrize("absent", ["0", *rest("1")])
 def test_a_restart_meets_although_only_one_rank_had_come_before(absent: str) -> None:
     restarted = torchrun("--max-restarts", "1", str(SCRIPT), "2", "2", ABSENT=absent)
     assert restarted.returncode == 0, restarted.stderr

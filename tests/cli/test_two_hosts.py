@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from marks import rest
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "any_launcher.py"
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--rdzv-backend", "c10d"]
@@ -109,7 +110,7 @@ def _ended(hosts: tuple[Host, Host], processes: list[Process]) -> list[tuple[str
         raise AssertionError(f"a host has not ended; both printed {printed}") from None
 
 
-@pytest.mark.parametrize("per_host", ["1", "2"])
+@pytest.mark.parametrize("per_host", [*rest("1"), "2"])
 def test_two_hosts_print_what_one_prints(hosts: tuple[Host, Host], printed: str, per_host: str) -> None:
     processes = [host.torchrun("--nproc-per-node", per_host, str(EXAMPLE)) for host in hosts]
     (said, errors), (nothing, other_errors) = _ended(hosts, processes)
