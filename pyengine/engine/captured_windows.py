@@ -231,16 +231,16 @@ class CapturedWindows:
                 return True
         return False
 
-    def _warn_of_number(self, done: OptimizerStep, now: Sequence[tuple[str, float]]) -> None:
-        """Warn once that a hyperparameter is a number of the host, which a graph keeps."""
+    def _warn_of_number(self, done: OptimizerStep, now: Sequence[tuple[str, float | str]]) -> None:
+        """Warn once that a hyperparameter is a value of the host, which a graph keeps."""
         if self._has_warned:
             return
         self._has_warned = True
         pairs = zip(now, done.numbers, strict=True)
         (name, value), (_, was) = next(pair for pair in pairs if pair[0] != pair[1])
         warnings.warn(
-            f"sync.capture: {name} of {done.name} is {value:g}, and was {was:g} in the captured window, which"
-            f" is captured again. If it changes often, make it a tensor: {name}=torch.tensor({was:g}, "
+            f"sync.capture: {name} of {done.name} is {value}, and was {was} in the captured window, which is "
+            f"captured again. If a number changes often, make it a tensor: {name}=torch.tensor({was}, "
             "device=...), to which schedulers write",
             stacklevel=5,
         )

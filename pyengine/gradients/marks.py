@@ -77,33 +77,47 @@ class GradMarks:
         return sorted({*written, *outside}) if outside else written
 
     def watch_hooks(self, refuse: Callable[[str, Tensor], object]) -> None:
-        """Call the method `refuse`, once a window, for a hook that removes a gradient inside a backward.
+        """Call the method `refuse`, once a window, for a hook that removes a gradient, or writes to its
+        parameter, inside a backward.
 
-        Cost: 0.1 µs a parameter; a hook for each parameter that already has a post-accumulate hook.
+        Cost: 0.1 µs a parameter; two hooks for each parameter that already has a post-accumulate hook.
         """
         self.release()
         # Python's garbage collector does not see hooks of a parameter: a strong reference would keep the
         # engine alive.
         call = WeakMethod(refuse)
         found: list[str] = []
+        versions: dict[str, int] = {}  # of parameters, when their gradient is about to be accumulated
+
+        def note(name: str, param: Tensor, grad: Tensor) -> None:
+            del grad
+            versions[name] = param._version
 
         def look(name: str, param: Tensor) -> None:
             own = call()
-            if param.grad is None and own is not None and not found:
-                found.append(name)
-                own(
-                    f"a hook of register_post_accumulate_grad_hook has removed the gradient of {name!r} (it "
-                    "sets .grad to None, or steps an optimizer and clears the gradient): remove the hook, "
-                    "and call sync.step(optimizer), since gradients are reduced at the window's end",
-                    param,
-                )
+            if own is None or found:
+                return
+            if param.grad is None:
+                what = f"removed the gradient of {name!r} (it sets .grad to None, or steps an optimizer and "
+                what += "clears the gradient): remove the hook"
+            elif versions.get(name, param._version) != param._version:
+                what = f"written to {name!r} (it steps an optimizer): remove the hook, load the parameters "
+                what += "again, which are this rank's alone now"
+            else:
+                return
+            found.append(name)
+            own(
+                f"a hook of register_post_accumulate_grad_hook has {what}, and call sync.step(optimizer), "
+                "since gradients are reduced at the window's end",
+                param,
+            )
 
-        # Hooks run in the order of registration: this one comes last.
-        self._handles = [
-            param.register_post_accumulate_grad_hook(partial(look, name))
-            for name, param in zip(self._names, self._params, strict=True)
-            if param._post_accumulate_grad_hooks  # noqa: SLF001 - torch lists hooks nowhere else
-        ]
+        for name, param in zip(self._names, self._params, strict=True):
+            if param._post_accumulate_grad_hooks:  # noqa: SLF001 - torch lists hooks nowhere else
+                # Hooks of a tensor run before its gradient is accumulated, and those behind that in the order
+                # of registration: `look` comes last.
+                self._handles.append(param.register_hook(partial(note, name, param)))
+                self._handles.append(param.register_post_accumulate_grad_hook(partial(look, name)))
 
     def release(self) -> None:
         for handle in self._handles:

@@ -211,12 +211,15 @@ class _Looked:
     foreign: list[Parameter]
 
 
-def hyperparameters(optimizer: torch.optim.Optimizer) -> tuple[tuple[tuple[str, float], ...], list[Tensor]]:
-    """Return the numbers of every group, the learning rate first, and those that only an accelerator knows.
+def hyperparameters(
+    optimizer: torch.optim.Optimizer,
+) -> tuple[tuple[tuple[str, float | str], ...], list[Tensor]]:
+    """Return what every group sets, numbers and names, the learning rate first, and what only an accelerator
+    knows.
 
     A group may hold more than its optimizer has defaults for: timm's `lr_scale`, a schedule's `initial_lr`.
     """
-    numbers: list[tuple[str, float]] = []
+    numbers: list[tuple[str, float | str]] = []
     tensors: list[Tensor] = []
     for group in optimizer.param_groups:
         for name in sorted(group.keys() - {"params"}, key=lambda key: (key != "lr", str(key))):
@@ -228,4 +231,6 @@ def hyperparameters(optimizer: torch.optim.Optimizer) -> tuple[tuple[tuple[str, 
                     tensors.append(item)
                 elif isinstance(item, Real | Tensor):
                     numbers.append((name, float(item)))
+                elif isinstance(value, str):  # Muon's adjust_lr_fn; not the list of parameters' names
+                    numbers.append((name, value))
     return tuple(numbers), tensors

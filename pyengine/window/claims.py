@@ -30,12 +30,12 @@ class OptimizerStep:
 
     name: str  # of its class
     params: tuple[tuple[int, ...], ...]  # by group, the registration indices of the engine's parameters
-    numbers: tuple[tuple[str, float], ...]  # its groups' hyperparameters, one after the other
+    numbers: tuple[tuple[str, float | str], ...]  # its groups' hyperparameters, one after the other
 
     def __str__(self) -> str:
         values: dict[str, dict[str, None]] = {}  # by name those of all groups, each once
         for name, value in self.numbers:
-            values.setdefault(name, {})[f"{value:g}"] = None
+            values.setdefault(name, {})[value if isinstance(value, str) else f"{value:g}"] = None
         numbers = ", ".join(f"{name}={'/'.join(each)}" for name, each in values.items())
         indices = [index for group in self.params for index in group]
         first = ", ".join(map(str, indices[:8])) + (", ..." if len(indices) > 8 else "")

@@ -129,10 +129,11 @@ def test_ranks_may_look_at_the_norm_alone():
         ("layers", ([1, 2], [1, 3]), ("layers=1/2", "layers=1/3")),
         ("gain", (torch.ones(1), torch.zeros(())), ("gain=1", "gain=0")),
         ("ratio", (np.float32(2), np.float32(4)), ("ratio=2", "ratio=4")),
+        ("adjust_lr_fn", ("original", "match_rms_adamw"), ("=original", "=match_rms_adamw")),
     ],
 )
 @on_ranks(2)
-def test_a_number_of_a_group_that_has_no_default_is_compared(key, values, told):
+def test_what_a_group_sets_beyond_its_defaults_is_compared(key, values, told):
     rank, _ = me()
     sync, forward = engine("own", nn.Linear(4, 2), accumulate=1)
     groups = [{"params": [forward.weight]}, {"params": [forward.bias], key: values[rank]}]

@@ -74,8 +74,18 @@ def _hooked(hook: Callable[[Parameter], None], *, only: int | None = None) -> Ca
     return change
 
 
-def _step_and_clear(param: Parameter) -> None:
+def _step(param: Parameter) -> None:
     torch.optim.SGD([param], lr=0.5).step()
+
+
+def _step_and_zero(param: Parameter) -> None:
+    _step(param)
+    assert param.grad is not None
+    param.grad.zero_()
+
+
+def _step_and_clear(param: Parameter) -> None:
+    _step(param)
     param.grad = None
 
 
@@ -106,6 +116,8 @@ _CHANGES: dict[str, Callable[[nn.Sequential], None]] = {
     "swap_tensors": _swap,
     "a layer in use": _layer_in_use,
     "step and clear": _hooked(_step_and_clear),
+    "step": _hooked(_step),
+    "step and zero": _hooked(_step_and_zero),
     "clear one": _hooked(_clear, only=0),
     "in the backward": _in_backward,
     "clear by nodes": _clear_by_nodes,
@@ -174,6 +186,15 @@ def test_what_leaves_parameters_and_gradients_alone_is_no_error(ranks: Ranks, do
 def test_a_hook_that_takes_gradients_away_is_refused(ranks: Ranks, door, what, accumulate):
     (found,) = ranks(1).run(_windows, door, what, accumulate)
     assert all("a hook of register_post_accumulate_grad_hook has removed the gradient of" in t for t in found)
+
+
+@pytest.mark.parametrize("what", ["step", "step and zero"])
+@pytest.mark.parametrize("door", ["GradSync", "attach"])
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_hook_that_steps_and_leaves_a_gradient_is_refused(ranks: Ranks, door, what, accumulate):
+    for found in ranks(2).run(_windows, door, what, accumulate, 1):
+        assert "rank 1: a hook of register_post_accumulate_grad_hook has written to '1.bias'" in found[0]
+        assert "load the parameters again" in found[0]
 
 
 @pytest.mark.parametrize("door", ["GradSync", "attach", "fully_shard"])
