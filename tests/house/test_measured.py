@@ -77,3 +77,18 @@ def test_what_wires_do_to_training_is_that_of_the_result_file():
         means = {wire: factor * statistics.mean(rows[wire]["finals"]) for wire in WIRES.keys() & rows.keys()}
         exact = means.pop("fp32")
         assert shown.format(exact, min(means.values()), max(means.values())) in text
+
+
+def test_windows_on_a_gpu_are_those_of_the_result_file():
+    cases = _linked("docs/gpu.md", "step-cuda")["cases"]
+    measured = [
+        [f"{rows[variant]['window_p50_ms']:.1f}" for variant in ("engine", "attach", "no_sync_view")]
+        for case in ("gpt124:fp32", "small:fp32")
+        for rows in [cases[case]]
+    ]
+    assert [*_table("docs/gpu.md", "DDP with views").values()] == measured
+    rows = cases["gpt124:fp32"]
+    less = 1 - rows["engine"]["peak_mb"] / rows["no_sync_view"]["peak_mb"]
+    by_hand = cases["small:fp32"]["by_hand"]["graph_p50_ms"]
+    text = (ROOT / "docs" / "gpu.md").read_text()
+    assert f"needs {less:.0%}".replace("%", " %") in text and f"takes {by_hand:.0f} ms" in text
