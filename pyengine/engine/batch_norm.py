@@ -9,7 +9,7 @@ a rank's being zero in the others' places, and every rank replays them in the or
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -151,6 +151,16 @@ class BatchNormReplay:
             self._target.count_backward()
             if due:
                 self._target.use_next_row()
+
+    def keep_rows(self) -> Callable[[], None]:
+        """Return a function that undoes what the forwards from here on write to rows."""
+        kept = [table.clone() for table in self._tables]
+
+        def undo() -> None:
+            for table, values in zip(self._tables, kept, strict=True):
+                table.data.copy_(values)
+
+        return undo
 
     def drop(self, is_dropped: bool | Tensor) -> None:
         """Leave out the statistics of the micro-batch whose backwards have run, if `is_dropped`, unread."""

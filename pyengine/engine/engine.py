@@ -150,6 +150,8 @@ class Engine:
         self.name = f"{held} (engine {shares.engine_id:08x})"
         self.device = device = params[0].device
         self.reducer, self.comm, self.batch_norms = reducer, comm, batch_norms
+        # The module that has the parameters; None where the engine was made over the parameters alone.
+        self.module = module
         # The batch that this rank shares with others; None where every rank has its own.
         self.batch = batch
         # How a full window is divided among ranks.
@@ -192,6 +194,8 @@ class Engine:
         self.audit: WindowAudit | None = None
         # Makes the record of the last step whose numbers the host knows.
         self.make_record: Callable[[], StepRecord] | None = None
+        # Items of a micro-batch that `retry_smaller` runs at once; None: all of them.
+        self.part_size: int | None = None
         # What the user has been warned of already.
         self.warned: set[str] = set()
         self._running = Lock()
@@ -224,6 +228,8 @@ class Engine:
         self.is_padding = False
         # Whether a backward has run, as far as that is known.
         self.has_backward = False
+        # Parts of micro-batches that ran out of memory, and ran again.
+        self.num_retries = 0
         self._has_begun = False
         # None until it is launched.
         self.header: Header | None = None
@@ -676,7 +682,7 @@ class Engine:
         self, verdict: Verdict, norm: Tensor, callbacks: Collection[StepCallback]
     ) -> Callable[[Totals, bool], None]:
         """Stop the clock, and return what makes this window's record once the numbers are known."""
-        clock, held_bytes = self.clock, self.reducer.held_bytes
+        clock, held_bytes, num_retries = self.clock, self.reducer.held_bytes, self.num_retries
         collectives = self.comm.traffic.collectives - self._traffic[0]
         sent = self.comm.traffic.bytes_sent - self._traffic[1]
         # Also without callbacks: ranks whose programs differ cannot meet.
@@ -699,6 +705,7 @@ class Engine:
                 step_s=clock.elapsed(),
                 held_bytes=held_bytes,
                 dropped=totals.dropped,
+                num_retries=num_retries,
             )
 
         def emit(totals: Totals, skips: bool) -> None:

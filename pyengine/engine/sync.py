@@ -20,6 +20,7 @@ from pyengine.engine.captured_windows import MIN_WARM_UP, CapturedWindows, captu
 from pyengine.engine.engine import Engine, MicroBatch
 from pyengine.engine.loop import Batch, CountOf, MicroBatches, single_micro_batch, windows
 from pyengine.engine.resume import load_states, take_snapshot
+from pyengine.engine.retry import Items, Retries
 from pyengine.engine.window_audit import WindowAudit
 from pyengine.ops.device import HOST, flush, runs_ahead
 from pyengine.step.grad_scaler import GradScaler, taken_over
@@ -51,6 +52,7 @@ class Sync:
         self._check = OptimizerCheck(engine.reducer.params, ignored)
         self._scaler: GradScaler | None = None
         self._running: MicroBatch | None = None
+        self._retries: Retries | None = None  # from the first `retry_smaller` on
         self._done: Sequence[int] = ()  # places that were done where a state was loaded
         # None: `windows` or `accumulate` knows which micro-batch is the last; else as `no_sync` has set it.
         self._requires_sync: bool | None = None
@@ -74,7 +76,7 @@ class Sync:
         engine, self._open_engine = self._open_engine, None
         if engine is not None:
             engine.close()
-            self._check = OptimizerCheck([])
+            self._check, self._retries = OptimizerCheck([]), None
 
     def __repr__(self) -> str:
         name, engine = type(self).__name__, self._open_engine
@@ -311,6 +313,74 @@ class Sync:
                 scaled = one if engine.scaler is None else engine.scaler.scale(one)
                 with made.only_backward(scaled):
                     run(scaled)
+
+    def retry_smaller(self, batch: Any, fn: Callable[[Any], tuple[Tensor, Count] | Loss]) -> None:
+        """Run forward and backward of one micro-batch; where memory runs out, again in smaller parts.
+
+        The part that did not fit is halved until it does, on this rank alone, without a collective. All parts
+        are one micro-batch of the window, with the sum of their losses and counts, so the window's gradient
+        is that of the whole micro-batch, to rounding; with the same parts (`part_size`) it has the same bits.
+        An attempt that fails leaves no trace in gradients, in buffers of the module that the engine was made
+        over, or in the generators of `pe.micro_batch_rng`, so its parts draw from where it began. Dropout
+        draws by part, and BatchNorm normalizes over a part: with these a split is another batch.
+
+        Args:
+            batch: tensors with the items in dimension 0, in dicts, lists and tuples, of any depth. 0-dim
+                tensors, numbers and strings go to every part; a list without tensors is split if it has as
+                many entries as there are items.
+            fn: `fn(part)` runs the forward and returns `(loss, count)`: the sum over the part's items, and
+                their number. Where `windows` reads counts ahead, it returns the loss, or the dict of losses,
+                alone. It runs again after a failure, so it must launch no collective, and change nothing
+                that counts.
+
+        Raises:
+            torch.OutOfMemoryError: one item does not fit, or a layer adds to `main_grad` itself; the window
+                is refused on every rank, as after any exception in a micro-batch.
+            ValueError, TypeError: the batch cannot be split, or `fn` returned something else; forwards are
+                collective (FSDP2, tensor and pipeline parallelism, SyncBatchNorm), or the device is XLA's.
+
+        Warns:
+            UserWarning: memory has run out, and the new size of parts.
+
+        Cost: without a failure a second gradient of the model in memory, where sums are kept in `.grad`, and
+        a pass that adds it; copies of the module's buffers, and of the generators' states. Nothing is sent
+        before the window's last micro-batch has ended: call `backward` there, if it is known to fit, to
+        overlap. Every failed attempt costs the work it had done.
+
+        Example:
+            >>> def train_micro_batch(part):  # doctest: +SKIP
+            ...     x, y = part
+            ...     return cross_entropy(model(x), y, reduction="sum"), len(y)
+            >>> for window in sync.windows(loader):  # doctest: +SKIP
+            ...     for batch in window:
+            ...         sync.retry_smaller(batch, train_micro_batch)
+            ...     sync.step(optimizer)
+        """
+        if not callable(fn):
+            raise TypeError(
+                f"fn is a {type(fn).__name__}: need a function of a part that returns (loss, count)"
+            )
+        items = Items(batch)
+        if self._retries is None:
+            self._retries = Retries(self._engine)
+        with self.micro_batch() as made:
+            self._retries.run(made, items, fn)
+
+    @property
+    def part_size(self) -> int | None:
+        """Most items of a micro-batch that `retry_smaller` runs at once; None: all of them.
+
+        Becomes smaller on a rank that runs out of memory, and never larger by itself. Set it to begin with a
+        size that fits, to have the same parts (and bits) in another run, or None to try whole micro-batches
+        again. It is not part of `state_dict`.
+        """
+        return self._engine.part_size
+
+    @part_size.setter
+    def part_size(self, size: int | None) -> None:
+        if size is not None and (type(size) is not int or size < 1):
+            raise ValueError(f"part_size={size!r}: need a whole number of items, at least 1, or None for all")
+        self._engine.part_size = size
 
     @property
     def totals(self) -> dict[str, float]:

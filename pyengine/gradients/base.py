@@ -134,6 +134,12 @@ class Reducer(ABC):
     def before_forward(self, *, syncs: bool) -> None:
         """Prepare for the forward of a micro-batch; `syncs`: it is known to be the window's last one."""
 
+    def before_retried_forward(self) -> None:
+        """Launch, or put off, the collectives of forwards: those of this micro-batch may run several times.
+
+        Not called where `has_collective_forwards`.
+        """
+
     def begin_padding(self) -> None:
         """Discard the gradients of the current micro-batch, and its writes to buffers: it is padding.
 

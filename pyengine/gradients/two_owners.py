@@ -109,6 +109,9 @@ class TwoOwners(Reducer):
     def before_forward(self, *, syncs: bool) -> None:
         self._ddp.before_forward(syncs=syncs)
 
+    def before_retried_forward(self) -> None:
+        self._ddp.before_retried_forward()
+
     def before_header(self) -> None:
         self._ddp.before_header()
 

@@ -43,6 +43,8 @@ class StepRecord:
         held_bytes: of a sharded model, what this rank holds through a window to communicate less: unsharded
             sums, and parameters that stay gathered (docs/sharded.md).
         dropped: micro-batches that left the window for inf or nan, over all ranks.
+        num_retries: parts of this rank's micro-batches that ran out of memory, and ran again in smaller ones
+            (`sync.retry_smaller`).
     """
 
     step: int
@@ -59,6 +61,7 @@ class StepRecord:
     step_s: float
     held_bytes: int = 0
     dropped: int = 0
+    num_retries: int = 0
 
 
 StepCallback = Callable[[StepRecord], None]

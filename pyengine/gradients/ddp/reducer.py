@@ -241,13 +241,18 @@ class DDPReducer(Reducer):
             self._syncs_announced = True
             self._ddp.require_forward_param_sync = True
 
+    def before_retried_forward(self) -> None:
+        """Rebuild DDP's buckets now; leave the broadcast of buffers to `before_header`."""
+        self._rebuild_buckets()
+        if self._ddp.require_forward_param_sync:  # announced, and no forward has launched it
+            self._syncs_announced = self._ddp.require_forward_param_sync = False
+
     def before_header(self) -> None:
         """Launch DDP's collectives of forwards that this rank did not run.
 
         Every rank launches the same ones: the rebuild of buckets and the broadcast of buffers.
         """
-        if self._driver.rebuild_buckets() and self.ddp_buckets is not None:
-            self.ddp_buckets.lay_out()
+        self._rebuild_buckets()
         if self._norms_rebuilt != self._ddp._has_rebuilt_buckets:  # rebuilt here, or in a forward of DDP
             self._lay_out_norms()
         was_broadcast = self._syncs_announced and not self._ddp.require_forward_param_sync
@@ -256,6 +261,10 @@ class DDPReducer(Reducer):
             self._ddp._sync_buffers()
         self._buffers_due = False
         self._ddp.require_forward_param_sync = False
+
+    def _rebuild_buckets(self) -> None:
+        if self._driver.rebuild_buckets() and self.ddp_buckets is not None:
+            self.ddp_buckets.lay_out()
 
     @contextmanager
     def add(self) -> Iterator[None]:

@@ -1,0 +1,245 @@
+"""Micro-batches that run out of memory: run again in smaller parts, inside their window.
+
+[Note: an attempt leaves no trace]
+A part's forward and backward may run out of memory at any operation, and then run again with fewer items. So
+during an attempt no `.grad` is the window's: the sums so far are set aside, autograd writes to fresh tensors,
+and these are added when the backward has ended. This serves every owner whose gradients pass through `.grad`:
+
+ - own buckets that sum in place: what is set aside are the views of the bucket, so nothing reaches its memory
+   before the attempt has succeeded; the in-place add changes their versions, as autograd's own would.
+ - other own buckets, DDP's sums, and slots: what is set aside are the gradients of the micro-batch's earlier
+   parts, or the sums that autograd keeps in `.grad`.
+
+Nothing is launched inside an attempt: the parts are one `micro_batch` block without a `last_backward`, so the
+header, and every bucket, follow the last part. Collectives of DDP's own forwards are launched before the
+attempt or behind the block (`Reducer.before_retried_forward`). Other collective forwards are refused. After a
+failure random generators, buffers of the module, and BatchNorm's rows of exact sums get their values back.
+"""
+
+from __future__ import annotations
+
+import gc
+import warnings
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+
+from pyengine.data.rng import rng_states, set_rng_states
+from pyengine.engine.engine import Engine, MicroBatch
+from pyengine.ops.capture import report as report_uncapturable
+from pyengine.ops.device import is_lazy, runs_ahead
+from pyengine.window.header import Count, checked_count
+
+# Errors of running out of memory that are no torch.OutOfMemoryError: of the CPU's allocator, and of cuBLAS.
+_TEXTS = ("DefaultCPUAllocator", "CUBLAS_STATUS_ALLOC_FAILED")
+
+# Leaves of a batch that every part gets as they are.
+_PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
+
+
+class Items:
+    """The items of a batch: dimension 0 of its tensors."""
+
+    def __init__(self, batch: Any) -> None:
+        self._leaves, self._structure = tree_flatten(batch, is_leaf=_is_plain_list)
+        sizes = sorted({leaf.shape[0] for leaf in self._leaves if isinstance(leaf, Tensor) and leaf.dim()})
+        strange = [leaf for leaf in self._leaves if not isinstance(leaf, (Tensor, list, *_PLAIN))]
+        if strange:
+            raise TypeError(
+                f"batch holds a {type(strange[0]).__name__}: need tensors, numbers and strings, in dicts, "
+                "lists and tuples; pass dict(batch) of a mapping, and let fn use other objects from outside"
+            )
+        if len(sizes) != 1:
+            found = f"of sizes {sizes} in dimension 0" if sizes else "without dimensions, or none"
+            raise ValueError(
+                f"batch holds tensors {found}: need one number of items, alike in all of them; let fn use "
+                "what does not belong to items from outside"
+            )
+        self.num = sizes[0]
+
+    def part(self, start: int, stop: int) -> Any:
+        """Return a batch of some items; its tensors are views."""
+        return tree_unflatten([self._of(leaf, start, stop) for leaf in self._leaves], self._structure)
+
+    def _of(self, leaf: Any, start: int, stop: int) -> Any:
+        if isinstance(leaf, Tensor):
+            return leaf[start:stop] if leaf.dim() else leaf
+        return leaf[start:stop] if isinstance(leaf, list) and len(leaf) == self.num else leaf
+
+
+class Retries:
+    """Runs the micro-batches of one engine, in parts where memory runs out."""
+
+    def __init__(self, engine: Engine) -> None:
+        if problems := list(_problems(engine)):
+            raise ValueError(f"retry_smaller: {'; '.join(problems)}")
+        self._engine = engine
+        modules = [] if engine.module is None else list(engine.module.modules())
+        self._modules = [module for module in modules if any(True for _ in module.buffers(recurse=False))]
+        # Also the parameters that the engine does not reduce: half a gradient would stay in them, too.
+        others = [] if engine.module is None else engine.module.parameters()
+        self._params = list({id(param): param for param in [*engine.reducer.params, *others]}.values())
+        self._error = ""  # the first line of the last attempt's
+
+    def run(self, made: MicroBatch, items: Items, fn: Callable[[Any], Any]) -> None:
+        """Run forward and backward of a micro-batch in parts of at most `engine.part_size` items."""
+        report_uncapturable(
+            "sync.retry_smaller runs again what runs out of memory, and a graph cannot: call sync.backward"
+        )
+        engine = self._engine
+        engine.reducer.before_retried_forward()
+        losses: list[Tensor] = []
+        counts: list[Count] = []
+        start = 0
+        while start < items.num or not losses:
+            left = items.num - start
+            num = left if engine.part_size is None else min(engine.part_size, left)
+            done = self._attempt(made, fn, items.part(start, start + num))
+            if done is not None:
+                losses.append(done[0])
+                counts.append(done[1])
+                start += num
+                continue
+            self._free()
+            if num <= 1:
+                raise torch.OutOfMemoryError(
+                    f"retry_smaller: {num} item of a micro-batch does not fit into memory: need room for the "
+                    "forward and backward of one; make items shorter, checkpoint activations, or free "
+                    f"memory; then call sync.abandon(). ({self._error})"
+                )
+            engine.part_size = -(-num // 2)
+            engine.num_retries += 1
+            warnings.warn(
+                f"{num} items of a micro-batch have run out of memory on rank {engine.comm.rank}: from here "
+                f"on parts have at most {engine.part_size} (sync.part_size)",
+                stacklevel=3,
+            )
+        made.loss = losses[0] if len(losses) == 1 else torch.stack([loss.double() for loss in losses]).sum()
+        if engine.known_denominators() is None:
+            made.count = sum(counts[1:], start=counts[0])
+
+    def _attempt(self, made: MicroBatch, fn: Callable[[Any], Any], part: Any) -> tuple[Tensor, Count] | None:
+        """Run a part and return its loss and count; None, without a trace, if memory has run out."""
+        engine = self._engine
+        before = [param.grad for param in self._params]
+        undo: list[Callable[[], object]] = []
+        try:
+            for param in self._params:
+                param.grad = None
+            undo.append(partial(set_rng_states, rng_states()))
+            undo.append(engine.batch_norms.keep_rows())
+            undo.append(self._keep_buffers())
+            loss, count = self._checked(fn(part))
+            engine.warn_of_reduction(loss, count)
+            made.backward(loss)
+            grads = [_merged(old, param.grad) for old, param in zip(before, self._params, strict=True)]
+        except BaseException as error:
+            for param, grad in zip(self._params, before, strict=True):
+                param.grad = grad
+            if not _is_out_of_memory(error):
+                raise
+            if written := engine.reducer.written_outside_grad():
+                name = engine.reducer.names[written[0]]
+                raise torch.OutOfMemoryError(
+                    f"retry_smaller: memory has run out, and the layer of {name!r} may have added half a "
+                    "gradient to main_grad, which cannot be undone: turn its fused weight gradients off "
+                    "(gradient_accumulation_fusion, fuse_wgrad_accumulation), and call sync.abandon(). "
+                    f"({error})"
+                ) from error
+            for each in undo:
+                each()
+            self._error = (str(error) or repr(error)).splitlines()[0]
+            return None
+        # From here on nothing is allocated where gradients are dense, so that nothing can fail half-way.
+        dense: list[tuple[Tensor, Tensor]] = []
+        for param, (grad, rest) in zip(self._params, grads, strict=True):
+            param.grad = grad
+            if grad is not None and rest is not None:
+                dense.append((grad, rest))
+        if dense:
+            with torch.no_grad():
+                torch._foreach_add_([grad for grad, _ in dense], [rest for _, rest in dense])
+        return loss.detach(), count
+
+    def _checked(self, returned: Any) -> tuple[Tensor, Count]:
+        """Return the loss and the count that `fn` has returned."""
+        totals = self._engine.known_denominators()
+        if totals is not None:
+            if isinstance(returned, tuple):
+                raise TypeError(
+                    "fn returned a tuple, and this window's counts were read ahead by sync.windows(loader, "
+                    "count=...): need the loss, or the dict of losses, alone"
+                )
+            return totals.weigh(returned, self._engine.device), 0
+        if not (isinstance(returned, tuple) and len(returned) == 2):
+            raise TypeError(
+                f"fn returned a {type(returned).__name__}: need (loss, count), the sum of a part's losses "
+                "and the number of its items; means of parts do not add up to the mean of the whole"
+            )
+        return returned[0], checked_count(returned[1])
+
+    def _keep_buffers(self) -> Callable[[], None]:
+        """Return a function that gives the module the buffers and values back that it has now."""
+        kept = [
+            # Outside of inference mode nothing can have written to an inference tensor.
+            (module, name, buffer, None if buffer.is_inference() else buffer.clone())
+            for module in self._modules
+            for name, buffer in module.named_buffers(recurse=False)
+        ]
+
+        def undo() -> None:
+            for module, name, buffer, values in kept:
+                setattr(module, name, buffer)
+                if values is not None:
+                    # `.data` has a version of its own: an earlier forward may have saved the buffer.
+                    buffer.data.copy_(values)
+
+        return undo
+
+    def _free(self) -> None:
+        """Return the memory of the failed attempt to the device, for parts of other sizes."""
+        gc.collect()
+        if runs_ahead(self._engine.device):
+            torch.get_device_module(self._engine.device).empty_cache()
+
+
+def _merged(old: Tensor | None, new: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+    """Return what `.grad` becomes, and what is to be added to it in place."""
+    if old is None or new is None:
+        return (new if old is None else old), None
+    if old.layout is torch.strided:
+        return old, new
+    return (new + old if new.layout is torch.strided else old + new), None  # as autograd does
+
+
+def _is_out_of_memory(error: BaseException) -> bool:
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    return isinstance(error, RuntimeError) and any(text in str(error) for text in _TEXTS)
+
+
+def _is_plain_list(node: Any) -> bool:
+    """Whether a node of a batch is a list without tensors, for example one string an item."""
+    return isinstance(node, list) and not any(isinstance(leaf, Tensor) for leaf in tree_leaves(node))
+
+
+def _problems(engine: Engine) -> Iterator[str]:
+    """Yield why a rank cannot run a forward again without the other ranks."""
+    if is_lazy(engine.device):
+        yield f"on {engine.device} the host does not learn that memory ran out: make micro-batches smaller"
+    remedy = "which other ranks would not run again: make micro-batches small enough for every rank"
+    if engine.reducer.has_collective_forwards:
+        yield f"the forwards of a model that is sharded by FSDP2 are collective, {remedy}"
+    elif engine.batch is not None or engine.reducer.counted is not None:
+        yield (
+            "ranks share batches or hold parts of the model (tensor, pipeline or expert parallelism), and "
+            f"their forwards are collective, {remedy}"
+        )
+    named = [] if engine.module is None or engine.comm.world_size == 1 else engine.module.named_modules()
+    synced = [name for name, module in named if isinstance(module, nn.SyncBatchNorm)]
+    if synced:
+        yield f"module {synced[0]!r} is a SyncBatchNorm, whose forwards are collective, {remedy}"
