@@ -4,16 +4,31 @@ from __future__ import annotations
 
 import gc
 import itertools
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
-from cases import engine, me
+from cases import (
+    Fused,
+    Inject,
+    Integers,
+    assert_same,
+    engine,
+    error_of,
+    grads,
+    integers,
+    me,
+    mean_of_integers,
+)
 from marks import rest
 from ranks import on_ranks
+from sharded_cases import Chain
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
@@ -184,3 +199,306 @@ def test_memory_that_runs_out_at_any_operation_leaves_no_trace(kind):
             assert run.sync.last_record.num_retries == fails
         assert operation > 20  # forward, recomputation and backward
     gc.unfreeze()
+
+
+@pytest.mark.parametrize(
+    ("kind", "world", "dtype"),
+    [
+        ("own", 2, torch.bfloat16),
+        ("own-native", 3, torch.float32),
+        ("own-exact", 2, torch.float32),
+        ("attach", 2, torch.bfloat16),
+        *rest(("own", 1, torch.float32), ("attach", 3, torch.float32)),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:.*items of a micro-batch have run out:UserWarning")
+@on_ranks()
+def test_micro_batches_that_never_fit_add_up_to_one_big_batch(kind, dtype):
+    """Rank 0 has room for two items; its micro-batches hold 1 to 7, so that some are halved twice."""
+    rank, world = me()
+    model = Integers(dtype)
+    sync, forward = engine(kind, model, accumulate=2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+
+    def items(r: int, k: int) -> int:
+        return 1 + (r + 3 * k) % 7
+
+    def loss_of(part: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        if rank == 0 and len(part[0]) > 2:
+            torch.empty(2**46, dtype=torch.uint8)  # more than any host has: the allocator's own error
+        return forward(*part), torch.tensor(len(part[0]))
+
+    sizes = []
+    for number, window in enumerate(sync.windows(range(6))):
+        for k in window:
+            sync.retry_smaller(integers(10 * rank + k, items(rank, k)), loss_of)
+            sizes.append(sync.part_size)
+        sync.unscale_()
+        members = [(r, k) for r in range(world) for k in (2 * number, 2 * number + 1)]
+        batches = [integers(10 * r + k, items(r, k)) for r, k in members]
+        assert_same(grads(model), mean_of_integers(model, batches, sum(items(*m) for m in members)))
+        sync.step(optimizer)
+    # 1 item, 4: halved to 2, 7, 3, 6, 2
+    assert sizes == ([None, 2, 2, 2, 2, 2] if rank == 0 else [None] * 6)
+
+
+@pytest.mark.filterwarnings("ignore:.*items of a micro-batch have run out:UserWarning")
+@on_ranks(1)
+def test_a_part_that_fails_is_halved_and_finished_ones_stay():
+    sync = pe.GradSync(nn.Linear(1, 1), accumulate=1)
+    sync.part_size = 8
+    seen = []
+
+    def loss_of(part: Tensor) -> tuple[Tensor, int]:
+        seen.append(part.flatten().int().tolist())
+        if 13 in seen[-1] and len(seen[-1]) > 2:
+            raise torch.OutOfMemoryError("13 is large")
+        return sync._engine.module(part).sum(), len(part)
+
+    for window in sync.windows([torch.arange(16.0)[:, None]]):
+        for x in window:
+            sync.retry_smaller(x, loss_of)
+        sync.unscale_()
+    assert [each[:1] + each[-1:] for each in seen] == [[0, 7], [8, 15], [8, 11], [12, 15], [12, 13], [14, 15]]
+    assert sync._engine.module.weight.grad.item() == 7.5  # the mean of 0 to 15
+    assert sync._engine.num_retries == 2
+    assert sync.part_size == 2
+
+
+@on_ranks(2)
+def test_an_item_that_does_not_fit_is_an_error_on_every_rank():
+    model = Integers(torch.float32)
+    sync = pe.GradSync(model, accumulate=1)
+
+    def loss_of(part: tuple[Tensor, Tensor]) -> tuple[Tensor, int]:
+        if me()[0] == 1:
+            raise torch.OutOfMemoryError("tried to allocate 80 GiB")
+        return model(*part), len(part[0])
+
+    for window in sync.windows([integers(0, 1)]):
+        for each in window:
+            error = error_of(sync.retry_smaller, each, loss_of)
+            assert ("1 item of a micro-batch does not fit" in error and "80 GiB" in error) == (me()[0] == 1)
+            assert "rank 1: micro-batch 0 was left by an exception" in error_of(sync.flush)
+            sync.abandon()
+            break
+        break
+    with sync.accumulate():
+        sync.backward(model(*integers(0)), count=1)
+    sync.unscale_()
+
+
+@on_ranks(1)
+def test_other_errors_of_the_function_pass_through():
+    model = Integers(torch.float32)
+    sync = pe.GradSync(model, accumulate=2)
+
+    def loss_of(part: tuple[Tensor, Tensor]) -> tuple[Tensor, int]:
+        model(*part).backward()
+        raise ValueError("no label")
+
+    for window in sync.windows([integers(0)] * 2):
+        for one in window:
+            with pytest.raises(ValueError, match="no label"):
+                sync.retry_smaller(one, loss_of)
+        with pytest.raises(ValueError, match="was left by an exception"):
+            sync.flush()
+        break
+    assert all(param.grad is None for param in model.parameters())
+
+
+@pytest.mark.filterwarnings("ignore:.*items of a micro-batch have run out:UserWarning")
+@on_ranks(2)
+def test_losses_with_counts_of_their_own_are_those_of_whole_micro_batches():
+    model = nn.Linear(2, 1)
+    sync = pe.GradSync(model, accumulate=2)
+    data = [torch.arange(8.0).reshape(4, 2) + number for number in range(2)]
+
+    def losses_of(part: Tensor) -> dict[str, Tensor]:
+        if me()[0] == 1 and len(part) > 1:
+            raise torch.OutOfMemoryError
+        return {"all": model(part).sum(), "first": model(part)[part[:, 0] > 2].sum()}
+
+    def count(batch: Tensor) -> dict[str, int]:
+        return {"all": len(batch), "first": int((batch[:, 0] > 2).sum())}
+
+    for window in sync.windows(data, count=count):
+        for x in window:
+            sync.retry_smaller(x, losses_of)
+        sync.unscale_()
+    everything = torch.cat(data)
+    want = everything.mean(0) + everything[everything[:, 0] > 2].mean(0)
+    # Eight terms of fp32, each below 2^4.
+    torch.testing.assert_close(model.weight.grad[0], want, rtol=0, atol=8 * 2**-20)
+    assert sync.last_record is None
+
+
+@pytest.mark.filterwarnings("ignore:.*items of a micro-batch have run out:UserWarning")
+@pytest.mark.parametrize(
+    "options",
+    [{"accumulator": pe.Exact(micro_batches=8, slots=4)}, {"nonfinite": "drop_micro_batch"}],
+    ids=str,
+)
+@on_ranks(2)
+def test_slots_and_dropped_micro_batches_see_one_micro_batch(options):
+    """The second micro-batch has nan in one part; where it cannot be dropped, it has none."""
+    rank, _ = me()
+    model = Integers(torch.float32)
+    sync = pe.GradSync(model, accumulate=4, **options)
+    drops = "nonfinite" in options
+    data = [integers(10 * rank + k, 4) for k in range(4)]
+
+    def loss_of(part: tuple[Tensor, Tensor], k: int) -> tuple[Tensor, int]:
+        if rank == 1 and len(part[0]) > 2:
+            raise torch.OutOfMemoryError
+        is_bad = drops and k == 1 and bool((part[0][0] == data[1][0][-1]).all())
+        return Inject.apply(model(*part), float("nan") if is_bad else 1.0), len(part[0])
+
+    for window in sync.windows(data):
+        for k, each in enumerate(window):
+            sync.part_size = 1 if drops and k == 1 else None
+            sync.retry_smaller(each, lambda part, k=k: loss_of(part, k))
+        sync.unscale_()
+    kept = [(r, k) for r in range(2) for k in range(4) if not drops or k != 1]
+    batches = [integers(10 * r + k, 4) for r, k in kept]
+    assert_same(grads(model), mean_of_integers(model, batches, 4 * len(kept)))
+
+
+@pytest.mark.filterwarnings("ignore:.*items of a micro-batch have run out:UserWarning")
+@on_ranks(1)
+def test_a_loss_scale_is_applied_to_every_part_once():
+    model = Integers(torch.float32)
+    sync = pe.GradSync(model, accumulate=1)
+    sync.scaler = pe.GradScaler("cpu", init_scale=8.0)
+
+    def loss_of(part: tuple[Tensor, Tensor]) -> tuple[Tensor, int]:
+        if len(part[0]) > 2:
+            raise torch.OutOfMemoryError
+        return model(*part), len(part[0])
+
+    with sync.accumulate():
+        sync.retry_smaller(integers(0, 8), loss_of)
+    sync.unscale_()
+    assert_same(grads(model), mean_of_integers(model, [integers(0, 8)], 8))
+
+
+@on_ranks(1)
+def test_half_a_gradient_in_main_grad_is_an_error():
+    weight = nn.Parameter(torch.ones(2))
+    sync = pe.GradSync([("weight", weight)], accumulate=2, accumulator="native")
+    fails = [False]
+
+    def loss_of(part: Tensor) -> tuple[Tensor, int]:
+        return Fused.apply(weight, Breaks.apply(part, fails)), len(part)
+
+    for window in sync.windows([torch.ones(4, requires_grad=True)] * 2):
+        for x in window:
+            if sync.is_sync_step:
+                fails[0] = True
+                with pytest.raises(torch.OutOfMemoryError, match="layer of 'weight'.*main_grad"):
+                    sync.retry_smaller(x, loss_of)
+            else:
+                sync.retry_smaller(x, loss_of)
+        sync.abandon()
+        break
+
+
+class Breaks(torch.autograd.Function):
+    """The sum of a tensor, whose backward runs out of memory if the list says so."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, fails: list[bool]) -> Tensor:
+        ctx.fails, ctx.shape = fails, x.shape
+        return x.sum()
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
+        if ctx.fails[0]:
+            raise torch.OutOfMemoryError
+        return grad.expand(ctx.shape), None
+
+
+@on_ranks(2)
+def test_forwards_that_are_collective_are_refused_before_anything_has_run():
+    chain = Chain()
+    fully_shard(chain, mesh=init_device_mesh("cpu", (2,)))
+    sharded = pe.attach(chain, accumulate=1)
+    synced = pe.GradSync(nn.Sequential(nn.Linear(2, 2), nn.SyncBatchNorm(2)), accumulate=1)
+    for sync, name in [(sharded, "FSDP2"), (synced, "module '1' is a SyncBatchNorm")]:
+        for window in sync.windows([torch.ones(2, 2)]):
+            for x in window:
+                assert name in error_of(sync.retry_smaller, x, pytest.fail)
+            break
+
+
+@pytest.mark.parametrize(
+    ("wrong", "kind", "message"),
+    [
+        ((torch.ones(2), torch.ones(3)), ValueError, "tensors of sizes [2, 3] in dimension 0"),
+        ({"number": 3}, ValueError, "tensors without dimensions, or none"),
+        ((torch.ones(2), object()), TypeError, "holds a object: need tensors"),
+    ],
+)
+@on_ranks(1)
+def test_a_batch_that_cannot_be_split_is_refused(wrong, kind, message):
+    sync = pe.GradSync(nn.Linear(1, 1), accumulate=1)
+    with sync.accumulate():
+        with pytest.raises(kind, match=re.escape(message)):
+            sync.retry_smaller(wrong, pytest.fail)
+        sync.backward(sync._engine.module(torch.ones(1, 1)).sum(), count=1)
+    sync.unscale_()  # the window is whole
+
+
+@on_ranks(1)
+def test_wrong_arguments_are_named():
+    sync = pe.GradSync(nn.Linear(1, 1), accumulate=1)
+    x, forward = torch.ones(2, 1), sync._engine.module
+    with pytest.raises(TypeError, match="fn is a Tensor: need a function"):
+        sync.retry_smaller(x, x)
+    for size in (0, 2.0, True):
+        with pytest.raises(ValueError, match="part_size=.*need a whole number"):
+            sync.part_size = size
+    with sync.accumulate(), pytest.raises(TypeError, match=r"fn returned a Tensor: need \(loss, count\)"):
+        sync.retry_smaller(x, lambda part: forward(part).sum())
+    sync.abandon()
+    for window in sync.windows([x], count=len):
+        for part in window:
+            with pytest.raises(TypeError, match="fn returned a tuple, and this window's counts were read"):
+                sync.retry_smaller(part, lambda part: (forward(part).sum(), len(part)))
+        break
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.filterwarnings("ignore:.*items of a micro-batch have run out:UserWarning")
+@pytest.mark.parametrize("kind", ["own", "own-native", "attach"])
+def test_a_gpu_with_a_limit_trains_what_would_not_fit(ranks, kind):
+    ranks(1).over("nccl").run(_train_within_a_limit, kind)
+
+
+def _train_within_a_limit(kind: str) -> None:
+    torch.manual_seed(0)
+    # One item's hidden values take 8 MiB a layer.
+    model = nn.Sequential(nn.Linear(1, 2**21), nn.Tanh(), nn.Linear(2**21, 1)).cuda()
+    x = torch.linspace(-1, 1, 64, device="cuda")[:, None]
+    want = [torch.zeros_like(p, dtype=torch.float64) for p in model.parameters()]
+    for part in x:
+        for total, grad in zip(
+            want, torch.autograd.grad(model(part).sum(), list(model.parameters())), strict=True
+        ):
+            total += grad / 64
+    sync, forward = engine(kind, model, accumulate=2)
+    torch.cuda.empty_cache()
+    limit = torch.cuda.memory_allocated() + 2**28
+    torch.cuda.set_per_process_memory_fraction(limit / torch.cuda.get_device_properties(0).total_memory)
+    try:
+        for window in sync.windows([x, x]):
+            for each in window:
+                sync.retry_smaller(each, lambda part: (forward(part).sum(), len(part)))
+            sync.unscale_()
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    assert sync.part_size is not None and sync.part_size < 64
+    for total, param in zip(want, model.parameters(), strict=True):
+        # 128 fp32 additions of terms below 1, and TF32's products where these are on.
+        torch.testing.assert_close(param.grad.double(), total, rtol=2e-3, atol=128 * 2**-23)
