@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from numbers import Real
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -222,7 +223,7 @@ def hyperparameters(
     numbers: list[tuple[str, float | str]] = []
     tensors: list[Tensor] = []
     for group in optimizer.param_groups:
-        for name in sorted(group.keys() - {"params"}, key=lambda key: (key != "lr", str(key))):
+        for name in _sorted_names(tuple(group)):
             value = group[name]
             for item in value if isinstance(value, tuple | list) else [value]:
                 if isinstance(item, Tensor) and item.numel() != 1:
@@ -234,3 +235,9 @@ def hyperparameters(
                 elif isinstance(value, str):  # Muon's adjust_lr_fn; not the list of parameters' names
                     numbers.append((name, value))
     return tuple(numbers), tensors
+
+
+@cache
+def _sorted_names(keys: tuple[str, ...]) -> list[str]:
+    """Return the keys of a group in the same order on every rank, the learning rate first."""
+    return sorted(set(keys) - {"params"}, key=lambda key: (key != "lr", str(key)))

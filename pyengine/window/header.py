@@ -391,4 +391,7 @@ def _with_device_values(vector: Tensor, local: LocalWindow, claims: Claims) -> T
 
 def stacked(values: Sequence[Tensor], device: torch.device) -> Tensor:
     """Return tensors of one element each, of any real types and devices, as float64 `[n]` on `device`."""
-    return torch.stack([v.detach().to(device, torch.float64, non_blocking=True).reshape(()) for v in values])
+    if len({(value.dtype, value.device) for value in values}) > 1:
+        values = [value.to(device, torch.float64, non_blocking=True) for value in values]
+    scalars = torch.stack([value.reshape(()) for value in values]).detach()
+    return scalars.to(device, torch.float64, non_blocking=True)
