@@ -9,6 +9,7 @@ import ddp_hook
 import fp16_scaler
 import global_batch
 import grad_sync
+import out_of_memory
 import pytest
 import token_counts
 import uneven_data
@@ -43,6 +44,14 @@ def test_a_mean_over_tokens_does_not_depend_on_who_has_which_sequence(ranks):
 
 def test_ranks_that_have_run_out_of_data_wait_for_nobody(ranks):
     assert ranks(2).run(uneven_data.train) == [[(7, 7), (4, 4), (2, 2)]] * 2
+
+
+def test_a_rank_without_memory_finds_the_size_that_fits_and_trains_the_same(ranks):
+    (size, failures, far), (fits, retries, far_too) = ranks(2).run(out_of_memory.train)
+    assert (size, failures) == (None, 0)
+    assert (fits, retries) == (4, 3)  # 32, 16, 8
+    # Ten steps from weights and gradients below 8: 64 terms of fp32, rounded in another order.
+    assert max(far, far_too) < 10 * 64 * 2**-22
 
 
 def test_the_wrapped_optimizer_steps_once_a_window_and_its_scheduler_with_it(ranks):
