@@ -320,9 +320,10 @@ class Sync:
         The part that did not fit is halved until it does, on this rank alone, without a collective. All parts
         are one micro-batch of the window, with the sum of their losses and counts, so the window's gradient
         is that of the whole micro-batch, to rounding; with the same parts (`part_size`) it has the same bits.
-        An attempt that fails leaves no trace in gradients, in buffers of the module that the engine was made
-        over, or in the generators of `pe.micro_batch_rng`, so its parts draw from where it began. Dropout
-        draws by part, and BatchNorm normalizes over a part: with these a split is another batch.
+        An attempt that fails leaves no trace in the parameters' gradients, in buffers of the module that the
+        engine was made over, or in the generators of `pe.micro_batch_rng`: parts draw from where it began.
+        Dropout draws by part, and BatchNorm normalizes over a part: with these a split is another batch.
+        Under `attach` DDP broadcasts buffers behind the window's last forward, and not in it.
 
         Args:
             batch: tensors with the items in dimension 0, in dicts, lists and tuples, of any depth. 0-dim
@@ -334,8 +335,8 @@ class Sync:
                 that counts.
 
         Raises:
-            torch.OutOfMemoryError: one item does not fit, or a layer adds to `main_grad` itself; the window
-                is refused on every rank, as after any exception in a micro-batch.
+            torch.OutOfMemoryError: one item does not fit, or a layer has added to `main_grad` itself; the
+                window is refused on every rank, as after any exception in a micro-batch.
             ValueError, TypeError: the batch cannot be split, or `fn` returned something else; forwards are
                 collective (FSDP2, tensor and pipeline parallelism, SyncBatchNorm), or the device is XLA's.
 
