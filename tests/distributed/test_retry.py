@@ -359,6 +359,27 @@ def test_the_activations_of_an_attempt_are_gone_before_the_next_one():
     assert model.weight.grad.item() == 1
 
 
+@pytest.mark.filterwarnings("ignore:.*items of a micro-batch have run out:UserWarning")
+@pytest.mark.parametrize("accumulator", ["native", "exact"])
+@on_ranks(2)
+def test_sparse_gradients_are_added_up_by_part(accumulator):
+    table = nn.Embedding(5, 2, sparse=True)
+    sync = pe.GradSync(table, accumulate=2, accumulator=accumulator)
+
+    def loss_of(part: Tensor) -> tuple[Tensor, int]:
+        loss = (table(part) * part[:, None]).sum()
+        if me()[0] == 1 and len(part) > 1:
+            raise torch.OutOfMemoryError
+        return loss, len(part)
+
+    for window in sync.windows([torch.tensor([1, 2, 1, 4])] * 2):
+        for rows in window:
+            sync.retry_smaller(rows, loss_of)
+        sync.unscale_()
+    # Of 16 rows over both ranks: 1 eight times, 2 and 4 four times, each times its own number.
+    assert table.weight.grad[:, 0].tolist() == [0, 8 / 16, 8 / 16, 0, 16 / 16]
+
+
 @on_ranks(1)
 def test_other_errors_of_the_function_pass_through():
     model = Integers(torch.float32)
