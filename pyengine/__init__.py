@@ -31,6 +31,7 @@ from pyengine.gradients.settings import Exact
 from pyengine.step.grad_scaler import GradScaler
 from pyengine.step.step_record import StepRecord
 from pyengine.step.window_optimizer import WindowOptimizer
+from pyengine.window.measure import GradNorms
 
 __version__ = "0.1.0"
 
@@ -45,6 +46,7 @@ __all__ = [
     "Dealer",
     "Exact",
     "Finding",
+    "GradNorms",
     "GradScaler",
     "GradSync",
     "HookState",

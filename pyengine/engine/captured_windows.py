@@ -256,6 +256,8 @@ class CapturedWindows:
 def capture_problems(engine: Engine) -> list[str]:
     """Return why windows of an engine cannot be captured; the same on every rank."""
     problems = [*DeviceGraph.problems(engine.device), *engine.reducer.capture_problems]
+    if engine.measures:
+        problems.append(f"sync.measure has the host look at every window: leave out {engine.measures}")
     if engine.raises:
         problems.append("nonfinite='raise' has the host wait for every window: need 'skip'")
     if engine.dropping is not None:

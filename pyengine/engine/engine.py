@@ -62,7 +62,14 @@ from pyengine.engine.backward import BeforeBackward, checked_backward, divided_b
 from pyengine.engine.batch_norm import BatchNormReplay, batch_norm_problems
 from pyengine.engine.batch_norm import batch_norms as batch_norms_of
 from pyengine.engine.engine_ranks import EngineRanks, ShardedRanks
-from pyengine.engine.handshake import Shares, agree, narrow_problems, problems_of, resized
+from pyengine.engine.handshake import (
+    Shares,
+    agree,
+    narrow_problems,
+    problems_of,
+    raise_problems,
+    resized,
+)
 from pyengine.engine.kept_grads import KeptGrads
 from pyengine.engine.parameters import Ownership, TrainedParameters, in_backward_problems, owned_problems
 from pyengine.engine.window_audit import WindowAudit
@@ -93,11 +100,13 @@ from pyengine.window.header import (
     checked_count,
     make_local_window,
 )
+from pyengine.window.measure import Measure, Measured
 from pyengine.window.verdict import Evidence, Outcome, Verdict, VerdictQueue, call_all, check_agreement
 
 _log = logging.getLogger("pyengine.engine")
 
 _SENDS = "sends a window"
+_MEASURE = "call it between windows, for example before the loop"
 
 
 class Engine:
@@ -190,6 +199,10 @@ class Engine:
         self.raises = settings.raises
         # Whether the host lets the device run ahead, and learns of a window's outcome in the next one.
         self.is_late = not settings.raises and runs_ahead(device)
+        # What is measured in every window.
+        self.measures: list[Measure] = []
+        # The names of all ranks' parameters, once norms by name have been asked for.
+        self._measured: Measured | None = None
         self.scaler: GradScaler | None = None
         self.audit: WindowAudit | None = None
         # Makes the record of the last step whose numbers the host knows.
@@ -592,6 +605,51 @@ class Engine:
             self.published.record()
         self.final.renew_norm(was_read=has_changed)
 
+    def measured(self) -> Measured:
+        """Keep norms by name from now on; every rank calls this at the same point.
+
+        Cost: where ranks have other parameters one `all_gather_object` of names, the first time.
+        """
+        if self._measured is None:
+            names, trains = list(self.reducer.names), [param.requires_grad for param in self.reducer.params]
+            by_rank: list[list[tuple[str, bool]]] = [[*zip(names, trains, strict=True)]]
+            if not self.shares.are_alike:
+                by_rank = self.comm.all_gather_object(by_rank[0])
+            trained: dict[str, bool] = {}
+            for name, trains_it in (pair for each in by_rank for pair in each):
+                trained[name] = trains_it or trained.get(name, False)
+            place_of = {name: place for place, name in enumerate(trained)}
+            self.final.add_names([place_of[name] for name in names], len(trained))
+            self._measured = Measured([*trained], [*trained.values()], self.final)
+        return self._measured
+
+    def measure(self, measures: Sequence[Any]) -> None:
+        """Measure in every window from the next one on; see `Sync.measure`."""
+        problems = (
+            [] if self.is_closed else [f"measure in the middle of window {self.counter.index}: {_MEASURE}"]
+        )
+        kinds = {type(each) for each in self.measures}
+        for each in measures:
+            if not isinstance(each, Measure):
+                problems.append(
+                    f"measure: got a {type(each).__name__}; need pe.GradNorms() or another measure"
+                )
+                continue
+            if type(each) in kinds:
+                problems.append(f"measure: got a second {type(each).__name__}: give each kind once")
+            kinds.add(type(each))
+            problems += each.problems()
+        mine = repr([*measures])
+        found, texts = zip(*self.comm.all_gather_object((problems, mine)), strict=True)
+        raise_problems(found)
+        if len(set(texts)) > 1:
+            raise_problems(
+                [[f"measure got {text}, and ranks differ: give all ranks the same"] for text in texts]
+            )
+        for each in measures:
+            each.bind(self.measured())
+        self.measures += measures
+
     def step(
         self,
         optimizer: torch.optim.Optimizer,
@@ -687,9 +745,10 @@ class Engine:
         sent = self.comm.traffic.bytes_sent - self._traffic[1]
         # Also without callbacks: ranks whose programs differ cannot meet.
         index, grad_norm = self.counter.index, Readback(norm.reshape(1))
+        unread = [(measure, Readback(measure.numbers())) for measure in self.measures]
         clock.stop()
 
-        def record(totals: Totals, skips: bool) -> StepRecord:
+        def record(totals: Totals, skips: bool, measured: dict[str, Any]) -> StepRecord:
             return StepRecord(
                 step=index,
                 micro_batches=totals.micro_batches,
@@ -706,10 +765,12 @@ class Engine:
                 held_bytes=held_bytes,
                 dropped=totals.dropped,
                 num_retries=num_retries,
+                **measured,
             )
 
         def emit(totals: Totals, skips: bool) -> None:
-            self.make_record = make = cache(partial(record, totals, skips))
+            measured = {each.field: each.record(numbers.get(), skipped=skips) for each, numbers in unread}
+            self.make_record = make = cache(partial(record, totals, skips, measured))
             if callbacks:  # else nobody waits for the device's seconds
                 made = make()
                 call_all([partial(callback, made) for callback in callbacks])
@@ -789,6 +850,8 @@ class Engine:
         window before was stepped, nothing of it is left, no audit is due, and nothing was found amiss.
         """
         if self.counts.refusals or self.kept_grads.has_left() or self.written_past() is not None:
+            return False
+        if self.measures:
             return False
         if self.audit is not None and self.audit.has_work_in(self.counter.index):
             return False

@@ -17,18 +17,20 @@ from pyengine.audit.handle import check_device, check_every
 from pyengine.data.sampler import Dealer
 from pyengine.engine.backward import checked_backward
 from pyengine.engine.captured_windows import MIN_WARM_UP, CapturedWindows, capture_problems
+from pyengine.engine.clip_groups import ClipPer, checked_groups
 from pyengine.engine.engine import Engine, MicroBatch
 from pyengine.engine.loop import Batch, CountOf, MicroBatches, single_micro_batch, windows
 from pyengine.engine.resume import load_states, take_snapshot
 from pyengine.engine.retry import Items, Retries
 from pyengine.engine.window_audit import WindowAudit
-from pyengine.ops.device import HOST, flush, runs_ahead
+from pyengine.ops.device import HOST, flush, runs_ahead, send
 from pyengine.step.grad_scaler import GradScaler, taken_over
 from pyengine.step.step_record import StepCallback, StepHandle, StepRecord
 from pyengine.step.window_optimizer import OptimizerCheck, WindowOptimizer, check_step
 from pyengine.window.counter import State, check_accumulate
 from pyengine.window.denominators import Loss
 from pyengine.window.header import Count
+from pyengine.window.measure import Measure, trained
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -51,6 +53,8 @@ class Sync:
         self._callbacks: OrderedDict[int, StepCallback] = OrderedDict()
         self._check = OptimizerCheck(engine.reducer.params, ignored)
         self._scaler: GradScaler | None = None
+        # By the groups of `clip_grad_norm_(per=...)` their indices on the device.
+        self._clip_groups: dict[tuple[tuple[int, ...], ...], list[Tensor]] = {}
         self._running: MicroBatch | None = None
         self._retries: Retries | None = None  # from the first `retry_smaller` on
         self._done: Sequence[int] = ()  # places that were done where a state was loaded
@@ -471,8 +475,47 @@ class Sync:
             engine.renew_norm()
         return engine.final.grad_norm()
 
+    def grad_norms(self) -> dict[str, Tensor]:
+        """Return the 2-norm of each parameter's gradient as it is, clipping included, by name.
+
+        Float64, 0-dim, on their device; the same bits on every rank. 0 without a gradient; frozen parameters
+        are left out. Where ranks hold different elements (shards, experts, stages) each norm is over all
+        ranks' elements of that name. Every rank calls this at the same point there. For every step's record:
+        `sync.measure(pe.GradNorms())`.
+
+        Cost: as `grad_norm`. Where ranks hold different elements one all-reduce of 8 bytes a parameter, in
+        every later window the norm's own.
+        """
+        engine = self._engine
+        engine.wait()
+        measured = engine.measured()
+        engine.renew_norm()
+        return trained(measured, engine.final.squares().sqrt().unbind())
+
+    def measure(self, *measures: Measure) -> None:
+        """Measure something in every window from the next one on, for its `StepRecord`.
+
+        Every rank calls this with the same arguments, between windows. Windows of `capture` run without a
+        graph.
+
+        Args:
+            measures: `pe.GradNorms()`; each kind once.
+
+        Raises:
+            ValueError: something else; a measure that these gradients cannot give; ranks differ; in the
+                middle of a window. On every rank, and nothing has changed.
+
+        Cost: see the measure; and one `all_gather_object`.
+        """
+        self._engine.measure(measures)
+
     def clip_grad_norm_(
-        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+        self,
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = False,
+        *,
+        per: ClipPer = None,
     ) -> Tensor:
         """Multiply the gradients by min(1, max_norm / norm) and return the norm before clipping, as
         `torch.nn.utils.clip_grad_norm_` does for the parameters of this engine.
@@ -481,25 +524,33 @@ class Sync:
             max_norm: the largest allowed norm of the mean gradient.
             norm_type: 2.0, or inf for the largest absolute value.
             error_if_nonfinite: raise if the norm is inf or nan, which otherwise skips the step.
+            per: "parameter" clips each parameter's gradient by its own norm; a dict of names or parameters by
+                group clips each group by the group's norm, to the same `max_norm`, and no other parameter.
+                Every rank calls this with the same groups.
 
         Returns:
             The norm over all parameters and ranks, float64, 0-dim; the same bits on every rank.
 
         Raises:
             TypeError: no number.
-            ValueError: a negative number, or nan; a norm of another type.
+            ValueError: a negative number, or nan; a norm of another type; groups that overlap, or name a
+                parameter that is not of this engine.
             RuntimeError: the norm is not finite under `error_if_nonfinite`, on every rank. Nothing is
                 clipped: `sync.step` skips the step, and `sync.abandon()` drops the window.
 
         Cost: the 2-norm was computed with the finite check; the inf-norm reads the gradients once. One pass
             that reads and writes every gradient; none where the host sees that the norm is within `max_norm`.
+            With `per` on an accelerator a launch a parameter; on the host only what is clipped.
             `error_if_nonfinite` waits for the device.
         """
         if not (isinstance(max_norm, Tensor) and max_norm.numel() == 1):  # is not read on the host
             _check_limit("max_norm", max_norm, "; inf only measures")
         order = _checked_order(norm_type)
         engine = self._engine
+        if per is not None and order != 2.0:
+            raise ValueError(f"norm_type={norm_type!r} with per={per!r}: need 2.0, or leave per out")
         verdict, final = engine.wait(), engine.final
+        groups = None if per is None else self._groups_of(per)
         engine.renew_norm()
         norm = final.grad_norm() if order != math.inf else final.inf_norm(engine.published.largest())
         if error_if_nonfinite:
@@ -512,11 +563,26 @@ class Sync:
                     f"({why}): nothing was clipped; call sync.step, which skips this step on every rank, or "
                     "sync.abandon()"
                 )
+        if per is not None:
+            engine.published.scale_each_(final.clip_each(max_norm, groups).float())
+            engine.published.record()
+            return norm
         factor = final.clip(max_norm, norm)
         if engine.is_late or runs_ahead(engine.device) or float(factor) != 1:
             engine.published.scale_(factor.float())
             engine.published.record()
         return norm
+
+    def _groups_of(self, per: ClipPer) -> Sequence[Tensor] | None:
+        """Return the indices of each group's names; None where each parameter is a group."""
+        engine, names = self._engine, self._engine.measured().names
+        if per == "parameter":
+            return None
+        name_of = dict(zip(map(id, engine.reducer.params), engine.reducer.names, strict=True))
+        groups = tuple(checked_groups(per, {name: index for index, name in enumerate(names)}, name_of))
+        if groups not in self._clip_groups:  # a captured window must not copy from the host
+            self._clip_groups[groups] = [send(group, torch.int64, engine.device) for group in groups]
+        return self._clip_groups[groups]
 
     def clip_grad_value_(self, clip_value: float) -> None:
         """Clip every element of the mean gradient to [-clip_value, clip_value], as

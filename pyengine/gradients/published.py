@@ -17,7 +17,7 @@ from pyengine.gradients.bucket import packed
 from pyengine.gradients.marks import GradVersions
 from pyengine.gradients.norms import SlotNorms
 from pyengine.gradients.slots import dense, dense_strides, local
-from pyengine.ops.device import is_lazy
+from pyengine.ops.device import is_lazy, runs_ahead
 from pyengine.ops.pointers import DTYPE_CODES, keeps_elements_elsewhere
 from pyengine.window.final_pass import FinalPass
 from pyengine.window.nonfinite import is_not_finite
@@ -101,6 +101,16 @@ class Published:
                 for grad in grads:
                     if grad is not None:
                         grad.mul_(scale)
+
+    @torch.no_grad()
+    def scale_each_(self, factors: Tensor) -> None:
+        """Multiply each gradient by its factor, float32 `[parameters]`.
+
+        Cost: on an accelerator a launch a parameter; on the host nothing for a factor of 1.
+        """
+        for grad, factor in zip(local_grads(self._params), factors.unbind(), strict=True):
+            if grad is not None and (runs_ahead(self._device) or float(factor) != 1):
+                grad.mul_(factor)
 
     def _copied(self, indices: Sequence[int]) -> list[Tensor | None]:
         """Return gradients as plain float32 tensors on the device; refuse those that cannot be read."""

@@ -45,6 +45,7 @@ class StepRecord:
         dropped: micro-batches that left the window for inf or nan, over all ranks.
         num_retries: parts of this rank's micro-batches that ran out of memory, and ran again in smaller ones
             (`sync.retry_smaller`).
+        grad_norms: as `grad_norm`, of each parameter by name; None without `sync.measure(pe.GradNorms())`.
     """
 
     step: int
@@ -62,6 +63,7 @@ class StepRecord:
     held_bytes: int = 0
     dropped: int = 0
     num_retries: int = 0
+    grad_norms: dict[str, float] | None = None
 
 
 StepCallback = Callable[[StepRecord], None]

@@ -27,17 +27,24 @@ __all__ = ["JsonLines", "Listener", "Wandb", "chrome_trace", "numbers"]
 def numbers(record: StepRecord) -> dict[str, float]:
     """Return a record's numbers by name, without missing ones; `skipped` is 0 or 1.
 
+    Those of a field with several are named `grad_norms/<parameter>`.
+
     Example:
         >>> record = StepRecord(0, 2, 8.0, None, 1.5, False, "", 64, 2, 0.1, 0.0, 0.2)
         >>> list(numbers(record))[:3], numbers(record)["skipped"]
         (['micro_batches', 'count', 'grad_norm'], 0.0)
     """
-    fields = asdict(record)
-    return {
-        name: float(value)
-        for name, value in fields.items()
-        if isinstance(value, (int, float)) and name != "step"
-    }
+    found: dict[str, float] = {}
+    for name, value in asdict(record).items():
+        if _is_number(value) and name != "step":
+            found[name] = float(value)
+        elif isinstance(value, dict):
+            found |= {f"{name}/{key}": float(each) for key, each in value.items() if _is_number(each)}
+    return found
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float))
 
 
 class Listener(ABC):
@@ -86,15 +93,19 @@ class JsonLines(Listener):
                 self._append("\n")
 
     def _write(self, record: StepRecord) -> None:
-        fields = {
-            name: None if isinstance(value, float) and not math.isfinite(value) else value
-            for name, value in asdict(record).items()
-        }
+        fields = _without_nan(asdict(record))
         self._append(json.dumps({"time": time.time(), **fields}, allow_nan=False) + "\n")
 
     def _append(self, text: str) -> None:
         with self._path.open("a", encoding="utf-8") as file:
             file.write(text)
+
+
+def _without_nan(value: Any) -> Any:
+    """Return a field with None for inf and nan."""
+    if isinstance(value, dict):
+        return {name: _without_nan(each) for name, each in value.items()}
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 class Wandb(Listener):

@@ -25,23 +25,35 @@ class Holdings:
     def __init__(self, counted: Sequence[bool], comm: Comm, device: torch.device) -> None:
         self._comm = comm
         self._counted = send(list(counted), torch.bool, device)
+        # Of each of this rank's parameters, its name's index among those of all ranks, int64; None until
+        # `add_names`.
+        self.places: Tensor | None = None
+        self._num_names = 0
 
-    def whole(self, sumsq: Tensor, void: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the sum over all elements of all ranks, and nan if any rank gave the window up.
+    def add_names(self, places: Tensor, num_names: int) -> None:
+        """Let `whole` return sums by name, too, in the same all-reduce: 8 bytes a name more."""
+        self.places, self._num_names = places, num_names
+
+    def whole(self, sumsq: Tensor, void: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the sum over all ranks' elements, nan if any rank gave the window up, and sums by name.
 
         The parts of the ranks are added in the order of ranks, whatever the all-reduce does, so the bits are
         the same on every rank, and a rank that counts nothing changes none. A sum that is not counted voids,
         too.
 
-        Cost: one all-reduce of 8 bytes a rank and 8 more, waited for.
+        Cost: one all-reduce of 8 bytes a rank and 8 more, and 8 a name after `add_names`; waited for.
         """
         counted = torch.where(self._counted, sumsq, 0.0)
         uncounted = torch.where(self._counted, 0.0, sumsq)
-        parts = sumsq.new_zeros(self._comm.world_size + 1)
+        world_size = self._comm.world_size
+        parts = sumsq.new_zeros(world_size + 1 + self._num_names)
         parts[self._comm.rank] = add_up(counted)
-        parts[-1] = add_up(uncounted) * 0 + void
+        parts[world_size] = add_up(uncounted) * 0 + void
+        by_name = parts[world_size + 1 :]
+        if self.places is not None:
+            by_name.index_copy_(0, self.places, counted)
         self._comm.all_reduce(parts).wait()
-        return add_up(parts[:-1]), parts[-1]
+        return add_up(parts[:world_size]), parts[world_size], by_name
 
     def largest(self, value: Tensor) -> Tensor:
         """Return the largest of all ranks' values, nan if one is. One all-reduce, waited for."""
@@ -67,18 +79,31 @@ class FinalPass:
         self._one = torch.ones((), dtype=torch.float64, device=device)
         self._zero = torch.zeros((), dtype=torch.float32, device=device)
         self._yes = torch.ones((), dtype=torch.float32, device=device)
+        # Whether sums by name are needed, and where ranks hold different elements the last ones.
+        self._has_names = False
+        self._squares = self.sumsq
         self.reset()
+
+    def add_names(self, places: Sequence[int], num_names: int) -> None:
+        """Keep the norms by name, too: `places` has the index of each parameter's name. See `Holdings`."""
+        self._has_names = True
+        if self._holdings is not None:
+            self._holdings.add_names(send(list(places), torch.int64, self.sumsq.device), num_names)
 
     def reset(self) -> None:
         """Forget the window, without work for the device: the next one overwrites sums and flags."""
         # float32 0-dim: 1 if a gradient holds inf or nan, which a loss scale follows; 1 if the step must be
         # skipped, for that or another reason; nan if a rank gave the window up, else 0.
         self.overflow = self.found_inf = self.void = self._zero
-        # float64 0-dim, the product of the clip factors so far.
-        self.clipped = self._clipped_since = self._one
+        # float64 0-dim, the product of the clip factors so far, of which each counts as its mean over names:
+        # what ranks compare.
+        self.clipped = self._one
+        # The product of the factors since `sumsq` was read, float64 0-dim or `[num_params]`.
+        self._clipped_since = self._one
         # bool `[num_params]`, which parameters any rank used; None where `.grad is None` shows it.
         self.used: Tensor | None = None
         self._before_clipping: Tensor | None = None
+        self._squares_before_clipping: Tensor | None = None
 
     def compute_norm(self, *, is_refused: bool = False) -> None:
         """Derive norm and skip decision from the sums of squares that the kernels left, and `void`.
@@ -88,7 +113,7 @@ class FinalPass:
         """
         total = add_up(self.sumsq)  # in registration order: not a matter of buckets or threads
         if self._holdings is not None and not is_refused:
-            total, void = self._holdings.whole(self.sumsq, self.void)
+            total, void, self._squares = self._holdings.whole(self.sumsq, self.void)
             self.void = void.float()
         self._norm = total.sqrt()
         self.overflow = self.found_inf = is_not_finite(total + self.void).float()
@@ -122,7 +147,8 @@ class FinalPass:
         if was_read:
             self._clipped_since = self._one
         if self._holdings is not None:
-            total, _ = self._holdings.whole(self.sumsq * self._clipped_since.square(), self._zero)
+            sumsq = self.sumsq * self._clipped_since.square()
+            total, _, self._squares = self._holdings.whole(sumsq, self._zero)
             self._norm = total.sqrt()
         elif was_read:
             self._norm = add_up(self.sumsq).sqrt()
@@ -131,14 +157,27 @@ class FinalPass:
         """Return the 2-norm of the gradients as they are; float64 0-dim."""
         return self._norm
 
+    def squares(self) -> Tensor:
+        """Return the squared norm of each name's gradient as it is, float64 `[names]`; after `add_names`."""
+        if self._holdings is not None:
+            return self._squares
+        return self.sumsq * self._clipped_since.square()
+
     def norm_before_clipping(self) -> Tensor:
         """Return the 2-norm as the first clipping found it, or as it is now; float64 0-dim."""
         return self._norm if self._before_clipping is None else self._before_clipping
 
+    def norms_before_clipping(self) -> Tensor:
+        """Return the same of each name's gradient, float64 `[names]`."""
+        kept = self._squares_before_clipping
+        return (self.squares() if kept is None else kept).sqrt()
+
     def keep_norm(self) -> None:
-        """Remember the norm before the first clipping."""
+        """Remember the norms before the first clipping."""
         if self._before_clipping is None:
             self._before_clipping = self._norm
+            if self._has_names:
+                self._squares_before_clipping = self.squares()
 
     def inf_norm(self, largest: Tensor) -> Tensor:
         """Return the largest of all ranks' `largest`, float64 0-dim, with the same bits on every rank."""
@@ -149,7 +188,39 @@ class FinalPass:
         self.keep_norm()
         factor = (max_norm / (norm + CLIP_EPSILON)).clamp(max=1.0)
         self._norm = self._norm * factor
-        # Each product with 1 would be a launch.
-        self.clipped = factor if self.clipped is self._one else self.clipped * factor
-        self._clipped_since = factor if self._clipped_since is self._one else self._clipped_since * factor
+        if self._has_names and self._holdings is not None:
+            self._squares = self._squares * factor.square()
+        self._note_clipping(factor, factor)
         return factor
+
+    def clip_each(self, max_norm: float, groups: Sequence[Tensor] | None) -> Tensor:
+        """Return as `clip` the factor of each parameter, from its group's norm; after `add_names`.
+
+        Args:
+            max_norm: of each group.
+            groups: the indices of each group's names, int64, disjoint; other parameters get 1. None: every
+                name is a group.
+
+        Returns:
+            float64 `[num_params]`, the same bits on every rank, for the caller to multiply by.
+        """
+        self.keep_norm()
+        squares = self.squares()
+        sums = squares if groups is None else torch.stack([add_up(squares[group]) for group in groups])
+        factors = (max_norm / (sums.sqrt() + CLIP_EPSILON)).clamp(max=1.0)
+        if groups is not None:
+            of_groups, factors = factors, torch.ones_like(squares)
+            for group, factor in zip(groups, of_groups.unbind(), strict=True):
+                factors.index_fill_(0, group, factor)
+        self._squares = squares * factors.square()
+        self._norm = add_up(self._squares).sqrt()
+        of_params = factors
+        if self._holdings is not None and self._holdings.places is not None:
+            of_params = factors[self._holdings.places]
+        self._note_clipping(add_up(factors) / len(factors), of_params)
+        return of_params
+
+    def _note_clipping(self, compared: Tensor, factor: Tensor) -> None:
+        # Each product with 1 would be a launch.
+        self.clipped = compared if self.clipped is self._one else self.clipped * compared
+        self._clipped_since = factor if self._clipped_since is self._one else self._clipped_since * factor

@@ -46,6 +46,14 @@ def test_a_line_holds_every_field_and_the_time_and_a_file_is_continued(tmp_path)
     assert (skipped["loss"], skipped["grad_norm"], skipped["reason"]) == (None, None, "inf on rank 1")
 
 
+def test_norms_by_parameter_are_an_object_of_the_line_and_numbers_of_their_own(tmp_path):
+    record = _record(0, grad_norms={"weight": 0.5, "bias": math.inf})
+    JsonLines(tmp_path / "steps.jsonl")(record)
+    assert _lines(tmp_path / "steps.jsonl")[0]["grad_norms"] == {"weight": 0.5, "bias": None}
+    found = numbers(record)
+    assert (found["grad_norms/weight"], found["grad_norms/bias"]) == (0.5, math.inf)
+
+
 def test_a_torn_line_spoils_no_other(tmp_path):
     path = tmp_path / "steps.jsonl"
     path.write_text('{"step": 0}\n{"step": 1, "lo')

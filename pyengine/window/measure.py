@@ -1,0 +1,79 @@
+"""What an engine measures in every window on request: `sync.measure(...)`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pyengine.window.final_pass import FinalPass
+
+
+@dataclass(frozen=True)
+class Measured:
+    """The gradients that are measured."""
+
+    names: Sequence[str]  # of the parameters of all ranks
+    is_trained: Sequence[bool]  # by name, whether it requires a gradient
+    final: FinalPass
+
+
+class Measure:
+    """Something that is measured in every window, and reported in its `StepRecord`; see `Sync.measure`.
+
+    An object belongs to one engine. Every rank calls its methods at the same points.
+    """
+
+    field = ""  # of the StepRecord
+
+    def problems(self) -> list[str]:
+        """Return why this cannot be measured; the same on every rank that has the same arguments."""
+        return []
+
+    def bind(self, measured: Measured) -> None:
+        """Start to measure, from the next window on."""
+        self._measured = measured
+
+    def numbers(self) -> Tensor:
+        """Return what the host has to read of a window that is being stepped, float64 `[n]`."""
+        return torch.empty(0, dtype=torch.float64)
+
+    def record(self, numbers: Sequence[float], *, skipped: bool) -> Any:
+        """Return the field's value; called once a step, in their order, when the host has the numbers."""
+        raise NotImplementedError
+
+
+class GradNorms(Measure):
+    """Measure the norm of each parameter's gradient: `StepRecord.grad_norms`, a dict by name.
+
+    Each is the 2-norm of the mean gradient before clipping, loss scale removed, over all ranks that hold
+    elements of a parameter of that name; the same bits on every rank. Frozen parameters are left out.
+
+    Cost: the sums of squares exist. 8 bytes a parameter are copied to the host in every step; where ranks
+    hold different elements the all-reduce of the norm carries as many more.
+
+    Example:
+        >>> sync.measure(pe.GradNorms())  # doctest: +SKIP
+        >>> sync.on_step(pe.telemetry.JsonLines("steps.jsonl"))  # doctest: +SKIP
+    """
+
+    field = "grad_norms"
+
+    def __repr__(self) -> str:
+        return "GradNorms()"
+
+    def numbers(self) -> Tensor:
+        return self._measured.final.norms_before_clipping()
+
+    def record(self, numbers: Sequence[float], *, skipped: bool) -> dict[str, float]:
+        del skipped
+        return trained(self._measured, numbers)
+
+
+def trained(measured: Measured, numbers: Sequence[Any]) -> dict[str, Any]:
+    """Return numbers, one a name, as a dict without frozen parameters."""
+    named = zip(measured.names, numbers, measured.is_trained, strict=True)
+    return {name: number for name, number, is_trained in named if is_trained}

@@ -1,0 +1,205 @@
+"""Norms by parameter: `grad_norms`, records of them, and clipping by parameter or group."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+from cases import Integers, assert_alike, engine, integers, me, mean_of_integers, records_of
+from meshes import Block, cut, mesh_of
+from ranks import on_ranks
+from sharded_cases import loss_of, own_batches, sharded, whole_grads
+from torch import Tensor, nn
+
+import pyengine as pe
+
+
+def _norms_of(grads: dict[str, Tensor | None]) -> dict[str, float]:
+    return {name: 0.0 if grad is None else grad.double().norm().item() for name, grad in grads.items()}
+
+
+def _assert_norms(found: dict[str, Tensor], want: dict[str, float]) -> None:
+    """Compare; sums of squares in float64 of the same elements, in another order."""
+    assert {name: norm.item() for name, norm in found.items()} == pytest.approx(want, rel=1e-6)
+    assert all(norm.dtype == torch.float64 and norm.dim() == 0 for norm in found.values())
+    assert_alike({name: norm.item() for name, norm in found.items()})
+
+
+@pytest.mark.parametrize("kind", ["own", "own-native", "own-exact", "attach"])
+@on_ranks(2)
+def test_norms_of_a_window_are_those_of_the_mean(kind):
+    rank, world = me()
+    model = Integers(torch.float32)
+    model.scalar.requires_grad_(False)
+    sync, forward = engine(kind, model, accumulate=2)
+    sync.measure(pe.GradNorms())
+    records = records_of(sync)
+    for window in sync.windows([integers(10 * rank + k) for k in range(2)]):
+        for data in window:
+            sync.backward(forward(*data), count=3)
+        batches = [integers(10 * r + k) for r in range(world) for k in range(2)]
+        want = _norms_of(mean_of_integers(model, batches, 3 * len(batches)))
+        want.pop("scalar", None)
+        _assert_norms(sync.grad_norms(), want)
+        sync.clip_grad_norm_(sync.grad_norm().item() / 2)
+        _assert_norms(sync.grad_norms(), {name: norm / 2 for name, norm in want.items()})
+        model.bias.grad.zero_()
+        assert sync.grad_norms()["bias"] == 0
+        sync.step(torch.optim.SGD(model.parameters(), lr=0.1))
+    assert records[0].grad_norms == pytest.approx(want)  # before clipping, as `grad_norm`
+    assert math.hypot(*records[0].grad_norms.values()) == pytest.approx(records[0].grad_norm)
+    assert_alike(records[0].grad_norms)
+
+
+@pytest.mark.parametrize(("kind", "world"), [("flat", 3), ("hsdp", 4), ("replicate", 2)])
+@on_ranks()
+def test_norms_of_sharded_parameters_are_over_all_shards(kind):
+    sync, model = sharded(kind)
+    sync.measure(pe.GradNorms())
+    optimizer, records = torch.optim.SGD(model.parameters(), lr=0.1), records_of(sync)
+    for window in sync.windows(own_batches(3)):
+        for data in window:
+            sync.backward(loss_of(model, data), count=3)
+        sync.flush()
+        want = _norms_of(whole_grads(model))
+        _assert_norms(sync.grad_norms(), want)
+        norm = sync.clip_grad_norm_(0.5, per={"first": ["first.weight", "first.bias"]})
+        factor = min(1.0, 0.5 / (math.hypot(want["first.weight"], want["first.bias"]) + 1e-6))
+        clipped = {
+            name: norm * (factor if name in ("first.weight", "first.bias") else 1)
+            for name, norm in want.items()
+        }
+        _assert_norms(sync.grad_norms(), clipped)
+        assert _norms_of(whole_grads(model)) == pytest.approx(clipped, rel=1e-5)
+        assert sync.grad_norm().item() == pytest.approx(math.hypot(*clipped.values()), rel=1e-5)
+        sync.step(optimizer)
+    assert norm.item() == pytest.approx(math.hypot(*want.values()))
+    assert records[0].grad_norms == pytest.approx(want)
+
+
+@on_ranks(2)
+def test_the_first_call_of_grad_norms_needs_no_measure_on_shards():
+    sync, model = sharded("flat")
+    for window in sync.windows(own_batches(3)):
+        for data in window:
+            sync.backward(loss_of(model, data), count=3)
+        _assert_norms(sync.grad_norms(), _norms_of(whole_grads(model)))
+        sync.unscale_()
+
+
+@on_ranks(2)
+def test_a_mesh_of_tensor_parallel_ranks_has_the_norms_of_whole_parameters():
+    mesh = mesh_of(dp=1, tp=2)
+    twin = Block(torch.float64)
+    model = cut(Block(torch.float32), mesh)
+    sync = pe.GradSync(model, device_mesh=mesh, axes=pe.Axes(replicate="dp"))
+    x = torch.arange(12.0).reshape(2, 6) / 12
+    twin(x.double()).square().sum().backward()
+    for window in sync.windows([x]):
+        for each in window:
+            sync.backward(model(each).square().sum())
+        want = {name: param.grad.norm().item() for name, param in twin.named_parameters()}
+        found = sync.grad_norms()
+        assert {name: norm.item() for name, norm in found.items()} == pytest.approx(want, rel=1e-4)
+        sync.clip_grad_norm_(0.1, per="parameter")
+        assert max(sync.grad_norms().values()).item() == pytest.approx(0.1, rel=1e-4)
+        sync.unscale_()
+    assert_alike({name: norm.item() for name, norm in found.items()})
+
+
+@on_ranks(2)
+def test_ranks_with_other_parameters_know_each_other_s_norms():
+    rank, _ = me()
+    mesh = mesh_of(dp=1, pp=2)
+    model = nn.Module()
+    name = ["early", "late"][rank]
+    setattr(model, name, nn.Parameter(torch.ones(2)))
+    sync = pe.GradSync(model, device_mesh=mesh, axes=pe.Axes(replicate="dp", shard="pp"))
+    with sync.accumulate(), sync.micro_batch(count=1):
+        (getattr(model, name) * (3.0 + rank)).sum().backward()
+    _assert_norms(sync.grad_norms(), {"early": 3 * 2**0.5, "late": 4 * 2**0.5})
+    sync.clip_grad_norm_(1.0, per={"late only": ["late"]})
+    _assert_norms(sync.grad_norms(), {"early": 3 * 2**0.5, "late": 1.0})
+    assert getattr(model, name).grad.norm().item() == pytest.approx([3 * 2**0.5, 1.0][rank], rel=1e-5)
+    sync.unscale_()
+
+
+@pytest.mark.parametrize("kind", ["own", "own-native", "attach"])
+@on_ranks(2)
+def test_each_parameter_or_group_is_clipped_by_its_own_norm(kind):
+    rank, _ = me()
+    model = Integers(torch.float32)
+    sync, forward = engine(kind, model, accumulate=2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    for per in ("parameter", {"a": ["matrix", model.bias], "b": [model.long]}):
+        for window in sync.windows([integers(10 * rank + k) for k in range(2)]):
+            for data in window:
+                sync.backward(forward(*data), count=3)
+            sync.flush()
+            before = {name: param.grad.clone() for name, param in model.named_parameters()}
+            norm = sync.clip_grad_norm_(0.25, per=per)
+            groups = [[name] for name in before] if per == "parameter" else [["matrix", "bias"], ["long"]]
+            for group in groups:
+                whole = math.hypot(*(before[name].norm().item() for name in group))
+                for name in group:
+                    before[name] *= min(1.0, 0.25 / (whole + 1e-6))
+            for name, param in model.named_parameters():
+                torch.testing.assert_close(param.grad, before[name], rtol=1e-6, atol=0)
+            total = math.hypot(*(grad.norm().item() for grad in before.values()))
+            assert sync.grad_norm().item() == pytest.approx(total, rel=1e-6)
+            assert norm.item() > total
+            sync.step(optimizer)
+
+
+@on_ranks(2)
+def test_ranks_that_clip_other_groups_are_found():
+    model = Integers(torch.float32)
+    sync = pe.GradSync(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    with pytest.raises(RuntimeError, match="used the last window differently"):
+        for window in sync.windows([integers(k) for k in range(2)]):
+            for data in window:
+                sync.backward(model(*data), count=3)
+            sync.clip_grad_norm_(0.25, per={"one": [["matrix", "long"][dist.get_rank()]]})
+            sync.step(optimizer)
+
+
+@pytest.mark.parametrize(
+    ("per", "kind", "message"),
+    [
+        ("layer", TypeError, "per='layer': need \"parameter\", or a dict"),
+        ({}, ValueError, "need at least one group"),
+        ({"a": "weight"}, TypeError, r"per\['a'\] is a str"),
+        ({"a": []}, ValueError, r"per\['a'\] is empty"),
+        ({"a": ["wieght"]}, ValueError, "has 'wieght', which is no parameter of this engine: need 'weight'"),
+        ({"a": ["weight"], "b": ["weight"]}, ValueError, "'weight', which is in group 'a' already"),
+    ],
+)
+@on_ranks(1)
+def test_wrong_groups_are_refused_and_nothing_is_clipped(per, kind, message):
+    model = nn.Linear(2, 1)
+    sync = pe.GradSync(model)
+    for window in sync.windows([torch.ones(1, 2)]):
+        for x in window:
+            sync.backward(model(x).sum())
+        with pytest.raises(kind, match=message):
+            sync.clip_grad_norm_(1e-3, per=per)
+        with pytest.raises(ValueError, match="norm_type=inf with per="):
+            sync.clip_grad_norm_(1e-3, math.inf, per="parameter")
+        assert torch.equal(model.weight.grad, torch.ones(1, 2))
+        sync.unscale_()
+
+
+@on_ranks(2)
+def test_wrong_measures_are_refused_on_every_rank():
+    rank, _ = me()
+    sync = pe.GradSync(nn.Linear(2, 1))
+    with pytest.raises(ValueError, match=r"^rank 1: measure: got a type; need pe\.GradNorms"):
+        sync.measure(pe.GradNorms() if rank == 0 else pe.GradNorms)
+    with pytest.raises(ValueError, match=r"measure got \[\], and ranks differ"):
+        sync.measure(*[pe.GradNorms()][:rank])
+    sync.measure(pe.GradNorms())
+    with pytest.raises(ValueError, match="got a second GradNorms"):
+        sync.measure(pe.GradNorms())
