@@ -32,6 +32,7 @@ from pyengine.step.grad_scaler import GradScaler
 from pyengine.step.step_record import StepRecord
 from pyengine.step.window_optimizer import WindowOptimizer
 from pyengine.window.measure import GradNorms
+from pyengine.window.noise_scale import NoiseEstimate, NoiseScale
 
 __version__ = "0.1.0"
 
@@ -51,6 +52,8 @@ __all__ = [
     "GradSync",
     "HookState",
     "MicroBatch",
+    "NoiseEstimate",
+    "NoiseScale",
     "StepRecord",
     "Sync",
     "WindowOptimizer",

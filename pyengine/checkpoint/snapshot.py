@@ -73,6 +73,8 @@ class Snapshot:
     # What the wire has lost on this rank and is still to send, by name, float32 `[numel]` in the order in
     # which the parameter is stored; saved where there is any.
     residuals: dict[str, Tensor] = field(default_factory=dict)
+    # What measures keep of earlier windows, by field of the `StepRecord`; saved where there is any.
+    measured: dict[str, Tensor] = field(default_factory=dict)
     rng: dict[str, Any] = field(default_factory=dict)  # states of the random generators, by name
     checksum: int = 0  # of a snapshot that was read, of all its other fields
 
@@ -106,7 +108,12 @@ class Snapshot:
 
 
 _CONTENT = [f.name for f in fields(Snapshot) if f.name != "checksum"]
-_OPTIONAL: dict[str, Callable[[], Any]] = {"dropped": list, "totals": dict, "residuals": dict}
+_OPTIONAL: dict[str, Callable[[], Any]] = {
+    "dropped": list,
+    "totals": dict,
+    "residuals": dict,
+    "measured": dict,
+}
 _NEED = f"need what sync.state_dict() returned, version {VERSION} or {_FLAT}"
 
 
@@ -351,5 +358,6 @@ _KINDS: dict[str, _Kind] = {
     "carry": (lambda value: _is_dict_of(value, _is_tensor), "tensors by parameter"),
     "scaler": (lambda value: _is_dict_of(value, is_number), "numbers by name"),
     "residuals": (lambda value: _is_dict_of(value, _is_dense), "tensors by parameter"),
+    "measured": (lambda value: _is_dict_of(value, _is_dense), "tensors by field"),
     "rng": (lambda value: _is_dict_of(value, lambda _: True), "states by generator"),
 }

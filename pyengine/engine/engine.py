@@ -21,8 +21,8 @@ groups over which gradients are summed ("buckets"):
  7. buckets  the flags of used parameters (`UsedAnywhere.all_reduce`), between hosts where these have a group.
  8. engine   once in an engine's life the order in which gradients came; BatchNorm's rows
              (`BatchNormReplay.start_exchange`).
- 9. engine   in `wait`: the norm, where ranks hold different elements (`Holdings`); the audit's checksums; the
-             gathers of the verdict, if something is wrong.
+ 9. engine   in `wait`: the norm, where ranks hold different elements (`Holdings`); sums of `sync.measure`;
+             the audit's checksums; the gathers of the verdict, if something is wrong.
 
 Why the order is the same on every rank: on the engine's group everything is launched by the program, at
 places that all ranks reach, and what is conditional depends on reduced numbers or on arguments that ranks
@@ -100,7 +100,7 @@ from pyengine.window.header import (
     checked_count,
     make_local_window,
 )
-from pyengine.window.measure import Measure, Measured
+from pyengine.window.measure import Measure, Measured, ReducedWindow
 from pyengine.window.verdict import Evidence, Outcome, Verdict, VerdictQueue, call_all, check_agreement
 
 _log = logging.getLogger("pyengine.engine")
@@ -335,6 +335,8 @@ class Engine:
         self.reducer.begin()
         if self.dropping is not None:
             self.dropping.begin()
+        for measure in self.measures:
+            measure.begin()
         self._has_begun = True
         if self.audit is not None:
             self.audit.begin(self.counter.index, is_whole=self.resumed is None)
@@ -359,6 +361,8 @@ class Engine:
             made = MicroBatch(self, count, is_stated=is_stated)
             self.begin()
             self._check_turn()
+            for measure in self.measures:
+                measure.begin_micro_batch()
             is_due = self.counter.done + 1 < self.counter.handed
             try:
                 sparing: AbstractContextManager[object] = nullcontext()
@@ -545,12 +549,13 @@ class Engine:
                 self.audit.sample(self.scaler)
             grads = (param.grad for param in self.reducer.params)
             has_gradient = is_lazy(self.device) or any(grad is not None for grad in grads)
-            if self.kept_grads.pending():
+            has_kept = bool(self.kept_grads.pending())
+            if has_kept:
                 self.kept_grads.add()
                 self.published.read(self.final)
             self.final.compute_norm(is_refused=header.is_refused())
             self.batch_norms.wait()
-        self.verdict = verdict = self._conclude(header, has_gradient=has_gradient)
+        self.verdict = verdict = self._conclude(header, has_gradient=has_gradient, has_kept=has_kept)
         if not header.was_refused:
             self.reducer.residuals.drop_if(self.final.found_inf)
         self.counter.state = State.REDUCED
@@ -569,13 +574,15 @@ class Engine:
         self.published.record()
         return verdict
 
-    def _conclude(self, header: Header, *, has_gradient: bool) -> Verdict:
+    def _conclude(self, header: Header, *, has_gradient: bool, has_kept: bool) -> Verdict:
         """Decide on the device whether the window may be used, and keep what explains to the host why not."""
         self.final.forbid(header.forbids())
         dropped: Callable[[], dict[int, list[str]]] = dict
         if self.dropping is not None:
             self.final.back_off(header.has_dropped())
             dropped = self.dropping.reports()
+        for measure in [] if header.is_refused() else self.measures:
+            measure.wait(ReducedWindow(header, self.counts, is_whole=not has_kept))
         evidence = Evidence(
             self.counter.index,
             self.counts,
@@ -620,7 +627,9 @@ class Engine:
                 trained[name] = trains_it or trained.get(name, False)
             place_of = {name: place for place, name in enumerate(trained)}
             self.final.add_names([place_of[name] for name in names], len(trained))
-            self._measured = Measured([*trained], [*trained.values()], self.final)
+            holds_parts = self.holds_parts or self.reducer.counted is not None
+            about = self.final, self.comm, self.reducer, holds_parts
+            self._measured = Measured([*trained], [*trained.values()], *about)
         return self._measured
 
     def measure(self, measures: Sequence[Any]) -> None:
@@ -628,7 +637,7 @@ class Engine:
         problems = (
             [] if self.is_closed else [f"measure in the middle of window {self.counter.index}: {_MEASURE}"]
         )
-        kinds = {type(each) for each in self.measures}
+        measured, kinds = self.measured(), {type(each) for each in self.measures}
         for each in measures:
             if not isinstance(each, Measure):
                 problems.append(
@@ -638,7 +647,7 @@ class Engine:
             if type(each) in kinds:
                 problems.append(f"measure: got a second {type(each).__name__}: give each kind once")
             kinds.add(type(each))
-            problems += each.problems()
+            problems += each.problems(measured)
         mine = repr([*measures])
         found, texts = zip(*self.comm.all_gather_object((problems, mine)), strict=True)
         raise_problems(found)
@@ -647,7 +656,7 @@ class Engine:
                 [[f"measure got {text}, and ranks differ: give all ranks the same"] for text in texts]
             )
         for each in measures:
-            each.bind(self.measured())
+            each.bind(measured)
         self.measures += measures
 
     def step(
@@ -960,6 +969,14 @@ class Engine:
         self.counter.go_to(part.window)
         self.reset(part if due is not None else None)
         self.kept_grads.load(part.carry, is_open=due is not None)
+        for measure in self.measures:
+            measure.load(part.measured.get(measure.field))
+        if lost := part.measured.keys() - {measure.field for measure in self.measures}:
+            warnings.warn(
+                f"load_state_dict: the state has {sorted(lost)} of earlier windows, and this engine does not "
+                "measure them: they are lost; call sync.measure before load_state_dict",
+                stacklevel=3,
+            )
         if self.reducer.residuals.is_kept:
             self.reducer.residuals.load(part.residuals)
         elif part.residuals:
@@ -992,6 +1009,8 @@ class Engine:
         keeps = self.kept_grads.is_used and self.counter.state is not State.USED
         self.abandon(waits=False)
         self.batch_norms.release()
+        for measure in self.measures:
+            measure.release()
         self.reducer.release(keeps_grad=keeps)
         self._ownership.release()
         self.comm.release()

@@ -54,6 +54,7 @@ def take_snapshot(engine: Engine) -> Snapshot:
         carry=engine.kept_grads.save(),
         residuals=engine.reducer.residuals.save(),
         scaler={} if scaler is None else scaler.state_dict(),
+        measured={m.field: state for m in engine.measures if (state := m.state()) is not None},
         rng=engine.rng_due or rng_states(),  # those of a loaded state, until a loop continues it
     )
     loaded = engine.resumed
@@ -246,6 +247,11 @@ def _misfits(engine: Engine, snapshots: list[Snapshot], own: list[Snapshot], *, 
         found.append(f"states have {with_it}: set sync.scaler as it was before sync.load_state_dict")
     if any(s.places for s in snapshots):
         found += engine.reducer.load_problems()
+    for measure in engine.measures:
+        states = {s.owner: s.measured[measure.field] for s in snapshots if measure.field in s.measured}
+        found += [
+            f"state of {o} has {text}" for o, state in states.items() for text in measure.load_problems(state)
+        ]
     if own and not found:
         refusal = rng_refusal(own[0].rng)
         found += [f"state of {own[0].owner} has {refusal}"] if refusal else []

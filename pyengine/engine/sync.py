@@ -499,7 +499,7 @@ class Sync:
         graph.
 
         Args:
-            measures: `pe.GradNorms()`; each kind once.
+            measures: `pe.GradNorms()`, `pe.NoiseScale()`; each kind once.
 
         Raises:
             ValueError: something else; a measure that these gradients cannot give; ranks differ; in the

@@ -5,12 +5,15 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
+from weakref import WeakMethod
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 from torch.nn import Parameter
+from torch.utils.hooks import RemovableHandle
 
 from pyengine.comm.base import Comm
 from pyengine.gradients.bucket import Accumulator, Observer
@@ -201,12 +204,35 @@ class Reducer(ABC):
     def observe(self, observer: Observer) -> None:
         """Call `observer` with this rank's own sums of every bucket, in every window before the all-reduce.
 
+        Raises:
+            NotImplementedError: see `own_sums_problems`.
+        """
+        raise NotImplementedError(*self.own_sums_problems())
+
+    def own_sums_problems(self) -> list[str]:
+        """Return why `observe` cannot be used; empty if it can.
+
         The default is for owners without such float sums: exact sums, FSDP2's units, an XLA program.
         """
-        raise NotImplementedError(
-            f"{type(self).__name__} has no float sums of this rank alone that could be read before "
-            "they are reduced over ranks"
-        )
+        what = "float sums of this rank alone that could be read before they are reduced over ranks"
+        return [f"{type(self).__name__} has no {what}"]
+
+    def observe_micro_batches(self, observer: Callable[[int, Tensor], None]) -> list[RemovableHandle]:
+        """Call the method `observer` with each gradient that a backward makes, before it is accumulated.
+
+        Arguments: the parameter's index; the gradient, valid only during the call. It runs in the backward,
+        once for each backward that reaches the parameter.
+        """
+        # Python's garbage collector does not see hooks of a parameter.
+        call = WeakMethod(observer)
+
+        def look(index: int, grad: Tensor) -> None:
+            own = call()
+            if own is not None:
+                own(index, grad)
+
+        trained = [(index, param) for index, param in enumerate(self.params) if param.requires_grad]
+        return [param.register_hook(partial(look, index)) for index, param in trained]
 
     def before_header(self) -> None:
         """Launch the owner's own collectives that have to precede the window's header."""

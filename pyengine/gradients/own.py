@@ -306,9 +306,12 @@ class BucketReducer(Reducer):
         return [bucket for index, bucket in enumerate(self._buckets) if index not in repeated]
 
     def observe(self, observer: Observer) -> None:
-        if self._settings.kind == "exact":
+        if self.own_sums_problems():
             super().observe(observer)
         self._observers.append(observer)
+
+    def own_sums_problems(self) -> list[str]:
+        return super().own_sums_problems() if self._settings.kind == "exact" else []
 
     def written_outside_grad(self) -> Sequence[int]:
         """Return the parameters whose layer has added to `main_grad` itself."""

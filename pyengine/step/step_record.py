@@ -16,6 +16,7 @@ from torch.utils.hooks import RemovableHandle
 from pyengine.ops.capture import is_capturing
 from pyengine.ops.device import has_events, recorded_event
 from pyengine.ops.trace import span
+from pyengine.window.noise_scale import NoiseEstimate
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,8 @@ class StepRecord:
         num_retries: parts of this rank's micro-batches that ran out of memory, and ran again in smaller ones
             (`sync.retry_smaller`).
         grad_norms: as `grad_norm`, of each parameter by name; None without `sync.measure(pe.GradNorms())`.
+        noise_scale: the gradient noise scale; None without `sync.measure(pe.NoiseScale())`, and of a window
+            that cannot be measured.
     """
 
     step: int
@@ -64,6 +67,7 @@ class StepRecord:
     dropped: int = 0
     num_retries: int = 0
     grad_norms: dict[str, float] | None = None
+    noise_scale: NoiseEstimate | None = None
 
 
 StepCallback = Callable[[StepRecord], None]

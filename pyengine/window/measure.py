@@ -6,10 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
+from pyengine.comm.base import Comm
 from pyengine.window.final_pass import FinalPass
+from pyengine.window.header import Header, LocalWindow
 
 
 @dataclass(frozen=True)
@@ -19,6 +20,19 @@ class Measured:
     names: Sequence[str]  # of the parameters of all ranks
     is_trained: Sequence[bool]  # by name, whether it requires a gradient
     final: FinalPass
+    comm: Comm
+    owner: Any  # the `Reducer`
+    # Whether ranks hold different elements, or share batches.
+    holds_parts: bool
+
+
+@dataclass(frozen=True)
+class ReducedWindow:
+    """A window that has been reduced, before ranks know whether it is used."""
+
+    header: Header
+    local: LocalWindow
+    is_whole: bool  # whether its gradients are of its own micro-batches only
 
 
 class Measure:
@@ -29,7 +43,7 @@ class Measure:
 
     field = ""  # of the StepRecord
 
-    def problems(self) -> list[str]:
+    def problems(self, measured: Measured) -> list[str]:
         """Return why this cannot be measured; the same on every rank that has the same arguments."""
         return []
 
@@ -37,13 +51,43 @@ class Measure:
         """Start to measure, from the next window on."""
         self._measured = measured
 
+    def release(self) -> None:
+        """Remove hooks; the engine is closed."""
+
+    # ---- a window, in the order of calls ----
+
+    def begin(self) -> None:
+        """Start a window, before its first backward."""
+
+    def begin_micro_batch(self) -> None:
+        """Start a micro-batch, before its first backward."""
+
+    def wait(self, window: ReducedWindow) -> None:
+        """Measure the reduced gradients, before any clipping; not where ranks disagree in the header.
+
+        May launch collectives. `FinalPass.found_inf` is 1 if the window cannot be used.
+        """
+
     def numbers(self) -> Tensor:
         """Return what the host has to read of a window that is being stepped, float64 `[n]`."""
-        return torch.empty(0, dtype=torch.float64)
+        raise NotImplementedError
 
     def record(self, numbers: Sequence[float], *, skipped: bool) -> Any:
         """Return the field's value; called once a step, in their order, when the host has the numbers."""
         raise NotImplementedError
+
+    # ---- states ----
+
+    def state(self) -> Tensor | None:
+        """Return what is kept of earlier windows, the same on every rank, a copy; None for nothing."""
+        return None
+
+    def load_problems(self, state: Tensor) -> list[str]:
+        """Return why a state does not fit."""
+        return [f"measured[{self.field!r}], which {self!r} does not keep"]
+
+    def load(self, state: Tensor | None) -> None:
+        """Continue from a state that fits; None: start without earlier windows."""
 
 
 class GradNorms(Measure):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -114,3 +115,66 @@ def test_help_of_plan_shows_the_same_in_python(capsys: Capture) -> None:
     text = capsys.readouterr().out
     assert "256 on one device = 128 × 2 = 64 × 4 = 32 × 8" in text
     assert "pe.plan_batch(global_batch=256, micro_batch=8, world_size=4)" in text
+
+
+def _run(path: Path, **noise: object) -> str:
+    """Write the steps of a run with a batch of 100 whose noise scale is 300; return the path."""
+    known = {"noise": 1.0, "signal": 1.0, "scale": 300.0, "spread": 30.0, "windows": 40} | noise
+    lines = [
+        {"step": step, "count": count, "noise_scale": each}
+        for step, (count, each) in enumerate([(100.0, known | {"scale": 1.0}), (90.0, None), (100.0, known)])
+    ]
+    path.write_text("\n".join(map(json.dumps, lines)) + '\n{"step": 3, "cou')
+    return str(path)
+
+
+def test_a_measured_noise_scale_gives_the_cost_of_other_batches(capsys: Capture, tmp_path: Path) -> None:
+    arguments = ("--from", _run(tmp_path / "steps.jsonl"), "--global-batch", "50,100,300", "--lr", "0.1")
+    code, (noise, *rows) = plan(capsys, *arguments)
+    assert (code, noise["scale"], noise["spread"], noise["batch"], noise["is_sure"]) == (
+        0,
+        300,
+        30,
+        100,
+        True,
+    )
+    # Steps over the fewest possible are 7, 4 and 2; samples 7/6, 4/3 and 2.
+    assert [row["steps"] for row in rows] == pytest.approx([7 / 4, 1, 1 / 2])
+    assert [row["samples"] for row in rows] == pytest.approx([7 / 8, 1, 3 / 2])
+    assert [row["lr_noise"] for row in rows] == pytest.approx([0.1 * 4 / 7, 0.1, 0.2])
+    assert [row["lr_linear"] for row in rows] == pytest.approx([0.05, 0.1, 0.3])
+    assert [row["lr_sqrt"] for row in rows] == pytest.approx([0.1 / 2**0.5, 0.1, 0.1 * 3**0.5])
+    assert (rows[0]["steps_low"], rows[0]["steps_high"]) == pytest.approx((6.4 / 3.7, 7.6 / 4.3))
+    _, (_, *rows) = plan(capsys, *arguments[:2])
+    assert [row["global_batch"] for row in rows] == [12.5, 25, 50, 100, 200, 400, 800]
+
+
+@pytest.mark.parametrize(
+    ("noise", "text"),
+    [
+        ({}, "A larger batch pays, up to about 300"),
+        ({"scale": 40.0, "spread": 4.0}, "A smaller batch pays, down to about 40"),
+        ({"scale": 110.0, "spread": 20.0}, "The batch is right, within the spread."),
+        ({"spread": 200.0}, "Not sure: the spread is more than a third"),
+        ({"spread": None}, "Not sure: the spread is more than a third"),
+    ],
+)
+def test_what_a_noise_scale_suggests_is_said_with_how_sure_it_is(
+    capsys: Capture, tmp_path: Path, noise: dict[str, float], text: str
+) -> None:
+    assert main(["plan", "--from", _run(tmp_path / "steps.jsonl", **noise)]) == 0
+    assert text in " ".join(capsys.readouterr().out.split())
+
+
+def test_a_run_without_a_noise_scale_is_refused(capsys: Capture, tmp_path: Path) -> None:
+    empty = tmp_path / "empty.jsonl"
+    empty.write_text('{"step": 0, "count": 4.0, "noise_scale": null}\n')
+    unknown = _run(tmp_path / "unknown.jsonl", scale=None, spread=None)
+    for path, text in [
+        (str(empty), "has a noise_scale: need a file that pe.telemetry.JsonLines has written"),
+        (str(tmp_path / "none.jsonl"), "cannot be read"),
+        (unknown, "has no noise scale after 40 windows"),
+    ]:
+        with pytest.raises(SystemExit, match="2"):
+            main(["plan", "--from", path])
+        assert text in " ".join(capsys.readouterr().err.split())

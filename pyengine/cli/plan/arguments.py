@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import dataclass
+from pathlib import Path
 
 from pyengine.cli.arguments import above_zero, fill, whole
 
@@ -19,6 +20,7 @@ examples:
   python -m pyengine plan --workers 1,3,5 --micro-batch 8    uneven splits
   python -m pyengine plan --global-batch 256,1024,4096 --lr 0.1 --from-batch 256 --dataset-size 1281167
                                                              learning rates of larger batches
+  python -m pyengine plan --from steps.jsonl --lr 3e-4       what other batches cost, by the measured noise
 
 columns:
   workers       one rank each
@@ -27,6 +29,10 @@ columns:
   lr linear     lr × global batch / from-batch: for SGD, with a warm-up (Goyal et al. 2017)
   lr sqrt       lr × √(global batch / from-batch): for Adam (Malladi et al. 2022)
   steps         optimizer steps in an epoch of --dataset-size samples
+with --from (McCandlish et al. 2018, arXiv:1812.06162; B_noise is the noise scale, B the global batch):
+  steps         optimizer steps to the same loss, over the run's: S = S_min (1 + B_noise / B)
+  samples       samples to the same loss, over the run's: E = E_min (1 + B / B_noise)
+  lr noise      lr × (1 + B_noise / from-batch) / (1 + B_noise / B): for SGD
 
 the same in Python:
   plan = pe.plan_batch(global_batch=256, micro_batch=8, world_size=4)    # plan.accumulate == 8
@@ -43,7 +49,9 @@ class Settings:
     Attributes:
         micro_batch: samples a backward; None: all samples of a rank.
         lr: the learning rate of `from_batch`.
+        from_batch, global_batches: 0 and empty with `run_file` for the run's.
         dataset_size: samples; None: without steps an epoch.
+        run_file: steps of a run that has measured its noise scale; None: plan without one.
     """
 
     global_batches: tuple[int, ...]
@@ -52,6 +60,7 @@ class Settings:
     lr: float
     from_batch: int
     dataset_size: int | None
+    run_file: Path | None
     json: bool
 
 
@@ -61,9 +70,8 @@ def add_to(parser: argparse.ArgumentParser) -> None:
         "--global-batch",
         dest="global_batches",
         type=_several,
-        default=(256,),
         metavar="N,N",
-        help="samples an optimizer step (default: 256)",
+        help="samples an optimizer step (default: 256; with --from around the run's)",
     )
     add(
         "--workers",
@@ -83,13 +91,24 @@ def add_to(parser: argparse.ArgumentParser) -> None:
         "--from-batch",
         type=whole(1),
         metavar="N",
-        help="global batch that --lr is tuned for (default: the first of --global-batch)",
+        help="global batch that --lr is tuned for (default: the first of --global-batch, or --from's)",
+    )
+    add(
+        "--from",
+        dest="run_file",
+        type=Path,
+        metavar="FILE",
+        help="instead, what other batches cost by the noise scale that a run has written (JsonLines)",
     )
     add("--dataset-size", type=whole(1), metavar="N", help="samples of the dataset, for steps an epoch")
 
 
 def settings(options: argparse.Namespace) -> Settings:
-    return fill(Settings, options, from_batch=options.from_batch or options.global_batches[0])
+    batches, from_batch = options.global_batches, options.from_batch
+    if options.run_file is None:
+        batches = batches or (256,)
+        from_batch = from_batch or batches[0]
+    return fill(Settings, options, global_batches=batches or (), from_batch=from_batch or 0)
 
 
 def _several(text: str) -> tuple[int, ...]:

@@ -10,6 +10,7 @@ from rich.table import Table
 
 from pyengine.cli import report
 from pyengine.cli.arguments import Conflict
+from pyengine.cli.plan import noise
 from pyengine.cli.plan.arguments import Settings
 from pyengine.cli.report import add_numbers
 from pyengine.data.batch_plan import BatchPlan, Rule, plan_batch, scale_lr
@@ -40,6 +41,8 @@ class Row:
 
 
 def run(settings: Settings) -> int:
+    if settings.run_file is not None:
+        return noise.run(settings, settings.run_file)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         rows = [

@@ -231,9 +231,12 @@ class DDPReducer(Reducer):
         super().begin()
 
     def observe(self, observer: Observer) -> None:
-        if self._is_exact:
+        if self.own_sums_problems():
             super().observe(observer)
         self.observers.append(observer)
+
+    def own_sums_problems(self) -> list[str]:
+        return super().own_sums_problems() if self._is_exact else []
 
     def before_forward(self, *, syncs: bool) -> None:
         """Let DDP broadcast buffers in the window's last forward only."""

@@ -1,0 +1,233 @@
+"""The gradient noise scale: what a larger batch is worth, from numbers that a window has anyway."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from numbers import Real
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pyengine.ops.plan import BucketPlan, add_up
+from pyengine.window.header import stacked
+from pyengine.window.measure import Measure, Measured, ReducedWindow
+
+_SUMS = 8  # of a state: weights, their squares, windows, x, y, x², xy, y²
+
+
+@dataclass(frozen=True)
+class NoiseEstimate:
+    """The noise scale after a window; samples are the items that `count` counts.
+
+    Attributes:
+        noise, signal: this window's unbiased estimates of tr(S) and |G|²; either may be negative.
+        scale: B_noise = tr(S) / |G|², of the averages over windows, in samples; None where the average of
+            |G|² is not above 0: there is more noise than the windows so far can tell from a gradient of 0.
+        spread: standard error of `scale`, as windows show it; None in the first window.
+        windows: windows in the averages.
+    """
+
+    noise: float
+    signal: float
+    scale: float | None
+    spread: float | None
+    windows: int
+
+
+class NoiseScale(Measure):
+    """Measure the gradient noise scale of McCandlish et al. 2018, appendix A.1: `StepRecord.noise_scale`.
+
+    With G the true gradient and S the covariance of one sample's, the mean g_r over B_r samples has
+    E|g_r|² = |G|² + tr(S) / B_r. A window has n such parts (the ranks; with one rank its micro-batches), and
+    their sum over B = Σ B_r samples, E|g|² = |G|² + tr(S) / B. With P = Σ B_r |g_r|² and T = B |g|²:
+
+        E P = B |G|² + n tr(S)        E T = B |G|² + tr(S)
+        tr(S) = (P - T) / (n - 1)     |G|² = (n T - P) / ((n - 1) B)
+
+    Both are unbiased for unequal counts, too (P - T = Σ B_r |g_r - g|², the variance between parts, in the
+    weights that are best for normal noise). With equal counts they are the paper's. A part with a count of 0
+    is left out. `scale` is the ratio of their exponential averages over windows, not an average of ratios.
+    Its spread is the standard error of a ratio of means, sqrt(E(x - R y)² / (m - 1)) / |y|, where m is the
+    number of windows that the weights are worth, (Σ w)² / Σ w².
+
+    Samples have to be independent, and drawn alike on every rank. A step of SGD makes most use of a batch
+    near B_noise: `python -m pyengine plan --from steps.jsonl`.
+
+    A window is not measured (None in its record) if its step is skipped, fewer than two parts have a count,
+    gradients of an earlier window were kept, or on one rank a micro-batch has several backwards. A wire that
+    rounds adds its error to T: an 8-bit wire makes the noise come out too small.
+
+    Args:
+        decay: weight of the averages after a window, from 0 to below 1; 0.99 averages about 200 windows.
+
+    Raises (from `sync.measure`):
+        ValueError: exact sums, FSDP2, an XLA device; ranks that hold different elements or share batches.
+
+    Cost: one read of this rank's sums, where they are cast or sent, and one all-reduce of 16 bytes. With one
+    rank a hook for each parameter, and one read of each micro-batch's gradients, in the backward.
+
+    Example:
+        >>> sync.measure(pe.NoiseScale())  # doctest: +SKIP
+        >>> sync.last_record.noise_scale.scale  # doctest: +SKIP
+        1432.7
+    """
+
+    field = "noise_scale"
+
+    def __init__(self, *, decay: float = 0.99) -> None:
+        self._decay = decay
+        self._sums = [0.0] * _SUMS
+        self._handles: list[Any] = []
+        self._plans: dict[tuple[int, ...], _Slots] = {}
+
+    def __repr__(self) -> str:
+        return f"NoiseScale(decay={self._decay!r})"
+
+    def problems(self, measured: Measured) -> list[str]:
+        decay = self._decay
+        if not isinstance(decay, Real) or isinstance(decay, bool) or not 0 <= decay < 1:
+            return [f"NoiseScale(decay={decay!r}): need a number from 0 to below 1, for example 0.99"]
+        if measured.holds_parts:
+            why = "no rank has a gradient of its own samples alone; need data parallelism only"
+            return [f"NoiseScale over ranks that hold different elements or share batches: {why}"]
+        return [f"NoiseScale: {text}; leave it out" for text in measured.owner.own_sums_problems()]
+
+    def bind(self, measured: Measured) -> None:
+        super().bind(measured)
+        final, self._comm = measured.final, measured.comm
+        self._device = final.sumsq.device
+        self._one = torch.ones((), dtype=torch.float32, device=self._device)
+        # By parameter: the sum of squares of this rank's own sum.
+        self._squares = torch.zeros_like(final.sumsq)
+        # With one rank: by micro-batch, the same of its gradients; and which parameters have had theirs.
+        self._rows: list[Tensor] = []
+        self._seen: set[int] = set()
+        self._is_whole = True
+        if self._comm.world_size == 1:
+            self._handles = measured.owner.observe_micro_batches(self._read_gradient)
+        else:
+            measured.owner.observe(self._read_bucket)
+
+    def release(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    def begin(self) -> None:
+        self._rows, self._is_whole = [], True
+        self._squares.zero_()
+
+    def begin_micro_batch(self) -> None:
+        if self._comm.world_size == 1:
+            self._rows.append(torch.zeros_like(self._squares))
+            self._seen = set()
+
+    def _read_bucket(self, indices: Sequence[int], grads: Sequence[Tensor], scale: Tensor | None) -> None:
+        slots = self._plans.get(key := tuple(indices))
+        if slots is None:
+            slots = self._plans[key] = _Slots(indices, grads, self._device)
+        slots.plan.unscale_norm(grads, None, self._one, sumsq=slots.sumsq, nonfinite=slots.nonfinite)
+        squares = slots.sumsq if scale is None else slots.sumsq / scale.double().square()
+        self._squares.index_copy_(0, slots.indices, squares)
+
+    def _read_gradient(self, index: int, grad: Tensor) -> None:
+        is_written = getattr(self._measured.owner.params[index], "grad_added_to_main_grad", False)
+        if index in self._seen or is_written or not self._rows:
+            # Squares of several backwards' gradients do not add up. What a layer has added to `main_grad`
+            # itself is not in `grad`.
+            self._is_whole = False
+            return
+        self._seen.add(index)
+        grad = grad.to_dense() if grad.is_sparse else grad
+        self._rows[-1][index] = torch.linalg.vector_norm(grad.detach(), dtype=torch.float64).square()
+
+    def wait(self, window: ReducedWindow) -> None:
+        """Add up over the parts: one all-reduce of 16 bytes, for which only a host waits."""
+        counts = stacked([torch.as_tensor(count) for count in window.local.counts], self._device)
+        if self._comm.world_size == 1:
+            is_whole = window.is_whole and self._is_whole and len(self._rows) == len(counts)
+            squares = (
+                torch.stack([add_up(row) for row in self._rows]) if is_whole else torch.zeros_like(counts)
+            )
+        else:
+            is_whole, squares = window.is_whole, add_up(self._squares).view(1)
+            counts = counts.sum().view(1) if len(counts) else torch.zeros_like(squares)
+        parts = torch.stack(
+            [torch.where(counts > 0, squares / counts, 0.0).sum(), (counts > 0).double().sum()]
+        )
+        if self._comm.world_size > 1:
+            self._comm.all_reduce(parts).wait()
+        header, final = window.header, self._measured.final
+        if header.inv_scale is not None:
+            parts[0] *= header.inv_scale.square()
+        count = header.vector()[0]
+        total = final.grad_norm().square() * count
+        flag = (final.found_inf == 0).double() * is_whole
+        self._numbers = torch.stack([parts[0], parts[1], total, count, flag])
+
+    def numbers(self) -> Tensor:
+        return self._numbers
+
+    def record(self, numbers: Sequence[float], *, skipped: bool) -> NoiseEstimate | None:
+        parts, num, total, count, is_whole = numbers
+        if skipped or not is_whole or num < 2:
+            return None
+        noise, signal = estimate(parts, total, num=num, count=count)
+        decay = self._decay
+        weight, squared, windows, *means = self._sums
+        values = noise, signal, noise * noise, noise * signal, signal * signal
+        means = [decay * mean + value for mean, value in zip(means, values, strict=True)]
+        self._sums = [decay * weight + 1, decay**2 * squared + 1, windows + 1, *means]
+        scale, spread = ratio(self._sums)
+        return NoiseEstimate(noise, signal, scale, spread, int(windows) + 1)
+
+    def state(self) -> Tensor:
+        return torch.tensor(self._sums, dtype=torch.float64, device="cpu")
+
+    def load_problems(self, state: Tensor) -> list[str]:
+        if state.dtype != torch.float64 or state.shape != (_SUMS,) or not bool(state.isfinite().all()):
+            return [
+                f"measured['noise_scale'] of shape {list(state.shape)}: need {_SUMS} finite float64 numbers"
+            ]
+        return []
+
+    def load(self, state: Tensor | None) -> None:
+        self._sums = [0.0] * _SUMS if state is None else state.tolist()
+
+
+class _Slots:
+    """The plan of one bucket's slots, and what is read of them."""
+
+    def __init__(self, indices: Sequence[int], grads: Sequence[Tensor], device: torch.device) -> None:
+        numels = [grad.numel() for grad in grads]
+        self.plan = BucketPlan([sum(numels[:slot]) for slot in range(len(numels))], numels)
+        self.indices = torch.tensor(indices, dtype=torch.int64, device=device)
+        self.sumsq = torch.zeros(len(numels), dtype=torch.float64, device=device)
+        self.nonfinite = torch.zeros(len(numels), dtype=torch.uint8, device=device)
+
+
+def estimate(parts: float, total: float, *, num: float, count: float) -> tuple[float, float]:
+    """Return one window's unbiased tr(S) and |G|².
+
+    Args:
+        parts: P, the sum over `num` parts of B_r |g_r|².
+        total: T = B |g|².
+        count: B.
+    """
+    noise = (parts - total) / (num - 1)
+    return noise, (total - noise) / count
+
+
+def ratio(sums: Sequence[float]) -> tuple[float | None, float | None]:
+    """Return the ratio x / y of weighted means, and its standard error; `sums` are those of a state."""
+    weight, squared, _, *totals = sums
+    x, y, xx, xy, yy = (total / weight for total in totals)
+    if y <= 0:
+        return None, None
+    scale, worth = x / y, weight**2 / squared
+    if worth <= 1 + 1e-9:
+        return scale, None
+    variance = max(0.0, xx - 2 * scale * xy + scale**2 * yy)
+    return scale, math.sqrt(variance / (worth - 1)) / y
