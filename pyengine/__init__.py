@@ -33,6 +33,7 @@ from pyengine.step.step_record import StepRecord
 from pyengine.step.window_optimizer import WindowOptimizer
 from pyengine.window.measure import GradNorms
 from pyengine.window.noise_scale import NoiseEstimate, NoiseScale
+from pyengine.window.spikes import Spike, SpikePolicy
 
 __version__ = "0.1.0"
 
@@ -54,6 +55,8 @@ __all__ = [
     "MicroBatch",
     "NoiseEstimate",
     "NoiseScale",
+    "Spike",
+    "SpikePolicy",
     "StepRecord",
     "Sync",
     "WindowOptimizer",

@@ -581,8 +581,12 @@ class Engine:
         if self.dropping is not None:
             self.final.back_off(header.has_dropped())
             dropped = self.dropping.reports()
-        for measure in [] if header.is_refused() else self.measures:
-            measure.wait(ReducedWindow(header, self.counts, is_whole=not has_kept))
+        measures = [] if header.is_refused() else [*self.measures]
+        for measure in measures:
+            limit = measure.wait(ReducedWindow(header, self.counts, is_whole=not has_kept))
+            if limit is not None:
+                # inf / inf would be nan where the window is skipped.
+                self.clip(limit, self.final.grad_norm().nan_to_num(0.0, 0.0, 0.0))
         evidence = Evidence(
             self.counter.index,
             self.counts,
@@ -590,6 +594,7 @@ class Engine:
             self.reducer.names,
             self.runs.blame(self.reducer.blame()),
             dropped,
+            lambda: "; ".join(filter(None, (measure.reason() for measure in measures))),
             self.scaler is not None,
             self.has_backward,
             has_gradient,
@@ -612,6 +617,13 @@ class Engine:
             self.published.record()
         self.final.renew_norm(was_read=has_changed)
 
+    def clip(self, max_norm: float | Tensor, norm: Tensor) -> None:
+        """Multiply the gradients by min(1, max_norm / norm), where the host does not see that this is 1."""
+        factor = self.final.clip(max_norm, norm)
+        if self.is_late or runs_ahead(self.device) or float(factor) != 1:
+            self.published.scale_(factor.float())
+            self.published.record()
+
     def measured(self) -> Measured:
         """Keep norms by name from now on; every rank calls this at the same point.
 
@@ -628,7 +640,7 @@ class Engine:
             place_of = {name: place for place, name in enumerate(trained)}
             self.final.add_names([place_of[name] for name in names], len(trained))
             holds_parts = self.holds_parts or self.reducer.counted is not None
-            about = self.final, self.comm, self.reducer, holds_parts
+            about = self.final, self.comm, self.reducer, holds_parts, is_lazy(self.device)
             self._measured = Measured([*trained], [*trained.values()], *about)
         return self._measured
 

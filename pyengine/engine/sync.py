@@ -23,7 +23,7 @@ from pyengine.engine.loop import Batch, CountOf, MicroBatches, single_micro_batc
 from pyengine.engine.resume import load_states, take_snapshot
 from pyengine.engine.retry import Items, Retries
 from pyengine.engine.window_audit import WindowAudit
-from pyengine.ops.device import HOST, flush, runs_ahead, send
+from pyengine.ops.device import HOST, flush, send
 from pyengine.step.grad_scaler import GradScaler, taken_over
 from pyengine.step.step_record import StepCallback, StepHandle, StepRecord
 from pyengine.step.window_optimizer import OptimizerCheck, WindowOptimizer, check_step
@@ -499,7 +499,7 @@ class Sync:
         graph.
 
         Args:
-            measures: `pe.GradNorms()`, `pe.NoiseScale()`; each kind once.
+            measures: `pe.GradNorms()`, `pe.NoiseScale()`, `pe.SpikePolicy(...)`; each kind once.
 
         Raises:
             ValueError: something else; a measure that these gradients cannot give; ranks differ; in the
@@ -567,10 +567,7 @@ class Sync:
             engine.published.scale_each_(final.clip_each(max_norm, groups).float())
             engine.published.record()
             return norm
-        factor = final.clip(max_norm, norm)
-        if engine.is_late or runs_ahead(engine.device) or float(factor) != 1:
-            engine.published.scale_(factor.float())
-            engine.published.record()
+        engine.clip(max_norm, norm)
         return norm
 
     def _groups_of(self, per: ClipPer) -> Sequence[Tensor] | None:

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 from torch.nn import Parameter
-from torch.utils.hooks import RemovableHandle
 
 from pyengine.comm.base import Comm
 from pyengine.gradients.bucket import Accumulator, Observer
@@ -217,11 +216,11 @@ class Reducer(ABC):
         what = "float sums of this rank alone that could be read before they are reduced over ranks"
         return [f"{type(self).__name__} has no {what}"]
 
-    def observe_micro_batches(self, observer: Callable[[int, Tensor], None]) -> list[RemovableHandle]:
+    def observe_micro_batches(self, observer: Callable[[int, Tensor], None]) -> list[Any]:
         """Call the method `observer` with each gradient that a backward makes, before it is accumulated.
 
         Arguments: the parameter's index; the gradient, valid only during the call. It runs in the backward,
-        once for each backward that reaches the parameter.
+        once for each backward that reaches the parameter. Returns handles whose `remove()` ends it.
         """
         # Python's garbage collector does not see hooks of a parameter.
         call = WeakMethod(observer)

@@ -17,6 +17,7 @@ from pyengine.ops.capture import is_capturing
 from pyengine.ops.device import has_events, recorded_event
 from pyengine.ops.trace import span
 from pyengine.window.noise_scale import NoiseEstimate
+from pyengine.window.spikes import Spike
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,8 @@ class StepRecord:
         grad_norm: 2-norm of the mean gradient before clipping, loss scale removed; inf or nan when skipped
             for it.
         skipped: whether the parameters were left alone.
-        reason: why they were, or which micro-batches were dropped; empty otherwise.
+        reason: why they were, which micro-batches were dropped, or why a `pe.SpikePolicy` has clipped; empty
+            otherwise.
         bytes_on_wire: bytes this rank sent for the window.
         collectives: collectives this rank launched for the window, header included.
         backward_s: seconds inside the window's backwards.
@@ -49,6 +51,7 @@ class StepRecord:
         grad_norms: as `grad_norm`, of each parameter by name; None without `sync.measure(pe.GradNorms())`.
         noise_scale: the gradient noise scale; None without `sync.measure(pe.NoiseScale())`, and of a window
             that cannot be measured.
+        spike: what a `pe.SpikePolicy` has skipped or clipped the window for; None if it has not.
     """
 
     step: int
@@ -68,6 +71,7 @@ class StepRecord:
     num_retries: int = 0
     grad_norms: dict[str, float] | None = None
     noise_scale: NoiseEstimate | None = None
+    spike: Spike | None = None
 
 
 StepCallback = Callable[[StepRecord], None]

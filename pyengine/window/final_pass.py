@@ -77,6 +77,7 @@ class FinalPass:
         self.sumsq = torch.zeros(num_params, dtype=torch.float64, device=device)
         self.nonfinite = torch.zeros(num_params, dtype=torch.uint8, device=device)
         self._one = torch.ones((), dtype=torch.float64, device=device)
+        self._none = torch.zeros((), dtype=torch.float64, device=device)
         self._zero = torch.zeros((), dtype=torch.float32, device=device)
         self._yes = torch.ones((), dtype=torch.float32, device=device)
         # Whether sums by name are needed, and where ranks hold different elements the last ones.
@@ -95,6 +96,8 @@ class FinalPass:
         # float32 0-dim: 1 if a gradient holds inf or nan, which a loss scale follows; 1 if the step must be
         # skipped, for that or another reason; nan if a rank gave the window up, else 0.
         self.overflow = self.found_inf = self.void = self._zero
+        # float64 0-dim: 1 if a measure has skipped or clipped the window.
+        self.acted = self._none
         # float64 0-dim, the product of the clip factors so far, of which each counts as its mean over names:
         # what ranks compare.
         self.clipped = self._one
@@ -183,7 +186,7 @@ class FinalPass:
         """Return the largest of all ranks' `largest`, float64 0-dim, with the same bits on every rank."""
         return largest if self._holdings is None else self._holdings.largest(largest)
 
-    def clip(self, max_norm: float, norm: Tensor) -> Tensor:
+    def clip(self, max_norm: float | Tensor, norm: Tensor) -> Tensor:
         """Return min(1, max_norm / (norm + 1e-6)), float64 0-dim, for the caller to multiply by."""
         self.keep_norm()
         factor = (max_norm / (norm + CLIP_EPSILON)).clamp(max=1.0)

@@ -148,6 +148,16 @@ class LocalWindow:
         self.counts, self.losses, self.dropped = list(other.counts), list(other.losses), list(other.dropped)
         self.is_silent = other.is_silent
 
+    def counts_on(self, device: torch.device) -> Tensor:
+        """Return the counts, float64 `[micro-batches]`, without a look at those of a device."""
+        counts = send(
+            [0.0 if isinstance(n, Tensor) else float(n) for n in self.counts], torch.float64, device
+        )
+        for index, count in enumerate(self.counts):
+            if isinstance(count, Tensor):
+                counts[index] = count.detach().reshape(())
+        return counts
+
     def problems(self) -> list[str]:
         """Describe the invalid counts. Reads device counts: for error reports only."""
         return [

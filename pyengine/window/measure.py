@@ -24,6 +24,7 @@ class Measured:
     owner: Any  # the `Reducer`
     # Whether ranks hold different elements, or share batches.
     holds_parts: bool
+    is_lazy: bool
 
 
 @dataclass(frozen=True)
@@ -62,11 +63,18 @@ class Measure:
     def begin_micro_batch(self) -> None:
         """Start a micro-batch, before its first backward."""
 
-    def wait(self, window: ReducedWindow) -> None:
-        """Measure the reduced gradients, before any clipping; not where ranks disagree in the header.
+    def wait(self, window: ReducedWindow) -> Tensor | None:
+        """Measure the reduced gradients, before the user clips; not where ranks disagree in the header.
 
-        May launch collectives. `FinalPass.found_inf` is 1 if the window cannot be used.
+        May launch collectives. `FinalPass.found_inf` is 1 if the window cannot be used. Returns None, or the
+        norm to which the gradients are to be clipped, float64 0-dim.
         """
+        del window
+        return None
+
+    def reason(self) -> str:
+        """Describe what this has done to the window, where `FinalPass.acted` is 1; the host waits."""
+        return ""
 
     def numbers(self) -> Tensor:
         """Return what the host has to read of a window that is being stepped, float64 `[n]`."""

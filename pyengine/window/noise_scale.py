@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pyengine.ops.device import HOST
 from pyengine.ops.plan import BucketPlan, add_up
-from pyengine.window.header import stacked
 from pyengine.window.measure import Measure, Measured, ReducedWindow
 
 _SUMS = 8  # of a state: weights, their squares, windows, x, y, x², xy, y²
@@ -145,7 +145,7 @@ class NoiseScale(Measure):
 
     def wait(self, window: ReducedWindow) -> None:
         """Add up over the parts: one all-reduce of 16 bytes, for which only a host waits."""
-        counts = stacked([torch.as_tensor(count) for count in window.local.counts], self._device)
+        counts = window.local.counts_on(self._device)
         if self._comm.world_size == 1:
             is_whole = window.is_whole and self._is_whole and len(self._rows) == len(counts)
             squares = (
@@ -153,7 +153,7 @@ class NoiseScale(Measure):
             )
         else:
             is_whole, squares = window.is_whole, add_up(self._squares).view(1)
-            counts = counts.sum().view(1) if len(counts) else torch.zeros_like(squares)
+            counts = counts.sum().view(1)
         parts = torch.stack(
             [torch.where(counts > 0, squares / counts, 0.0).sum(), (counts > 0).double().sum()]
         )
@@ -163,7 +163,7 @@ class NoiseScale(Measure):
         if header.inv_scale is not None:
             parts[0] *= header.inv_scale.square()
         count = header.vector()[0]
-        total = final.grad_norm().square() * count
+        total = final.norm_before_clipping().square() * count
         flag = (final.found_inf == 0).double() * is_whole
         self._numbers = torch.stack([parts[0], parts[1], total, count, flag])
 
@@ -184,7 +184,7 @@ class NoiseScale(Measure):
         return NoiseEstimate(noise, signal, scale, spread, int(windows) + 1)
 
     def state(self) -> Tensor:
-        return torch.tensor(self._sums, dtype=torch.float64, device="cpu")
+        return torch.tensor(self._sums, dtype=torch.float64, device=HOST)
 
     def load_problems(self, state: Tensor) -> list[str]:
         if state.dtype != torch.float64 or state.shape != (_SUMS,) or not bool(state.isfinite().all()):

@@ -42,6 +42,7 @@ class Evidence:
     names: Sequence[str]  # of parameters, in registration order
     blame: Blame
     dropped: Callable[[], dict[int, list[str]]] = dict  # by micro-batch what of it was not finite
+    acted: Callable[[], str] = str  # what a measure has done to the window; empty if nothing
     is_scaled: bool = False  # whether its losses were scaled
     has_backward: bool = False  # whether a backward has run in it, as far as that is known
     has_gradient: bool = True  # whether any parameter has a gradient, as far as the host knows
@@ -51,13 +52,16 @@ class Evidence:
 class Outcome:
     """What the device knows of a reduced window."""
 
-    numbers: Tensor  # float64: the reduced header, whether the step is skipped, whether the norm is 0
+    # float64: the reduced header, whether the step is skipped, whether the norm is 0, whether a measure has
+    # skipped or clipped the window.
+    numbers: Tensor
     nonfinite: Tensor  # uint8 `[parameters]`: a copy, so that the next window may overwrite the flags
 
     @classmethod
     def of(cls, header: Header, final: FinalPass) -> Outcome:
         # A norm of exactly 0: then ranks ask each other whether there is any gradient.
-        flags = [final.found_inf.double().view(1), (final.grad_norm() == 0).double().view(1)]
+        is_zero = (final.grad_norm() == 0).double()
+        flags = [final.found_inf.double().view(1), is_zero.view(1), final.acted.view(1)]
         return cls(torch.cat([header.vector(), *flags]), final.nonfinite.clone())
 
 
@@ -73,13 +77,13 @@ class Verdict:
         self, header: Header, outcome: Outcome, evidence: Evidence, *, comm: Comm, raises: bool
     ) -> None:
         self.totals: Totals | None = None  # sums over all ranks; None until read
-        # Why the step is skipped, or which micro-batches were dropped; empty if neither.
+        # Why the step is skipped, which micro-batches were dropped, or why it was clipped; empty if neither.
         self.reason = ""
         self._header, self.evidence, self._comm, self._raises = header, evidence, comm, raises
         self._numbers, self._nonfinite = Readback(outcome.numbers), outcome.nonfinite
         self._waiting: list[Callable[[Totals, bool], None]] = []
         self._waiting_to_know: list[Callable[[bool], None]] = []
-        self.skips = self._is_zero = False
+        self.skips = self._is_zero = self._has_acted = False
         self.is_reached = False  # whether the ranks have concluded it
         self.is_awaited = False  # whether an action on this rank waits for the numbers
         self.error: Exception | None = None  # what `reach` raises
@@ -117,7 +121,8 @@ class Verdict:
     @property
     def is_quiet(self) -> bool:
         """Whether the verdict was read and leaves the ranks nothing to talk about."""
-        return self.is_good and not self._is_zero and self.totals is not None and not self.totals.dropped
+        is_plain = not self._is_zero and not self._has_acted
+        return self.is_good and is_plain and self.totals is not None and not self.totals.dropped
 
     def reach(self) -> Totals:
         """Wait for the outcome, and call what waited for it; later calls return or raise the same at once.
@@ -159,8 +164,8 @@ class Verdict:
 
     def _look(self) -> Totals:
         if self.totals is None:
-            *numbers, found_inf, is_zero = self._numbers.get()
-            self.skips, self._is_zero = found_inf != 0, is_zero != 0
+            *numbers, found_inf, is_zero, has_acted = self._numbers.get()
+            self.skips, self._is_zero, self._has_acted = found_inf != 0, is_zero != 0, has_acted != 0
             self.totals = Totals.of(numbers, self._comm.world_size)
             _log.debug("window %d: skip %s, %s", self.evidence.index, self.skips, self.totals)
         return self.totals
@@ -179,6 +184,9 @@ class Verdict:
         if dropped:
             self.reason = dropped
             warnings.warn(f"window {self.evidence.index}: {dropped}", stacklevel=2)
+        if self._has_acted:  # only on a window that could have been used
+            self.reason = "; ".join(filter(None, (dropped, self.evidence.acted())))
+            return
         if not self.skips:
             if self._is_zero:
                 self._refuse_empty()

@@ -1,0 +1,157 @@
+"""What to do with a window whose gradient norm is far above those of windows before it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from numbers import Real
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+from pyengine.window.measure import Measure, Measured, ReducedWindow, trained
+from pyengine.window.nonfinite import MAX_NAMED
+
+SpikeAction = Literal["skip", "clip"]
+
+
+@dataclass(frozen=True)
+class Spike:
+    """A window whose gradient norm was above the limit.
+
+    Attributes:
+        norm, median: of the mean gradient, before clipping; and the running median.
+        params: the parameters that did it, by name: how many times its own running median each norm was.
+            Those above `factor`; where none is, the one with the largest norm.
+    """
+
+    norm: float
+    median: float
+    params: dict[str, float]
+
+
+class SpikePolicy(Measure):
+    """Skip or clip windows whose gradient norm is above `factor` times a running median.
+
+    The decision is made on the device from the norm, whose bits are the same on every rank: all ranks act
+    alike, and no host waits. `StepRecord.spike` has the norm, the median, and the parameters that did it;
+    `StepRecord.reason` says so in words.
+
+    The median is over the last `window` windows with a finite norm, those that were skipped or clipped
+    included, so that it follows where norms have grown for good. The lower one of two in the middle is used.
+    The policy does not act before it has seen so many windows. What it has seen is part of
+    `sync.state_dict()`.
+
+    Args:
+        factor: above 1.
+        window: windows of the running median, at least 1.
+        action: "skip" leaves the parameters alone, as with inf and nan, and does not change a loss scale;
+            "clip" multiplies the gradients so that their norm is `factor` times the median, before any
+            clipping of yours.
+
+    Raises (from `sync.measure`):
+        ValueError: an argument is off; an XLA device.
+
+    Cost: `window` times 8 bytes a parameter, sorted in every window. On an accelerator "clip" reads and
+    writes every gradient once more in every window, on the host only in one with a spike.
+
+    Example:
+        >>> sync.measure(pe.SpikePolicy(factor=4, window=100))  # doctest: +SKIP
+    """
+
+    field = "spike"
+
+    def __init__(self, *, factor: float, window: int = 100, action: SpikeAction = "skip") -> None:
+        self._factor, self._window, self._action = factor, window, action
+
+    def __repr__(self) -> str:
+        return f"SpikePolicy(factor={self._factor!r}, window={self._window!r}, action={self._action!r})"
+
+    def problems(self, measured: Measured) -> list[str]:
+        found, factor, window = [], self._factor, self._window
+        if not isinstance(factor, Real) or isinstance(factor, bool) or not factor > 1:
+            found.append(f"SpikePolicy(factor={factor!r}): need a number above 1, for example 4")
+        if type(window) is not int or window < 1:
+            found.append(f"SpikePolicy(window={window!r}): need a whole number of windows from 1 on")
+        if self._action not in get_args(SpikeAction):
+            found.append(f'SpikePolicy(action={self._action!r}): need "skip" or "clip"')
+        if measured.is_lazy:
+            found.append("SpikePolicy on an XLA device, which records what is measured: leave it out")
+        return found
+
+    def bind(self, measured: Measured) -> None:
+        super().bind(measured)
+        # Of the last windows: the norm, then those of all names. Behind it, how many windows there were.
+        shape, device = (self._window, 1 + len(measured.names)), measured.final.sumsq.device
+        self._history = torch.full(shape, torch.inf, dtype=torch.float64, device=device)
+        self._seen = torch.zeros((), dtype=torch.int64, device=device)
+        self._rows = torch.arange(self._window, dtype=torch.int64, device=device)
+        self._is_spike = torch.zeros((), dtype=torch.bool, device=device)
+
+    def wait(self, window: ReducedWindow) -> Tensor | None:
+        del window
+        final = self._measured.final
+        row = torch.cat([final.grad_norm().view(1), final.norms_before_clipping()])
+        medians = self._history.sort(dim=0).values[(self._window - 1) // 2]
+        is_known = (self._seen >= self._window) & (medians[0] > 0)
+        limit = torch.where(is_known, self._factor * medians[0], torch.inf)
+        is_used = row[0].isfinite() & (final.found_inf == 0)
+        self._is_spike = is_spike = is_used & (row[0] > limit)
+        is_due = (self._rows == self._seen % self._window) & is_used
+        self._history = torch.where(is_due.unsqueeze(1), row, self._history)
+        self._seen = self._seen + is_used
+        self._numbers = torch.cat([is_spike.double().view(1), row, medians])
+        final.acted = is_spike.double()
+        if self._action == "skip":
+            final.forbid(is_spike)
+            return None
+        return torch.where(is_spike, limit, torch.inf)
+
+    def numbers(self) -> Tensor:
+        return self._numbers
+
+    def record(self, numbers: Sequence[float], *, skipped: bool) -> Spike | None:
+        del skipped
+        is_spike, *rest = numbers
+        half = len(rest) // 2
+        return self._spike(rest[:half], rest[half:]) if is_spike else None
+
+    def reason(self) -> str:
+        """Describe the window's spike, for which the host waits."""
+        _, *rest = self._numbers.tolist()
+        half = len(rest) // 2
+        spike = self._spike(rest[:half], rest[half:])
+        named = [f"{name!r} ({times:.3g} times its median)" for name, times in spike.params.items()]
+        more = f" and {len(named) - MAX_NAMED} more" if len(named) > MAX_NAMED else ""
+        did = "skipped" if self._action == "skip" else "clipped"
+        return (
+            f"{did} by {self!r}: the gradient norm is {spike.norm:.4g}, {spike.norm / spike.median:.3g} "
+            f"times its running median of {spike.median:.4g}, from {', '.join(named[:MAX_NAMED])}{more}"
+        )
+
+    def _spike(self, norms: Sequence[float], medians: Sequence[float]) -> Spike:
+        pairs = [*zip(norms[1:], medians[1:], strict=True)]
+        times = trained(self._measured, [norm / median if median else torch.inf for norm, median in pairs])
+        of_names = trained(self._measured, norms[1:])
+        largest = sorted(times, key=lambda name: -of_names[name])
+        above = [name for name in largest if of_names[name] > 0 and times[name] > self._factor]
+        return Spike(norms[0], medians[0], {name: times[name] for name in above or largest[:1]})
+
+    # ---- states ----
+
+    def state(self) -> Tensor:
+        return torch.cat([self._seen.double().view(1), self._history.flatten()])
+
+    def load_problems(self, state: Tensor) -> list[str]:
+        numbers = 1 + self._history.numel()
+        if state.dtype != torch.float64 or state.shape != (numbers,):
+            kept = f"{self!r} over these parameters keeps {numbers}: make it with the window that it had"
+            return [f"measured['spike'] of {list(state.shape)} numbers, and {kept}"]
+        return []
+
+    def load(self, state: Tensor | None) -> None:
+        self.bind(self._measured)
+        if state is not None:
+            state = state.to(self._history.device, copy=True)
+            self._seen, self._history = state[0].long(), state[1:].view_as(self._history)

@@ -1,0 +1,184 @@
+"""`SpikePolicy`: planted spikes on one rank and in one parameter; never before the median; after a resume."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from cases import assert_alike, engine, me, records_of
+from ranks import on_ranks
+from sharded_cases import loss_of as sharded_loss
+from sharded_cases import own_batches, sharded
+from torch import Tensor, nn
+
+import pyengine as pe
+
+
+class Pair(nn.Module):
+    """Two parameters whose gradients are the inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calm, self.wild = (nn.Parameter(torch.zeros(4)) for _ in range(2))
+
+    def forward(self, calm: Tensor, wild: Tensor) -> Tensor:
+        return (self.calm * calm).sum() + (self.wild * wild).sum()
+
+
+def _policy(sync: pe.Sync, **options: Any) -> list[pe.StepRecord]:
+    sync.measure(pe.SpikePolicy(**{"factor": 3.0, "window": 3} | options))
+    return records_of(sync)
+
+
+def _windows(sync: pe.Sync, forward: nn.Module, wild: list[float], *, of: int = 0) -> None:
+    """Train a window for each number; rank `of` has the number in `wild`, all others have 1."""
+    rank, world = me()
+    optimizer = torch.optim.SGD(forward.parameters(), lr=1.0)
+    for number in wild:
+        with sync.accumulate(last=True):
+            value = number if rank == of % world else 1.0
+            sync.backward(forward(torch.ones(4), torch.full((4,), value)), count=1)
+        sync.step(optimizer)
+    sync.synchronize()
+
+
+@pytest.mark.parametrize(
+    ("kind", "world"), [("own", 1), ("own", 3), ("own-native", 2), ("own-exact", 2), ("attach", 2)]
+)
+@on_ranks()
+def test_a_spike_on_one_rank_in_one_parameter_is_skipped_on_all(kind):
+    _, world = me()
+    model = Pair()
+    sync, forward = engine(kind, model, accumulate=1)
+    records = _policy(sync)
+    with pytest.warns(
+        UserWarning, match=r"window 3: the step was skipped on every rank: skipped by SpikePolicy"
+    ):
+        _windows(sync, forward, [1.0, 1.0, 1.0, 100.0, 1.0], of=1)
+    assert [record.skipped for record in records] == [False, False, False, True, False]
+    assert model.wild.tolist() == [-4.0] * 4
+    spike = records[3].spike
+    wild = (100.0 + world - 1) / world
+    assert (spike.norm, spike.median) == (pytest.approx((4 + 4 * wild**2) ** 0.5), pytest.approx(8**0.5))
+    name = "module.wild" if "wild" not in spike.params else "wild"
+    assert spike.params == {name: pytest.approx(wild)}
+    assert f"{wild:.3g} times its median)" in records[3].reason
+    assert all(record.spike is None and not record.reason for record in records if not record.skipped)
+    assert_alike([(record.skipped, record.reason, record.grad_norm) for record in records])
+
+
+@pytest.mark.parametrize("kind", ["own", "attach"])
+@on_ranks(2)
+def test_a_spike_is_clipped_to_the_limit(kind):
+    model = Pair()
+    sync, forward = engine(kind, model, accumulate=1)
+    records = _policy(sync, action="clip")
+    _windows(sync, forward, [1.0] * 3)
+    before = model.wild.detach().clone()
+    _windows(sync, forward, [99.0])
+    limit, norm = 3 * 8**0.5, (4 + 4 * 50.0**2) ** 0.5
+    torch.testing.assert_close(before - model.wild, torch.full((4,), 50.0 * limit / norm), rtol=1e-6, atol=0)
+    record = records[-1]
+    assert (record.skipped, record.grad_norm) == (False, pytest.approx(norm))
+    assert record.spike.params == {name: pytest.approx(50.0) for name in record.spike.params}
+    assert record.reason.startswith(
+        "clipped by SpikePolicy(factor=3.0, window=3, action='clip'): the gradient"
+    )
+    _windows(sync, forward, [1.0])
+    assert records[-1].spike is None and sync.grad_norm().item() == pytest.approx(8**0.5)
+
+
+@on_ranks(2)
+def test_no_window_is_a_spike_before_the_median_is_known():
+    model = Pair()
+    sync, forward = engine("own", model, accumulate=1)
+    records = _policy(sync)
+    _windows(sync, forward, [1e6, 1.0, 1e5])
+    assert [record.spike for record in records] == [None] * 3
+
+
+@on_ranks(2)
+def test_the_median_follows_where_norms_stay_large():
+    sync, forward = engine("own", Pair(), accumulate=1)
+    records = _policy(sync)
+    with pytest.warns(UserWarning, match="skipped"):
+        _windows(sync, forward, [1.0] * 3 + [100.0] * 4)
+    assert [record.skipped for record in records] == [False] * 3 + [True, True, False, False]
+
+
+@on_ranks(2)
+def test_windows_with_inf_are_no_part_of_the_median():
+    sync, forward = engine("own", Pair(), accumulate=1)
+    records = _policy(sync, window=2)
+    with pytest.warns(UserWarning, match="skipped"):
+        _windows(sync, forward, [1.0, float("inf"), 100.0, 1.0, 1.0, 400.0])
+    assert [record.spike is not None for record in records] == [False] * 5 + [True]
+    assert [record.skipped for record in records] == [False, True, False, False, False, True]
+
+
+@on_ranks(2)
+def test_a_resumed_policy_knows_the_norms_before():
+    sync, forward = engine("own", Pair(), accumulate=1)
+    _policy(sync)
+    _windows(sync, forward, [1.0] * 3)
+    state = sync.state_dict()
+    sync.close()
+    for options, skips in (({}, True), ({"window": 4}, None)):
+        sync, forward = engine("own", Pair(), accumulate=1)
+        records = _policy(sync, **options)
+        if skips is None:
+            with pytest.raises(
+                ValueError, match=r"measured\['spike'\] of \[10\] numbers.*make it with the window"
+            ):
+                sync.load_state_dict(state)
+            continue
+        sync.load_state_dict(state)
+        with pytest.warns(UserWarning, match="skipped by SpikePolicy"):
+            _windows(sync, forward, [100.0])
+        assert records[0].skipped and records[0].step == 3
+        sync.close()
+
+
+@on_ranks(2)
+def test_a_spike_neither_raises_nor_changes_a_loss_scale():
+    model = Pair()
+    sync, forward = engine("own", model, accumulate=1, nonfinite="raise")
+    sync.scaler = pe.GradScaler("cpu", init_scale=8.0)
+    records = _policy(sync)
+    _windows(sync, forward, [1.0] * 3 + [100.0])
+    assert records[-1].skipped and records[-1].spike.norm == records[-1].grad_norm
+    assert sync.scaler.get_scale() == 8.0
+
+
+@on_ranks(3)
+def test_a_spike_in_one_shard_is_skipped_on_all_ranks():
+    sync, model = sharded("flat", accumulate=1)
+    records = _policy(sync)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+
+    def train() -> None:
+        for index, window in enumerate(sync.windows([own_batches(1)[0]] * 4)):
+            for data in window:
+                factor = 100.0 if index == 3 and me()[0] == 1 else 1.0
+                sync.backward(sharded_loss(model, data) * factor, count=3)
+            sync.step(optimizer)
+
+    with pytest.warns(UserWarning, match="skipped by SpikePolicy"):
+        train()
+    assert [record.skipped for record in records] == [False] * 3 + [True]
+    assert_alike([(record.reason, record.spike is None) for record in records])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"factor": 1.0}, r"SpikePolicy\(factor=1\.0\): need a number above 1"),
+        ({"window": 0}, r"SpikePolicy\(window=0\): need a whole number of windows"),
+        ({"action": "stop"}, r"SpikePolicy\(action='stop'\): need \"skip\" or \"clip\""),
+    ],
+)
+@on_ranks(2)
+def test_wrong_arguments_are_refused_on_every_rank(options, message):
+    with pytest.raises(ValueError, match=message):
+        pe.GradSync(Pair()).measure(pe.SpikePolicy(**{"factor": 3.0} | options))
