@@ -189,7 +189,7 @@ matrix-small: $(XLA_INSTALLED)
 	cd build/matrix-small && PYTHONPATH=$$PWD $(CURDIR)/$(XLA_VENV)/bin/python -m pytest -q $(addprefix $(CURDIR)/,$(MATRIX_SMALL))
 
 test-xla: $(XLA_INSTALLED)
-	$(XLA_VENV)/bin/python -m pytest tests/xla $(ARGS)
+	$(XLA_VENV)/bin/python -m pytest tests/xla -n $(JOBS) --dist loadfile $(ARGS)
 
 xla-env: $(XLA_INSTALLED)
 

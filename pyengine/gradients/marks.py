@@ -87,7 +87,9 @@ class GradMarks:
         # engine alive.
         call = WeakMethod(refuse)
         found: list[str] = []
-        versions: dict[str, int] = {}  # of parameters, when their gradient is about to be accumulated
+        # Of parameters, when their gradient is about to be accumulated; of sharded ones, whose hooks FSDP2
+        # calls behind its reduction, when the window begins.
+        versions: dict[str, int] = {}
 
         def note(name: str, param: Tensor, grad: Tensor) -> None:
             del grad
@@ -100,7 +102,7 @@ class GradMarks:
             if param.grad is None:
                 what = f"removed the gradient of {name!r} (it sets .grad to None, or steps an optimizer and "
                 what += "clears the gradient): remove the hook"
-            elif versions.get(name, param._version) != param._version:
+            elif versions[name] != param._version:
                 what = f"written to {name!r} (it steps an optimizer): remove the hook, load the parameters "
                 what += "again, which are this rank's alone now"
             else:
@@ -116,6 +118,7 @@ class GradMarks:
             if param._post_accumulate_grad_hooks:  # noqa: SLF001 - torch lists hooks nowhere else
                 # Hooks of a tensor run before its gradient is accumulated, and those behind that in the order
                 # of registration: `look` comes last.
+                versions[name] = param._version
                 self._handles.append(param.register_hook(partial(note, name, param)))
                 self._handles.append(param.register_post_accumulate_grad_hook(partial(look, name)))
 

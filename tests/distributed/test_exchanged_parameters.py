@@ -189,11 +189,11 @@ def test_a_hook_that_takes_gradients_away_is_refused(ranks: Ranks, door, what, a
 
 
 @pytest.mark.parametrize("what", ["step", "step and zero"])
-@pytest.mark.parametrize("door", ["GradSync", "attach"])
+@pytest.mark.parametrize("door", ["GradSync", "attach", "fully_shard"])
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_a_hook_that_steps_and_leaves_a_gradient_is_refused(ranks: Ranks, door, what, accumulate):
     for found in ranks(2).run(_windows, door, what, accumulate, 1):
-        assert "rank 1: a hook of register_post_accumulate_grad_hook has written to '1.bias'" in found[0]
+        assert "rank 1: a hook of register_post_accumulate_grad_hook has written to '" in found[0]
         assert "load the parameters again" in found[0]
 
 
