@@ -97,7 +97,7 @@ def _norm(counted: Sequence[Sequence[bool]], held: Sequence[Sequence[int]]) -> l
     for is_last, rank in itertools.product((False, True), range(len(held))):
         holdings = Holdings(counted[rank], Comm(rank, is_last=is_last), torch.device("cpu"))
         sumsq = torch.tensor(held[rank], dtype=torch.float64)
-        total, void = holdings.whole(sumsq, torch.zeros((), dtype=torch.float64))
+        total, void, _ = holdings.whole(sumsq, torch.zeros((), dtype=torch.float64))
         assert void == 0
         found.append(float(total))
     return found[len(held) :]
