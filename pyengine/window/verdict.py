@@ -156,9 +156,10 @@ class Verdict:
         """Warn that the step was skipped, and why; not where dropped micro-batches were warned of."""
         if self.totals is not None and not self.totals.dropped:
             which = "the step was" if in_a_row == 1 else f"the last {in_a_row} steps were"
+            stops = "" if self._has_acted else "; nonfinite='raise' stops at the first"
             warnings.warn(
                 f"window {self.evidence.index}: {which} skipped on every rank: {self.reason}. sync.on_step "
-                "reports every one; nonfinite='raise' stops at the first",
+                f"reports every one{stops}",
                 stacklevel=2,
             )
 

@@ -68,6 +68,14 @@ def test_a_run_whose_worker_was_killed_ends_with_the_same_bits_on_fewer():
 
 
 @pytest.mark.slow
+def test_a_bad_batch_is_skipped_and_norms_and_noise_scale_are_plotted():
+    pytest.importorskip("matplotlib")
+    reason, path = _run("gradient_norms.py").splitlines()
+    assert reason.startswith("skipped by SpikePolicy(factor=5, window=20, action='skip')")
+    assert Path(path).stat().st_size > 10_000
+
+
+@pytest.mark.slow
 def test_a_run_whose_worker_was_killed_goes_on_from_its_last_checkpoint():
     said = _run("checkpoints.py").splitlines()
     assert said == ["worker 1 of 2 failed (exit code -9)", "went on behind step 4", "the same bits"]
