@@ -23,9 +23,9 @@ class NoiseEstimate:
     """The noise scale after a window; samples are the items that `count` counts.
 
     Attributes:
-        noise, signal: this window's unbiased estimates of tr(S) and |G|²; either may be negative.
-        scale: B_noise = tr(S) / |G|², of the averages over windows, in samples; None where the average of
-            |G|² is not above 0: there is more noise than the windows so far can tell from a gradient of 0.
+        noise, signal: this window's unbiased estimates of tr(S) and ‖G‖²; either may be negative.
+        scale: B_noise = tr(S) / ‖G‖², of the averages over windows, in samples; None where the average of
+            ‖G‖² is not above 0: there is more noise than the windows so far can tell from a gradient of 0.
         spread: standard error of `scale`, as windows show it; None in the first window.
         windows: windows in the averages.
     """
@@ -41,16 +41,16 @@ class NoiseScale(Measure):
     """Measure the gradient noise scale of McCandlish et al. 2018, appendix A.1: `StepRecord.noise_scale`.
 
     With G the true gradient and S the covariance of one sample's, the mean g_r over B_r samples has
-    E|g_r|² = |G|² + tr(S) / B_r. A window has n such parts (the ranks; with one rank its micro-batches), and
-    their sum over B = Σ B_r samples, E|g|² = |G|² + tr(S) / B. With P = Σ B_r |g_r|² and T = B |g|²:
+    E‖g_r‖² = ‖G‖² + tr(S) / B_r. A window has n such parts (the ranks; with one rank its micro-batches), and
+    their sum over B = Σ B_r samples, E‖g‖² = ‖G‖² + tr(S) / B. With P = Σ B_r ‖g_r‖² and T = B ‖g‖²:
 
-        E P = B |G|² + n tr(S)        E T = B |G|² + tr(S)
-        tr(S) = (P - T) / (n - 1)     |G|² = (n T - P) / ((n - 1) B)
+        E P = B ‖G‖² + n tr(S)        E T = B ‖G‖² + tr(S)
+        tr(S) = (P - T) / (n - 1)     ‖G‖² = (n T - P) / ((n - 1) B)
 
-    Both are unbiased for unequal counts, too (P - T = Σ B_r |g_r - g|², the variance between parts, in the
+    Both are unbiased for unequal counts, too (P - T = Σ B_r ‖g_r - g‖², the variance between parts, in the
     weights that are best for normal noise). With equal counts they are the paper's. A part with a count of 0
     is left out. `scale` is the ratio of their exponential averages over windows, not an average of ratios.
-    Its spread is the standard error of a ratio of means, sqrt(E(x - R y)² / (m - 1)) / |y|, where m is the
+    Its spread is the standard error of a ratio of means, sqrt(E(x - R y)² / (m - 1)) / ‖y‖, where m is the
     number of windows that the weights are worth, (Σ w)² / Σ w².
 
     Samples have to be independent, and drawn alike on every rank. A step of SGD makes most use of a batch
@@ -209,11 +209,11 @@ class _Slots:
 
 
 def estimate(parts: float, total: float, *, num: float, count: float) -> tuple[float, float]:
-    """Return one window's unbiased tr(S) and |G|².
+    """Return one window's unbiased tr(S) and ‖G‖².
 
     Args:
-        parts: P, the sum over `num` parts of B_r |g_r|².
-        total: T = B |g|².
+        parts: P, the sum over `num` parts of B_r ‖g_r‖².
+        total: T = B ‖g‖².
         count: B.
     """
     noise = (parts - total) / (num - 1)
