@@ -115,7 +115,8 @@ class GradMarks:
             )
 
         for name, param in zip(self._names, self._params, strict=True):
-            if param._post_accumulate_grad_hooks:  # noqa: SLF001 - torch lists hooks nowhere else
+            # torch lists hooks nowhere else, and takes none for a parameter that has been frozen since.
+            if param._post_accumulate_grad_hooks and param.requires_grad:  # noqa: SLF001
                 # Hooks of a tensor run before its gradient is accumulated, and those behind that in the order
                 # of registration: `look` comes last.
                 versions[name] = param._version

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from numbers import Real
 from typing import Any
 
@@ -202,7 +203,7 @@ class _Slots:
 
     def __init__(self, indices: Sequence[int], grads: Sequence[Tensor], device: torch.device) -> None:
         numels = [grad.numel() for grad in grads]
-        self.plan = BucketPlan([sum(numels[:slot]) for slot in range(len(numels))], numels)
+        self.plan = BucketPlan([*accumulate(numels, initial=0)][:-1], numels)
         self.indices = torch.tensor(indices, dtype=torch.int64, device=device)
         self.sumsq = torch.zeros(len(numels), dtype=torch.float64, device=device)
         self.nonfinite = torch.zeros(len(numels), dtype=torch.uint8, device=device)

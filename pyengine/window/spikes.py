@@ -46,7 +46,8 @@ class SpikePolicy(Measure):
     Args:
         factor: above 1.
         window: windows of the running median, at least 1.
-        action: "skip" leaves the parameters alone, as with inf and nan, and does not change a loss scale;
+        action: "skip" leaves the parameters alone, as with inf and nan, and does not change a loss scale (an
+            optimizer that you step yourself behind `sync.unscale_()` is not stopped);
             "clip" multiplies the gradients so that their norm is `factor` times the median, before any
             clipping of yours.
 

@@ -204,6 +204,19 @@ def test_a_hook_that_takes_a_gradient_away_behind_the_header_is_an_error_on_ever
         assert all("has removed the gradient of '0.weight'" in text for text in found)
 
 
+@on_ranks(1)
+def test_a_parameter_with_a_hook_may_be_frozen_later():
+    model = _model()
+    _hooked(_look)(model)
+    called, sync = _made("GradSync", model, accumulate=1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for number, window in enumerate(sync.windows([torch.ones(1, 2)] * 2)):
+        model[0].requires_grad_(number == 0)
+        for x in window:
+            sync.backward(called(x).sum())
+        assert bool(sync.step(optimizer))
+
+
 @pytest.mark.parametrize("door", ["GradSync", "attach"])
 @on_ranks(1)
 def test_an_optimizer_in_the_backward_is_refused_where_the_engine_is_made(door):
