@@ -1,5 +1,6 @@
 // codec: values in one or two bytes each, with a scale a block, and sums of them. codec.h has the rules.
 #include "../codec.h"
+#include "codes.cuh"
 #include "launch.cuh"
 #include "sweep.cuh"
 
@@ -9,78 +10,83 @@ namespace {
 // ---- kernels ----
 
 // Neighbouring threads share a block, which they keep in registers between its scale and its codes. In each of kSteps
-// runs of a block a thread has four neighbouring elements: sixteen bytes of float32 and four of codes.
-constexpr int kEach = 4, kWarp = 32;
+// runs of a block a thread has four neighbouring elements.
+constexpr int kWarp = 32;
 
-// The position of a thread's elements.
-template <int kSteps>
+// The position of a thread's elements. kWhole: all elements of its CTA exist, which takes a third of the instructions.
+template <int kRuns, bool kWhole>
 struct Spot {
+  static constexpr int kSteps = kRuns;
   int lanes, lane;  // number of threads of its block, and this thread's index
-  int64_t block, numel;
+  int64_t block;
   int64_t begin;  // first element of its first run
+  int left;       // number of existing elements from begin on, at most kMostBlock; none where it is not positive
 
   __device__ __forceinline__ explicit Spot(const Codec& codec)
-      : lanes(kSteps > 1 ? kWarp : static_cast<int>(codec.block) / kEach),
+      : lanes(lanes_of(codec)),
         lane(static_cast<int>(threadIdx.x) & (lanes - 1)),
         block(static_cast<int64_t>(blockIdx.x) * (kThreads / lanes) + threadIdx.x / lanes),
-        numel(codec.numel),
-        begin(block * codec.block + lane * kEach) {}
-
-  __device__ __forceinline__ int64_t at(int step) const { return begin + step * lanes * kEach; }
-  // Number of existing elements from at(step) on.
-  __device__ __forceinline__ int count(int step) const {
-    const int64_t left = numel - at(step);
-    return left < 0 ? 0 : left < kEach ? static_cast<int>(left) : kEach;
+        begin(block * codec.block + lane * kEach) {
+    const int64_t all = codec.numel - begin;
+    left = static_cast<int>(all < kMostBlock ? all : kMostBlock);
   }
+
+  __device__ __forceinline__ static int lanes_of(const Codec& codec) {
+    return kSteps > 1 ? kWarp : static_cast<int>(codec.block) / kEach;
+  }
+  __device__ __forceinline__ int step(int k) const { return k * lanes * kEach; }
+  __device__ __forceinline__ int64_t at(int k) const { return begin + step(k); }
+  // Number of existing elements from at(k) on; none where it is not positive. (Clamped to 0 to kEach, ptxas 13.0 takes
+  // the comparison with kEach from the wrong predicate on sm_90.)
+  __device__ __forceinline__ int count(int k) const { return kWhole ? kEach : left - step(k); }
+  __device__ __forceinline__ bool is_whole(int k) const { return count(k) >= kEach; }
+  __device__ __forceinline__ bool exists() const { return kWhole || left > 0; }
 };
+
+// Calls fn with the position of this thread's elements.
+template <int kSteps, class Fn>
+__device__ __forceinline__ void at_spot(const Codec& codec, const Fn& fn) {
+  const int64_t blocks = kThreads / Spot<kSteps, false>::lanes_of(codec);
+  if ((static_cast<int64_t>(blockIdx.x) + 1) * blocks * codec.block <= codec.numel) fn(Spot<kSteps, true>(codec));
+  else fn(Spot<kSteps, false>(codec));
+}
 
 template <int kSteps>
 struct Values {
   Floats<kEach> run[kSteps];
 };
 
-// Missing elements read as zero.
-__device__ __forceinline__ Floats<kEach> load_floats(const float* p, int count) {
-  if (count == kEach && misalignment(p) == 0) return widen(load_packed<kEach>(p));
-  return widen(load_some<kEach>(p, count));
+// Missing elements read as zero. A thread's elements have the alignment of the first one of all.
+template <class Spot>
+__device__ __forceinline__ Floats<kEach> load_floats(const Spot& spot, int k, const float* p) {
+  if (spot.is_whole(k) && misalignment(p) == 0) return widen(load_packed<kEach>(p + spot.at(k)));
+  return widen(load_some<kEach>(p + spot.at(k), spot.count(k)));
 }
 
-__device__ __forceinline__ void store_floats(float* p, const Floats<kEach>& x, int count) {
+template <class Spot>
+__device__ __forceinline__ void store_floats(const Spot& spot, int k, float* p, const Floats<kEach>& x) {
   const Packed<float, kEach> packed = narrow<float>(x);
-  if (count == kEach && misalignment(p) == 0) store_packed(p, packed);
-  else store_some(p, packed, count);
+  if (spot.is_whole(k) && misalignment(p) == 0) store_packed(p + spot.at(k), packed);
+  else store_some(p + spot.at(k), packed, spot.count(k));
 }
 
-template <int kSteps>
-__device__ __forceinline__ Values<kSteps> load_values(const Spot<kSteps>& spot, const float* p) {
-  Values<kSteps> x;
+template <class Spot>
+__device__ __forceinline__ Values<Spot::kSteps> load_values(const Spot& spot, const float* p) {
+  Values<Spot::kSteps> x;
 #pragma unroll
-  for (int k = 0; k < kSteps; ++k) x.run[k] = load_floats(p + spot.at(k), spot.count(k));
+  for (int k = 0; k < Spot::kSteps; ++k) x.run[k] = load_floats(spot, k, p);
   return x;
 }
 
-// Four codes in one word, or two: a payload of one-byte codes is padded to whole words; others may begin anywhere.
-template <class Code>
-struct Quad {
-  unsigned words[sizeof(Code)];
-
-  __device__ __forceinline__ unsigned code(int i) const {
-    if constexpr (sizeof(Code) == 1) return words[0] >> (8 * i) & 0xffu;
-    else return words[i / 2] >> (i % 2 * 16) & 0xffffu;
-  }
-  // Called once for every code, on zeros.
-  __device__ __forceinline__ void set(int i, unsigned code) {
-    if constexpr (sizeof(Code) == 1) words[0] |= code << (8 * i);
-    else words[i / 2] |= code << (i % 2 * 16);
-  }
-};
-
-template <class Code>
-__device__ __forceinline__ Quad<Code> load_quad(const Code* p, int count) {
+// From the codes of this thread's first run on.
+template <class Spot, class Code>
+__device__ __forceinline__ Quad<Code> load_quad(const Spot& spot, int k, const Code* codes) {
   Quad<Code> quad{};
+  const Code* p = codes + spot.step(k);
+  const int count = spot.count(k);
   if constexpr (sizeof(Code) == 1) {
     if (count > 0) quad.words[0] = *reinterpret_cast<const unsigned*>(global(p));
-  } else if (count == kEach && misalignment(p) % 4 == 0) {
+  } else if (spot.is_whole(k) && misalignment(codes) % 4 == 0) {
     const unsigned* words = reinterpret_cast<const unsigned*>(global(p));
     quad.words[0] = words[0], quad.words[1] = words[1];
   } else {
@@ -91,11 +97,13 @@ __device__ __forceinline__ Quad<Code> load_quad(const Code* p, int count) {
   return quad;
 }
 
-template <class Code>
-__device__ __forceinline__ void store_quad(Code* p, const Quad<Code>& quad, int count) {
+template <class Spot, class Code>
+__device__ __forceinline__ void store_quad(const Spot& spot, int k, Code* codes, const Quad<Code>& quad) {
+  Code* p = codes + spot.at(k);
+  const int count = spot.count(k);
   if constexpr (sizeof(Code) == 1) {
     if (count > 0) *reinterpret_cast<unsigned*>(global(p)) = quad.words[0];
-  } else if (count == kEach && misalignment(p) % 4 == 0) {
+  } else if (spot.is_whole(k) && misalignment(codes) % 4 == 0) {
     unsigned* words = reinterpret_cast<unsigned*>(global(p));
     words[0] = quad.words[0], words[1] = quad.words[1];
   } else {
@@ -116,74 +124,115 @@ struct Parts {
         codes(reinterpret_cast<typename Format::Code*>(const_cast<uint8_t*>(payload) + codec.scale_bytes())) {}
 };
 
-// All threads of a warp run this, also those without a block.
-template <class Format, int kSteps>
-__device__ __forceinline__ float agree_on_scale(const Spot<kSteps>& spot, const Values<kSteps>& x) {
+// ---- encoding ----
+
+// The largest of a number over the threads of a block. All threads of a warp run this, also those without a block.
+template <class Spot>
+__device__ __forceinline__ unsigned largest_of_block(const Spot& spot, unsigned mine) {
+  if constexpr (Spot::kSteps > 1) {  // of a warp
+    return __reduce_max_sync(0xffffffffu, mine);
+  } else {
+    for (int distance = spot.lanes / 2; distance > 0; distance /= 2) {
+      const unsigned other = __shfl_xor_sync(0xffffffffu, mine, distance);
+      mine = other > mine ? other : mine;
+    }
+    return mine;
+  }
+}
+
+template <class Spot, class Weight>
+__device__ __forceinline__ unsigned largest_weight(const Spot& spot, const Values<Spot::kSteps>& x, Weight weight) {
   unsigned largest = 0;
 #pragma unroll
-  for (int k = 0; k < kSteps; ++k)
+  for (int k = 0; k < Spot::kSteps; ++k)
 #pragma unroll
     for (int i = 0; i < kEach; ++i) {
-      const unsigned weight = weight_of(as_bits(x.run[k].lane[i]));
-      largest = weight > largest ? weight : largest;
+      const unsigned other = weight(as_bits(x.run[k].lane[i]));
+      largest = other > largest ? other : largest;
     }
-  for (int distance = spot.lanes / 2; distance > 0; distance /= 2) {
-    const unsigned other = __shfl_xor_sync(0xffffffffu, largest, distance);
-    largest = other > largest ? other : largest;
-  }
-  return scale_of<Format>(largest);
+  return largest_of_block(spot, largest);
 }
 
-// Replaces x by its error.
-template <class Format, bool kStochastic>
-__device__ __forceinline__ Quad<typename Format::Code> encode_run(Floats<kEach>& x, float scale, float inverse,
-                                                                  const Chance& chance, int64_t at) {
-  Quad<typename Format::Code> quad{};
+struct Scaling {
+  float scale = 1, inverse = 1;
+  bool is_finite = true;  // whether all values of the block are
+};
+
+template <class Format, class Spot>
+__device__ __forceinline__ Scaling agree_on_scale(const Spot& spot, const Values<Spot::kSteps>& x) {
+  unsigned largest = largest_weight(spot, x, [](unsigned bits) { return bits & kMagnitude; });
+  const bool is_finite = largest < kFloatInfinity;
+  // Rare, so that the check costs nothing: values that are not finite do not count.
+  if (__any_sync(0xffffffffu, !is_finite)) largest = largest_weight(spot, x, weight_of);
+  const float scale = scale_of<Format>(largest);
+  return {scale, inverse_of(scale), is_finite};
+}
+
+// Codes of values that are not finite, where Four has those of others.
+template <class Format>
+__device__ __forceinline__ void encode_nonfinite(const Floats<kEach>& x, Quad<typename Format::Code>& codes) {
+  const Quad<typename Format::Code> others = codes;
+  codes = {};
 #pragma unroll
   for (int i = 0; i < kEach; ++i) {
-    const float value = x.lane[i], y = kHasScale<Format> ? value * inverse : value;
-    const uint32_t random = kStochastic ? hashed(chance, static_cast<uint32_t>(at + i)) : 0;
-    const uint32_t code = Format::template code<kStochastic>(as_bits(value), as_bits(y), random);
-    const float meaning = as_float(Format::meaning(code));
-    x.lane[i] = error_of(value, kHasScale<Format> ? meaning * scale : meaning);
-    quad.set(i, code);
+    const uint32_t bits = as_bits(x.lane[i]);
+    const bool is_finite = (bits & kMagnitude) < kFloatInfinity;
+    codes.set(i, is_finite ? others.code(i) : Format::template code<false>(bits, bits, 0));
   }
-  return quad;
 }
 
-template <class Format, int kSteps, bool kStochastic>
-__device__ __forceinline__ void encode_block(const Spot<kSteps>& spot, Values<kSteps>& x, const Parts<Format>& to,
+// Errors of coded values: 0 where a value or what its code means is not finite.
+template <class Format>
+__device__ __forceinline__ Floats<kEach> errors_of(const Floats<kEach>& x, const Quad<typename Format::Code>& codes,
+                                                   const Scaling& by) {
+  Floats<kEach> errors = Four<Format>::decode(codes);
+  if constexpr (kHasScale<Format>) errors = errors * by.scale;
+#pragma unroll
+  for (int i = 0; i < kEach; ++i) {
+    errors.lane[i] = error_of(x.lane[i], errors.lane[i]);
+    if (!by.is_finite && (as_bits(x.lane[i]) & kMagnitude) >= kFloatInfinity) errors.lane[i] = 0;
+  }
+  return errors;
+}
+
+template <class Format, bool kStochastic, class Spot>
+__device__ __forceinline__ void encode_block(const Spot& spot, const Values<Spot::kSteps>& x, const Parts<Format>& to,
                                              float* residual, bool adds, const Chance& chance) {
-  float scale = 1, inverse = 1;
+  Scaling by;
   if constexpr (kHasScale<Format>) {
-    scale = agree_on_scale<Format>(spot, x);
-    inverse = inverse_of(scale);
-    if (spot.lane == 0 && spot.count(0) > 0) *global(to.scales + spot.block) = scale;
+    by = agree_on_scale<Format>(spot, x);
+    if (spot.lane == 0 && spot.exists()) *global(to.scales + spot.block) = by.scale;
   }
 #pragma unroll
-  for (int k = 0; k < kSteps; ++k) {
-    const int64_t at = spot.at(k);
-    const int count = spot.count(k);
-    store_quad(to.codes + at, encode_run<Format, kStochastic>(x.run[k], scale, inverse, chance, at), count);
+  for (int k = 0; k < Spot::kSteps; ++k) {
+    const Floats<kEach>& values = x.run[k];
+    const Floats<kEach> scaled = kHasScale<Format> ? values * by.inverse : values;
+    const auto element = static_cast<uint32_t>(spot.at(k));
+    Quad<typename Format::Code> codes = Four<Format>::template encode<kStochastic>(values, scaled, chance, element);
+    if (!by.is_finite) encode_nonfinite<Format>(values, codes);
+    store_quad(spot, k, to.codes, codes);
     if (!residual) continue;
-    if (adds) x.run[k] = load_floats(residual + at, count) + x.run[k];
-    store_floats(residual + at, x.run[k], count);
+    const Floats<kEach> errors = errors_of<Format>(values, codes, by);
+    store_floats(spot, k, residual, adds ? load_floats(spot, k, residual) + errors : errors);
   }
 }
 
 template <class Format, int kSteps, bool kStochastic>
 __global__ void __launch_bounds__(kThreads)
 codec_encode_kernel(const __grid_constant__ EncodeCall call) {
-  const Spot<kSteps> spot(call.codec);
-  Values<kSteps> x = load_values(spot, call.values);
-  if (call.residual) {
-    const Values<kSteps> more = load_values<kSteps>(spot, call.residual);
+  at_spot<kSteps>(call.codec, [&](const auto& spot) {
+    Values<kSteps> x = load_values(spot, call.values);
+    if (call.residual) {
+      const Values<kSteps> more = load_values(spot, call.residual);
 #pragma unroll
-    for (int k = 0; k < kSteps; ++k) x.run[k] = x.run[k] + more.run[k];
-  }
-  const Parts<Format> to(call.codec, call.payload);
-  encode_block<Format, kSteps, kStochastic>(spot, x, to, call.residual, false, call.chance);
+      for (int k = 0; k < kSteps; ++k) x.run[k] = x.run[k] + more.run[k];
+    }
+    const Parts<Format> to(call.codec, call.payload);
+    encode_block<Format, kStochastic>(spot, x, to, call.residual, false, call.chance);
+  });
 }
+
+// ---- sums ----
 
 // The codes of one rank before they are added, so that several loads are in flight at once.
 template <class Format, int kSteps>
@@ -192,78 +241,77 @@ struct Sent {
   float scale;
 };
 
-template <class Format, int kSteps>
-__device__ __forceinline__ Sent<Format, kSteps> load_sent(const Spot<kSteps>& spot, const Codec& codec,
-                                                          const uint8_t* payload) {
-  const Parts<Format> from(codec, payload);
-  Sent<Format, kSteps> sent{};
-#pragma unroll
-  for (int k = 0; k < kSteps; ++k) sent.run[k] = load_quad(from.codes + spot.at(k), spot.count(k));
-  if (kHasScale<Format> && spot.count(0) > 0) sent.scale = *global(from.scales + spot.block);
-  return sent;
-}
-
-template <class Format, int kSteps>
-__device__ __forceinline__ void add_sent(Values<kSteps>& sum, const Sent<Format, kSteps>& sent, bool is_first) {
-#pragma unroll
-  for (int k = 0; k < kSteps; ++k)
-#pragma unroll
-    for (int i = 0; i < kEach; ++i) {
-      const float meaning = as_float(Format::meaning(sent.run[k].code(i)));
-      const float value = kHasScale<Format> ? meaning * sent.scale : meaning;
-      sum.run[k].lane[i] = is_first ? value : sum.run[k].lane[i] + value;
-    }
-}
-
-template <class Format, int kSteps>
-__device__ __forceinline__ Values<kSteps> sum_block(const Spot<kSteps>& spot, const Codec& codec,
-                                                    const Payloads& payloads) {
+template <class Format, class Spot>
+__device__ __forceinline__ Values<Spot::kSteps> sum_block(const Spot& spot, const Codec& codec,
+                                                          const Payloads& payloads) {
+  using Code = typename Format::Code;
+  constexpr int kSteps = Spot::kSteps;
   constexpr int kAhead = kSteps < 8 ? 8 / kSteps : 1;
-  Values<kSteps> sum{};
-  for (int64_t rank = 0; rank < payloads.num_ranks; rank += kAhead) {
+  Values<kSteps> sum;
+  typename Four<Format>::Nans nans[kSteps];
+#pragma unroll
+  for (int k = 0; k < kSteps; ++k) sum.run[k] = {{-0.0f, -0.0f, -0.0f, -0.0f}};  // plus x is x, also for -0
+  const uint8_t* scale = payloads.data + spot.block * sizeof(float);
+  const uint8_t* codes = payloads.data + codec.scale_bytes() + spot.begin * sizeof(Code);
+  const int num_ranks = static_cast<int>(payloads.num_ranks);
+  for (int rank = 0; rank < num_ranks; rank += kAhead) {
     Sent<Format, kSteps> sent[kAhead];
 #pragma unroll
-    for (int r = 0; r < kAhead; ++r)
-      if (rank + r < payloads.num_ranks)
-        sent[r] = load_sent<Format>(spot, codec, payloads.data + (rank + r) * payloads.stride);
+    for (int r = 0; r < kAhead; ++r) {
+      if (rank + r >= num_ranks) continue;
+      sent[r] = {};
 #pragma unroll
-    for (int r = 0; r < kAhead; ++r)
-      if (rank + r < payloads.num_ranks) add_sent<Format>(sum, sent[r], rank + r == 0);
+      for (int k = 0; k < kSteps; ++k) sent[r].run[k] = load_quad(spot, k, reinterpret_cast<const Code*>(codes));
+      if (kHasScale<Format> && spot.exists()) sent[r].scale = *global(reinterpret_cast<const float*>(scale));
+      scale += payloads.stride, codes += payloads.stride;
+    }
+#pragma unroll
+    for (int r = 0; r < kAhead; ++r) {
+      if (rank + r >= num_ranks) continue;
+#pragma unroll
+      for (int k = 0; k < kSteps; ++k) {
+        nans[k].see(sent[r].run[k]);
+        const Floats<kEach> values = Four<Format>::decode(sent[r].run[k]);
+        sum.run[k] = sum.run[k] + (kHasScale<Format> ? values * sent[r].scale : values);
+      }
+    }
   }
+#pragma unroll
+  for (int k = 0; k < kSteps; ++k) nans[k].put_into(sum.run[k]);
   return sum;
 }
 
 template <class Format, int kSteps, bool kStochastic>
 __global__ void __launch_bounds__(kThreads)
 codec_sum_encode_kernel(const __grid_constant__ SumEncodeCall call) {
-  const Spot<kSteps> spot(call.codec);
-  Values<kSteps> sum = sum_block<Format>(spot, call.codec, call.payloads);
-  // The padding of the last word may have any value in the input; here it is zero.
+  at_spot<kSteps>(call.codec, [&](const auto& spot) {
+    Values<kSteps> sum = sum_block<Format>(spot, call.codec, call.payloads);
+    // The padding of the last word may have any value in the input; here it is zero.
 #pragma unroll
-  for (int k = 0; k < kSteps; ++k)
+    for (int k = 0; k < kSteps; ++k)
 #pragma unroll
-    for (int i = 0; i < kEach; ++i)
-      if (i >= spot.count(k)) sum.run[k].lane[i] = 0;
-  const Parts<Format> to(call.codec, call.out);
-  encode_block<Format, kSteps, kStochastic>(spot, sum, to, call.residual, true, call.chance);
+      for (int i = 0; i < kEach; ++i)
+        if (i >= spot.count(k)) sum.run[k].lane[i] = 0;
+    const Parts<Format> to(call.codec, call.out);
+    encode_block<Format, kStochastic>(spot, sum, to, call.residual, true, call.chance);
+  });
 }
 
 template <class Format, int kSteps, class Out>
 __global__ void __launch_bounds__(kThreads)
 codec_sum_kernel(const __grid_constant__ Codec codec, const __grid_constant__ Payloads payloads, Out* out) {
-  const Spot<kSteps> spot(codec);
-  const Values<kSteps> sum = sum_block<Format>(spot, codec, payloads);
+  at_spot<kSteps>(codec, [&](const auto& spot) {
+    const Values<kSteps> sum = sum_block<Format>(spot, codec, payloads);
 #pragma unroll
-  for (int k = 0; k < kSteps; ++k) {
-    const int64_t at = spot.at(k);
-    if constexpr (__is_same(Out, float)) {
-      store_floats(out + at, sum.run[k], spot.count(k));
-    } else {
-      const Packed<Out, kEach> narrowed = narrow<Out>(sum.run[k]);
-      const Quad<uint16_t> quad{narrowed.words[0], narrowed.words[1]};
-      store_quad(reinterpret_cast<uint16_t*>(out) + at, quad, spot.count(k));
+    for (int k = 0; k < kSteps; ++k) {
+      if constexpr (__is_same(Out, float)) {
+        store_floats(spot, k, out, sum.run[k]);
+      } else {
+        const Packed<Out, kEach> narrowed = narrow<Out>(sum.run[k]);
+        store_quad(spot, k, reinterpret_cast<uint16_t*>(out), Quad<uint16_t>{narrowed.words[0], narrowed.words[1]});
+      }
     }
-  }
+  });
 }
 
 // ---- dispatch ----

@@ -22,7 +22,7 @@ ARCHS = [80, 90, 100]
 # KiB a SM.
 MAX_REGISTERS = 80
 # The codec's kernels of blocks of 1024 hold 32 values a thread between their two passes, four times as
-# many as those of the usual 256: they take up to 148 registers, and some spill up to 156 bytes.
+# many as those of the usual 256: they take up to 100 registers.
 LONG_BLOCKS = re.compile(r"codec_\w*kernel.*ELi8E")
 
 needs_nvcc = pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc is not on PATH")
@@ -63,9 +63,9 @@ def test_kernels_compile_without_warnings_spills_or_many_registers(source, arch,
     assert status == 0 and "warning" not in said, said
     kernels = [kernel for kernel in KERNEL.finditer(said) if int(kernel["arch"]) == arch]
     assert len(kernels) == said.count(f"' for 'sm_{arch}'") > 0, said
-    kernels = [kernel for kernel in kernels if not LONG_BLOCKS.search(kernel["name"])]
     in_memory = {k["name"]: k[0] for k in kernels if int(k["stack"]) + int(k["stores"]) + int(k["loads"])}
     assert in_memory == {}
+    kernels = [kernel for kernel in kernels if not LONG_BLOCKS.search(kernel["name"])]
     assert {k["name"]: k["registers"] for k in kernels if int(k["registers"]) > MAX_REGISTERS} == {}
 
 

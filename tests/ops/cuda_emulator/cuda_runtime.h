@@ -5,6 +5,7 @@
 //
 // It cannot show what needs two blocks at the same time: a missing __threadfence, a race between blocks.
 #pragma once
+#include <cmath>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
@@ -127,6 +128,18 @@ T __shfl_xor_sync(unsigned mask, T value, unsigned delta, const char* file = __b
   return emulator::shuffle(mask, value, delta, true, {file, line});
 }
 
+inline unsigned __reduce_max_sync(unsigned mask, unsigned value, const char* file = __builtin_FILE(),
+                                  int line = __builtin_LINE()) {
+  for (unsigned distance = 16; distance > 0; distance /= 2) {
+    const unsigned other = emulator::shuffle(mask, value, distance, true, {file, line});
+    value = other > value ? other : value;
+  }
+  return value;
+}
+inline int __any_sync(unsigned mask, int predicate, const char* file = __builtin_FILE(), int line = __builtin_LINE()) {
+  return __reduce_max_sync(mask, predicate != 0, file, line) != 0;
+}
+
 inline void __threadfence() {}
 inline unsigned atomicAdd(unsigned* address, unsigned value) {
   const unsigned before = *address;
@@ -139,6 +152,12 @@ T __ldcs(const T* address) { return *address; }
 template <class T>
 void __stcs(T* address, T value) { *address = value; }
 
+inline unsigned __byte_perm(unsigned low, unsigned high, unsigned selector) {
+  const uint64_t bytes = static_cast<uint64_t>(high) << 32 | low;
+  unsigned found = 0;
+  for (unsigned i = 0; i < 4; ++i) found |= static_cast<unsigned>(bytes >> (selector >> (4 * i) & 7) * 8 & 0xff) << (8 * i);
+  return found;
+}
 inline unsigned __float_as_uint(float x) { return __builtin_bit_cast(unsigned, x); }
 inline float __uint_as_float(unsigned bits) { return __builtin_bit_cast(float, bits); }
 

@@ -1,0 +1,180 @@
+// The codes of four neighbouring values at once, and the values of four codes: the bits of codec.h (except for those of
+// a NaN) in fewer instructions. Integer instructions limit the codec's kernels, floating-point ones and memory do not.
+#pragma once
+#include "../codec.h"
+#include "packed.cuh"
+
+namespace pyengine {
+namespace {
+
+// Values that one thread handles at a time: sixteen bytes of float32 and four of codes.
+constexpr int kEach = 4;
+
+// Four codes in one word, or two: a payload of one-byte codes is padded to whole words; others may begin anywhere.
+template <class Code>
+struct Quad {
+  unsigned words[sizeof(Code)];
+
+  __device__ __forceinline__ unsigned code(int i) const {
+    if constexpr (sizeof(Code) == 1) return words[0] >> (8 * i) & 0xffu;
+    else return words[i / 2] >> (i % 2 * 16) & 0xffffu;
+  }
+  // Called once for every code, on zeros.
+  __device__ __forceinline__ void set(int i, unsigned code) {
+    if constexpr (sizeof(Code) == 1) words[0] |= code << (8 * i);
+    else words[i / 2] |= code << (i % 2 * 16);
+  }
+};
+
+// The byte at an index of each of four words, in one word.
+template <int kByte>
+__device__ __forceinline__ unsigned gather_bytes(const unsigned* words) {
+  constexpr unsigned kTwo = (4 + kByte) << 4 | kByte;
+  return __byte_perm(__byte_perm(words[0], words[1], kTwo), __byte_perm(words[2], words[3], kTwo), 0x5410);
+}
+
+// ---- conversions of the hardware ----
+
+// sm_89 and newer round to eight-bit floats, to nearest even and at most to the largest, and widen them.
+template <class Format>
+__device__ __forceinline__ unsigned pair_of(float low, float high);
+template <class Format>
+__device__ __forceinline__ unsigned halves_of(unsigned pair);
+
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
+template <class Format>
+constexpr bool kConverts = __is_same(Format, E4m3) || __is_same(Format, E5m2);
+
+template <>
+__device__ __forceinline__ unsigned pair_of<E4m3>(float low, float high) {
+  unsigned short pair;
+  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(high), "f"(low));
+  return pair;
+}
+template <>
+__device__ __forceinline__ unsigned pair_of<E5m2>(float low, float high) {
+  unsigned short pair;
+  asm("cvt.rn.satfinite.e5m2x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(high), "f"(low));
+  return pair;
+}
+template <>
+__device__ __forceinline__ unsigned halves_of<E4m3>(unsigned pair) {
+  unsigned halves;
+  asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"(static_cast<unsigned short>(pair)));
+  return halves;
+}
+template <>
+__device__ __forceinline__ unsigned halves_of<E5m2>(unsigned pair) {
+  unsigned halves;
+  asm("cvt.rn.f16x2.e5m2x2 %0, %1;" : "=r"(halves) : "h"(static_cast<unsigned short>(pair)));
+  return halves;
+}
+#else
+template <class Format>
+constexpr bool kConverts = false;
+#endif
+
+// ---- formats ----
+//
+// Four<Format>::encode<stochastic>(x, y, chance, element) gives the codes of finite values x from y = x · (1/s);
+// element is the index of the first one, for the hash. decode(codes) gives what codes mean in units of s.
+
+template <class Format>
+struct Four {
+  using Codes = Quad<typename Format::Code>;
+
+  template <bool kStochastic>
+  __device__ __forceinline__ static Codes encode(const Floats<kEach>& x, const Floats<kEach>& y, const Chance& chance,
+                                                 uint32_t element) {
+    Codes codes{};
+    if constexpr (kConverts<Format> && !kStochastic) {
+      codes.words[0] = pair_of<Format>(y.lane[0], y.lane[1]) | pair_of<Format>(y.lane[2], y.lane[3]) << 16;
+    } else {
+#pragma unroll
+      for (int i = 0; i < kEach; ++i) {
+        const uint32_t random = kStochastic ? hashed(chance, element + i) : 0;
+        codes.set(i, Format::template code<kStochastic>(as_bits(x.lane[i]), as_bits(y.lane[i]), random));
+      }
+    }
+    return codes;
+  }
+
+  __device__ __forceinline__ static Floats<kEach> decode(const Codes& codes) {
+    Floats<kEach> values;
+    if constexpr (kConverts<Format>) {
+#pragma unroll
+      for (int i = 0; i < kEach; i += 2) {
+        const unsigned halves = halves_of<Format>(codes.words[0] >> (8 * i));
+        values.lane[i] = float_of<fp16>(halves & 0xffffu), values.lane[i + 1] = float_of<fp16>(halves >> 16);
+      }
+    } else {
+#pragma unroll
+      for (int i = 0; i < kEach; ++i) values.lane[i] = as_float(Format::meaning(codes.code(i)));
+    }
+    return values;
+  }
+
+  // Remembers codes of NaN that decode does not know; here it does.
+  struct Nans {
+    __device__ __forceinline__ void see(const Codes&) {}
+    __device__ __forceinline__ void put_into(Floats<kEach>&) const {}
+  };
+};
+
+template <>
+struct Four<Int8> {
+  using Codes = Quad<uint8_t>;
+
+  template <bool kStochastic>
+  __device__ __forceinline__ static Codes encode(const Floats<kEach>&, const Floats<kEach>& y, const Chance& chance,
+                                                 uint32_t element) {
+    unsigned words[kEach];
+#pragma unroll
+    for (int i = 0; i < kEach; ++i) {
+      if constexpr (kStochastic) {
+        // In units of 2^-24: y + r rounded down, r a random number below 1. Of a negative y, y - r rounded up, which is
+        // y + (1 - r - 2^-24) rounded down: the random bits are flipped.
+        const float clamped = fminf(fmaxf(y.lane[i], -Int8::kLargest), Int8::kLargest);
+        const unsigned flip = static_cast<unsigned>(static_cast<int>(as_bits(y.lane[i])) >> 31);
+        const unsigned random = hashed(chance, element + i) ^ flip;
+        words[i] = static_cast<unsigned>(static_cast<int>(clamped * 0x1p24f)) + (random >> 8);
+      } else {
+        // A float of 2^23 to 2^24 has no fraction: the sum rounds to nearest even, and its last byte is y's code. y
+        // exceeds 127 by too little to round to 128.
+        words[i] = as_bits(y.lane[i] + 0x1.8p23f);
+      }
+    }
+    return {gather_bytes<kStochastic ? 3 : 0>(words)};
+  }
+
+  // The code of NaN gives -128.
+  __device__ __forceinline__ static Floats<kEach> decode(const Codes& codes) {
+    const unsigned from_zero = codes.words[0] ^ 0x80808080u;
+    Floats<kEach> values;
+#pragma unroll
+    for (int i = 0; i < kEach; ++i)  // 2^23 + code + 128, less that
+      values.lane[i] = as_float(__byte_perm(from_zero, 0x4b000000u, 0x7440u + i)) - 0x1.0001p23f;
+    return values;
+  }
+
+  class Nans {
+   public:
+    __device__ __forceinline__ void see(const Codes& codes) {
+      // Without the code of NaN, a byte has its first bit, or its others carry into it.
+      const unsigned from_nan = codes.words[0] ^ 0x80808080u;
+      others_ &= from_nan | ((from_nan & 0x7f7f7f7fu) + 0x7f7f7f7fu);
+    }
+    __device__ __forceinline__ void put_into(Floats<kEach>& values) const {
+      if ((others_ | 0x7f7f7f7fu) == 0xffffffffu) return;
+#pragma unroll
+      for (int i = 0; i < kEach; ++i)
+        if (!(others_ >> (8 * i) & 0x80u)) values.lane[i] = as_float(kQuietNan);
+    }
+
+   private:
+    unsigned others_ = 0xffffffffu;  // the first bit of each byte that has never been the code of NaN
+  };
+};
+
+}  // namespace
+}  // namespace pyengine
