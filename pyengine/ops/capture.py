@@ -150,6 +150,11 @@ class Rehearsal(TorchDispatchMode):
         self.problems: list[str] = []
         self.operations: list[tuple[str, tuple[Any, ...], str]] = []
 
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Let compiled functions run compiled: otherwise torch would run them without, also ever after."""
+        return True
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = func.__name__.split(".")[0]

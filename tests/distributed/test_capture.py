@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -386,3 +387,20 @@ def test_arguments_are_checked():
             sync.capture(3)
         with pytest.raises(TypeError, match="at least 3"):
             sync.capture(print, warm_up=2)
+
+
+def test_a_function_stays_compiled_while_it_is_watched_and_after():
+    runs = []
+
+    def backend(graph, example):
+        def run(*args):
+            runs.append(1)
+            return graph(*args)
+
+        return run
+
+    function = torch.compile(lambda x: x.sin().sum(), backend=backend)
+    for watching in (nullcontext(), capture.Rehearsal(lambda tensor: False), nullcontext()):
+        with watching:
+            function(torch.ones(3))
+    assert len(runs) == 3
