@@ -182,7 +182,7 @@ def main() -> None:
     parser.add_argument("--parameters", default="10,120,1000")
     parser.add_argument("--accumulate", default="1,8")
     parser.add_argument("--rounds", type=int, default=60)
-    parser.add_argument("--save", action="store_true", help="write benchmarks/results/<date>-host.json")
+    parser.add_argument("--save", action="store_true", help="write results/<date>-host[-cuda].json")
     options = parser.parse_args()
     cases = {}
     for num_params in map(int, options.parameters.split(",")):
@@ -194,7 +194,8 @@ def main() -> None:
             _print(f"{num_params} parameters, A = {accumulate}", found)
     if options.save:
         machine = card(1) | {"device": options.device}
-        print("wrote", save("host", {"machine": machine, "options": vars(options), "cases": cases}))
+        name = "host" if options.device == "cpu" else "host-cuda"
+        print("wrote", save(name, {"machine": machine, "options": vars(options), "cases": cases}))
 
 
 def _print(case: str, found: dict[str, dict[str, float]]) -> None:

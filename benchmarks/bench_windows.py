@@ -1,25 +1,23 @@
 """Whole windows on CUDA devices, a rank a device over NCCL, and how the host drives them.
 
-    python benchmarks/bench_windows.py gpt124:bf16:8 [--graph] [--out FILE]
+    python benchmarks/bench_windows.py gpt124:bf16:8 [--out FILE]
 
 Window times are those of `python -m pyengine bench step --device cuda`. Further windows of each variant
 measure milliseconds until the host has launched a window of an idle device (`host`), kernels
 launched, copies and fills, and waits for the device, as the profiler counts them, and the largest memory
-(`peak`). With --graph a whole window is captured as one CUDA graph, or its row has the reason why not.
+(`peak`).
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
-import itertools
 import json
 import re
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,20 +25,17 @@ import _cuda
 import torch
 from _by_hand import ByHand
 from table import tables
-from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from pyengine.cli.bench.windows.device import DEVICES, Processor
 from pyengine.cli.bench.windows.measure import Outcome, Setting, measure, merged, rows
-from pyengine.cli.bench.windows.variants import MAX_NORM, VARIANTS, Engine, Variant
+from pyengine.cli.bench.windows.variants import VARIANTS, Variant
 from pyengine.cli.machine import card
 from pyengine.comm.launching import launch
-from pyengine.engine.captured_windows import MIN_WARM_UP
 
 VARIANTS["by_hand"] = ByHand
 # The most telling first.
 DEFAULT = "engine,no_sync_view,engine_bf16,attach,no_sync_bf16,accelerate,floor,by_hand"
-_WARM_UP = 11  # windows that torch asks for before DDP is captured
 _TIMEOUT_S = 90.0
 
 Run = Callable[[], object]
@@ -56,7 +51,7 @@ def main() -> None:
     )
     found = rows(merged(launch(_times, workers=options.world, args=(setting,))))
     names = [name for name, row in found.items() if "failed" not in row]
-    for name, row in figures(setting, names, options.world, graph=options.graph).items():
+    for name, row in figures(setting, names, options.world).items():
         found[name] |= row
     machine = card(1, options.device) | (_cuda.machine_card() if options.device == "cuda" else {})
     machine |= {"ranks": options.world, "network": "NCCL" if options.device == "cuda" else "loopback"}
@@ -76,7 +71,6 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--device", choices=tuple(DEVICES), default="cuda")
     parser.add_argument("--world", type=int, help="ranks (default: one a device)")
-    parser.add_argument("--graph", action="store_true", help="capture windows as CUDA graphs, too")
     parser.add_argument("--out", type=Path, metavar="FILE", help="write a result file")
     options = parser.parse_args()
     options.world = options.world or max(1, torch.cuda.device_count())
@@ -90,24 +84,13 @@ def _times(setting: Setting) -> Outcome:
 # ---- in further windows ----
 
 
-def figures(setting: Setting, names: Sequence[str], world: int, *, graph: bool) -> dict[str, dict[str, Any]]:
-    """Return the figures of variants beside their times."""
-    found = _on_ranks(counts, setting, names, world)
-    for name, row in found.items():
-        if graph:  # in other processes: a capture that fails leaves torch's allocator in an undefined state
-            row |= _on_ranks(replays, setting, (name,), world)[name]
-    return found
-
-
-def _on_ranks(
-    run: Callable[..., Any], setting: Setting, names: Sequence[str], world: int
-) -> dict[str, dict[str, Any]]:
-    """Run on every rank; return the largest value of each figure by variant, or a reason as `no_graph`."""
+def figures(setting: Setting, names: Sequence[str], world: int) -> dict[str, dict[str, Any]]:
+    """Return the figures of variants beside their times: the largest of all ranks, or why there are none."""
     try:
-        ranks = launch(run, workers=world, args=(setting, tuple(names)), timeout_s=_TIMEOUT_S)
+        ranks = launch(counts, workers=world, args=(setting, tuple(names)), timeout_s=_TIMEOUT_S)
     except (RuntimeError, TimeoutError) as error:
         why = str(error).strip().splitlines()[-1]
-        return {name: {"not_counted" if run is counts else "no_graph": why} for name in names}
+        return {name: {"not_counted": why} for name in names}
     return {name: {key: max(rank[name][key] for rank in ranks) for key in ranks[0][name]} for name in names}
 
 
@@ -121,7 +104,10 @@ def counts(setting: Setting, names: Sequence[str]) -> dict[str, dict[str, float]
 def _count(setting: Setting, name: str, device: Processor) -> dict[str, float]:
     gc.collect()
     held = torch.cuda.memory_allocated() if setting.device == "cuda" else 0  # by earlier variants
-    variant = _warm(setting, name, device, windows=2)
+    variant = setting.make(name, device)
+    for _ in range(2):
+        variant.marks(lambda: None)
+    device.synchronize()
     taken = [time_window(lambda: variant.marks(lambda: None), device)[1] for _ in range(setting.rounds)]
     found: dict[str, float] = {"host_p50_ms": statistics.median(taken) * 1e3}
     if setting.device == "cuda":
@@ -131,16 +117,6 @@ def _count(setting: Setting, name: str, device: Processor) -> dict[str, float]:
         found["peak_mb"] = (torch.cuda.max_memory_allocated() - held) / 2**20
         found |= launches(_calls(variant, device))
     return found
-
-
-def _warm(setting: Setting, name: str, device: Processor, *, windows: int) -> Variant:
-    variant = setting.make(name, device)
-    for group in variant.optimizer.param_groups:
-        group["capturable"] = windows == _WARM_UP
-    for _ in range(windows):
-        variant.marks(lambda: None)
-    device.synchronize()
-    return variant
 
 
 def _calls(variant: Variant, device: Processor) -> Counter[str]:
@@ -164,86 +140,6 @@ def launches(calls: Mapping[str, int]) -> dict[str, int]:
     }
 
 
-# ---- as a CUDA graph ----
-
-
-def replays(setting: Setting, names: Sequence[str]) -> dict[str, dict[str, float]]:
-    """Capture a window of each variant on this rank, replay it, and return milliseconds.
-
-    Raises:
-        RuntimeError: a window cannot be captured, or its replays do not train.
-    """
-    device = DEVICES[setting.device]()
-    with device.entered(), side_stream(setting.device):
-        return {name: _replay(setting, name, device) for name in names}
-
-
-def _replay(setting: Setting, name: str, device: Processor) -> dict[str, float]:
-    variant = _warm(setting, name, device, windows=_WARM_UP)
-    if isinstance(variant, Engine):
-        replay = engine_windows(variant)
-    else:
-        replay = capture(lambda: variant.marks(lambda: None), setting.device)
-    before = [parameter.detach().clone() for parameter in variant.model.parameters()]
-    replay()
-    _check(variant, before)
-    taken = [time_window(replay, device) for _ in range(setting.rounds)]
-    return {
-        "graph_p50_ms": statistics.median(seconds for seconds, _ in taken) * 1e3,
-        "graph_host_p50_ms": statistics.median(host for _, host in taken) * 1e3,
-    }
-
-
-@contextmanager
-def side_stream(device: str) -> Iterator[None]:
-    """Run on another stream than the default one, of which a graph captures nothing."""
-    if device == "cpu":
-        yield
-        return
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        yield
-
-
-def capture(run: Run, device: str) -> Run:
-    """Capture a call as a graph; return the call that replays it."""
-    if device == "cpu":
-        raise RuntimeError("a CUDA graph needs a CUDA device")
-    graph = torch.cuda.CUDAGraph()
-    # "thread_local": NCCL's watchdog queries events from a thread of its own meanwhile.
-    with torch.cuda.graph(graph, stream=torch.cuda.current_stream(), capture_error_mode="thread_local"):
-        run()
-    return graph.replay
-
-
-def engine_windows(variant: Engine) -> Run:
-    """Return a call that trains a window of an engine by its graph.
-
-    Raises:
-        ValueError, RuntimeError: its windows are not captured; the reasons.
-    """
-    sync = variant.sync
-
-    def train_window(batches: list[Tensor]) -> None:
-        for x in batches:
-            sync.backward(variant.forward(x))
-        variant.grad_norm = sync.clip_grad_norm_(MAX_NORM)
-        sync.step(variant.optimizer)
-
-    step = sync.capture(train_window)
-    windows = sync.windows(itertools.cycle(variant.micro_batches))
-
-    def train() -> None:
-        step(next(windows))
-
-    for _ in range(MIN_WARM_UP + 1):
-        train()
-    if not step.num_captured:
-        raise RuntimeError("; ".join(step.problems))
-    return train
-
-
 def time_window(window: Run, device: Processor) -> tuple[float, float]:
     """Return the seconds of a window on the device and on the host.
 
@@ -259,17 +155,6 @@ def time_window(window: Run, device: Processor) -> tuple[float, float]:
     end = device.now()
     device.synchronize()
     return device.seconds(begin, end), host
-
-
-def _check(variant: Variant, before: list[Tensor]) -> None:
-    pairs = zip(variant.model.parameters(), before, strict=True)
-    has_moved = any(not bool((parameter == old).all()) for parameter, old in pairs)
-    norm = float(variant.grad_norm)
-    if not (has_moved and 0 < norm < float("inf")):
-        raise RuntimeError(
-            f"the window was captured, and a replay does not train: gradient norm {norm:g}, parameters "
-            f"{'changed' if has_moved else 'unchanged'}"
-        )
 
 
 if __name__ == "__main__":

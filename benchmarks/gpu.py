@@ -1,7 +1,8 @@
 """Everything a CUDA machine is needed for, in steps that each end within ten minutes.
 
     make gpu                    # every step, in the order of what they are worth
-    make gpu STEP=tests         # one: tests, kernels, windows, counters or sanitize
+    make gpu STEP=tests         # one: tests, kernels, host, windows, counters or
+                                # sanitize
     make gpu DRY=1              # every step's commands in a tiny form on the processor, without a GPU
 
 A step goes on when a task of it failed, prints a line a task and a table at the end, and ends with 1 if
@@ -37,10 +38,10 @@ PYTHON = sys.executable
 BUDGET_S, LEAST_S = 540, 5  # of a step; a task that has less left is not begun
 SECONDS_A_CASE = "0.3"
 
-# Model, dtype and micro-batches of the windows, most telling first; the first two as CUDA graphs, too.
+# Model, dtype and micro-batches of the windows, most telling first.
 CASES = (
-    *("gpt124:bf16:8", "small:fp32:8", "gpt124:fp32:8", "gpt124:fp16:8", "small:bf16:8"),
-    *("gpt124:bf16:1", "small:fp32:1", "small:fp16:8", "gpt124:fp32:1", "gpt124:fp16:1"),
+    *("gpt124-long:fp32:8", "gpt124:bf16:8", "small:fp32:8", "gpt124-short:bf16:8", "gpt124:fp32:8"),
+    *("gpt124:fp16:8", "small:bf16:8", "gpt124:bf16:1", "small:fp32:1", "gpt124:fp32:1"),
 )
 STEMS = ("accumulate", "unscale_norm", "pack", "exact", "chain", "codec")
 # Every kernel over lists short and long, in about twenty tests: each tensor is an allocation there.
@@ -87,7 +88,8 @@ def steps(*, is_dry: bool = False) -> dict[str, list[Task]]:
     return {
         "tests": _tests(),
         "kernels": [_kernels(stem) for stem in STEMS],
-        "windows": [_windows(case, graph=index < 2) for index, case in enumerate(cases)],
+        "host": [_host(), _captured()],
+        "windows": [_windows(case) for case in cases],
         "counters": [_counters()],
         "sanitize": [_sanitizer(tool) for tool in ("memcheck", "racecheck")],
     }
@@ -132,11 +134,25 @@ def _kernels(stem: str) -> Task:
     return Task(stem, run, dry, 120, tell=_targets_told)
 
 
-def _windows(case: str, *, graph: bool) -> Task:
+def _host() -> Task:
+    script = [PYTHON, "benchmarks/bench_host.py", "--device"]
+    dry = [*script, "cpu", "--parameters", "10", "--accumulate", "1", "--rounds", "3"]
+    return Task("host", [*script, "cuda", "--rounds", "20", "--save"], dry, 300)
+
+
+def _captured() -> Task:
+    script = [PYTHON, "benchmarks/bench_captured.py", "--device"]
+    dry = [*script, "cpu", "--cases", "small0:fp32", "--rounds", "1"]
+    return Task("captured", [*script, "cuda", "--save"], dry, 240)
+
+
+def _windows(case: str) -> Task:
     model, dtype, _ = case.split(":")
-    more = ["--out", str(LOGS / f"step-{case.replace(':', '-')}.json"), *(["--graph"] if graph else [])]
+    more = ["--out", str(LOGS / f"step-{case.replace(':', '-')}.json")]
     # A window of 1000 small parameters takes half a second of the host's.
     few = ["--rounds", "3", "--variants", "engine,no_sync_view,attach,by_hand"] if model == "small" else []
+    if model == "gpt124-long":  # each variant is compiled
+        few = ["--variants", "engine,no_sync_view,attach,floor,by_hand"]
     script = [PYTHON, "benchmarks/bench_windows.py"]
     tiny = [f"small0:{dtype}:1", "--device", "cpu", "--rounds", "3", "--world", "1"]
     variants = ["--variants", "engine,no_sync_view,by_hand"]

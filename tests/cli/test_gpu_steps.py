@@ -69,9 +69,9 @@ def commands(gpu: Any) -> list[list[str]]:
 
 def test_steps_stand_in_the_order_of_what_they_are_worth(gpu: Any) -> None:
     steps = gpu.steps()
-    assert list(steps) == ["tests", "kernels", "windows", "counters", "sanitize"]
+    assert list(steps) == ["tests", "kernels", "host", "windows", "counters", "sanitize"]
     assert [task.name for task in steps["tests"]] == ["doctor", "ops", "engine"]
-    assert steps["windows"][0].name == "gpt124:bf16:8"
+    assert steps["windows"][0].name == "gpt124-long:fp32:8"
     assert gpu.BUDGET_S < 600
 
 
@@ -91,12 +91,6 @@ def test_every_window_that_is_asked_for_is_an_argument_of_its_script(
         monkeypatch.setattr(sys, "argv", ["bench_windows.py", *arguments])
         model, dtype, micro_batches = script._options().case.split(":")
         assert model in models.MODELS and dtype in windows.DTYPES and int(micro_batches)
-
-
-def test_only_the_first_cases_are_captured_and_all_are_where_a_rehearsal_is(gpu: Any) -> None:
-    has_graph = ["--graph" in task.command for task in gpu.steps()["windows"]]
-    assert has_graph[:3] == [True, True, False] and sum(has_graph) == 2
-    assert ["--graph" in task.dry for task in gpu.steps(is_dry=True)["windows"]] == [True]
 
 
 def test_test_files_are_found_by_their_mark(gpu: Any) -> None:
@@ -262,9 +256,9 @@ def test_a_window_by_hand_trains_as_ddp_does(ranks: Any, dtype: str) -> None:
         assert is_close.float().mean() > 0.95
 
 
-def captured(replay_works: bool) -> dict[str, float] | str:
+def captured(replay_works: bool) -> str:
     """Capture by running once more; the replays run again, or do nothing."""
-    script = load("bench_windows")
+    script = load("bench_captured")
 
     def capture(run: Any, device: str) -> Any:
         run()
@@ -272,15 +266,12 @@ def captured(replay_works: bool) -> dict[str, float] | str:
 
     setting = windows.Setting("gpt", "fp32", ("by_hand",), rounds=1, micro_batches=2)
     with mock.patch.dict(models._SHAPES, gpt=TINY), mock.patch.object(script, "capture", capture):
-        try:
-            return script.replays(setting, ("by_hand",))["by_hand"]
-        except RuntimeError as error:
-            return str(error)
+        row = script.measure(setting)["by_hand, captured"]
+    return row.get("failed") or f"{row['window_p50_ms'] > 0} {row['host_min_ms'] > 0}"
 
 
 def test_a_graph_whose_replays_do_not_train_is_none(ranks: Any) -> None:
-    (found,) = ranks(1).run(captured, True)
-    assert found["graph_p50_ms"] > 0 and found["graph_host_p50_ms"] > 0
+    assert ranks(1).run(captured, True) == ["True True"]
     (why,) = ranks(1).run(captured, False)
     assert "a replay does not train" in why and "parameters unchanged" in why
 
@@ -322,7 +313,7 @@ def test_an_extension_that_does_not_load_is_built_for_the_device_that_is_here(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("step", ["tests", "kernels", "windows", "counters", "sanitize"])
+@pytest.mark.parametrize("step", ["tests", "kernels", "host", "windows", "counters", "sanitize"])
 def test_every_command_of_a_step_runs_in_its_tiny_form(step: str, tmp_path: Path) -> None:
     command = ["make", "gpu", f"PYTHON={sys.executable}", f"STEP={step}", "DRY=1", "ARGS=--budget-s 900"]
     done = subprocess.run(

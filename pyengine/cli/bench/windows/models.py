@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -28,6 +28,9 @@ class Shape:
 
 # GPT-2 with half its context; the vocabulary is rounded up to a multiple of 128, as usual.
 GPT2 = Shape(width=768, layers=12, heads=12, vocabulary=50304, context=512, sequences=4)
+# Micro-batches that a GPU computes faster than a host launches them, and those that fill it.
+GPT2_SHORT = replace(GPT2, context=256, sequences=1)
+GPT2_LONG = replace(GPT2, context=1024, sequences=8)
 
 
 class GPT(gpt.GPT):
@@ -99,22 +102,29 @@ class _Premade(torch.autograd.Function):
 
 
 class Autocast(nn.Module):
-    """Parameters in float32, forward under autocast to float16: the case that needs a GradScaler."""
+    """Parameters in float32, forward under autocast to `dtype`."""
 
-    def __init__(self, inner: nn.Module) -> None:
+    def __init__(self, inner: nn.Module, dtype: torch.dtype) -> None:
         super().__init__()
-        self.inner = inner
+        self.inner, self.dtype = inner, dtype
 
     def forward(self, x: Tensor) -> Tensor:
-        with torch.autocast(x.device.type, torch.float16):
+        with torch.autocast(x.device.type, self.dtype):
             out: Tensor = self.inner(x)
         return out.float()
 
 
-_SHAPES = {"gpt": Shape(), "gpt0": Shape(), "gpt100": Shape(480), "gpt124": GPT2}
+_SHAPES = {
+    "gpt": Shape(),
+    "gpt0": Shape(),
+    "gpt100": Shape(480),
+    "gpt124": GPT2,
+    "gpt124-short": GPT2_SHORT,
+    "gpt124-long": GPT2_LONG,
+}
 _CPU = torch.device("cpu")
 _PREMADE = ("gpt0", "small0")
-MODELS = ("gpt", "small", "gpt0", "small0", "gpt100", "gpt124")
+MODELS = (*_SHAPES, "small", "small0")
 MICRO_BATCHES = 8
 
 
@@ -129,15 +139,26 @@ def build(
     """Return a model, the same on every rank, and this rank's micro-batches for it.
 
     "gpt0" and "small0" are `Premade`, "gpt100" has 100 MB of fp32 gradients, "gpt124" has 124 M parameters.
-    With float16 the parameters are float32, and the forward runs under autocast.
+    With float16 the parameters are float32, and the forward runs under autocast. "gpt124-long" is compiled,
+    and with float32 runs under autocast to bfloat16.
     """
-    is_mixed = dtype == torch.float16
-    held = torch.float32 if is_mixed else dtype
+    is_long = name == "gpt124-long"
+    held = torch.float32 if dtype == torch.float16 else dtype
     torch.manual_seed(0)
     model = _model(name, held).to(device)
+    if is_long:
+        model.compile()
     torch.manual_seed(1 + rank)
     batches = [_micro_batch(name, held, rank).to(device) for _ in range(micro_batches)]
-    return Autocast(model) if is_mixed else model, batches
+    if dtype == torch.float16:
+        return Autocast(model, torch.float16), batches
+    return Autocast(model, torch.bfloat16) if is_long and dtype == torch.float32 else model, batches
+
+
+def needs_scale(model: nn.Module) -> bool:
+    """Whether losses are scaled: nobody does in bfloat16, whose gradients torch cannot unscale on CUDA."""
+    dtype = model.dtype if isinstance(model, Autocast) else next(model.parameters()).dtype
+    return dtype is not torch.bfloat16
 
 
 def _model(name: str, dtype: torch.dtype) -> nn.Module:

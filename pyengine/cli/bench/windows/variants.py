@@ -19,6 +19,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from torch.nn.parallel import DistributedDataParallel
 
 import pyengine as pe
+from pyengine.cli.bench.windows.models import needs_scale
 from pyengine.wire.named import WIRES
 
 MAX_NORM = 0.5
@@ -55,8 +56,7 @@ class Variant:
         self.forward: Callable[[Tensor], Tensor] = model
         self.device = next(model.parameters()).device
         self.optimizer: Any = OPTIMIZERS[optimizer](model.parameters())
-        # torch unscales no bfloat16 gradients on CUDA; nobody scales them.
-        self.is_scaled = next(model.parameters()).dtype is not torch.bfloat16
+        self.is_scaled = needs_scale(model)
         self.scaler = torch.amp.GradScaler(self.device.type, init_scale=1024.0, enabled=self.is_scaled)
         self.setup()
 
