@@ -9,15 +9,18 @@ one, `host` that until it has launched one while the device is idle.
 from __future__ import annotations
 
 import argparse
+import datetime
 import itertools
+import json
 import statistics
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import _cuda
 import torch
 from _by_hand import ByHand
-from _harness import save
+from _harness import RESULTS, save
 from bench_windows import time_window
 from torch import Tensor
 
@@ -48,7 +51,7 @@ def main() -> None:
     parser.add_argument("--save", action="store_true", help="write results/<date>-captured-cuda.json")
     options = parser.parse_args()
     machine = card(1, options.device) | (_cuda.machine_card() if options.device == "cuda" else {})
-    cases: dict[str, Any] = {}
+    cases = _saved(machine) if options.save else {}
     for case in options.cases.split(","):
         model, dtype = case.split(":")
         setting = Setting(
@@ -62,6 +65,13 @@ def main() -> None:
                 save("captured-cuda", {"machine": machine, "options": vars(options), "cases": cases}),
                 flush=True,
             )
+
+
+def _saved(machine: dict[str, Any]) -> dict[str, Any]:
+    """Return the cases of today's result file, if it is of this machine."""
+    path = RESULTS / f"{datetime.date.today()}-captured-cuda.json"
+    content = json.loads(path.read_text()) if path.exists() else {"machine": None}
+    return content["cases"] if content["machine"] == machine else {}
 
 
 def measure(setting: Setting) -> dict[str, dict[str, Any]]:
@@ -149,7 +159,14 @@ def _checked(variant: Variant, capture: Callable[[Run], Run]) -> Run:
             f"the window was captured, and a replay does not train: gradient norm {norm:g}, parameters "
             f"{'changed' if has_moved else 'unchanged'}"
         )
-    return replay
+
+    return partial(_run, replay, variant)
+
+
+def _run(replay: Run, variant: Variant) -> None:
+    """Run a graph, and keep alive what it writes to."""
+    del variant
+    replay()
 
 
 def _engine_windows(variant: Engine) -> Run:
