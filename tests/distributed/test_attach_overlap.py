@@ -51,6 +51,39 @@ def test_gradients_of_earlier_micro_batches_are_summed_while_the_cache_has_them(
     assert found == window * 2
 
 
+@on_ranks(2)
+def test_sums_move_into_views_of_ddps_buckets_in_one_call():
+    model = _layers(torch.float32)
+    ddp = DistributedDataParallel(model, gradient_as_bucket_view=True)
+    sync = pe.attach(ddp, accumulate=ACCUMULATE)
+    xs, moved = torch.randn(3 * ACCUMULATE, 4, 8), []
+    weight, places = model[0].weight, []
+    weight.register_hook(lambda _: places.append(None if weight.grad is None else weight.grad.data_ptr()))
+
+    def copy(into: list[Tensor], sums: list[Tensor]) -> None:
+        # The buckets have an order of their own.
+        moved.append({float(grad.sum()) for grad in sums} == {float(grad.sum()) for grad in before})
+        for one, other in zip(into, sums, strict=True):
+            one.copy_(other)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "_foreach_copy_", copy)
+        for number, window in enumerate(sync.windows(xs)):
+            for x in window:
+                before = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+                sync.backward(ddp(x).sum(), count=4)
+            sync.unscale_()
+            views, want = [p.grad for p in model.parameters()], [torch.zeros(8, 8)] * LAYERS
+            for x in xs[ACCUMULATE * number : ACCUMULATE * (number + 1)]:
+                grads = torch.autograd.grad(model(x).sum() / (4 * ACCUMULATE), list(model.parameters()))
+                want = [one + other for one, other in zip(want, grads, strict=True)]
+            torch.testing.assert_close(views, want)
+            model.zero_grad()
+    # DDP rebuilds its buckets behind the first window; the second's end is the first that knows them.
+    assert moved == [True]
+    assert places[-1] == views[0].data_ptr()  # where the last backward has accumulated
+
+
 @on_ranks(1)
 def test_a_gradient_that_comes_again_inside_a_backward_is_summed_too():
     """The group of the gradient was complete after the first one."""

@@ -227,7 +227,7 @@ class ReducerDriver:
         """Reduce the buckets after the first `num_sent` without DDP, and write `.grad`."""
         rest = self._reducer._get_zeros_like_grad_buckets()[num_sent:]
         for bucket in rest:
-            for param, slot in _slots(bucket):
+            for param, slot in slots_of(bucket):
                 if param.grad is not None:
                     slot.copy_(param.grad)
         # All are launched before one is waited for: a later bucket launches the next collectives of earlier
@@ -316,14 +316,14 @@ class _SingleRankGroup(dist.ProcessGroup):
 def publish(bucket: Any, params: Sequence[Parameter]) -> None:
     """Write a reduced bucket into `.grad` of some parameters."""
     wanted = {id(param) for param in params}
-    for param, value in _slots(bucket) if wanted else ():
+    for param, value in slots_of(bucket) if wanted else ():
         if id(param) in wanted:
             if param.grad is None:
                 param.grad = torch.empty_like(param)
             param.grad.copy_(value)
 
 
-def _slots(bucket: Any) -> Iterator[tuple[Parameter, Tensor]]:
+def slots_of(bucket: Any) -> Iterator[tuple[Parameter, Tensor]]:
     """Yield each parameter of a bucket with its slice of the buffer, strided as in DDP."""
     flat, offset = bucket.buffer(), 0
     for param in bucket.parameters():

@@ -37,7 +37,14 @@ from pyengine.gradients.ddp.hook import (
     launch,
     skip_reduction,
 )
-from pyengine.gradients.ddp.private import OnlyDDP, ReducerDriver, publish, reduced_parameters, zero_buckets
+from pyengine.gradients.ddp.private import (
+    OnlyDDP,
+    ReducerDriver,
+    publish,
+    reduced_parameters,
+    slots_of,
+    zero_buckets,
+)
 from pyengine.gradients.exact_sums import Terms
 from pyengine.gradients.marks import GradVersions
 from pyengine.gradients.published import Published
@@ -191,6 +198,8 @@ class DDPReducer(Reducer):
         self._used = UsedAnywhere(self._comm, self._one.device)
         # The window's reductions, from the last backward until `finish`.
         self._reduction: Reduction | None = None
+        # Slices of DDP's buckets of parameters summed in `.grad`, and whether the buckets had been rebuilt.
+        self._slices: tuple[list[tuple[Parameter, Tensor]], bool] = ([], False)
         # ---- DDP, whose own synchronization is switched off ----
         if all(other is not state for _, other in ddp._comm_hooks):
             ddp.register_comm_hook(state, comm_hook)
@@ -300,6 +309,7 @@ class DDPReducer(Reducer):
                 yield
             self._reduce_all(reduction)
             return
+        self._move_sums()
         before = GradVersions(self.params)
         reduction.may_delay = True
         self._driver.prepare_for_backward(roots)
@@ -313,6 +323,36 @@ class DDPReducer(Reducer):
             arrived = set(before.changed())
             self._driver.mark_unreached([p for index, p in enumerate(self.params) if index not in arrived])
         self._check_complete(reduction)
+
+    def _move_sums(self) -> None:
+        """Copy sums from `.grad` into DDP's buckets, and accumulate there: DDP would copy them one by one."""
+        slices, was_rebuilt = self._slices
+        if was_rebuilt != self._ddp._has_rebuilt_buckets or self._driver.finds_unused:
+            return
+        moved = [
+            (param, param.grad, into)
+            for param, into in slices
+            if param.grad is not None
+            and not param.grad.is_sparse
+            and param.grad.data_ptr() != into.data_ptr()
+        ]
+        if moved:
+            torch._foreach_copy_([into for _, _, into in moved], [grad for _, grad, _ in moved])
+        for param, _, into in moved:
+            param.grad = into
+
+    def _keep_slices(self, reduction: Reduction) -> None:
+        """Keep the slices of the buckets that DDP has handed out, once after it has rebuilt them."""
+        slices, was_rebuilt = self._slices
+        is_rebuilt = self._ddp._has_rebuilt_buckets
+        if self.in_grad is None or (slices and was_rebuilt == is_rebuilt):
+            return
+        if self._ddp.gradient_as_bucket_view:
+            here = set(self.in_grad.params)
+            found = [
+                pair for bucket, _ in reduction.under_way for pair in slots_of(bucket) if pair[0] in here
+            ]
+            self._slices = found, is_rebuilt
 
     def _reduce_all(self, reduction: Reduction) -> None:
         """Reduce the gradients in `.grad`, without a backward."""
@@ -372,6 +412,8 @@ class DDPReducer(Reducer):
                 )
             # Set `.grad` to None where no rank has used a parameter.
             reduction.used.drop_unused(self.params)
+        if reduction is not None:
+            self._keep_slices(reduction)
         self._reduction = None
         if reduction is None or not self.norms.copy_if_complete(final):
             self._published.read(final)
