@@ -13,13 +13,17 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from pyengine.ops.capture import Section
+from pyengine.ops.device import is_on_default_stream
 from pyengine.window.claims import Use
 from pyengine.window.header import Header, LocalWindow
 from pyengine.window.verdict import Evidence, Outcome
 
 
 class CaptureStream:
-    """The stream of captures. Windows before them run on it, too, since autograd keeps to one stream."""
+    """The stream of captures: the one on which the caller trains, or another one where that is the default
+    stream, of which nothing is captured. Windows before them run on it, too, since autograd keeps to one
+    stream.
+    """
 
     def __init__(self) -> None:
         self.stream: torch.cuda.Stream | None = None
@@ -30,9 +34,9 @@ class CaptureStream:
         if device.type != "cuda":  # that has no graphs
             yield
             return
-        if self.stream is None:
-            self.stream = torch.cuda.Stream(device)
         around = torch.cuda.current_stream(device)
+        if self.stream is None:
+            self.stream = torch.cuda.Stream(device) if is_on_default_stream(device) else around
         self.stream.wait_stream(around)
         with torch.cuda.stream(self.stream):
             yield

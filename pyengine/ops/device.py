@@ -54,6 +54,11 @@ def current_stream(device: torch.device) -> torch.Stream | None:
     return torch.accelerator.current_stream(device) if has_events(device) else None
 
 
+def is_on_default_stream(device: torch.device) -> bool:
+    """Whether a CUDA device's current stream is its default one, whose work no graph can capture."""
+    return device.type == "cuda" and torch.cuda.current_stream(device) == torch.cuda.default_stream(device)
+
+
 def as_current(device: torch.device) -> AbstractContextManager[Any]:
     """Make an accelerator the current device during the body, for calls without a device."""
     return torch.accelerator.device_index(device.index) if has_events(device) else nullcontext()
