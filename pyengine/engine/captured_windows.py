@@ -110,8 +110,8 @@ class CapturedWindows:
             form.forget()
         if form.problem or not batches:
             self._run(engine, batches)
-        elif form.num_run < self._warm_up - 2:
-            form.num_run += 1
+        elif form.num_run < self._warm_up - 2 or self.num_eager < engine.reducer.min_warm_up - 2:
+            form.num_run = min(form.num_run + 1, self._warm_up - 2)
             self._run(engine, batches)
         elif not engine.is_regular():
             self._run(engine, batches)

@@ -947,6 +947,7 @@ class Engine:
         """Forget what a capture that failed has noted of the open window: nothing of it has run."""
         if self.verdict is not None:
             self.verdicts.forget(self.verdict)
+        self.reducer.rewind()
         self.reset()
         self.counter.state, self.counter.done = State.OPEN, 0
 

@@ -711,13 +711,16 @@ class Sync:
         skipped steps and what ranks agree on are those of the same windows without a graph, with the same
         bits. Ranks that have run out, and windows of other lengths, run without.
 
+        DDP accumulates gradients on the stream on which it was made: make it and the engine, and run the
+        loop, inside `with torch.cuda.stream(torch.cuda.Stream())`.
+
         Args:
             train_window: `train_window(batches)` runs the backwards of a window's micro-batches, clips, and
                 calls `sync.step(optimizer)`. It gets the batches with their tensors on the device, and is run
                 by Python only before and in the capture: nothing in it may depend on the host's state, read
                 the device (`loss.item()`), or move tensors from the host. Autocast is entered inside.
             warm_up: windows of each form before the capture; at least 3. The last two are watched, and
-                compared.
+                compared. Over DDP the first capture comes after 11 windows, as torch asks.
 
         Returns:
             A function of one of `sync.windows`' windows; see its `num_captured`, `num_replayed`, `problems`.

@@ -64,6 +64,17 @@ def not_reduced(details: str = "") -> RuntimeError:
     )
 
 
+def problems_of_capture(comm: Comm, observers: Sequence[Observer]) -> list[str]:
+    """Return why the reductions over a transport cannot be captured as a graph; empty if they can."""
+    problems = []
+    if not comm.is_stream_ordered and (comm.world_size > 1 or comm.backend):
+        backend = comm.backend or type(comm).__name__
+        problems.append(f"the host waits for collectives over {backend}: need NCCL, or a single rank")
+    if observers:
+        problems.append("an observer of this rank's own sums is called by the host in every window")
+    return problems
+
+
 class Reducer(ABC):
     """Own the gradients of an engine: accumulate them over a window and reduce them at its end.
 
@@ -102,6 +113,8 @@ class Reducer(ABC):
     residuals = Residuals([], FP32())
     # Bytes that this rank holds through a window in order to communicate less often.
     held_bytes = 0
+    # Windows that have to run before one is captured as a graph, whatever their form.
+    min_warm_up = 0
 
     @property
     def has_replaced_grad(self) -> bool:
@@ -283,6 +296,9 @@ class Reducer(ABC):
 
     def run_again(self) -> None:
         """Launch what a graph of this window's work has not: called behind each of its runs."""
+
+    def rewind(self) -> None:
+        """Reopen the window, whose capture as a graph has failed: nothing of it has run."""
 
     def blame(self) -> Callable[[int], list[int] | None]:
         """Return a function of a parameter index: this rank's micro-batches with a non-finite gradient.

@@ -15,7 +15,7 @@ from torch.nn import Parameter
 from pyengine.comm.base import Comm, Work
 from pyengine.comm.staged import Staged
 from pyengine.gradients.arrival import Arrivals, Watch, may_nest, watching
-from pyengine.gradients.base import Reducer, Residuals, not_reduced
+from pyengine.gradients.base import Reducer, Residuals, not_reduced, problems_of_capture
 from pyengine.gradients.bucket import Observer
 from pyengine.gradients.exact_sums import Terms
 from pyengine.gradients.layout import ParamSpec, backward_order, build
@@ -373,13 +373,7 @@ class BucketReducer(Reducer):
 
     @property
     def capture_problems(self) -> list[str]:
-        problems = []
-        if not self._comm.is_stream_ordered and self._comm.world_size > 1:
-            backend = self._comm.backend or type(self._comm).__name__
-            problems.append(f"the host waits for collectives over {backend}: need NCCL, or a single rank")
-        if self._observers:
-            problems.append("an observer of this rank's own sums is called by the host in every window")
-        return problems
+        return problems_of_capture(self._comm, self._observers)
 
     @property
     def place_of_sums(self) -> object:

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from stream_races import machine
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -45,7 +46,7 @@ class Recorder(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = func.__name__.split(".")[0]
-        if name in _READS:
+        if name in _READS and not _is_on_host(args[0]):
             raise RuntimeError(f"operation not permitted when stream is capturing: {name}")
         written = _written(func, args, kwargs)
         for tensor in written:
@@ -68,9 +69,10 @@ class Recorder(TorchDispatchMode):
             flat = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
             self._before[key] = flat, flat.clone()
 
-    def collective(self, written: Tensor, launch: Callable[[], object]) -> None:
+    def collective(self, written: Sequence[Tensor], launch: Callable[[], object]) -> None:
         """Record a collective, which does not run in the capture: other ranks are not there."""
-        self.keep(written)
+        for tensor in written:
+            self.keep(tensor)
         self._alive.append(launch)
         self.actions.append(launch)
 
@@ -91,6 +93,11 @@ def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
     named += [(a, kwargs[a.name]) for a in func._schema.arguments if a.name in kwargs]
     written = [value for a, value in named if a.alias_info is not None and a.alias_info.is_write]
     return [leaf for leaf in tree_leaves(written) if isinstance(leaf, Tensor)]
+
+
+def _is_on_host(tensor: Tensor) -> bool:
+    """Whether a tensor would be on the host: an element of DDP's map of used parameters of a static graph."""
+    return tensor.dtype == torch.int32 and tensor.dim() == 0
 
 
 def _storage(tensor: Tensor) -> int:
@@ -158,12 +165,21 @@ class Ordered(TorchDist):
 
     def _order(self, written: Tensor, launch: Callable[[], object]) -> Done:
         self.traffic.count(written.nbytes)
-        with _disable_current_modes():
-            if _recording is None:
-                launch()
-            else:
-                _recording.collective(written, launch)
+        _run_or_record([written], launch)
         return Done(written)
+
+
+def _run_or_record(written: Sequence[Tensor], launch: Callable[[], object]) -> None:
+    with _disable_current_modes():
+        if _recording is None:
+            launch()
+        else:
+            _recording.collective(written, launch)
+
+
+def _broadcast(ddp: DistributedDataParallel, tensors: Sequence[Tensor], size: int, rank: int = 0) -> None:
+    """Broadcast DDP's buffers, as DDP does."""
+    _run_or_record(tensors, lambda: dist._broadcast_coalesced(ddp.process_group, tensors, size, rank))
 
 
 def _comm() -> Comm:
@@ -176,7 +192,9 @@ def recorded_device() -> Iterator[None]:
     with (
         machine(finds_races=False, events_are_done=True),
         mock.patch.object(captured_windows, "DeviceGraph", RecordedGraph),
+        mock.patch.object(captured_windows, "_is_far", lambda tensor: not _is_on_host(tensor)),
         mock.patch.object(engine_ranks, "comm_for", lambda *_: _comm()),
+        mock.patch.object(DistributedDataParallel, "_distributed_broadcast_coalesced", _broadcast),
     ):
         yield
 

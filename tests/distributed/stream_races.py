@@ -24,6 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from pyengine.comm import staged
+from pyengine.gradients.ddp import hook
 from pyengine.ops import native
 
 HOST = "host"
@@ -232,9 +233,9 @@ def machine(*, finds_races: bool = True, **options: bool) -> Iterator[Machine]:
         mock.patch.object(torch, "Event", event),
         mock.patch.object(torch.accelerator, "current_stream", lambda device=None: stream(name=made.current)),
         mock.patch.object(Tensor, "record_stream", lambda tensor, other: made.record_use(tensor, other)),
-        mock.patch.object(
-            staged, "Future", lambda devices: Future()
-        ),  # which takes no device without streams
+        # which takes no device without streams
+        mock.patch.object(staged, "Future", lambda devices: Future()),
+        mock.patch.object(hook, "Future", lambda devices: Future()),
         mock.patch.object(native, "core", lambda: None),
         mock.patch.object(native, "can_gather", lambda: False),
     ]

@@ -9,22 +9,26 @@ import copy
 import warnings
 from contextlib import nullcontext
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from ranks import on_ranks
 from recorded_graph import recorded_device
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 import pyengine as pe
+from pyengine.gradients.ddp import reducer as ddp_reducer
 from pyengine.ops import capture
 
 WINDOWS, ACCUMULATE = 12, 3
 
 
-def _model(dtype: torch.dtype = torch.float32) -> nn.Module:
+def _model(dtype: torch.dtype = torch.float32, *, norms: bool = False) -> nn.Module:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.2), nn.ReLU(), nn.Linear(8, 3)).to(dtype)
+    norm = nn.BatchNorm1d(8) if norms else nn.Identity()
+    return nn.Sequential(nn.Linear(6, 8), norm, nn.Dropout(0.2), nn.ReLU(), nn.Linear(8, 3)).to(dtype)
 
 
 def _batches(rank: int, windows: int = WINDOWS, *, bad: int | None = None) -> list[Any]:
@@ -45,11 +49,19 @@ def _run(
     scales: bool = False,
     adam: bool = True,
     dtype: torch.dtype = torch.float32,
-    resumes: bool = False,
+    resumes_at: int | None = None,
+    norms: bool = False,
+    windows: int = WINDOWS,
+    ddp: dict[str, Any] | None = None,
     **options: Any,
 ) -> tuple[list[torch.Tensor], list[Any], Any]:
-    model = _model(dtype)
-    sync = pe.GradSync(model, accumulate=ACCUMULATE, **options)
+    """Train over own buckets, or over a DDP with these arguments; return the state, records and `step`."""
+    model: nn.Module = _model(dtype, norms=norms)
+    if ddp is None:
+        sync = pe.GradSync(model, accumulate=ACCUMULATE, **options)
+    else:
+        model = DistributedDataParallel(model, **ddp)
+        sync = pe.attach(model, accumulate=ACCUMULATE, **options)
     lr = torch.tensor(0.05)
     optimizer: torch.optim.Optimizer
     if adam:
@@ -72,26 +84,26 @@ def _run(
     step = sync.capture(train_window) if captured else lambda window: train_window(list(window))
     torch.manual_seed(1)
     rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
-    state: Any = None
     sums: list[float] = []
-    for number, window in enumerate(sync.windows(_batches(rank, bad=bad))):
+    for number, window in enumerate(sync.windows(_batches(rank, windows, bad=bad))):
         step(window)
         sums.append(float(sum(param.grad.double().sum() for param in model.parameters())))
         if number % 3 == 0:
             optimizer.zero_grad()  # which no window needs
-        if resumes and number == 7:
+        if number == resumes_at:
             sync.synchronize()
-            state = sync.state_dict()
-            sync.load_state_dict(state)
+            sync.load_state_dict(sync.state_dict())
             optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))  # other memory: captured again
     sync.close()
     seen = [
         (r.step, r.micro_batches, r.count, r.loss, r.grad_norm, r.skipped, r.collectives, r.bytes_on_wire)
         for r in records
     ]
-    return [param.detach().clone() for param in model.parameters()], [*seen, *sums], step
+    state = [tensor.clone() for tensor in model.state_dict().values()]
+    return state, [*seen, *sums], step
 
 
+VIEWS = {"gradient_as_bucket_view": True}
 CASES = {
     "fp32": {},
     "schedule": {"schedules": True},
@@ -101,21 +113,37 @@ CASES = {
     "bf16": {"dtype": torch.bfloat16, "wire": "bf16"},
     "int8+ef": {"wire": pe.wire.ErrorFeedback(pe.wire.Int8())},
     "exact": {"accumulator": pe.Exact(micro_batches=16)},
-    "resumed": {"resumes": True},
+    "resumed": {"resumes_at": 7},
+    "DDP": {"ddp": {}},
+    "DDP, views": {"ddp": VIEWS, "schedules": True},
+    "DDP, nan": {"ddp": VIEWS, "bad": 14},
+    "DDP, scaler": {"ddp": VIEWS, "scales": True, "bad": 15},
+    "DDP, bf16": {"ddp": {}, "dtype": torch.bfloat16, "wire": "bf16"},
+    "DDP, int8+ef": {"ddp": VIEWS, "wire": pe.wire.ErrorFeedback(pe.wire.Int8())},
+    "DDP, exact": {"ddp": VIEWS, "accumulator": pe.Exact(micro_batches=16)},
+    "DDP, resumed": {"ddp": VIEWS, "resumes_at": 13, "windows": 24},
+    "DDP, static graph": {"ddp": VIEWS | {"static_graph": True}},
+    "DDP, BatchNorm": {"ddp": VIEWS, "norms": True},
+    "DDP, 50 windows": {"ddp": VIEWS, "windows": 50, "schedules": True, "bad": 30},
 }
+_OF_TWO = ("fp32", "nan", "int8+ef", "DDP", "DDP, nan", "DDP, int8+ef", "DDP, BatchNorm")
+_OF_THREE = ("exact", "scaler", "DDP, exact", "DDP, 50 windows")
 
 
 # Every case on one rank; what is exchanged between ranks on two and three, of which one runs out earlier.
 @pytest.mark.parametrize(
     ("world", "case"),
-    [*((1, case) for case in CASES), (2, "fp32"), (2, "nan"), (2, "int8+ef"), (3, "exact"), (3, "scaler")],
+    [*((1, case) for case in CASES), *((2, case) for case in _OF_TWO), *((3, case) for case in _OF_THREE)],
 )
 @on_ranks()
 def test_a_captured_window_has_the_bits_of_one_that_is_not(world: int, case: str) -> None:
+    options = dict(CASES[case])
+    if "ddp" in options:  # of which eleven windows run without a graph
+        options.setdefault("windows", 20)
     with recorded_device(), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*step was skipped")
-        expected, records, _ = _run(captured=False, **CASES[case])
-        found, others, step = _run(captured=True, **CASES[case])
+        expected, records, _ = _run(captured=False, **options)
+        found, others, step = _run(captured=True, **options)
     assert all(map(torch.equal, found, expected))
     assert repr(others) == repr(records)  # as text, in which nan is nan
     assert not step.problems
@@ -378,6 +406,121 @@ def test_counts_read_ahead_are_refused():
 )
 def test_engines_whose_windows_cannot_be_captured_say_so(options, says):
     with pe.GradSync(_model(), **options) as sync, pytest.raises(ValueError, match=f"capture: .*{says}"):
+        sync.capture(lambda batches: None)
+
+
+# ---- over DDP ----
+
+
+def _over_ddp(train: Any, *, windows: int = 14, norms: bool = False) -> tuple[Any, DistributedDataParallel]:
+    """Capture windows over DDP of two micro-batches, trained by `train`; the engine is not closed."""
+    rank = torch.distributed.get_rank()
+    model = DistributedDataParallel(_model(norms=norms), gradient_as_bucket_view=True)
+    sync, optimizer = pe.attach(model, accumulate=2), torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
+    step = sync.capture(lambda batches: train(model, sync, optimizer, batches))
+    made = torch.Generator().manual_seed(rank)
+    batches = [torch.randn(2, 6, generator=made) for _ in range(2 * windows)]
+    torch.manual_seed(1)
+    for window in sync.windows(batches):
+        step(window)
+    return step, model
+
+
+def _train(model, sync, optimizer, batches):
+    for x in batches:
+        sync.backward(model(x).square().sum(), count=len(x))
+    sync.step(optimizer)
+
+
+@on_ranks(1)
+def test_ddp_is_captured_after_eleven_windows():
+    with recorded_device():
+        step, _ = _over_ddp(_train)
+    assert (step.num_eager, step.num_captured, step.num_replayed) == (11, 1, 2)
+
+
+@pytest.mark.parametrize("windows", [12, 14])  # the capture's is the last, or others follow
+@on_ranks(2)
+def test_a_capture_that_fails_in_ddps_last_backward_runs_the_window_without(windows):
+    """The other rank launches its graph: this one's collectives have to be the same ones."""
+    is_one = torch.distributed.get_rank() == 1
+
+    def fail(grad):
+        if capture.is_capturing():
+            raise OSError("no graph today")
+
+    def fails(model, sync, optimizer, batches):
+        for x in batches:
+            out = model(x)
+            if is_one:
+                out.register_hook(fail)
+            sync.backward(out.square().sum(), count=len(x))
+        sync.step(optimizer)
+
+    with recorded_device():
+        with pytest.warns(UserWarning, match="no graph today") if is_one else nullcontext():
+            step, model = _over_ddp(fails, windows=windows, norms=True)
+        other, twin = _over_ddp(_train, windows=windows, norms=True)
+    assert (step.num_captured, other.num_captured) == (int(not is_one), 1)
+    states = zip(model.state_dict().values(), twin.state_dict().values(), strict=True)
+    assert all(torch.equal(*pair) for pair in states)
+
+
+@on_ranks(1)
+def test_ddp_of_another_stream_is_named():
+    streams = iter(range(1000))
+    with (
+        recorded_device(),
+        mock.patch.object(ddp_reducer, "current_stream", lambda device: next(streams)),
+        pytest.warns(UserWarning, match="DDP was made on another stream than windows run on: make DDP"),
+    ):
+        step, _ = _over_ddp(_train)
+    assert (step.num_captured, step.num_eager) == (0, 14)
+
+
+@on_ranks(2)
+def test_ddps_parameters_that_no_window_uses_are_named():
+    class Unused(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.used, self.unused = nn.Linear(6, 3), nn.Linear(6, 3)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.used(x)
+
+    with recorded_device(), mock.patch(f"{__name__}._model", lambda norms: Unused()):
+        step, model = _over_ddp(_train)
+    assert step.num_replayed == 2
+    assert step.unused == ["unused.weight", "unused.bias"]
+    assert [param.grad is None for param in model.parameters()] == [False, False, True, True]
+
+
+@on_ranks(1)
+def test_a_forward_behind_a_captured_window_broadcasts_no_buffers():
+    """Other ranks may run none."""
+    with recorded_device():
+        step, model = _over_ddp(_train, norms=True)
+        with mock.patch.object(torch.distributed, "_broadcast_coalesced") as broadcast:
+            model(torch.ones(2, 6))
+    assert step.num_replayed == 2
+    broadcast.assert_not_called()
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({}, "the host waits for collectives over gloo"),
+        ({"find_unused_parameters": True}, "DDP with find_unused_parameters=True has the host look"),
+        ({"gradient_as_bucket_view": True}, "the default stream of a device cannot be captured: make DDP"),
+    ],
+)
+@on_ranks(1)
+def test_a_ddp_that_cannot_be_captured_says_so(options, says):
+    sync = pe.attach(DistributedDataParallel(_model(), **options))
+    with (
+        mock.patch.object(ddp_reducer, "is_on_default_stream", lambda device: True),
+        pytest.raises(ValueError, match=f"capture: .*{says}"),
+    ):
         sync.capture(lambda batches: None)
 
 

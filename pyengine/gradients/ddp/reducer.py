@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from pyengine.comm.base import Comm
 from pyengine.comm.watch import Promise
 from pyengine.gradients.arrival import Watch, watching
-from pyengine.gradients.base import Reducer, Residuals, not_reduced
+from pyengine.gradients.base import Reducer, Residuals, not_reduced, problems_of_capture
 from pyengine.gradients.bucket import Accumulator, Observer
 from pyengine.gradients.ddp.bucket_norms import BucketNorms
 from pyengine.gradients.ddp.buckets import DDPBuckets, ExactDDPBucket, Fp32DDPBucket, GradSums
@@ -51,7 +51,9 @@ from pyengine.gradients.published import Published
 from pyengine.gradients.settings import Settings, sum_dtype
 from pyengine.gradients.slots import Saved
 from pyengine.gradients.used_anywhere import UsedAnywhere, UsedFlags
-from pyengine.ops.device import runs_ahead
+from pyengine.ops.capture import report as report_uncapturable
+from pyengine.ops.capture import section
+from pyengine.ops.device import current_stream, is_on_default_stream, runs_ahead
 from pyengine.step.stepper import PlainStepper, Stepper
 from pyengine.window.divisor import Divisor
 from pyengine.window.final_pass import FinalPass
@@ -67,6 +69,7 @@ class Reduction:
         self._owner, self.header = owner, header
         self._divisor = Divisor(header.inv_count, owner.state.wire, header.inv_scale)
         owner.norms.begin()
+        self._stream = current_stream(owner.params[0].device)
         # Whether a bucket that DDP hands out before the header has arrived may wait for a later bucket, so
         # that the backward does not wait. Only where DDP is sure to hand out its last bucket.
         self.may_delay = False
@@ -90,6 +93,8 @@ class Reduction:
         if self._owner.in_grad is not None:
             self._owner.in_grad.check_last(bucket)
         flat = bucket.buffer()
+        if section() is not None and current_stream(flat.device) != self._stream:
+            report_uncapturable(f"DDP was made on another stream than windows run on: {_ON_ONE_STREAM}")
         # [Note: order of collectives in a window] in engine/engine.py: no bucket before the header.
         if self.may_delay and not (bucket.is_last() or runs_ahead(flat.device) or self.header.is_ready()):
             promise = Promise()
@@ -155,6 +160,9 @@ class DDPReducer(Reducer):
     """
 
     overlaps = True
+    # As torch asks for DDP: by then it has rebuilt its buckets, and has timed its first ten backwards, by
+    # events that it reads later. It could not read those that a capture has recorded.
+    min_warm_up = 11
 
     def __init__(
         self,
@@ -196,6 +204,8 @@ class DDPReducer(Reducer):
             ddp.find_unused_parameters and not ddp.static_graph
         )
         self._used = UsedAnywhere(self._comm, self._one.device)
+        # The used flags of the last window that was launched, by parameter.
+        self._used_flags: list[bool] = []
         # The window's reductions, from the last backward until `finish`.
         self._reduction: Reduction | None = None
         # Slices of DDP's buckets of parameters summed in `.grad`, and whether the buckets had been rebuilt.
@@ -422,6 +432,29 @@ class DDPReducer(Reducer):
         self._was_rebuilt = self._ddp._has_rebuilt_buckets
         self.state.callbacks.await_threads()
 
+    @property
+    def capture_problems(self) -> list[str]:
+        problems = problems_of_capture(self._comm, self.observers)
+        if self._driver.finds_unused:
+            problems.append(
+                "DDP with find_unused_parameters=True has the host look for them in every window: need "
+                "static_graph=True, or neither"
+            )
+        if is_on_default_stream(self._one.device):
+            problems.append(f"the default stream of a device cannot be captured: {_ON_ONE_STREAM}")
+        return problems
+
+    def run_again(self) -> None:
+        self._buffers_due = self._ddp.require_forward_param_sync = False  # the graph has broadcast them
+        if self._used.on_hosts:  # ranks that run this window without a graph wait for these
+            self._used.all_reduce(self._used_flags)
+
+    def rewind(self) -> None:
+        was_announced = self._syncs_announced
+        self.open()
+        if was_announced:
+            self.before_forward(syncs=True)
+
     def load(self, saved: Saved, *, done: int) -> None:
         if self.ddp_buckets is not None:
             self.ddp_buckets.match_buckets()
@@ -478,4 +511,9 @@ class DDPReducer(Reducer):
         # A poisoned rank reports every parameter as used, so that its nan is not dropped.
         without = [] if reduction.poison else reduction.without_grad
         unused = {id(param) for param in without if param not in used}
-        reduction.used = self._used.all_reduce([id(param) not in unused for param in self.params])
+        self._used_flags = [id(param) not in unused for param in self.params]
+        reduction.used = self._used.all_reduce(self._used_flags)
+
+
+# DDP holds the nodes that accumulate gradients, and so the stream on which it was made.
+_ON_ONE_STREAM = "make DDP and engine, and run windows, inside one `with torch.Stream(device):`"
