@@ -29,7 +29,6 @@ from pyengine.cli.bench.windows.measure import Setting
 from pyengine.cli.bench.windows.variants import MAX_NORM, VARIANTS, Engine, Variant
 from pyengine.cli.machine import card
 from pyengine.comm.launching import launch
-from pyengine.engine.captured_windows import MIN_WARM_UP
 
 VARIANTS["by_hand"] = ByHand
 CASES = ("gpt124-short:bf16", "small:fp32")
@@ -185,7 +184,7 @@ def _engine_windows(variant: Engine) -> Run:
     def train() -> None:
         step(next(windows))
 
-    for _ in range(MIN_WARM_UP + 1):
+    for _ in range(_WARM_UP + 1):
         train()
     if not step.num_captured:
         raise RuntimeError("; ".join(step.problems))

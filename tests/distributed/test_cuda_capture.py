@@ -8,9 +8,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 import pyengine as pe
 from pyengine.engine.captured_windows import MIN_WARM_UP
+from pyengine.gradients.ddp.reducer import DDPReducer
 
 pytestmark = [
     pytest.mark.gpu,
@@ -20,23 +22,43 @@ pytestmark = [
 WINDOWS, ACCUMULATE = 50, 4
 
 
-@pytest.fixture(params=[False, True], ids=["no group", "NCCL"])
+@pytest.fixture
+def nccl():
+    device = torch.device("cuda", 0)
+    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1, device_id=device)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture(params=["", "nccl"], ids=["no group", "NCCL"])
 def group(request):
     if request.param:
-        device = torch.device("cuda", 0)
-        dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1, device_id=device)
-    yield
-    if request.param:
-        dist.destroy_process_group()
+        request.getfixturevalue(request.param)
 
 
-def _run(dtype: torch.dtype, *, captured: bool, compiled: bool = False, scales: bool = False, **options: Any):
-    """Train with a schedule, a window with nan, and a short last window; return parameters and records."""
+def _run(
+    dtype: torch.dtype,
+    *,
+    captured: bool,
+    compiled: bool = False,
+    scales: bool = False,
+    norms: bool = False,
+    ddp: dict[str, Any] | None = None,
+    **options: Any,
+):
+    """Train with a schedule, a window with nan, and a short last window, over own buckets, or over a DDP with
+    these arguments; return the model's state, records and the function that trains windows.
+    """
     torch.manual_seed(0)
-    layers = [nn.Linear(32, 64), nn.GELU(), nn.Dropout(0.1), nn.LayerNorm(64), nn.Linear(64, 8)]
-    model = nn.Sequential(*layers).cuda().to(dtype)
+    norm = nn.BatchNorm1d(64) if norms else nn.LayerNorm(64)
+    layers = [nn.Linear(32, 64), nn.GELU(), nn.Dropout(0.1), norm, nn.Linear(64, 8)]
+    model: nn.Module = nn.Sequential(*layers).cuda().to(dtype)
+    if ddp is None:
+        sync = pe.GradSync(model, accumulate=ACCUMULATE, **options)
+    else:
+        model = DistributedDataParallel(model, **ddp)
+        sync = pe.attach(model, accumulate=ACCUMULATE, **options)
     forward: Any = torch.compile(model) if compiled else model
-    sync = pe.GradSync(model, accumulate=ACCUMULATE, **options)
     lr = torch.tensor(1e-2, device="cuda")
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, fused=True, capturable=True)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.99)
@@ -61,8 +83,12 @@ def _run(dtype: torch.dtype, *, captured: bool, compiled: bool = False, scales: 
     for window in sync.windows(list(zip(x, y, strict=True))):
         step(window)
     sync.close()
+    if ddp is not None:  # which works by itself then
+        optimizer.zero_grad()
+        model(x[0].to(dtype)).float().square().sum().backward()
+        optimizer.step()
     seen = [(r.step, r.count, r.loss, r.grad_norm, r.skipped, r.collectives) for r in records]
-    return [param.detach().clone() for param in model.parameters()], repr(seen), step
+    return [tensor.clone() for tensor in model.state_dict().values()], repr(seen), step
 
 
 @pytest.mark.parametrize(
@@ -90,3 +116,62 @@ def test_captured_windows_have_the_bits_of_eager_ones(case):
     assert step.num_eager <= MIN_WARM_UP + 1 + records.count("True")
     assert others == records
     assert all(map(torch.equal, found, expected))
+
+
+VIEWS = {"gradient_as_bucket_view": True}
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        {"dtype": torch.float32, "ddp": {}},
+        {"dtype": torch.float32, "ddp": VIEWS},
+        {"dtype": torch.float32, "ddp": VIEWS, "norms": True},
+        {"dtype": torch.float32, "ddp": {"static_graph": True}},
+        {"dtype": torch.float32, "ddp": VIEWS | {"static_graph": True}},
+        {"dtype": torch.bfloat16, "ddp": {}},
+        {"dtype": torch.bfloat16, "ddp": VIEWS, "wire": "bf16"},
+        {"dtype": torch.bfloat16, "ddp": VIEWS, "accumulator": "native"},
+        {"dtype": torch.float32, "ddp": VIEWS, "scales": True},
+        {"dtype": torch.float32, "ddp": VIEWS, "wire": pe.wire.ErrorFeedback(pe.wire.Int8())},
+        {"dtype": torch.float32, "ddp": {}, "wire": pe.wire.FP8()},
+        {"dtype": torch.float32, "ddp": VIEWS, "accumulator": pe.Exact(micro_batches=ACCUMULATE)},
+    ],
+    ids=str,
+)
+@pytest.mark.filterwarnings("ignore:.*step was skipped")
+@pytest.mark.usefixtures("nccl")
+def test_captured_windows_over_ddp_have_the_bits_of_eager_ones(case):
+    with torch.cuda.stream(torch.cuda.Stream()):
+        expected, records, _ = _run(**case, captured=False)
+        found, others, step = _run(**case, captured=True)
+        torch.cuda.synchronize()
+    assert not step.problems
+    assert step.num_captured == 1
+    assert step.num_eager <= DDPReducer.min_warm_up + 1 + records.count("True")
+    assert others == records
+    assert all(map(torch.equal, found, expected))
+
+
+@pytest.mark.usefixtures("nccl")
+def test_a_ddp_on_the_default_stream_is_refused():
+    sync = pe.attach(DistributedDataParallel(nn.Linear(4, 4).cuda()))
+    with pytest.raises(ValueError, match=r"capture: the default stream of a device cannot be captured"):
+        sync.capture(lambda batches: None)
+    sync.close()
+
+
+@pytest.mark.usefixtures("nccl")
+def test_a_ddp_of_another_stream_is_named():
+    model = DistributedDataParallel(nn.Linear(4, 4).cuda())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, fused=True)
+    with torch.cuda.stream(torch.cuda.Stream()), pe.attach(model) as sync:
+
+        def train_window(batches: list[torch.Tensor]) -> None:
+            sync.backward(model(batches[0]).sum())
+            sync.step(optimizer)
+
+        step = sync.capture(train_window)
+        with pytest.warns(UserWarning, match="DDP was made on another stream than windows run on"):
+            [*map(step, sync.windows([torch.ones(2, 4, device="cuda")] * 14))]
+    assert step.num_eager == 14
