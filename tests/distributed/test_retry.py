@@ -322,6 +322,26 @@ def test_a_part_that_fails_is_halved_and_finished_ones_stay():
     assert sync.part_size == 2
 
 
+@pytest.mark.filterwarnings("ignore:.*items of a micro-batch have run out:UserWarning")
+@pytest.mark.parametrize(("size", "sizes"), [(2, [2, 1, 1]), (3, [3, 2, 1]), (5, [5, 3, 2]), (7, [7, 4, 3])])
+@on_ranks(1)
+def test_an_odd_number_of_items_goes_on_in_the_larger_half(size, sizes):
+    sync, seen = pe.GradSync(model := nn.Linear(1, 1), accumulate=1), []
+
+    def loss_of(part: Tensor) -> tuple[Tensor, int]:
+        seen.append(len(part))
+        if len(seen) == 1:
+            raise torch.OutOfMemoryError
+        return model(part).sum(), len(part)
+
+    for window in sync.windows([torch.arange(float(size))[:, None]]):
+        for x in window:
+            sync.retry_smaller(x, loss_of)
+        sync.unscale_()
+    assert (seen, sync.part_size, sync._engine.num_retries) == (sizes, sizes[1], 1)
+    assert model.weight.grad.item() == pytest.approx((size - 1) / 2)
+
+
 @on_ranks(2)
 def test_an_item_that_does_not_fit_is_an_error_on_every_rank():
     model = Integers(torch.float32)
