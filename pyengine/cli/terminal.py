@@ -12,7 +12,7 @@ from typing import Any
 
 _CLOSED = 141  # 128 + SIGPIPE, as a shell reports `command | head`
 _RAISING = ("strict", "surrogateescape")  # Python sets the second one in the C locale
-_PLAIN = {"×": "x", "→": "->", "–": "-", "√": "sqrt ", "Σ": "sum ", "\u00a0": " "}
+_PLAIN = {"×": "x", "→": "->", "–": "-", "±": "+-", "√": "sqrt ", "Σ": "sum ", "\u00a0": " "}
 
 
 def replace_unencodable() -> None:

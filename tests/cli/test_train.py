@@ -7,6 +7,7 @@ import math
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -69,7 +70,10 @@ def test_training_sends_what_the_comparison_counts(lines: list[dict[str, Any]]) 
     for row in events(lines, "comparison"):
         if row["mode"] == mode:
             last = [line for line in events(lines, "step") if line["model"] == row["model"]][-1]
-            assert (last["collectives"], last["bytes_on_wire"]) == (row["collectives"], row["bytes_sent"])
+            # A run that traces measures the noise scale: one more all-reduce, of 16 bytes.
+            more = last["noise_scale"] is not None
+            assert last["collectives"] == row["collectives"] + more
+            assert last["bytes_on_wire"] == row["bytes_sent"] + 16 * more
 
 
 def test_plain_ddp_sends_each_bucket_in_every_backward(lines: list[dict[str, Any]]) -> None:
@@ -125,6 +129,27 @@ def test_a_trace_shows_backward_buckets_and_what_is_exposed(
         buckets = [row["buckets"] for row in events(lines, "comparison") if row["model"] == line["model"]]
         found = [ranges[f"pyengine: launch bucket {n}"] for n in range(buckets[0] + 1)]
         assert found == [TRACED_WINDOWS] * buckets[0] + [0]
+
+
+@pytest.mark.parametrize("run", [RUNS[0], pytest.param(RUNS[1], marks=pytest.mark.slow)], ids=" ".join)
+def test_a_run_that_traces_draws_gradient_norms_and_noise_scale(train: Train, run: tuple[str, ...]) -> None:
+    lines = train(*run)
+    for line, trace in zip(events(lines, "norms"), events(lines, "trace"), strict=True):
+        steps = [step for step in events(lines, "step") if step["model"] == line["model"]]
+        assert all(step["grad_norms"] for step in steps)
+        last = steps[-1]["noise_scale"]
+        assert (line["noise_scale"], line["spread"]) == (last["scale"], last["spread"])
+        assert len(line["problems"]) == (last["scale"] is None)
+        if find_spec("matplotlib") is not None:
+            assert line["plot"] == trace["path"].replace(".json", "-norms.png")
+            assert Path(line["plot"]).read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.slow
+def test_a_run_without_a_trace_measures_nothing(train: Train) -> None:
+    lines = train(*RUNS[2])
+    assert events(lines, "norms") == []
+    assert all(line["grad_norms"] is None for line in events(lines, "step"))
 
 
 def encoded() -> list[Row]:

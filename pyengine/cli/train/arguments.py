@@ -53,7 +53,7 @@ class Settings:
     Attributes:
         steps, micro_batch, lr: by model.
         clip: largest gradient norm; inf does not clip.
-        traces: absolute files of traces, by model; empty for none.
+        traces: absolute files of traces, by model, beside which norms are drawn; empty for none.
         checkpoints: absolute folders of checkpoints, by model; empty for none.
         checkpoint_every: steps between two checkpoints.
     """
@@ -131,7 +131,8 @@ def add_to(parser: argparse.ArgumentParser) -> None:
         "--trace",
         type=Path,
         metavar="FILE",
-        help="write a Chrome trace of rank 0 in a few more windows, a file for each model",
+        help="write a Chrome trace of rank 0 in a few more windows, and beside it a plot of the training's "
+        "gradient norms and noise scale, files for each model",
     )
     add(
         "--checkpoints",

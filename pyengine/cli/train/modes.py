@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LambdaLR
 
+from pyengine.cli.gradient_measures import measure_noise_scale
 from pyengine.cli.tasks.base import Batch, Task
 from pyengine.cli.train.arguments import Settings
 from pyengine.comm import TorchDist
@@ -21,6 +22,7 @@ from pyengine.engine.attach import attach
 from pyengine.engine.grad_sync import GradSync
 from pyengine.engine.sync import Sync
 from pyengine.step.step_record import StepRecord
+from pyengine.window.measure import GradNorms
 from pyengine.wire.named import WIRES
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -63,7 +65,8 @@ class Windowed:
     """
 
     def __init__(self, task: Task, model: nn.Module, settings: Settings, *, on_ddp: bool) -> None:
-        self.model, self._task, self._clip = model, task, settings.clip
+        self.model, self._task = model, task
+        self._clip, self._accumulate = settings.clip, settings.accumulate
         self._ddp = DistributedDataParallel(model) if on_ddp else None
         make: Callable[..., Sync] = GradSync if self._ddp is None else attach
         self._module = self._ddp or model
@@ -103,6 +106,11 @@ class Windowed:
             self._sync.clip_grad_norm_(self._clip)
             self._sync.step(self._optimizer, self._schedule)
             yield self._records.pop()
+
+    def measure(self) -> str:
+        """Measure norms and the noise scale in every window; return why not the latter, or ""."""
+        self._sync.measure(GradNorms())
+        return measure_noise_scale(self._sync, parts=dist.get_world_size() * self._accumulate)
 
     def gradient(self, batches: Sequence[Batch]) -> Tensor:
         """Return the flat gradient of one window, of any length, without a step."""
@@ -144,6 +152,10 @@ class PlainDDP:
     def parts(self) -> dict[str, Any]:
         """Return nothing: plain DDP saves no checkpoints."""
         return {}
+
+    def measure(self) -> str:
+        """Return why plain DDP measures nothing."""
+        return "--mode ddp has no engine that measures gradient norms by parameter and their noise scale"
 
     def steps(self, batches: Iterable[Batch]) -> Iterator[StepRecord]:
         source = iter(batches)

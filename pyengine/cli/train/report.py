@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemaini
 from rich.table import Table
 
 from pyengine.cli import report
+from pyengine.cli.gradient_measures import with_spread
 from pyengine.cli.noise import duration
 from pyengine.cli.report import add_numbers
 from pyengine.cli.train.compare import Row
@@ -72,6 +74,27 @@ class Report(report.Report):
             number = f"{100 * value:.1f} %" if name == "accuracy" else f"{value:.3f}"
             parts.append(f"{_QUALITY[name]} {number}")
         self._console.print("learnt: " + ", ".join(parts) + "\n", highlight=False)
+
+    def norms(self, plot: Path | None, last: StepRecord | None, problems: Sequence[str]) -> None:
+        """Gradient norms and the noise scale were drawn.
+
+        Args:
+            plot: its file; None if there is none.
+            last: the last step with an estimate of the noise scale.
+            problems: what is missing, and why.
+        """
+        found = last.noise_scale if last else None
+        scale, spread = (found.scale, found.spread) if found else (None, None)
+        values = {"plot": plot and str(plot), "noise_scale": scale, "spread": spread, "problems": problems}
+        if not self._emit("norms", model=self._model, **values):
+            return
+        lines = [*problems]
+        if last is not None and scale is not None:
+            batch = f"{last.count:,.0f} {self._unit}"
+            lines.append(f"noise scale: {with_spread(scale, spread)} {self._unit}, the batch is {batch}")
+        if plot is not None:
+            lines.append(f"gradient norms{'' if scale is None else ' and noise scale'}: {plot}")
+        self._say("\n".join(lines) + "\n")
 
     def compare(self, ours: Row, ddp: Row) -> None:
         """The mode was compared with plain DDP."""

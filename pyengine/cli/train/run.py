@@ -5,8 +5,9 @@ from __future__ import annotations
 import itertools
 import signal
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -16,6 +17,7 @@ import torch.distributed as dist
 
 from pyengine.checkpoint.checkpoints import Checkpoints
 from pyengine.cli import terminal
+from pyengine.cli.gradient_measures import draw, why_unknown
 from pyengine.cli.tasks.base import Batch, Task
 from pyengine.cli.tasks.cnn import DigitsTask
 from pyengine.cli.tasks.gpt import TextTask
@@ -25,6 +27,7 @@ from pyengine.cli.train.arguments import Settings
 from pyengine.cli.train.compare import compare
 from pyengine.cli.train.report import Report
 from pyengine.comm.launching import launch
+from pyengine.step.step_record import StepRecord
 from pyengine.telemetry import chrome_trace
 
 _TASKS: dict[str, Callable[[], Task]] = {"gpt": TextTask, "cnn": DigitsTask}
@@ -62,7 +65,9 @@ def work(settings: Settings) -> int:
 def train(task: Task, settings: Settings, report: Report) -> int:
     """Train one model in the chosen mode; return the signal that has ended it, or 0."""
     mode = train_modes.make(settings.mode, task, settings)
-    steps = settings.steps[task.name]
+    steps, trace = settings.steps[task.name], settings.traces.get(task.name)
+    refusal = mode.measure() if trace else ""  # before a checkpoint is loaded, which has their state
+    records: list[StepRecord] = []
     about = {
         "parameters": sum(param.numel() for param in mode.model.parameters()),
         "mode": settings.mode,
@@ -82,12 +87,44 @@ def train(task: Task, settings: Settings, report: Report) -> int:
         for done, record in enumerate(mode.steps(batches), saving.start + 1):
             report.step(record)
             tracked(record)
+            if trace:
+                records.append(record)
             if saving.must_stop(done):
                 return saving.stopped
         quality = task.quality(mode.model)
         tracked.log(quality, axis="pyengine/step", at=steps)
     report.finish(quality)
+    if trace:
+        plot(task, records, trace, refusal, report)
     return 0
+
+
+def plot(task: Task, records: Sequence[StepRecord], trace: Path, refusal: str, report: Report) -> None:
+    """Draw gradient norms and the noise scale beside a trace, on rank 0, and report what was left out.
+
+    Args:
+        records: of the training's steps.
+        refusal: why the noise scale is not measured; empty if it is.
+    """
+    if dist.get_rank() > 0:
+        return
+    measured = [record for record in records if record.grad_norms is not None]
+    if not measured:
+        report.norms(None, None, [f"no plot of gradient norms: {refusal or 'no step was left to train'}"])
+        return
+    last = next((record for record in reversed(measured) if record.noise_scale is not None), None)
+    unknown = why_unknown(last.noise_scale if last else None, refusal)
+    problems = [f"no noise scale: {unknown}"] if unknown else []
+    path = trace.with_name(f"{trace.name.partition('.')[0]}-norms.png")
+    if find_spec("matplotlib") is None:
+        problems.append(
+            "no plot of gradient norms: matplotlib is not installed: run pip install '.[study]' in a clone "
+            "of pyengine"
+        )
+        report.norms(None, last, problems)
+        return
+    draw(measured, path, unit=task.unit)
+    report.norms(path, last, problems)
 
 
 def write_trace(task: Task, settings: Settings, path: Path) -> None:

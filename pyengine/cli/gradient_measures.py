@@ -1,0 +1,158 @@
+"""Gradient norms and the noise scale in `train --trace` and `study`: measured where allowed, and drawn."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from pyengine.engine.sync import Sync
+from pyengine.step.step_record import StepRecord
+from pyengine.window.noise_scale import NoiseEstimate, NoiseScale
+
+INK = "#222222"
+STYLE: dict[Any, Any] = {  # the stubs of rc_context list every name
+    "font.size": 11,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.edgecolor": "#9a9a9a",
+    "axes.labelcolor": INK,
+    "axes.titlesize": 12,
+    "axes.titleweight": "bold",
+    "axes.titlelocation": "left",
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "grid.color": "#e4e4e4",
+    "legend.frameon": False,
+    "legend.fontsize": 9,
+    "legend.title_fontsize": 9,
+    "xtick.color": INK,
+    "ytick.color": INK,
+    "text.color": INK,
+    "svg.hashsalt": "pyengine",  # the same figures give the same file
+}
+_MOST_LINES = 12  # that can be distinguished in one panel
+_BARS = 25  # of spreads, about, over the steps of a run
+
+
+def measure_noise_scale(sync: Sync, *, parts: int) -> str:
+    """Measure the noise scale from the next window on; return why that is refused, or an empty string.
+
+    Every rank calls this at the same point.
+
+    Args:
+        parts: ranks or, with one rank, micro-batches of a window, whose gradients are compared.
+    """
+    if parts < 2:
+        return "NoiseScale compares gradients: need two workers, or two micro-batches a window"
+    try:
+        sync.measure(NoiseScale())
+    except ValueError as error:  # on every rank
+        return str(error)
+    return ""
+
+
+def why_unknown(estimate: NoiseEstimate | None, refusal: str) -> str:
+    """Return why a run has no noise scale at its end; empty if it has one.
+
+    Args:
+        estimate: the last one of the run.
+        refusal: the result of `measure_noise_scale`.
+    """
+    if estimate is None:
+        return refusal or "NoiseScale could measure none of the windows"
+    if estimate.scale is None:
+        return "the windows' mean gradient cannot be distinguished from 0"
+    return ""
+
+
+def with_spread(scale: float, spread: float | None) -> str:
+    """Return a noise scale as text."""
+    return _short(scale) if spread is None else f"{_short(scale)} ± {_short(spread)}"
+
+
+def _short(value: float) -> str:
+    if abs(value) >= 10_000:
+        return f"{value / 1000:,.0f}k"
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.2g}"
+
+
+def layer_norms(norms: Sequence[Mapping[str, float]]) -> dict[str, list[float]]:
+    """Return the norms of every step by parameter or, if there are more than 12, by layer.
+
+    A layer is all parameters whose names begin alike: in as many components as leave at most 12 layers, and
+    in one at least.
+    """
+    components = {name: name.split(".") for name in norms[0]}
+    depth = max(map(len, components.values()))
+    while depth > 1 and len({tuple(each[:depth]) for each in components.values()}) > _MOST_LINES:
+        depth -= 1
+    layers: dict[str, list[str]] = {}
+    for name, each in components.items():
+        layers.setdefault(".".join(each[:depth]), []).append(name)
+    return {
+        layer: [math.hypot(*(step[name] for name in names)) for step in norms]
+        for layer, names in layers.items()
+    }
+
+
+def draw(records: Sequence[StepRecord], path: Path, *, unit: str) -> None:
+    """Draw gradient norms over steps and, where it is known, the noise scale beside the batch.
+
+    Args:
+        records: of steps with `grad_norms`.
+        path: of the PNG file.
+        unit: of counts, for example "tokens".
+    """
+    import matplotlib  # optional: `train` runs without it
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
+
+    steps = [record.step for record in records]
+    lines = layer_norms([record.grad_norms for record in records if record.grad_norms is not None])
+    known = [record for record in records if record.noise_scale and record.noise_scale.scale is not None]
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(9, 7 if known else 4), dpi=130, layout="constrained")
+        norms, *others = figure.subplots(2 if known else 1, sharex=True, squeeze=False)[:, 0]
+        shades = matplotlib.colormaps["viridis"]
+        for number, (name, values) in enumerate(lines.items()):
+            norms.plot(steps, values, color=shades(number / len(lines)), linewidth=1.4, label=name)
+        norms.set(title="Gradient norm, before clipping", yscale="log")
+        norms.legend(loc="center left", bbox_to_anchor=(1, 0.5))
+        for axes in others:
+            draw_noise_scale(
+                axes,
+                [record.step for record in known],
+                [(each.scale, each.spread) for record in known if (each := record.noise_scale)],
+                color=INK,
+                errorevery=-(-len(known) // _BARS),
+                label="± spread",
+            )
+            axes.plot(steps, [record.count for record in records], linestyle="--", color=INK, label="batch")
+            axes.set_title(f"Noise scale ({unit})")
+            axes.legend(loc="center left", bbox_to_anchor=(1, 0.5))
+        figure.axes[-1].set_xlabel("optimizer step")
+        figure.axes[-1].xaxis.set_major_locator(MaxNLocator(integer=True))
+        figure.savefig(path)
+
+
+def draw_noise_scale(
+    axes: Any, xs: Sequence[float], estimates: Sequence[tuple[float | None, float | None]], **look: Any
+) -> None:
+    """Draw noise scales with bars of their spreads on a logarithmic axis.
+
+    Args:
+        axes: of matplotlib.
+        xs: of each estimate.
+        estimates: scale, and spread or None.
+        look: arguments of `Axes.errorbar`.
+    """
+    from matplotlib.ticker import LogFormatter
+
+    scales = [scale for scale, _ in estimates]
+    spreads = [spread or 0.0 for _, spread in estimates]
+    axes.errorbar(xs, scales, yerr=spreads, capsize=3, linewidth=1.4, elinewidth=1, **look)
+    axes.set_yscale("log")
+    axes.yaxis.set_major_formatter(LogFormatter())  # 20, not 2 × 10¹
+    axes.yaxis.set_minor_formatter(LogFormatter(minor_thresholds=(2, 0.4)))
