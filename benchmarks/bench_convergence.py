@@ -28,8 +28,8 @@ from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 
 import pyengine as pe
+from pyengine.cli.gradient_measures import INK, STYLE
 from pyengine.cli.machine import card
-from pyengine.cli.study.plots import INK, STYLE
 from pyengine.cli.tasks.cnn import DigitsTask
 from pyengine.cli.tasks.gpt import TextTask
 from pyengine.comm.launching import launch

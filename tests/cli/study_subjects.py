@@ -7,6 +7,7 @@ import signal
 import subprocess
 import time
 from contextlib import suppress
+from dataclasses import replace
 from types import SimpleNamespace
 from unittest import mock
 
@@ -86,6 +87,36 @@ def without_accuracy(study: Probe) -> None:
     study.watch(None)
     for step in range(study.steps):
         study.on_step(record(step))
+
+
+def noisy(study: Probe) -> None:
+    """Step with records of an engine whose counts are tokens, four a sample."""
+    study.watch(None)
+    for step in range(study.steps):
+        estimate = pe.NoiseEstimate(3.0, 1.0, 4.0 * step, 2.0, step)
+        tokens = 4.0 * study.global_batch + (-1) ** step  # in a window, on average four a sample
+        last = replace(record(step), count=tokens, noise_scale=estimate if step % 2 == 0 else None)
+        study.on_step(last)
+
+
+def exact(study: Probe) -> None:
+    """Step an engine that refuses the noise scale."""
+    model = nn.Linear(1, 1)
+    sync = pe.GradSync(model, accumulator="exact")
+    study.watch(sync)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    for _ in range(study.steps):
+        with sync.accumulate(last=True):
+            sync.backward(model(torch.ones(1, 1)).sum(), count=1)
+        sync.step(optimizer)
+
+
+def without_noise_scale(study: Probe) -> None:
+    model = nn.Linear(1, 1)
+    sync = pe.GradSync(model)
+    study.watch(sync, noise_scale=False)
+    sync.measure(pe.GradNorms(), pe.NoiseScale())  # is not refused as a second one
+    raise RuntimeError("measured by itself")
 
 
 def diverged(study: Probe) -> None:

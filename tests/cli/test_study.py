@@ -27,6 +27,7 @@ PICTURES = {
     "accuracy_over_time",
     "accuracy_over_steps",
     "heat_map",
+    "noise_scale",
     "resources",
 }
 _STEPS = WARM_UP_STEPS + STEPS
@@ -67,6 +68,9 @@ def _trace(run: Run) -> Trace:
         bytes_on_wire=64,
         cpu_s=step_s * _STEPS,
         peak_rss_bytes=2**28,
+        noise_scale=24.0 if run.workers > 1 else None,
+        noise_spread=4.0 if run.workers > 1 else None,
+        noise_problem="" if run.workers > 1 else "too few",
     )
 
 
@@ -238,7 +242,9 @@ def test_tables_name_runs_and_report(make: Study, capsys: pytest.CaptureFixture[
     assert f"report: {tmp_path / 'out' / 'report.html'}" in out
     (headings,) = [line for line in out.splitlines() if "speed-up" in line]
     assert len(headings) <= 80
-    assert " ".join(headings.split()) == "workers batch samples/s speed-up efficiency waits to goal best"
+    assert " ".join(headings.split()) == "workers batch samples/s speed-up waits to goal best noise scale"
+    assert [line.split()[-3:] for line in out.splitlines() if "±" in line] == [["24", "±", "4"]] * 2
+    assert "no noise scale of 1 worker × batch 8, 1 worker × batch 16: too few\n" in out
 
 
 def test_report_shows_text_as_it_is_and_runs_none_of_it(make: Study, tmp_path: Path) -> None:
@@ -255,6 +261,8 @@ def test_report_names_what_is_not_in_the_figures(make: Study, tmp_path: Path) ->
     assert "2 workers × batch 8, repeat 2" in page
     assert "logs/2-workers-batch-8-repeat-2.txt" in page
     assert "a global batch of 9 is not a multiple of 2 workers; nearest: 8 and 10" in page
+    assert "<td>24 ± 4</td>" in page
+    assert "no noise scale of 1 worker × batch 8, 1 worker × batch 9: too few" in page
 
 
 def test_report_counts_runs_of_a_busy_machine(make: Study, tmp_path: Path) -> None:
@@ -275,8 +283,9 @@ def test_the_page_has_every_picture_and_needs_no_other_file(make: Study, tmp_pat
     assert re.findall(r'src="(?!data:image/png;base64,)', page) == []
     assert page.count('src="data:image/png;base64,') == len(PICTURES)
     assert "Nothing was measured" not in page
-    study_plots.draw(analysed([made(2, 64)]), plots)  # without one worker: the old picture goes
-    assert {path.stem for path in plots.glob("*.png")} == PICTURES - {"speed_up"}
+    # Without one worker, and a noise scale, the old pictures go.
+    study_plots.draw(analysed([made(2, 64)]), plots)
+    assert {path.stem for path in plots.glob("*.png")} == PICTURES - {"speed_up", "noise_scale"}
 
 
 @pytest.mark.parametrize(

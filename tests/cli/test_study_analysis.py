@@ -131,6 +131,23 @@ def test_without_accuracies_there_is_throughput_alone() -> None:
     assert (analysis.goal, analysis.curves, figures.accuracy, figures.goal_s) == (None, {}, None, None)
 
 
+def test_noise_scale_is_the_median_of_the_repeats_in_samples() -> None:
+    runs = [
+        made(2, 64, repeat=repeat, micro_batch=16, accumulate=2, noise_scale=scale, noise_spread=spread)
+        for repeat, (scale, spread) in enumerate([(30.0, 4.0), (10.0, None), (20.0, 8.0)])
+    ]
+    figures = analysed(runs).cells[Cell(2, 64)]
+    assert (figures.noise_scale, figures.noise_spread) == (Range(20, 10, 30), 6.0)
+    assert (figures.global_batch, row(figures)[7]) == (64, "20 ± 6")
+
+
+def test_a_repeat_without_a_noise_scale_leaves_the_cell_without_and_has_a_reason() -> None:
+    runs = [made(2, 64, noise_scale=30.0, noise_spread=4.0), made(2, 64, repeat=1, noise_problem="too few")]
+    figures = analysed(runs).cells[Cell(2, 64)]
+    assert (figures.noise_scale, figures.noise_spread) == (None, None)
+    assert (figures.noise_problem, row(figures)[7]) == ("too few", "–")
+
+
 def test_accuracy_that_was_no_number_is_passed_over() -> None:
     record = made(1, 64, accuracy=[(0, 0.125), (8, None), (19, 0.5)])
     assert curve(record).accuracy == [0.125, 0.5]

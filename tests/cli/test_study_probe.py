@@ -40,6 +40,36 @@ def test_every_rank_times_every_step_and_rank_0_takes_the_accuracy(measure: Meas
     assert traces[0].accuracy[-1][1] > traces[0].accuracy[0][1]
 
 
+@pytest.mark.parametrize(("workers", "accumulate"), [(1, 2), (2, 1), (3, 2)])
+def test_noise_scale_is_measured_on_every_rank(measure: Measure, workers: int, accumulate: int) -> None:
+    traces = measure("study_subjects:right", workers=workers, accumulate=accumulate)
+    found = {(trace.noise_scale, trace.noise_spread, trace.noise_problem) for trace in traces}
+    ((scale, spread, problem),) = found
+    # The samples of a batch are independent, and their gradients differ.
+    assert 0 < scale < 1000 and spread > 0 and problem == ""
+
+
+def test_noise_scale_is_in_samples_and_the_last_one(measure: Measure) -> None:
+    (trace,) = measure("study_subjects:noisy", workers=1)
+    assert (trace.noise_scale, trace.noise_spread, trace.noise_problem) == (10.0, 0.5, "")  # of step 10
+
+
+@pytest.mark.parametrize(
+    ("function", "workers", "problem"),
+    [
+        ("exact", 2, "NoiseScale: BucketReducer has no float sums of this rank alone"),
+        ("right", 1, "NoiseScale compares gradients: need two workers, or two micro-batches a window"),
+        ("without_accuracy", 1, "study.watch got no engine of pyengine"),
+    ],
+)
+def test_a_noise_scale_that_is_left_out_has_a_reason(
+    measure: Measure, function: str, workers: int, problem: str
+) -> None:
+    for trace in measure(f"study_subjects:{function}", workers=workers, accumulate=1):
+        assert (trace.noise_scale, trace.noise_spread) == (None, None)
+        assert problem in trace.noise_problem
+
+
 def test_evaluations_are_no_part_of_any_step_on_any_rank(measure: Measure) -> None:
     traces = measure("study_subjects:slow_evaluation")
     assert all(ticks < EVALUATION_TICKS for trace in traces for ticks in trace.seconds)
@@ -65,6 +95,7 @@ WRONG = [
     ("ends_early", "returned after 1 of 12 steps"),
     ("watches_twice", "study.watch was called twice"),
     ("never_starts_the_clock", "study.on_step was called before study.watch"),
+    ("without_noise_scale", "measured by itself"),
     ("says_nothing_on_rank_0", "quality returned None on rank 0"),
 ]
 

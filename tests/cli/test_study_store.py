@@ -36,6 +36,14 @@ def test_runs_come_back_as_they_were(folder: Path) -> None:
     assert kept(folder) == {(1, 64, 0): made(1, 64), (2, 64, 0): ended(2, 64)}
 
 
+def test_a_noise_scale_comes_back(folder: Path) -> None:
+    store = Store(folder, SHARED)
+    record = made(8, 64, noise_scale=24.5, noise_spread=4.0, noise_problem="too few")
+    store.add(record)
+    store.close()
+    assert kept(folder)[8, 64, 0] == record
+
+
 def test_every_line_is_an_object(folder: Path) -> None:
     lines = [json.loads(line) for line in (folder / "runs.jsonl").read_text().splitlines()]
     assert [line["event"] for line in lines] == ["study", "run", "run"]
@@ -132,6 +140,8 @@ def odd(**changes: object) -> str:
         (odd(seconds=[]), "'seconds' has 0 entries"),
         (odd(accuracy=[1, 2]), r"'accuracy' is \[1, 2\]"),
         (odd(accuracy=[[1, "much"]]), "'accuracy' is "),
+        (odd(noise_scale="much"), "'noise_scale' is much"),
+        (odd(noise_problem=None), "'noise_problem' is None"),
         (odd(workers="two"), "'workers' is two"),
         (odd(workers=0), "'workers' is 0"),
         (odd(status="fine"), "'status' is fine"),

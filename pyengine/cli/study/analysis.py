@@ -59,6 +59,9 @@ class Figures:
         accuracy: best of a run; None without evaluations.
         accuracy_s: seconds of training until then.
         goal_s: seconds of training until the goal; None without a goal, or if a run did not reach it.
+        noise_scale: in samples, at the end of a run; None if a run does not know it.
+        noise_spread: median of the runs' standard errors of it.
+        noise_problem: why a run does not know it.
         is_oversubscribed: whether the workers have more threads than the machine has cores.
         runs: number of runs.
     """
@@ -77,9 +80,16 @@ class Figures:
     accuracy: Range | None
     accuracy_s: Range | None
     goal_s: Range | None
+    noise_scale: Range | None
+    noise_spread: float | None
+    noise_problem: str
     worker_batch: int
     is_oversubscribed: bool
     runs: int
+
+    @property
+    def global_batch(self) -> int:
+        return self.worker_batch * self.cell.workers
 
 
 @dataclass(frozen=True)
@@ -255,6 +265,9 @@ def _figures(
     best = [max(zip(one.accuracy, [-at for at in one.seconds], strict=True)) for one in curves]
     times = [time_to(one, goal) for one in curves] if goal is not None else []
     reached = [at for at in times if at is not None]
+    scales = [record.noise_scale for record in runs if record.noise_scale is not None]
+    spreads = [record.noise_spread for record in runs if record.noise_spread is not None]
+    has_scale = len(scales) == len(runs)
     return Figures(
         cell=cell,
         samples_s=samples_s,
@@ -270,6 +283,9 @@ def _figures(
         accuracy=Range.of(accuracy for accuracy, _ in best) if best else None,
         accuracy_s=Range.of(-at for _, at in best) if best else None,
         goal_s=Range.of(reached) if len(reached) == len(runs) else None,
+        noise_scale=Range.of(scales) if has_scale else None,
+        noise_spread=statistics.median(spreads) if has_scale and spreads else None,
+        noise_problem=next((record.noise_problem for record in runs if record.noise_problem), ""),
         worker_batch=runs[0].micro_batch * runs[0].accumulate,
         is_oversubscribed=is_oversubscribed,
         runs=len(runs),

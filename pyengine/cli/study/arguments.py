@@ -23,7 +23,7 @@ from pyengine.cli.trackers import Trackers
 
 DESCRIPTION = """\
 Train with several numbers of workers and batch sizes on this machine, and report throughput, speed-up and
-efficiency over one worker, time to an accuracy, the share of a step that waits for gradients, and memory.
+efficiency over one worker, time to an accuracy, waiting for gradients, memory, and the gradient noise scale.
 Every run has its own processes: a run that fails, hangs or is killed is reported, and the study continues.
 The same command resumes a study that was stopped. Results: runs.jsonl, report.html, plots/*.png in --out."""
 
@@ -66,8 +66,9 @@ For example mine.py:
               sync.step(optimizer)
 
 `quality` may be left out. It is called on every rank under no_grad, between the timed steps; the value of
-rank 0 counts (larger is better), and other ranks may return None. A loop without pyengine passes None to
-study.watch and calls study.on_step(record) with its own pyengine.StepRecord after every optimizer step.
+rank 0 counts (larger is better), and other ranks may return None. study.watch(..., noise_scale=False) leaves
+out the gradient noise scale, and what it costs a step. A loop without pyengine passes None to study.watch
+and calls study.on_step(record) with its own pyengine.StepRecord after every optimizer step.
 """
 
 BUILT_IN = "pyengine.cli.study.subjects:{}"

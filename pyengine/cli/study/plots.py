@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import matplotlib
 from matplotlib.axes import Axes
@@ -15,31 +14,11 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from matplotlib.ticker import FixedFormatter, FixedLocator, MaxNLocator, NullLocator, PercentFormatter
 
+from pyengine.cli.gradient_measures import INK, STYLE, draw_noise_scale
 from pyengine.cli.noise import Range
 from pyengine.cli.study.analysis import Analysis, Curve, Figures
 from pyengine.cli.study.grid import Cell
 
-INK = "#222222"
-STYLE: dict[Any, Any] = {  # the stubs of rc_context list every name
-    "font.size": 11,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.edgecolor": "#9a9a9a",
-    "axes.labelcolor": INK,
-    "axes.titlesize": 12,
-    "axes.titleweight": "bold",
-    "axes.titlelocation": "left",
-    "axes.grid": True,
-    "axes.axisbelow": True,
-    "grid.color": "#e4e4e4",
-    "legend.frameon": False,
-    "legend.fontsize": 9,
-    "legend.title_fontsize": 9,
-    "xtick.color": INK,
-    "ytick.color": INK,
-    "text.color": INK,
-    "svg.hashsalt": "pyengine",  # the same figures give the same file
-}
 _SHADE = "#efece4"
 _MARKERS = "osD^vPX*"
 _DPI = 130
@@ -183,6 +162,32 @@ def _why_absent(analysis: Analysis, cell: Cell) -> str:
     return ended[-1] if ended else "not run"
 
 
+def _noise_scale(analysis: Analysis) -> Figure | None:
+    """Draw the noise scale over the global batch, with a point for each cell, colored by its workers."""
+    known = [figures for figures in analysis.cells.values() if figures.noise_scale]
+    if not known:
+        return None
+    figure, (axes,) = _panels(1, 1, width=7.6, height=4.8)
+    for workers, (colour, marker) in _looks(analysis.workers).items():
+        row = [figures for figures in known if figures.cell.workers == workers]
+        draw_noise_scale(
+            axes,
+            [figures.global_batch for figures in row],
+            [(figures.noise_scale.mid, figures.noise_spread) for figures in row if figures.noise_scale],
+            color=colour,
+            marker=marker,
+            markersize=7,
+            label=str(workers),
+        )
+    batches = sorted({figures.global_batch for figures in analysis.cells.values()})
+    axes.plot(batches, batches, color=INK, linestyle=_DASHED, linewidth=1.2, label="the batch", zorder=1)
+    axes.set_xscale("log", base=2)
+    _ticks(axes.xaxis, batches)
+    axes.set(xlabel="global batch", ylabel="noise scale (samples)")
+    axes.legend(title="workers", loc="best", alignment="left")
+    return figure
+
+
 def _resources(analysis: Analysis) -> Figure:
     """Draw the waiting share, stalls, memory and cores."""
     figure, (share, stalls, memory, cpu) = _panels(4, 2)
@@ -305,5 +310,13 @@ _PICTURES: list[tuple[Callable[[Analysis], Figure | None], str, str]] = [
     ),
     (_accuracy_over_steps, "Accuracy over steps", "The same over optimizer steps."),
     (_heat_map, "Batch × workers", "Light is good; gray cells have no figure."),
+    (
+        _noise_scale,
+        "Noise scale",
+        (
+            "Median of the repeats; bars: standard error of a run. Above the dashed line a larger batch "
+            "pays, below it a smaller one."
+        ),
+    ),
     (_resources, "Waiting, stalls, memory and cores", _RANGE),
 ]

@@ -15,9 +15,11 @@ import torch
 import torch.distributed as dist
 
 from pyengine.cli import terminal
+from pyengine.cli.gradient_measures import measure_noise_scale, why_unknown
 from pyengine.cli.target import Enough, load
 from pyengine.engine.sync import Sync
 from pyengine.step.step_record import StepRecord
+from pyengine.window.noise_scale import NoiseEstimate
 
 Quality = Callable[[], float | torch.Tensor | None]
 
@@ -58,6 +60,8 @@ class Trace:
         bytes_on_wire: bytes sent in the last step.
         cpu_s: CPU seconds of all threads during the steps.
         peak_rss_bytes: largest memory of the process.
+        noise_scale, noise_spread: the last estimate, in samples as `Run.global_batch` counts them; or None.
+        noise_problem: why there is none; empty if there is.
     """
 
     seconds: list[float] = field(default_factory=list)
@@ -67,6 +71,9 @@ class Trace:
     bytes_on_wire: int = 0
     cpu_s: float = 0.0
     peak_rss_bytes: int = 0
+    noise_scale: float | None = None
+    noise_spread: float | None = None
+    noise_problem: str = ""
 
 
 class Probe:
@@ -93,15 +100,20 @@ class Probe:
         self._every, self._beats = run.evaluate_every, Path(run.beats)
         self._quality: Quality | None = None
         self._is_watching = False
+        self._estimate: NoiseEstimate | None = None
+        self._count = 0.0
+        self._refusal = "study.watch got no engine of pyengine"
         self._beat(done=0)
 
-    def watch(self, sync: Sync | None, *, quality: Quality | None = None) -> None:
+    def watch(self, sync: Sync | None, *, quality: Quality | None = None, noise_scale: bool = True) -> None:
         """Time every step from now on, and end the function after the last one; call it once.
 
         Args:
             sync: the engine; None if the loop calls `on_step` itself.
             quality: returns the accuracy on test data; larger is better. Called on every rank under no_grad,
                 between the timed steps; the value of rank 0 counts, other ranks may return None.
+            noise_scale: whether to measure `pe.NoiseScale` where the engine allows it. Its cost is part of
+                the timed steps, and windows of `sync.capture` then run without a graph.
 
         Raises:
             RuntimeError: at a second call.
@@ -114,6 +126,10 @@ class Probe:
                 "study.watch was called twice, and it times one engine: watch the one to be timed"
             )
         self._is_watching, self._quality = True, quality
+        if sync is not None and not noise_scale:
+            self._refusal = "study.watch got noise_scale=False"
+        elif sync is not None:
+            self._refusal = measure_noise_scale(sync, parts=self.workers * self.accumulate)
         self._evaluate()
         self._start_clock()
         if sync is not None:
@@ -129,12 +145,15 @@ class Probe:
         trace.sync_s.append(record.exposed_sync_s)
         trace.losses.append(record.loss)
         trace.bytes_on_wire = record.bytes_on_wire
+        self._estimate = record.noise_scale or self._estimate
+        self._count += record.count
         done = len(trace.seconds)
         self._beat(done=done)
         if done % self._every == 0 or done == self.steps:
             self._evaluate()
         if done == self.steps:
             trace.peak_rss_bytes = _peak_rss_bytes()
+            self._conclude_noise_scale()
             raise Enough
         self._start_clock()
 
@@ -149,6 +168,15 @@ class Probe:
             self.trace.accuracy.append((len(self.trace.seconds), float(accuracy)))
             self._beat(done=len(self.trace.seconds), accuracy=float(accuracy))
         dist.barrier()  # a slow evaluation on one rank must not count as the next step
+
+    def _conclude_noise_scale(self) -> None:
+        """Record the last estimate, in samples: `count` may count something else, for example tokens."""
+        found, trace = self._estimate, self.trace
+        trace.noise_problem = why_unknown(found, self._refusal)
+        if found is not None and found.scale is not None:
+            samples = self.global_batch * self.steps / self._count
+            trace.noise_scale = found.scale * samples
+            trace.noise_spread = None if found.spread is None else found.spread * samples
 
     def _start_clock(self) -> None:
         self._start, self._cpu_start = time.perf_counter(), time.process_time()

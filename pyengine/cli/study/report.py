@@ -21,6 +21,7 @@ from rich.progress import (
 from rich.table import Table
 
 from pyengine.cli import report
+from pyengine.cli.gradient_measures import with_spread
 from pyengine.cli.noise import Range, duration, percent
 from pyengine.cli.report import add_numbers
 from pyengine.cli.study.analysis import (
@@ -107,6 +108,8 @@ class Report(report.Report):
         self._emit("report", goal=analysis.goal, stalls=len(analysis.stalls), page=str(page))
         if analysis.cells:
             self._console.print(_table(analysis))
+            for text in without_noise_scale(analysis):
+                self._say(text)
         self._say(f"{found.text}\n\nreport: {page}")
 
 
@@ -115,8 +118,8 @@ def _left(seconds: float | None) -> str:
 
 
 # HEADINGS fit into 80 columns; the page has all.
-HEADINGS = ("workers", "batch", "samples/s", "speed-up", "efficiency", "waits", "to goal", "best")
-MORE_HEADINGS = ("batches/s", "memory", "cores")
+HEADINGS = ("workers", "batch", "samples/s", "speed-up", "waits", "to goal", "best", "noise scale")
+MORE_HEADINGS = ("efficiency", "batches/s", "memory", "cores")
 
 
 def row(figures: Figures) -> tuple[str, ...]:
@@ -126,10 +129,11 @@ def row(figures: Figures) -> tuple[str, ...]:
         str(figures.cell.batch),
         f"{figures.samples_s.mid:,.0f}",
         ("~" if figures.is_within_noise else "") + _text(figures.speed_up, lambda value: f"{value:.2f}x"),
-        _text(figures.efficiency, percent),
         percent(figures.sync_share.mid),
         _text(figures.goal_s, duration),
         _text(figures.accuracy, percent),
+        _text(figures.noise_scale, lambda scale: with_spread(scale, figures.noise_spread)),
+        _text(figures.efficiency, percent),
         f"{figures.batches_s.mid:,.1f}",
         f"{figures.memory_bytes.mid / 2**20:,.0f} MiB",
         f"{figures.cpu_share.mid:.2f}",
@@ -138,6 +142,15 @@ def row(figures: Figures) -> tuple[str, ...]:
 
 def _text(figure: Range | None, form: Callable[[float], str]) -> str:
     return "–" if figure is None else form(figure.mid)
+
+
+def without_noise_scale(analysis: Analysis) -> list[str]:
+    """Return which cells have no noise scale, a sentence for each reason."""
+    cells: dict[str, list[str]] = {}
+    for cell, figures in analysis.cells.items():
+        if figures.noise_problem:
+            cells.setdefault(figures.noise_problem, []).append(str(cell))
+    return [f"no noise scale of {', '.join(names)}: {problem}" for problem, names in cells.items()]
 
 
 def _table(analysis: Analysis) -> Table:
@@ -189,6 +202,7 @@ def _values(content: Content) -> dict[str, Any]:
         "pictures": [(plot, base64.b64encode(plot.path.read_bytes()).decode()) for plot in content.plots],
         "headings": HEADINGS + MORE_HEADINGS,
         "rows": [(row(figures), figures.is_oversubscribed) for figures in analysis.cells.values()],
+        "without_noise_scale": without_noise_scale(analysis),
         "goal": None if analysis.goal is None else percent(analysis.goal),
         "goal_from": analysis.goal_from,
         "cores": analysis.cores,

@@ -137,6 +137,7 @@ _TRACKED = (
     "cpu_share",
     "accuracy",
     "goal_s",
+    "noise_scale",
 )
 
 
@@ -292,6 +293,9 @@ def _record(cell: Cell, repeat: int, plan: Plan, outcome: Outcome) -> Record:
         cpu_share=_rounded([trace.cpu_s / sum(trace.seconds) for trace in traces]),
         peak_rss_bytes=[trace.peak_rss_bytes for trace in traces],
         bytes_on_wire=first.bytes_on_wire if first else 0,
+        noise_scale=_finite(first.noise_scale if first else None),
+        noise_spread=_finite(first.noise_spread if first else None),
+        noise_problem=first.noise_problem if first else "",
     )
 
 

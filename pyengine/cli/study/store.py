@@ -29,6 +29,7 @@ class Record:
         sync_s: of each step, mean over workers.
         cpu_share: busy cores, by worker.
         peak_rss_bytes: by worker.
+        noise_scale, noise_spread, noise_problem: of rank 0; absent in files of earlier versions.
     """
 
     workers: int
@@ -49,6 +50,9 @@ class Record:
     cpu_share: list[float]
     peak_rss_bytes: list[int]
     bytes_on_wire: int
+    noise_scale: float | None = None
+    noise_spread: float | None = None
+    noise_problem: str = ""
 
     @property
     def key(self) -> Key:
@@ -214,6 +218,10 @@ def _is_pair(value: Any) -> bool:
     return isinstance(value, list) and len(value) == 2 and _is_whole(value[0]) and _is_optional(value[1])
 
 
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
 def _list_of(is_right: _Test) -> _Test:
     return lambda value: isinstance(value, list) and all(map(is_right, value))
 
@@ -225,7 +233,7 @@ _FIELDS: dict[str, _Test] = {
     "batch": _is_count,
     "repeat": _is_whole,
     "status": lambda value: value in ("done", "failed", "stalled", "timed out"),
-    "reason": lambda value: isinstance(value, str),
+    "reason": _is_text,
     "steps": _is_whole,
     "global_batch": _is_count,
     "micro_batch": _is_count,
@@ -239,4 +247,7 @@ _FIELDS: dict[str, _Test] = {
     "cpu_share": _list_of(_is_number),
     "peak_rss_bytes": _list_of(_is_whole),
     "bytes_on_wire": _is_whole,
+    "noise_scale": _is_optional,
+    "noise_spread": _is_optional,
+    "noise_problem": _is_text,
 }
