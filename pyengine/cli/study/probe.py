@@ -112,8 +112,9 @@ class Probe:
             sync: the engine; None if the loop calls `on_step` itself.
             quality: returns the accuracy on test data; larger is better. Called on every rank under no_grad,
                 between the timed steps; the value of rank 0 counts, other ranks may return None.
-            noise_scale: whether to measure `pe.NoiseScale` where the engine allows it. Its cost is part of
-                the timed steps, and windows of `sync.capture` then run without a graph.
+            noise_scale: whether to measure `pe.NoiseScale` where the engine allows it, with two workers and
+                more. Its cost is part of the timed steps, and windows of `sync.capture` then run without a
+                graph. One worker would need a hook for each parameter.
 
         Raises:
             RuntimeError: at a second call.
@@ -128,8 +129,10 @@ class Probe:
         self._is_watching, self._quality = True, quality
         if sync is not None and not noise_scale:
             self._refusal = "study.watch got noise_scale=False"
+        elif sync is not None and self.workers == 1:
+            self._refusal = "one worker's steps, the base of speed-ups, are timed without a hook a parameter"
         elif sync is not None:
-            self._refusal = measure_noise_scale(sync, parts=self.workers * self.accumulate)
+            self._refusal = measure_noise_scale(sync, parts=self.workers)
         self._evaluate()
         self._start_clock()
         if sync is not None:
