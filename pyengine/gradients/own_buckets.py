@@ -183,12 +183,16 @@ class FlatBucket(OwnBucket):
             self._sum.flat.zero_()  # a layer that adds to main_grad reads the sum
 
     def collect(self) -> None:
-        self._find_fused()
+        self._find_fused(range(len(self.params)))
         super().collect()
+
+    def _accumulate(self, group: SlotGroup) -> None:
+        self._find_fused(range(group.start, group.stop))
+        super()._accumulate(group)
 
     def send(self, inv_count: Tensor | None, comm: Comm, *, poison: bool) -> Work:
         self._unseal()
-        self._find_fused()
+        self._find_fused(range(len(self.params)))
         grads, flags = self._all_slots.pop(self.used), self._start_row()
         self._first_row_of_sum = len(self.flagged) - 1
         self._sum.deposit_into_wire_(self._wire, grads, inv_count, first=self.is_empty, nonfinite=flags)
@@ -200,11 +204,15 @@ class FlatBucket(OwnBucket):
         self._start_row()
         return [*super().sent_tensors(), self._sum.flat]
 
-    def _find_fused(self) -> None:
-        """Record which layers have added to the sum through `main_grad`."""
-        for index in pop_written(self.params):
-            self._has_fused = self.used[index] = True
-            self.params[index].grad = None
+    def _find_fused(self, slots: range) -> None:
+        """Record which layers have added to the sum through `main_grad`; drop the gradients that they have
+        returned as well: Megatron's and TransformerEngine's return memory that nobody has written to, so that
+        autograd's hooks run.
+        """
+        for index in pop_written(self.params[slots.start : slots.stop]):
+            slot = slots.start + index
+            self._has_fused = self.used[slot] = True
+            self.params[slot].grad = None
             self._set_first(False)  # the sum was zero and now holds the layer's gradient
 
 
@@ -367,9 +375,7 @@ class InPlaceBucket(OwnBucket):
 
     def _store(self) -> None:
         """Store every gradient in the sum; `.grad` views the sum."""
-        for index in pop_written(self.params):
-            self._has_fused = self.used[index] = True
-            self.params[index].grad = self._grads[index]  # in the sum already: stored onto itself
+        self._find_fused(range(len(self.params)))
         if self._is_first:
             for group in self._groups:
                 if group.is_first:
@@ -380,10 +386,26 @@ class InPlaceBucket(OwnBucket):
 
     def _accumulate(self, group: SlotGroup) -> None:
         """Overwrite the old sum with a group's first gradients."""
+        self._find_fused(range(group.start, group.stop))
         group.total.deposit_(group.pop(self.used), first=True, nonfinite=self.one)
         for param, view in zip(group.params, self._grads[group.start : group.stop], strict=True):
             param.grad = view
         group.is_first = False
+
+    def _find_fused(self, slots: range) -> None:
+        """Record which layers have added to the sum through `main_grad`."""
+        for index in pop_written(self.params[slots.start : slots.stop]):
+            slot = slots.start + index
+            grad, view = self.params[slot].grad, self._grads[slot]
+            if grad is not None and grad is not view:
+                raise RuntimeError(
+                    f"the layer of {self.spec.slots[slot].name!r} has added to main_grad and returned a "
+                    "gradient as well, which autograd adds to the same sum from the second micro-batch on: "
+                    "let it return None, or give the engine bfloat16 parameters with accumulator='fp32', "
+                    "where the returned one is dropped"
+                )
+            self._has_fused = self.used[slot] = True
+            self.params[slot].grad = view  # in the sum already: stored onto itself
 
     def _store_replaced(self) -> None:
         """Store gradients whose `.grad` was replaced by another tensor."""

@@ -100,6 +100,15 @@ class Fused(torch.autograd.Function):
         return None, None
 
 
+class FusedWithDummy(Fused):
+    """The same, which also returns a gradient that nobody has written to, as Megatron's layers do."""
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
+        Fused.backward(ctx, grad)
+        return torch.full_like(ctx.weight, 100.0), None
+
+
 class Breaks(torch.autograd.Function):
     """Identity whose backward runs out of memory when told to."""
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from cases import Fused, assert_alike, me, records_of
+from cases import Fused, FusedWithDummy, assert_alike, me, records_of
 from ranks import on_ranks
 from sharded_cases import sharded
 from torch import Tensor, nn
@@ -172,19 +172,10 @@ def test_windows_that_cannot_be_measured_have_no_estimate():
     assert records[-1].noise_scale.windows == 2
 
 
-class FusedWithDummy(Fused):
-    """The same, which also returns a gradient of zeros, as Megatron's layers do."""
-
-    @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
-        Fused.backward(ctx, grad)
-        return torch.zeros_like(ctx.weight), None
-
-
-@pytest.mark.parametrize("layer", [Fused, FusedWithDummy])
+@pytest.mark.parametrize(("layer", "dtype"), [(Fused, torch.float32), (FusedWithDummy, torch.bfloat16)])
 @on_ranks(1)
-def test_on_one_rank_what_a_layer_adds_to_main_grad_leaves_its_window_unmeasured(layer):
-    weight = nn.Parameter(torch.ones(2))
+def test_on_one_rank_what_a_layer_adds_to_main_grad_leaves_its_window_unmeasured(layer, dtype):
+    weight = nn.Parameter(torch.ones(2, dtype=dtype))
     sync = pe.GradSync([("weight", weight)], accumulate=2)
     sync.measure(pe.NoiseScale())
     records, optimizer = records_of(sync), torch.optim.SGD([weight], lr=0.0)

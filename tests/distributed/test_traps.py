@@ -8,7 +8,7 @@ import itertools
 import pytest
 import torch
 import torch.distributed as dist
-from cases import Fused, Integers, assert_same, engine, grads, integers, me, mean_of_integers
+from cases import Fused, FusedWithDummy, Integers, assert_same, engine, grads, integers, me, mean_of_integers
 from ranks import on_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -149,9 +149,12 @@ def test_gradients_with_other_layouts_than_their_parameters_are_summed(dtype, od
     assert torch.equal(linear.weight.grad, torch.ones(2, 2, dtype=dtype))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("layer", "dtype"),
+    [(Fused, torch.float32), (Fused, torch.bfloat16), (FusedWithDummy, torch.bfloat16)],
+)
 @on_ranks(2)
-def test_layers_that_write_main_grad_themselves_are_reduced(dtype):
+def test_layers_that_write_main_grad_themselves_are_reduced(layer, dtype):
     weight = nn.Parameter(torch.ones(3, dtype=dtype))
     plain = nn.Parameter(torch.ones(2, dtype=dtype))
     sync = pe.GradSync([weight, plain], accumulate=2)
@@ -159,11 +162,21 @@ def test_layers_that_write_main_grad_themselves_are_reduced(dtype):
     rank, world = me()
     for window in sync.windows([float(rank + 1)] * 6):
         for value in window:
-            sync.backward(Fused.apply(weight, value).float() + plain.sum().float())
+            sync.backward(layer.apply(weight, value).float() + plain.sum().float())
         sync.unscale_()
         assert torch.equal(weight.grad.float(), torch.full((3,), (world + 1) / 2))
         assert torch.equal(plain.grad.float(), torch.ones(2))
         sync.step(optimizer)
+
+
+@on_ranks(2)
+def test_a_gradient_returned_beside_main_grad_is_refused_where_autograd_adds_to_the_sum():
+    weight = nn.Parameter(torch.ones(3))
+    sync = pe.GradSync([("weight", weight)], accumulate=2)
+    with pytest.raises(RuntimeError, match="'weight' has added to main_grad and returned a gradient as well"):
+        for window in sync.windows([1.0] * 4):
+            for value in window:
+                sync.backward(FusedWithDummy.apply(weight, value))
 
 
 @on_ranks(1)
