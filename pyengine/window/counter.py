@@ -209,4 +209,7 @@ def check_accumulate(accumulate: object) -> list[str]:
         return []
     kind = "" if type(accumulate) is int else f", and not a {type(accumulate).__name__}"
     need = f"accumulate={accumulate!r}: need a whole number of micro-batches a window, an int from 1 to 2**20"
+    if isinstance(accumulate, str) and accumulate == "auto":
+        how = "give each rank its share of the batch at once: accumulate=1, and sync.retry_smaller(share, fn)"
+        return [f"{need}. To find the micro-batch that fits into memory, {how}"]
     return [f"{need}{kind}; 1 synchronises after every backward"]

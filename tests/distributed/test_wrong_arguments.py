@@ -47,6 +47,7 @@ SETTINGS = {
     "accumulate float": ({"accumulate": 2.0}, "an int from 1 to 2**20, and not a float"),
     "accumulate bool": ({"accumulate": True}, "accumulate=True: need a whole number"),
     "accumulate zero": ({"accumulate": 0}, "accumulate=0: need a whole number"),
+    "accumulate auto": ({"accumulate": "auto"}, "accumulate=1, and sync.retry_smaller(share, fn)"),
     "accumulate huge": ({"accumulate": 10**12}, "accumulate=1000000000000: need a whole number"),
     "process_group": (
         {"process_group": "dp"},
