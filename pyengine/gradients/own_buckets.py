@@ -52,6 +52,9 @@ class OwnBucket(Bucket):
         self._slots = self._wire_slots if is_one else self.plan.pointers(slots_of(result, self.plan))
         self._descriptions = _descriptions(self.params)
         self._has_fused = False  # whether a layer adds to `main_grad` itself
+        self._is_stale = (
+            False  # whether the memory of the sum holds an earlier window's until it is stored to
+        )
         self.bind()
 
     def bind(self) -> None:
@@ -85,6 +88,17 @@ class OwnBucket(Bucket):
     def clear_main_grad_flags(self) -> None:
         """Clear the layers' `main_grad` flags, but remember that layers write `main_grad`."""
         self._has_fused = bool(pop_written(self.params)) or self._has_fused
+
+    def _check_fresh(self, slot: int) -> None:
+        """Raise if a layer is the first to add to a sum, and nothing of this window has overwritten it."""
+        if self._has_fused or not self._is_stale:
+            return
+        if any(group.is_first for group in self._groups if group.start <= slot < group.stop):
+            self._has_fused = True  # from the next window on the sum is zero at the start
+            raise RuntimeError(
+                f"the layer of {self.spec.slots[slot].name!r} has added to main_grad for the first time in "
+                "this window, whose sum held the last one's: call sync.abandon(), and run the window again"
+            )
 
     def seal(self) -> None:
         """Record the gradients; the last backward, which may still run, has accumulated all of them."""
@@ -181,6 +195,7 @@ class FlatBucket(OwnBucket):
         if self._has_fused:
             self._set_first(False)
             self._sum.flat.zero_()  # a layer that adds to main_grad reads the sum
+            self._is_stale = False
 
     def collect(self) -> None:
         self._find_fused(range(len(self.params)))
@@ -197,6 +212,7 @@ class FlatBucket(OwnBucket):
         self._first_row_of_sum = len(self.flagged) - 1
         self._sum.deposit_into_wire_(self._wire, grads, inv_count, first=self.is_empty, nonfinite=flags)
         self._set_first(False)
+        self._is_stale = True
         return self._all_reduce(self._over_wire, comm, inv_count, poison=poison)
 
     def sent_tensors(self) -> list[Tensor]:
@@ -211,6 +227,7 @@ class FlatBucket(OwnBucket):
         """
         for index in pop_written(self.params[slots.start : slots.stop]):
             slot = slots.start + index
+            self._check_fresh(slot)
             self._has_fused = self.used[slot] = True
             self.params[slot].grad = None
             self._set_first(False)  # the sum was zero and now holds the layer's gradient
@@ -283,6 +300,7 @@ class InPlaceBucket(OwnBucket):
         self._versions_sealed: list[int] | None = None
         if self._has_fused:
             self._flat.zero_()  # a layer that adds to main_grad reads the sum
+            self._is_stale = False
 
     def watches(self) -> list[Watch]:
         self._store_earlier()
@@ -326,6 +344,7 @@ class InPlaceBucket(OwnBucket):
         if not self._is_in_place:
             self.plan.pack_(self._wire, self._slots, self.one if inv_count is None else inv_count)
         scale = None if self._is_in_place else inv_count
+        self._is_stale = True
         return self._all_reduce(self._over_wire, comm, scale, poison=poison)
 
     def sent_tensors(self) -> list[Tensor]:
@@ -396,6 +415,7 @@ class InPlaceBucket(OwnBucket):
         """Record which layers have added to the sum through `main_grad`."""
         for index in pop_written(self.params[slots.start : slots.stop]):
             slot = slots.start + index
+            self._check_fresh(slot)
             grad, view = self.params[slot].grad, self._grads[slot]
             if grad is not None and grad is not view:
                 raise RuntimeError(

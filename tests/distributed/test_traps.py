@@ -179,6 +179,27 @@ def test_a_gradient_returned_beside_main_grad_is_refused_where_autograd_adds_to_
                 sync.backward(FusedWithDummy.apply(weight, value))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@on_ranks(1)
+def test_a_layer_that_begins_to_write_main_grad_late_finds_no_old_sum(dtype):
+    weight = nn.Parameter(torch.ones(3, dtype=dtype))
+    sync = pe.GradSync([("weight", weight)], accumulate=1)
+    optimizer = torch.optim.SGD([weight], lr=0.0)
+    with sync.accumulate():
+        sync.backward(weight.sum().float() * 7)
+    sync.step(optimizer)
+    with (
+        pytest.raises(RuntimeError, match="'weight' has added to main_grad for the first time"),
+        sync.accumulate(),
+    ):
+        sync.backward(Fused.apply(weight, 2.0))
+    sync.abandon()
+    with sync.accumulate():
+        sync.backward(Fused.apply(weight, 2.0))
+    sync.unscale_()
+    assert weight.grad.tolist() == [2.0] * 3
+
+
 @on_ranks(1)
 def test_flat_views_survive_zero_grad_set_to_none():
     model = nn.Linear(3, 2)
