@@ -52,9 +52,7 @@ class OwnBucket(Bucket):
         self._slots = self._wire_slots if is_one else self.plan.pointers(slots_of(result, self.plan))
         self._descriptions = _descriptions(self.params)
         self._has_fused = False  # whether a layer adds to `main_grad` itself
-        self._is_stale = (
-            False  # whether the memory of the sum holds an earlier window's until it is stored to
-        )
+        self._is_stale = False  # whether the sum holds an earlier window's, until it is overwritten
         self.bind()
 
     def bind(self) -> None:

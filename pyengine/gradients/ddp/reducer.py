@@ -208,8 +208,8 @@ class DDPReducer(Reducer):
         self._used_flags: list[bool] = []
         # The window's reductions, from the last backward until `finish`.
         self._reduction: Reduction | None = None
-        # Slices of DDP's buckets of parameters summed in `.grad`, and whether the buckets had been rebuilt.
-        self._slices: tuple[list[tuple[Parameter, Tensor]], bool] = ([], False)
+        # Slices of DDP's buckets of parameters summed in `.grad`; none where `.grad` is other memory.
+        self._slices: list[tuple[Parameter, Tensor]] = []
         # ---- DDP, whose own synchronization is switched off ----
         if all(other is not state for _, other in ddp._comm_hooks):
             ddp.register_comm_hook(state, comm_hook)
@@ -336,15 +336,12 @@ class DDPReducer(Reducer):
 
     def _move_sums(self) -> None:
         """Copy sums from `.grad` into DDP's buckets, and accumulate there: DDP would copy them one by one."""
-        slices, was_rebuilt = self._slices
-        if was_rebuilt != self._ddp._has_rebuilt_buckets or self._driver.finds_unused:
+        if self._driver.finds_unused:
             return
         moved = [
             (param, param.grad, into)
-            for param, into in slices
-            if param.grad is not None
-            and not param.grad.is_sparse
-            and param.grad.data_ptr() != into.data_ptr()
+            for param, into in self._slices
+            if param.grad is not None and not param.grad.is_sparse
         ]
         if moved:
             torch._foreach_copy_([into for _, _, into in moved], [grad for _, grad, _ in moved])
@@ -352,17 +349,14 @@ class DDPReducer(Reducer):
             param.grad = into
 
     def _keep_slices(self, reduction: Reduction) -> None:
-        """Keep the slices of the buckets that DDP has handed out, once after it has rebuilt them."""
-        slices, was_rebuilt = self._slices
-        is_rebuilt = self._ddp._has_rebuilt_buckets
-        if self.in_grad is None or (slices and was_rebuilt == is_rebuilt):
+        """Keep the slices of the buckets that DDP has handed out, once it has rebuilt them."""
+        ddp = self._ddp
+        is_final = ddp.gradient_as_bucket_view and ddp._has_rebuilt_buckets
+        if self._slices or self.in_grad is None or not is_final:
             return
-        if self._ddp.gradient_as_bucket_view:
-            here = set(self.in_grad.params)
-            found = [
-                pair for bucket, _ in reduction.under_way for pair in slots_of(bucket) if pair[0] in here
-            ]
-            self._slices = found, is_rebuilt
+        here = set(self.in_grad.params)
+        pairs = [pair for bucket, _ in reduction.under_way for pair in slots_of(bucket)]
+        self._slices = [(param, into) for param, into in pairs if param in here]
 
     def _reduce_all(self, reduction: Reduction) -> None:
         """Reduce the gradients in `.grad`, without a backward."""
@@ -474,6 +468,7 @@ class DDPReducer(Reducer):
         if self._reduction is not None and not self._reduction.failures:
             self._driver.reset()
         self.ddp_buckets = self.in_grad = self._reduction = None
+        self._slices = []
         if not keeps_grad:
             for param in self.params:
                 param.grad = None
