@@ -18,7 +18,8 @@ groups over which gradients are summed ("buckets"):
  6. buckets  each bucket's reduction, in the order of the layout; of a bucket with several collectives a later
              one follows when the next bucket starts. Under DDP the order is that of its own buckets, under
              FSDP2 that of its units in the backward.
- 7. buckets  the flags of used parameters (`UsedAnywhere.all_reduce`), between hosts where these have a group.
+ 7. buckets  the flags of used parameters (`UsedAnywhere.all_reduce`), between hosts where these have a group;
+             not where the header says that every rank had used all of its parameters before it.
  8. engine   once in an engine's life the order in which gradients came; BatchNorm's rows
              (`BatchNormReplay.start_exchange`).
  9. engine   in `wait`: the norm, where ranks hold different elements (`Holdings`); sums of `sync.measure`;
@@ -461,6 +462,7 @@ class Engine:
         self.verdicts.reach_earlier(self.counter.index)
         if self.denominators is not None:
             self.counts.refusals += self.denominators.problems(self.counter.done, handed=self.counter.handed)
+        self.counts.has_used_all = self.reducer.has_used_all()
         self.header = header = self.launch_header_all_reduce(
             self.counts, more=self.has_more_windows, stage=_SENDS
         )
@@ -481,7 +483,7 @@ class Engine:
         self.batch_norms.start_exchange(self.comm, header)
 
     def launch_header_all_reduce(self, counts: LocalWindow, *, more: bool, stage: str) -> Header:
-        """Launch a header, 184 bytes: this rank's place and counts, and what ranks have to have alike."""
+        """Launch a header, 192 bytes: this rank's place and counts, and what ranks have to have alike."""
         scaler = self.scaler
         # On a lazy device reading the scale would end the program.
         scale = None if scaler is None or is_lazy(self.device) else scaler.current_scale()
@@ -957,7 +959,7 @@ class Engine:
         """Raise on every rank unless all have used the last window alike; every rank calls this between
         windows. The header of a window states how the one before was used, and no header follows the last.
 
-        One all-reduce of 184 bytes, for which the host waits; nothing on a lazy device, nor alone.
+        One all-reduce of 192 bytes, for which the host waits; nothing on a lazy device, nor alone.
         """
         if self.comm.world_size > 1 and not is_lazy(self.device):
             header = self.launch_header_all_reduce(self.new_counts(), more=False, stage="has ended its loop")

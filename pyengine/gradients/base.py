@@ -246,6 +246,13 @@ class Reducer(ABC):
         trained = [(index, param) for index, param in enumerate(self.params) if param.requires_grad]
         return [param.register_hook(partial(look, index)) for index, param in trained]
 
+    def has_used_all(self) -> bool:
+        """Whether the micro-batches accumulated so far have used all parameters on this rank.
+
+        False also where that is not known. The owner then all-reduces flags of what each rank has used.
+        """
+        return False
+
     def before_header(self) -> None:
         """Launch the owner's own collectives that have to precede the window's header."""
 

@@ -324,6 +324,9 @@ class BucketReducer(Reducer):
             for bucket in self._buckets:
                 bucket.clear_main_grad_flags()
 
+    def has_used_all(self) -> bool:
+        return all(all(bucket.used) for bucket in self._buckets)
+
     def reduce(self, header: Header) -> None:
         with self.reducing(header):
             pass
@@ -432,14 +435,14 @@ class BucketReducer(Reducer):
             self._transfers.launch_rest(poison=poison)
             if self._transfers.header.is_refused():
                 return
-            self._launch_used_flags(poison=poison)
+            self._launch_used_flags(self._transfers.header, poison=poison)
             if not self._has_launched:
                 self._has_launched = True
                 if not self._order_is_final:
                     # After the buckets' collectives all ranks are at the same point of this engine.
                     self._agreed = self._comm.all_gather_object(self.order())[0]
 
-    def _launch_used_flags(self, *, poison: bool) -> None:
+    def _launch_used_flags(self, header: Header, *, poison: bool) -> None:
         """Launch the per-window all-reduce of used-parameter flags.
 
         A poisoned rank reports every parameter as used, so that the nan it has sent is not dropped.
@@ -447,7 +450,7 @@ class BucketReducer(Reducer):
         for group, used in self._used.items():
             if group not in self._used_flags:
                 mine = [each or poison for bucket in self._buckets_of(group) for each in bucket.used]
-                self._used_flags[group] = used.all_reduce(mine)
+                self._used_flags[group] = used.all_reduce(mine, are_all=header.all_used())
 
     def _buckets_of(self, group: int) -> list[OwnBucket]:
         return [bucket for bucket in self._buckets if bucket.spec.group == group]

@@ -78,14 +78,18 @@ class UsedAnywhere:
         self._comm = comm if hosts is None else hosts
         self._device = device if hosts is None else HOST
 
-    def all_reduce(self, used: Sequence[bool]) -> UsedFlags:
+    def all_reduce(self, used: Sequence[bool], *, are_all: bool = False) -> UsedFlags:
         """Launch the all-reduce of a window's flags, on every rank at the same point of the window.
+
+        Nothing is launched with `are_all`: all ranks know that every rank has used all of its parameters.
 
         Cost: an all-reduce of a bit a parameter through gloo, between hosts of 512 bytes or a multiple, and
         else of a byte a parameter; no rank waits.
         """
-        if self.on_hosts and is_capturing():  # hosts exchange them in every run; see `Reducer.run_again`
+        # Of a captured window hosts exchange them in every run; see `Reducer.run_again`.
+        if are_all or (self.on_hosts and is_capturing()):
             none = torch.empty(0, dtype=torch.uint8, device=HOST)
+            used = [True] * len(used) if are_all else used
             return UsedFlags(used, none, Done(none), on_stream=False, are_bits=False)
         comm, length = self._comm, len(used) + (-len(used) % _LENGTH if self.on_hosts else 0)
         if comm.can_or:

@@ -29,9 +29,9 @@ _log = logging.getLogger("pyengine.window")
 # Sums in float64 are exact up to 2^53: squares of 20-bit numbers over up to 8192 ranks stay below it.
 _STEP_MODULUS = 2**20
 
-# The vector: six numbers, what must be equal on every rank (positions, then the pieces of the claims), each
+# The vector: seven numbers, what must be equal on every rank (positions, then the pieces of the claims), each
 # with its square, and the losses as lanes of `exact_scalars`.
-_COUNT, _MICRO_BATCHES, _, _INVALID, _UNKNOWN, _DROPPED, _POSITIONS = range(7)
+_COUNT, _MICRO_BATCHES, _, _INVALID, _UNKNOWN, _DROPPED, _, _POSITIONS = range(8)
 _CLAIMS = _POSITIONS + 4
 _LOSSES = _CLAIMS + 2 * NUM_PIECES
 # Behind them, where ranks share batches, what must be 0: lanes of `SharedBatch`.
@@ -119,6 +119,8 @@ class LocalWindow:
     doubts: list[tuple[str, Tensor]] = field(default_factory=list)  # refusals, if the 0-dim bool is set
     batch: SharedBatch | None = None  # that this rank shares with others
     is_silent: bool = False  # whether this rank leaves some count to the one that speaks for the batch
+    # Whether this rank had used all of its parameters when the header was launched.
+    has_used_all: bool = False
 
     def append(self, loss: Tensor | None, count: Count, *, is_dropped: bool | Tensor = False) -> None:
         """Note a micro-batch; count and loss of one that has left the window are 0, unread."""
@@ -251,13 +253,14 @@ class Totals:
     invalid_counts: int  # micro-batches whose count cannot be summed, and refusals
     unknown_losses: int  # micro-batches whose loss is not known
     dropped: int  # micro-batches that have left the window
+    not_used_all: int  # ranks that had not used all of their parameters when they launched the header
     differ: bool  # whether ranks are at different places, or claim different things
     batches_differ: bool  # whether ranks that share a batch have counted differently
 
     @classmethod
     def of(cls, numbers: Sequence[float], world_size: int) -> Totals:
         """Read the numbers of a reduced header; see the layout of the vector above."""
-        count, micro_batches, more, invalid, unknown, dropped = map(float, numbers[:_POSITIONS])
+        count, *counted = map(float, numbers[:_POSITIONS])
         equal, losses = numbers[_POSITIONS:_LOSSES], numbers[_LOSSES:_SHARED]
         differ = any(
             world_size * squares != total * total
@@ -265,14 +268,13 @@ class Totals:
         )
         loss = exact_scalars.total(losses)
         shared = any(numbers[_SHARED:]) and not numbers[_SILENT]
-        counted = (int(micro_batches), int(more), int(invalid), int(unknown), int(dropped))
-        return cls(count, loss, *counted, differ, shared)
+        return cls(count, loss, *map(int, counted), differ, shared)
 
 
 class Header:
     """The header of one window; making it launches its all-reduce on every rank.
 
-    Cost: one all-reduce of 184 bytes (216 where ranks share batches), not waited for.
+    Cost: one all-reduce of 192 bytes (224 where ranks share batches), not waited for.
     """
 
     def __init__(
@@ -296,7 +298,8 @@ class Header:
         _log.debug("window %d: launch header of %d micro-batches", position[0], len(local.counts))
         self._work: Work | None = comm.all_reduce(self._vector)
         self._inv_count: Tensor | None = None
-        self._is_refused: bool | None = None if _host_may_look(comm, device) else False
+        self._is_visible = _host_may_look(comm, device)
+        self._totals: Totals | None = None
 
     def again(self, *, local: LocalWindow, position: tuple[int, int], more: bool, claims: Claims) -> Header:
         """Return the header of another window that runs the graph in which this one was captured.
@@ -306,6 +309,7 @@ class Header:
         other = copy(self)
         other.position, other.claims = position, claims
         other._numbers = _numbers(local, position, more, claims)  # noqa: SLF001 - a copy of this object
+        other._totals = None  # noqa: SLF001
         return other
 
     def fill(self) -> None:
@@ -318,18 +322,25 @@ class Header:
 
     def is_refused(self) -> bool:
         """Wait, and return whether ranks disagree, so that nothing may follow; False on a device."""
-        if self._is_refused is None:
-            self._is_refused = self.totals().differ
-        return self._is_refused
+        return self._is_visible and self.totals().differ
 
     @property
     def was_refused(self) -> bool:
         """The same, as far as it is known: does not wait."""
-        return self._is_refused is True
+        return self._is_visible and self._totals is not None and self._totals.differ
+
+    def all_used(self) -> bool:
+        """Wait, and return whether no rank has a parameter left to be used first in the last backward.
+
+        False on a device.
+        """
+        return self._is_visible and self.totals().not_used_all == 0
 
     def totals(self) -> Totals:
         """Wait, and read the reduced numbers on the host."""
-        return Totals.of(self.vector().tolist(), self._comm.world_size)
+        if self._totals is None:
+            self._totals = Totals.of(self.vector().tolist(), self._comm.world_size)
+        return self._totals
 
     def inv_count(self) -> Tensor:
         """Wait, and return 1 / total count, float32 0-dim on the device; 0 when nothing was counted."""
@@ -356,7 +367,7 @@ class Header:
         return found
 
     def vector(self) -> Tensor:
-        """Wait, and return the reduced numbers, float64 `[23]`, or `[27]` where ranks share batches."""
+        """Wait, and return the reduced numbers, float64 `[24]`, or `[28]` where ranks share batches."""
         if self._work is not None:
             self._work.wait()
             self._work = None
@@ -376,7 +387,7 @@ def _numbers(local: LocalWindow, position: tuple[int, int], more: bool, claims: 
     invalid = len(known) - len(valid) + len(local.refusals)
     unknown = sum(loss is None for loss in local.losses)
     dropped = sum(it for it in local.dropped if isinstance(it, bool))
-    numbers = [math.fsum(valid), len(local.counts), more, invalid, unknown, dropped]
+    numbers = [math.fsum(valid), len(local.counts), more, invalid, unknown, dropped, not local.has_used_all]
     for value in (*(value % _STEP_MODULUS for value in position), *claims.pieces()):
         numbers += [value, value * value]
     return [*map(float, numbers), *[0.0] * exact_scalars.NUM_LANES]

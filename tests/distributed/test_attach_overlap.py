@@ -157,9 +157,9 @@ def test_used_flags_travel_while_the_last_bucket_does(dtype):
         held.append((Future(), flat))
         return _Held(held[-1][0])
 
-    def flags(self: UsedAnywhere, used: Sequence[bool]) -> object:
+    def flags(self: UsedAnywhere, used: Sequence[bool], **known: bool) -> object:
         let_go("flags")
-        return tell(self, used)
+        return tell(self, used, **known)
 
     all_reduce, tell = TorchDist.all_reduce, UsedAnywhere.all_reduce
     with pytest.MonkeyPatch.context() as patch:

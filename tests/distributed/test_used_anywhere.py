@@ -45,9 +45,9 @@ def _streams() -> Iterator[list[bool]]:
         make(self, group, device)
         self.is_stream_ordered = not _is_of_hosts(group)
 
-    def noted(self: Any, used: Any) -> Any:
+    def noted(self: Any, used: Any, **known: bool) -> Any:
         by_hosts.append(_is_of_hosts(self._comm.group))
-        return tell(self, used)
+        return tell(self, used, **known)
 
     with (
         mock.patch.object(TorchDist, "__init__", init),
@@ -146,10 +146,10 @@ def test_a_rank_that_has_used_everything_waits_for_nobody(kind):
     store, tell = dist.distributed_c10d._get_default_store(), used_anywhere.UsedAnywhere.all_reduce
     window = 0
 
-    def tell_late(self: Any, used: Any) -> Any:
+    def tell_late(self: Any, used: Any, **known: bool) -> Any:
         if (rank, window) == (1, 1):
             store.wait(["through"], timedelta(seconds=20))
-        return tell(self, used)
+        return tell(self, used, **known)
 
     with mock.patch.object(used_anywhere.UsedAnywhere, "all_reduce", tell_late), _streams() as by_hosts:
         sync, forward = _engine(kind, _Experts(2), "fp32")
@@ -162,6 +162,43 @@ def test_a_rank_that_has_used_everything_waits_for_nobody(kind):
             store.set("through", "")
         assert by_hosts == [True, True]
         sync.close()
+
+
+@pytest.mark.parametrize("kind", ["own", "attach"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@on_ranks(2)
+def test_flags_are_sent_unless_the_header_says_that_all_is_used(kind, dtype):
+    rank, _ = me()
+    everything = [0, 1]
+    # By window, which experts the two micro-batches of ranks 0 and 1 use.
+    windows = [
+        [(everything, [0]), (everything, [1])],
+        [(everything, everything), ([0], everything)],  # a rank learns too late for the header
+        [(everything, everything), ([0], [0])],
+        [([0], [0]), ([0], [0])],
+        [(everything, []), (everything, everything)],
+    ]
+    launch = used_anywhere.UsedAnywhere.all_reduce
+    skipped = []
+
+    def noted(self: Any, used: Any, *, are_all: bool) -> Any:
+        skipped.append(are_all)
+        return launch(self, used, are_all=are_all)
+
+    with mock.patch.object(used_anywhere.UsedAnywhere, "all_reduce", noted):
+        sync, forward = _engine(kind, model := _Experts(2).to(dtype), "fp32")
+        collectives, seen = [], []
+        for window in windows:
+            for chosen in window[rank]:
+                with sync.accumulate():
+                    sync.backward(forward(torch.ones(2, 4, dtype=dtype), chosen).float())
+            sync.step(torch.optim.SGD(model.parameters(), lr=0.0))
+            collectives.append(sync.last_record.collectives)
+            seen.append([expert.weight.grad is not None for expert in model.experts])
+        sync.close()
+    assert skipped == [True, False, False, False, True]
+    assert collectives[2] - collectives[-1] == 1
+    assert seen == [[True, True], [True, True], [True, True], [True, False], [True, True]]
 
 
 @pytest.mark.parametrize("kind", ["own", "attach"])

@@ -269,6 +269,12 @@ class DDPReducer(Reducer):
         if self._ddp.require_forward_param_sync:  # announced, and no forward has launched it
             self._syncs_announced = self._ddp.require_forward_param_sync = False
 
+    def has_used_all(self) -> bool:
+        in_grad = () if self.in_grad is None else self.in_grad.params
+        return all(param.grad is not None for param in in_grad) and all(
+            all(bucket.used) for bucket in self.ddp_buckets or ()
+        )
+
     def before_header(self) -> None:
         """Launch DDP's collectives of forwards that this rank did not run.
 
@@ -507,7 +513,7 @@ class DDPReducer(Reducer):
         without = [] if reduction.poison else reduction.without_grad
         unused = {id(param) for param in without if param not in used}
         self._used_flags = [id(param) not in unused for param in self.params]
-        reduction.used = self._used.all_reduce(self._used_flags)
+        reduction.used = self._used.all_reduce(self._used_flags, are_all=reduction.header.all_used())
 
 
 # DDP holds the nodes that accumulate gradients, and so the stream on which it was made.
