@@ -243,11 +243,9 @@ class TorchDist(Comm):
         """The watch that ends the host's own waiting; None where a stream waits, or nothing watches."""
         return None if self.is_stream_ordered else self.roll_call.watch
 
-    @contextmanager
-    def _launching(self) -> Iterator[None]:
+    def _launching(self) -> AbstractContextManager[None]:
         self._handle.count_launch()
-        with self.roll_call.named():
-            yield
+        return self.roll_call.named()
 
     def _launched(self, work: dist.Work | P2PWork, what: str) -> _Work:
         _log.debug("launch %s over ranks %s", what, self.ranks)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 
@@ -27,9 +26,11 @@ Blame = Callable[[int], list[int] | None]
 
 def call_all(actions: Sequence[Callable[[], object]]) -> None:
     """Call every action in order; what one raises comes out when all have been called."""
-    with ExitStack() as stack:
-        for action in reversed(actions):
-            stack.callback(action)
+    if actions:
+        try:
+            actions[0]()
+        finally:
+            call_all(actions[1:])
 
 
 @dataclass(frozen=True)
