@@ -196,6 +196,7 @@ class CapturedWindows:
         )
         traffic = engine.comm.traffic
         sent = traffic.collectives, traffic.bytes_sent
+        engine.reducer.before_capture()
         try:
             with (
                 capture.running(form.section, is_capture=True),

@@ -296,6 +296,9 @@ class Reducer(ABC):
         """Why a window of these gradients cannot be captured as a graph; empty if it can."""
         return [f"gradients that {type(self).__name__} owns are not captured: make the engine by pe.GradSync"]
 
+    def before_capture(self) -> None:
+        """Prepare for the capture of a window as a graph."""
+
     @property
     def place_of_sums(self) -> object:
         """An object that is another one when the sums have been laid out again."""

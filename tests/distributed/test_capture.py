@@ -439,6 +439,17 @@ def test_ddp_is_captured_after_eleven_windows():
     assert (step.num_eager, step.num_captured, step.num_replayed) == (11, 1, 2)
 
 
+@on_ranks(1)
+def test_ddp_does_not_time_captured_iterations():
+    """It times its hundredth one by events, which it could not read where a capture has recorded them."""
+    with recorded_device():
+        _, model = _over_ddp(_train)
+    model.require_backward_grad_sync = True  # as a closed engine leaves it
+    for _ in range(100):
+        model(torch.ones(2, 6)).sum().backward()
+    assert model._get_ddp_logging_data()["iteration"] < 100
+
+
 @pytest.mark.parametrize("windows", [12, 14])  # the capture's is the last, or others follow
 @on_ranks(2)
 def test_a_capture_that_fails_in_ddps_last_backward_runs_the_window_without(windows):

@@ -23,6 +23,8 @@ from torch.nn.parallel import DistributedDataParallel
 from pyengine.gradients.ddp.hook import HookState, comm_hook
 from pyengine.gradients.slots import dense_strides
 
+_NEVER = 2**31 - 1  # the largest distance, in iterations, between two that DDP times
+
 
 def visible_parameters(ddp: DistributedDataParallel) -> list[tuple[str, Parameter]]:
     """Return the named parameters that DDP does not ignore, in DDP's order."""
@@ -161,6 +163,14 @@ class ReducerDriver:
         self._stop_counting()
         if self._ddp.static_graph:
             self._ddp._static_graph_delay_allreduce_enqueued = self.is_ready
+
+    def stop_timing(self) -> None:
+        """Let DDP time none of its iterations from now on.
+
+        It times the first ten, and every hundredth, by events, which it reads in a later iteration. Events that
+        a capture has recorded cannot be read.
+        """
+        self._ddp._set_ddp_runtime_logging_sample_rate(_NEVER)
 
     def rebuild_buckets(self) -> bool:
         """Let DDP rebuild its buckets in the order of arrival, once; return whether it did."""

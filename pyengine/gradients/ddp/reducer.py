@@ -444,6 +444,9 @@ class DDPReducer(Reducer):
             problems.append(f"the default stream of a device cannot be captured: {_ON_ONE_STREAM}")
         return problems
 
+    def before_capture(self) -> None:
+        self._driver.stop_timing()
+
     def run_again(self) -> None:
         self._buffers_due = self._ddp.require_forward_param_sync = False  # the graph has broadcast them
         if self._used.on_hosts:  # ranks that run this window without a graph wait for these
