@@ -5,10 +5,9 @@ from __future__ import annotations
 import os
 import shutil
 import socket
-import sys
-import tempfile
 from collections.abc import Callable
 from importlib.machinery import EXTENSION_SUFFIXES
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,14 +15,10 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.torch_version import TorchVersion
 
-from pyengine.cli.doctor import machine as doctor_machine
-from pyengine.cli.doctor import native as doctor_native
-from pyengine.cli.doctor import pytorch as doctor_torch
-from pyengine.cli.doctor import run as doctor_workers
-from pyengine.cli.doctor.finding import Finding
+from pyengine.cli.doctor import checks
+from pyengine.cli.doctor.checks import Finding
 from pyengine.ops import native
 from pyengine.ops.plan import BucketPlan
 
@@ -34,40 +29,6 @@ def assert_says(finding: Finding, status: str, text: str, remedy: str = "") -> N
     assert finding.status == status, finding
     assert text in finding.text and remedy in finding.remedy, finding
     assert bool(finding.remedy) == (status != "ok"), finding
-
-
-# --- The compiler ---
-
-
-def a_compiler(folder: Path, *, exit_code: int) -> str:
-    path = folder / "my-c++"
-    path.write_text(f"#!/bin/sh\ncat > /dev/null\necho 'error: what is c++20' >&2\nexit {exit_code}\n")
-    path.chmod(0o755)
-    return str(path)
-
-
-@pytest.mark.parametrize(
-    ("cxx", "text", "remedy"),
-    [
-        ("", "none of c++, g++, clang++ on PATH", "apt install g++"),
-        ("/no/such/c++", "CXX=/no/such/c++ does not exist", "set CXX"),
-    ],
-)
-def test_no_compiler(monkeypatch: Patch, tmp_path: Path, cxx: str, text: str, remedy: str) -> None:
-    monkeypatch.setenv("CXX", cxx)
-    monkeypatch.setenv("PATH", str(tmp_path))
-    assert_says(doctor_native.compiler(), "warn", text, remedy)
-
-
-@pytest.mark.parametrize(
-    ("exit_code", "status", "text"), [(1, "warn", "c++20 (error: what"), (0, "ok", "supports")]
-)
-def test_a_compiler_is_asked_for_c_20(
-    monkeypatch: Patch, tmp_path: Path, exit_code: int, status: str, text: str
-) -> None:
-    monkeypatch.setenv("CXX", a_compiler(tmp_path, exit_code=exit_code))
-    finding = doctor_native.compiler()
-    assert finding.status == status and text.lower() in finding.text.lower(), finding
 
 
 # --- The native core ---
@@ -86,10 +47,10 @@ def test_a_core_that_is_missing_or_broken(
 ) -> None:
     monkeypatch.setattr(native, "_core", None)
     monkeypatch.setattr(native, "_missing", ImportError("undefined symbol: oops"))
-    monkeypatch.setattr(doctor_native, "FOLDER", tmp_path)
+    monkeypatch.setattr(checks, "FOLDER", tmp_path)
     if file:
         (tmp_path / file).write_text("")
-    assert_says(doctor_native.core(), status, text, remedy)
+    assert_says(checks.core(), status, text, remedy)
 
 
 @pytest.fixture
@@ -113,7 +74,7 @@ def test_a_core_that_computes_wrong_or_is_too_old(
     monkeypatch: Patch, fake_core: SimpleNamespace, run, text: str
 ) -> None:
     monkeypatch.setattr(BucketPlan, "unscale_norm", run)
-    assert_says(doctor_native.core(), "fail", text, "--force-reinstall")
+    assert_says(checks.core(), "fail", text, "--force-reinstall")
 
 
 @pytest.mark.parametrize(("pool", "status"), [("torch", "ok"), ("std::thread", "warn")])
@@ -121,9 +82,9 @@ def test_instructions_and_thread_pool_are_named(
     monkeypatch: Patch, fake_core: SimpleNamespace, pool: str, status: str
 ) -> None:
     fake_core.thread_pool = lambda: pool
-    monkeypatch.setattr(doctor_native, "_compute", lambda device: None)
+    monkeypatch.setattr(checks, "_compute", lambda device: None)
     monkeypatch.setattr(torch, "__version__", TorchVersion("2.13.0"))
-    finding = doctor_native.core()
+    finding = checks.core()
     assert finding.status == status
     assert f"avx2 instructions, without CUDA kernels, threads of {pool}" in finding.text
 
@@ -145,9 +106,9 @@ def test_no_device_is_fine_without_a_driver(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.version, "cuda", built)
-    monkeypatch.setattr(doctor_native, "NVIDIA", tmp_path if driver else tmp_path / "none")
+    monkeypatch.setattr(checks, "NVIDIA", tmp_path if driver else tmp_path / "none")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")
-    (finding,) = doctor_native.cuda()
+    (finding,) = checks.cuda()
     assert_says(finding, status, text, remedy)
 
 
@@ -159,7 +120,7 @@ def device(monkeypatch: Patch, fake_core: SimpleNamespace) -> SimpleNamespace:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: about)
     monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: ["sm_80", "sm_90"])
-    monkeypatch.setattr(doctor_native, "_compute", lambda device: None)
+    monkeypatch.setattr(checks, "_compute", lambda device: None)
     return fake_core
 
 
@@ -167,8 +128,8 @@ def test_a_device_that_the_kernels_were_not_built_for(monkeypatch: Patch, device
     def no_kernel(device: torch.device) -> None:
         raise RuntimeError("no kernel image is available for execution on the device")
 
-    monkeypatch.setattr(doctor_native, "_compute", no_kernel)
-    (finding,) = doctor_native.cuda()
+    monkeypatch.setattr(checks, "_compute", no_kernel)
+    (finding,) = checks.cuda()
     assert_says(finding, "fail", "T4, sm_75, 16 GiB: no kernel image", "PYENGINE_CUDA_ARCHS=75")
     assert "torch is built for sm_80 sm_90" in finding.remedy
 
@@ -176,133 +137,56 @@ def test_a_device_that_the_kernels_were_not_built_for(monkeypatch: Patch, device
 @pytest.mark.parametrize(("has_cuda", "status"), [(True, "ok"), (False, "warn")])
 def test_a_device_with_and_without_cuda_kernels(device: SimpleNamespace, has_cuda: bool, status: str) -> None:
     device.has_cuda = has_cuda
-    (finding,) = doctor_native.cuda()
+    (finding,) = checks.cuda()
     assert_says(finding, status, "T4, sm_75, 16 GiB", "" if has_cuda else "PYENGINE_CUDA=1")
-
-
-# --- Python, torch, packages ---
-
-
-def test_an_old_python(monkeypatch: Patch) -> None:
-    monkeypatch.setattr(sys, "version_info", (3, 9, 1))
-    assert_says(doctor_torch.python(), "fail", "", "3.10 or newer")
-
-
-@pytest.mark.parametrize(("number", "status"), [("2.8.1", "fail"), ("2.9.0", "ok"), ("2.13.0+cpu", "ok")])
-def test_torch_is_at_least_2_9(monkeypatch: Patch, number: str, status: str) -> None:
-    monkeypatch.setattr(torch, "__version__", TorchVersion(number))
-    assert_says(doctor_torch.torch_itself(), status, number, "" if status == "ok" else "torch>=2.9")
-
-
-@pytest.mark.parametrize(
-    ("missing", "status", "text", "remedy"),
-    [
-        ("is_available", "fail", "without distributed", "install torch"),
-        ("is_gloo_available", "fail", "no gloo", "install torch"),
-        ("is_nccl_available", "warn", "no nccl", "NCCL"),
-    ],
-)
-def test_missing_backends(monkeypatch: Patch, missing: str, status: str, text: str, remedy: str) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: missing == "is_nccl_available")
-    monkeypatch.setattr(dist, missing, lambda: False)
-    assert_says(doctor_torch.backends(), status, text, remedy)
-
-
-@pytest.mark.parametrize(
-    ("theirs", "status", "text", "remedy"),
-    [
-        (None, "ok", "not installed", ""),
-        ("2.9.0", "ok", "2.9.0", ""),
-        ("2.8.1", "warn", "2.8.1 is for torch 2.8 and cannot be imported with 2.9.1", "torch_xla==2.9.*"),
-    ],
-)
-def test_torch_xla_fits_torch(
-    monkeypatch: Patch, theirs: str | None, status: str, text: str, remedy: str
-) -> None:
-    monkeypatch.setattr(torch, "__version__", TorchVersion("2.9.1"))
-    monkeypatch.setattr(doctor_torch, "_version", lambda package: theirs)
-    assert_says(doctor_torch.xla(), status, text, remedy)
-
-
-@pytest.mark.parametrize(
-    ("missing", "status", "text"),
-    [("rich", "warn", "other commands also need rich"), ("lightning", "ok", "not installed: lightning")],
-)
-def test_missing_packages_are_told_apart(monkeypatch: Patch, missing: str, status: str, text: str) -> None:
-    monkeypatch.setattr(doctor_torch, "_version", lambda package: None if package == missing else "1.2")
-    assert_says(doctor_torch.packages(), status, text, "" if status == "ok" else "pip install '.[train]'")
 
 
 # --- The machine ---
 
 
-def a_quota(folder: Path, version: int, quota: str) -> None:
-    if version == 2:
-        (folder / "cpu.max").write_text(f"{quota} 100000\n")
-        return
-    (folder / "cpu").mkdir()
-    (folder / "cpu" / "cpu.cfs_quota_us").write_text(f"{quota}\n")
-    (folder / "cpu" / "cpu.cfs_period_us").write_text("100000\n")
+def test_versions_name_the_packages_that_are_installed(monkeypatch: Patch) -> None:
+    def installed(package: str) -> str:
+        if package == "rich":
+            return "14.0"
+        raise PackageNotFoundError(package)
+
+    monkeypatch.setattr(checks, "version", installed)
+    finding = checks.versions()
+    assert_says(finding, "ok", f"torch {torch.__version__} for ")
+    assert finding.text.endswith(", rich 14.0")
 
 
 @pytest.mark.parametrize(
-    ("version", "quota", "cores", "status", "text", "remedy"),
+    ("quota", "cores", "status", "text", "remedy"),
     [
-        (2, "max", 4, "ok", "4 torch threads on 4 cores", ""),
-        (1, "-1", 4, "ok", "4 torch threads on 4 cores", ""),
-        (2, "400000", 4, "ok", "a quota of 4", ""),
-        (2, "250000", 4, "warn", "a quota of 2.5", "OMP_NUM_THREADS=2"),
-        (1, "50000", 4, "warn", "a quota of 0.5", "OMP_NUM_THREADS=1"),
-        (2, "max", 1, "warn", "4 torch threads on 1 cores", "OMP_NUM_THREADS=1"),
+        ("max", 4, "ok", "4 torch threads on 4 cores", ""),
+        ("400000", 4, "ok", "a quota of 4", ""),
+        ("250000", 4, "warn", "a quota of 2.5", "OMP_NUM_THREADS=2"),
+        ("50000", 4, "warn", "a quota of 0.5", "OMP_NUM_THREADS=1"),
+        ("max", 1, "warn", "4 torch threads on 1 cores", "OMP_NUM_THREADS=1"),
     ],
 )
 def test_threads_are_compared_with_cores_and_quota(
-    monkeypatch: Patch,
-    tmp_path: Path,
-    version: int,
-    quota: str,
-    cores: int,
-    status: str,
-    text: str,
-    remedy: str,
+    monkeypatch: Patch, tmp_path: Path, quota: str, cores: int, status: str, text: str, remedy: str
 ) -> None:
-    a_quota(tmp_path, version, quota)
-    monkeypatch.setattr(doctor_machine, "CGROUP", tmp_path)
+    monkeypatch.setattr(checks, "CPU_QUOTA", tmp_path / "cpu.max")
+    (tmp_path / "cpu.max").write_text(f"{quota} 100000\n")
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cores)))
     monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
-    assert_says(doctor_machine.threads(), status, text, remedy)
+    assert_says(checks.threads(), status, text, remedy)
 
 
 @pytest.mark.parametrize(("free", "status"), [(64 * 2**20, "warn"), (2**33, "ok")])
 def test_little_shared_memory(monkeypatch: Patch, tmp_path: Path, free: int, status: str) -> None:
-    monkeypatch.setattr(doctor_machine, "SHARED_MEMORY", tmp_path)
+    monkeypatch.setattr(checks, "SHARED_MEMORY", tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(total=free, free=free))
     remedy = "" if status == "ok" else "--shm-size"
-    assert_says(doctor_machine.shared_memory(), status, f"{free // 2**20} MiB free", remedy)
+    assert_says(checks.shared_memory(), status, f"{free // 2**20} MiB free", remedy)
 
 
 def test_a_system_without_shared_memory_files(monkeypatch: Patch, tmp_path: Path) -> None:
-    monkeypatch.setattr(doctor_machine, "SHARED_MEMORY", tmp_path / "none")
-    assert_says(doctor_machine.shared_memory(), "ok", "does not need it")
-
-
-@pytest.mark.parametrize(("limit", "status"), [(256, "warn"), (1024, "ok"), (-1, "ok")])
-def test_few_open_files(monkeypatch: Patch, limit: int, status: str) -> None:
-    monkeypatch.setattr(doctor_machine.resource, "getrlimit", lambda which: (limit, limit))
-    assert_says(doctor_machine.files(), status, "may be open", "" if status == "ok" else "ulimit -n")
-
-
-def test_no_temporary_folder(monkeypatch: Patch) -> None:
-    def none() -> str:
-        raise FileNotFoundError("No usable temporary directory found in ['/tmp']")
-
-    monkeypatch.setattr(tempfile, "gettempdir", none)
-    assert_says(doctor_machine.files(), "fail", "No usable temporary directory", "TMPDIR")
-
-
-def test_a_full_temporary_folder(monkeypatch: Patch) -> None:
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=2**20))
-    assert_says(doctor_machine.files(), "warn", "1 MiB free", "TMPDIR")
+    monkeypatch.setattr(checks, "SHARED_MEMORY", tmp_path / "none")
+    assert_says(checks.shared_memory(), "ok", "does not need it")
 
 
 def test_a_host_name_without_an_address(monkeypatch: Patch) -> None:
@@ -310,13 +194,13 @@ def test_a_host_name_without_an_address(monkeypatch: Patch) -> None:
         raise socket.gaierror("Name or service not known")
 
     monkeypatch.setattr(socket, "getaddrinfo", unknown)
-    assert_says(doctor_machine.host(), "warn", "has no address (Name or service not known)", "/etc/hosts")
+    assert_says(checks.host(), "warn", "has no address (Name or service not known)", "/etc/hosts")
 
 
-def test_settings_of_torch_and_its_backends_are_told(monkeypatch: Patch) -> None:
+def test_settings_of_torch_and_its_backends_are_reported(monkeypatch: Patch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     monkeypatch.setenv("SECRET", "mine")
-    finding = doctor_machine.settings()
+    finding = checks.settings()
     assert "OMP_NUM_THREADS=3" in finding.text and "mine" not in finding.text
 
 
@@ -324,9 +208,9 @@ def test_settings_of_torch_and_its_backends_are_told(monkeypatch: Patch) -> None
 
 
 def test_workers_with_the_right_gradient(monkeypatch: Patch, ranks: Callable[[int], Any]) -> None:
-    monkeypatch.setattr(doctor_workers, "launch", lambda fn, workers, timeout_s: ranks(workers).run(fn))
-    assert doctor_workers.closed_form() == [0.75, 1.5, 2.25]
-    assert_says(doctor_workers.workers(), "ok", "exact on both")
+    monkeypatch.setattr(checks, "launch", lambda fn, workers, timeout_s: ranks(workers).run(fn))
+    assert checks.closed_form() == [0.75, 1.5, 2.25]
+    assert_says(checks.workers(), "ok", "exact on both")
 
 
 @pytest.mark.parametrize(
@@ -340,5 +224,5 @@ def test_workers_with_the_right_gradient(monkeypatch: Patch, ranks: Callable[[in
 )
 def test_workers_with_a_problem(monkeypatch: Patch, outcome: Any, text: str, remedy: str) -> None:
     launch = mock.Mock(side_effect=[outcome])
-    monkeypatch.setattr(doctor_workers, "launch", launch)
-    assert_says(doctor_workers.workers(), "fail", text, remedy)
+    monkeypatch.setattr(checks, "launch", launch)
+    assert_says(checks.workers(), "fail", text, remedy)

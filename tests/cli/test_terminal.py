@@ -16,7 +16,7 @@ from study_records import made
 
 from pyengine.cli.arguments import Conflict
 from pyengine.cli.doctor import run as doctor
-from pyengine.cli.doctor.finding import Finding, warn
+from pyengine.cli.doctor.checks import Finding, warn
 from pyengine.cli.main import build_parser, main
 from pyengine.cli.study import run as study
 from pyengine.cli.study.arguments import settings
