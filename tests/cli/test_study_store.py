@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import resource
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -143,8 +144,8 @@ def odd(**changes: object) -> str:
         (odd(noise_scale="much"), "'noise_scale' is much"),
         (odd(noise_problem=None), "'noise_problem' is None"),
         (odd(workers="two"), "'workers' is two"),
-        (odd(workers=0), "'workers' is 0"),
-        (odd(status="fine"), "'status' is fine"),
+        (odd(repeat=True), "'repeat' is True"),
+        (odd(wall_s=math.nan), "'wall_s' is nan"),
         (odd(cpu_share=[]), "'cpu_share' has 0 entries, expected 1"),
         ("[" * 100000, "nested too deeply"),
     ],

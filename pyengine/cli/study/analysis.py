@@ -47,7 +47,6 @@ class Figures:
 
     Attributes:
         samples_s: samples a second, without stalls and the first WARM_UP_STEPS steps.
-        samples_s_with_stalls: the same with stalls.
         batches_s: optimizer steps a second, without stalls.
         speed_up: throughput over that of one worker; None if that was not measured.
         is_within_noise: whether the throughput overlaps that of one worker, or either is of a single run.
@@ -57,7 +56,6 @@ class Figures:
         memory_bytes: peak memory of the largest worker.
         cpu_share: busy cores of a worker, mean over workers.
         accuracy: best of a run; None without evaluations.
-        accuracy_s: seconds of training until then.
         goal_s: seconds of training until the goal; None without a goal, or if a run did not reach it.
         noise_scale: in samples, at the end of a run; None if a run does not know it.
         noise_spread: median of the runs' standard errors of it.
@@ -68,7 +66,6 @@ class Figures:
 
     cell: Cell
     samples_s: Range
-    samples_s_with_stalls: Range
     batches_s: Range
     speed_up: Range | None
     is_within_noise: bool
@@ -78,7 +75,6 @@ class Figures:
     memory_bytes: Range
     cpu_share: Range
     accuracy: Range | None
-    accuracy_s: Range | None
     goal_s: Range | None
     noise_scale: Range | None
     noise_spread: float | None
@@ -262,7 +258,6 @@ def _figures(
     base = Range.of(map(throughput, single)) if single else None
     speed_up = samples_s.over(base.mid) if base else None
     is_known = min(len(runs), len(single)) > 1
-    best = [max(zip(one.accuracy, [-at for at in one.seconds], strict=True)) for one in curves]
     times = [time_to(one, goal) for one in curves] if goal is not None else []
     reached = [at for at in times if at is not None]
     scales = [record.noise_scale for record in runs if record.noise_scale is not None]
@@ -271,7 +266,6 @@ def _figures(
     return Figures(
         cell=cell,
         samples_s=samples_s,
-        samples_s_with_stalls=Range.of(_rate(record, _measured(record)) for record in runs),
         batches_s=Range.of(throughput(record) / record.global_batch for record in runs),
         speed_up=speed_up,
         is_within_noise=cell.workers > 1 and base is not None and (samples_s.overlaps(base) or not is_known),
@@ -280,8 +274,7 @@ def _figures(
         stalls=Range.of(len(stalls(record)) for record in runs),
         memory_bytes=Range.of(float(max(record.peak_rss_bytes)) for record in runs),
         cpu_share=Range.of(statistics.fmean(record.cpu_share) for record in runs),
-        accuracy=Range.of(accuracy for accuracy, _ in best) if best else None,
-        accuracy_s=Range.of(-at for _, at in best) if best else None,
+        accuracy=Range.of(max(one.accuracy) for one in curves) if curves else None,
         goal_s=Range.of(reached) if len(reached) == len(runs) else None,
         noise_scale=Range.of(scales) if has_scale else None,
         noise_spread=statistics.median(spreads) if has_scale and spreads else None,
@@ -294,7 +287,8 @@ def _figures(
 
 def throughput(record: Record) -> float:
     """Return samples a second, without warm-up and stalls."""
-    return _rate(record, _kept(record))
+    kept = _kept(record)
+    return record.global_batch * len(kept) / sum(record.seconds[step] for step in kept)
 
 
 def sync_share(record: Record) -> float:
@@ -303,17 +297,9 @@ def sync_share(record: Record) -> float:
     return sum(record.sync_s[step] for step in kept) / sum(record.seconds[step] for step in kept)
 
 
-def _rate(record: Record, steps: Sequence[int]) -> float:
-    return record.global_batch * len(steps) / sum(record.seconds[step] for step in steps)
-
-
-def _measured(record: Record) -> list[int]:
-    return list(range(WARM_UP_STEPS, len(record.seconds)))
-
-
 def _kept(record: Record) -> list[int]:
     stalled = {stall.step for stall in stalls(record)}
-    return [step for step in _measured(record) if step not in stalled]
+    return [step for step in range(WARM_UP_STEPS, len(record.seconds)) if step not in stalled]
 
 
 def _samples_s(value: float) -> str:

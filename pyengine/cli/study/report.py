@@ -213,11 +213,6 @@ def _values(content: Content) -> dict[str, Any]:
             f"{duration(stall.seconds)} instead of {duration(stall.usual_s)}"
             for stall in analysis.stalls
         ],
-        "with_stalls": [
-            (cell, f"{figures.samples_s.mid:,.0f}", f"{figures.samples_s_with_stalls.mid:,.0f}")
-            for cell, figures in analysis.cells.items()
-            if any(stall.record.cell == cell for stall in analysis.stalls)
-        ],
         "rule": {"warm_up": WARM_UP_STEPS, "sigmas": STALL_SIGMAS, "ratio": STALL_RATIO},
         "machine": content.machine,
         "settings": {

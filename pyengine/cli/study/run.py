@@ -7,7 +7,7 @@ import platform
 import statistics
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from pyengine.cli.study import report as study_report
 from pyengine.cli.study.analysis import analyse
 from pyengine.cli.study.arguments import Settings
 from pyengine.cli.study.grid import LEAST_STEPS, WARM_UP_STEPS, Cell, Impossible, Plan, cells, plan
-from pyengine.cli.study.probe import Run
+from pyengine.cli.study.probe import Run, Trace
 from pyengine.cli.study.report import Report
 from pyengine.cli.study.store import Record, Store
 from pyengine.cli.study.supervise import Limits, Outcome, Watch, execute, log_path
@@ -271,31 +271,27 @@ class _Runs:
 
 def _record(cell: Cell, repeat: int, plan: Plan, outcome: Outcome) -> Record:
     traces = outcome.traces
-    first = traces[0] if traces else None
+    first = traces[0] if traces else Trace()
     return Record(
-        workers=cell.workers,
-        batch=cell.batch,
+        **asdict(cell),
         repeat=repeat,
         status=outcome.status,
         reason=outcome.reason,
-        steps=outcome.steps,
-        global_batch=plan.global_batch,
-        micro_batch=plan.micro_batch,
-        accumulate=plan.accumulate,
+        **(asdict(plan) | {"steps": outcome.steps}),
         wall_s=round(outcome.wall_s, 3),
         busy=round(outcome.busy, 3),
-        seconds=_rounded(first.seconds if first else ()),
+        seconds=_rounded(first.seconds),
         sync_s=_rounded(
             [statistics.fmean(step) for step in zip(*(trace.sync_s for trace in traces), strict=True)]
         ),
-        losses=[_finite(loss) for loss in (first.losses if first else ())],
-        accuracy=[(step, _finite(value)) for step, value in (first.accuracy if first else ())],
+        losses=[_finite(loss) for loss in first.losses],
+        accuracy=[(step, _finite(value)) for step, value in first.accuracy],
         cpu_share=_rounded([trace.cpu_s / sum(trace.seconds) for trace in traces]),
         peak_rss_bytes=[trace.peak_rss_bytes for trace in traces],
-        bytes_on_wire=first.bytes_on_wire if first else 0,
-        noise_scale=_finite(first.noise_scale if first else None),
-        noise_spread=_finite(first.noise_spread if first else None),
-        noise_problem=first.noise_problem if first else "",
+        bytes_on_wire=first.bytes_on_wire,
+        noise_scale=_finite(first.noise_scale),
+        noise_spread=_finite(first.noise_spread),
+        noise_problem=first.noise_problem,
     )
 
 

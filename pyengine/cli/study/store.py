@@ -8,7 +8,8 @@ import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from types import UnionType
+from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 from pyengine.cli.arguments import Conflict
 from pyengine.cli.study.grid import Cell
@@ -16,7 +17,6 @@ from pyengine.cli.terminal import read_json
 
 Key = tuple[int, int, int]
 _Read = TypeVar("_Read")
-_Test = Callable[[Any], bool]
 
 
 @dataclass(frozen=True)
@@ -162,23 +162,6 @@ class Store:
             raise OSError(error.errno, error.strerror, str(self.path)) from None
 
 
-def _record(text: bytes) -> Record:
-    line = _parse(text)
-    _check_run(line)
-    fields = {name: value for name, value in line.items() if name != "event"}
-    fields["accuracy"] = [(step, value) for step, value in line["accuracy"]]
-    return Record(**fields)
-
-
-def _text(value: Any) -> str:
-    if isinstance(value, dict):
-        return ", ".join(f"{name} {part}" for name, part in value.items())
-    return str(value)
-
-
-# ---- what a line has to contain ----
-
-
 def _parse(line: bytes) -> dict[str, Any]:
     """Return the object of a line, or raise ValueError if there is none."""
     found = read_json(line)
@@ -187,67 +170,40 @@ def _parse(line: bytes) -> dict[str, Any]:
     return found
 
 
-def _check_run(line: dict[str, Any]) -> None:
-    """Raise ValueError if a line is not that of a run, or a value is not possible."""
-    fields = line.keys() - {"event"}
-    if line.get("event") != "run" or fields != _FIELDS.keys():
-        parts = sorted(fields ^ _FIELDS.keys()) or ["event"]
+def _record(text: bytes) -> Record:
+    """Return the run of a line, or raise ValueError if there is none."""
+    line = _parse(text)
+    is_run, hints = line.pop("event", None) == "run", get_type_hints(Record)
+    if not is_run or line.keys() != hints.keys():
+        parts = sorted(line.keys() ^ hints.keys()) or ["event"]
         raise ValueError(f"not a run: see {', '.join(map(repr, parts[:3]))}")
-    for name, is_right in _FIELDS.items():
-        if not is_right(line[name]):
-            raise ValueError(f"{name!r} is {str(line[name])[:40]}")
+    for name, value in line.items():
+        if not _fits(value, hints[name]):
+            raise ValueError(f"{name!r} is {str(value)[:40]}")
     lengths = dict.fromkeys(("seconds", "sync_s", "losses"), line["steps"])
     lengths |= dict.fromkeys(("cpu_share", "peak_rss_bytes"), line["workers"])
     for name, number in lengths.items():
         if line["status"] == "done" and len(line[name]) != number:
             raise ValueError(f"{name!r} has {len(line[name])} entries, expected {number}")
+    line["accuracy"] = [(step, value) for step, value in line["accuracy"]]
+    return Record(**line)
 
 
-def _number(kinds: Any = (int, float), *, least: float = -math.inf, may_lack: bool = False) -> _Test:
-    """Return a test for finite numbers of at least `least`."""
-
-    def test(value: Any) -> bool:
-        if value is None or isinstance(value, bool) or not isinstance(value, kinds):
-            return value is None and may_lack
-        return math.isfinite(value) and value >= least
-
-    return test
-
-
-def _is_pair(value: Any) -> bool:
-    return isinstance(value, list) and len(value) == 2 and _is_whole(value[0]) and _is_optional(value[1])
-
-
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str)
+def _fits(value: Any, hint: Any) -> bool:
+    """Return whether a JSON value has the type of a field, and is finite if it is a number."""
+    kind, parts = get_origin(hint), get_args(hint)
+    if kind is UnionType:
+        return any(_fits(value, part) for part in parts)
+    if kind is list:
+        return isinstance(value, list) and all(_fits(each, parts[0]) for each in value)
+    if kind is tuple:
+        return isinstance(value, list) and len(value) == len(parts) and all(map(_fits, value, parts))
+    if hint is float:
+        return type(value) in (int, float) and math.isfinite(value)
+    return type(value) is hint  # isinstance accepts True as a whole number
 
 
-def _list_of(is_right: _Test) -> _Test:
-    return lambda value: isinstance(value, list) and all(map(is_right, value))
-
-
-_is_whole, _is_count = _number(int, least=0), _number(int, least=1)
-_is_time, _is_number, _is_optional = _number(least=0), _number(), _number(may_lack=True)
-_FIELDS: dict[str, _Test] = {
-    "workers": _is_count,
-    "batch": _is_count,
-    "repeat": _is_whole,
-    "status": lambda value: value in ("done", "failed", "stalled", "timed out"),
-    "reason": _is_text,
-    "steps": _is_whole,
-    "global_batch": _is_count,
-    "micro_batch": _is_count,
-    "accumulate": _is_count,
-    "wall_s": _is_time,
-    "busy": _is_number,
-    "seconds": _list_of(_is_time),
-    "sync_s": _list_of(_is_time),
-    "losses": _list_of(_is_optional),
-    "accuracy": _list_of(_is_pair),
-    "cpu_share": _list_of(_is_number),
-    "peak_rss_bytes": _list_of(_is_whole),
-    "bytes_on_wire": _is_whole,
-    "noise_scale": _is_optional,
-    "noise_spread": _is_optional,
-    "noise_problem": _is_text,
-}
+def _text(value: Any) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{name} {part}" for name, part in value.items())
+    return str(value)
