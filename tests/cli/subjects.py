@@ -116,11 +116,6 @@ def nondeterministic(verify: Probe) -> None:
     train(verify, network(), rng=lambda *_: nullcontext(), weight=_surprise())
 
 
-def other_threads(verify: Probe) -> None:
-    torch.set_num_threads(dist.get_world_size())
-    train(verify, network(), accumulator="fp32")
-
-
 def plain_ddp(verify: Probe) -> None:
     model = DistributedDataParallel(network())
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)

@@ -14,8 +14,8 @@ from pyengine.gradients.settings import Accumulator
 DESCRIPTION = """\
 Train for a few steps on several world sizes, and check that the runs are bitwise identical: parameters,
 gradients, norm, optimizer state and buffers, after every step, on every rank. If they are not, report where
-they first differ, and the likely cause. The first world size runs twice, and another one also with small
-buckets. Workers have one thread each, since the number of threads changes the bits."""
+they first differ, and the likely cause. The first world size runs twice. Workers have one thread each, since
+the number of threads changes the bits."""
 
 EXAMPLES = """\
 examples:
@@ -51,8 +51,7 @@ With --wrap, `sync, forward = verify.wrap(model, accumulate=..., accumulator="ex
 optimizer is made after it.
 
 `sync` may be left out (DDP without pyengine); norm and number of items are then not compared. The function
-can follow the command line by verify.steps, verify.micro_batches, verify.slots, verify.accumulator and
-verify.bucket_cap_mb. Only one that reads verify.bucket_cap_mb also runs with small buckets.
+can follow the command line by verify.steps, verify.micro_batches and verify.accumulator.
 """
 
 BUILT_IN = "pyengine.cli.verify.subjects:{}"
@@ -66,7 +65,6 @@ class Settings:
         subjects: training functions as "module:function", by the names of the report.
         workers: world sizes; the first one is the reference.
         micro_batches: in a window, over all ranks.
-        slots: slots of exact sums in a window; None: one for each micro-batch.
         wraps: who owns the gradients; each runs on all `workers` that it supports.
     """
 
@@ -74,7 +72,6 @@ class Settings:
     workers: tuple[int, ...]
     steps: int
     micro_batches: int
-    slots: int | None
     accumulator: Accumulator
     wraps: tuple[str, ...]
     json: bool
@@ -91,12 +88,6 @@ def add_to(parser: argparse.ArgumentParser) -> None:
         default=12,
         metavar="N",
         help="micro-batches in a window, over all workers (default: 12)",
-    )
-    add(
-        "--slots",
-        type=whole(1),
-        metavar="N",
-        help="slots of a window over which sums are exact (default: one for each micro-batch)",
     )
     target.add_to(parser, (*MODELS, "both"), "both")
     add(
@@ -123,8 +114,6 @@ def settings(options: argparse.Namespace) -> Settings:
                 f"argument --wrap: {name} on {', '.join(map(str, options.workers))} workers: "
                 f"{needs(name, options.workers[0])}"
             )
-    if options.slots is not None:
-        _check_slots(options, options.slots)
     if options.train is not None:
         target.check_spelling(options)
         subjects = {options.train: options.train}
@@ -132,14 +121,3 @@ def settings(options: argparse.Namespace) -> Settings:
         models = MODELS if options.model in (None, "both") else (options.model,)
         subjects = {name: BUILT_IN.format(name) for name in models}
     return fill(Settings, options, subjects=subjects, wraps=options.wrap)
-
-
-def _check_slots(options: argparse.Namespace, slots: int) -> None:
-    if options.accumulator != "exact":
-        raise Conflict(f"argument --slots: got {slots} with --accumulator {options.accumulator}: need exact")
-    if options.micro_batches % slots:
-        raise Conflict(
-            f"argument --slots: {slots} does not divide the {options.micro_batches} micro-batches of a window"
-        )
-    if uneven := [workers for workers in options.workers if slots % workers]:
-        raise Conflict(f"argument --slots: {slots} is not a multiple of {uneven[0]} workers")

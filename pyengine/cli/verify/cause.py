@@ -16,7 +16,6 @@ class Facts:
         first: where the runs first differ.
         repeats: whether both runs have the same world size and settings.
         came_back: whether both runs had the same bits again when they were repeated.
-        threads: torch's threads at the end of each rank.
         micro_batches: in a window.
         gradient: how the whole gradient of that step differs, if it does.
     """
@@ -24,7 +23,6 @@ class Facts:
     first: Difference
     repeats: bool
     came_back: bool
-    threads: tuple[int, ...]
     micro_batches: int
     gradient: Change | None
 
@@ -36,13 +34,6 @@ class Facts:
 def causes(facts: Facts) -> list[tuple[str, str]]:
     """Return (name, text) of the likely causes, the likeliest first; never empty."""
     first = facts.first
-    if len(set(facts.threads)) > 1:
-        seen = ", ".join(str(number) for number in sorted(set(facts.threads)))
-        text = (
-            f"The runs ended with different numbers of threads ({seen}), which changes the order of sums: "
-            "call torch.set_num_threads with the same number everywhere, or not at all."
-        )
-        return [("threads", text)]
     if first.step == START and facts.repeats:
         text = "The initial parameters differ in each run: call pe.seed_everything before the model is built."
         return [("seed", text)]
@@ -78,7 +69,12 @@ def causes(facts: Facts) -> list[tuple[str, str]]:
         )
         found.append(("norm", text))
     elif facts.differs("parameter") or facts.differs("state"):
-        found.append(_optimizer(first.agrees))
+        text = (
+            "The gradients are equal and the optimizer computes other values: its settings (learning rate, "
+            "schedule) depend on the rank or the world size, or its kernel on the split of parameters, or "
+            "parameters are written on some ranks only. Derive the settings from the global batch."
+        )
+        found.append(("optimizer", text))
     return found or [("unknown", "No rule knows this difference.")]
 
 
@@ -123,17 +119,4 @@ def _gradient(facts: Facts) -> tuple[str, str]:
         f"In this step {of}{size}: data, randomness or state depends on the rank or its history, not on the "
         "micro-batch. Use pe.WindowSampler for the data, pe.micro_batch_rng around each micro-batch, and no "
         "state between forwards."
-    )
-
-
-def _optimizer(agrees: bool) -> tuple[str, str]:
-    if agrees:
-        return "optimizer", (
-            "The gradients are equal and the optimizer computes other values: its settings (learning rate, "
-            "schedule) depend on the world size, or its kernel on the split of parameters. Derive the "
-            "settings from the global batch."
-        )
-    return "optimizer by rank", (
-        "The gradients are equal and the ranks compute other values: the optimizer's settings depend on the "
-        "rank, or parameters are written on some ranks only. Use the same optimizer on every rank."
     )

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.testing import assert_close
 
-from pyengine.cli.verify.probe import KINDS, Trace
+from pyengine.cli.verify.probe import KINDS, Trace, digest
 
 NORM = ("norm", "norm")
 Tensors = Mapping[tuple[str, str], Tensor]  # by kind and name
@@ -20,7 +21,6 @@ class Difference:
 
     Attributes:
         rank: the lowest rank on which it differs.
-        agrees: whether the entry is the same on all ranks of the run.
         counts: (entries that differ, entries) of that step and rank, by kind.
         texts: the entry in the reference and in the run: digests, except for the kind "window".
     """
@@ -29,29 +29,8 @@ class Difference:
     kind: str
     name: str
     rank: int
-    agrees: bool
     counts: dict[str, tuple[int, int]]
     texts: tuple[str | None, str | None]
-
-
-@dataclass(frozen=True)
-class Elements:
-    """How two tensors differ, bit by bit.
-
-    Attributes:
-        index: flat index of the first element that differs.
-        values: this element in the reference and in the run; None if a tensor is missing, or shapes or dtypes
-            differ.
-        differ, total: numbers of elements.
-        largest: largest difference of two elements.
-    """
-
-    index: int
-    values: tuple[float, float] | None
-    about: tuple[str, str]
-    differ: int
-    total: int
-    largest: float
 
 
 @dataclass(frozen=True)
@@ -89,7 +68,6 @@ def first_difference(reference: Trace, ranks: Sequence[Trace]) -> Difference | N
         kind,
         name,
         rank,
-        agrees=len({trace.entries.get(key) for trace in ranks}) == 1,
         counts=_counts(reference, ranks[rank], step),
         texts=(reference.entries.get(key), ranks[rank].entries.get(key)),
     )
@@ -105,28 +83,18 @@ def _counts(reference: Trace, trace: Trace, step: int) -> dict[str, tuple[int, i
     return counts
 
 
-def compare(ours: Tensor | None, theirs: Tensor | None) -> Elements | None:
-    """Compare a tensor of the reference with that of a run; return None if they are equal."""
-    if ours is None or theirs is None or (ours.shape, ours.dtype) != (theirs.shape, theirs.dtype):
-        return Elements(0, None, (_about(ours), _about(theirs)), 0, 0, 0.0)
-    ours, theirs = ours.reshape(-1), theirs.reshape(-1)
-    differs = (_bits(ours) != _bits(theirs)).any(1)
-    if not bool(differs.any()):
-        return None
-    index = int(differs.nonzero()[0])
-    largest = (ours.double() - theirs.double()).abs().max()
-    values = float(ours[index]), float(theirs[index])
-    return Elements(
-        index, values, (_about(ours), _about(theirs)), int(differs.sum()), ours.numel(), float(largest)
-    )
-
-
-def _bits(flat: Tensor) -> Tensor:
-    return flat.view(torch.uint8).view(flat.numel(), flat.element_size())
-
-
-def _about(tensor: Tensor | None) -> str:
-    return "missing" if tensor is None else f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
+def compare(ours: Tensor | None, theirs: Tensor | None) -> str:
+    """Describe how a tensor of a run differs from that of the reference; empty if their bits are equal."""
+    if ours is None or theirs is None:
+        return f"The tensor is missing in {'the reference' if ours is None else 'the run'}."
+    if digest(ours) == digest(theirs):
+        return ""
+    try:
+        assert_close(theirs, ours, rtol=0, atol=0, equal_nan=True)
+    except AssertionError as error:
+        title, *lines = filter(None, str(error).splitlines())
+        return "; ".join(lines or [title]).rstrip(".") + "."
+    return "The values are equal: the signs of zeros or the bits of nans differ."
 
 
 def change(ours: Tensors, theirs: Tensors) -> Change | None:

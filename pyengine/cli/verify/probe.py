@@ -46,7 +46,6 @@ class Run:
         wrap: one of `WRAPS`.
         last: the step after which training ends.
         keep: folder for the tensors of that step; None: only digests.
-        slots: slots of exact sums in a window; None: one for each micro-batch.
     """
 
     label: str
@@ -54,11 +53,9 @@ class Run:
     steps: int
     micro_batches: int
     accumulator: Accumulator
-    bucket_cap_mb: float
     wrap: str
     last: int
     keep: str | None = None
-    slots: int | None = None
 
 
 @dataclass
@@ -68,16 +65,12 @@ class Trace:
     Attributes:
         entries: digest (kind "window": text) by step, kind and name.
         steps: optimizer steps recorded.
-        threads: torch's threads at the end.
-        takes_bucket_cap: whether the function has read `bucket_cap_mb`.
         is_wrapped: whether the function has called `wrap`.
         stopped: the error that ended the function before its last step; empty without one.
     """
 
     entries: dict[tuple[int, str, str], str] = field(default_factory=dict)
     steps: int = 0
-    threads: int = 1
-    takes_bucket_cap: bool = False
     is_wrapped: bool = False
     stopped: str = ""
 
@@ -89,24 +82,17 @@ class Probe:
         run: the settings of the run.
 
     Attributes:
-        steps, micro_batches, slots, accumulator: of the command line, for the function to follow.
+        steps, micro_batches, accumulator: of the command line, for the function to follow.
         trace: the records so far.
     """
 
     def __init__(self, run: Run) -> None:
-        self.steps, self.micro_batches, self.slots = run.steps, run.micro_batches, run.slots
-        self.accumulator = run.accumulator
+        self.steps, self.micro_batches, self.accumulator = run.steps, run.micro_batches, run.accumulator
         self.trace = Trace()
         self._run = run
         self._step = START
         self._kept: dict[tuple[str, str], Tensor] = {}
         self._is_watching = False
-
-    @property
-    def bucket_cap_mb(self) -> float:
-        """The bucket size for `GradSync` or DDP; a function that reads it also runs with small buckets."""
-        self.trace.takes_bucket_cap = True
-        return self._run.bucket_cap_mb
 
     def wrap(
         self, model: nn.Module, *, accumulate: int, accumulator: Accumulator | Exact = "exact"
@@ -121,13 +107,11 @@ class Probe:
             The engine, and the module whose forward to call.
         """
         self.trace.is_wrapped = True
-        cap_mb, wrap = self.bucket_cap_mb, self._run.wrap
+        wrap = self._run.wrap
         if wrap == "own":
-            return GradSync(
-                model, accumulate=accumulate, accumulator=accumulator, bucket_cap_mb=cap_mb
-            ), model
+            return GradSync(model, accumulate=accumulate, accumulator=accumulator), model
         if wrap == "ddp":
-            ddp = DistributedDataParallel(model, bucket_cap_mb=cap_mb)
+            ddp = DistributedDataParallel(model)
             return attach(ddp, accumulate=accumulate, accumulator=accumulator), ddp
         from torch.distributed.fsdp import fully_shard  # which plain commands need not load
 
@@ -195,7 +179,7 @@ class Probe:
                 self._kept[kind, name] = whole.detach().cpu().clone()
 
     def _advance(self) -> None:
-        self.trace.threads, self.trace.steps = torch.get_num_threads(), self._step + 1
+        self.trace.steps = self._step + 1
         if self._step == self._run.last:
             if self._run.keep is not None:
                 torch.save(self._kept, Path(self._run.keep) / f"{dist.get_rank()}.pt")

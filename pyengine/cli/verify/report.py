@@ -11,18 +11,18 @@ from rich.status import Status
 from rich.table import Table
 
 from pyengine.cli import report
-from pyengine.cli.verify.compare import Difference, Elements
+from pyengine.cli.verify.compare import Difference
 from pyengine.cli.verify.probe import START, Run, Trace
 
 
 @dataclass(frozen=True)
 class Finding:
-    """How a run differs from the reference: where first, that tensor's elements, and likely causes."""
+    """How a run differs from the reference: where first, that tensor's elements as text, likely causes."""
 
     reference: str
     run: str
     first: Difference
-    elements: Elements | None
+    elements: str
     causes: list[tuple[str, str]]
 
 
@@ -73,7 +73,7 @@ class Report(report.Report):
                 reference=finding.reference,
                 run=finding.run,
                 first=asdict(finding.first),
-                elements=finding.elements and asdict(finding.elements),
+                elements=finding.elements,
                 causes=[{"name": name, "text": text} for name, text in finding.causes],
             )
         table = Table(title=escape(subject))
@@ -111,26 +111,10 @@ def sentences(subject: str, finding: Finding | None, reference: Trace) -> list[s
     other = "its own rank 0" if finding.run == finding.reference else finding.reference
     run = f"on rank {first.rank} of {finding.run}"
     where = [f"Not identical: {subject} first differs from {other} at {place(first)}, {run}."]
-    where += _values(finding)
+    where.append(finding.elements or "When both runs were repeated to compare this value, it was equal.")
     counts = [f"{kind} {differ} of {total}" for kind, (differ, total) in first.counts.items() if differ]
     where.append(f"In that step and rank, these differ: {', '.join(counts)}.")
     return [*where, *(f"Likely cause ({name}): {text}" for name, text in finding.causes)]
-
-
-def _values(finding: Finding) -> list[str]:
-    elements = finding.elements
-    if finding.first.kind == "window":
-        wanted, got = finding.first.texts
-        return [f"The window has {got}, and {wanted} in the reference."]
-    if elements is None:
-        return ["When both runs were repeated to compare this value, it was equal."]
-    if elements.values is None:
-        wanted, got = elements.about
-        return [f"It is {got}, and {wanted} in the reference."]
-    reference, run = elements.values
-    element = f"Element {elements.index} (flat) is {run:.9g}, and {reference:.9g} in the reference"
-    extent = f"{elements.differ} of {elements.total} elements differ, by at most {elements.largest:.3g}"
-    return [f"{element}; {extent}."]
 
 
 _ENTRY = {

@@ -22,7 +22,6 @@ from pyengine.cli.verify.probe import WRAPS, Probe, Run, Trace, needs
 from pyengine.cli.verify.report import Finding, Report
 from pyengine.comm.launching import launch
 
-_BUCKET_CAP_MB, _SMALL_BUCKET_CAP_MB = 25.0, 0.05
 _FAILED = 2
 
 # Runs functions ("module:function") in turn on the workers of a run, and returns their traces by rank.
@@ -68,8 +67,6 @@ def verify(settings: Settings, execute: Execute, report: Report) -> bool:
             ):
                 raise RuntimeError(f"{name} on {run.label} failed after {ranks[0].steps} steps: {stopped}")
             report.ran(name, run, ranks[0], seconds, difference)
-        if not any(traces[0].ranks[0].takes_bucket_cap for traces in done.values()):
-            runs = [each for each in runs if each.bucket_cap_mb == _BUCKET_CAP_MB]
     verdicts = [_conclude(name, settings, execute, report, traces) for name, traces in done.items()]
     return all(verdicts)
 
@@ -132,9 +129,7 @@ def _runs(settings: Settings) -> list[Run]:
         steps=settings.steps,
         micro_batches=settings.micro_batches,
         accumulator=settings.accumulator,
-        bucket_cap_mb=_BUCKET_CAP_MB,
         last=settings.steps - 1,
-        slots=settings.slots,
     )
     is_one = len(settings.wraps) == 1
     first, *others = [
@@ -145,13 +140,7 @@ def _runs(settings: Settings) -> list[Run]:
         for world in settings.workers
         if not needs(wrap, world)
     ]
-    runs = [first, replace(first, label=f"{first.label}, again"), *others]
-    several = [run for run in (first, *others) if run.workers > 1]
-    small = [
-        replace(run, label=f"{run.label}, small buckets", bucket_cap_mb=_SMALL_BUCKET_CAP_MB)
-        for run in several[:1]
-    ]
-    return [*runs, *small]
+    return [first, replace(first, label=f"{first.label}, again"), *others]
 
 
 def _workers(world: int) -> str:
@@ -176,14 +165,16 @@ def _find_cause(target: str, execute: Execute, reference: Done, other: Done, fir
     with tempfile.TemporaryDirectory(prefix="pyengine-") as folder:
         wanted, repeats = _tensors(target, execute, reference, 0, first, Path(folder) / "reference")
         got, other_repeats = _tensors(target, execute, other, first.rank, first, Path(folder) / "run")
-        key = first.kind, first.name
-        elements = None if first.kind == "window" else compare(wanted.get(key), got.get(key))
+        if first.kind == "window":
+            elements = f"The window has {first.texts[1]}, and {first.texts[0]} in the reference."
+        else:
+            key = first.kind, first.name
+            elements = compare(wanted.get(key), got.get(key))
         gradient = change(wanted, got)
     facts = Facts(
         first,
         repeats=other is not reference and replace(other.run, label="") == replace(reference.run, label=""),
         came_back=repeats and other_repeats,
-        threads=tuple(trace.threads for trace in (*reference.ranks, *other.ranks)),
         micro_batches=reference.run.micro_batches,
         gradient=gradient,
     )

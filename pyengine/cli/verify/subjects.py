@@ -14,7 +14,6 @@ from pyengine.cli.tasks.gpt import TextTask
 from pyengine.cli.verify.probe import Probe
 from pyengine.data.rng import micro_batch_rng
 from pyengine.data.sampler import WindowSampler
-from pyengine.gradients.settings import Exact
 
 _SEED = 42
 _MICRO_BATCH = 2
@@ -32,12 +31,7 @@ def _train(task: Task, verify: Probe) -> None:
     model = _build(task)
     size = _MICRO_BATCH * verify.micro_batches
     sampler = WindowSampler(task.num_samples, seed=_SEED, micro_batch=_MICRO_BATCH, global_batch=size)
-    exact = Exact(verify.micro_batches, slots=verify.slots)
-    sync, forward = verify.wrap(
-        model,
-        accumulate=sampler.accumulate,
-        accumulator=exact if verify.accumulator == "exact" else verify.accumulator,
-    )
+    sync, forward = verify.wrap(model, accumulate=sampler.accumulate, accumulator=verify.accumulator)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     verify.watch(model, optimizer=optimizer, sync=sync)
     for epoch in itertools.count():
