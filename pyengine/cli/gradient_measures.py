@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from pyengine.engine.sync import Sync
 from pyengine.step.step_record import StepRecord
-from pyengine.window.noise_scale import NoiseEstimate, NoiseScale
+from pyengine.window.noise_scale import NoiseScale
 
 INK = "#222222"
 STYLE: dict[Any, Any] = {  # the stubs of rc_context list every name
@@ -36,35 +37,19 @@ _MOST_LINES = 12  # that can be distinguished in one panel
 _BARS = 25  # of spreads, about, over the steps of a run
 
 
-def measure_noise_scale(sync: Sync, *, parts: int) -> str:
-    """Measure the noise scale from the next window on; return why that is refused, or an empty string.
+def measure_noise_scale(sync: Sync, *, parts: int) -> None:
+    """Measure the noise scale from the next window on; warn where the engine refuses that.
 
     Every rank calls this at the same point.
 
     Args:
         parts: ranks or, with one rank, micro-batches of a window, whose gradients are compared.
     """
-    if parts < 2:
-        return "NoiseScale compares gradients: need two workers, or two micro-batches a window"
     try:
-        sync.measure(NoiseScale())
+        if parts > 1:
+            sync.measure(NoiseScale())
     except ValueError as error:  # on every rank
-        return str(error)
-    return ""
-
-
-def why_unknown(estimate: NoiseEstimate | None, refusal: str) -> str:
-    """Return why a run has no noise scale at its end; empty if it has one.
-
-    Args:
-        estimate: the last one of the run.
-        refusal: the result of `measure_noise_scale`.
-    """
-    if estimate is None:
-        return refusal or "NoiseScale could measure none of the windows"
-    if estimate.scale is None:
-        return "the windows' mean gradient cannot be distinguished from 0"
-    return ""
+        warnings.warn(f"no noise scale: {error}", stacklevel=2)
 
 
 def with_spread(scale: float, spread: float | None) -> str:

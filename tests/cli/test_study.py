@@ -70,7 +70,6 @@ def _trace(run: Run) -> Trace:
         peak_rss_bytes=2**28,
         noise_scale=24.0 if run.workers > 1 else None,
         noise_spread=4.0 if run.workers > 1 else None,
-        noise_problem="" if run.workers > 1 else "too few",
     )
 
 
@@ -244,7 +243,6 @@ def test_tables_name_runs_and_report(make: Study, capsys: pytest.CaptureFixture[
     assert len(headings) <= 80
     assert " ".join(headings.split()) == "workers batch samples/s speed-up waits to goal best noise scale"
     assert [line.split()[-3:] for line in out.splitlines() if "±" in line] == [["24", "±", "4"]] * 2
-    assert "no noise scale of 1 worker × batch 8, 1 worker × batch 16: too few\n" in out
 
 
 def test_report_shows_text_as_it_is_and_runs_none_of_it(make: Study, tmp_path: Path) -> None:
@@ -262,7 +260,6 @@ def test_report_names_what_is_not_in_the_figures(make: Study, tmp_path: Path) ->
     assert "logs/2-workers-batch-8-repeat-2.txt" in page
     assert "a global batch of 9 is not a multiple of 2 workers; nearest: 8 and 10" in page
     assert "<td>24 ± 4</td>" in page
-    assert "no noise scale of 1 worker × batch 8, 1 worker × batch 9: too few" in page
 
 
 def test_report_counts_runs_of_a_busy_machine(make: Study, tmp_path: Path) -> None:

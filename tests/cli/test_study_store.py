@@ -39,7 +39,7 @@ def test_runs_come_back_as_they_were(folder: Path) -> None:
 
 def test_a_noise_scale_comes_back(folder: Path) -> None:
     store = Store(folder, SHARED)
-    record = made(8, 64, noise_scale=24.5, noise_spread=4.0, noise_problem="too few")
+    record = made(8, 64, noise_scale=24.5, noise_spread=4.0)
     store.add(record)
     store.close()
     assert kept(folder)[8, 64, 0] == record
@@ -142,7 +142,6 @@ def odd(**changes: object) -> str:
         (odd(accuracy=[1, 2]), r"'accuracy' is \[1, 2\]"),
         (odd(accuracy=[[1, "much"]]), "'accuracy' is "),
         (odd(noise_scale="much"), "'noise_scale' is much"),
-        (odd(noise_problem=None), "'noise_problem' is None"),
         (odd(workers="two"), "'workers' is two"),
         (odd(repeat=True), "'repeat' is True"),
         (odd(wall_s=math.nan), "'wall_s' is nan"),

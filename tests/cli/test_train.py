@@ -139,7 +139,6 @@ def test_a_run_that_traces_draws_gradient_norms_and_noise_scale(train: Train, ru
         assert all(step["grad_norms"] for step in steps)
         last = steps[-1]["noise_scale"]
         assert (line["noise_scale"], line["spread"]) == (last["scale"], last["spread"])
-        assert len(line["problems"]) == (last["scale"] is None)
         if find_spec("matplotlib") is not None:
             assert line["plot"] == trace["path"].replace(".json", "-norms.png")
             assert Path(line["plot"]).read_bytes().startswith(b"\x89PNG")

@@ -59,7 +59,6 @@ class Figures:
         goal_s: seconds of training until the goal; None without a goal, or if a run did not reach it.
         noise_scale: in samples, at the end of a run; None if a run does not know it.
         noise_spread: median of the runs' standard errors of it.
-        noise_problem: why a run does not know it.
         is_oversubscribed: whether the workers have more threads than the machine has cores.
         runs: number of runs.
     """
@@ -78,7 +77,6 @@ class Figures:
     goal_s: Range | None
     noise_scale: Range | None
     noise_spread: float | None
-    noise_problem: str
     worker_batch: int
     is_oversubscribed: bool
     runs: int
@@ -278,7 +276,6 @@ def _figures(
         goal_s=Range.of(reached) if len(reached) == len(runs) else None,
         noise_scale=Range.of(scales) if has_scale else None,
         noise_spread=statistics.median(spreads) if has_scale and spreads else None,
-        noise_problem=next((record.noise_problem for record in runs if record.noise_problem), ""),
         worker_batch=runs[0].micro_batch * runs[0].accumulate,
         is_oversubscribed=is_oversubscribed,
         runs=len(runs),

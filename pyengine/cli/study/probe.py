@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from pyengine.cli import terminal
-from pyengine.cli.gradient_measures import measure_noise_scale, why_unknown
+from pyengine.cli.gradient_measures import measure_noise_scale
 from pyengine.cli.target import Enough, load
 from pyengine.engine.sync import Sync
 from pyengine.step.step_record import StepRecord
@@ -61,7 +61,6 @@ class Trace:
         cpu_s: CPU seconds of all threads during the steps.
         peak_rss_bytes: largest memory of the process.
         noise_scale, noise_spread: the last estimate, in samples as `Run.global_batch` counts them; or None.
-        noise_problem: why there is none; empty if there is.
     """
 
     seconds: list[float] = field(default_factory=list)
@@ -73,7 +72,6 @@ class Trace:
     peak_rss_bytes: int = 0
     noise_scale: float | None = None
     noise_spread: float | None = None
-    noise_problem: str = ""
 
 
 class Probe:
@@ -102,7 +100,6 @@ class Probe:
         self._is_watching = False
         self._estimate: NoiseEstimate | None = None
         self._count = 0.0
-        self._refusal = "study.watch got no engine of pyengine"
         self._beat(done=0)
 
     def watch(self, sync: Sync | None, *, quality: Quality | None = None, noise_scale: bool = True) -> None:
@@ -114,7 +111,7 @@ class Probe:
                 between the timed steps; the value of rank 0 counts, other ranks may return None.
             noise_scale: whether to measure `pe.NoiseScale` where the engine allows it, with two workers and
                 more. Its cost is part of the timed steps, and windows of `sync.capture` then run without a
-                graph. One worker would need a hook for each parameter.
+                graph.
 
         Raises:
             RuntimeError: at a second call.
@@ -127,12 +124,9 @@ class Probe:
                 "study.watch was called twice, and it times one engine: watch the one to be timed"
             )
         self._is_watching, self._quality = True, quality
-        if sync is not None and not noise_scale:
-            self._refusal = "study.watch got noise_scale=False"
-        elif sync is not None and self.workers == 1:
-            self._refusal = "one worker's steps, the base of speed-ups, are timed without a hook a parameter"
-        elif sync is not None:
-            self._refusal = measure_noise_scale(sync, parts=self.workers)
+        # One worker, the base of speed-ups, is timed without a hook for each parameter.
+        if sync is not None and noise_scale and self.workers > 1:
+            measure_noise_scale(sync, parts=self.workers)
         self._evaluate()
         self._start_clock()
         if sync is not None:
@@ -175,7 +169,6 @@ class Probe:
     def _conclude_noise_scale(self) -> None:
         """Record the last estimate, in samples: `count` may count something else, for example tokens."""
         found, trace = self._estimate, self.trace
-        trace.noise_problem = why_unknown(found, self._refusal)
         if found is not None and found.scale is not None:
             samples = self.global_batch * self.steps / self._count
             trace.noise_scale = found.scale * samples

@@ -108,8 +108,6 @@ class Report(report.Report):
         self._emit("report", goal=analysis.goal, stalls=len(analysis.stalls), page=str(page))
         if analysis.cells:
             self._console.print(_table(analysis))
-            for text in without_noise_scale(analysis):
-                self._say(text)
         self._say(f"{found.text}\n\nreport: {page}")
 
 
@@ -142,15 +140,6 @@ def row(figures: Figures) -> tuple[str, ...]:
 
 def _text(figure: Range | None, form: Callable[[float], str]) -> str:
     return "–" if figure is None else form(figure.mid)
-
-
-def without_noise_scale(analysis: Analysis) -> list[str]:
-    """Return which cells have no noise scale, a sentence for each reason."""
-    cells: dict[str, list[str]] = {}
-    for cell, figures in analysis.cells.items():
-        if figures.noise_problem:
-            cells.setdefault(figures.noise_problem, []).append(str(cell))
-    return [f"no noise scale of {', '.join(names)}: {problem}" for problem, names in cells.items()]
 
 
 def _table(analysis: Analysis) -> Table:
@@ -202,7 +191,6 @@ def _values(content: Content) -> dict[str, Any]:
         "pictures": [(plot, base64.b64encode(plot.path.read_bytes()).decode()) for plot in content.plots],
         "headings": HEADINGS + MORE_HEADINGS,
         "rows": [(row(figures), figures.is_oversubscribed) for figures in analysis.cells.values()],
-        "without_noise_scale": without_noise_scale(analysis),
         "goal": None if analysis.goal is None else percent(analysis.goal),
         "goal_from": analysis.goal_from,
         "cores": analysis.cores,

@@ -291,7 +291,6 @@ def _record(cell: Cell, repeat: int, plan: Plan, outcome: Outcome) -> Record:
         bytes_on_wire=first.bytes_on_wire,
         noise_scale=_finite(first.noise_scale),
         noise_spread=_finite(first.noise_spread),
-        noise_problem=first.noise_problem,
     )
 
 

@@ -29,7 +29,7 @@ class Record:
         sync_s: of each step, mean over workers.
         cpu_share: busy cores, by worker.
         peak_rss_bytes: by worker.
-        noise_scale, noise_spread, noise_problem: of rank 0; absent in files of earlier versions.
+        noise_scale, noise_spread: of rank 0; absent in files of earlier versions.
     """
 
     workers: int
@@ -52,7 +52,6 @@ class Record:
     bytes_on_wire: int
     noise_scale: float | None = None
     noise_spread: float | None = None
-    noise_problem: str = ""
 
     @property
     def key(self) -> Key:

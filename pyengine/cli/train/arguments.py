@@ -132,7 +132,7 @@ def add_to(parser: argparse.ArgumentParser) -> None:
         type=Path,
         metavar="FILE",
         help="write a Chrome trace of rank 0 in a few more windows, and beside it a plot of the training's "
-        "gradient norms and noise scale, files for each model",
+        "gradient norms and noise scale (not of --mode ddp), files for each model",
     )
     add(
         "--checkpoints",

@@ -107,10 +107,10 @@ class Windowed:
             self._sync.step(self._optimizer, self._schedule)
             yield self._records.pop()
 
-    def measure(self) -> str:
-        """Measure norms and the noise scale in every window; return why not the latter, or ""."""
+    def measure(self) -> None:
+        """Measure gradient norms and the noise scale in every window."""
         self._sync.measure(GradNorms())
-        return measure_noise_scale(self._sync, parts=dist.get_world_size() * self._accumulate)
+        measure_noise_scale(self._sync, parts=dist.get_world_size() * self._accumulate)
 
     def gradient(self, batches: Sequence[Batch]) -> Tensor:
         """Return the flat gradient of one window, of any length, without a step."""
@@ -153,9 +153,8 @@ class PlainDDP:
         """Return nothing: plain DDP saves no checkpoints."""
         return {}
 
-    def measure(self) -> str:
-        """Return why plain DDP measures nothing."""
-        return "--mode ddp has no engine that measures gradient norms by parameter and their noise scale"
+    def measure(self) -> None:
+        """Plain DDP has no engine that measures."""
 
     def steps(self, batches: Iterable[Batch]) -> Iterator[StepRecord]:
         source = iter(batches)

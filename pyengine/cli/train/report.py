@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -75,26 +74,22 @@ class Report(report.Report):
             parts.append(f"{_QUALITY[name]} {number}")
         self._console.print("learnt: " + ", ".join(parts) + "\n", highlight=False)
 
-    def norms(self, plot: Path | None, last: StepRecord | None, problems: Sequence[str]) -> None:
-        """Gradient norms and the noise scale were drawn.
+    def norms(self, plot: Path | None, last: StepRecord | None) -> None:
+        """Gradient norms and the noise scale were measured.
 
         Args:
-            plot: its file; None if there is none.
+            plot: the file in which they were drawn; None without matplotlib.
             last: the last step with an estimate of the noise scale.
-            problems: what is missing, and why.
         """
         found = last.noise_scale if last else None
         scale, spread = (found.scale, found.spread) if found else (None, None)
-        values = {"plot": plot and str(plot), "noise_scale": scale, "spread": spread, "problems": problems}
+        values = {"plot": plot and str(plot), "noise_scale": scale, "spread": spread}
         if not self._emit("norms", model=self._model, **values):
             return
-        lines = [*problems]
         if last is not None and scale is not None:
             batch = f"{last.count:,.0f} {self._unit}"
-            lines.append(f"noise scale: {with_spread(scale, spread)} {self._unit}, the batch is {batch}")
-        if plot is not None:
-            lines.append(f"gradient norms{'' if scale is None else ' and noise scale'}: {plot}")
-        self._say("\n".join(lines) + "\n")
+            self._say(f"noise scale: {with_spread(scale, spread)} {self._unit}, the batch is {batch}")
+        self._say(f"gradient norms: {plot or 'not drawn, since matplotlib is not installed'}\n")
 
     def compare(self, ours: Row, ddp: Row) -> None:
         """The mode was compared with plain DDP."""

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from pyengine.checkpoint.checkpoints import Checkpoints
 from pyengine.cli import terminal
-from pyengine.cli.gradient_measures import draw, why_unknown
+from pyengine.cli.gradient_measures import draw
 from pyengine.cli.tasks.base import Batch, Task
 from pyengine.cli.tasks.cnn import DigitsTask
 from pyengine.cli.tasks.gpt import TextTask
@@ -66,7 +66,8 @@ def train(task: Task, settings: Settings, report: Report) -> int:
     """Train one model in the chosen mode; return the signal that has ended it, or 0."""
     mode = train_modes.make(settings.mode, task, settings)
     steps, trace = settings.steps[task.name], settings.traces.get(task.name)
-    refusal = mode.measure() if trace else ""  # before a checkpoint is loaded, which has their state
+    if trace:
+        mode.measure()  # before a checkpoint is loaded, which has their state
     records: list[StepRecord] = []
     about = {
         "parameters": sum(param.numel() for param in mode.model.parameters()),
@@ -95,36 +96,20 @@ def train(task: Task, settings: Settings, report: Report) -> int:
         tracked.log(quality, axis="pyengine/step", at=steps)
     report.finish(quality)
     if trace:
-        plot(task, records, trace, refusal, report)
+        plot(task, records, trace, report)
     return 0
 
 
-def plot(task: Task, records: Sequence[StepRecord], trace: Path, refusal: str, report: Report) -> None:
-    """Draw gradient norms and the noise scale beside a trace, on rank 0, and report what was left out.
-
-    Args:
-        records: of the training's steps.
-        refusal: why the noise scale is not measured; empty if it is.
-    """
-    if dist.get_rank() > 0:
-        return
+def plot(task: Task, records: Sequence[StepRecord], trace: Path, report: Report) -> None:
+    """Draw the gradient norms and the noise scale of a training beside its trace, on rank 0."""
     measured = [record for record in records if record.grad_norms is not None]
-    if not measured:
-        report.norms(None, None, [f"no plot of gradient norms: {refusal or 'no step was left to train'}"])
+    if dist.get_rank() > 0 or not measured:
         return
-    last = next((record for record in reversed(measured) if record.noise_scale is not None), None)
-    unknown = why_unknown(last.noise_scale if last else None, refusal)
-    problems = [f"no noise scale: {unknown}"] if unknown else []
-    path = trace.with_name(f"{trace.name.partition('.')[0]}-norms.png")
-    if find_spec("matplotlib") is None:
-        problems.append(
-            "no plot of gradient norms: matplotlib is not installed: run pip install '.[study]' in a clone "
-            "of pyengine"
-        )
-        report.norms(None, last, problems)
-        return
-    draw(measured, path, unit=task.unit)
-    report.norms(path, last, problems)
+    path = None
+    if find_spec("matplotlib") is not None:
+        path = trace.with_name(f"{trace.name.partition('.')[0]}-norms.png")
+        draw(measured, path, unit=task.unit)
+    report.norms(path, next((record for record in reversed(measured) if record.noise_scale), None))
 
 
 def write_trace(task: Task, settings: Settings, path: Path) -> None:
