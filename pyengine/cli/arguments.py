@@ -66,25 +66,13 @@ def whole(least: int) -> Callable[[str], int]:
     return parse
 
 
-def number(text: str) -> float:
-    """Return a number; nan, which is in no range, for any other text."""
-    try:
-        return float(text)
-    except ValueError:
-        return math.nan
-
-
 def above_zero(text: str) -> float:
-    """Parse a number above 0, which may be inf."""
-    value = number(text)
-    if not value > 0:
-        raise argparse.ArgumentTypeError(f"got {text}, need a number above 0")
-    return value
-
-
-def finite_above_zero(text: str) -> float:
-    value = above_zero(text)
-    if math.isinf(value):
+    """Parse a finite number above 0."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value < math.inf:
         raise argparse.ArgumentTypeError(f"got {text}, need a finite number above 0")
     return value
 

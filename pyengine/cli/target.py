@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Sequence
 from importlib import import_module
+from pkgutil import resolve_name
 from typing import Any
 
 from pyengine.cli.arguments import Conflict
@@ -15,26 +16,23 @@ class Enough(BaseException):
 
 
 def add_to(parser: argparse.ArgumentParser, models: Sequence[str], default: str) -> None:
-    parser.add_argument("--model", choices=models, help=f"built-in model (default: {default})")
-    parser.add_argument(
+    group = parser.add_mutually_exclusive_group()
+    group.add_argument("--model", choices=models, help=f"built-in model (default: {default})")
+    group.add_argument(
         "--train",
+        type=_spelled,
         metavar="MODULE:FUNCTION",
         help="train with this function (see below) instead of a built-in model",
     )
 
 
-def check_spelling(options: argparse.Namespace) -> None:
-    """Raise `Conflict` if `--train` is given together with `--model` or is misspelled; import nothing."""
-    if options.model is not None:
-        raise Conflict(
-            f"argument --model: got {options.model} with --train {options.train}: leave one of them out"
-        )
-    module, _, function = options.train.partition(":")
+def _spelled(text: str) -> str:
+    module, _, function = text.partition(":")
     if not module or not function:
-        raise Conflict(
-            f"argument --train: got {options.train}, need MODULE:FUNCTION, for example mine:train for "
-            "the function train of mine.py"
+        raise argparse.ArgumentTypeError(
+            f"got {text}, need MODULE:FUNCTION, for example mine:train for the function train of mine.py"
         )
+    return text
 
 
 def check(target: str) -> None:
@@ -54,6 +52,5 @@ def check(target: str) -> None:
 
 
 def load(target: str) -> Callable[[Any], None]:
-    module, _, function = target.partition(":")
-    found: Callable[[Any], None] = getattr(import_module(module), function)
+    found: Callable[[Any], None] = resolve_name(target)
     return found

@@ -12,8 +12,8 @@ from pyengine.cli.main import main
 BAD_TRAIN = [
     (("--workers", "0"), "argument --workers: got 0, need a whole number of at least 1"),
     (("--accumulate", "two"), "argument --accumulate: got two, need a whole number of at least 1"),
-    (("--lr", "-1"), "argument --lr: got -1, need a number above 0"),
-    (("--clip", "nan"), "argument --clip: got nan, need a number above 0"),
+    (("--lr", "-1"), "argument --lr: got -1, need a finite number above 0"),
+    (("--lr", "nan"), "argument --lr: got nan, need a finite number above 0"),
     (("--model", "rnn"), "argument --model: invalid choice: 'rnn'"),
     (
         ("--mode", "ddp", "--wire", "bf16"),
@@ -33,7 +33,7 @@ BAD_VERIFY = [
     (("--workers", "0,1"), "argument --workers: got 0,1, need different whole numbers of at least 1"),
     (("--workers", "2,2"), "argument --workers: got 2,2, need different whole numbers of at least 1"),
     (("--train", "mine"), "argument --train: got mine, need MODULE:FUNCTION"),
-    (("--train", "mine:train", "--model", "gpt"), "argument --model: got gpt with --train mine:train"),
+    (("--train", "mine:train", "--model", "gpt"), "argument --model: not allowed with argument --train"),
     (("--train", "no_such:train"), "there is no module no_such here"),
     (("--train", "json:train"), "json has no function train"),
 ]

@@ -14,13 +14,12 @@ from unittest import mock
 import pytest
 from torch import Tensor, nn
 
-from pyengine.cli.bench import arguments as bench_arguments
 from pyengine.cli.bench import run as bench
 from pyengine.cli.bench import verdict as bench_verdict
 from pyengine.cli.bench.windows import measure as windows
 from pyengine.cli.bench.windows import models
 from pyengine.cli.bench.windows.variants import VARIANTS, Floor, NoSync
-from pyengine.cli.main import build_parser, main
+from pyengine.cli.main import main
 from pyengine.ops.plan import BucketPlan
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
@@ -187,7 +186,6 @@ def test_variants_with_other_gradients_stop_the_run_on_every_rank(
         ),
         (["--device", "cuda"], "argument --device: got cuda, and torch finds no CUDA device"),
         (["step", "--device", "cuda"], "argument --device: got cuda, and torch finds no CUDA device"),
-        (["--variants", "ddp,accelerate"], "argument --variants: got accelerate, and accelerate is not"),
         (
             ["--out", "no/such/folder.json"],
             "argument --out: cannot write no/such/folder.json (No such file or directory)",
@@ -198,21 +196,11 @@ def test_variants_with_other_gradients_stop_the_run_on_every_rank(
 def test_arguments_that_cannot_be_are_refused_by_name(
     arguments: list[str], message: str, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pyengine.cli.bench.arguments.find_spec", lambda name: None)
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     with pytest.raises(SystemExit) as stopped:
         main(["bench", *arguments])
     assert stopped.value.code == 2
     assert message in capsys.readouterr().err
-
-
-def test_a_peer_that_is_not_installed_is_left_out_of_the_default_and_named(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("pyengine.cli.bench.arguments.find_spec", lambda name: None)
-    steps = bench_arguments.settings(build_parser().parse_args(["bench"])).steps
-    assert steps is not None and steps.left_out == ("accelerate",)
-    assert {"floor", "ddp", "no_sync", "engine", "attach"} <= set(steps.setting.variants)
 
 
 @pytest.mark.parametrize(

@@ -97,7 +97,7 @@ def test_the_table_fits_a_narrow_terminal_and_says_what_is_equal(
 BAD = [
     (("--workers", "0"), "argument --workers: got 0, need a whole number of at least 1"),
     (("--global-batch", "8,x"), "argument --global-batch: got x, need a whole number of at least 1"),
-    (("--lr", "inf"), "argument --lr: lr=inf: need a finite number above 0"),
+    (("--lr", "inf"), "argument --lr: got inf, need a finite number above 0"),
 ]
 
 

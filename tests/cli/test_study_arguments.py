@@ -21,7 +21,7 @@ BAD = [
     (("--target", "95"), "argument --target: got 95, need a share above 0 and up to 1: 0.95 is 95 %"),
     (("--dataset-size", "2000"), "argument --dataset-size: got 2000, and cnn has 1437 samples"),
     (("--train", "mine:train"), "argument --dataset-size: missing with --train mine:train"),
-    (("--train", "mine:train", "--model", "gpt"), "argument --model: got gpt with --train mine:train"),
+    (("--train", "mine:train", "--model", "gpt"), "argument --model: not allowed with argument --train"),
     (("--train", "mine", "--dataset-size", "8"), "argument --train: got mine, need MODULE:FUNCTION"),
     (("--train", "no_such:train", "--dataset-size", "8"), "there is no module no_such here"),
 ]

@@ -12,10 +12,10 @@ import torch
 
 from pyengine.cli.arguments import (
     Conflict,
+    above_zero,
     check_workers,
     check_writable,
     different_names,
-    finite_above_zero,
     whole,
 )
 from pyengine.cli.bench.kernels.case import Sizes
@@ -30,9 +30,10 @@ _OVER_WIRES = {f"{kind}_{wire.replace('-', '_')}" for kind in ("engine", "attach
 
 DESCRIPTION = """\
 Compare pyengine with plain PyTorch on this machine: `kernels` with torch's expressions and the rate of the
-memory, `step` (whole windows: forward, backward, sync, unscale, clip, optimizer) with DDP and Accelerate, on
-real worker processes. All contestants must compute the same values; then they take turns, so that whatever
-slows the machine down slows all of them down. Both parts take about two minutes on two idle cores."""
+memory, `step` (whole windows: forward, backward, sync, unscale, clip, optimizer) with DDP and, if installed,
+Accelerate, on real worker processes. All contestants must compute the same values; then they take turns, so
+that whatever slows the machine down slows all of them down. Both parts take about two minutes on two idle
+cores."""
 
 EXAMPLES = (
     """\
@@ -74,15 +75,10 @@ exit code: 0 measured, 1 a worker or a variant failed, or contestants disagree, 
 )
 
 PARTS = ("step", "kernels")
-_DEFAULT_VARIANTS = (
-    "floor",
-    "ddp",
-    "no_sync",
-    "no_sync_view",
-    "accelerate",
-    "engine",
-    "engine_bf16",
-    "attach",
+_DEFAULT_VARIANTS = tuple(
+    name
+    for name in ("floor", "ddp", "no_sync", "no_sync_view", "accelerate", "engine", "engine_bf16", "attach")
+    if VARIANTS[name].needs is None or find_spec(str(VARIANTS[name].needs))
 )
 _MEGABYTES = {"cpu": 64, "cuda": 256}
 # The arguments of each part, and their defaults.
@@ -90,7 +86,7 @@ _OF_STEP: dict[str, Any] = {
     "workers": None,
     "model": "gpt",
     "dtype": "fp32",
-    "variants": None,
+    "variants": _DEFAULT_VARIANTS,
     "rounds": 5,
     "accumulate": MICRO_BATCHES,
     "device": "cpu",
@@ -100,11 +96,10 @@ _OF_KERNELS: dict[str, Any] = {"ops": tuple(OPS), "seconds": 0.3, "megabytes": N
 
 @dataclass(frozen=True)
 class Steps:
-    """Windows to measure; `left_out` are default variants whose package is not installed."""
+    """Windows to measure on workers."""
 
     workers: int
     setting: Setting
-    left_out: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -157,7 +152,7 @@ def add_to(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--seconds",
-        type=finite_above_zero,
+        type=above_zero,
         metavar="X",
         help="of kernels: time budget of a case (default: 0.3)",
     )
@@ -178,7 +173,7 @@ def settings(options: argparse.Namespace) -> Settings:
         check_writable("--out", out)
     of_step, of_kernels = _values(options, "step", _OF_STEP), _values(options, "kernels", _OF_KERNELS)
     return Settings(
-        steps=_steps(options, of_step) if of_step else None,
+        steps=_steps(of_step) if of_step else None,
         kernels=_kernels(of_kernels) if of_kernels else None,
         json=options.json,
         out=out,
@@ -201,27 +196,18 @@ def _values(options: argparse.Namespace, part: str, defaults: dict[str, Any]) ->
     return {}
 
 
-def _steps(options: argparse.Namespace, values: dict[str, Any]) -> Steps:
-    device, variants = values["device"], values["variants"] or _DEFAULT_VARIANTS
+def _steps(values: dict[str, Any]) -> Steps:
+    device = values["device"]
     _check_device(device)
-    missing = tuple(
-        name for name in variants if VARIANTS[name].needs and find_spec(str(VARIANTS[name].needs)) is None
-    )
-    if missing and options.variants is not None:
-        needs = " and ".join(str(VARIANTS[name].needs) for name in missing)
-        raise Conflict(
-            f"argument --variants: got {','.join(missing)}, and {needs} is not installed: install it, or "
-            "leave it out"
-        )
     setting = Setting(
         values["model"],
         values["dtype"],
-        tuple(name for name in variants if name not in missing),
+        values["variants"],
         values["rounds"],
         device=device,
         micro_batches=values["accumulate"],
     )
-    return Steps(_workers(values["workers"], device), setting, missing)
+    return Steps(_workers(values["workers"], device), setting)
 
 
 def _workers(wanted: int | None, device: str) -> int:

@@ -123,5 +123,3 @@ def _parts(settings: Settings) -> Iterator[str]:
             f"windows of {setting.name}: {len(setting.variants)} variants on {steps.workers} workers of "
             f"{setting.device}, {setting.rounds} rounds after {windows.WARM_UP} of warm-up"
         )
-        for name in steps.left_out:
-            yield f"left out: {VARIANTS[name].label}, as {VARIANTS[name].needs} is not installed"

@@ -5,15 +5,15 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 
 from rich.table import Table
 
 from pyengine.cli import report
-from pyengine.cli.arguments import Conflict
 from pyengine.cli.plan import noise
 from pyengine.cli.plan.arguments import Settings
 from pyengine.cli.report import add_numbers
-from pyengine.data.batch_plan import BatchPlan, Rule, plan_batch, scale_lr
+from pyengine.data.batch_plan import BatchPlan, plan_batch, scale_lr
 
 
 @dataclass(frozen=True)
@@ -63,14 +63,15 @@ def _row(global_batch: int, workers: int, settings: Settings) -> Row:
     except ValueError as error:
         problem = str(error)
     size = settings.dataset_size
+    lr = partial(scale_lr, settings.lr, from_batch=settings.from_batch, to_batch=global_batch)
     return Row(
         global_batch=global_batch,
         workers=workers,
         micro_batch=micro_batch,
         accumulate=plan.shares if plan else (),
         idle=plan.idle / (plan.idle + plan.micro_batches) if plan else 0.0,
-        lr_linear=_lr(global_batch, "linear", settings),
-        lr_sqrt=_lr(global_batch, "sqrt", settings),
+        lr_linear=lr(rule="linear"),
+        lr_sqrt=lr(rule="sqrt"),
         steps_per_epoch=plan.steps_per_epoch(size) if plan and size else None,
         problem=problem,
     )
@@ -84,13 +85,6 @@ def _plan(global_batch: int, micro_batch: int | None, workers: int) -> BatchPlan
             f"{global_batch} is not a multiple of {workers} ranks; nearest: {nearest}; or give --micro-batch"
         )
     return plan_batch(global_batch=global_batch, micro_batch=micro_batch, world_size=workers, uneven=True)
-
-
-def _lr(global_batch: int, rule: Rule, settings: Settings) -> float:
-    try:
-        return scale_lr(settings.lr, from_batch=settings.from_batch, to_batch=global_batch, rule=rule)
-    except ValueError as error:
-        raise Conflict(f"argument --lr: {error}") from None
 
 
 class Report(report.Report):

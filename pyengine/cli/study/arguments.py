@@ -10,12 +10,11 @@ from pyengine.cli import target as training
 from pyengine.cli import trackers
 from pyengine.cli.arguments import (
     Conflict,
+    above_zero,
     check_workers,
     different_wholes,
     each,
     fill,
-    finite_above_zero,
-    number,
     whole,
 )
 from pyengine.cli.tasks.base import MODELS
@@ -160,7 +159,7 @@ def add_to(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--epochs",
-        type=finite_above_zero,
+        type=above_zero,
         metavar="X",
         help=f"passes over the training samples ({each(_EPOCHS)}, --train 1)",
     )
@@ -179,7 +178,7 @@ def add_to(parser: argparse.ArgumentParser) -> None:
     add(
         "--stall-timeout",
         dest="stall_timeout_s",
-        type=finite_above_zero,
+        type=above_zero,
         default=120.0,
         metavar="S",
         help="end a run without a step for so many seconds (default: 120)",
@@ -187,7 +186,7 @@ def add_to(parser: argparse.ArgumentParser) -> None:
     add(
         "--run-timeout",
         dest="run_timeout_s",
-        type=finite_above_zero,
+        type=above_zero,
         default=3600.0,
         metavar="S",
         help="end a run after so many seconds (default: 3600)",
@@ -230,7 +229,6 @@ def _subject(options: argparse.Namespace) -> tuple[str, str, int]:
         if size is not None and size > _LARGEST[model]:
             raise Conflict(f"argument --dataset-size: got {size}, and {model} has {_LARGEST[model]} samples")
         return model, BUILT_IN.format(model), size or _DATASET_SIZE[model]
-    training.check_spelling(options)
     if size is None:
         raise Conflict(
             f"argument --dataset-size: missing with --train {options.train}: give its number of training "
@@ -244,7 +242,7 @@ def _numbers(text: str) -> tuple[int, ...]:
 
 
 def _share(text: str) -> float:
-    value = number(text)
-    if not 0 < value <= 1:
+    value = above_zero(text)
+    if value > 1:
         raise argparse.ArgumentTypeError(f"got {text}, need a share above 0 and up to 1: 0.95 is 95 %")
     return value

@@ -52,7 +52,6 @@ class Settings:
 
     Attributes:
         steps, micro_batch, lr: by model.
-        clip: largest gradient norm; inf does not clip.
         traces: absolute files of traces, by model, beside which norms are drawn; empty for none.
         checkpoints: absolute folders of checkpoints, by model; empty for none.
         checkpoint_every: steps between two checkpoints.
@@ -68,7 +67,6 @@ class Settings:
     dtype: str
     wire: str
     accumulator: Accumulator
-    clip: float
     seed: int
     traces: dict[str, Path]
     checkpoints: dict[str, Path]
@@ -121,9 +119,6 @@ def add_to(parser: argparse.ArgumentParser) -> None:
     )
     add("--accumulator", choices=("fp32", "native"), help="dtype of a window's sum (default: fp32)")
     add("--lr", type=above_zero, metavar="X", help=f"peak learning rate ({each(_LR)})")
-    add(
-        "--clip", type=above_zero, default=1.0, metavar="X", help="largest gradient norm, or inf (default: 1)"
-    )
     add(
         "--seed", type=whole(0), default=0, metavar="N", help="seed of parameters and data order (default: 0)"
     )

@@ -27,6 +27,7 @@ from pyengine.wire.named import WIRES
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 _WARM_UP_STEPS = 10
+_MAX_NORM = 1.0
 
 
 def build(task: Task, settings: Settings) -> nn.Module:
@@ -66,7 +67,7 @@ class Windowed:
 
     def __init__(self, task: Task, model: nn.Module, settings: Settings, *, on_ddp: bool) -> None:
         self.model, self._task = model, task
-        self._clip, self._accumulate = settings.clip, settings.accumulate
+        self._accumulate = settings.accumulate
         self._ddp = DistributedDataParallel(model) if on_ddp else None
         make: Callable[..., Sync] = GradSync if self._ddp is None else attach
         self._module = self._ddp or model
@@ -103,7 +104,7 @@ class Windowed:
         """Train on the micro-batches, a window a step; yield the record of each step."""
         for window in self._sync.windows(batches):
             self._backward(window)
-            self._sync.clip_grad_norm_(self._clip)
+            self._sync.clip_grad_norm_(_MAX_NORM)
             self._sync.step(self._optimizer, self._schedule)
             yield self._records.pop()
 
@@ -136,7 +137,7 @@ class PlainDDP:
 
     def __init__(self, task: Task, model: nn.Module, settings: Settings, *, counted: bool) -> None:
         self.model, self._task = model, task
-        self._clip, self._accumulate = settings.clip, settings.accumulate
+        self._accumulate = settings.accumulate
         self._ddp = DistributedDataParallel(model)
         self._meter = _Meter()
         if counted:
@@ -161,7 +162,7 @@ class PlainDDP:
         while window := [batch for _, batch in zip(range(self._accumulate), source, strict=False)]:
             self._meter.restart()
             totals = torch.stack([self._backward(batch) for batch in window]).sum(0)
-            norm = nn.utils.clip_grad_norm_(self.model.parameters(), self._clip)
+            norm = nn.utils.clip_grad_norm_(self.model.parameters(), _MAX_NORM)
             self._optimizer.step()
             self._schedule.step()
             self._optimizer.zero_grad()

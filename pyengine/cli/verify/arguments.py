@@ -115,7 +115,6 @@ def settings(options: argparse.Namespace) -> Settings:
                 f"{needs(name, options.workers[0])}"
             )
     if options.train is not None:
-        target.check_spelling(options)
         subjects = {options.train: options.train}
     else:
         models = MODELS if options.model in (None, "both") else (options.model,)
