@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from rich.console import Console
-from rich.progress import Progress, ProgressColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, TextColumn
 from rich.table import Table
 
 from pyengine.cli.terminal import print_json
@@ -30,9 +30,10 @@ class Report:
         self._console.print(text, highlight=False, markup=False, soft_wrap=True)
 
     def _make_progress(self, *columns: ProgressColumn, **options: Any) -> Progress:
-        """Return a live line, which is shown on terminals only."""
+        """Return a live line with description, bar, count and more columns, shown on terminals only."""
         is_shown = self._console.is_terminal and not self._console.quiet
-        return Progress(*columns, console=self._console, disable=not is_shown, **options)
+        every = TextColumn("{task.description}"), BarColumn(bar_width=16), MofNCompleteColumn()
+        return Progress(*every, *columns, console=self._console, disable=not is_shown, **options)
 
 
 def add_numbers(table: Table, names: Iterable[str]) -> None:

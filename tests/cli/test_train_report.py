@@ -26,20 +26,17 @@ def compared(step_s: Range, *, as_json: bool = False) -> None:
     report.compare(replace(DDP, mode="engine", label="pyengine", bytes_sent=1000, step_s=step_s), DDP)
 
 
-def test_a_difference_beyond_noise_is_claimed(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_difference_beyond_noise_has_no_caption(capsys: pytest.CaptureFixture[str]) -> None:
     compared(FASTER)
     out = " ".join(capsys.readouterr().out.replace("\u00a0", " ").split())
-    assert "a step took 250 ms instead of 500 ms." in out
     assert "250 ms │ 40%" in out
     assert "noise" not in out
 
 
-def test_a_difference_within_noise_is_not_claimed(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_difference_within_noise_has_a_caption(capsys: pytest.CaptureFixture[str]) -> None:
     compared(NOISY)
     out = " ".join(capsys.readouterr().out.replace("\u00a0", " ").split())
-    assert "step times do not differ beyond noise (250 ms and 500 ms)." in out
     assert "median step: the difference is within noise" in out
-    assert "instead of 500 ms" not in out
 
 
 @pytest.mark.parametrize("step_s", [FASTER, NOISY])

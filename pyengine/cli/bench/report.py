@@ -8,7 +8,7 @@ from typing import Any
 
 from rich.box import SIMPLE_HEAD
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+from rich.progress import TimeRemainingColumn
 from rich.table import Table
 
 from pyengine.cli import report
@@ -29,14 +29,8 @@ class Report(report.Report):
     def begin(self, what: str, total: int) -> None:
         """A part begins, with so many rounds or cases."""
         self._what, self._total = what, total
-        columns = (
-            TextColumn("{task.description}"),
-            BarColumn(bar_width=16),
-            MofNCompleteColumn(),
-            TimeRemainingColumn(),
-        )
         # Refreshed between two measurements only: a thread that draws would be measured, too.
-        self._progress = self._make_progress(*columns, auto_refresh=False, transient=True)
+        self._progress = self._make_progress(TimeRemainingColumn(), auto_refresh=False, transient=True)
         self._task = self._progress.add_task(what, total=total)
         self._progress.start()
 

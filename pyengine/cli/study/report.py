@@ -12,25 +12,14 @@ from typing import Any
 
 from jinja2 import Environment, StrictUndefined
 from rich.box import SIMPLE_HEAD
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    TextColumn,
-    TimeElapsedColumn,
-)
+from rich.progress import TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from pyengine.cli import report
 from pyengine.cli.gradient_measures import with_spread
 from pyengine.cli.noise import Range, duration, percent
 from pyengine.cli.report import add_numbers
-from pyengine.cli.study.analysis import (
-    STALL_RATIO,
-    STALL_SIGMAS,
-    Analysis,
-    Figures,
-    recommend,
-)
+from pyengine.cli.study.analysis import STALL_RATIO, STALL_SIGMAS, Analysis, Figures, recommend
 from pyengine.cli.study.arguments import Settings
 from pyengine.cli.study.grid import WARM_UP_STEPS, Cell
 from pyengine.cli.study.plots import Plot
@@ -44,16 +33,10 @@ _BUSY = 0.1  # of the machine, used by others
 class Report(report.Report):
     def __init__(self, *, as_json: bool = False, is_silent: bool = False) -> None:
         super().__init__(as_json=as_json, is_silent=is_silent)
-        columns = (
-            BarColumn(bar_width=16),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            TextColumn("{task.fields[left]}"),
-            TextColumn("{task.fields[text]}"),
-        )
+        columns = TimeElapsedColumn(), TextColumn("{task.fields[left]}"), TextColumn("{task.fields[text]}")
         # Twice a second: the workers may need every core.
         self._progress = self._make_progress(*columns, refresh_per_second=2)
-        self._task = self._progress.add_task("", total=None, left="", text="")
+        self._task = self._progress.add_task("runs", total=None, left="", text="")
         self._run = ""
 
     def live(self) -> AbstractContextManager[object]:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.filesize import decimal
-from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+from rich.progress import TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from pyengine.cli import report
@@ -28,14 +28,7 @@ class Report(report.Report):
         self._losses: list[float | None] = []
         self._sent = 0
         self._begin = self._before = time.perf_counter()
-        columns = (
-            TextColumn("{task.description}"),
-            BarColumn(bar_width=10),
-            MofNCompleteColumn(),
-            TimeRemainingColumn(),
-            TextColumn("{task.fields[text]}"),
-        )
-        self._progress = self._make_progress(*columns)
+        self._progress = self._make_progress(TimeRemainingColumn(), TextColumn("{task.fields[text]}"))
         if self._emit("start", model=model, unit=unit, steps=steps, **about):
             details = ", ".join(
                 f"{name} {value:,}" if isinstance(value, int) else f"{name} {value}"
@@ -114,8 +107,7 @@ class Report(report.Report):
             errors = f"{row.full_window:.1e}", f"{row.short_window:.1e}"
             table.add_row(row.label, str(row.collectives), _bytes(row.bytes_sent), *times, *errors)
         self._console.print(table)
-        self._console.print(_LEGEND, style="dim", highlight=False)
-        self._console.print(_sentence(ours, ddp) + "\n", highlight=False)
+        self._console.print(_LEGEND + "\n", style="dim", highlight=False)
 
     def trace(self, path: Path, *, windows: int) -> None:
         if self._emit("trace", model=self._model, path=str(path), windows=windows):
@@ -132,31 +124,8 @@ _LEGEND = (
 _QUALITY = {"held_out_loss": "held-out loss", "accuracy": "test accuracy"}
 
 
-def _sentence(ours: Row, ddp: Row) -> str:
-    if ddp.bytes_sent:
-        traffic = (
-            f"{ddp.bytes_sent / ours.bytes_sent:.1f}x fewer bytes ({_bytes(ours.bytes_sent)} instead of "
-            f"{_bytes(ddp.bytes_sent)}) in {ours.collectives} collectives instead of {ddp.collectives}"
-        )
-    else:
-        traffic = "nothing, since there is one rank"
-    one, other = duration(ours.step_s.mid), duration(ddp.step_s.mid)
-    if ours.step_s.overlaps(ddp.step_s):
-        time = f"step times do not differ beyond noise ({one} and {other})"
-    else:
-        time = f"a step took {one} instead of {other}"
-    return (
-        f"A window of {ours.label} sent {traffic}; {time}. In the short window plain DDP's gradient was off "
-        f"by {_percent(ddp.short_window)}, {ours.label}'s by {_percent(ours.short_window)}."
-    )
-
-
 def _loss(value: float | None) -> str:
     return f"{float('nan') if value is None else value:.3f}"
-
-
-def _percent(share: float) -> str:
-    return f"{100 * share:.0f} %" if share >= 0.01 else f"{100 * share:.1g} %"
 
 
 def _bytes(value: int) -> str:
