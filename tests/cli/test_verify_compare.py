@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from pyengine.cli.verify.cause import Facts, causes
+from pyengine.cli.verify.cause import causes
 from pyengine.cli.verify.compare import Difference, change, compare, first_difference
 from pyengine.cli.verify.probe import Trace, digest
 
@@ -69,8 +69,8 @@ def test_earlier_step_comes_before_earlier_kind_and_lower_rank() -> None:
 )
 def test_what_differs_alone_has_a_cause_of_its_own(kind: str, name: str, cause: str) -> None:
     first = Difference(2, kind, name, 0, counts={"gradient": (0, 3), kind: (1, 1)}, texts=("a", "b"))
-    facts = Facts(first, repeats=False, came_back=True, micro_batches=12, gradient=None)
-    assert [found for found, _ in causes(facts)] == [cause]
+    found = causes(first, repeats=False, came_back=True, micro_batches=12, gradient=None)
+    assert [name for name, _ in found] == [cause]
 
 
 def test_gradient_of_zero_has_no_relative_change() -> None:

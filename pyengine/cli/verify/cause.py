@@ -2,39 +2,24 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from pyengine.cli.verify.compare import Change, Difference
 from pyengine.cli.verify.probe import START
 
 
-@dataclass(frozen=True)
-class Facts:
-    """The facts of a difference.
+def causes(
+    first: Difference, *, repeats: bool, came_back: bool, micro_batches: int, gradient: Change | None
+) -> list[tuple[str, str]]:
+    """Return (name, text) of the likely causes, the likeliest first; never empty.
 
-    Attributes:
+    Args:
         first: where the runs first differ.
         repeats: whether both runs have the same world size and settings.
         came_back: whether both runs had the same bits again when they were repeated.
         micro_batches: in a window.
         gradient: how the whole gradient of that step differs, if it does.
     """
-
-    first: Difference
-    repeats: bool
-    came_back: bool
-    micro_batches: int
-    gradient: Change | None
-
-    def differs(self, kind: str) -> bool:
-        """Return whether an entry of a kind differs in the first step."""
-        return self.first.counts.get(kind, (0, 0))[0] > 0
-
-
-def causes(facts: Facts) -> list[tuple[str, str]]:
-    """Return (name, text) of the likely causes, the likeliest first; never empty."""
-    first = facts.first
-    if first.step == START and facts.repeats:
+    differs = {kind for kind, (differ, _) in first.counts.items() if differ}
+    if first.step == START and repeats:
         text = "The initial parameters differ in each run: call pe.seed_everything before the model is built."
         return [("seed", text)]
     if first.step == START:
@@ -44,7 +29,7 @@ def causes(facts: Facts) -> list[tuple[str, str]]:
             "parameters."
         )
         return [("initial values", text)]
-    if facts.repeats or not facts.came_back:
+    if repeats or not came_back:
         text = (
             "The same run has other bits each time, whatever the world size: look for randomness without a "
             "seed (pe.seed_everything, pe.micro_batch_rng), the order of a set or of finished workers, or "
@@ -60,15 +45,15 @@ def causes(facts: Facts) -> list[tuple[str, str]]:
         return [("windows", text)]
     # A gradient does not depend on running statistics: both can be wrong independently.
     found = [_buffers(first.name)] if first.kind == "buffer" else []
-    if facts.differs("gradient"):
-        found.append(_gradient(facts))
-    elif facts.differs("norm"):
+    if "gradient" in differs:
+        found.append(_gradient(first, micro_batches, gradient))
+    elif "norm" in differs:
         text = (
             "The gradients are equal and their norm is not: it is summed in an order that depends on ranks "
             "or buckets, or before the gradients are complete. Use sync.clip_grad_norm_ or sync.grad_norm."
         )
         found.append(("norm", text))
-    elif facts.differs("parameter") or facts.differs("state"):
+    elif differs & {"parameter", "state"}:
         text = (
             "The gradients are equal and the optimizer computes other values: its settings (learning rate, "
             "schedule) depend on the rank or the world size, or its kernel on the split of parameters, or "
@@ -92,13 +77,12 @@ def _buffers(name: str) -> tuple[str, str]:
     )
 
 
-def _gradient(facts: Facts) -> tuple[str, str]:
-    gradient = facts.gradient
-    differ, total = facts.first.counts["gradient"]
+def _gradient(first: Difference, micro_batches: int, gradient: Change | None) -> tuple[str, str]:
+    differ, total = first.counts["gradient"]
     of = f"{differ} of {total} gradients differ"
     if gradient is not None:
         # A sum of M terms rounds by about M / 2 epsilons; 16 times that allows for terms that cancel.
-        rounding = min(0.05, 8 * facts.micro_batches * gradient.epsilon)
+        rounding = min(0.05, 8 * micro_batches * gradient.epsilon)
         if gradient.relative <= rounding and abs(gradient.factor - 1) <= rounding:
             return "sums", (
                 f"In this step {of} by rounding (together {gradient.relative:.1e} of the gradient): sums "

@@ -16,7 +16,7 @@ from torch import Tensor
 from pyengine.cli import terminal
 from pyengine.cli.target import Enough, check, load
 from pyengine.cli.verify.arguments import Settings
-from pyengine.cli.verify.cause import Facts, causes
+from pyengine.cli.verify.cause import causes
 from pyengine.cli.verify.compare import Difference, change, compare, first_difference
 from pyengine.cli.verify.probe import WRAPS, Probe, Run, Trace, needs
 from pyengine.cli.verify.report import Finding, Report
@@ -122,19 +122,16 @@ def _check_wrap(name: str, settings: Settings, ranks: Sequence[Trace]) -> None:
 
 def _runs(settings: Settings) -> list[Run]:
     """Return all runs in order, the reference first."""
-    base = Run(
-        "",
-        0,
-        wrap=settings.wraps[0],
-        steps=settings.steps,
-        micro_batches=settings.micro_batches,
-        accumulator=settings.accumulator,
-        last=settings.steps - 1,
-    )
     is_one = len(settings.wraps) == 1
     first, *others = [
-        replace(
-            base, label=_workers(world) if is_one else f"{wrap}, {_workers(world)}", workers=world, wrap=wrap
+        Run(
+            _workers(world) if is_one else f"{wrap}, {_workers(world)}",
+            world,
+            steps=settings.steps,
+            micro_batches=settings.micro_batches,
+            accumulator=settings.accumulator,
+            wrap=wrap,
+            last=settings.steps - 1,
         )
         for wrap in settings.wraps
         for world in settings.workers
@@ -171,14 +168,14 @@ def _find_cause(target: str, execute: Execute, reference: Done, other: Done, fir
             key = first.kind, first.name
             elements = compare(wanted.get(key), got.get(key))
         gradient = change(wanted, got)
-    facts = Facts(
+    found = causes(
         first,
         repeats=other is not reference and replace(other.run, label="") == replace(reference.run, label=""),
         came_back=repeats and other_repeats,
         micro_batches=reference.run.micro_batches,
         gradient=gradient,
     )
-    return Finding(reference.run.label, other.run.label, first, elements, causes(facts))
+    return Finding(reference.run.label, other.run.label, first, elements, found)
 
 
 def _tensors(
