@@ -53,9 +53,9 @@ def test_what_does_not_come_out_even_is_shared_and_its_waiting_named(capsys: Cap
     [
         (
             ("--workers", "3"),
-            "256 is not a multiple of 3 ranks; nearest: 255 and 258; or give --micro-batch",
+            "256 is not a multiple of micro_batch × world_size = 3; nearest are 255 and 258",
         ),
-        (("--workers", "300"), "256 is not a multiple of 300 ranks; nearest: 300; or give --micro-batch"),
+        (("--workers", "300"), "256 is not a multiple of micro_batch × world_size = 300; nearest is 300"),
         (("--workers", "2", "--micro-batch", "24"), "global_batch=256 is not a multiple of micro_batch=24"),
         (("--workers", "64", "--micro-batch", "8"), "only 32 of the ranks would have a micro-batch"),
     ],

@@ -13,7 +13,7 @@ from pyengine.cli import report
 from pyengine.cli.plan import noise
 from pyengine.cli.plan.arguments import Settings
 from pyengine.cli.report import add_numbers
-from pyengine.data.batch_plan import BatchPlan, plan_batch, scale_lr
+from pyengine.data.batch_plan import plan_batch, scale_lr
 
 
 @dataclass(frozen=True)
@@ -56,10 +56,11 @@ def run(settings: Settings) -> int:
 
 
 def _row(global_batch: int, workers: int, settings: Settings) -> Row:
-    plan, problem = None, ""
-    micro_batch = settings.micro_batch or (None if global_batch % workers else global_batch // workers)
+    plan, problem, micro_batch = None, "", settings.micro_batch
+    split = partial(plan_batch, global_batch=global_batch, world_size=workers)
     try:
-        plan = _plan(global_batch, micro_batch, workers)
+        micro_batch = micro_batch or split(micro_batch=1).accumulate
+        plan = split(micro_batch=micro_batch, uneven=True)
     except ValueError as error:
         problem = str(error)
     size = settings.dataset_size
@@ -75,16 +76,6 @@ def _row(global_batch: int, workers: int, settings: Settings) -> Row:
         steps_per_epoch=plan.steps_per_epoch(size) if plan and size else None,
         problem=problem,
     )
-
-
-def _plan(global_batch: int, micro_batch: int | None, workers: int) -> BatchPlan:
-    if micro_batch is None:
-        lower = global_batch // workers * workers
-        nearest = f"{lower} and {lower + workers}" if lower else f"{workers}"
-        raise ValueError(
-            f"{global_batch} is not a multiple of {workers} ranks; nearest: {nearest}; or give --micro-batch"
-        )
-    return plan_batch(global_batch=global_batch, micro_batch=micro_batch, world_size=workers, uneven=True)
 
 
 class Report(report.Report):
