@@ -8,10 +8,9 @@ from functools import partial
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.optim.lr_scheduler import LambdaLR
 
 from pyengine.cli.study.probe import Probe
-from pyengine.cli.tasks.base import Task
+from pyengine.cli.tasks.base import Task, make_optimizer
 from pyengine.cli.tasks.cnn import DigitsTask
 from pyengine.cli.tasks.gpt import TextTask
 from pyengine.data.batch_plan import scale_lr
@@ -35,8 +34,8 @@ def _train(task: Task, study: Probe, *, lr: float) -> None:
     model = task.build()
     sync = GradSync(model, accumulate=study.accumulate)
     lr = scale_lr(lr, from_batch=_BATCH, to_batch=study.global_batch, rule="sqrt")
-    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, fused=True)
-    schedule = LambdaLR(optimizer, partial(_shape, steps=study.steps))
+    steps = study.steps
+    optimizer, schedule = make_optimizer(model, lr, steps=steps, warm_up_steps=_WARM_UP * steps)
     sampler = WindowSampler(
         study.dataset_size,
         seed=study.seed,
@@ -57,7 +56,3 @@ def _train(task: Task, study: Probe, *, lr: float) -> None:
 
 def _accuracy(task: Task, model: nn.Module) -> float | None:
     return task.quality(model)["accuracy"] if dist.get_rank() == 0 else None
-
-
-def _shape(step: int, steps: int) -> float:
-    return min(1.0, (step + 1) / (_WARM_UP * steps)) * (1 - 0.9 * step / steps)

@@ -6,10 +6,22 @@ from collections.abc import Iterator
 from typing import Protocol
 
 from torch import Tensor, nn
+from torch.optim import AdamW, Optimizer
+from torch.optim.lr_scheduler import LambdaLR
 
 MODELS = ("gpt", "cnn")
 
 Batch = tuple[Tensor, Tensor]
+
+
+def make_optimizer(
+    model: nn.Module, lr: float, *, steps: int, warm_up_steps: float
+) -> tuple[Optimizer, LambdaLR]:
+    """Return fused AdamW, and a schedule that warms up and then decreases linearly to a tenth."""
+    optimizer = AdamW(model.parameters(), lr=lr, fused=True)
+    return optimizer, LambdaLR(
+        optimizer, lambda step: min(1.0, (step + 1) / warm_up_steps) * (1 - 0.9 * step / steps)
+    )
 
 
 class Task(Protocol):

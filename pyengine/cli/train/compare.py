@@ -52,45 +52,36 @@ def compare(task: Task, settings: Settings) -> list[Row]:
     Collective: every rank must call it. All ranks have the same gradients, so any rank's differences count.
     """
     names = ("engine" if settings.mode == "ddp" else settings.mode, "ddp")
-    data = _Windows(task, settings)
-    model = train_modes.build(task, settings)
-    wanted = [
-        _big_batch_gradient(task, model, list(itertools.chain.from_iterable(windows)))
-        for windows in (data.full, data.short)
+    ranks = range(dist.get_world_size())
+    full = [_first_windows(task, settings, rank, 1)[0] for rank in ranks]
+    # As at the end of a dataset: fewer micro-batches, the last one shorter, unlike on each rank.
+    *early, last = range(-(-settings.accumulate // 2))
+    short = [
+        [*(window[index] for index in early), task.short(window[last], rank)]
+        for rank, window in enumerate(full)
     ]
-    checked = [_check(train_modes.make(name, task, settings), data, wanted) for name in names]
+    model = train_modes.build(task, settings)
+    checks = [
+        (
+            windows[dist.get_rank()],
+            _big_batch_gradient(task, model, list(itertools.chain.from_iterable(windows))),
+        )
+        for windows in (full, short)
+    ]
+    checked = [_check(train_modes.make(name, task, settings), checks) for name in names]
     timed = [train_modes.make(name, task, settings, counted=False) for name in names]
-    seconds = _time(timed, data)
+    seconds = _time(timed, _first_windows(task, settings, dist.get_rank(), _WARMUP_WINDOWS + _TIMED_WINDOWS))
     return [
         Row(name, step_s=step_s, **values)
         for name, step_s, values in zip(names, seconds, checked, strict=True)
     ]
 
 
-class _Windows:
-    """Windows that are the same for every mode, and not those of training.
-
-    Attributes:
-        full: a window for each rank.
-        short: as at the end of a dataset: fewer micro-batches, the last one shorter, unlike on each rank.
-    """
-
-    def __init__(self, task: Task, settings: Settings) -> None:
-        self._task, self._settings = task, settings
-        ranks = range(dist.get_world_size())
-        self.full = [self.first(1, rank)[0] for rank in ranks]
-        num = -(-settings.accumulate // 2)
-        self.short = [
-            [*window[: num - 1], task.short(window[num - 1], rank)] for rank, window in enumerate(self.full)
-        ]
-
-    def first(self, num: int, rank: int) -> list[list[Batch]]:
-        """Return a rank's first windows."""
-        settings, world_size = self._settings, dist.get_world_size()
-        size = settings.micro_batch[self._task.name]
-        seed = settings.seed + 1
-        stream = self._task.batches(rank=rank, world_size=world_size, micro_batch=size, seed=seed)
-        return [list(itertools.islice(stream, settings.accumulate)) for _ in range(num)]
+def _first_windows(task: Task, settings: Settings, rank: int, num: int) -> list[list[Batch]]:
+    """Return a rank's first windows, which are the same for every mode, and not those of training."""
+    size, world_size = settings.micro_batch[task.name], dist.get_world_size()
+    stream = task.batches(rank=rank, world_size=world_size, micro_batch=size, seed=settings.seed + 1)
+    return [list(itertools.islice(stream, settings.accumulate)) for _ in range(num)]
 
 
 def _big_batch_gradient(task: Task, model: nn.Module, batches: Sequence[Batch]) -> Tensor:
@@ -105,15 +96,14 @@ def _big_batch_gradient(task: Task, model: nn.Module, batches: Sequence[Batch]) 
     return pop_gradient(exact)
 
 
-def _check(mode: Mode, data: _Windows, wanted: list[Tensor]) -> dict[str, Any]:
+def _check(mode: Mode, checks: Sequence[tuple[list[Batch], Tensor]]) -> dict[str, Any]:
     """Return the errors of a full and of a short window's gradient, and the traffic of a window."""
     mode.model.eval()  # as the model of the big batch
     full, short = (
-        float((mode.gradient(windows[dist.get_rank()]) - gradient).norm() / gradient.norm())
-        for windows, gradient in zip((data.full, data.short), wanted, strict=True)
+        float((mode.gradient(window) - wanted).norm() / wanted.norm()) for window, wanted in checks
     )
     mode.model.train()
-    (record,) = mode.steps(data.full[dist.get_rank()])
+    (record,) = mode.steps(checks[0][0])
     return {
         "label": mode.label,
         "buckets": mode.buckets,
@@ -124,10 +114,10 @@ def _check(mode: Mode, data: _Windows, wanted: list[Tensor]) -> dict[str, Any]:
     }
 
 
-def _time(modes: list[Mode], data: _Windows) -> list[Range]:
+def _time(modes: list[Mode], windows: Sequence[list[Batch]]) -> list[Range]:
     """Time the modes in turn, window by window, so that a slow machine slows all of them down."""
     seconds: list[list[float]] = [[] for _ in modes]
-    for window in data.first(_WARMUP_WINDOWS + _TIMED_WINDOWS, dist.get_rank()):
+    for window in windows:
         for mode, taken in zip(modes, seconds, strict=True):
             dist.barrier()
             start = time.perf_counter()

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LambdaLR
 
 from pyengine.cli.gradient_measures import measure_noise_scale
-from pyengine.cli.tasks.base import Batch, Task
+from pyengine.cli.tasks.base import Batch, Task, make_optimizer
 from pyengine.cli.train.arguments import Settings
 from pyengine.comm import TorchDist
 from pyengine.engine.attach import attach
@@ -36,16 +36,9 @@ def build(task: Task, settings: Settings) -> nn.Module:
     return task.build().to(_DTYPES[settings.dtype])
 
 
-def make_optimizer(
-    task: Task, model: nn.Module, settings: Settings
-) -> tuple[torch.optim.Optimizer, LambdaLR]:
-    """Return fused AdamW, and a schedule that warms up and then decreases linearly to a tenth."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=settings.lr[task.name], fused=True)
-    return optimizer, LambdaLR(optimizer, partial(_lr_factor, steps=settings.steps[task.name]))
-
-
-def _lr_factor(step: int, steps: int) -> float:
-    return min(1.0, (step + 1) / _WARM_UP_STEPS) * (1 - 0.9 * step / steps)
+def _optimizer(task: Task, model: nn.Module, settings: Settings) -> tuple[torch.optim.Optimizer, LambdaLR]:
+    lr, steps = settings.lr[task.name], settings.steps[task.name]
+    return make_optimizer(model, lr, steps=steps, warm_up_steps=_WARM_UP_STEPS)
 
 
 def pop_gradient(model: nn.Module) -> Tensor:
@@ -78,7 +71,7 @@ class Windowed:
             accumulator=settings.accumulator,
         )
         self.label = "pyengine on DDP" if on_ddp else "pyengine"
-        self._optimizer, self._schedule = make_optimizer(task, model, settings)
+        self._optimizer, self._schedule = _optimizer(task, model, settings)
         self._records: list[StepRecord] = []
         self._sync.on_step(self._records.append)
 
@@ -142,7 +135,7 @@ class PlainDDP:
         self._meter = _Meter()
         if counted:
             self._ddp.register_comm_hook(self._meter, _all_reduce_and_count)
-        self._optimizer, self._schedule = make_optimizer(task, model, settings)
+        self._optimizer, self._schedule = _optimizer(task, model, settings)
         self._step = 0
 
     @property
