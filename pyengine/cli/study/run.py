@@ -249,10 +249,7 @@ class _Runs:
         run = Run(
             target=settings.target,
             workers=cell.workers,
-            global_batch=plan.global_batch,
-            micro_batch=plan.micro_batch,
-            accumulate=plan.accumulate,
-            steps=plan.steps,
+            **asdict(plan),
             dataset_size=settings.dataset_size,
             seed=settings.seed + repeat,
             threads=settings.threads,
