@@ -137,7 +137,7 @@ class Auditor:
 
     def begin(self) -> None:
         """Look at a window from its first micro-batch on; raise what an earlier check has found."""
-        self.settle()
+        self.conclude()
         self.probe.arm(self._checks)
 
     @torch.no_grad()
@@ -165,7 +165,7 @@ class Auditor:
 
         Raises:
             AuditError: something differs; where the host runs ahead of the device, at the next `begin` or
-                `settle`.
+                `conclude`.
         """
         if not self._listens_on:
             self.probe.disarm()
@@ -175,9 +175,9 @@ class Auditor:
         )
         self._checks += 1
         if not runs_ahead(self.device):
-            self.settle()
+            self.conclude()
 
-    def settle(self) -> None:
+    def conclude(self) -> None:
         """Wait for the check that is under way, if one is; raise on every rank if something differs."""
         check, self._under_way = self._under_way, None
         if check is not None:
@@ -451,14 +451,14 @@ class Check:
             for index, kinds in list(mine.items())[:_MOST]
         }
         general = {index: kinds for index, kinds in suspects.items() if index < 0}
-        everybody = self._comms[0].all_gather_object((gathered, general, local.numbers))
+        by_rank = self._comms[0].all_gather_object((gathered, general, local.numbers))
         found = []
-        for name in dict.fromkeys(name for names, _, _ in everybody for name in names):
-            found += _findings_of(name, [names.get(name) for names, _, _ in everybody])
-        if any(-1 in kinds for _, kinds, _ in everybody):
-            text = f"{difference([numbers for _, _, numbers in everybody])}: set it alike on every rank"
+        for name in dict.fromkeys(name for names, _, _ in by_rank for name in names):
+            found += _findings_of(name, [names.get(name) for names, _, _ in by_rank])
+        if any(-1 in kinds for _, kinds, _ in by_rank):
+            text = f"{difference([numbers for _, _, numbers in by_rank])}: set it alike on every rank"
             found.append(("hyperparameters", "", (), text))
-        if any(-2 in kinds for _, kinds, _ in everybody):
+        if any(-2 in kinds for _, kinds, _ in by_rank):
             text = f"the sum was divided by {float(local.claimed):g}, and {self._total:g} was counted"
             found.append(("divisor", "", (), text))
         return _grouped(found, local.step, local.since)

@@ -183,7 +183,7 @@ class Audit:
             AuditError: what the last check has found.
         """
         self._remove_hooks()
-        self._auditor.settle()
+        self._auditor.conclude()
 
     def __enter__(self) -> Self:
         return self
@@ -193,7 +193,7 @@ class Audit:
     ) -> None:
         self._remove_hooks()
         if kind is None:
-            self._auditor.settle()
+            self._auditor.conclude()
 
     def _remove_hooks(self) -> None:
         for handle in self._handles:

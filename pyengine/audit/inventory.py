@@ -113,9 +113,9 @@ class Inventory:
     def _sharded(self, name: str, param: Any) -> Subject:
         """Describe a DTensor of FSDP2's, whose mesh has which rank holds which shard."""
         mesh, placements = param.device_mesh, param.placements
-        everybody = sorted(mesh.mesh.flatten().tolist())
+        all_ranks = sorted(mesh.mesh.flatten().tolist())
         ranks = sorted(dist.get_process_group_ranks(self._group)) if dist.is_initialized() else [0]
-        whole = 0 if everybody == ranks else None
+        whole = 0 if all_ranks == ranks else None
         replicas, copies = None, 1
         for axis, placement in enumerate(placements):
             if placement.is_replicate() and mesh.size(axis) > 1:
@@ -144,12 +144,12 @@ class Inventory:
         mine = [
             (s.name, list(s.tensor.shape), str(s.tensor.dtype), s.replicas, s.summed) for s in self.subjects
         ]
-        everybody = self.comms[0].all_gather_object(mine)
+        gathered = self.comms[0].all_gather_object(mine)
         if not self.subjects:
             raise ValueError("model has no parameter that ranks have in common: there is nothing to audit")
-        for rank, other in enumerate(everybody):
-            if other != everybody[0]:
-                rows = zip([*everybody[0], None], [*other, None], strict=False)
+        for rank, other in enumerate(gathered):
+            if other != gathered[0]:
+                rows = zip([*gathered[0], None], [*other, None], strict=False)
                 here, there = next((a, b) for a, b in rows if a != b)
                 raise ValueError(
                     f"model differs between ranks: rank 0 has {_said(here)}, rank {rank} has {_said(there)}. "

@@ -110,16 +110,16 @@ class Checkpoints:
             is_first = not {there for there, _ in self._found()} - self._refused
             return problem, -1 if problem else step, name, is_first
 
-        everybody = self._on_all(look, f"{self._folder} cannot be used")
-        self._raise([problem for problem, *_ in everybody], ValueError)
-        if len({each for _, each, *_ in everybody}) > 1:
+        gathered = self._on_all(look, f"{self._folder} cannot be used")
+        self._raise([problem for problem, *_ in gathered], ValueError)
+        if len({each for _, each, *_ in gathered}) > 1:
             raise ValueError(
-                f"step={[each for _, each, *_ in everybody]} by rank: need the same on every rank; save "
+                f"step={[each for _, each, *_ in gathered]} by rank: need the same on every rank; save "
                 "behind a step that all of them have taken"
             )
         rank, world_size = self._comm.rank, self._comm.world_size
-        is_first = all(is_empty for *_, is_empty in everybody)
-        origin = Origin(step, rank, world_size, everybody[0][2], is_first)
+        is_first = all(is_empty for *_, is_empty in gathered)
+        origin = Origin(step, rank, world_size, gathered[0][2], is_first)
 
         def write() -> list[int]:
             state_file.write(self._path(step, rank, world_size), origin, state)
@@ -295,9 +295,9 @@ class Checkpoints:
             mine = "", work()
         except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks wait for this one
             mine = f"{what}: {type(error).__name__}: {error}", None
-        everybody = self._comm.all_gather_object(mine)
-        self._raise([problem for problem, _ in everybody], kind)
-        return [result for _, result in everybody]
+        gathered = self._comm.all_gather_object(mine)
+        self._raise([problem for problem, _ in gathered], kind)
+        return [result for _, result in gathered]
 
     def _raise(self, problems: Sequence[str], kind: type[Exception]) -> None:
         found = [f"rank {rank}: {text}" for rank, text in enumerate(problems) if text]

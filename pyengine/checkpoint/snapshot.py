@@ -238,19 +238,19 @@ def share_residuals(
 
 
 def _merge_sums(name: str, snapshots: Sequence[Snapshot], device: torch.device) -> dict[str, Tensor]:
-    everybody = [{part: t.detach().to(device) for part, t in s.sums.get(name, {}).items()} for s in snapshots]
+    sums = [{part: t.detach().to(device) for part, t in s.sums.get(name, {}).items()} for s in snapshots]
     flags = [
         parts.get("nonfinite", torch.zeros(len(s.places), dtype=torch.uint8, device=device))
-        for s, parts in zip(snapshots, everybody, strict=True)
+        for s, parts in zip(snapshots, sums, strict=True)
     ]
-    if len(everybody) == 1:
-        return {**everybody[0], "nonfinite": flags[0]}
+    if len(sums) == 1:
+        return {**sums[0], "nonfinite": flags[0]}
     terms = snapshots[0].identity.terms
     assert terms is not None
-    total, *others = (_exact(parts, terms) for parts in everybody if parts)
+    total, *others = (_exact(parts, terms) for parts in sums if parts)
     for other in others:
         total.merge_(other)
-    numel = next(parts["bins"].numel() * BLOCK for parts in everybody if parts)
+    numel = next(parts["bins"].numel() * BLOCK for parts in sums if parts)
     return {**total.slot_state(0, numel), "nonfinite": torch.cat(flags)}
 
 

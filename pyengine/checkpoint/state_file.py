@@ -51,9 +51,9 @@ def write(path: Path, origin: Origin, state: Any) -> None:
                 check_tensors(state)
                 torch.save(state, payload)  # type: ignore[arg-type]
                 check_loads(_Payload(file))  # type: ignore[arg-type]
-            said = {"format": FORMAT, **asdict(origin), "bytes": payload.num_bytes, "crc32": payload.crc}
+            fields = {"format": FORMAT, **asdict(origin), "bytes": payload.num_bytes, "crc32": payload.crc}
             file.seek(0)
-            text = json.dumps(said).encode()
+            text = json.dumps(fields).encode()
             file.write((_MAGIC + b"%08x " % zlib.crc32(text) + text).ljust(_HEADER_BYTES - 1) + b"\n")
             file.flush()
             os.fsync(file.fileno())
@@ -72,15 +72,16 @@ def check(path: Path) -> Origin:
     message says which, without the name.
     """
     with _open(path) as file:
-        said = _header(file.read(_HEADER_BYTES))
+        fields = _header(file.read(_HEADER_BYTES))
         num_bytes, crc = os.fstat(file.fileno()).st_size - _HEADER_BYTES, 0
-        if num_bytes != said["bytes"]:
-            raise ValueError(f"truncated: it holds {num_bytes} of {said['bytes']} bytes of a state")
+        if num_bytes != fields["bytes"]:
+            raise ValueError(f"truncated: it holds {num_bytes} of {fields['bytes']} bytes of a state")
         while piece := file.read(_PIECE_BYTES):
             crc = zlib.crc32(piece, crc)
-    if crc != said["crc32"]:
+    if crc != fields["crc32"]:
         raise ValueError("damaged: its checksum is that of other bytes")
-    return Origin(said["step"], said["rank"], said["world_size"], said["save"], said.get("is_first", False))
+    is_first = fields.get("is_first", False)
+    return Origin(fields["step"], fields["rank"], fields["world_size"], fields["save"], is_first)
 
 
 def read(path: Path) -> Any:
@@ -100,17 +101,17 @@ def _header(head: bytes) -> dict[str, Any]:
     crc, _, text = head[len(_MAGIC) :].rstrip().partition(b" ")
     if crc != b"%08x" % zlib.crc32(text):
         raise ValueError("truncated or damaged in its header")
-    said: Any = json.loads(text)
-    is_ours = isinstance(said, dict) and type(said.get("format")) is int
-    if is_ours and said["format"] > FORMAT:
-        raise NewerFormat(f"of format {said['format']}, and this pyengine reads up to {FORMAT}: update it")
+    found: Any = json.loads(text)
+    is_ours = isinstance(found, dict) and type(found.get("format")) is int
+    if is_ours and found["format"] > FORMAT:
+        raise NewerFormat(f"of format {found['format']}, and this pyengine reads up to {FORMAT}: update it")
     if (
         not is_ours
-        or any(type(said.get(name)) is not kind for name, kind in _FIELDS.items())
-        or type(said.get("is_first", False)) is not bool
+        or any(type(found.get(name)) is not kind for name, kind in _FIELDS.items())
+        or type(found.get("is_first", False)) is not bool
     ):
         raise ValueError("damaged in its header, which has not the fields that pyengine writes")
-    fields: dict[str, Any] = said
+    fields: dict[str, Any] = found
     return fields
 
 

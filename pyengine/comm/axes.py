@@ -62,7 +62,7 @@ class MeshRanks:
         index = tuple(slice(None) if name in axes else at for name, at in self.coordinate.items())
         return tuple(sorted(self._ranks[index].flatten().tolist()))
 
-    def everybody(self) -> tuple[int, ...]:
+    def all_ranks(self) -> tuple[int, ...]:
         return self.along([*self.shape])
 
     def index(self, axes: Sequence[str]) -> int:

@@ -153,7 +153,7 @@ class CapturedWindows:
         form.num_run += 1
         section = form.section
         section.rewind()
-        with capture.running(section, is_capture=False), Rehearsal(_is_far) as rehearsal:
+        with capture.running(section, is_capture=False), Rehearsal(_is_on_device) as rehearsal:
             self._run(engine, tree_unflatten(_on(engine.device, leaves), structure))
         form.rehearsals.append(rehearsal)
         before, form.counts = form.counts, engine.counts.counts
@@ -299,7 +299,7 @@ def _on(device: torch.device, leaves: list[Any]) -> list[Any]:
     return [leaf.to(device) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
 
 
-def _is_far(tensor: Tensor) -> bool:
+def _is_on_device(tensor: Tensor) -> bool:
     return runs_ahead(tensor.device)
 
 

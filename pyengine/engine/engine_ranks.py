@@ -130,7 +130,7 @@ class EngineRanks:
         # Whether it is known which ranks hold which parts of DTensors.
         self.takes_dtensors = self._mesh is not None
         if self._mesh is not None:
-            group = group_of(self._mesh.everybody(), device)
+            group = group_of(self._mesh.all_ranks(), device)
         self.comm = comm_for(device, group)  # over all ranks
         self._ranks = self.comm.ranks
         plain = Membership.plain(rank=self.comm.rank, world_size=self.comm.world_size)
@@ -494,9 +494,9 @@ class ShardedRanks:
 
     def counted(self, units: Sequence[Unit]) -> dict[int, bool]:
         """Return by id whether this rank counts what it holds: over all ranks each element once."""
-        speaks = self.membership.batch.speaks
+        is_counting = self.membership.batch.is_counting
         return {
-            id(param): is_counted(param) and (speaks or param.device_mesh.ndim > unit.data_ndim)
+            id(param): is_counted(param) and (is_counting or param.device_mesh.ndim > unit.data_ndim)
             for unit in units
             for param in _dtensors_of(unit)
         }

@@ -45,17 +45,17 @@ def agree(
     is_plain = membership == Membership.plain(rank=comm.rank, world_size=comm.world_size)
     # Exact sums alone depend on the hosts, which differ between ranks.
     host = own_host() if sent is not None and settings.kind == "exact" else None
-    (everybody, places), (engine_id,) = comm.all_gather_objects(
+    (gathered, places), (engine_id,) = comm.all_gather_objects(
         [(pyengine.__version__, problems, sent, list(specs)), (host, None if is_plain else membership)],
         uuid4().int % 2**32,
     )
-    versions = [version for version, *_ in everybody]
+    versions = [version for version, *_ in gathered]
     if len(set(versions)) > 1:
         which = "; ".join(f"rank {rank} has {version}" for rank, version in enumerate(versions))
         raise ValueError(f"install the same version of pyengine on every rank: {which}")
-    raise_problems([texts for _, texts, *_ in everybody])
-    specs_of = [specs for *_, specs in everybody]
-    world_size = len(everybody)
+    raise_problems([texts for _, texts, *_ in gathered])
+    specs_of = [specs for *_, specs in gathered]
+    world_size = len(gathered)
     members: list[Membership] = [
         member or Membership.plain(rank=rank, world_size=world_size)
         for rank, (_, member) in enumerate(places)
@@ -63,14 +63,14 @@ def agree(
     differences = memberships_differ(members, specs_of)
     if differences:
         raise ValueError(differences[0])
-    everybodys, shared = map(list, zip(*[sent for *_, sent, _ in everybody], strict=True))
+    settings_of, shared = map(list, zip(*[sent for *_, sent, _ in gathered], strict=True))
     if host is not None:
         comm.host_of = {rank: its_host for rank, (its_host, _) in zip(comm.ranks, places, strict=True)}
     if len(set(shared)) > 1:
         values = "; ".join(f"rank {rank} has {text}" for rank, text in enumerate(shared))
         raise ValueError(f"ranks have different settings: {values}. Pass the same ones on every rank")
     batches = [member.batch.index for member in members]
-    windows = [settings.accumulate for settings in everybodys]
+    windows = [settings.accumulate for settings in settings_of]
     first_of = {batch: rank for rank, batch in reversed([*enumerate(batches)])}
     first = [first_of[batch] for batch in range(members[0].num_batches)]
     unlike = [r for r, batch in enumerate(batches) if windows[r] != windows[first[batch]]]
@@ -85,7 +85,7 @@ def agree(
             "over all micro-batches; where that is not meant, pass the same accumulate on every rank",
             stacklevel=5,
         )
-    shares = _shares([everybodys[rank] for rank in first], engine_id=engine_id, parts=most_parts(members))
+    shares = _shares([settings_of[rank] for rank in first], engine_id=engine_id, parts=most_parts(members))
     names = [spec.name for spec in specs_of[0]]
     are_alike = all(other is specs_of[0] or [spec.name for spec in other] == names for other in specs_of[1:])
     return replace(shares, batches=batches, are_alike=are_alike)
@@ -98,11 +98,11 @@ def raise_problems(problems: Sequence[Sequence[str]]) -> None:
         raise ValueError(found)
 
 
-def prepare_wire(wire: Wire, comms: Iterable[Comm], everybody: Comm) -> None:
+def prepare_wire(wire: Wire, comms: Iterable[Comm], world: Comm) -> None:
     """Let a wire prepare transports; raise ValueError on every rank if some rank cannot."""
     if wire.needs_prepare:
         problems = [text for comm in comms for text in wire.prepare(comm)]
-        raise_problems(everybody.all_gather_object(problems))
+        raise_problems(world.all_gather_object(problems))
 
 
 @dataclass(frozen=True)
@@ -157,8 +157,8 @@ def resized(shares: Shares, accumulate: int, *, is_exact: bool) -> Shares:
     return replace(shares, places=_places(by_rank, sum(by_rank)), micro_batches=sum(by_rank), by_rank=by_rank)
 
 
-def _shares(everybody: Sequence[Settings], *, engine_id: int, parts: int) -> Shares:
-    first, by_rank = everybody[0], [settings.accumulate for settings in everybody]
+def _shares(settings_of: Sequence[Settings], *, engine_id: int, parts: int) -> Shares:
+    first, by_rank = settings_of[0], [settings.accumulate for settings in settings_of]
     if isinstance(first.accumulator, Exact):
         total, origin = first.accumulator.micro_batches, f"accumulator={first.accumulator}"
         if max(by_rank) > total:

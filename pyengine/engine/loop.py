@@ -65,15 +65,15 @@ def meet(engine: Engine, *, stage: str, problems: Sequence[str] = ()) -> None:
     One all-reduce of 192 bytes, for which the host waits.
     """
     engine.reach_verdicts()
-    everybody: Sequence[Sequence[str]] = [problems]
+    gathered: Sequence[Sequence[str]] = [problems]
     if engine.comm.world_size > 1:
         local = engine.new_counts()
         local.refusals += problems
         header = engine.launch_header_all_reduce(local, more=False, stage=stage)
         totals = header.totals()
         check_agreement(header, totals, engine.comm)
-        everybody = engine.comm.all_gather_object(local.refusals) if totals.invalid_counts else []
-    raise_problems(everybody)
+        gathered = engine.comm.all_gather_object(local.refusals) if totals.invalid_counts else []
+    raise_problems(gathered)
 
 
 def sum_over_ranks(engine: Engine, numbers: Sequence[float]) -> list[float]:
@@ -82,8 +82,8 @@ def sum_over_ranks(engine: Engine, numbers: Sequence[float]) -> list[float]:
     Of ranks that share a batch one's numbers are summed. One all-reduce of 8 bytes a number, for which the
     host waits.
     """
-    if engine.batch is not None and not engine.batch.speaks:
-        numbers = [0.0] * len(numbers)  # of a batch for which another rank speaks
+    if engine.batch is not None and not engine.batch.is_counting:
+        numbers = [0.0] * len(numbers)  # of a batch that another rank counts
     vector = send([*numbers], torch.float64, engine.device)
     engine.comm.all_reduce(vector).wait()
     return vector.tolist()
@@ -166,16 +166,16 @@ def _agree(engine: Engine, names: list[str]) -> tuple[list[str], dict[str, float
     data learns them. Raise ValueError where ranks differ, or not enough is known of a resumed window.
     """
     resumed = engine.resumed
-    said = names, {} if resumed is None else dict(resumed.totals), bool(engine.counts.counts)
-    everybody: Sequence[tuple[list[str], dict[str, float], bool]] = engine.comm.all_gather_object(said)
-    named = {rank: theirs for rank, (theirs, _, _) in enumerate(everybody) if theirs}
+    sent = names, {} if resumed is None else dict(resumed.totals), bool(engine.counts.counts)
+    gathered: Sequence[tuple[list[str], dict[str, float], bool]] = engine.comm.all_gather_object(sent)
+    named = {rank: theirs for rank, (theirs, _, _) in enumerate(gathered) if theirs}
     agreed = next(iter(named.values()), [])
     if any(set(theirs) != set(agreed) for theirs in named.values()):
         listed = "; ".join(f"rank {rank} counts {theirs}" for rank, theirs in named.items())
         raise ValueError(f"count: {listed}. Let the function give the same names on every rank")
-    saved = [theirs for _, theirs, _ in everybody if theirs]
+    saved = [theirs for _, theirs, _ in gathered if theirs]
     if not saved:
-        if len(agreed) > 1 and any(has_done for *_, has_done in everybody):
+        if len(agreed) > 1 and any(has_done for *_, has_done in gathered):
             raise ValueError(
                 f"count: gives {agreed}, and the window that goes on was begun without: its state has one "
                 "count a micro-batch. Finish it by sync.windows(loader), and count from the next one on"
@@ -484,10 +484,10 @@ def _borrowed(engine: Engine, old: list[Batch], ahead: Sequence[Batch], *, sende
             sent = ahead[0], "", False
         except Exception as error:  # noqa: BLE001 - the other ranks wait for this one
             sent = None, repr(error), False
-    everybody: Sequence[tuple[Any, str, bool]] = engine.comm.all_gather_object(sent)
-    batch, error_text, _ = everybody[sender]
+    gathered: Sequence[tuple[Any, str, bool]] = engine.comm.all_gather_object(sent)
+    batch, error_text, _ = gathered[sender]
     if error_text:
-        without = ", ".join(str(rank) for rank, (*_, has_none) in enumerate(everybody) if has_none)
+        without = ", ".join(str(rank) for rank, (*_, has_none) in enumerate(gathered) if has_none)
         raise ValueError(
             f"rank {without} has no micro-batch at all, and needs a copy of another one's, since the "
             f"forwards of a sharded model are collective; that of rank {sender} cannot be pickled "

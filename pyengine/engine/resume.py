@@ -105,11 +105,11 @@ def load_states(engine: Engine, states: object) -> list[int]:
     """
     engine.reach_verdicts()
     found, described, part = _prepare(engine, states)
-    everybody = _agree(engine, found, described)
+    gathered = _agree(engine, found, described)
     # What could fail has been tried: from here on every rank does the same.
-    done = sorted({place for other in everybody for *_, places, _ in other.parts for place in places})
+    done = sorted({place for other in gathered for *_, places, _ in other.parts for place in places})
     # The order of buckets on which the ranks had agreed, or were about to: that of the first which knows one.
-    if orders := sorted((rank, order) for each in everybody for rank, order in each.orders):
+    if orders := sorted((rank, order) for each in gathered for rank, order in each.orders):
         engine.reducer.lay_out_as(list(orders[0][1]))
     assert part is not None
     if engine.scaler is not None and part.scaler:
@@ -260,9 +260,9 @@ def _misfits(engine: Engine, snapshots: list[Snapshot], own: list[Snapshot], *, 
 
 def _agree(engine: Engine, found: list[str], described: _Described) -> list[_Described]:
     """Raise on every rank if any rank has a problem, or if ranks were given different states."""
-    everybody = engine.comm.all_gather_object((found, described))
-    raise_problems([texts for texts, _ in everybody])
-    by_rank: list[_Described] = [other for _, other in everybody]
+    gathered = engine.comm.all_gather_object((found, described))
+    raise_problems([texts for texts, _ in gathered])
+    by_rank: list[_Described] = [other for _, other in gathered]
     shared = [(s.is_own, s.position, s.scaler, () if s.is_own else s.parts) for s in by_rank]
     # Ranks that share a batch hold the same micro-batches.
     heads = [by_rank[engine.shares.batches.index(batch)] for batch in set(engine.shares.batches)]

@@ -790,7 +790,7 @@ class Sync:
         return self._engine.is_padding
 
     @property
-    def landed(self) -> object | None:
+    def reduced_window(self) -> object | None:
         """An object that identifies this window, once it has been reduced; None before."""
         return self._engine.verdict
 

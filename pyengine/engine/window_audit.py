@@ -57,7 +57,7 @@ class WindowAudit:
         """
         self.drop()
         self._end()
-        self._auditor.settle()
+        self._auditor.conclude()
 
     def drop(self) -> None:
         """Remove its hooks."""
@@ -74,7 +74,7 @@ class WindowAudit:
         """Look at a window that begins, if it is due; `is_whole`: none of it has run before."""
         self._window, self._samples = window, None
         if not self.is_due(window):
-            self._auditor.settle()
+            self._auditor.conclude()
         else:
             self._auditor.begin()
             if not is_whole:
@@ -102,7 +102,7 @@ class WindowAudit:
             return
         claimed = header.vector()[0]
         total, batch = torch.zeros_like(claimed), self._batch
-        if batch is None or batch.speaks:  # else another rank speaks for the batch
+        if batch is None or batch.is_counting:  # else another rank counts the batch
             for count in counts.counts:
                 total = total + (count.detach().to(claimed) if isinstance(count, Tensor) else float(count))
         world_sizes = send(self._world_sizes, torch.float64, claimed.device)

@@ -45,8 +45,8 @@ FIRST_BUCKET_BYTES = 2**20
 class Groups:
     """The transports of one engine."""
 
-    everybody: Comm
-    # Over the ranks of each group, by `ParamSpec.group`. Their traffic counts as traffic of `everybody`.
+    world: Comm
+    # Over the ranks of each group, by `ParamSpec.group`. Their traffic counts as traffic of `world`.
     comms: Sequence[Comm]
     # By parameter, whether this rank counts it in the norm; None: all ranks hold the same parameters.
     counted: Sequence[bool] | None = None
@@ -200,7 +200,7 @@ class BucketReducer(Reducer):
         self.params: Sequence[Parameter] = list(params)
         self.names: Sequence[str] = [spec.name for spec in specs]
         self._specs, self._settings, self._terms = list(specs), settings, terms
-        self._wire, self._groups, self._comm = settings.wire, groups, groups.everybody
+        self._wire, self._groups, self._comm = settings.wire, groups, groups.world
         self.counted = groups.counted
         # ---- order of the buckets ----
         # Whether a window has been reduced: on every rank in the same window.

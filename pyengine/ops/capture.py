@@ -137,16 +137,16 @@ class Rehearsal(TorchDispatchMode):
     """Watches a section for what a graph cannot repeat, and lists its operations.
 
     Args:
-        is_far: whether a tensor is on the device whose work is to be captured.
+        is_on_device: whether a tensor is on the device whose work is to be captured.
 
     Attributes:
         problems: operations that the host waits for, or that copy from it, each with its line.
         operations: by operation its name, the shapes it has got, its numbers, and its line.
     """
 
-    def __init__(self, is_far: Callable[[Tensor], bool]) -> None:
+    def __init__(self, is_on_device: Callable[[Tensor], bool]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._is_far = is_far
+        self._is_on_device = is_on_device
         self.problems: list[str] = []
         self.operations: list[tuple[str, tuple[Any, ...], str]] = []
 
@@ -161,8 +161,8 @@ class Rehearsal(TorchDispatchMode):
         result = func(*args, **kwargs)
         leaves = tree_leaves((args, kwargs))
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        is_made = not _copies_itself() and isinstance(result, Tensor) and self._is_far(result)
-        if is_made or any(map(self._is_far, tensors)):
+        is_made = not _copies_itself() and isinstance(result, Tensor) and self._is_on_device(result)
+        if is_made or any(map(self._is_on_device, tensors)):
             self._look(name, leaves, result)
         return result
 
@@ -176,8 +176,8 @@ class Rehearsal(TorchDispatchMode):
         indices = {"index": tensors[1:], "index_put_": tensors[1:-1]}.get(name, [])
         if name in _READS or any(index.dtype in _MASKS for index in indices):
             self.problems.append(f"{line}: {name} lets the host wait for a value of the device")
-        elif name in ("_to_copy", "copy_") and not all(map(self._is_far, [*tensors, result])):
-            ends = "to the device" if self._is_far(result) else "to the host"
+        elif name in ("_to_copy", "copy_") and not all(map(self._is_on_device, [*tensors, result])):
+            ends = "to the device" if self._is_on_device(result) else "to the host"
             self.problems.append(f"{line}: {name} copies {ends}")
 
 

@@ -115,10 +115,10 @@ class WindowOptimizer(torch.optim.Optimizer):
             raise ValueError(
                 "step: got a closure, and the gradients are there already: call backward before step()"
             )
-        landed = self._sync.landed
-        if self._sync.is_sync_step and (landed is None or landed is not self._stepped_in):
+        reduced = self._sync.reduced_window
+        if self._sync.is_sync_step and (reduced is None or reduced is not self._stepped_in):
             self._stepped = self._sync.step(self.optimizer, self._scheduler)
-            self._stepped_in = self._sync.landed
+            self._stepped_in = self._sync.reduced_window
         else:
             self._sync.refuse_bare_gradients()
 
@@ -127,7 +127,7 @@ class WindowOptimizer(torch.optim.Optimizer):
 
         The engine clears what an optimizer has used by itself, at the next window's first backward.
         """
-        if self._sync is not None and self._sync.landed is not None:
+        if self._sync is not None and self._sync.reduced_window is not None:
             self.optimizer.zero_grad(set_to_none)
 
     def __getattr__(self, name: str) -> Any:

@@ -68,18 +68,18 @@ class Claims:
         """Return the number, in pieces of 20 bits, without what is on an accelerator; see `add_to`."""
         steps = [(step.name, step.params, step.numbers) for step in self.use.steps]
         text = repr((self.stage, self.engine, self.scaler, steps, len(self.use.factors), self.kept)).encode()
-        here = [struct.pack("<f", float(scalar)) for scalar in self._scalars() if not _is_far(scalar)]
+        here = [struct.pack("<f", float(scalar)) for scalar in self._scalars() if not _is_on_device(scalar)]
         digest = int.from_bytes(hashlib.blake2b(text + b"".join(here), digest_size=8).digest(), "little")
         return [digest >> PIECE_BITS * index & _PIECE - 1 for index in range(NUM_PIECES)]
 
     @property
-    def lie_far(self) -> bool:
+    def has_device_values(self) -> bool:
         """Whether some of it is on an accelerator."""
-        return any(map(_is_far, self._scalars()))
+        return any(map(_is_on_device, self._scalars()))
 
     def add_to(self, pieces: Tensor) -> None:
         """Add what is on an accelerator, unread, to `pieces`, float64 `[NUM_PIECES]`: still of 20 bits."""
-        far = [scalar for scalar in self._scalars() if _is_far(scalar)]
+        far = [scalar for scalar in self._scalars() if _is_on_device(scalar)]
         if not far:
             return
         bits = torch.stack([scalar.to(pieces.device).float().reshape(()) for scalar in far]).view(torch.int32)
@@ -113,8 +113,8 @@ def difference(described: Sequence[dict[str, str]]) -> str:
     for part, (what, remedy) in _PARTS.items():
         texts = [claims[part] for claims in described]
         if len(set(texts)) > 1:
-            everybody = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(texts))
-            return f"{what}: {everybody}. {remedy}"
+            listed = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(texts))
+            return f"{what}: {listed}. {remedy}"
     return "ranks say different things that read alike: restore all ranks from one checkpoint"
 
 
@@ -154,5 +154,5 @@ _PARTS = {
 }
 
 
-def _is_far(scalar: Tensor) -> bool:
+def _is_on_device(scalar: Tensor) -> bool:
     return runs_ahead(scalar.device)

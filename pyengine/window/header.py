@@ -36,7 +36,7 @@ _CLAIMS = _POSITIONS + 4
 _LOSSES = _CLAIMS + 2 * NUM_PIECES
 # Behind them, where ranks share batches, what must be 0: lanes of `SharedBatch`.
 _SHARED = _LOSSES + exact_scalars.NUM_LANES
-# ... and how many ranks leave the count to the one that speaks for the batch: then lanes cannot be compared.
+# ... and how many ranks leave the count to the one that counts the batch: then lanes cannot be compared.
 _SILENT = -1
 
 Count = int | float | Tensor
@@ -80,7 +80,7 @@ class SharedBatch:
 
     index: int  # which batch
     num_ranks: int  # how many share each
-    speaks: bool  # whether this rank counts the batch; one of them does
+    is_counting: bool  # whether this rank counts the batch; one of them does
 
     def lanes(self, numbers: Tensor) -> Tensor:
         """Return what is 0 when summed over all ranks if ranks of one batch have the same numbers.
@@ -93,7 +93,7 @@ class SharedBatch:
         for bits in numbers.contiguous().view(torch.int64):
             mixed = _mix(mixed ^ bits)
         pieces = [mixed >> _PIECE_BITS * lane & 2**_PIECE_BITS - 1 for lane in range(NUM_LANES)]
-        weight = 1 - self.num_ranks if self.speaks else 1
+        weight = 1 - self.num_ranks if self.is_counting else 1
         return torch.stack(pieces).double() * weight
 
 
@@ -118,7 +118,7 @@ class LocalWindow:
     refusals: list[str] = field(default_factory=list)  # why else this rank refuses the window, in words
     doubts: list[tuple[str, Tensor]] = field(default_factory=list)  # refusals, if the 0-dim bool is set
     batch: SharedBatch | None = None  # that this rank shares with others
-    is_silent: bool = False  # whether this rank leaves some count to the one that speaks for the batch
+    is_silent: bool = False  # whether this rank leaves some count to the one that counts the batch
     # Whether this rank had used all of its parameters when the header was launched.
     has_used_all: bool = False
 
@@ -260,7 +260,7 @@ class Totals:
     @classmethod
     def of(cls, numbers: Sequence[float], world_size: int) -> Totals:
         """Read the numbers of a reduced header; see the layout of the vector above."""
-        count, *counted = map(float, numbers[:_POSITIONS])
+        micro_batches, more, invalid, unknown, dropped, not_used_all = map(int, numbers[1:_POSITIONS])
         equal, losses = numbers[_POSITIONS:_LOSSES], numbers[_LOSSES:_SHARED]
         differ = any(
             world_size * squares != total * total
@@ -268,7 +268,8 @@ class Totals:
         )
         loss = exact_scalars.total(losses)
         shared = any(numbers[_SHARED:]) and not numbers[_SILENT]
-        return cls(count, loss, *map(int, counted), differ, shared)
+        counted = (micro_batches, more, invalid, unknown, dropped, not_used_all)
+        return cls(float(numbers[_COUNT]), loss, *counted, differ, shared)
 
 
 class Header:
@@ -396,7 +397,7 @@ def _numbers(local: LocalWindow, position: tuple[int, int], more: bool, claims: 
 def _with_device_values(vector: Tensor, local: LocalWindow, claims: Claims) -> Tensor:
     """Add what is on the device, unread, in place; append lanes where ranks share a batch."""
     local.add_to(vector)
-    if claims.lie_far:
+    if claims.has_device_values:
         pieces = vector[_CLAIMS:_LOSSES:2]
         claims.add_to(pieces)
         vector[_CLAIMS + 1 : _LOSSES : 2] = pieces * pieces
@@ -404,10 +405,10 @@ def _with_device_values(vector: Tensor, local: LocalWindow, claims: Claims) -> T
         return vector
     batch = local.batch  # one of the ranks that share it counts it
     lanes = batch.lanes(vector[[_COUNT, _MICRO_BATCHES]])
-    if not batch.speaks:
+    if not batch.is_counting:
         vector[[_COUNT, _MICRO_BATCHES, _UNKNOWN]] = 0.0
         vector[_LOSSES:] = 0.0
-    return torch.cat([vector, lanes, lanes.new_full((1,), float(local.is_silent and not batch.speaks))])
+    return torch.cat([vector, lanes, lanes.new_full((1,), float(local.is_silent and not batch.is_counting))])
 
 
 def stacked(values: Sequence[Tensor], device: torch.device) -> Tensor:

@@ -343,10 +343,10 @@ def check_agreement(header: Header, totals: Totals, comm: Comm) -> None:
     """Raise RuntimeError on every rank if ranks are at different places or claim different things."""
     if not totals.differ:
         return
-    everybody: Sequence[tuple[tuple[int, int], dict[str, str], int]] = comm.all_gather_object(
+    gathered: Sequence[tuple[tuple[int, int], dict[str, str], int]] = comm.all_gather_object(
         (header.position, header.claims.describe(), header.claims.accumulate)
     )
-    positions, described, accumulate = zip(*everybody, strict=True)
+    positions, described, accumulate = zip(*gathered, strict=True)
     unlike = f". accumulate={list(accumulate)} by rank" if len(set(accumulate)) > 1 else ""
     if unlike:
         unlike += ": ranks cut windows at other micro-batches, which sync.windows alone evens out"
@@ -362,18 +362,18 @@ def check_agreement(header: Header, totals: Totals, comm: Comm) -> None:
 def check_counts(totals: Totals, comm: Comm, *, local: LocalWindow) -> None:
     """Raise ValueError on every rank if any of them gave an invalid count, or refuses the window."""
     if totals.batches_differ:
-        everybody = comm.all_gather_object(local.described())
-        said = [f"rank {rank}, {text}" for rank, text in enumerate(everybody)]
+        gathered = comm.all_gather_object(local.described())
+        listed = [f"rank {rank}, {text}" for rank, text in enumerate(gathered)]
         raise ValueError(
-            f"ranks that share a batch have counted differently: {'; '.join(said)}. Give each of them the "
+            f"ranks that share a batch have counted differently: {'; '.join(listed)}. Give each of them the "
             "same micro-batches with the same counts (a sampler's rank and number of ranks are those along "
             "the axes that count), or name the axes along which each counts its own: pe.Axes(count=...). "
             "Nothing was stepped; call sync.abandon() and go on"
         )
     if totals.invalid_counts:
-        everybody = comm.all_gather_object((local.problems(), local.all_refusals()))
-        raise_refusals([texts for _, texts in everybody])
-        places = by_rank([texts for texts, _ in everybody])
+        gathered = comm.all_gather_object((local.problems(), local.all_refusals()))
+        raise_refusals([texts for _, texts in gathered])
+        places = by_rank([texts for texts, _ in gathered])
         raise ValueError(
             f"{places}: count must be finite{', whole' if local.is_exact else ''} and not negative, and at "
             "most 2**53 (0 leaves a micro-batch out of the divisor). Nothing was stepped; call "
@@ -381,20 +381,20 @@ def check_counts(totals: Totals, comm: Comm, *, local: LocalWindow) -> None:
         )
 
 
-def raise_refusals(everybody: Sequence[Sequence[str]]) -> None:
-    """Raise ValueError if some rank refuses the window; `everybody` has the reasons, by rank."""
-    if refusals := by_rank(everybody):
+def raise_refusals(gathered: Sequence[Sequence[str]]) -> None:
+    """Raise ValueError if some rank refuses the window; `gathered` has the reasons, by rank."""
+    if refusals := by_rank(gathered):
         raise ValueError(f"{refusals}. Nothing was stepped; call sync.abandon() on all ranks and go on")
 
 
-def by_rank(everybody: Sequence[Sequence[str]]) -> str:
+def by_rank(gathered: Sequence[Sequence[str]]) -> str:
     """Join the texts of all ranks; one that several ranks have stands once, behind their numbers."""
     ranks_of: dict[str, list[int]] = {}
-    for rank, texts in enumerate(everybody):
+    for rank, texts in enumerate(gathered):
         for text in dict.fromkeys(texts):
             ranks_of.setdefault(text, []).append(rank)
     named = []
     for text, ranks in ranks_of.items():
-        who = "all ranks" if len(ranks) == len(everybody) else f"ranks {', '.join(map(str, ranks))}"
+        who = "all ranks" if len(ranks) == len(gathered) else f"ranks {', '.join(map(str, ranks))}"
         named.append(f"{f'rank {ranks[0]}' if len(ranks) == 1 else who}: {text}")
     return "; ".join(named)

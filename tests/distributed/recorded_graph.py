@@ -192,7 +192,7 @@ def recorded_device() -> Iterator[None]:
     with (
         machine(finds_races=False, events_are_done=True),
         mock.patch.object(captured_windows, "DeviceGraph", RecordedGraph),
-        mock.patch.object(captured_windows, "_is_far", lambda tensor: not _is_on_host(tensor)),
+        mock.patch.object(captured_windows, "_is_on_device", lambda tensor: not _is_on_host(tensor)),
         mock.patch.object(engine_ranks, "comm_for", lambda *_: _comm()),
         mock.patch.object(DistributedDataParallel, "_distributed_broadcast_coalesced", _broadcast),
     ):

@@ -21,7 +21,7 @@ def _claims(**changes: object) -> Claims:
 
 def _number(claims: Claims, *, far: bool) -> list[float]:
     """Return the pieces as a header holds them; `far`: as if scalars lay on an accelerator."""
-    with mock.patch("pyengine.window.claims._is_far", lambda _: far):
+    with mock.patch("pyengine.window.claims._is_on_device", lambda _: far):
         pieces = torch.tensor(claims.pieces(), dtype=torch.float64)
         claims.add_to(pieces)
     return pieces.tolist()
@@ -59,7 +59,7 @@ def test_pieces_are_whole_numbers_whose_squares_a_header_can_sum(far):
 def test_what_is_on_an_accelerator_leaves_a_difference_in_any_piece(index):
     one, other = torch.zeros(2, NUM_PIECES, dtype=torch.float64)
     other[index] = 1
-    with mock.patch("pyengine.window.claims._is_far", lambda _: True):
+    with mock.patch("pyengine.window.claims._is_on_device", lambda _: True):
         _claims().add_to(one)
         _claims().add_to(other)
     assert not torch.equal(one, other)

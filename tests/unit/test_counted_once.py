@@ -172,7 +172,7 @@ def _counted(shape: Mapping[str, int], place: Place, named: Any, axes: Axes) -> 
     mesh = _mesh(shape, place, [*shape])
     ranks = object.__new__(EngineRanks)
     ranks._mesh, ranks.problems = MeshRanks(mesh), []
-    ranks._ranks = ranks._mesh.everybody()
+    ranks._ranks = ranks._mesh.all_ranks()
     (rank,) = ranks._mesh.along([])
     with mock.patch("torch.distributed.get_rank", lambda: rank):
         ranks._join(named, axes)

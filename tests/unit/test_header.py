@@ -133,7 +133,7 @@ MICRO_BATCH = st.tuples(st.integers(0, 2**20), st.booleans(), st.booleans())  # 
     speaker=st.integers(0, 2),
 )
 def test_every_micro_batch_counts_once_whoever_has_how_many_and_shares_them(windows, sharing, speaker):
-    """Every window is that of one batch, computed by `sharing` ranks, of whom one speaks."""
+    """Every window is that of one batch, computed by `sharing` ranks, of which one counts it."""
     headers = []
     for index, window in enumerate(windows):
         for rank in range(sharing):

@@ -167,8 +167,8 @@ class ReducerDriver:
     def stop_timing(self) -> None:
         """Let DDP time none of its iterations from now on.
 
-        It times the first ten, and every hundredth, by events, which it reads in a later iteration. Events that
-        a capture has recorded cannot be read.
+        It times the first ten, and every hundredth, by events, which it reads in a later iteration. It cannot
+        read events that a capture has recorded.
         """
         self._ddp._set_ddp_runtime_logging_sample_rate(_NEVER)
 
