@@ -39,13 +39,12 @@ Numbers = list[tuple[str, float]]
 
 @dataclass(frozen=True)
 class Finding:
-    """One way in which something parts.
+    """One way in which ranks, or what was reduced and what should have been, differ.
 
     Attributes:
         what: "gradient", "parameter", "optimizer state", "hyperparameters", "buffer" or "divisor".
-        names: of all that part in this way, in the model's order; empty where it is no matter of one.
-        ranks: that are known to be wrong or to have something of their own; empty: all of them, or it cannot
-            be told which.
+        names: of all that differ in this way, in the model's order; empty where it is no matter of one.
+        ranks: those known to be wrong or to have other values; empty: all of them, or it is not known which.
         cause: the likely one.
         step: the window in which it was found.
         since: the first window in which it may have begun: the one behind the last clean check.
@@ -289,7 +288,7 @@ def difference(by_rank: Sequence[Numbers]) -> str:
             return f"{row[0][0]} differs ({values})"
     if len({len(numbers) for numbers in by_rank}) > 1:
         return "ranks have other param_groups"
-    return "a number that lies on the device differs"
+    return "a number on the device differs"
 
 
 # ---- one check ----

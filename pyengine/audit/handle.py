@@ -59,7 +59,7 @@ def audit(
         every: windows from one check to the next.
         process_group: the ranks; None is DDP's, or the default group.
         groups: by a pattern of names (fnmatch), another process group over which parameters are alike and
-            their gradients are reduced, experts' say; None for what ranks do not have in common.
+            their gradients are reduced, for example of experts; None for what ranks do not have in common.
         tolerance: how far a reduced gradient may be off, relative to what the micro-batches brought. A lossy
             communication hook wants more than 1/32.
 
@@ -157,7 +157,7 @@ class Audit:
                 weights[index], self._pattern[index] = float(divided_by), names
 
     def reduced(self) -> None:
-        """Say that the window's gradients have been reduced, and nothing else has been done to them.
+        """Report that the window's gradients have been reduced, and not changed since.
 
         Call it behind the window's last backward, before gradients are unscaled or clipped: what each is
         divided by is then checked. Without it one factor common to all gradients counts as clipping.

@@ -58,7 +58,7 @@ class _Pieces:
                 raise TypeError("a list or dict that holds others is in it twice, or one in itself")
             self._seen.add(id(value))
         if room < 0:
-            raise TypeError(f"more than {_DEEPEST} lists and dicts lie in each other")
+            raise TypeError(f"lists and dicts are nested more than {_DEEPEST} deep")
         if isinstance(value, Tensor):
             flat = _bytes(value, self._largest)
             yield f"tensor {value.dtype} {list(value.shape)};".encode()

@@ -379,8 +379,8 @@ def _mesh_problems(mesh: DeviceMesh, ranks: MeshRanks, axes: Axes, device: torch
     if not found and not _replicate(axes, ranks):
         names = ", ".join(map(repr, ranks.shape))
         found.append(
-            f"device_mesh has axes {names}, and axes.replicate names none: say along which ranks hold the "
-            "same parameters and have data of their own: axes=pe.Axes(replicate='dp')"
+            f"device_mesh has axes {names}, and axes.replicate names none: name those along which ranks have "
+            "the same parameters and different data, axes=pe.Axes(replicate='dp')"
         )
     if mesh.device_type != device.type:
         found.append(f"device_mesh is of {mesh.device_type}, and parameters are on {device}: make both alike")

@@ -313,7 +313,9 @@ def group_problems(process_group: Any, device_mesh: Any) -> list[str]:
     if process_group is None:
         return []
     if device_mesh is not None:
-        text = "process_group and device_mesh were both given: each says over which ranks to sum; pass one"
+        text = (
+            "process_group and device_mesh were both given, and each defines the ranks to sum over; pass one"
+        )
         return [text]
     if not dist.is_available() or process_group is dist.GroupMember.NON_GROUP_MEMBER:
         return []

@@ -108,8 +108,8 @@ class Counting:
             )
         if isinstance(loader, Dealer):
             raise TypeError(
-                "count= with a Dealer: its micro-batches go to whoever is free, so no rank can read its own "
-                "ahead. Deal fixed shares out by a WindowSampler, or give each count to sync.backward"
+                "count= with a Dealer: its micro-batches go to the next free rank, so no rank can read its "
+                "own ahead. Deal fixed shares out by a WindowSampler, or give each count to sync.backward"
             )
         if is_lazy(engine.device):
             raise ValueError(
@@ -342,13 +342,13 @@ def _dealt(engine: Engine, dealer: Dealer) -> Iterator[Iterator[Dealt]]:
         )
     if engine.batch is not None:
         raise TypeError(
-            "loader is a Dealer, which gives micro-batches to whoever is free, and here ranks share batches: "
-            "pass the loader of a WindowSampler, sharded along the axes that count"
+            "loader is a Dealer, which hands each micro-batch to the next free rank, and here ranks share "
+            "batches: pass the loader of a WindowSampler, sharded along the axes that count"
         )
     if engine.reducer.has_collective_forwards:
         raise TypeError(
-            "loader is a Dealer, which gives micro-batches to whoever is free, and the forwards of a sharded "
-            "model are collective: pass the loader of a WindowSampler"
+            "loader is a Dealer, which hands each micro-batch to the next free rank, and the forwards of a "
+            "sharded model are collective: pass the loader of a WindowSampler"
         )
     for window in dealer.windows():
         engine.open()

@@ -132,7 +132,7 @@ class Sync:
 
         Ranks may have different numbers of micro-batches and of windows: one that has run out gets empty
         windows, in which it contributes zeros, until all have. The loader is read one micro-batch
-        ahead. A `Dealer` has cut its windows already, and deals their micro-batches to whoever is free.
+        ahead. A `Dealer` has cut its windows already, and hands each micro-batch to the next free rank.
 
         Args:
             loader: of this rank's micro-batches.

@@ -115,7 +115,7 @@ def difference(described: Sequence[dict[str, str]]) -> str:
         if len(set(texts)) > 1:
             listed = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(texts))
             return f"{what}: {listed}. {remedy}"
-    return "ranks say different things that read alike: restore all ranks from one checkpoint"
+    return "ranks differ in a value whose description is the same on all: restore all from one checkpoint"
 
 
 _PARTS = {

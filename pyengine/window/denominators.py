@@ -55,7 +55,7 @@ class Denominators:
         elif self._has_several_out and done < handed:
             why = (
                 f"{handed} micro-batches were handed out, several of them before their backwards, so it "
-                "cannot be told whose counts to leave out. Run every backward, of a loss times 0 if need be"
+                "is not known whose counts to leave out. Run every backward, of a loss times 0 if need be"
             )
         return [f"window ended after {done} backwards, and {why}"] if why else []
 

@@ -100,7 +100,7 @@ def test_a_micro_batch_adds_its_count_of_the_divisor_and_padding_nothing():
         ("a", False, 2, 2, ""),  # a break: what was done is divided by what was done
         ("a", False, 1, 2, ""),
         ("a", True, 3, 3, ""),
-        ("a", True, 2, 3, "it cannot be told whose counts to leave out"),
+        ("a", True, 2, 3, "it is not known whose counts to leave out"),
         ("ab", False, 3, 3, ""),
         ("ab", False, 2, 2, "totals that count 3 micro-batches"),
         ("ab", False, 2, 3, "totals that count 3 micro-batches"),
