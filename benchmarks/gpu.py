@@ -44,6 +44,7 @@ CASES = (
     *("gpt124:fp16:8", "small:bf16:8", "gpt124:bf16:1", "small:fp32:1", "gpt124:fp32:1"),
 )
 STEMS = ("accumulate", "unscale_norm", "pack", "exact", "chain", "codec")
+TOOLS = ("memcheck", "racecheck")
 # Every kernel over lists short and long, in about twenty tests: each tensor is an allocation there.
 SANITIZED = (
     "300 or nothing or again or long_sum or in_the_tail or many-3 or (plain_pytorch and int8-256 and 1025)"
@@ -83,15 +84,19 @@ class Task:
 
 
 def steps(*, is_dry: bool = False) -> dict[str, list[Task]]:
-    """Return the tasks by step, what is worth most first; in a rehearsal not each of those alike."""
-    cases = CASES[:1] if is_dry else CASES
+    """Return the tasks by step, what is worth most first.
+
+    A rehearsal runs one of those that are alike, and measures all ops in one process.
+    """
+    cases, tools = (CASES[:1], TOOLS[:1]) if is_dry else (CASES, TOOLS)
+    ops = tuple(stem for stem in STEMS if stem != "chain")
     return {
         "tests": _tests(),
-        "kernels": [_kernels(stem) for stem in STEMS],
+        "kernels": [_kernels("chain"), _kernels(*ops)] if is_dry else [_kernels(stem) for stem in STEMS],
         "host": [_host(), _captured()],
         "windows": [_windows(case) for case in cases],
         "counters": [_counters()],
-        "sanitize": [_sanitizer(tool) for tool in ("memcheck", "racecheck")],
+        "sanitize": [_sanitizer(tool) for tool in tools],
     }
 
 
@@ -99,7 +104,7 @@ def _tests() -> list[Task]:
     doctor = [PYTHON, "-m", "pyengine", "doctor"]
     several = ["-n", "4"] if importlib.util.find_spec("xdist") and (os.cpu_count() or 1) >= 8 else []
     return [
-        Task("doctor", doctor, doctor, 60),
+        Task("doctor", doctor, [*doctor, "--help"], 60),
         _pytest("ops", ["tests/ops"], 180, several),
         _pytest("engine", engine_files(), 260, several),
     ]
@@ -126,12 +131,12 @@ def _collect(run: Sequence[str]) -> list[str]:
     return [*run[run.index(PYTHON) :], "--collect-only", "-q"]
 
 
-def _kernels(stem: str) -> Task:
-    named = ["bench_chain.py"] if stem == "chain" else ["bench_kernels.py", stem]
+def _kernels(*stems: str) -> Task:
+    named = ["bench_chain.py"] if stems == ("chain",) else ["bench_kernels.py", *stems]
     script = [PYTHON, f"benchmarks/{named[0]}", *named[1:], "--device"]
     run = [*script, "cuda", "--seconds", SECONDS_A_CASE, "--save"]
     dry = [*script, "cpu", "--seconds", "0.001", "--megabytes", "1"]
-    return Task(stem, run, dry, 120, tell=_targets_told)
+    return Task("-".join(stems), run, dry, 120, tell=_targets_told)
 
 
 def _host() -> Task:
@@ -142,7 +147,7 @@ def _host() -> Task:
 
 def _captured() -> Task:
     script = [PYTHON, "benchmarks/bench_captured.py", "--device"]
-    dry = [*script, "cpu", "--cases", "small0:fp32", "--rounds", "1"]
+    dry = [*script, "cpu", "--cases", "small0:fp32", "--variants", "engine,by_hand", "--rounds", "1"]
     return Task("captured", [*script, "cuda", "--save"], dry, 240)
 
 
