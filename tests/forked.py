@@ -13,8 +13,10 @@ import runpy
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from multiprocessing import forkserver
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch.multiprocessing
@@ -62,6 +64,8 @@ def _run(command: tuple[str, ...], cwd: Path, printed: list[Path]) -> None:
     os.chdir(cwd)
     sys.stdin = open(os.devnull)  # noqa: SIM115 - until the end of the process
     _fork_workers(printed)
+    if "study" in command:
+        fork_runs(setattr)
     if command[0] == "-m":
         sys.argv = [command[1], *command[2:]]
         sys.path[0] = str(cwd)
@@ -84,6 +88,24 @@ def _fork_workers(printed: list[Path]) -> None:
     launching.start_processes = lambda fn, args, **settings: start_processes(
         _work, (printed, fn, args), **settings
     )
+
+
+def fork_runs(patch: Callable[[Any, str, Any], None]) -> None:
+    """Fork the processes of a study's runs, too; `patch` is setattr, or monkeypatch's."""
+    from pyengine.cli.study import supervise
+
+    patch(supervise, "mp", SimpleNamespace(get_context=lambda method: context()))
+    patch(supervise, "_child", _launch_run)
+
+
+def _launch_run(run: Any, result: str, log: str, parent: int) -> None:
+    from pyengine.cli.study import supervise
+
+    # Forks of this process and not of the server, so that its session holds them.
+    launching.start_processes = lambda fn, args, **settings: torch.multiprocessing.start_processes(
+        fn, args, **(settings | {"start_method": "fork"})
+    )
+    supervise._child(run, result, log, os.getppid())  # it ends with the server, whose child it is
 
 
 def start_processes(fn: Any, args: tuple[Any, ...], *, start_method: str, **settings: Any) -> Any:

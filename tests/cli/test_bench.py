@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import runpy
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import forked
 import pytest
 from torch import Tensor, nn
 
@@ -32,8 +32,8 @@ Capture = pytest.CaptureFixture[str]
 def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dict[str, Any]], Path]:
     """Run both parts on two workers; return the JSON lines and the result file."""
     out = tmp_path_factory.mktemp("bench") / "result.json"
-    command = [sys.executable, "-m", "pyengine", "bench", *STEP, *SMALL, "--json", "--out", str(out)]
-    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=300)
+    arguments = [*STEP, *SMALL, "--json", "--out", str(out)]
+    done = forked.python("-m", "pyengine", "bench", *arguments, cwd=out.parent)
     assert done.returncode == 0, done.stderr
     return [json.loads(line) for line in done.stdout.splitlines()], out
 

@@ -5,10 +5,9 @@ run again where it is there. What it says of speed is not asserted.
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
+import forked
 import pytest
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
@@ -16,8 +15,7 @@ VARIANTS = ("floor", "no_sync_view", "no_sync_view_again", "engine", "engine_bf1
 
 
 def run(script: str, *arguments: str) -> str:
-    command = [sys.executable, str(BENCHMARKS / script), *arguments]
-    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=300)
+    done = forked.python(str(BENCHMARKS / script), *arguments, cwd=BENCHMARKS)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

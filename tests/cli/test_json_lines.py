@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
+import forked
 import pytest
 from marks import rest
 
 from pyengine.cli.main import _COMMANDS
 
 HERE = Path(__file__).parent  # where `subjects` and `study_subjects` are importable
-pytestmark = pytest.mark.slow  # new processes again and again
+pytestmark = pytest.mark.slow
 # Arguments of a short run, and the events that it tells of.
 SHORT = {
     "train": (
@@ -37,21 +36,15 @@ SHORT = {
     "doctor": ("", {"finding", "verdict"}),
 }
 
-SOME = ("train", "plan", "study")
+SOME = ("plan", "study")  # whatever takes lines of `train` and of `bench` reads them as JSON
 
 
 @pytest.mark.parametrize("command", [*SOME, *rest(*(name for name in _COMMANDS if name not in SOME))])
 def test_stdout_is_json_lines_that_name_their_events(command: str, tmp_path: Path) -> None:
     assert command in SHORT, "a command needs a row of short arguments here"
     arguments, expected = SHORT[command]
-    done = subprocess.run(
-        [sys.executable, "-m", "pyengine", command, "--json", *arguments.format(folder=tmp_path).split()],
-        check=False,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        cwd=HERE,
-    )
+    words = arguments.format(folder=tmp_path).split()
+    done = forked.python("-m", "pyengine", command, "--json", *words, cwd=HERE)
     assert done.returncode == 0, done.stderr
     lines: list[dict[str, Any]] = [json.loads(line) for line in done.stdout.splitlines()]
     assert expected <= {line["event"] for line in lines}

@@ -10,6 +10,7 @@ import sys
 import uuid
 from pathlib import Path
 
+import forked
 import pytest
 from command import TRAIN
 from marks import rest
@@ -61,6 +62,13 @@ def test_a_signal_ends_a_command_cleanly(tmp_path, command, number):
 SAVED = (*TRAIN, "--model", "gpt", "--json", "--steps", "10", "--accumulate", "2", "--checkpoints")
 
 
+def _output(name: str, folder: Path) -> str:
+    """Return what an undisturbed command prints that saves under a name."""
+    done = forked.python(*SAVED[1:], name, cwd=folder)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
 def _losses(output: str) -> dict[int, float]:
     lines = map(json.loads, output.splitlines())
     return {line["step"]: line["loss"] for line in lines if line["event"] == "step"}
@@ -91,14 +99,13 @@ def _stopped(command: list[str], number: signal.Signals, folder: Path) -> tuple[
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, *rest(signal.SIGINT)])
 def test_train_saves_behind_a_signal_and_goes_on_to_the_same_losses(tmp_path, number):
-    undisturbed = subprocess.run([*SAVED, "one"], cwd=tmp_path, capture_output=True, text=True, check=True)
+    undisturbed = _output("one", tmp_path)
     code, output, errors = _stopped([*SAVED, "other"], number, tmp_path)
     assert code == 128 + number
     assert errors.count("\n") == 1 and f"what was saved is in {tmp_path}/other/gpt" in errors
-    continued = subprocess.run([*SAVED, "other"], cwd=tmp_path, capture_output=True, text=True, check=True)
-    first, second = _losses(output), _losses(continued.stdout)
+    first, second = _losses(output), _losses(_output("other", tmp_path))
     assert min(second) == max(first) + 1  # not a step twice, and none left out
-    assert first | second == _losses(undisturbed.stdout)
+    assert first | second == _losses(undisturbed)
 
 
 @pytest.mark.slow

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import forked
 import pytest
 from study_records import STEPS, analysed, asked, made
 from study_subjects import goes
@@ -308,8 +309,9 @@ def test_folder_of_another_study_is_refused(
 
 @pytest.mark.slow
 def test_real_study_goes_on_over_runs_that_fail_and_hang(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    forked.fork_runs(monkeypatch.setattr)
     out = str(tmp_path / "out")
     arguments = [
         "study",
@@ -321,7 +323,7 @@ def test_real_study_goes_on_over_runs_that_fail_and_hang(
         out,
         "--json",
     ]
-    grid = ["--workers", "1,2", "--batch", "8,16", "--repeats", "1", "--stall-timeout", "20"]
+    grid = ["--workers", "1,2", "--batch", "8,16", "--repeats", "1", "--stall-timeout", "8"]
     assert main([*arguments, *grid]) == 1
     found = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     runs = {(line["workers"], line["batch"]): line for line in found if line["event"] == "run"}
@@ -332,7 +334,7 @@ def test_real_study_goes_on_over_runs_that_fail_and_hang(
         (2, 16): "stalled",
     }
     assert runs[1, 16]["reason"] == "worker 0 of 1 failed (exit code 1): ValueError: boom"
-    assert runs[2, 16]["reason"] == "no progress for 20 s after step 0 (--stall-timeout)"
+    assert runs[2, 16]["reason"] == "no progress for 8 s after step 0 (--stall-timeout)"
     cells = {(line["workers"], line["batch"]): line for line in found if line["event"] == "cell"}
     assert list(cells) == [(1, 8), (2, 8)]
     assert cells[2, 8]["speed_up"]["mid"] > 0

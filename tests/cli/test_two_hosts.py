@@ -12,6 +12,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import forked
 import pytest
 from marks import rest
 
@@ -95,7 +96,8 @@ def hosts(namespaces: tuple[Host, Host]) -> Iterator[tuple[Host, Host]]:
 @pytest.fixture(scope="module")
 def printed() -> str:
     """What the script prints on two workers of one host, which nobody but itself has started."""
-    done = subprocess.run([sys.executable, EXAMPLE], check=True, stdout=PIPE, text=True, timeout=300)
+    done = forked.python(str(EXAMPLE), cwd=EXAMPLE.parent)
+    assert done.returncode == 0, done.stderr
     return done.stdout
 
 

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import forked
 import pytest
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -28,6 +29,13 @@ def _run(script: str, *launcher: str) -> str:
     done = subprocess.run(
         command, cwd=EXAMPLES.parent, check=False, capture_output=True, text=True, timeout=300
     )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def _run_forked(script: str) -> str:
+    """Run an example as `python` would, with workers that import nothing anew: that takes seconds."""
+    done = forked.python(str(EXAMPLES / script), cwd=EXAMPLES.parent)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -56,26 +64,26 @@ def test_torchrun_starts_the_workers_of_an_example():
 
 @pytest.mark.slow
 def test_one_script_prints_the_same_however_its_workers_are_started():
-    by_itself = _run("any_launcher.py")
+    by_itself = _run_forked("any_launcher.py")
     assert by_itself.count("\n") == 1
     assert _run("any_launcher.py", *RUN["torchrun"], "--nproc-per-node", "2") == by_itself
 
 
 @pytest.mark.slow
 def test_a_run_whose_worker_was_killed_ends_with_the_same_bits_on_fewer():
-    said = _run("exact_elastic.py").splitlines()
+    said = _run_forked("exact_elastic.py").splitlines()
     assert said == ["worker 1 of 3 failed (exit code -9)", "the same bits"]
 
 
 @pytest.mark.slow
 def test_a_bad_batch_is_skipped_and_norms_and_noise_scale_are_plotted():
     pytest.importorskip("matplotlib")
-    reason, path = _run("gradient_norms.py").splitlines()
+    reason, path = _run_forked("gradient_norms.py").splitlines()
     assert reason.startswith("skipped by SpikePolicy(factor=5, window=20, action='skip')")
     assert Path(path).stat().st_size > 10_000
 
 
 @pytest.mark.slow
 def test_a_run_whose_worker_was_killed_goes_on_from_its_last_checkpoint():
-    said = _run("checkpoints.py").splitlines()
+    said = _run_forked("checkpoints.py").splitlines()
     assert said == ["worker 1 of 2 failed (exit code -9)", "went on behind step 4", "the same bits"]
