@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from contextlib import suppress
+from datetime import timedelta
 from typing import Any
 from unittest.mock import Mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from cases import comm_of_buckets, engine, me
 from ranks import on_ranks
 from torch import Tensor, nn
@@ -94,12 +96,13 @@ def test_a_failed_collective_raises_and_nothing_is_stepped_with_half_reduced_gra
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
 
 
-@pytest.mark.slow  # what the ranks have left under way is given up after a minute
+@pytest.mark.slow  # what the ranks have left under way is given up after the group's timeout
 @on_ranks(2)
 def test_a_rank_that_cannot_start_a_later_collective_of_a_bucket_raises_on_all():
     """Rank 1 has no memory for the second collective of an exact sum."""
     rank, _ = me()
-    model = DistributedDataParallel(_model())
+    group = dist.new_group(timeout=timedelta(seconds=5))
+    model = DistributedDataParallel(_model(), process_group=group)
     sync = pe.attach(model, accumulate=2, accumulator="exact", stall_after_s=0.5)
     before = [p.detach().clone() for p in model.parameters()]
     if rank == 1:
