@@ -9,6 +9,7 @@ from types import ModuleType
 import pytest
 import torch
 import torch.distributed as dist
+from marks import rest
 
 import pyengine as pe
 from pyengine.comm import launching
@@ -40,7 +41,7 @@ print([result.values for result in results], pe.launch(lambda: dist.get_rank(), 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", ["-c", "-"])
+@pytest.mark.parametrize("way", ["-", *rest("-c")])  # examples/quickstart.ipynb runs by -c
 def test_functions_and_classes_of_a_session_work_in_forked_workers_of_one_thread(way: str) -> None:
     command = [sys.executable, way] + ([SESSION] if way == "-c" else [])
     done = subprocess.run(command, check=False, input=SESSION, capture_output=True, text=True, timeout=60)
