@@ -5,7 +5,8 @@
 # make faults  set up, then run every fault at every place, what is killed hundreds of times and what runs for
 #              thousands of windows (40 minutes), and write the table of docs/reliability.md
 # make test-adapters-oldest  set up, then run the tests of the adapters on the oldest releases of their libraries
-# make test-isa   set up, then run a choice of the tests on every instruction set that this machine has
+# make test-isa   set up, then run a choice of the tests on every instruction set that this machine has but its best,
+#              which is that of `make test`
 # make sanitize  set up, then run the op tests under AddressSanitizer and UndefinedBehaviorSanitizer, and the ops on
 #              their own threads under ThreadSanitizer (g++; twenty minutes on two cores, most of them compiling)
 # make fuzz    set up, then let libFuzzer look for inputs that ops and states do not survive: ten minutes each, or
@@ -43,7 +44,7 @@ MATRIX_TESTS ?= tests/ops/test_pack.py tests/ops/test_unscale_norm.py tests/ops/
 # What CI runs on torch 2.9, in a minute.
 MATRIX_SMALL ?= tests/ops/test_pack.py tests/distributed/test_step.py tests/distributed/test_world_size.py tests/distributed/test_attach_traps.py
 # What `make test-isa` runs on each: half a minute. PYENGINE_ISA=avx2 make test runs everything on one.
-ISA_TESTS ?= tests/distributed/test_step.py tests/distributed/test_world_size.py tests/ops/test_reference.py
+ISA_TESTS ?= tests/distributed/test_step.py tests/distributed/test_world_size.py
 # How long `make fuzz` takes for each of its targets.
 FUZZ_SECONDS ?= 600
 FUZZ_TARGETS ?= op_boundary state_boundary
@@ -89,8 +90,9 @@ run:
 test: $(BUILT)
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(ARGS)
 
+# In the order of folders, whose last has short tests alone: most of those that take long have a small file.
 test-slow: $(BUILT)
-	$(BIN)/python -m pytest -m "slow and not exhaustive" -n $(JOBS) --dist loadfile $(ARGS)
+	$(BIN)/python -m pytest -m "slow and not exhaustive" -n $(JOBS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 FAULTS := $(CURDIR)/build/faults.jsonl
 faults: export PYENGINE_FAULTS_RESULTS := $(FAULTS)
