@@ -57,12 +57,10 @@ def test_every_step_is_reported_with_a_finite_loss(lines: list[dict[str, Any]]) 
 
 
 @pytest.mark.parametrize("run", [RUNS[0], pytest.param(RUNS[1], marks=pytest.mark.slow)], ids=" ".join)
-def test_pyengine_sends_each_bucket_a_header_and_used_flags_a_window(
-    train: Train, run: tuple[str, ...]
-) -> None:
+def test_pyengine_sends_each_bucket_and_a_header_a_window(train: Train, run: tuple[str, ...]) -> None:
     for row in events(train(*run), "comparison"):
         if row["mode"] != "ddp":
-            assert row["collectives"] == row["buckets"] + 2  # the header and the used flags
+            assert row["collectives"] == row["buckets"] + 1
 
 
 def test_training_sends_what_the_comparison_counts(lines: list[dict[str, Any]]) -> None:
