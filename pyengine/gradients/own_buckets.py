@@ -285,15 +285,17 @@ class InPlaceBucket(OwnBucket):
 
     def bind(self) -> None:
         super().bind()
-        set_main_grad(self.params, self._grads)
+        # `.data` gives `main_grad` a version counter of its own: that of `.grad` counts autograd's additions.
+        set_main_grad(self.params, [grad.data for grad in self._grads])
 
     def begin(self) -> None:
         super().begin()
         self._is_first = True
         self._first_row_of_sum = 0  # every row describes the sum so far
-        # Versions of the views: at the start of the window or when the views were made; before the last
-        # backward; when the last backward had completed the bucket.
+        # Versions of the views: at the start of the window or when the views were made; when the sum was
+        # looked at last; before the last backward; when the last backward had completed the bucket.
         self._begun = self._versions()
+        self._stored = list(self._begun)
         self._versions_armed: list[int] = []
         self._versions_sealed: list[int] | None = None
         if self._has_fused:
@@ -309,6 +311,9 @@ class InPlaceBucket(OwnBucket):
         if self._is_first or self._is_watching:
             self._store_all()
             self._record_nonfinite()
+        else:
+            self._find_fused(range(len(self.params)))
+            self._stored = self._versions()
 
     def arm(self) -> None:
         self._store_earlier()
@@ -324,7 +329,7 @@ class InPlaceBucket(OwnBucket):
     def seal(self) -> None:
         """Store every gradient in the sum; record the slots' versions."""
         self._store()
-        self._versions_sealed = self._versions()
+        self._versions_sealed = self._stored
 
     def late(self) -> list[int]:
         assert self._versions_sealed is not None
@@ -336,7 +341,7 @@ class InPlaceBucket(OwnBucket):
     def send(self, inv_count: Tensor | None, comm: Comm, *, poison: bool) -> Work:
         if self._versions_sealed is None:
             self._store_all()
-            self._versions_sealed = self._versions()
+            self._versions_sealed = self._stored
         self._record_nonfinite()
         self._note_used(self._versions_sealed)
         if not self._is_in_place:
@@ -364,6 +369,7 @@ class InPlaceBucket(OwnBucket):
         for param, grad in zip(self.params, self._grads, strict=True):
             param.grad = grad
         self._begun = self._versions()
+        self._stored = list(self._begun)
 
     def _versions(self) -> list[int]:
         return [grad._version for grad in self._grads]
@@ -400,6 +406,7 @@ class InPlaceBucket(OwnBucket):
             self._is_first = False
         else:
             self._store_replaced()
+        self._stored = self._versions()
 
     def _accumulate(self, group: SlotGroup) -> None:
         """Overwrite the old sum with a group's first gradients."""
@@ -415,7 +422,7 @@ class InPlaceBucket(OwnBucket):
             slot = slots.start + index
             self._check_fresh(slot)
             grad, view = self.params[slot].grad, self._grads[slot]
-            if grad is not None and grad is not view:
+            if grad is not None and (grad is not view or view._version != self._stored[slot]):
                 raise RuntimeError(
                     f"the layer of {self.spec.slots[slot].name!r} has added to main_grad and returned a "
                     "gradient as well, which autograd adds to the same sum from the second micro-batch on: "
@@ -449,6 +456,7 @@ class InPlaceBucket(OwnBucket):
             if old.data_ptr() == self._addresses[index] and self.params[index].grad is old:
                 self.params[index].grad = view  # its memory has not moved
         self._begun = self._versions()
+        self._stored = list(self._begun)
 
 
 def own_bucket(

@@ -8,7 +8,18 @@ import itertools
 import pytest
 import torch
 import torch.distributed as dist
-from cases import Fused, FusedWithDummy, Integers, assert_same, engine, grads, integers, me, mean_of_integers
+from cases import (
+    Fused,
+    FusedByAddress,
+    FusedWithDummy,
+    Integers,
+    assert_same,
+    engine,
+    grads,
+    integers,
+    me,
+    mean_of_integers,
+)
 from ranks import on_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -177,6 +188,33 @@ def test_a_gradient_returned_beside_main_grad_is_refused_where_autograd_adds_to_
         for window in sync.windows([1.0] * 4):
             for value in window:
                 sync.backward(FusedWithDummy.apply(weight, value))
+
+
+@pytest.mark.parametrize("used_at", [0, 1, 2])
+@on_ranks(2)
+def test_a_layer_that_writes_main_grad_in_one_micro_batch_of_three_counts(used_at):
+    weight, plain = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
+    sync = pe.GradSync([weight, plain], accumulate=3)
+    for window in sync.windows(range(6)):
+        for index in window:
+            loss = plain.sum()
+            sync.backward(loss + (FusedByAddress.apply(weight, 6.0) if index % 3 == used_at else 0))
+        sync.unscale_()
+        assert weight.grad is not None
+        assert weight.grad.tolist() == [2.0] * 3
+        sync.step(torch.optim.SGD([weight, plain], lr=0.0))
+
+
+@pytest.mark.parametrize("begins_at", [1, 2])
+@on_ranks(2)
+def test_a_gradient_returned_beside_main_grad_is_refused_from_a_later_micro_batch_on(begins_at):
+    weight = nn.Parameter(torch.ones(3))
+    sync = pe.GradSync([("weight", weight)], accumulate=3)
+    layers = [Fused] * begins_at + [FusedWithDummy] * (3 - begins_at)
+    with pytest.raises(RuntimeError, match="'weight' has added to main_grad and returned a gradient as well"):
+        for window in sync.windows(layers):
+            for layer in window:
+                sync.backward(layer.apply(weight, 1.0))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
