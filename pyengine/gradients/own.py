@@ -408,9 +408,12 @@ class BucketReducer(Reducer):
         expected, seen = backward_order(self._specs), set(order)
         order = [*order, *(index for index in expected if index not in seen)]
         if order != [*self._bucket_of]:
+            fused = {index for bucket in self._buckets if bucket.has_fused for index in bucket.indices}
             # Drop the views of the old buffers before new buffers are allocated.
             self.release(keeps_grad=False)
             self._lay_out(order)
+            for bucket in self._buckets:
+                bucket.has_fused = not fused.isdisjoint(bucket.indices)
 
     def _prepare(self, header: Header) -> Transfers:
         """Prepare the reductions of a window."""

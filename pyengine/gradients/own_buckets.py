@@ -51,7 +51,7 @@ class OwnBucket(Bucket):
         is_one = result is wire_buffer
         self._slots = self._wire_slots if is_one else self.plan.pointers(slots_of(result, self.plan))
         self._descriptions = _descriptions(self.params)
-        self._has_fused = False  # whether a layer adds to `main_grad` itself
+        self.has_fused = False  # whether a layer adds to `main_grad` itself
         self._is_stale = False  # whether the sum holds an earlier window's, until it is overwritten
         self.bind()
 
@@ -85,14 +85,14 @@ class OwnBucket(Bucket):
 
     def clear_main_grad_flags(self) -> None:
         """Clear the layers' `main_grad` flags, but remember that layers write `main_grad`."""
-        self._has_fused = bool(pop_written(self.params)) or self._has_fused
+        self.has_fused = bool(pop_written(self.params)) or self.has_fused
 
     def _check_fresh(self, slot: int) -> None:
         """Raise if a layer is the first to add to a sum, and nothing of this window has overwritten it."""
-        if self._has_fused or not self._is_stale:
+        if self.has_fused or not self._is_stale:
             return
         if any(group.is_first for group in self._groups if group.start <= slot < group.stop):
-            self._has_fused = True  # from the next window on the sum is zero at the start
+            self.has_fused = True  # from the next window on the sum is zero at the start
             raise RuntimeError(
                 f"the layer of {self.spec.slots[slot].name!r} has added to main_grad for the first time in "
                 "this window, whose sum held the last one's: call sync.abandon(), and run the window again"
@@ -190,7 +190,7 @@ class FlatBucket(OwnBucket):
 
     def begin(self) -> None:
         super().begin()
-        if self._has_fused:
+        if self.has_fused:
             self._set_first(False)
             self._sum.flat.zero_()  # a layer that adds to main_grad reads the sum
             self._is_stale = False
@@ -226,7 +226,7 @@ class FlatBucket(OwnBucket):
         for index in pop_written(self.params[slots.start : slots.stop]):
             slot = slots.start + index
             self._check_fresh(slot)
-            self._has_fused = self.used[slot] = True
+            self.has_fused = self.used[slot] = True
             self.params[slot].grad = None
             self._set_first(False)  # the sum was zero and now holds the layer's gradient
 
@@ -298,7 +298,7 @@ class InPlaceBucket(OwnBucket):
         self._stored = list(self._begun)
         self._versions_armed: list[int] = []
         self._versions_sealed: list[int] | None = None
-        if self._has_fused:
+        if self.has_fused:
             self._flat.zero_()  # a layer that adds to main_grad reads the sum
             self._is_stale = False
 
@@ -429,7 +429,7 @@ class InPlaceBucket(OwnBucket):
                     "let it return None, or give the engine bfloat16 parameters with accumulator='fp32', "
                     "where the returned one is dropped"
                 )
-            self._has_fused = self.used[slot] = True
+            self.has_fused = self.used[slot] = True
             self.params[slot].grad = view  # in the sum already: stored onto itself
 
     def _store_replaced(self) -> None:

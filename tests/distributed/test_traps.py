@@ -205,6 +205,23 @@ def test_a_layer_that_writes_main_grad_in_one_micro_batch_of_three_counts(used_a
         sync.step(torch.optim.SGD([weight, plain], lr=0.0))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@on_ranks(2)
+def test_new_buckets_know_the_layers_that_write_main_grad(dtype):
+    weight, plain = (nn.Parameter(torch.ones(3, dtype=dtype)) for _ in range(2))
+    # Buckets of one parameter, which the second window lays out in another order.
+    sync = pe.GradSync([weight, plain], accumulate=1, bucket_cap_mb=1e-5)
+    optimizer = torch.optim.SGD([weight, plain], lr=0.0)
+    for is_used in (True, False, True):
+        with sync.accumulate():
+            loss = plain.sum().float()
+            sync.backward(Fused.apply(weight, 2.0) + loss if is_used else loss)
+        sync.unscale_()
+        assert (weight.grad is not None) == is_used
+        assert not is_used or weight.grad.tolist() == [2.0] * 3
+        sync.step(optimizer)
+
+
 @pytest.mark.parametrize("begins_at", [1, 2])
 @on_ranks(2)
 def test_a_gradient_returned_beside_main_grad_is_refused_from_a_later_micro_batch_on(begins_at):
