@@ -660,6 +660,8 @@ class Engine:
                 continue
             if type(each) in kinds:
                 problems.append(f"measure: got a second {type(each).__name__}: give each kind once")
+            elif each.is_bound:
+                problems.append(f"measure: {each!r} was given to another engine: make one for each engine")
             kinds.add(type(each))
             problems += each.problems(measured)
         mine = repr([*measures])

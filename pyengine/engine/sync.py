@@ -499,11 +499,12 @@ class Sync:
         graph.
 
         Args:
-            measures: `pe.GradNorms()`, `pe.NoiseScale()`, `pe.SpikePolicy(...)`; each kind once.
+            measures: `pe.GradNorms()`, `pe.NoiseScale()`, `pe.SpikePolicy(...)`; each kind once, and each
+                object for one engine.
 
         Raises:
-            ValueError: something else; a measure that these gradients cannot give; ranks differ; in the
-                middle of a window. On every rank, and nothing has changed.
+            ValueError: something else; a measure that these gradients cannot give, or another engine has;
+                ranks differ; in the middle of a window. On every rank, and nothing has changed.
 
         Cost: see the measure; and one `all_gather_object`.
         """

@@ -43,6 +43,7 @@ class Measure:
     """
 
     field = ""  # of the StepRecord
+    is_bound = False  # whether an engine has it, or had it
 
     def problems(self, measured: Measured) -> list[str]:
         """Return why this cannot be measured; the same on every rank that has the same arguments."""
@@ -50,7 +51,7 @@ class Measure:
 
     def bind(self, measured: Measured) -> None:
         """Start to measure, from the next window on."""
-        self._measured = measured
+        self._measured, self.is_bound = measured, True
 
     def release(self) -> None:
         """Remove hooks; the engine is closed."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -203,3 +204,18 @@ def test_wrong_measures_are_refused_on_every_rank():
     sync.measure(pe.GradNorms())
     with pytest.raises(ValueError, match="got a second GradNorms"):
         sync.measure(pe.GradNorms())
+
+
+@pytest.mark.parametrize("make", [pe.GradNorms, pe.NoiseScale, partial(pe.SpikePolicy, factor=2.0)])
+@on_ranks(2)
+def test_a_measure_of_another_engine_is_refused(make):
+    measure = make()
+    generator, critic = nn.Linear(2, 1), nn.Linear(3, 1)
+    sync = pe.GradSync(generator)
+    sync.measure(measure)
+    with pytest.raises(ValueError, match=r"was given to another engine: make one for each engine"):
+        pe.GradSync(critic).measure(measure)
+    with sync.accumulate():
+        sync.backward(generator(torch.ones(1, 2)).sum())
+    sync.step(torch.optim.SGD(generator.parameters(), lr=0.0))
+    assert math.isfinite(sync.last_record.grad_norm)
