@@ -544,8 +544,10 @@ class Sync:
             With `per` on an accelerator a launch a parameter; on the host only what is clipped.
             `error_if_nonfinite` waits for the device.
         """
-        if not (isinstance(max_norm, Tensor) and max_norm.numel() == 1):  # is not read on the host
-            _check_limit("max_norm", max_norm, "; inf only measures")
+        limit: Any = max_norm
+        is_tensor = isinstance(limit, Tensor) and limit.numel() == 1
+        if not is_tensor or limit.device == HOST:  # the host does not wait for a device
+            _check_limit("max_norm", limit.item() if is_tensor else limit, "; inf only measures")
         order = _checked_order(norm_type)
         engine = self._engine
         if per is not None and order != 2.0:
