@@ -319,6 +319,14 @@ class BucketReducer(Reducer):
         indices = [*self._bucket_of] if slots else []
         return [indices[slot] for slot in slots]
 
+    def main_grad_versions(self) -> dict[int, int]:
+        return {
+            index: param.main_grad._version
+            for bucket in self._buckets
+            if bucket.has_fused
+            for index, param in zip(bucket.indices, bucket.params, strict=True)
+        }
+
     def clear_written_outside_grad(self) -> None:
         if written(self._slot_locals):
             for bucket in self._buckets:
