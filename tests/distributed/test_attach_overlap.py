@@ -56,6 +56,7 @@ def test_sums_move_into_views_of_ddps_buckets_in_one_call():
     model = _layers(torch.float32)
     ddp = DistributedDataParallel(model, gradient_as_bucket_view=True)
     sync = pe.attach(ddp, accumulate=ACCUMULATE)
+    sync._engine.reducer._moves_sums = True  # as on an accelerator
     xs, moved = torch.randn(3 * ACCUMULATE, 4, 8), []
     weight, places = model[0].weight, []
     weight.register_hook(lambda _: places.append(None if weight.grad is None else weight.grad.data_ptr()))

@@ -208,6 +208,9 @@ class DDPReducer(Reducer):
         self._used_flags: list[bool] = []
         # The window's reductions, from the last backward until `finish`.
         self._reduction: Reduction | None = None
+        # Whether sums move into DDP's buckets in one call. On an accelerator each of DDP's own copies is a
+        # launch; on the host it reads from the cache what autograd has just added up, and one call would not.
+        self._moves_sums = runs_ahead(self._one.device)
         # Slices of DDP's buckets of parameters summed in `.grad`; none where `.grad` is other memory.
         self._slices: list[tuple[Parameter, Tensor]] = []
         # ---- DDP, whose own synchronization is switched off ----
@@ -358,7 +361,7 @@ class DDPReducer(Reducer):
         """Keep the slices of the buckets that DDP has handed out, once it has rebuilt them."""
         ddp = self._ddp
         is_final = ddp.gradient_as_bucket_view and ddp._has_rebuilt_buckets
-        if self._slices or self.in_grad is None or not is_final:
+        if self._slices or self.in_grad is None or not is_final or not self._moves_sums:
             return
         here = set(self.in_grad.params)
         pairs = [pair for bucket, _ in reduction.under_way for pair in slots_of(bucket)]
