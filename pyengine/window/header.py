@@ -331,7 +331,7 @@ class Header:
         return self._is_visible and self._totals is not None and self._totals.differ
 
     def all_used(self) -> bool:
-        """Wait, and return whether no rank has a parameter left to be used first in the last backward.
+        """Wait, and return whether every rank had used all of its parameters when it launched its header.
 
         False on a device.
         """

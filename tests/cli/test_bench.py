@@ -186,6 +186,7 @@ def test_variants_with_other_gradients_stop_the_run_on_every_rank(
         ),
         (["--device", "cuda"], "argument --device: got cuda, and torch finds no CUDA device"),
         (["step", "--device", "cuda"], "argument --device: got cuda, and torch finds no CUDA device"),
+        (["--variants", "ddp,accelerate"], "argument --variants: got accelerate, and accelerate is not"),
         (
             ["--out", "no/such/folder.json"],
             "argument --out: cannot write no/such/folder.json (No such file or directory)",
@@ -196,6 +197,7 @@ def test_variants_with_other_gradients_stop_the_run_on_every_rank(
 def test_arguments_that_cannot_be_are_refused_by_name(
     arguments: list[str], message: str, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("pyengine.cli.bench.arguments.find_spec", lambda name: None)
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     with pytest.raises(SystemExit) as stopped:
         main(["bench", *arguments])

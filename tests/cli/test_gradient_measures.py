@@ -1,4 +1,4 @@
-"""Gradient norms and the noise scale in the commands: what is drawn, and what is left out."""
+"""The commands plot gradient norms and the noise scale; without matplotlib or an estimate they omit them."""
 
 from __future__ import annotations
 

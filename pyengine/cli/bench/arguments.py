@@ -75,10 +75,19 @@ exit code: 0 measured, 1 a worker or a variant failed, or contestants disagree, 
 )
 
 PARTS = ("step", "kernels")
+
+
+def _is_installed(name: str) -> bool:
+    """Return whether the package that a variant needs is installed."""
+    package = VARIANTS[name].needs
+    return package is None or find_spec(package) is not None
+
+
 _DEFAULT_VARIANTS = tuple(
-    name
-    for name in ("floor", "ddp", "no_sync", "no_sync_view", "accelerate", "engine", "engine_bf16", "attach")
-    if VARIANTS[name].needs is None or find_spec(str(VARIANTS[name].needs))
+    filter(
+        _is_installed,
+        ("floor", "ddp", "no_sync", "no_sync_view", "accelerate", "engine", "engine_bf16", "attach"),
+    )
 )
 _MEGABYTES = {"cpu": 64, "cuda": 256}
 # The arguments of each part, and their defaults.
@@ -199,6 +208,12 @@ def _values(options: argparse.Namespace, part: str, defaults: dict[str, Any]) ->
 def _steps(values: dict[str, Any]) -> Steps:
     device = values["device"]
     _check_device(device)
+    if missing := [name for name in values["variants"] if not _is_installed(name)]:
+        needs = " and ".join(str(VARIANTS[name].needs) for name in missing)
+        raise Conflict(
+            f"argument --variants: got {','.join(missing)}, and {needs} is not installed: install it, or "
+            "leave it out"
+        )
     setting = Setting(
         values["model"],
         values["dtype"],
