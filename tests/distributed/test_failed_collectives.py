@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from datetime import timedelta
 from typing import Any
 from unittest.mock import Mock
@@ -94,6 +94,29 @@ def test_a_failed_collective_raises_and_nothing_is_stepped_with_half_reduced_gra
     with pytest.raises(RuntimeError, match="from a checkpoint"):
         next(sync.windows([x, x]))
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
+
+
+@on_ranks(2)
+def test_an_interrupt_while_a_rank_waits_for_ddps_last_bucket_reaches_the_caller():
+    """The other rank, whose collectives are complete, steps."""
+    rank, _ = me()
+    model = DistributedDataParallel(_model())
+    sync = pe.attach(model, accumulate=1)
+    comm = comm_of_buckets(sync)
+    if rank == 0:
+        all_reduce, interrupt = comm.all_reduce, Mock(side_effect=KeyboardInterrupt)
+        comm.all_reduce = lambda flat: (
+            Mock(wraps=all_reduce(flat), wait=interrupt) if flat.numel() > 100 else all_reduce(flat)
+        )
+    with pytest.raises(KeyboardInterrupt) if rank == 0 else nullcontext():
+        for window in sync.windows([torch.ones(2, 40)]):
+            for batch in window:
+                sync.backward(model(batch).sum())
+            sync.step(torch.optim.SGD(model.parameters(), lr=0.1))
+            break
+    if rank == 0:
+        with pytest.raises(RuntimeError, match="from a checkpoint"):
+            next(sync.windows([torch.ones(2, 40)]))
 
 
 @pytest.mark.slow  # what the ranks have left under way is given up after the group's timeout

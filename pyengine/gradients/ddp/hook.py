@@ -257,7 +257,7 @@ def _if_finite(write_back: WriteBack, memory: WireMemory, param: Tensor) -> Writ
 
 
 def exchange(
-    state: HookState, bucket: Any, start: Callable[[Comm], Launched], *, failures: list[Exception]
+    state: HookState, bucket: Any, start: Callable[[Comm], Launched], *, failures: list[BaseException]
 ) -> Future[torch.Tensor]:
     """Launch the sum of a bucket over ranks; return a future of DDP's buffer, `[numel]`, with the sum.
 
@@ -281,7 +281,7 @@ def exchange(
         try:
             with roll_call.named():
                 result()  # raises the collective's error: torch runs callbacks of failed futures, too
-        except Exception as error:
+        except BaseException as error:
             failures.append(error)
             raise
         return write_back()
@@ -295,6 +295,10 @@ def exchange(
         return completed(finish(work.wait))
     if isinstance(work, Staged):
         return state.staged.add(bucket, work, lambda: finish(work.wait))
+    if state.reduce is not None and bucket.is_last() and not comm.is_stream_ordered:
+        # DDP waits for its buckets next: waiting here needs no change of threads. Without an engine other
+        # models may follow in the same backward, which the collective overlaps.
+        return completed(finish(work.wait))
     future = work.get_future()
     if roll_call.watch is not None and not comm.is_stream_ordered:
         future = roll_call.watch.guard(future, state.callbacks.call_back)

@@ -77,7 +77,7 @@ class Reduction:
         self.poison = False  # whether buckets from now on are filled with nan, which voids the window
         self._delayed: list[tuple[Any, Promise]] = []
         # Exceptions of failed collectives. The state of the other ranks is unknown after one.
-        self.failures: list[Exception] = []
+        self.failures: list[BaseException] = []
         # Buckets that DDP has handed out, launched or waiting for the header, with their futures.
         self.under_way: list[tuple[Any, Any]] = []
         # Parameters that had no `.grad` when DDP handed their bucket out.
@@ -124,6 +124,12 @@ class Reduction:
         return exchange(self._owner.state, bucket, partial(self._start, bucket), failures=self.failures)
 
     def _start(self, bucket: Any, comm: Comm) -> Launched:
+        launched = self._launch(bucket, comm)
+        if bucket.is_last() and not comm.is_stream_ordered:
+            self._owner.launch_used_flags(self)  # before `exchange` waits for the bucket
+        return launched
+
+    def _launch(self, bucket: Any, comm: Comm) -> Launched:
         _log.debug("launch DDP's bucket %d%s", bucket.index(), ", with nan" if self.poison else "")
         total = None if self._owner.ddp_buckets is None else self._owner.ddp_buckets.of(bucket)
         norms = self._owner.norms.of(bucket)
