@@ -10,6 +10,7 @@ import hashlib
 import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -66,7 +67,7 @@ class Claims:
 
     def pieces(self) -> list[int]:
         """Return the number, in pieces of 20 bits, without what is on an accelerator; see `add_to`."""
-        steps = [(step.name, step.params, step.numbers) for step in self.use.steps]
+        steps = [(step.name, _described(step.params), step.numbers) for step in self.use.steps]
         text = repr((self.stage, self.engine, self.scaler, steps, len(self.use.factors), self.kept)).encode()
         here = [struct.pack("<f", float(scalar)) for scalar in self._scalars() if not _is_on_device(scalar)]
         digest = int.from_bytes(hashlib.blake2b(text + b"".join(here), digest_size=8).digest(), "little")
@@ -152,6 +153,12 @@ _PARTS = {
         ),
     ),
 }
+
+
+@lru_cache(maxsize=64)
+def _described(params: tuple[tuple[int, ...], ...]) -> str:
+    """Return `repr(params)`: the same ones in every window, and often a thousand."""
+    return repr(params)
 
 
 def _is_on_device(scalar: Tensor) -> bool:

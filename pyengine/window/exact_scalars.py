@@ -8,7 +8,7 @@ the host.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -36,6 +36,20 @@ def lanes(values: Tensor) -> Tensor:
     pieces = (values.double()[:, None] / units).trunc()
     pieces[:, 1:] -= pieces[:, :-1] * 2.0**_BITS
     return pieces.sum(0)
+
+
+def lanes_of(values: Iterable[float]) -> list[float]:
+    """Return the same of numbers that the host knows; inf and nan show in the first lane."""
+    summed = [0.0] * NUM_LANES
+    for value in values:
+        if not math.isfinite(value):
+            summed[0] += value
+            continue
+        for lane, unit in enumerate(_UNITS):
+            _, piece = math.modf(value / unit)
+            summed[lane] += piece
+            value -= piece * unit
+    return summed
 
 
 def rounded(value: Tensor) -> Tensor:

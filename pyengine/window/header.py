@@ -14,7 +14,7 @@ from copy import copy
 from dataclasses import dataclass, field
 from functools import partial
 from numbers import Real
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -124,26 +124,33 @@ class LocalWindow:
 
     def append(self, loss: Tensor | None, count: Count, *, is_dropped: bool | Tensor = False) -> None:
         """Note a micro-batch; count and loss of one that has left the window are 0, unread."""
-        self.counts.append(_or_zero(count, is_dropped))
+        self.counts.append(_or_zero(count.detach() if isinstance(count, Tensor) else count, is_dropped))
         self.losses.append(None if loss is None else cast(Tensor, _or_zero(loss, is_dropped)))
         self.dropped.append(is_dropped)
 
     def add_to(self, vector: Tensor) -> None:
-        """Add to a header's vector what is on its device, unread: losses, counts that are tensors, doubts."""
-        known = [loss for loss in self.losses if loss is not None]
-        if known:
-            vector[_LOSSES:] = exact_scalars.lanes(stacked(known, vector.device))
-        unread = [count for count in self.counts if isinstance(count, Tensor)]
-        if unread:
+        """Add to a header's vector what is on an accelerator, unread."""
+        if losses := self._unread(self.losses):
+            vector[_LOSSES:] += exact_scalars.lanes(stacked(losses, vector.device))
+        if unread := self._unread(self.counts):
             counts = stacked(unread, vector.device)
             valid = self.are_valid(counts)
             vector[_COUNT] += torch.where(valid, counts, 0.0).sum()
             vector[_INVALID] += (~valid).sum()
-        for is_dropped in self.dropped:
-            if isinstance(is_dropped, Tensor):
-                vector[_DROPPED] += is_dropped.to(vector.device)
-        if self.doubts:
-            vector[_INVALID] += stacked([doubt for _, doubt in self.doubts], vector.device).sum()
+        for is_dropped in self._unread(self.dropped):
+            vector[_DROPPED] += is_dropped.to(vector.device)
+        if doubts := self._unread([doubt for _, doubt in self.doubts]):
+            vector[_INVALID] += stacked(doubts, vector.device).sum()
+
+    def known(self, values: Sequence[Count | None]) -> list[float]:
+        """Return the values that the host reads without waiting."""
+        return [float(value) for value in values if value is not None and self._is_known(value)]
+
+    def _unread(self, values: Sequence[Any]) -> list[Tensor]:
+        return [value for value in values if isinstance(value, Tensor) and not self._is_known(value)]
+
+    def _is_known(self, value: Count) -> bool:
+        return not isinstance(value, Tensor) or not runs_ahead(value.device)
 
     def take(self, other: LocalWindow) -> None:
         """Note the micro-batches of a window whose work runs again."""
@@ -157,7 +164,7 @@ class LocalWindow:
         )
         for index, count in enumerate(self.counts):
             if isinstance(count, Tensor):
-                counts[index] = count.detach().reshape(())
+                counts[index] = count.reshape(())
         return counts
 
     def problems(self) -> list[str]:
@@ -213,6 +220,9 @@ class RunningWindow(LocalWindow):
             valid = self.are_valid(value)
             self._count = self._count + torch.where(valid, value, 0.0)
             self._invalid = self._invalid + (~valid).double()
+
+    def _is_known(self, value: Count) -> bool:
+        return not isinstance(value, Tensor)  # `append` has added tensors up
 
     def add_to(self, vector: Tensor) -> None:
         row = [self._zero] * len(vector)  # one addition: each write to an element would be five operations
@@ -271,6 +281,11 @@ class Totals:
         counted = (micro_batches, more, invalid, unknown, dropped, not_used_all)
         return cls(float(numbers[_COUNT]), loss, *counted, differ, shared)
 
+    def forbid(self, max_micro_batches: float) -> bool:
+        """Whether the window must not be used."""
+        is_wrong = self.invalid_counts > 0 or self.differ or self.batches_differ
+        return is_wrong or self.count == 0 or self.micro_batches > max_micro_batches
+
 
 class Header:
     """The header of one window; making it launches its all-reduce on every rank.
@@ -299,7 +314,8 @@ class Header:
         _log.debug("window %d: launch header of %d micro-batches", position[0], len(local.counts))
         self._work: Work | None = comm.all_reduce(self._vector)
         self._inv_count: Tensor | None = None
-        self._is_visible = _host_may_look(comm, device)
+        # Whether reading it waits for no device: there nothing follows one in which ranks disagree.
+        self._is_visible = not runs_ahead(device)
         self._totals: Totals | None = None
 
     def again(self, *, local: LocalWindow, position: tuple[int, int], more: bool, claims: Claims) -> Header:
@@ -337,6 +353,11 @@ class Header:
         """
         return self._is_visible and self.totals().not_used_all == 0
 
+    @property
+    def known_totals(self) -> Totals | None:
+        """The totals, if the host has read them."""
+        return self._totals
+
     def totals(self) -> Totals:
         """Wait, and read the reduced numbers on the host."""
         if self._totals is None:
@@ -346,7 +367,10 @@ class Header:
     def inv_count(self) -> Tensor:
         """Wait, and return 1 / total count, float32 0-dim on the device; 0 when nothing was counted."""
         vector = self.vector()
-        if self._inv_count is None:
+        if self._inv_count is None and self._is_visible:
+            total = self.totals().count
+            self._inv_count = torch.tensor(1 / total if total > 0 else 0.0, dtype=torch.float32, device=HOST)
+        elif self._inv_count is None:
             count = vector[_COUNT]
             self._inv_count = count.reciprocal().masked_fill(~(count > 0), 0.0).float()
         return self._inv_count
@@ -357,6 +381,8 @@ class Header:
 
     def forbids(self) -> Tensor:
         """Return, bool 0-dim on the device, whether the window must not be used: `Totals` has the reason."""
+        if self._is_visible:
+            return torch.tensor(self.totals().forbid(self._max_micro_batches), device=HOST)
         vector = self.vector()
         totals, squares = vector[_POSITIONS:_LOSSES:2], vector[_POSITIONS + 1 : _LOSSES : 2]
         found = (vector[_COUNT] == 0) | (vector[_INVALID] > 0)
@@ -376,22 +402,18 @@ class Header:
         return self._vector
 
 
-def _host_may_look(comm: Comm, device: torch.device) -> bool:
-    """Whether reading a header waits for no device: there nothing follows one in which ranks disagree."""
-    return comm.world_size > 1 and not runs_ahead(device)
-
-
 def _numbers(local: LocalWindow, position: tuple[int, int], more: bool, claims: Claims) -> list[float]:
     """Return what the host knows of a header."""
-    known = [float(count) for count in local.counts if not isinstance(count, Tensor)]
+    known = local.known(local.counts)
     valid = [count for count in known if local.is_valid(count)]
-    invalid = len(known) - len(valid) + len(local.refusals)
+    doubts = local.known([doubt for _, doubt in local.doubts])
+    invalid = len(known) - len(valid) + len(local.refusals) + sum(doubts)
     unknown = sum(loss is None for loss in local.losses)
-    dropped = sum(it for it in local.dropped if isinstance(it, bool))
+    dropped = sum(local.known(local.dropped))
     numbers = [math.fsum(valid), len(local.counts), more, invalid, unknown, dropped, not local.has_used_all]
     for value in (*(value % _STEP_MODULUS for value in position), *claims.pieces()):
         numbers += [value, value * value]
-    return [*map(float, numbers), *[0.0] * exact_scalars.NUM_LANES]
+    return [*map(float, numbers), *exact_scalars.lanes_of(local.known(local.losses))]
 
 
 def _with_device_values(vector: Tensor, local: LocalWindow, claims: Claims) -> Tensor:

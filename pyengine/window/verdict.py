@@ -168,7 +168,7 @@ class Verdict:
         if self.totals is None:
             *numbers, found_inf, is_zero, has_acted = self._numbers.get()
             self.skips, self._is_zero, self._has_acted = found_inf != 0, is_zero != 0, has_acted != 0
-            self.totals = Totals.of(numbers, self._comm.world_size)
+            self.totals = self._header.known_totals or Totals.of(numbers, self._comm.world_size)
             _log.debug("window %d: skip %s, %s", self.evidence.index, self.skips, self.totals)
         return self.totals
 

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pyengine.window.exact_scalars import NUM_LANES, ROUNDED_LANE, lanes, rounded, total
+from pyengine.window.exact_scalars import NUM_LANES, ROUNDED_LANE, lanes, lanes_of, rounded, total
 
 FLOATS = st.lists(st.floats(width=32, allow_nan=False, allow_infinity=False), min_size=1, max_size=40)
 
@@ -22,6 +22,15 @@ def _sum(values: list[float]) -> float:
 @given(FLOATS)
 def test_float32_numbers_are_summed_exactly_and_rounded_once(values):
     assert _sum(values) == float(sum(map(Fraction, values)))
+
+
+@given(st.lists(st.floats(), max_size=40))
+def test_the_host_makes_the_same_lanes_as_a_device(values):
+    found = lanes_of(values)
+    if all(map(math.isfinite, values)):
+        assert found == lanes(torch.tensor(values, dtype=torch.float64)).tolist()
+    else:
+        assert str(total(found)) == str(_sum(values))
 
 
 @given(FLOATS, st.randoms(use_true_random=False), st.integers(0, 40))
