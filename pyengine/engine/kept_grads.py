@@ -67,7 +67,8 @@ class KeptGrads:
         """Copy what is left in `.grad`, before the next window's gradients replace it."""
         if self._used is None:
             return  # a resumed window has loaded them
-        self._kept = self._left()
+        left = self._left()
+        self._kept = left if any(grad is not None for grad in left) else []
         self._used, self._found_inf, self._is_added, self.is_handed_over = None, None, False, False
         unknown = [i for i, grad in enumerate(self._kept) if grad is not None and i not in self._known]
         if unknown and self._known and not self._has_warned:
@@ -112,11 +113,13 @@ class KeptGrads:
             self.hand_over()
 
     def _left(self) -> list[Tensor | None]:
-        """Return copies of what counts into the next window.
+        """Return copies of what counts into the next window, by parameter; empty if all were used.
 
         A window that was skipped leaves what was kept before it, since its own gradients are not finite.
         """
         assert self._used is not None
+        if len(self._used) == len(self._params):
+            return []
         before: Sequence[Tensor | None] = self._kept or [None] * len(self._params)
         left = [
             None if grad is None or index in self._used else grad.clone()
