@@ -159,8 +159,14 @@ class CapturedWindows:
         before, form.counts = form.counts, engine.counts.counts
         found = [*section.problems, *rehearsal.problems]
         for index, (was, now) in enumerate(zip(before, form.counts, strict=False)):
-            if not isinstance(now, Tensor) and now != was:
-                found.append(f"count of micro-batch {index} is {now}, and was {was}: give it as a tensor")
+            if not _is_unread(now) and (_is_unread(was) or float(now) != float(was)):
+                found.append(
+                    f"count of micro-batch {index} is {float(now):g} on the host, and was another one in the "
+                    "window before: give it as a tensor of the device"
+                )
+        for index, loss in enumerate(engine.counts.losses):
+            if loss is not None and not _is_unread(loss):
+                found.append(f"loss of micro-batch {index} is on the host: give it as a tensor of the device")
         if len(form.rehearsals) == 2 and not found and (text := difference(*form.rehearsals)):
             found = [text]
         if found:
@@ -301,6 +307,10 @@ def _on(device: torch.device, leaves: list[Any]) -> list[Any]:
 
 def _is_on_device(tensor: Tensor) -> bool:
     return runs_ahead(tensor.device)
+
+
+def _is_unread(value: Count) -> bool:
+    return isinstance(value, Tensor) and _is_on_device(value)
 
 
 def _kind_of(leaf: object) -> object:

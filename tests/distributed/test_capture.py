@@ -276,17 +276,38 @@ def test_a_window_that_is_not_stepped_is_an_error():
         _captured(lambda model, sync, optimizer, x: sync.backward(model(x).sum()))
 
 
+def _of_the_host(number: int) -> torch.Tensor:
+    return torch.tensor(number, dtype=torch.int32)  # as `recorded_device` knows it
+
+
 def _counts_by_window(model, sync, optimizer, x):
     sync.backward(model(x).sum(), count=1 + sync.window)
     sync.step(optimizer)
 
 
-def test_a_count_of_the_host_that_changes_is_named():
-    with (
-        recorded_device(),
-        pytest.warns(UserWarning, match="count of micro-batch 0 is 3, and was 2: give it"),
-    ):
-        _captured(_counts_by_window)[1].close()
+def _counts_by_tensor(model, sync, optimizer, x):
+    sync.backward(model(x).sum(), count=_of_the_host(1 + sync.window))
+    sync.step(optimizer)
+
+
+def _notes_a_loss(model, sync, optimizer, x):
+    with sync.micro_batch() as mb:
+        mb.backward(model(x).sum())
+        mb.loss = _of_the_host(1)
+    sync.step(optimizer)
+
+
+@pytest.mark.parametrize(
+    ("train", "says"),
+    [
+        (_counts_by_window, "count of micro-batch 0 is 3 on the host, .*: give it"),
+        (_counts_by_tensor, "count of micro-batch 0 is 3 on the host, .*: give it"),
+        (_notes_a_loss, "loss of micro-batch 0 is on the host: give it"),
+    ],
+)
+def test_a_count_or_loss_of_the_host_is_named(train, says):
+    with recorded_device(), pytest.warns(UserWarning, match=says):
+        _captured(train)[1].close()
 
 
 def test_a_learning_rate_of_the_host_is_captured_again_where_it_changes():
