@@ -382,7 +382,7 @@ class Header:
     def forbids(self) -> Tensor:
         """Return, bool 0-dim on the device, whether the window must not be used: `Totals` has the reason."""
         if self._is_visible:
-            return torch.tensor(self.totals().forbid(self._max_micro_batches), device=HOST)
+            return torch.tensor(self.totals().forbid(self._max_micro_batches), dtype=torch.bool, device=HOST)
         vector = self.vector()
         totals, squares = vector[_POSITIONS:_LOSSES:2], vector[_POSITIONS + 1 : _LOSSES : 2]
         found = (vector[_COUNT] == 0) | (vector[_INVALID] > 0)
