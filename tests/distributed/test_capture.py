@@ -157,20 +157,26 @@ def _step(model: nn.Module, sync: pe.Sync, optimizer: Any, x: torch.Tensor) -> N
 
 
 def _captured(
-    train: Any = _step, *, windows: int = 6, before: Any = None, audit_every: int = 0, **options: Any
-) -> tuple[Any, pe.Sync, nn.Module]:
-    """Capture windows of a micro-batch, trained by `train` after `before(number, model, optimizer)`."""
-    model = _model()
-    sync, optimizer = pe.GradSync(model, **options), torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
-    step = sync.capture(lambda batches: train(model, sync, optimizer, batches[0]))
-    if audit_every:
-        sync.audit(every=audit_every)
-    for number, window in enumerate(sync.windows([torch.full((2, 6), float(n)) for n in range(windows)])):
-        if before is not None:
-            before(number, model, optimizer)
-        step(window)
-    sync.synchronize()
-    return step, sync, model
+    train: Any = _step, *, rows: Any = (2,) * 6, before: Any = None, audit_every: int = 0, **options: Any
+) -> tuple[Any, nn.Module]:
+    """Capture windows of a micro-batch of so many `rows` each, trained by `train` after
+    `before(number, model, optimizer)`.
+    """
+    with recorded_device():
+        model = _model()
+        sync = pe.GradSync(model, **options)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
+        step = sync.capture(lambda batches: train(model, sync, optimizer, batches[0]))
+        if audit_every:
+            sync.audit(every=audit_every)
+        batches = [torch.full((num, 6), float(number)) for number, num in enumerate(rows)]
+        for number, window in enumerate(sync.windows(batches)):
+            if before is not None:
+                before(number, model, optimizer)
+            step(window)
+        sync.synchronize()
+        sync.close()
+    return step, model
 
 
 def _reads_the_loss(model, sync, optimizer, x):
@@ -210,72 +216,6 @@ def _runs_more_now_and_then(model, sync, optimizer, x):
     sync.step(optimizer)
 
 
-def _steps_by_for_loop(model, sync, optimizer, x):
-    sync.backward(model(x).sum())
-    sync.step(torch.optim.Rprop(model.parameters()))
-
-
-@pytest.mark.parametrize(
-    ("train", "says"),
-    [
-        (_reads_the_loss, r"test_capture.py:\d+: _local_scalar_dense lets the host wait"),
-        (_picks_rows, r"test_capture.py:\d+: index lets the host wait"),
-        (_draws_by_place, "micro_batch_rng seeds on the host"),
-        (_grows, r"test_capture.py:\d+: a shape of \w+ is \(2, 6\), and was \(4, 6\)"),
-        (_depends_on_the_window, r"test_capture.py:\d+: a number of the host of mul is 3.0, and was 2.0"),
-        (_runs_more_now_and_then, r"test_capture.py:\d+: \w+ where the window before ran \w+"),
-        (_steps_by_for_loop, "the step of Rprop waits for the host"),
-    ],
-)
-def test_what_breaks_a_capture_is_named_and_the_windows_run_without(train, says):
-    with recorded_device():
-        with pytest.warns(UserWarning, match=says):
-            step, sync, _ = _captured(train)
-        sync.close()
-    assert (step.num_captured, step.num_replayed, step.num_eager) == (0, 0, 6)
-    assert len(step.problems) == 1
-
-
-def test_a_stochastic_wire_is_not_captured():
-    wire = pe.wire.Int8(rounding="stochastic")
-    with recorded_device(), pytest.warns(UserWarning, match="a stochastic wire draws other numbers"):
-        _captured(wire=wire)[1].close()
-
-
-def test_autocast_around_the_window_is_refused():
-    with (
-        recorded_device(),
-        torch.autocast("cpu", torch.bfloat16),
-        pytest.warns(UserWarning, match="enter it inside"),
-    ):
-        _captured()[1].close()
-
-
-def test_a_capture_that_fails_runs_the_window_without():
-    runs = []
-
-    def fails(model, sync, optimizer, x):
-        runs.append(capture.is_capturing())
-        _step(model, sync, optimizer, x)
-        if runs[-1]:
-            raise OSError("no graph today")
-
-    with recorded_device():
-        with pytest.warns(UserWarning, match="its capture failed: no graph today"):
-            step, sync, model = _captured(fails)
-        sync.close()
-        _, other, twin = _captured()  # which runs 4 to 6 as a graph
-        other.close()
-    assert runs == [False] * 3 + [True] + [False] * 3
-    assert step.num_eager == 6
-    assert all(map(torch.equal, model.parameters(), twin.parameters()))
-
-
-def test_a_window_that_is_not_stepped_is_an_error():
-    with recorded_device(), pytest.raises(RuntimeError, match=r"without sync\.step"):
-        _captured(lambda model, sync, optimizer, x: sync.backward(model(x).sum()))
-
-
 def _of_the_host(number: int) -> torch.Tensor:
     return torch.tensor(number, dtype=torch.int32)  # as `recorded_device` knows it
 
@@ -297,37 +237,82 @@ def _notes_a_loss(model, sync, optimizer, x):
     sync.step(optimizer)
 
 
+def _other_learning_rates(model, sync, optimizer, x):
+    optimizer.param_groups[0]["lr"] = 0.1 / (1 + sync.window)
+    _step(model, sync, optimizer, x)
+
+
+def _steps_by_for_loop(model, sync, optimizer, x):
+    sync.backward(model(x).sum())
+    sync.step(torch.optim.Rprop(model.parameters()))
+
+
 @pytest.mark.parametrize(
     ("train", "says"),
     [
+        (_reads_the_loss, r"test_capture.py:\d+: _local_scalar_dense lets the host wait"),
+        (_picks_rows, r"test_capture.py:\d+: index lets the host wait"),
+        (_draws_by_place, "micro_batch_rng seeds on the host"),
+        (_grows, r"test_capture.py:\d+: a shape of \w+ is \(2, 6\), and was \(4, 6\)"),
+        (_depends_on_the_window, r"test_capture.py:\d+: a number of the host of mul is 3.0, and was 2.0"),
+        (_runs_more_now_and_then, r"test_capture.py:\d+: \w+ where the window before ran \w+"),
         (_counts_by_window, "count of micro-batch 0 is 3 on the host, .*: give it"),
         (_counts_by_tensor, "count of micro-batch 0 is 3 on the host, .*: give it"),
         (_notes_a_loss, "loss of micro-batch 0 is on the host: give it"),
+        (
+            _other_learning_rates,
+            r"test_capture.py:\d+: a number of the host of _fused_sgd_ is 0.0\d+, and was 0.05",
+        ),
+        (_steps_by_for_loop, "the step of Rprop waits for the host"),
     ],
 )
-def test_a_count_or_loss_of_the_host_is_named(train, says):
-    with recorded_device(), pytest.warns(UserWarning, match=says):
-        _captured(train)[1].close()
+def test_what_breaks_a_capture_is_named_and_the_windows_run_without(train, says):
+    with pytest.warns(UserWarning, match=says):
+        step, _ = _captured(train)
+    assert (step.num_captured, step.num_replayed, step.num_eager) == (0, 0, 6)
+    assert len(step.problems) == 1
+
+
+def test_a_stochastic_wire_is_not_captured():
+    wire = pe.wire.Int8(rounding="stochastic")
+    with pytest.warns(UserWarning, match="a stochastic wire draws other numbers"):
+        _captured(wire=wire)
+
+
+def test_autocast_around_the_window_is_refused():
+    with torch.autocast("cpu", torch.bfloat16), pytest.warns(UserWarning, match="enter it inside"):
+        _captured()
+
+
+def test_a_capture_that_fails_runs_the_window_without():
+    runs = []
+
+    def fails(model, sync, optimizer, x):
+        runs.append(capture.is_capturing())
+        _step(model, sync, optimizer, x)
+        if runs[-1]:
+            raise OSError("no graph today")
+
+    with pytest.warns(UserWarning, match="its capture failed: no graph today"):
+        step, model = _captured(fails)
+    _, twin = _captured()  # which runs 4 to 6 as a graph
+    assert runs == [False] * 3 + [True] + [False] * 3
+    assert step.num_eager == 6
+    assert all(map(torch.equal, model.parameters(), twin.parameters()))
+
+
+def test_a_window_that_is_not_stepped_is_an_error():
+    with pytest.raises(RuntimeError, match=r"without sync\.step"):
+        _captured(lambda model, sync, optimizer, x: sync.backward(model(x).sum()))
 
 
 def test_a_learning_rate_of_the_host_is_captured_again_where_it_changes():
     def schedule(number, model, optimizer):
         optimizer.param_groups[0]["lr"] = 0.1 if number < 5 else 0.05
 
-    with recorded_device():
-        with pytest.warns(UserWarning, match=r"lr of SGD is 0.05, and was 0.1 .*make it a tensor"):
-            step, sync, _ = _captured(windows=10, before=schedule)
-        sync.close()
+    with pytest.warns(UserWarning, match=r"lr of SGD is 0.05, and was 0.1 .*make it a tensor"):
+        step, _ = _captured(rows=(2,) * 10, before=schedule)
     assert (step.num_captured, step.num_replayed, step.num_eager) == (2, 2, 6)
-
-
-def test_a_learning_rate_of_the_host_that_every_window_changes_is_named():
-    def schedule(number, model, optimizer):
-        optimizer.param_groups[0]["lr"] = 0.1 / (1 + number)
-
-    says = r"test_capture.py:\d+: a number of the host of _fused_sgd_ is 0.0\d+, and was 0.05"
-    with recorded_device(), pytest.warns(UserWarning, match=says):
-        _captured(before=schedule)[1].close()
 
 
 def test_a_model_whose_memory_has_moved_is_captured_again():
@@ -335,16 +320,12 @@ def test_a_model_whose_memory_has_moved_is_captured_again():
         if number == 6:
             model.double().float()
 
-    with recorded_device():
-        step, sync, _ = _captured(windows=12, before=move)
-        sync.close()
+    step, _ = _captured(rows=(2,) * 12, before=move)
     assert (step.num_captured, step.num_replayed, step.num_eager) == (2, 4, 6)
 
 
 def test_an_audit_that_is_due_runs_without_a_graph():
-    with recorded_device():
-        step, sync, _ = _captured(windows=14, audit_every=6)
-        sync.close()
+    step, _ = _captured(rows=(2,) * 14, audit_every=6)
     # The audit looks at windows 0, 6 and 12, and reads in the next one what it has found.
     assert (step.num_captured, step.num_replayed, step.num_eager) == (1, 5, 8)
 
@@ -354,8 +335,8 @@ def test_a_bare_backward_between_windows_is_found():
         if number == 6:
             model(torch.ones(1, 6)).sum().backward()
 
-    with recorded_device(), pytest.raises(ValueError, match="was written to between windows"):
-        _captured(windows=9, before=train_past)
+    with pytest.raises(ValueError, match="was written to between windows"):
+        _captured(rows=(2,) * 9, before=train_past)
 
 
 def test_a_window_behind_one_that_was_clipped_otherwise_runs_without_a_graph():
@@ -367,14 +348,7 @@ def test_a_window_behind_one_that_was_clipped_otherwise_runs_without_a_graph():
             sync.clip_grad_value_(1.0)
         sync.step(optimizer)
 
-    with recorded_device():
-        model = _model()
-        sync, optimizer = pe.GradSync(model), torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
-        step = sync.capture(lambda batches: clip(model, sync, optimizer, batches[0]))
-        rows = [2, 2, 2, 2, 2, 3, 2, 2]
-        for window in sync.windows([torch.ones(num, 6) for num in rows]):
-            step(window)
-        sync.close()
+    step, _ = _captured(clip, rows=(2, 2, 2, 2, 2, 3, 2, 2))
     assert (step.num_captured, step.num_replayed, step.num_eager) == (1, 2, 5)
 
 
@@ -400,10 +374,8 @@ def test_a_gradient_that_no_optimizer_has_used_counts_into_the_next_window():
         del optimizer.param_groups[0]["params"][2:]
         sync.step(optimizer)
 
-    with recorded_device():
-        with pytest.warns(UserWarning, match="they count into the next window"):
-            step, sync, _ = _captured(unused)
-        sync.close()
+    with pytest.warns(UserWarning, match="they count into the next window"):
+        step, _ = _captured(unused)
     assert (step.num_captured, step.num_eager) == (0, 6)
 
 
