@@ -7,7 +7,9 @@ bit for bit: `float32(sum of integers) * float32(1 / count)`.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -120,7 +122,7 @@ class FusedByAddress(Fused):
 
 
 class Breaks(torch.autograd.Function):
-    """Identity whose backward runs out of memory when told to."""
+    """Identity whose backward runs out of memory while `now` is set."""
 
     now = False
 
@@ -133,6 +135,27 @@ class Breaks(torch.autograd.Function):
         if Breaks.now:
             raise MemoryError("no room for a gradient")
         return grad
+
+
+def raise_key_error(*_: object) -> None:
+    """Fail, as a hook or a function of the user's."""
+    raise KeyError("in the user's code")
+
+
+class FutureWork:
+    """A collective that ends as its future does."""
+
+    def __init__(self, future: torch.futures.Future[list[Tensor]]) -> None:
+        self._future = future
+
+    def wait(self) -> None:
+        self._future.wait()
+
+    def is_completed(self) -> bool:
+        return self._future.done()
+
+    def get_future(self) -> torch.futures.Future[list[Tensor]]:
+        return self._future
 
 
 def engine(kind: str, model: nn.Module, *, accumulate: int, **options: object) -> tuple[pe.Sync, nn.Module]:
@@ -209,7 +232,7 @@ class Training:
         plan: micro-batches of each rank, by rank.
         dtype: of the parameters; with `mixed` every other one is bfloat16.
         how: gradients are cleared between windows.
-        device: where model and data lie.
+        device: of model and data.
         options: of the engine.
         wire: narrow wires are exact too when every window's count is a power of two, see `items`.
     """
@@ -329,6 +352,16 @@ def records_of(sync: pe.Sync) -> list[pe.StepRecord]:
     records: list[pe.StepRecord] = []
     sync.on_step(records.append)
     return records
+
+
+@contextmanager
+def recorded_warnings() -> Iterator[list[str]]:
+    """Give the texts of all UserWarnings of the body, once it has run."""
+    texts: list[str] = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        yield texts
+    texts += [str(warning.message) for warning in caught if issubclass(warning.category, UserWarning)]
 
 
 def me() -> tuple[int, int]:

@@ -10,7 +10,7 @@ from threading import Timer
 import pytest
 import torch
 import torch.distributed as dist
-from cases import me
+from cases import FutureWork, me
 from ranks import on_ranks
 from torch import Tensor, nn
 from torch.futures import Future
@@ -119,22 +119,6 @@ def test_a_gradient_that_comes_again_inside_a_backward_is_summed_too():
     assert torch.allclose(got, want, rtol=2**-7, atol=2**-7)
 
 
-class _Held:
-    """An all-reduce that ends when it is let go."""
-
-    def __init__(self, future: Future[list[Tensor]]) -> None:
-        self._future = future
-
-    def get_future(self) -> Future[list[Tensor]]:
-        return self._future
-
-    def wait(self) -> None:
-        self._future.wait()
-
-    def is_completed(self) -> bool:
-        return self._future.done()
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @on_ranks(1)
 def test_used_flags_travel_while_the_last_bucket_does(dtype):
@@ -156,13 +140,13 @@ def test_used_flags_travel_while_the_last_bucket_does(dtype):
         if flat.dtype == torch.float64:  # the header
             return all_reduce(self, flat)
         held.append((Future(), flat))
-        return _Held(held[-1][0])
+        return FutureWork(held[-1][0])
 
     def flags(self: UsedAnywhere, used: Sequence[bool], **known: bool) -> object:
         let_go("flags")
-        return tell(self, used, **known)
+        return all_reduce_flags(self, used, **known)
 
-    all_reduce, tell = TorchDist.all_reduce, UsedAnywhere.all_reduce
+    all_reduce, all_reduce_flags = TorchDist.all_reduce, UsedAnywhere.all_reduce
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(TorchDist, "all_reduce", hold)
         patch.setattr(UsedAnywhere, "all_reduce", flags)
@@ -186,13 +170,13 @@ def _comes_late(dtype: torch.dtype, *, fails: bool) -> tuple[bool, list[bool], T
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     came, stepped = True, []
 
-    def say(_: Tensor) -> None:
+    def announce(_: Tensor) -> None:
         if (rank, sync.window) == (0, 2):
             store.set("the last gradient", "came")
             if fails:
                 raise MemoryError
 
-    model[0].weight.register_post_accumulate_grad_hook(say)
+    model[0].weight.register_post_accumulate_grad_hook(announce)
     for number in range(4):
         x = torch.full((1, 8), 1.0 + rank + number, dtype=dtype)
         with contextlib.suppress(MemoryError), sync.accumulate():

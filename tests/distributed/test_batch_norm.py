@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import copy
-import warnings
 from collections.abc import Iterator
 
 import pytest
 import torch
-from cases import Collectives, me
+from cases import Collectives, me, recorded_warnings
 from exact_cases import Cnn, digest, wrap
 from ranks import on_ranks
 from torch import Tensor, nn
@@ -25,7 +24,6 @@ VARIANTS = (
     "twice",  # one called twice in a forward
     "checkpoint",  # recomputed in the backward
     "half",  # statistics in bfloat16
-    "compiled",
 )
 
 
@@ -72,26 +70,21 @@ def _single(ranks, *case) -> list[tuple[str, str]]:
 
 
 @pytest.mark.parametrize(
-    ("kind", "world", "micro_batches"),
+    ("kind", "world", "micro_batches", "variant"),
     [
-        ("own", 2, 6),
-        ("own", 4, 3),  # one rank never has a micro-batch
-        ("attach", 3, 6),
-        ("fsdp", 3, 6),
+        ("own", 2, 6, "plain"),
+        ("own", 4, 3, "plain"),  # one rank never has a micro-batch
+        ("attach", 3, 6, "plain"),
+        ("fsdp", 3, 6, "plain"),
+        *(("own", 3, 6, variant) for variant in VARIANTS[1:]),
+        pytest.param("own", 3, 6, "compiled", marks=pytest.mark.slow),
     ],
 )
-def test_every_world_size_gives_the_same_bits(ranks, kind, world, micro_batches):
-    alone = _single(ranks, micro_batches, "plain")
-    for digests in ranks(world).run(_train, kind, micro_batches, "plain"):
-        assert digests == alone
-
-
-@pytest.mark.parametrize(
-    "variant", [pytest.param(v, marks=pytest.mark.slow) if v == "compiled" else v for v in VARIANTS[1:]]
-)
-def test_every_use_of_batch_norm_gives_the_same_bits(ranks, variant):
-    alone = _single(ranks, 6, variant)
-    for digests in ranks(3).run(_train, "own", 6, variant):
+def test_every_world_size_and_use_of_batch_norm_gives_the_same_bits(
+    ranks, kind, world, micro_batches, variant
+):
+    alone = _single(ranks, micro_batches, variant)
+    for digests in ranks(world).run(_train, kind, micro_batches, variant):
         assert digests == alone
 
 
@@ -281,26 +274,17 @@ class Counts(nn.Module):
         return self.norm(self.linear(x)).square().sum()
 
 
-def _warnings(accumulator: str, counts: bool) -> list[str]:
+@pytest.mark.parametrize(
+    ("accumulator", "counts", "num"), [("exact", True, 1), ("exact", False, 0), ("fp32", True, 0)]
+)
+def test_a_buffer_that_forwards_change_is_named_once(accumulator, counts, num):
     model = Counts()
     if not counts:
         model.calls = None
-    sync = pe.GradSync(model, accumulate=1, accumulator=accumulator)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with recorded_warnings() as messages, pe.GradSync(model, accumulator=accumulator) as sync:
         for window in sync.windows(torch.randn(3, 4, 3)):
             for x in window:
                 sync.backward(model(x))
             sync.step(optimizer)
-    return [str(warning.message) for warning in caught if "exact" in str(warning.message)]
-
-
-def test_a_buffer_that_forwards_change_is_named_once(ranks):
-    (message,) = ranks(1).run(_warnings, "exact", True)[0]
-    assert "buffers calls." in message
-
-
-@pytest.mark.parametrize(("accumulator", "counts"), [("exact", False), ("fp32", True)])
-def test_other_buffers_are_not_warned_of(ranks, accumulator, counts):
-    assert ranks(1).run(_warnings, accumulator, counts)[0] == []
+    assert ["buffers calls." in message for message in messages if "exact" in message] == [True] * num

@@ -16,7 +16,7 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from cases import assert_alike, me
+from cases import assert_alike, me, recorded_warnings
 from ranks import on_ranks
 from torch import nn
 
@@ -58,20 +58,20 @@ def test_a_file_comes_back_as_it_was(saved):
 
 
 @pytest.mark.parametrize(
-    ("content", "said"),
+    ("content", "says"),
     [
         *(
             (lambda whole, share=share: whole[: int(share * len(whole))], "^truncated")
             for share in (0, 0.02, 0.7, 0.9999)
         ),
         (lambda whole: bytes(len(whole)), "^truncated: it has no header"),  # as a power cut leaves it
-        (lambda _: b"PK\3\4 of torch.save itself, say", "^no checkpoint of pyengine"),
+        (lambda _: b"PK\3\4 of torch.save itself, for example", "^no checkpoint of pyengine"),
         (lambda _: b"\x80\x02}q\x00." * 100, "^no checkpoint of pyengine"),
     ],
 )
-def test_what_is_no_whole_file_is_refused(saved, content, said):
+def test_what_is_no_whole_file_is_refused(saved, content, says):
     saved.write_bytes(content(saved.read_bytes()))
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=says):
         state_file.check(saved)
 
 
@@ -269,13 +269,12 @@ def test_a_resumed_run_ends_with_the_same_bits(ranks, tmp_path, world):
 
 
 def _loaded(folder: str) -> tuple[int, list[str], str]:
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with recorded_warnings() as messages:
         try:
             found = pe.Checkpoints(folder).load()
         except ValueError as error:
             return -1, [], str(error)
-    return found.step, [str(each.message) for each in caught], ""
+    return found.step, messages, ""
 
 
 def _cut(path: Path) -> None:
@@ -306,10 +305,9 @@ def test_a_step_counts_only_as_a_whole_and_all_ranks_load_the_same(
 
 
 def _loaded_at_first(folder: str) -> tuple[list[str], float]:
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with recorded_warnings() as messages:
         start = _trained(folder, 3)[-1]
-    return [str(each.message) for each in caught], start
+    return messages, start
 
 
 @pytest.mark.parametrize("how", ["a part is missing", "parts of two saves"])
@@ -393,5 +391,4 @@ def test_what_fails_on_one_rank_is_an_error_on_all_of_them(tmp_path, call, metho
         if me()[0] == 1:
             patch.setattr(state_file if method in ("read", "write") else checkpoints, method, _raise)
         checkpoints.load() if call == "load" else checkpoints.save(2, {})
-    said = str(error.value)
-    assert re.match(rf"rank 1: .*{message}.*PermissionError: .*not yours", said), said
+    assert re.match(rf"rank 1: .*{message}.*PermissionError: .*not yours", str(error.value))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from functools import partial
 from typing import Any
 
@@ -21,6 +20,7 @@ from cases import (
     integers,
     me,
     mean_of_integers,
+    recorded_warnings,
     records_of,
 )
 from ranks import on_ranks
@@ -62,8 +62,7 @@ def _dropped(kind: str, dtype: torch.dtype, bad: dict[Place, tuple[str, int, flo
     model = Integers(dtype)
     sync, forward = engine(kind, model, accumulate=ACCUMULATE, nonfinite="drop_micro_batch", wire=WIRES[wire])
     records = records_of(sync)
-    with warnings.catch_warnings(record=True) as warned:
-        warnings.simplefilter("always")
+    with recorded_warnings() as messages:
         _window(sync, model, forward, bad)
         sync.unscale_()
     kept = [(r, k) for r in range(world) for k in range(ACCUMULATE) if (r, k) not in bad]
@@ -77,7 +76,7 @@ def _dropped(kind: str, dtype: torch.dtype, bad: dict[Place, tuple[str, int, flo
     assert bool(sync.step(torch.optim.SGD(model.parameters(), lr=0.0)))
     (record,) = records
     assert not record.skipped and record.dropped == len(bad) and record.count == 3 * len(kept)
-    assert any(record.reason in str(w.message) for w in warned)
+    assert any(record.reason in message for message in messages)
     sync.close()
     return record.reason
 
@@ -100,8 +99,8 @@ def _dropped(kind: str, dtype: torch.dtype, bad: dict[Place, tuple[str, int, flo
 def test_a_window_goes_on_as_if_a_bad_micro_batch_had_not_been(ranks, kind, dtype, world, k, at):
     where = (world - 1, k)
     reasons = ranks(world).run(_dropped, kind, dtype, {where: ("long", at, math.inf)}, "fp32")
-    said = f"dropped for inf or nan: rank {world - 1}, micro-batch {k} (the gradient of 'long')"
-    assert set(reasons) == {said}
+    reason = f"dropped for inf or nan: rank {world - 1}, micro-batch {k} (the gradient of 'long')"
+    assert set(reasons) == {reason}
 
 
 @pytest.mark.parametrize("wire", ["bf16", "fp16"])
@@ -180,8 +179,7 @@ def test_a_loss_scale_backs_off_for_what_was_dropped():
     sync.scaler = pe.GradScaler("cpu", init_scale=8.0, growth_interval=1)
     scales = []
     for bad in ({(1, 1): ("long", 5, math.inf)}, {}):
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with recorded_warnings():
             _window(sync, model, forward, bad)
             assert sync.step(torch.optim.SGD(model.parameters(), lr=0.0))
         scales.append(sync.scaler.get_scale())
@@ -242,34 +240,27 @@ def test_exact_sums_replay_no_statistics_of_a_dropped_micro_batch():
     assert torch.equal(got.weight, want.weight)
 
 
-def _saved_inside() -> tuple[pe.StepRecord, Tensor]:
+@pytest.mark.filterwarnings("ignore:window 0. dropped")
+def test_a_state_saved_behind_a_dropped_micro_batch_remembers_it():
     weight = nn.Parameter(torch.ones(3))
 
     def make() -> pe.GradSync:
         return pe.GradSync([("weight", weight)], accumulate=3, nonfinite="drop_micro_batch")
 
-    first = make()
-    window = next(first.windows([1.0, math.nan, 2.0]))
-    for factor in (next(window), next(window)):
-        first.backward((weight * factor).sum())
-    state = first.state_dict()
-    first.abandon()
-    first.close()
-    second, records = make(), []
-    second.load_state_dict(state)
-    second.on_step(records.append)
-    for window in second.windows([2.0]):
-        for factor in window:
-            second.backward((weight * factor).sum())
-        second.step(torch.optim.SGD([weight], lr=1.0))
-    second.close()
-    return records[0], weight
-
-
-@pytest.mark.filterwarnings("ignore:window 0. dropped")
-def test_a_state_saved_behind_a_dropped_micro_batch_remembers_it():
-    record, weight = _saved_inside()
-    assert (record.dropped, record.count) == (1, 2.0)
+    with make() as first:
+        window = next(first.windows([1.0, math.nan, 2.0]))
+        for factor in (next(window), next(window)):
+            first.backward((weight * factor).sum())
+        state = first.state_dict()
+        first.abandon()
+    with make() as second:
+        records = records_of(second)
+        second.load_state_dict(state)
+        for window in second.windows([2.0]):
+            for factor in window:
+                second.backward((weight * factor).sum())
+            second.step(torch.optim.SGD([weight], lr=1.0))
+    assert (records[0].dropped, records[0].count) == (1, 2.0)
     assert torch.equal(weight, torch.full((3,), -0.5))
 
 
@@ -303,8 +294,7 @@ def test_windows_of_sharded_models_go_on_without_a_bad_micro_batch(kind, narrow,
             sync.backward((output.to(t.dtype) * t).sum(), count=len(x))
         sync.unscale_()
         got = whole_grads(model)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with recorded_warnings():
             assert sync.step(torch.optim.SGD(model.parameters(), lr=0.0))
     kept = [(r, number) for r in range(world) for number in range(ACCUMULATE) if (r, number) != where]
     count = sum(items(*place) for place in kept)
@@ -319,7 +309,5 @@ def test_windows_of_sharded_models_go_on_without_a_bad_micro_batch(kind, narrow,
 @on_ranks(2)
 def test_what_reduces_earlier_cannot_drop():
     model = shard(Chain(), "flat")
-    with pytest.raises(ValueError, match="before it is known to be finite") as caught:
+    with pytest.raises(ValueError, match="before it is known to be finite.*use 'all'"):
         pe.attach(model, accumulate=2, defer="none", nonfinite="drop_micro_batch")
-    text = str(caught.value)
-    assert "use 'all'" in text

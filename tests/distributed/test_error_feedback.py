@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import pytest
 import torch
-from cases import Breaks, me, step_while_the_scale_grows
+from cases import Breaks, me, recorded_warnings, step_while_the_scale_grows
 from marks import rest
 from ranks import on_ranks
 from sharded_cases import items
@@ -51,23 +50,16 @@ class _Both(nn.Module):
 
     def __init__(self, rank: int) -> None:
         super().__init__()
-        self.first, self.last, self.uses_all = (
-            _Fixed(rank, ["odd", "row"]),
-            _Fixed(rank, ["wide", "long"]),
-            True,
-        )
+        self.first, self.last = _Fixed(rank, ["odd", "row"]), _Fixed(rank, ["wide", "long"])
+        self.uses_all = True
 
     def forward(self, scale: float) -> Tensor:
         return self.last(scale) + self.first(scale) if self.uses_all else self.first(scale)
 
 
 def _targets(rank: int) -> dict[str, Tensor]:
-    model = _Both(rank)
-    return {
-        f"{name}.{key}": target
-        for name, part in model.named_children()
-        for key, target in part.targets.items()
-    }
+    parts = _Both(rank).named_children()
+    return {f"{name}.{key}": target for name, part in parts for key, target in part.targets.items()}
 
 
 def _made(kind: str, wire: pe.wire.Wire, **options: Any) -> tuple[pe.Sync, _Both, nn.Module]:
@@ -296,13 +288,12 @@ def test_another_number_of_ranks_or_owner_keeps_the_same_sum(ranks, saves, befor
 
 def _loads(states: list[dict[str, Any]], wire: pe.wire.Wire) -> str:
     sync, *_ = _made("own", wire)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with recorded_warnings() as messages:
         try:
             sync.load_state_dict(states)
         except ValueError as error:
             return str(error)
-    return "; ".join(str(warning.message) for warning in caught)
+    return "; ".join(messages)
 
 
 def test_a_state_that_cannot_be_shared_out_and_a_wire_that_keeps_nothing_are_named(ranks):
@@ -364,8 +355,6 @@ def test_a_flushed_window_is_one_of_the_same_residuals():
 @pytest.mark.parametrize("options", [{"defer": "none"}, {"defer_budget_mb": 0.0}], ids=str)
 @on_ranks(2)
 def test_feedback_needs_the_count_before_a_unit_reduces(options):
-    with pytest.raises(ValueError) as error:
+    says = r"which sends gradients before the window's count is known \(defer='none'\).*use defer='all'"
+    with pytest.raises(ValueError, match=says):
         _made("nested", WIRE, **options)
-    message = str(error.value)
-    assert "which sends gradients before the window's count is known (defer='none')" in message
-    assert "of mean gradients: use defer='all'" in message

@@ -10,7 +10,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 import torch.distributed as dist
-from cases import comm_of_buckets, engine, me
+from cases import FutureWork, comm_of_buckets, engine, me
 from ranks import on_ranks
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -27,28 +27,18 @@ CASES = {
 }
 
 
-class _Broken:
-    """A collective that fails some time after it was launched."""
-
-    def __init__(self) -> None:
-        self._future: torch.futures.Future[list[Tensor]] = torch.futures.Future()
-        self._future.set_exception(RuntimeError("connection lost"))
-
-    def wait(self) -> None:
-        self._future.wait()
-
-    def is_completed(self) -> bool:
-        return True
-
-    def get_future(self) -> torch.futures.Future[list[Tensor]]:
-        return self._future
+def _broken() -> FutureWork:
+    """Return a collective that fails some time after it was launched."""
+    future: torch.futures.Future[list[Tensor]] = torch.futures.Future()
+    future.set_exception(RuntimeError("connection lost"))
+    return FutureWork(future)
 
 
 def _break(comm: Any, numel: int, exchange: str = "all_to_all") -> None:
     """Let collectives of at least `numel` elements, which are no headers, and an exchange fail."""
     all_reduce = comm.all_reduce
-    comm.all_reduce = lambda flat: _Broken() if flat.numel() >= numel else all_reduce(flat)
-    setattr(comm, exchange, lambda *_: _Broken())
+    comm.all_reduce = lambda flat: _broken() if flat.numel() >= numel else all_reduce(flat)
+    setattr(comm, exchange, lambda *_: _broken())
 
 
 def _model(dtype: torch.dtype = torch.float32) -> nn.Module:
@@ -81,15 +71,15 @@ def test_a_failed_collective_raises_and_nothing_is_stepped_with_half_reduced_gra
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
     _break(comm_of_buckets(sync), 30, exchange)
     x = torch.ones(2, 40, dtype=dtype)
-    said = "connection lost" if kind == "own" else "^a collective failed: .*connection lost"
-    with pytest.raises(RuntimeError, match=said):
+    says = "connection lost" if kind == "own" else "^a collective failed: .*connection lost"
+    with pytest.raises(RuntimeError, match=says):
         for window in sync.windows([x, x]):
             for batch in window:
                 sync.backward(forward(batch).sum().float())
             sync.unscale_()
     for _ in range(2):  # and it stays so
-        said = "were not reduced: a collective failed on this rank|connection lost"
-        with pytest.raises(RuntimeError, match=said):
+        says = "were not reduced: a collective failed on this rank|connection lost"
+        with pytest.raises(RuntimeError, match=says):
             sync.step(optimizer)
     with pytest.raises(RuntimeError, match="from a checkpoint"):
         next(sync.windows([x, x]))
@@ -131,10 +121,9 @@ def test_a_rank_that_cannot_start_a_later_collective_of_a_bucket_raises_on_all()
     if rank == 1:
         sync._engine.reducer._comm.all_reduce = Mock(side_effect=MemoryError("no memory"))
     for _ in range(2):
-        with suppress(RuntimeError, MemoryError), sync.accumulate():  # now, or where the window lands
+        with suppress(RuntimeError, MemoryError), sync.accumulate():  # now, or where the window ends
             sync.backward(model(torch.ones(2, 40)).sum())
     with pytest.raises((RuntimeError, MemoryError)) as error:
         sync.step(torch.optim.SGD(model.parameters(), lr=0.1))
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
-    said = str(error.value)
-    assert "no memory" in said or "a collective failed" in said
+    assert "no memory" in str(error.value) or "a collective failed" in str(error.value)

@@ -9,7 +9,7 @@ import contextlib
 
 import pytest
 import torch
-from cases import Breaks, engine, me
+from cases import Breaks, engine, me, raise_key_error
 from ranks import on_ranks
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -97,10 +97,6 @@ def test_a_rank_without_another_window_meets_the_others_and_has_their_loss_scale
     assert first >= 3 and one == other and one[0] == 8.0
 
 
-def _raise_key_error(_: torch.Tensor) -> None:
-    raise KeyError("in the backward")
-
-
 @on_ranks(2)
 def test_a_rank_whose_backward_failed_keeps_the_loss_scale_of_the_others():
     rank, _ = me()
@@ -113,7 +109,7 @@ def test_a_rank_whose_backward_failed_keeps_the_loss_scale_of_the_others():
             with sync.accumulate():
                 loss = model(torch.ones(1, 2)).sum()
                 if number == 0 and rank == 1:
-                    loss.register_hook(_raise_key_error)
+                    loss.register_hook(raise_key_error)
                 sync.backward(loss)
             sync.step(optimizer)
         except KeyError:

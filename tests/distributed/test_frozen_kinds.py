@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 import pytest
 import torch
-from cases import error_of, me
+from cases import error_of, me, recorded_warnings
 from ranks import on_ranks
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
@@ -45,7 +44,7 @@ class Packed(torch.Tensor):
 
 
 class Opaque(torch.Tensor):
-    """A subclass that does not say where its elements are."""
+    """A subclass that does not show where its elements are."""
 
     @staticmethod
     def __new__(cls, inner: Tensor) -> Opaque:  # noqa: PYI034 - likewise
@@ -120,12 +119,10 @@ def test_a_frozen_parameter_of_any_kind_gets_the_values_of_rank_0(kind, accumula
 @on_ranks(2)
 def test_a_frozen_parameter_that_cannot_be_copied_is_named_and_trained_beside(kind):
     model = _model(KEPT[kind](_of_rank(0)))
-    with warnings.catch_warnings(record=True) as seen:
-        warnings.simplefilter("always")
+    with recorded_warnings() as messages:
         sync = pe.GradSync(model, accumulate=2)
     sync.audit(every=1)
     _trains(sync, model)
-    messages = [str(warning.message) for warning in seen]
     (text,) = messages
     assert text.startswith("load 'base' with the same values on every rank")
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
-from cases import Integers, engine, error_of, integers
+from cases import Integers, engine, error_of, integers, recorded_warnings
 from ranks import on_ranks
 from sharded_cases import Chain, batch, loss_of, shard
 from torch import Tensor, nn
@@ -18,9 +17,10 @@ import pyengine as pe
 
 KINDS = ("own", "own-native", "own-exact", "attach", "attach-view", "flat", "replicate")
 REMEDY = "call sync.backward(loss) in place of loss.backward()"
+Loss = Callable[[int], Tensor]
 
 
-def _made(kind: str, accumulate: int = 2) -> tuple[pe.Sync, nn.Module, Callable[[int], Tensor]]:
+def _made(kind: str, accumulate: int = 2) -> tuple[pe.Sync, nn.Module, Loss]:
     if kind in ("flat", "replicate"):
         model = shard(Chain(), kind)
         return pe.attach(model, accumulate=accumulate), model, lambda k: loss_of(model, batch(k))
@@ -29,23 +29,21 @@ def _made(kind: str, accumulate: int = 2) -> tuple[pe.Sync, nn.Module, Callable[
     return sync, model, lambda k: forward(*integers(k))
 
 
-def _in_windows(sync: pe.Sync, optimizer: torch.optim.Optimizer, loss: Callable[[int], Tensor]) -> None:
+def _in_windows(sync: pe.Sync, optimizer: torch.optim.Optimizer, loss: Loss) -> None:
     for window in sync.windows(range(4)):
         for k in window:
             loss(k).backward()
         sync.step(optimizer)
 
 
-def _in_windows_with_a_bare_step(
-    sync: pe.Sync, optimizer: torch.optim.Optimizer, loss: Callable[[int], Tensor]
-) -> None:
+def _in_windows_with_a_bare_step(sync: pe.Sync, optimizer: torch.optim.Optimizer, loss: Loss) -> None:
     for window in sync.windows(range(4)):
         for k in window:
             loss(k).backward()
         optimizer.step()
 
 
-def _in_accumulate(sync: pe.Sync, optimizer: torch.optim.Optimizer, loss: Callable[[int], Tensor]) -> None:
+def _in_accumulate(sync: pe.Sync, optimizer: torch.optim.Optimizer, loss: Loss) -> None:
     wrapped = sync.wrap(optimizer)
     for k in range(4):
         with sync.accumulate():
@@ -54,9 +52,7 @@ def _in_accumulate(sync: pe.Sync, optimizer: torch.optim.Optimizer, loss: Callab
         wrapped.zero_grad()
 
 
-def _before_a_wrapped_step(
-    sync: pe.Sync, optimizer: torch.optim.Optimizer, loss: Callable[[int], Tensor]
-) -> None:
+def _before_a_wrapped_step(sync: pe.Sync, optimizer: torch.optim.Optimizer, loss: Loss) -> None:
     wrapped = sync.wrap(optimizer)
     for k in range(4):
         loss(k).backward()
@@ -64,18 +60,18 @@ def _before_a_wrapped_step(
         wrapped.zero_grad()
 
 
-def _before_a_step(sync: pe.Sync, optimizer: torch.optim.Optimizer, loss: Callable[[int], Tensor]) -> None:
+def _before_a_step(sync: pe.Sync, optimizer: torch.optim.Optimizer, loss: Loss) -> None:
     for k in range(4):
         loss(k).backward()
         sync.step(optimizer)
 
 
-def _before_clipping(sync: pe.Sync, optimizer: torch.optim.Optimizer, loss: Callable[[int], Tensor]) -> None:
+def _before_clipping(sync: pe.Sync, optimizer: torch.optim.Optimizer, loss: Loss) -> None:
     loss(0).backward()
     sync.clip_grad_norm_(1.0)
 
 
-def _behind_windows(sync: pe.Sync, optimizer: torch.optim.Optimizer, loss: Callable[[int], Tensor]) -> None:
+def _behind_windows(sync: pe.Sync, optimizer: torch.optim.Optimizer, loss: Loss) -> None:
     """A second phase whose loop was forgotten."""
     wrapped = sync.wrap(optimizer)
     with torch.no_grad():
@@ -97,8 +93,6 @@ LOOPS = (
     _before_clipping,
     _behind_windows,
 )
-
-
 CASES = [(kind, loop) for kind in KINDS for loop in LOOPS]
 
 
@@ -115,21 +109,12 @@ def test_a_bare_backward_is_answered_by_its_remedy_and_steps_nothing(kind, loop)
     assert text.count(REMEDY) == 1
 
 
-@contextmanager
-def _heard() -> Iterator[list[str]]:
-    texts: list[str] = []
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        yield texts
-    texts += [str(warning.message) for warning in caught if issubclass(warning.category, UserWarning)]
-
-
 @pytest.mark.parametrize("kind", ["own", "attach", "flat"])
 @on_ranks(2)
 def test_a_loop_that_does_not_know_its_engine_is_warned_once(kind):
     sync, model, loss = _made(kind)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    with _heard() as texts:
+    with recorded_warnings() as texts:
         for k in range(4):
             loss(k).backward()
             optimizer.step()
@@ -144,7 +129,7 @@ def test_backwards_beside_windows_that_train_nothing_are_none_of_our_business():
     """A check before the loop, a discriminator's share of the generator's loss."""
     sync, model, loss = _made("own")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    with _heard() as texts:
+    with recorded_warnings() as texts:
         for window in range(3):
             for _ in range(2):
                 loss(7).backward()
@@ -180,13 +165,13 @@ OTHERS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def _warned(
-    change: Callable[[Tensor], Tensor], *, count: int | None, is_block: bool, accumulate: int = 4
+    loss_of: Callable[[nn.Parameter], Tensor], *, count: int | None, is_block: bool, accumulate: int = 4
 ) -> list[str]:
-    weight = nn.Parameter(torch.ones(3))
-    with pe.GradSync([weight], accumulate=accumulate) as sync, _heard() as texts:
+    weight = nn.Parameter(torch.ones(3, 2))
+    with pe.GradSync([weight], accumulate=accumulate) as sync, recorded_warnings() as texts:
         for window in sync.windows(range(3 * accumulate)):
             for _ in window:
-                loss = change(weight.sum())
+                loss = loss_of(weight)
                 if is_block:
                     with sync.micro_batch(count=count) as mb:
                         mb.backward(loss)
@@ -201,13 +186,13 @@ def _warned(
     [(name, (None, 3)[number // 2 % 2], bool(number % 2)) for number, name in enumerate(DIVISIONS)],
 )
 def test_a_loss_divided_by_accumulate_is_warned_of_once(name, count, is_block):
-    (text,) = _warned(DIVISIONS[name], count=count, is_block=is_block)
+    (text,) = _warned(lambda weight: DIVISIONS[name](weight.sum()), count=count, is_block=is_block)
     assert text.startswith("leave the division by 4 out of the loss")
 
 
 @pytest.mark.parametrize("name", OTHERS)
 def test_other_losses_are_not_warned_of(name):
-    assert _warned(OTHERS[name], count=3, is_block=False) == []
+    assert _warned(lambda weight: OTHERS[name](weight.sum()), count=3, is_block=False) == []
 
 
 @pytest.mark.parametrize(
@@ -221,29 +206,24 @@ def test_other_losses_are_not_warned_of(name):
     ],
 )
 def test_a_sum_without_its_count_and_a_mean_with_one_are_warned_of_once(reduction, count, says):
-    weight = nn.Parameter(torch.ones(3, 2))
-    with pe.GradSync([weight], accumulate=2) as sync, _heard() as texts:
-        for window in sync.windows(range(4)):
-            for _ in window:
-                target = torch.zeros(3, dtype=torch.int64)
-                sync.backward(nn.functional.cross_entropy(weight, target, reduction=reduction), count=count)
-            sync.step(torch.optim.SGD([weight], lr=0.0))
+    target = torch.zeros(3, dtype=torch.int64)
+    loss_of = partial(nn.functional.cross_entropy, target=target, reduction=reduction)
+    texts = _warned(loss_of, count=count, is_block=False)
     assert [text.startswith(says) for text in texts] == ([True] if says else [])
 
 
 def test_a_loss_is_not_read_under_a_dispatch_mode():
     with FlopCounterMode(display=False):
-        assert _warned(lambda loss: 2 * loss / 4, count=3, is_block=False) == []
+        assert _warned(lambda weight: 2 * weight.sum() / 4, count=3, is_block=False) == []
 
 
 def test_windows_of_one_micro_batch_have_no_division_to_warn_of():
-    assert _warned(lambda loss: loss / 1, count=None, is_block=False, accumulate=1) == []
+    assert _warned(lambda weight: weight.sum() / 1, count=None, is_block=False, accumulate=1) == []
 
 
 @on_ranks(3)
 def test_a_loss_divided_by_the_micro_batches_of_all_ranks_is_warned_of():
-    texts = _warned(lambda loss: loss / 6, count=None, is_block=False, accumulate=2)
-    (text,) = texts
+    (text,) = _warned(lambda weight: weight.sum() / 6, count=None, is_block=False, accumulate=2)
     assert text.startswith("leave the division by 6 out of the loss")
 
 

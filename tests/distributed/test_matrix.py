@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases import Breaks, Inject, assert_same, me
+from cases import Breaks, Inject, assert_same, me, raise_key_error
 from ranks import on_ranks
 from sharded_cases import Chain, batch, items, loss_of, right_grads, shard, whole_grads
 from torch import nn
@@ -21,7 +21,7 @@ ACCUMULATE = 2
 
 
 class Fails(torch.optim.SGD):
-    """An optimizer whose step raises when told to."""
+    """An optimizer whose step raises while `now` is set."""
 
     now = False
 
@@ -148,7 +148,7 @@ class Subject:
     def fails_between(self) -> None:
         """So does the loop's body between forward and backward."""
         for number in range(ACCUMULATE):
-            self._fails(KeyError, at=lambda now, number=number: _raise_key_error() if now == number else None)
+            self._fails(KeyError, at=lambda now, number=number: raise_key_error() if now == number else None)
             self.one_count()
 
     def fails_in_step(self) -> None:
@@ -181,10 +181,6 @@ def _hooked(module: nn.Module, hook: Callable[..., Any], *, at: int) -> Iterator
 
 def _no_room(*_: object) -> None:
     raise MemoryError("no room")
-
-
-def _raise_key_error() -> None:
-    raise KeyError("between")
 
 
 STAGES = (  # each leaves an engine whose next window comes out right: that of the next one, or its own last
