@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from cases import assert_alike
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
@@ -166,7 +167,7 @@ def assert_trained(
     *,
     narrow: bool = False,
 ) -> None:
-    """Compare parameters, and norms found and wanted, with those of one process.
+    """Compare parameters, and norms found and wanted, with those of one process; ranks find the same norms.
 
     bf16 has 8 bits, with which parameters are rounded once a step, and gradients once a rank and sum.
     """
@@ -175,6 +176,7 @@ def assert_trained(
         whole = param.full_tensor() if hasattr(param, "full_tensor") else param
         torch.testing.assert_close(whole.detach().double(), want[name], rtol=tolerance, atol=tolerance)
     torch.testing.assert_close(*norms, rtol=tolerance, atol=tolerance)
+    assert_alike(norms[0])
 
 
 def assert_resumes(make: Callable[[], tuple[pe.Sync, nn.Module]], data: list[Tensor]) -> None:

@@ -1,12 +1,13 @@
-"""What is wrong with a mesh, a group or their axes is said on every rank, and nothing hangs."""
+"""What is wrong with a mesh, a group or their axes is an error on every rank, and nothing hangs."""
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
-from cases import me
+from cases import me, typed_error_of
 from meshes import Block, Experts, mesh_of
 from ranks import on_ranks
 from torch import nn
@@ -15,14 +16,6 @@ from torch.distributed.device_mesh import DeviceMesh
 import pyengine as pe
 
 DP = pe.Axes(replicate="dp")
-
-
-def _said(model: nn.Module, **options: Any) -> str:
-    try:
-        pe.GradSync(model, **{"accumulate": 1, **options})
-    except (ValueError, TypeError) as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
 
 
 WRONG = {
@@ -36,14 +29,23 @@ WRONG = {
     "no such parameter": "axes.groups['expert.*'] matches no parameter on any rank",
     "other axes": "ranks have different meshes or axes",
     "no axes": "axes is a str: need a pe.Axes",
+    "both": "process_group and device_mesh were both given",
+    "no mesh": "device_mesh is a str: need a torch.distributed.device_mesh.DeviceMesh",
+    "no group": "process_group='dp' is a str",
+    "axes without a mesh": "without device_mesh: only a mesh has axes",
+    "names without a mesh": "axes.groups['up.*']='dp': need a torch.distributed.ProcessGroup",
+    "outside": "which the engine's process group has not",
+    "other groups": "sums gradients over ranks",
+    "other sizes": "ranks have different meshes or axes",
 }
 
 
 @pytest.mark.parametrize("case", WRONG)
 @on_ranks(4)
-def test_wrong_axes_are_refused_on_every_rank(case):
+def test_wrong_axes_groups_and_meshes_are_refused_on_every_rank(case):
     rank, _ = me()
     mesh, model = mesh_of(dp=2, tp=2), Block(torch.float32)
+    rows, columns = mesh.get_group("tp"), mesh.get_group("dp")
     axes: dict[str, Any] = {
         "no such axis": pe.Axes(replicate="data"),
         "no such axis on one rank": pe.Axes(replicate="data") if rank == 2 else DP,
@@ -56,27 +58,6 @@ def test_wrong_axes_are_refused_on_every_rank(case):
         "other axes": DP if rank else pe.Axes(replicate="tp"),
         "no axes": "dp",
     }
-    assert WRONG[case] in _said(model, device_mesh=mesh, axes=axes[case])
-
-
-WRONG_GROUPS = {
-    "both": "process_group and device_mesh were both given",
-    "no mesh": "device_mesh is a str: need a torch.distributed.device_mesh.DeviceMesh",
-    "no group": "process_group='dp' is a str",
-    "axes without a mesh": "without device_mesh: only a mesh has axes",
-    "names without a mesh": "axes.groups['up.*']='dp': need a torch.distributed.ProcessGroup",
-    "outside": "which the engine's process group has not",
-    "other groups": "sums gradients over ranks",
-    "other sizes": "ranks have different meshes or axes",
-}
-
-
-@pytest.mark.parametrize("case", WRONG_GROUPS)
-@on_ranks(4)
-def test_wrong_groups_and_meshes_are_refused_on_every_rank(case):
-    rank, _ = me()
-    mesh, model = mesh_of(dp=2, tp=2), Block(torch.float32)
-    rows, columns = mesh.get_group("tp"), mesh.get_group("dp")
     options: dict[str, Any] = {
         "both": {"process_group": rows, "device_mesh": mesh, "axes": DP},
         "no mesh": {"device_mesh": "cpu"},
@@ -89,15 +70,17 @@ def test_wrong_groups_and_meshes_are_refused_on_every_rank(case):
             "device_mesh": mesh_of(dp=4, tp=1) if rank < 2 else mesh_of(dp=4, tp=1) and mesh,
             "axes": DP,
         },
-    }[case]
-    assert WRONG_GROUPS[case] in _said(model, **options)
+    }
+    given = options[case] if case in options else {"device_mesh": mesh, "axes": axes[case]}
+    assert WRONG[case] in typed_error_of(lambda: pe.GradSync(model, **given))
 
 
 @on_ranks(3)
 def test_a_rank_outside_of_the_mesh_raises_and_the_others_do_not():
     rank, _ = me()
-    said = _said(Block(torch.float32), device_mesh=DeviceMesh("cpu", torch.arange(2)))
-    assert "device_mesh: rank 2 is not in it (it has [0, 1])" in said if rank == 2 else said == ""
+    mesh = DeviceMesh("cpu", torch.arange(2))
+    error = typed_error_of(lambda: pe.GradSync(Block(torch.float32), device_mesh=mesh))
+    assert ("device_mesh: rank 2 is not in it (it has [0, 1])" if rank == 2 else "no error") in error
 
 
 PARTS = {
@@ -130,33 +113,24 @@ def test_parameters_that_cannot_be_had_on_a_mesh_are_refused_on_every_rank(case)
         over = {"summed": "dp", "native": "tp"}[case]
         parallelize_module(model, mesh[over], {"up": ColwiseParallel()})
         options["accumulator"] = "native"
-    assert PARTS[case] in _said(model, **options)
+    assert PARTS[case] in typed_error_of(lambda: pe.GradSync(model, **options))
 
 
-def _counts(case: str) -> tuple[str, float]:
+@pytest.mark.parametrize(
+    ("counts", "are_alike"), [([2, 2, 2, 5], False), ([1, 2, 2, 1], False), ([3, 3, 4, 4], True)], ids=str
+)
+@on_ranks(4)
+def test_ranks_that_share_a_batch_must_count_alike_and_their_count_counts_once(counts, are_alike):
     rank, _ = me()
-    mesh, model = mesh_of(dp=2, tp=2), nn.Linear(3, 1)
-    sync = pe.GradSync(model, accumulate=2, device_mesh=mesh, axes=DP)
-    counts = {"one differs": [2, 2, 2, 5], "crossed": [1, 2, 2, 1], "the sum is right": [3, 3, 4, 4]}[case]
-    try:
+    model = nn.Linear(3, 1)
+    sync = pe.GradSync(model, accumulate=2, device_mesh=mesh_of(dp=2, tp=2), axes=DP)
+    says = "ranks that share a batch have counted differently: rank 0, batch 0: 2 micro-batches"
+    with nullcontext() if are_alike else pytest.raises(ValueError, match=says):
         for window in sync.windows([torch.ones(1, 3)] * 2):
             for x in window:
                 count = counts[rank]
                 sync.backward(model(x).sum(), count=torch.tensor(count) if rank % 2 else count)
             sync.unscale_()
-    except ValueError as error:
-        return str(error), 0.0
-    return "", model.weight.grad.sum().item()
-
-
-@pytest.mark.parametrize("case", ["one differs", "crossed"])
-def test_ranks_that_share_a_batch_must_count_alike(ranks, case):
-    for said, _ in ranks(4).run(_counts, case):
-        assert "ranks that share a batch have counted differently: rank 0, batch 0: 2 micro-batches" in said
-
-
-def test_a_count_that_ranks_share_counts_once(ranks):
-    # Two data shards of two micro-batches with a gradient of ones each, over counts of 2 * 3 + 2 * 4.
-    for said, total in ranks(4).run(_counts, "the sum is right"):
-        assert not said
-        assert total == pytest.approx(3 * 4 / 14, rel=1e-6)
+    if are_alike:
+        # Two data shards of two micro-batches with a gradient of ones each, over counts of 2 * 3 + 2 * 4.
+        assert model.weight.grad.sum().item() == pytest.approx(3 * 4 / 14, rel=1e-6)
