@@ -86,35 +86,6 @@ def test_weighed_losses_with_narrow_parameters_and_a_narrow_wire(ranks, kind):
     ranks(2).run(_train, kind, "several heads", torch.bfloat16, wire=pe.wire.BF16())
 
 
-MICRO_BATCHES = 12
-
-
-def _exact_bits(kind: str, recipe_name: str) -> list[torch.Tensor]:
-    rank, world = me()
-    recipe, model = RECIPES[recipe_name], Heads()
-    accumulate = MICRO_BATCHES // world
-    exact = pe.Exact(micro_batches=MICRO_BATCHES)
-    if kind == "own":
-        sync, forward = pe.GradSync(model, accumulate=accumulate, accumulator=exact), model
-    else:
-        sync, forward = engine(kind, model, accumulate=accumulate, accumulator=exact)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.125, momentum=0.5)
-    own = [MICRO_BATCHES * window + rank * accumulate + k for window in range(2) for k in range(accumulate)]
-    for window in sync.windows([micro_batch(seed) for seed in own], count=recipe.count):
-        for batch in window:
-            sync.backward(recipe.losses(forward, batch))
-        sync.clip_grad_norm_(0.5)
-        assert sync.step(optimizer)
-    return [p.detach().clone() for p in model.parameters()]
-
-
-@pytest.mark.parametrize("kind", ["own", "attach"])
-@pytest.mark.parametrize("recipe", ["several heads", "prompt mean"])
-def test_exact_sums_of_weighed_losses_have_the_same_bits_for_every_world_size(ranks, kind, recipe):
-    first, *others = [bits for world in (1, 2, 3) for bits in ranks(world).run(_exact_bits, kind, recipe)]
-    assert all(torch.equal(a, b) for other in others for a, b in zip(first, other, strict=True))
-
-
 @on_ranks(2)
 def test_a_window_without_anything_counted_is_skipped_over_a_sharded_model():
     model = fully_shard(Heads())

@@ -92,7 +92,7 @@ TURNS = {
 def _ends_early(how: str, count: Any) -> str:
     """Train two windows, the first of which rank 0 ends early; return what refuses it."""
     rank, world = me()
-    made = sync, forward, model, optimizer = _made()
+    made = sync, forward, *_ = _made()
     message = ""
     turns = [TURNS[how], *[[[0], [1], [2]]] * (world - 1)]  # by rank
     try:
@@ -103,16 +103,13 @@ def _ends_early(how: str, count: Any) -> str:
                 for index in turn:
                     sync.backward(_losses(sync, forward, taken[index]))
             sync.flush()
-            sync.unscale_()
             done = [[index for turn in own for index in turn] for own in turns]
             if number == 1:
                 done = [[len(own) + index for index in range(3)] for own in turns]
-            batches = [_batch(r, k) for r in range(world) for k in done[r]]
-            assert_same(grads(model), mean_of_integers(model, batches, sum(map(_items, batches))))
-            assert sync.step(optimizer)
+            _use(made, done)
     except ValueError as error:
         message = str(error)
-    _train(*made)
+    _train(made)
     return message
 
 
@@ -121,22 +118,21 @@ def _losses(sync: pe.Sync, forward: torch.nn.Module, batch: Batch) -> dict[str, 
     return {name: loss if name in ("ce", "count") else 0 for name in sync.totals}
 
 
-def _train(
-    sync: pe.Sync,
-    forward: torch.nn.Module,
-    model: Integers,
-    optimizer: torch.optim.Optimizer,
-    *,
-    first: int = 0,
-) -> None:
-    _, world = me()
+def _use(made: Made, done: list[list[int]]) -> None:
+    """Step with a window's gradient: that of the micro-batches which each rank has `done`."""
+    sync, _, model, optimizer = made
+    batches = [_batch(rank, index) for rank, own in enumerate(done) for index in own]
+    sync.unscale_()
+    assert_same(grads(model), mean_of_integers(model, batches, sum(map(_items, batches))))
+    assert sync.step(optimizer)
+
+
+def _train(made: Made, *, first: int = 0) -> None:
+    sync, forward, *_ = made
     for window in sync.windows(_batches(3, first), count=_items):
         for batch in window:
             sync.backward(forward(*batch))
-        sync.unscale_()
-        batches = [_batch(r, k) for r in range(world) for k in range(first, first + 3)]
-        assert_same(grads(model), mean_of_integers(model, batches, sum(map(_items, batches))))
-        assert sync.step(optimizer)
+        _use(made, [[*range(first, first + 3)]] * me()[1])
 
 
 @pytest.mark.parametrize(
@@ -162,16 +158,12 @@ def test_several_losses_of_a_window_that_ends_early_are_refused_on_every_rank(ra
 
 @on_ranks(2)
 def test_backwards_may_come_after_all_forwards_in_any_order():
-    sync, forward, model, optimizer = _made("attach")
-    _, world = me()
+    made = sync, forward, *_ = _made("attach")
     for window in sync.windows(_batches(3), count=_items):
         losses = [forward(*batch) for batch in window]
         for loss in reversed(losses):
             sync.backward(loss)
-        sync.unscale_()
-        batches = [_batch(r, k) for r in range(world) for k in range(3)]
-        assert_same(grads(model), mean_of_integers(model, batches, sum(map(_items, batches))))
-        assert sync.step(optimizer)
+        _use(made, [[0, 1, 2]] * me()[1])
 
 
 @on_ranks(2)
@@ -181,14 +173,14 @@ def test_a_window_that_all_ranks_drop_is_counted_anew():
         for window in sync.windows(_batches(3), count=_items):
             sync.backward(forward(*next(window)))
             raise KeyError
-    _train(*made, first=3)
+    _train(made, first=3)
 
 
 @on_ranks(3)
 def test_a_window_that_one_rank_drops_is_refused_on_every_rank_and_then_counted_anew():
     """Rank 0 raises in the middle of a window, and begins it anew while the others end it."""
     rank, _ = me()
-    sync, forward, model, optimizer = _made()
+    made = sync, forward, _, optimizer = _made()
     messages = []
     for _ in range(2):
         try:
@@ -201,7 +193,7 @@ def test_a_window_that_one_rank_drops_is_refused_on_every_rank_and_then_counted_
         except (KeyError, RuntimeError) as error:
             messages.append(str(error))
     if rank == 0:  # its second attempt met the others' first
-        _train(sync, forward, model, optimizer)
+        _train(made)
         assert messages.pop(0) == ""  # its own exception
     assert_alike(messages)
     (message,) = messages
@@ -211,7 +203,7 @@ def test_a_window_that_one_rank_drops_is_refused_on_every_rank_and_then_counted_
 @on_ranks(2)
 def test_a_loader_that_fails_while_a_window_is_read_concerns_its_own_rank():
     rank, _ = me()
-    sync, forward, model, optimizer = _made()
+    made = sync, *_ = _made()
 
     def loader() -> Iterator[Batch]:
         yield from _batches(2)
@@ -220,7 +212,7 @@ def test_a_loader_that_fails_while_a_window_is_read_concerns_its_own_rank():
     if rank == 0:
         with pytest.raises(OSError, match="gone"):
             next(sync.windows(loader(), count=_items))
-    _train(sync, forward, model, optimizer)
+    _train(made)
 
 
 @pytest.mark.parametrize("kind", ["own", "attach"])
@@ -251,7 +243,7 @@ def test_epochs_may_count_in_different_ways(kind):
 @on_ranks(2)
 def test_a_window_that_a_backward_opens_has_counts_of_its_own():
     sync, forward, _, optimizer = made = _made()
-    _train(*made)
+    _train(made)
     (batch,) = _batches(1)
     with pytest.raises(RuntimeError, match="weigh: no counts of this window"):
         sync.weigh({"count": forward(*batch)})

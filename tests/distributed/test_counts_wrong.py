@@ -1,4 +1,4 @@
-"""Counts and losses that make no sense are told on every rank, and nothing has run."""
+"""Counts and losses that make no sense are an error on every rank, and nothing has run."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def _fail() -> None:
     raise KeyError("labels")
 
 
-# Kind of engine, the count of one micro-batch, of the others, and what is said.
+# Kind of engine, the count of one micro-batch, of the others, and the error.
 WRONG: list[tuple[str, Callable[[], Any], Any, str]] = [
     ("own", lambda: -1, 3, " is -1.0: need a finite number"),
     ("attach", lambda: {"ce": 3}, {"ce": 3, "aux": 1}, " has ['ce'], and ['ce', 'aux']"),
@@ -65,14 +65,14 @@ WRONG: list[tuple[str, Callable[[], Any], Any, str]] = [
 def test_what_is_no_count_on_one_rank_is_raised_on_all(case):
     kind, wrong, right, message = WRONG[case]
     # It is the second micro-batch of the second window.
-    said = _refused(kind, lambda rank, index: wrong() if (rank, index) == (1, 3) else right)
-    assert said.startswith(f"rank 1: count of micro-batch 1{message}")
+    error = _refused(kind, lambda rank, index: wrong() if (rank, index) == (1, 3) else right)
+    assert error.startswith(f"rank 1: count of micro-batch 1{message}")
 
 
 @on_ranks(3)
 def test_ranks_that_count_different_things_are_refused_on_every_rank():
-    said = _refused("own", lambda rank, _: {"mtp": 1} if rank == 1 else {"ce": 1})
-    assert "rank 0 counts ['ce']; rank 1 counts ['mtp']; rank 2 counts ['ce']" in said
+    error = _refused("own", lambda rank, _: {"mtp": 1} if rank == 1 else {"ce": 1})
+    assert "rank 0 counts ['ce']; rank 1 counts ['mtp']; rank 2 counts ['ce']" in error
 
 
 def _count(batch: Any) -> dict[str, int]:
