@@ -109,15 +109,12 @@ def _right(numels: list[int], nums: list[int]) -> list[int]:
     return _bits(right)
 
 
-def _held(most: int) -> int:
+@on_ranks(2)
+def test_what_adds_up_terms_counts_among_the_bytes_held():
     plan, _ = _plan([1024])
     comm = comm_for(CPU, None)
-    total = exact_over_ranks(plan, terms=Terms(TERMS, most), device=CPU, comm=comm)
-    return sum(tensor.nbytes for tensor in total.round_tensors())
-
-
-def test_what_adds_up_terms_counts_among_the_bytes_held(ranks):
-    (plain, _), (terms, _) = ranks(2).run(_held, 2), ranks(2).run(_held, 1)
+    totals = [exact_over_ranks(plan, terms=Terms(TERMS, most), device=CPU, comm=comm) for most in (2, 1)]
+    plain, terms = (sum(tensor.nbytes for tensor in total.round_tensors()) for total in totals)
     assert terms - plain == 512 * 8 + 512 // 64 + 1  # integers and bins of a part, and a flag
 
 

@@ -54,11 +54,15 @@ def test_norms_of_a_window_are_those_of_the_mean(kind):
     assert_alike(records[0].grad_norms)
 
 
-@pytest.mark.parametrize(("kind", "world"), [("flat", 3), ("hsdp", 4), ("replicate", 2)])
+@pytest.mark.parametrize(
+    ("kind", "world", "is_measured"), [("flat", 3, True), ("hsdp", 4, True), ("replicate", 2, False)]
+)
 @on_ranks()
-def test_norms_of_sharded_parameters_are_over_all_shards(kind):
+def test_norms_of_sharded_parameters_are_over_all_shards(kind, is_measured):
+    """The first call of `grad_norms` needs no measure."""
     sync, model = sharded(kind)
-    sync.measure(pe.GradNorms())
+    if is_measured:
+        sync.measure(pe.GradNorms())
     optimizer, records = torch.optim.SGD(model.parameters(), lr=0.1), records_of(sync)
     for window in sync.windows(own_batches(3)):
         for data in window:
@@ -77,17 +81,7 @@ def test_norms_of_sharded_parameters_are_over_all_shards(kind):
         assert sync.grad_norm().item() == pytest.approx(math.hypot(*clipped.values()), rel=1e-5)
         sync.step(optimizer)
     assert norm.item() == pytest.approx(math.hypot(*want.values()))
-    assert records[0].grad_norms == pytest.approx(want)
-
-
-@on_ranks(2)
-def test_the_first_call_of_grad_norms_needs_no_measure_on_shards():
-    sync, model = sharded("flat")
-    for window in sync.windows(own_batches(3)):
-        for data in window:
-            sync.backward(loss_of(model, data), count=3)
-        _assert_norms(sync.grad_norms(), _norms_of(whole_grads(model)))
-        sync.unscale_()
+    assert records[0].grad_norms == (pytest.approx(want) if is_measured else None)
 
 
 @on_ranks(2)

@@ -188,17 +188,14 @@ REFUSED = {
 @on_ranks(3)
 def test_hosts_of_unequal_numbers_are_refused_on_every_rank(case):
     wire, model = pe.wire.Hierarchical(), nn.Linear(2, 2)
-    match case:
-        case "unequal":
-            make = lambda: pe.GradSync(model, wire=wire)
-        case "unequal attach":
-            make = lambda: pe.attach(DistributedDataParallel(model), wire=wire)
-        case "no place":
-            make = lambda: pe.GradSync(model, wire=_pair("fp32", "fp32", [[0], [1]]))
-        case _:
-            make = lambda: pe.attach(fully_shard(model), wire=wire)
+    make = {
+        "unequal": lambda: pe.GradSync(model, wire=wire),
+        "unequal attach": lambda: pe.attach(DistributedDataParallel(model), wire=wire),
+        "no place": lambda: pe.GradSync(model, wire=_pair("fp32", "fp32", [[0], [1]])),
+        "fsdp": lambda: pe.attach(fully_shard(model), wire=wire),
+    }
     with pytest.raises(ValueError) as error, _hosts(lambda rank: rank // 2):
-        make()
+        make[case]()
     text = str(error.value)
     assert REFUSED[case] in text and text.startswith("all ranks: ")
 

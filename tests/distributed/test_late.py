@@ -1,5 +1,5 @@
-"""A host that runs ahead of its device: the step is decided there, and its outcome is heard of in the next
-window.
+"""A host that runs ahead of its device: the step is decided there, and the host reads the outcome in the
+next window.
 
 That is how the engine works on an accelerator. Here the CPU plays the device: only the engine's decision to
 wait is turned off, everything else is the code that runs there.
@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -113,8 +112,8 @@ def test_the_step_path_reads_nothing_and_each_record_comes_a_window_late(kind):
         mock.patch("pyengine.window.claims._is_on_device", lambda _: True),
     ):
         for number, window in enumerate(sync.windows([torch.ones(1, 4)] * 8)):
-            settled = number >= 2  # before the second window ranks agree on the order of the buckets, once
-            with NoHostRead() if settled else nullcontext():
+            is_agreed = number >= 2  # before the second window ranks agree on the order of the buckets, once
+            with NoHostRead() if is_agreed else nullcontext():
                 for x in window:
                     sync.backward(forward(x).sum(), count=torch.tensor(2.0))
                 sync.clip_grad_norm_(1.0)
@@ -169,26 +168,25 @@ def test_one_rank_may_look_at_the_outcome_alone():
     assert "rank 0, micro-batch 0 (its loss)" in records[1].reason
 
 
-def _other_optimizer(make: Any) -> list[int]:
+@pytest.mark.parametrize(
+    ("make", "seen"),
+    [(torch.optim.AdamW, [0, -1, 1, -1, 2, -1]), (torch.optim.SGD, [-1, 0, -1, 1, -1, 2])],
+    ids=["AdamW", "SGD"],
+)
+@on_ranks(2)
+def test_an_optimizer_whose_step_cannot_be_undone_makes_the_host_wait(make, seen):
+    """The record of another one comes a window later, after the step, -1."""
     model = _model()
     sync, forward = _late("own", model, accumulate=1)
     optimizer = make(model.parameters(), lr=0.1)
-    heard: list[int] = []
-    sync.on_step(lambda record: heard.append(record.step))
-    for _ in sync.windows([torch.ones(1, 4)] * 3):
-        for x in _:
+    events: list[int] = []
+    sync.on_step(lambda record: events.append(record.step))
+    for window in sync.windows([torch.ones(1, 4)] * 3):
+        for x in window:
             sync.backward(forward(x).sum())
         sync.step(optimizer)
-        heard.append(-1)
-    return heard
-
-
-def test_an_optimizer_whose_step_cannot_be_undone_makes_the_host_wait(ranks):
-    assert ranks(2).run(_other_optimizer, torch.optim.AdamW)[0] == [0, -1, 1, -1, 2, -1]
-
-
-def test_the_record_of_an_optimizer_whose_step_can_be_undone_comes_a_window_later(ranks):
-    assert ranks(2).run(_other_optimizer, torch.optim.SGD)[0] == [-1, 0, -1, 1, -1, 2]
+        events.append(-1)
+    assert events == seen
 
 
 @on_ranks(2)
@@ -219,7 +217,7 @@ class _Recorder:
         self.is_in_backward = False
 
     @contextmanager
-    def run(self, lent: list[Tensor]) -> Iterator[None]:
+    def run(self, tensors: list[Tensor]) -> Iterator[None]:
         self.runs += 1
         self.runs_in_backward += self.is_in_backward
         yield

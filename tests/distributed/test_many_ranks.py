@@ -15,9 +15,11 @@ from torch import nn
 
 import pyengine as pe
 from pyengine.comm import TorchDist
+from pyengine.gradients.used_anywhere import UsedAnywhere
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 KINDS = ["engine", "attach"]
+CPU = torch.device("cpu")
 
 
 @pytest.fixture
@@ -59,7 +61,7 @@ def test_a_rank_of_4096_sends_as_much_as_one_of_64(bench, kind):
 @on_ranks(3)
 def test_several_values_are_compared_in_one_collective():
     rank, _ = me()
-    comm = TorchDist(None, torch.device("cpu"))
+    comm = TorchDist(None, CPU)
     with Collectives() as seen:
         (same, places), largest = comm.all_gather_objects([{"of": 3}, "same"], rank, -rank)
     assert (same, places, largest) == ([{"of": 3}] * 3, ["same"] * 3, [2, 0])
@@ -68,30 +70,14 @@ def test_several_values_are_compared_in_one_collective():
     assert (same, places, largest) == ([{"of": 3}] * 3, ["", "x", "xx"], [2])
 
 
-class _Many(nn.Module):
-    """70 parameters, of which a forward uses some."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weights = nn.ParameterList(torch.ones(1) for _ in range(70))
-
-    def forward(self, chosen: list[int]) -> torch.Tensor:
-        return sum(self.weights[index].sum() for index in chosen)
-
-
 @on_ranks(2)
-def test_more_parameters_than_bits_of_a_word_are_dropped_where_no_rank_uses_them():
-    rank, _ = me()
-    model = _Many()
-    sync = pe.GradSync(model, accumulate=1)
-    used = {0: [0, 63, 68], 1: [0, 64]}
-    for window in sync.windows([used[rank]] * 2):
-        for chosen in window:
-            sync.backward(model(chosen))
-        sync.unscale_()
-        found = [index for index, weight in enumerate(model.weights) if weight.grad is not None]
-        assert found == [0, 63, 64, 68]
-        model.zero_grad()
+def test_flags_of_more_parameters_than_a_word_has_bits_name_those_that_no_rank_has_used():
+    params = [nn.Parameter(torch.ones(1)) for _ in range(70)]
+    for param in params:
+        param.grad = torch.ones(1)
+    used = [{0, 63, 68}, {0, 64}][me()[0]]
+    flags = UsedAnywhere(TorchDist(None, CPU), CPU).all_reduce([index in used for index in range(70)])
+    assert flags.drop_unused(params) == [index for index in range(70) if index not in (0, 63, 64, 68)]
 
 
 def _counts_ahead() -> int:

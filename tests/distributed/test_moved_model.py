@@ -23,7 +23,7 @@ def _there_and_back(model: nn.Module, dtype: torch.dtype, how: str) -> None:
                 p.grad.data = p.grad.data.clone()
 
 
-@pytest.mark.parametrize("where", ["between windows", "inside a window"])
+@pytest.mark.parametrize("where", ["between windows", "inside a window", "before the step"])
 @pytest.mark.parametrize(
     ("accumulator", "dtype", "how"),
     [
@@ -48,6 +48,8 @@ def test_a_cast_or_move_there_and_back_changes_nothing(accumulator, dtype, how, 
                 _there_and_back(model, dtype, how)
             with sync.accumulate():
                 sync.backward(model(*integers(10 * rank + k, 4)), count=4)
+        if number and where == "before the step":
+            _there_and_back(model, dtype, how)
         sync.unscale_()
         batches = [integers(10 * r + k, 4) for r in range(world) for k in range(2)]
         assert_same(grads(model), mean_of_integers(model, batches, 8 * world))
