@@ -169,7 +169,7 @@ EXACT: dict[str, Callable[[Content], Any]] = {
     "a table without a shape": _set("batch_norm", to=lambda tables: [tables[0], tables[1][0, 0]]),
     "negative calls": _set("batch_norm", to=lambda tables: [tables[0], -tables[1]]),
 }
-# In the form of a good one, so that only a checksum tells.
+# In the form of a good one, so that only a checksum shows the change.
 HIDDEN: dict[str, Callable[[Content], Any]] = {
     "a sum deleted": lambda fields: fields["sums"].pop("last.weight"),
     "a kept gradient deleted": lambda fields: fields["carry"].pop("last.weight"),

@@ -54,7 +54,7 @@ class Delayed(Comm):
     """Collectives of `world_size` ranks, this one and others that have the same.
 
     Args:
-        device: where the tensors lie.
+        device: of the tensors.
         sleep: keeps the current stream busy for some milliseconds.
         world_size: how many.
     """
@@ -73,9 +73,9 @@ class Delayed(Comm):
         return self._launch(lambda: flat.copy_(flat.clone()), flat)
 
     def all_gather_object(self, value: object) -> list[Any]:
-        return [value, *(self._said_by(rank, value) for rank in range(1, self.world_size))]
+        return [value, *(self._value_of(rank, value) for rank in range(1, self.world_size))]
 
-    def _said_by(self, rank: int, value: Any) -> Any:
+    def _value_of(self, rank: int, value: Any) -> Any:
         """Return what another rank says: the same, but for which rank it is."""
         if not isinstance(value, tuple):
             return value

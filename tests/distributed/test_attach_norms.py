@@ -27,11 +27,11 @@ CASES: dict[str, tuple[pe.wire.Wire, str, dict[str, Any]]] = {
 @on_ranks(2)
 def test_every_bucket_s_norm_is_read_as_it_lands(case):
     wire, accumulator, options = CASES[case]
-    settled, copy_if_complete = [], BucketNorms.copy_if_complete
+    are_complete, copy_if_complete = [], BucketNorms.copy_if_complete
 
     def noted(self: BucketNorms, final: Any) -> bool:
-        settled.append(copy_if_complete(self, final))
-        return settled[-1]
+        are_complete.append(copy_if_complete(self, final))
+        return are_complete[-1]
 
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3), nn.Linear(3, 1))
@@ -49,6 +49,6 @@ def test_every_bucket_s_norm_is_read_as_it_lands(case):
                 (float(norm), float(torch.cat([p.grad.flatten() for p in model.parameters()]).norm()))
             )
             ddp.zero_grad()
-    assert settled == [True] * 3
+    assert are_complete == [True] * 3
     for norm, of_grads in pairs:
         assert norm == pytest.approx(of_grads, rel=1e-6)  # torch's is summed in float32

@@ -64,7 +64,7 @@ def test_loss_scales_that_differ_are_refused_before_anything_is_stepped(kind, ca
 )
 @on_ranks(3)
 def test_a_window_used_in_another_way_on_one_rank_is_found_out_on_every_rank(kind, case, last):
-    """Rank 1 uses a window in a way of its own; the next header, or the end of the loop, tells."""
+    """Rank 1 uses a window in a way of its own; the next header, or the end of the loop, shows it."""
     rank, _ = me()
     odd = _odd(rank)
     torch.manual_seed(0)
@@ -122,7 +122,7 @@ def test_ranks_may_look_at_the_norm_alone():
 
 
 @pytest.mark.parametrize(
-    ("key", "values", "told"),
+    ("key", "values", "texts"),
     [
         ("lr_scale", (0.5, 0.75), ("lr_scale=0.5", "lr_scale=0.75")),
         ("fixed", (False, True), ("fixed=0", "fixed=1")),
@@ -133,7 +133,7 @@ def test_ranks_may_look_at_the_norm_alone():
     ],
 )
 @on_ranks(2)
-def test_what_a_group_sets_beyond_its_defaults_is_compared(key, values, told):
+def test_what_a_group_sets_beyond_its_defaults_is_compared(key, values, texts):
     rank, _ = me()
     sync, forward = engine("own", nn.Linear(4, 2), accumulate=1)
     groups = [{"params": [forward.weight]}, {"params": [forward.bias], key: values[rank]}]
@@ -141,7 +141,7 @@ def test_what_a_group_sets_beyond_its_defaults_is_compared(key, values, told):
     sync.step(torch.optim.SGD(groups, lr=0.1))
     message = typed_error_of(sync.synchronize)
     assert "ranks have used the last window differently" in message
-    assert all(text in message for text in told)
+    assert all(text in message for text in texts)
 
 
 @pytest.mark.parametrize(
@@ -214,7 +214,7 @@ def test_a_refused_window_is_dropped_by_the_exception_that_left_it():
     with pytest.raises(KeyError), sync.accumulate():
         sync.backward(model(torch.ones(2, 4)).sum(), count=2)
         raise KeyError
-    assert [str(sync.is_sync_step)] == ["False"]
+    assert not sync.is_sync_step
 
 
 def test_a_window_that_was_loaded_again_is_stepped_again_by_a_wrapped_optimizer():

@@ -161,7 +161,7 @@ def _hold_for_a_while(callback: object) -> None:
 
 
 @on_ranks(2)
-def test_a_window_that_has_landed_leaves_no_thread_that_needs_the_interpreter():
+def test_a_reduced_window_leaves_no_thread_that_needs_the_interpreter():
     """What ended the process then was aborted: a thread of the backend freed its callback too late."""
     ddp = DistributedDataParallel(nn.Linear(2, 1), bucket_cap_mb=1e-6)
     sync = pe.attach(ddp, accumulate=1, wire=_KeptWire(keep=_hold_for_a_while))

@@ -22,8 +22,8 @@ class _Lines(logging.Handler):
 
 def _a_window(level: int) -> list[str]:
     rank, _ = me()
-    logger, heard, model = logging.getLogger("pyengine"), _Lines(), nn.Linear(2, 2)
-    logger.addHandler(heard)
+    logger, handler, model = logging.getLogger("pyengine"), _Lines(), nn.Linear(2, 2)
+    logger.addHandler(handler)
     logger.setLevel(level)
     try:
         sync = pe.GradSync(model)
@@ -32,15 +32,15 @@ def _a_window(level: int) -> list[str]:
         sync.step(torch.optim.SGD(model.parameters(), lr=0.1))
         sync.close()
     finally:
-        logger.removeHandler(heard)
+        logger.removeHandler(handler)
         logger.setLevel(logging.NOTSET)
-    return heard.lines
+    return handler.lines
 
 
 def test_each_floor_logs_what_it_decides(ranks):
     for lines in ranks(2).run(_a_window, logging.DEBUG):
         found = iter(lines)  # in this order
-        for said in (
+        for text in (
             "pyengine.comm: start stall watch over ranks (0, 1), report after 30 s",
             "process group",
             "pyengine.gradients: lay out 2 parameters in 1 buckets",
@@ -53,7 +53,7 @@ def test_each_floor_logs_what_it_decides(ranks):
             "pyengine.step: step SGD",
             "pyengine.comm: end stall watch",
         ):
-            assert any(said in line for line in found), (said, lines)
+            assert any(text in line for line in found), (text, lines)
         assert any("window 0: header received" in line for line in lines)
 
 
