@@ -3,42 +3,32 @@
 from __future__ import annotations
 
 import logging
+from unittest import TestCase
 
 import torch
 from cases import me
+from ranks import on_ranks
 from torch import nn
 
 import pyengine as pe
 
 
-class _Lines(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__()
-        self.lines: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(f"{record.name}: {record.getMessage()}")
-
-
-def _a_window(level: int) -> list[str]:
-    rank, _ = me()
-    logger, handler, model = logging.getLogger("pyengine"), _Lines(), nn.Linear(2, 2)
-    logger.addHandler(handler)
-    logger.setLevel(level)
-    try:
-        sync = pe.GradSync(model)
+def _train_a_window() -> None:
+    model = nn.Linear(2, 2)
+    with pe.GradSync(model) as sync:
         with sync.accumulate():
-            sync.backward(model(torch.full((1, 2), float(rank))).sum(), count=1)
+            sync.backward(model(torch.full((1, 2), float(me()[0]))).sum(), count=1)
         sync.step(torch.optim.SGD(model.parameters(), lr=0.1))
-        sync.close()
-    finally:
-        logger.removeHandler(handler)
-        logger.setLevel(logging.NOTSET)
-    return handler.lines
+
+
+def _lines() -> list[str]:
+    with TestCase().assertLogs("pyengine", logging.DEBUG) as logs:
+        _train_a_window()
+    return [f"{record.name}: {record.getMessage()}" for record in logs.records]
 
 
 def test_each_floor_logs_what_it_decides(ranks):
-    for lines in ranks(2).run(_a_window, logging.DEBUG):
+    for lines in ranks(2).run(_lines):
         found = iter(lines)  # in this order
         for text in (
             "pyengine.comm: start stall watch over ranks (0, 1), report after 30 s",
@@ -57,6 +47,8 @@ def test_each_floor_logs_what_it_decides(ranks):
         assert any("window 0: header received" in line for line in lines)
 
 
-def test_nothing_is_logged_where_the_level_is_off_and_nobody_sets_up_a_handler(ranks):
-    assert ranks(2).run(_a_window, logging.INFO) == [[], []]
+@on_ranks(2)
+def test_nothing_is_logged_where_the_level_is_off_and_nobody_sets_up_a_handler():
+    with TestCase().assertNoLogs("pyengine", logging.INFO):
+        _train_a_window()
     assert not logging.getLogger("pyengine").handlers
