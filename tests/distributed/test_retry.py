@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from cases import (
+    Breaks,
     Fused,
     Inject,
     Integers,
@@ -189,7 +190,6 @@ def assert_equal(got: list[Tensor], want: list[Tensor], *about: object) -> None:
         ),
     ],
 )
-@pytest.mark.filterwarnings("ignore:4 items of a micro-batch:UserWarning")
 @on_ranks()
 def test_memory_that_runs_out_at_any_operation_leaves_no_trace(kind):
     """The last rank fails. It ends with the bits of blocks that were cut by hand; dropout draws the same."""
@@ -214,7 +214,6 @@ def test_memory_that_runs_out_at_any_operation_leaves_no_trace(kind):
     gc.unfreeze()
 
 
-@pytest.mark.filterwarnings("ignore:4 items of a micro-batch:UserWarning")
 @on_ranks(2)
 def test_memory_that_runs_out_where_ddp_would_rebuild_its_buckets_leaves_no_trace():
     """DDP does so, by a broadcast, in the first forward of an engine's second window."""
@@ -239,13 +238,13 @@ def test_memory_that_runs_out_where_ddp_would_rebuild_its_buckets_leaves_no_trac
         *rest(("own", 1, torch.float32), ("attach", 3, torch.float32)),
     ],
 )
-@pytest.mark.filterwarnings("ignore:.*items of a micro-batch have run out:UserWarning")
 @on_ranks()
 def test_micro_batches_that_never_fit_add_up_to_one_big_batch(kind, dtype):
     """Rank 0 has room for two items; its micro-batches hold 1 to 7, so that some are halved twice."""
     rank, world = me()
     model = Integers(dtype)
     sync, forward = engine(kind, model, accumulate=2)
+    sync.scaler = pe.GradScaler("cpu", init_scale=8.0)  # of every part's loss, once
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
 
     def items(r: int, k: int) -> int:
@@ -292,54 +291,36 @@ def _train_exactly(room: int) -> list[list[float]]:
     return [param.flatten().tolist() for param in model.parameters()]
 
 
-@pytest.mark.filterwarnings("ignore:.*items of a micro-batch have run out:UserWarning")
 def test_exact_sums_of_the_same_parts_have_the_same_bits_on_any_number_of_ranks(ranks):
     alone, *_ = ranks(1).run(_train_exactly, 2)
     assert ranks(2).run(_train_exactly, 2) == [alone] * 2
     assert ranks(2).run(_train_exactly, 8)[0] != alone  # other parts round in another way
 
 
-@pytest.mark.filterwarnings("ignore:.*items of a micro-batch have run out:UserWarning")
+@pytest.mark.parametrize(
+    ("num", "large", "retries", "attempts"),
+    [
+        (16, 13, 3, [(0, 16), (0, 8), (8, 16), (8, 12), (12, 16), (12, 14), (14, 16)]),
+        (3, 0, 1, [(0, 3), (0, 2), (2, 3)]),  # an odd number goes on in the larger half
+        (7, 0, 2, [(0, 7), (0, 4), (0, 2), (2, 4), (4, 6), (6, 7)]),
+    ],
+)
 @on_ranks(1)
-def test_a_part_that_fails_is_halved_and_finished_ones_stay():
-    sync = pe.GradSync(nn.Linear(1, 1), accumulate=1)
-    sync.part_size = 8
-    seen = []
-
-    def loss_of(part: Tensor) -> tuple[Tensor, int]:
-        seen.append(part.flatten().int().tolist())
-        if 13 in seen[-1] and len(seen[-1]) > 2:
-            raise torch.OutOfMemoryError("13 is large")
-        return sync._engine.module(part).sum(), len(part)
-
-    for window in sync.windows([torch.arange(16.0)[:, None]]):
-        for x in window:
-            sync.retry_smaller(x, loss_of)
-        sync.unscale_()
-    assert [each[:1] + each[-1:] for each in seen] == [[0, 7], [8, 15], [8, 11], [12, 15], [12, 13], [14, 15]]
-    assert sync._engine.module.weight.grad.item() == 7.5  # the mean of 0 to 15
-    assert sync._engine.num_retries == 2
-    assert sync.part_size == 2
-
-
-@pytest.mark.filterwarnings("ignore:.*items of a micro-batch have run out:UserWarning")
-@pytest.mark.parametrize(("size", "sizes"), [(2, [2, 1, 1]), (3, [3, 2, 1]), (5, [5, 3, 2]), (7, [7, 4, 3])])
-@on_ranks(1)
-def test_an_odd_number_of_items_goes_on_in_the_larger_half(size, sizes):
+def test_a_part_that_fails_is_halved_and_finished_ones_stay(num, large, retries, attempts):
     sync, seen = pe.GradSync(model := nn.Linear(1, 1), accumulate=1), []
 
     def loss_of(part: Tensor) -> tuple[Tensor, int]:
-        seen.append(len(part))
-        if len(seen) == 1:
-            raise torch.OutOfMemoryError
+        seen.append((int(part[0]), int(part[-1]) + 1))
+        if large in part and len(part) > 2:
+            raise torch.OutOfMemoryError(f"{large} is large")
         return model(part).sum(), len(part)
 
-    for window in sync.windows([torch.arange(float(size))[:, None]]):
+    for window in sync.windows([torch.arange(float(num))[:, None]]):
         for x in window:
             sync.retry_smaller(x, loss_of)
         sync.unscale_()
-    assert (seen, sync.part_size, sync._engine.num_retries) == (sizes, sizes[1], 1)
-    assert model.weight.grad.item() == pytest.approx((size - 1) / 2)
+    assert (seen, sync._engine.num_retries, sync.part_size) == (attempts, retries, 2)
+    assert model.weight.grad.item() == pytest.approx((num - 1) / 2)
 
 
 @on_ranks(2)
@@ -365,7 +346,6 @@ def test_an_item_that_does_not_fit_is_an_error_on_every_rank():
     sync.unscale_()
 
 
-@pytest.mark.filterwarnings("ignore:.*items of a micro-batch have run out:UserWarning")
 @on_ranks(1)
 def test_the_activations_of_an_attempt_are_gone_before_the_next_one():
     model = nn.Linear(1, 1)
@@ -386,7 +366,6 @@ def test_the_activations_of_an_attempt_are_gone_before_the_next_one():
     assert model.weight.grad.item() == 1
 
 
-@pytest.mark.filterwarnings("ignore:.*items of a micro-batch have run out:UserWarning")
 @pytest.mark.parametrize("accumulator", ["native", "exact"])
 @on_ranks(2)
 def test_sparse_gradients_are_added_up_by_part(accumulator):
@@ -426,7 +405,6 @@ def test_other_errors_of_the_function_pass_through():
     assert all(param.grad is None for param in model.parameters())
 
 
-@pytest.mark.filterwarnings("ignore:.*items of a micro-batch have run out:UserWarning")
 @on_ranks(2)
 def test_losses_with_counts_of_their_own_are_those_of_whole_micro_batches():
     model = nn.Linear(2, 1)
@@ -452,7 +430,6 @@ def test_losses_with_counts_of_their_own_are_those_of_whole_micro_batches():
     assert sync.last_record is None
 
 
-@pytest.mark.filterwarnings("ignore:.*items of a micro-batch have run out:UserWarning")
 @pytest.mark.parametrize(
     "options",
     [{"accumulator": pe.Exact(micro_batches=8, slots=4)}, {"nonfinite": "drop_micro_batch"}],
@@ -483,58 +460,22 @@ def test_slots_and_dropped_micro_batches_see_one_micro_batch(options):
     assert_same(grads(model), mean_of_integers(model, batches, 4 * len(kept)))
 
 
-@pytest.mark.filterwarnings("ignore:.*items of a micro-batch have run out:UserWarning")
-@on_ranks(1)
-def test_a_loss_scale_is_applied_to_every_part_once():
-    model = Integers(torch.float32)
-    sync = pe.GradSync(model, accumulate=1)
-    sync.scaler = pe.GradScaler("cpu", init_scale=8.0)
-
-    def loss_of(part: tuple[Tensor, Tensor]) -> tuple[Tensor, int]:
-        if len(part[0]) > 2:
-            raise torch.OutOfMemoryError
-        return model(*part), len(part[0])
-
-    with sync.accumulate():
-        sync.retry_smaller(integers(0, 8), loss_of)
-    sync.unscale_()
-    assert_same(grads(model), mean_of_integers(model, [integers(0, 8)], 8))
-
-
 @on_ranks(1)
 def test_half_a_gradient_in_main_grad_is_an_error():
     weight = nn.Parameter(torch.ones(2))
     sync = pe.GradSync([("weight", weight)], accumulate=2, accumulator="native")
-    fails = [False]
 
     def loss_of(part: Tensor) -> tuple[Tensor, int]:
-        return Fused.apply(weight, Breaks.apply(part, fails)), len(part)
+        return Fused.apply(weight, Breaks.apply(part.sum())), len(part)
 
-    for window in sync.windows([torch.ones(4, requires_grad=True)] * 2):
-        for x in window:
-            if sync.is_sync_step:
-                fails[0] = True
-                with pytest.raises(torch.OutOfMemoryError, match="layer of 'weight'.*main_grad"):
-                    sync.retry_smaller(x, loss_of)
-            else:
-                sync.retry_smaller(x, loss_of)
-        sync.abandon()
-        break
-
-
-class Breaks(torch.autograd.Function):
-    """The sum of a tensor, whose backward runs out of memory if the list says so."""
-
-    @staticmethod
-    def forward(ctx, x: Tensor, fails: list[bool]) -> Tensor:
-        ctx.fails, ctx.shape = fails, x.shape
-        return x.sum()
-
-    @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
-        if ctx.fails[0]:
-            raise torch.OutOfMemoryError
-        return grad.expand(ctx.shape), None
+    x = torch.ones(4, requires_grad=True)
+    with sync.accumulate():
+        sync.retry_smaller(x, loss_of)
+    Breaks.now, message = True, "layer of 'weight'.*main_grad"
+    with pytest.raises(torch.OutOfMemoryError, match=message), sync.accumulate():
+        sync.retry_smaller(x, loss_of)
+    Breaks.now = False
+    sync.abandon()
 
 
 @on_ranks(2)
@@ -589,7 +530,6 @@ def test_wrong_arguments_are_named():
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.filterwarnings("ignore:.*items of a micro-batch have run out:UserWarning")
 @pytest.mark.parametrize("kind", ["own", "own-native", "attach"])
 def test_a_gpu_with_a_limit_trains_what_would_not_fit(ranks, kind):
     ranks(1).over("nccl").run(_train_within_a_limit, kind)
