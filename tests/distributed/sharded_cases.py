@@ -6,12 +6,12 @@ All values are small integers, so a window's gradient has one right answer, bit 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from cases import Batch, me
+from cases import Batch, assert_same, me
 from torch import Tensor, nn
 from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.device_mesh import init_device_mesh
@@ -136,23 +136,28 @@ def all_batches(numbers: Sequence[int]) -> list[Batch]:
     return [batch(100 * rank + index) for rank, number in enumerate(numbers) for index in range(number)]
 
 
-def train_a_window(sync: pe.Sync, model: nn.Module, number: int = 3) -> None:
-    """Train one window of this rank's first batches."""
-    for window in sync.windows(own_batches(number)):
+def windows_of(sync: pe.Sync, model: nn.Module, batches: Sequence[Batch]) -> Iterator[int]:
+    """Run the backwards of every window; yield its number, for the caller to use its gradient."""
+    for number, window in enumerate(sync.windows(batches)):
         for data in window:
             sync.backward(loss_of(model, data), count=3)
+        yield number
+
+
+def train_a_window(sync: pe.Sync, model: nn.Module) -> None:
+    """Train one window of this rank's first three batches."""
+    for _ in windows_of(sync, model, own_batches(3)):
         sync.unscale_()
+
+
+def right_window() -> dict[str, Tensor | None]:
+    """Return the mean gradient of such a window."""
+    _, world = me()
+    return right_grads(all_batches([3] * world), 9 * world)
 
 
 def assert_trains_a_window(sync: pe.Sync, model: nn.Module) -> None:
     """Train a window, which has to come out right."""
-    _, world = me()
-    for param in model.parameters():
-        param.grad = None
+    model.zero_grad()
     train_a_window(sync, model)
-    want = right_grads(all_batches([3] * world), 9 * world)
-    got = whole_grads(model)
-    assert got.keys() == want.keys()
-    for name, value in want.items():
-        assert (got[name] is None) == (value is None), name
-        assert value is None or torch.equal(got[name], value), name
+    assert_same(whole_grads(model), right_window())

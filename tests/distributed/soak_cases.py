@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from cases import assert_same, clear
+from cases import Inject, assert_same, clear
 from soak_held import Held
-from soak_model import BACKWARDS, LEARNING_RATE, Fails, Model, Reference, Times, no_trap
+from soak_model import BACKWARDS, LEARNING_RATE, Fails, Model, Reference, no_trap
 from soak_plan import EVERYBODY, Boom, Item, Loop, Made, Soak, draw_loop, draw_model
 from torch import Tensor, nn
 from torch.distributed._composable.replicate_with_fsdp import replicate
@@ -181,7 +181,7 @@ class Subject:
                 return Fails.apply(total, loop.error)
         if index == 0 == loop.unit and loop.is_bad(self._next, self.rank, k):
             self.struck["bad"] += 1
-            return Times.apply(total, float("inf"))
+            return Inject.apply(total, float("inf"))
         return total
 
     def _is_here(self, trouble: str, window: int, k: int) -> bool:

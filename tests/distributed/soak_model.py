@@ -30,19 +30,6 @@ class Fails(torch.autograd.Function):
         raise ctx.error("in the backward")
 
 
-class Times(torch.autograd.Function):
-    """Identity whose gradient is multiplied by a number."""
-
-    @staticmethod
-    def forward(ctx, x: Tensor, factor: float) -> Tensor:
-        ctx.factor = factor
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
-        return grad * ctx.factor, None
-
-
 class Unit(nn.Module):
     """Two parameters of one shape, whose gradients are `x` summed over items, and twice that."""
 

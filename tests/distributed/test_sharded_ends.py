@@ -105,8 +105,7 @@ def _uses_some(kind: str, *, narrow: bool) -> None:
         extras = [firsts.pop(1)] if number == 0 else []
         want = right_grads(firsts, 9 * world, extras=extras)
         assert_same(whole_grads(model), want)
-        for param in model.parameters():
-            param.grad = None
+        model.zero_grad()
         assert (want["sometimes"] is None) == (number == 1)
 
 

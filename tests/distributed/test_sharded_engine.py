@@ -10,16 +10,17 @@ from ranks import on_ranks
 from sharded_cases import (
     KINDS,
     Chain,
-    all_batches,
     assert_trains_a_window,
     batch,
     loss_of,
     own_batches,
     right_grads,
+    right_window,
     shard,
     sharded,
     train_a_window,
     whole_grads,
+    windows_of,
 )
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -27,37 +28,6 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully
 
 import pyengine as pe
 from pyengine.gradients.fsdp.private import groups_of
-
-
-@pytest.mark.parametrize(
-    ("kind", "world", "options"),
-    [
-        ("flat", 3, {}),
-        ("hsdp", 4, {"narrow": True, "nonfinite": "raise"}),
-        ("nested", 2, {"narrow": True, "accumulator": "native"}),  # whose sums are wider than gradients
-    ],
-    ids=str,
-)
-@on_ranks()
-def test_a_state_of_an_open_window_goes_on(kind, options):
-    _, world = me()
-    sync, model = sharded(kind, **options)
-    state = None
-    for window in sync.windows(own_batches(3)):
-        for number, data in enumerate(window):
-            sync.backward(loss_of(model, data), count=3)
-            if number == 1:
-                state = sync.state_dict()
-                break
-        break
-    sync.close()
-    sync, model = sharded(kind, **options)
-    sync.load_state_dict(state)
-    for window in sync.windows(own_batches(3)[2:]):
-        for data in window:
-            sync.backward(loss_of(model, data), count=3)
-        sync.unscale_()
-        assert_same(whole_grads(model), right_grads(all_batches([3] * world), 9 * world))
 
 
 @pytest.mark.parametrize(("kind", "world"), [("flat", 3), ("replicate", 2)])
@@ -68,13 +38,10 @@ def test_gradients_that_are_left_count_into_the_next_window(kind):
     train_a_window(sync, model)
     first = whole_grads(model)
     state = sync.state_dict()
-    for param in model.parameters():
-        param.grad = None
+    model.zero_grad()
     sync.load_state_dict(state)
     assert_same(whole_grads(model), first)
-    for window in sync.windows(own_batches(3)):
-        for data in window:
-            sync.backward(loss_of(model, data), count=3)
+    for _ in windows_of(sync, model, own_batches(3)):
         norm = sync.grad_norm()
         sync.unscale_()
     want = {name: None if grad is None else grad + grad for name, grad in first.items()}
@@ -86,14 +53,10 @@ def test_gradients_that_are_left_count_into_the_next_window(kind):
 @pytest.mark.parametrize(("kind", "world"), [("hsdp", 4), ("replicate", 2)])
 @on_ranks()
 def test_the_inf_norm_and_values_are_clipped_over_shards(kind):
-    _, world = me()
-    want = right_grads(all_batches([3] * world), 9 * world)
-    values = [grad for grad in want.values() if grad is not None]
+    values = [grad for grad in right_window().values() if grad is not None]
     largest = max(grad.abs().max() for grad in values)
     sync, model = sharded(kind)
-    for window in sync.windows(own_batches(3)):
-        for data in window:
-            sync.backward(loss_of(model, data), count=3)
+    for _ in windows_of(sync, model, own_batches(3)):
         norm = sync.clip_grad_norm_(10.0, float("inf"))
         torch.testing.assert_close(norm, largest.double(), rtol=2**-23, atol=0)
         sync.clip_grad_value_(0.25 * float(largest))
@@ -137,15 +100,12 @@ def test_a_closed_engine_leaves_the_units_as_they_were(kind):
     sync, model = sharded(kind)
     train_a_window(sync, model)
     sync.close()
-    for param in model.parameters():
-        param.grad = None
+    model.zero_grad()
     loss_of(model, batch(100 * rank)).backward()
     want = right_grads([batch(100 * r) for r in range(world)], world)
     got = whole_grads(model)
     for name in ("first.weight", "second.weight", "second.bias", "scale"):
         torch.testing.assert_close(got[name], want[name])
-    for param in model.parameters():
-        param.grad = None
     assert_trains_a_window(pe.attach(model, accumulate=3), model)
 
 
@@ -157,14 +117,12 @@ def test_shards_on_the_host_are_taken_where_the_model_computes_there():
 
 @on_ranks(2)
 def test_parameters_that_fsdp_ignores_are_the_callers():
-    _, world = me()
     model = Chain()
     fully_shard(model, ignored_params={model.scale})
     sync = pe.attach(model, accumulate=3)
     train_a_window(sync, model)
-    want = right_grads(all_batches([3] * world), 9 * world)
     got = model.second.weight.grad.full_tensor()
-    assert torch.equal(got, want["second.weight"])
+    assert torch.equal(got, right_window()["second.weight"])
     assert type(model.scale) is nn.Parameter and model.scale.grad is not None
     for data in own_batches(3):
         with sync.accumulate():
@@ -242,9 +200,8 @@ def test_a_loader_that_raises_on_one_rank_is_known_to_all(number):
 
     error, said = (OSError, "^disk$") if rank else (ValueError, "^rank 1: the loader raised OSError")
     with pytest.raises(error, match=said):
-        for window in sync.windows(loader()):
-            for data in window:
-                sync.backward(loss_of(model, data))
+        for _ in windows_of(sync, model, loader()):
+            pass
     assert_trains_a_window(sync, model)
 
 
@@ -253,8 +210,6 @@ def test_an_optimizer_made_before_the_model_was_sharded_is_refused():
     model = Chain()
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     sync = pe.attach(shard(model, "flat"), accumulate=3)
-    for data in own_batches(3):
-        with sync.accumulate():
-            sync.backward(loss_of(model, data), count=3)
+    next(windows_of(sync, model, own_batches(3)))
     with pytest.raises(ValueError, match="holds none of this engine's parameters"):
         sync.step(optimizer)

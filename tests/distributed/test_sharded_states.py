@@ -8,12 +8,22 @@ import pytest
 import torch.distributed as dist
 from cases import assert_same, me
 from ranks import on_ranks
-from sharded_cases import batch, loss_of, own_batches, right_grads, sharded, whole_grads
+from sharded_cases import (
+    all_batches,
+    batch,
+    loss_of,
+    own_batches,
+    right_grads,
+    sharded,
+    whole_grads,
+    windows_of,
+)
 
 import pyengine as pe
 
 # Accumulate and micro-batches by rank, and how many are handed out in the last window before it is saved.
-UNEQUAL = {
+NUMBERS = {
+    "equal": ([3] * 4, [3] * 4, 2),
     "unequal accumulate": ([3, 1], [3, 1], 2),
     "unequal accumulate, more data": ([3, 1], [6, 2], 2),
     "has run out": ([3, 3], [6, 3], 2),
@@ -22,20 +32,24 @@ UNEQUAL = {
 
 
 @pytest.mark.parametrize(
-    ("case", "kind", "options"),
+    ("case", "kind", "world", "options"),
     [
-        ("unequal accumulate", "nested", {}),
-        ("unequal accumulate, more data", "replicate", {"accumulator": "exact"}),
-        ("has run out", "nested", {"nonfinite": "raise"}),
-        ("runs out behind the state", "nested", {}),
+        ("equal", "flat", 3, {}),
+        ("equal", "hsdp", 4, {"narrow": True, "nonfinite": "raise"}),
+        ("equal", "nested", 2, {"narrow": True, "accumulator": "native"}),  # sums are wider than gradients
+        ("unequal accumulate", "nested", 2, {}),
+        ("unequal accumulate, more data", "replicate", 2, {"accumulator": "exact"}),
+        ("has run out", "nested", 2, {"nonfinite": "raise"}),
+        ("runs out behind the state", "nested", 2, {}),
     ],
     ids=str,
 )
-@on_ranks(2)
-def test_a_window_goes_on_where_ranks_have_done_different_numbers(case, kind, options):
+@on_ranks()
+def test_a_window_goes_on_where_ranks_have_done_any_numbers(case, kind, options):
     """Save in the last window, go on with another engine, and save and load once more before that."""
-    accumulate, numbers, stop = UNEQUAL[case]
-    rank, _ = me()
+    rank, world = me()
+    accumulate, numbers, stop = NUMBERS[case]
+    accumulate, numbers = accumulate[:world], numbers[:world]
     sync, model = sharded(kind, accumulate=accumulate[rank], **options)
     done, last, state = 0, -(-max(numbers) // max(accumulate)) - 1, None
     for index, window in enumerate(sync.windows(own_batches(numbers[rank]))):
@@ -48,31 +62,23 @@ def test_a_window_goes_on_where_ranks_have_done_different_numbers(case, kind, op
         if state is not None:
             break
         sync.unscale_()
-        for param in model.parameters():
-            param.grad = None
+        model.zero_grad()
     sync.close()
     sync, model = sharded(kind, accumulate=accumulate[rank], **options)
     sync.load_state_dict(state)
-    sync.load_state_dict(_again(sync, state))
+    again = sync.state_dict()
+    sync.abandon()
+    assert again.keys() == state.keys()
+    sync.load_state_dict(again)
     assert sync.window == last
-    for window in sync.windows(own_batches(numbers[rank])[done:]):
-        for data in window:
-            sync.backward(loss_of(model, data), count=3)
-        sync.unscale_()
-        break
+    next(windows_of(sync, model, own_batches(numbers[rank])[done:]))
+    sync.unscale_()
     batches = [
         batch(100 * r + number)
         for r, (steps, total) in enumerate(zip(accumulate, numbers, strict=True))
         for number in range(last * steps, min(total, (last + 1) * steps))
     ]
     assert_same(whole_grads(model), right_grads(batches, 3 * len(batches)))
-
-
-def _again(sync: pe.Sync, state: dict[str, Any]) -> dict[str, Any]:
-    again = sync.state_dict()
-    sync.abandon()
-    assert again.keys() == state.keys()
-    return again
 
 
 def _stops() -> list[dict[str, Any]]:
@@ -94,13 +100,9 @@ def _shares(states: list[dict[str, Any]]) -> None:
     sync, model = sharded("nested", accumulate=accumulate, accumulator=pe.Exact(micro_batches=6))
     sync.load_state_dict(states)
     mine = [batch(100 * (place // 3) + place % 3) for place in sync.due]
-    for window in sync.windows(mine):
-        for data in window:
-            sync.backward(loss_of(model, data), count=3)
-        sync.unscale_()
-        break
-    batches = [batch(100 * r + number) for r in range(2) for number in range(3)]
-    assert_same(whole_grads(model), right_grads(batches, 18))
+    next(windows_of(sync, model, mine))
+    sync.unscale_()
+    assert_same(whole_grads(model), right_grads(all_batches([3, 3]), 18))
 
 
 @pytest.mark.parametrize("world", [1, 3])

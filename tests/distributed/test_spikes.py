@@ -89,32 +89,24 @@ def test_a_spike_is_clipped_to_the_limit(kind):
     assert records[-1].spike is None and sync.grad_norm().item() == pytest.approx(8**0.5)
 
 
-@on_ranks(2)
-def test_no_window_is_a_spike_before_the_median_is_known():
-    model = Pair()
-    sync, forward = engine("own", model, accumulate=1)
-    records = _policy(sync)
-    _windows(sync, forward, [1e6, 1.0, 1e5])
-    assert [record.spike for record in records] == [None] * 3
+NO, SPIKE, INF = (False, False), (True, True), (True, False)  # whether it was skipped, and was a spike
 
 
+@pytest.mark.parametrize(
+    ("window", "wild", "want"),
+    [
+        (3, [1e6, 1.0, 1e5], [NO] * 3),  # the median is not known
+        (3, [1.0] * 3 + [100.0] * 4, [NO] * 3 + [SPIKE] * 2 + [NO] * 2),  # the median follows
+        # Windows with inf are no part of the median.
+        (2, [1.0, float("inf"), 100.0, 1.0, 1.0, 400.0], [NO, INF, NO, NO, NO, SPIKE]),
+    ],
+)
 @on_ranks(2)
-def test_the_median_follows_where_norms_stay_large():
+def test_the_median_is_of_the_last_finite_windows(window, wild, want):
     sync, forward = engine("own", Pair(), accumulate=1)
-    records = _policy(sync)
-    with pytest.warns(UserWarning, match="skipped"):
-        _windows(sync, forward, [1.0] * 3 + [100.0] * 4)
-    assert [record.skipped for record in records] == [False] * 3 + [True, True, False, False]
-
-
-@on_ranks(2)
-def test_windows_with_inf_are_no_part_of_the_median():
-    sync, forward = engine("own", Pair(), accumulate=1)
-    records = _policy(sync, window=2)
-    with pytest.warns(UserWarning, match="skipped"):
-        _windows(sync, forward, [1.0, float("inf"), 100.0, 1.0, 1.0, 400.0])
-    assert [record.spike is not None for record in records] == [False] * 5 + [True]
-    assert [record.skipped for record in records] == [False, True, False, False, False, True]
+    records = _policy(sync, window=window)
+    _windows(sync, forward, wild)
+    assert [(record.skipped, record.spike is not None) for record in records] == want
 
 
 @on_ranks(2)

@@ -317,8 +317,7 @@ def test_what_an_engine_has_summed_before_is_gone_after_loading(kind, accumulato
                 with sync.accumulate():
                     sync.backward(forward(name, torch.full((1, 3), 5.0)))
             sync.unscale_()
-            for param in forward.parameters():
-                param.grad = None
+            forward.zero_grad()
         sync.load_state_dict(state)
         with sync.accumulate():
             sync.backward(forward("b", torch.ones(1, 3)))

@@ -9,6 +9,7 @@ from contextlib import contextmanager, nullcontext
 import pytest
 import torch
 from cases import assert_same, grads, me
+from ranks import on_ranks
 from sharded_cases import Chain, all_batches, loss_of, own_batches, right_grads, shard
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -49,9 +50,25 @@ def _whole(model: nn.Module) -> dict[str, Tensor | None]:
     }
 
 
-def _a_window_is_right(
-    owner: str, accumulator: str, early: torch.dtype | str | None, late: torch.dtype | str
-) -> None:
+@pytest.mark.parametrize(
+    ("owner", "accumulator", "early", "late"),
+    [
+        ("own", "fp32", "meta", "meta"),
+        ("own", "exact", torch.float64, torch.float64),
+        ("own", "exact", "meta", "meta"),
+        ("ddp", "fp32", torch.float16, torch.float16),
+        ("ddp", "exact", "meta", "meta"),
+        ("fsdp", "fp32", "meta", "meta"),
+        ("fsdp", "exact", torch.bfloat16, torch.bfloat16),
+        ("own", "fp32", None, "meta"),
+        ("ddp", "fp32", None, torch.float64),
+        ("fsdp", "fp32", None, "meta"),
+    ],
+    ids=str,
+)
+@on_ranks(2)
+def test_a_window_is_right_under_another_default_of_torch(owner, accumulator, early, late):
+    """The engine is made under `early`, and trains under `late`."""
     _, world = me()
     model, batches, want = Chain(), own_batches(2), right_grads(all_batches([2] * world), 6 * world)
     with _default(early):
@@ -65,27 +82,3 @@ def _a_window_is_right(
             sync.unscale_()
             assert_same(_whole(model), want)
             assert bool(sync.step(optimizer))
-
-
-@pytest.mark.parametrize(
-    ("owner", "accumulator", "default"),
-    [
-        ("own", "fp32", "meta"),
-        ("own", "exact", torch.float64),
-        ("own", "exact", "meta"),
-        ("ddp", "fp32", torch.float16),
-        ("ddp", "exact", "meta"),
-        ("fsdp", "fp32", "meta"),
-        ("fsdp", "exact", torch.bfloat16),
-    ],
-    ids=str,
-)
-def test_an_engine_made_under_another_default_is_right(ranks, owner, accumulator, default):
-    ranks(2).run(_a_window_is_right, owner, accumulator, default, default)
-
-
-@pytest.mark.parametrize(
-    ("owner", "default"), [("own", "meta"), ("ddp", torch.float64), ("fsdp", "meta")], ids=str
-)
-def test_a_default_that_changes_between_windows_is_right(ranks, owner, default):
-    ranks(2).run(_a_window_is_right, owner, "fp32", None, default)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from cases import Collectives, Integers, assert_same, engine, grads, integers, me, mean_of_integers
 from ranks import on_ranks
-from sharded_cases import all_batches, loss_of, own_batches, right_grads, sharded, whole_grads
+from sharded_cases import loss_of, own_batches, right_window, sharded, whole_grads
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -224,7 +224,6 @@ def test_sync_is_on_again_behind_a_block_that_raised(where):
 @on_ranks(2)
 def test_such_loops_over_a_sharded_model(loop):
     """FSDP2 reduces in the window's last backward alone."""
-    _, world = me()
     sync, model = sharded("nested")
     sync.set_requires_gradient_sync(True)
     for _ in range(2):
@@ -234,7 +233,7 @@ def test_such_loops_over_a_sharded_model(loop):
             with sync.no_sync() if loop == "no_sync" and k < 2 else nullcontext():
                 sync.backward(loss_of(model, data), count=3)
         sync.unscale_()
-        assert_same(whole_grads(model), right_grads(all_batches([3] * world), 9 * world))
+        assert_same(whole_grads(model), right_window())
         model.zero_grad()
 
 

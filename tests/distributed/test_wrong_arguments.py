@@ -152,6 +152,11 @@ def _with_grad_dtype() -> object:
         (_made_on_meta, "parameters are on the meta device"),
         (_with_grad_dtype, "parameter 'weight' is torch.bfloat16 and has grad_dtype=torch.float32"),
         (lambda: pe.GradSync(nn.Linear(1, 1), wire="int4"), "one of the names fp32, bf16, fp16, "),
+        (
+            lambda: pe.GradSync(nn.Linear(2, 2).requires_grad_(False)),
+            "none of 2 parameters requires a gradient",
+        ),
+        (lambda: pe.GradSync(nn.Linear(2, 2, dtype=torch.float64)), "'weight' is torch.float64"),
     ],
 )
 def test_parameters_and_wires_that_no_engine_supports_are_named_with_a_remedy(make, needle):
