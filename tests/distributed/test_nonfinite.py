@@ -7,9 +7,10 @@ import warnings
 
 import pytest
 import torch
-from cases import Inject, engine, me, records_of
+from cases import Inject, assert_alike, engine, me, records_of
 from ranks import on_ranks
 from torch import Tensor, nn
+from window_errors import noted
 
 import pyengine as pe
 
@@ -23,7 +24,32 @@ class Net(nn.Module):
         return self.second(Inject.apply(self.first(x), inject)).float().sum()
 
 
-def _train(kind: str, policy: str, dtype: torch.dtype, where: tuple[int, int], value: float, loss_too: bool):
+F32, BF16, INF, NAN = torch.float32, torch.bfloat16, math.inf, math.nan
+
+
+@pytest.mark.parametrize(
+    ("kind", "world", "policy", "dtype", "value", "where", "has_loss"),
+    [
+        ("own", 1, "skip", F32, INF, (0, 1), True),
+        ("own-native", 3, "skip", F32, NAN, (2, 1), True),
+        ("attach", 2, "skip", F32, NAN, (1, 1), True),
+        ("attach-view", 3, "skip", F32, INF, (2, 1), True),
+        # fp32 sums know the micro-batch without "raise".
+        ("own", 2, "skip", BF16, NAN, (0, 1), False),
+        ("attach", 2, "skip", BF16, NAN, (0, 1), False),
+        ("own", 3, "raise", F32, INF, (1, 0), True),
+        ("own-native", 3, "raise", F32, INF, (1, 1), True),
+        ("attach", 3, "raise", F32, INF, (1, 2), True),
+        ("own", 2, "raise", F32, INF, (1, 0), False),
+        ("own", 2, "raise", F32, INF, (1, 2), False),
+        ("own", 2, "raise", BF16, INF, (1, 1), False),
+    ],
+)
+@on_ranks()
+def test_a_window_with_inf_or_nan_leaves_parameters_alone_and_names_where_it_came_from(
+    kind, policy, dtype, value, where, has_loss
+):
+    """In the micro-batch `where` of a rank a gradient is not finite, and with `has_loss` its loss, too."""
     rank, _ = me()
     torch.manual_seed(0)
     model = Net(dtype)
@@ -31,57 +57,21 @@ def _train(kind: str, policy: str, dtype: torch.dtype, where: tuple[int, int], v
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     records = records_of(sync)
     before = [p.detach().clone() for p in model.parameters()]
-    error = ""
+    errors: list[str] = []
     for number, window in enumerate(sync.windows([torch.ones(1, 3, dtype=dtype)] * 6)):
-        try:
+        with noted(errors, sync):
             for k, x in enumerate(window):
                 bad = number == 0 and (rank, k) == where
                 loss = forward(x, value if bad else 1.0)
-                sync.backward(loss * value if bad and loss_too else loss)
+                sync.backward(loss * value if bad and has_loss else loss)
             assert sync.step(optimizer) == (number == 1)
-        except FloatingPointError as caught:
-            error = str(caught)
-            sync.abandon()
         moved = any(not torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
         assert moved == (number == 1)
-    return error or records[0].reason
-
-
-@pytest.mark.parametrize(
-    ("kind", "world", "value"),
-    [
-        ("own", 1, math.inf),
-        ("own-native", 3, math.nan),
-        ("attach", 2, math.nan),
-        ("attach-view", 3, math.inf),
-    ],
-)
-def test_skip_leaves_every_ranks_parameters_alone_and_goes_on(ranks, kind, world, value):
-    reasons = ranks(world).run(_train, kind, "skip", torch.float32, (world - 1, 1), value, True)
-    assert len(set(reasons)) == 1
-    assert "'first.weight'" in reasons[0] and f"rank {world - 1}, micro-batch 1 (its loss)" in reasons[0]
-
-
-@pytest.mark.parametrize(("kind", "k"), [("own", 0), ("own-native", 1), ("attach", 2)])
-def test_raise_names_parameter_rank_and_micro_batch_on_every_rank(ranks, kind, k):
-    errors = ranks(3).run(_train, kind, "raise", torch.float32, (1, k), math.inf, True)
-    assert len(set(errors)) == 1
-    assert "window 0: inf or nan in the gradient of 'first.weight'" in errors[0]
-    assert f"rank 1, micro-batch {k} (its loss)" in errors[0]
-
-
-@pytest.mark.parametrize(("dtype", "k"), [(torch.float32, 0), (torch.float32, 2), (torch.bfloat16, 1)])
-def test_a_backward_that_breaks_under_a_finite_loss_is_named_by_raise(ranks, dtype, k):
-    errors = ranks(2).run(_train, "own", "raise", dtype, (1, k), math.inf, False)
-    assert len(set(errors)) == 1
-    assert "gradient of 'first.weight', 'first.bias', from" in errors[0]
-    assert errors[0].endswith(f"rank 1, micro-batch {k}")
-
-
-@pytest.mark.parametrize("kind", ["own", "attach"])
-def test_fp32_sums_name_the_micro_batch_under_skip_for_free(ranks, kind):
-    for reason in ranks(2).run(_train, kind, "skip", torch.bfloat16, (0, 1), math.nan, False):
-        assert "rank 0, micro-batch 1" in reason
+    assert [bool(error) for error in errors] == [policy == "raise", False]
+    reason = errors[0] or records[0].reason
+    assert "inf or nan in the gradient of 'first.weight', 'first.bias'" in reason
+    assert reason.endswith("rank {}, micro-batch {}".format(*where) + " (its loss)" * has_loss)
+    assert_alike(reason)
 
 
 @pytest.mark.parametrize("kind", ["own", "attach"])

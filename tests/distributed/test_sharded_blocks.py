@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
-
 import pytest
 import torch
 from cases import assert_same, me
@@ -13,6 +10,7 @@ from ranks import on_ranks
 from sharded_cases import PLAN, batch, items, loss_of, own_batches, right_grads, sharded, whole_grads
 from test_micro_batch import marked, one_line, twice
 from torch import Tensor, nn
+from window_errors import noted
 
 import pyengine as pe
 
@@ -104,23 +102,11 @@ def test_any_backwards_over_a_sharded_model_add_up_to_one_big_batch(kind, option
         # Every product with 1/count was rounded to float32, behind the norm.
         torch.testing.assert_close(norm, squares.sqrt(), rtol=2**-23, atol=0)
         assert sync.step(optimizer)
-        for param in model.parameters():
-            param.grad = None
+        model.zero_grad()
     assert done == max(PLAN[:world]) == len(WAYS)
 
 
 WHERE = ("between windows", "between micro-batches", "behind the last", "only")
-
-
-@contextlib.contextmanager
-def _noted(said: list[str], sync: pe.Sync) -> Iterator[None]:
-    try:
-        yield
-    except (ValueError, RuntimeError) as error:
-        said.append(str(error))
-        sync.abandon()
-    else:
-        said.append("")
 
 
 @pytest.mark.parametrize("where", WHERE)
@@ -142,7 +128,7 @@ def test_a_bare_backward_into_a_sharded_model_is_refused_on_every_rank(kind, wor
         is_now = number == 1
         if is_now and where == "between windows":
             stray()
-        with _noted(said, sync):
+        with noted(said, sync):
             for k, data in enumerate(own_batches(3)):
                 with sync.accumulate():
                     if is_now and where == "only":

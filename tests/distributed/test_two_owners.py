@@ -8,10 +8,21 @@ from collections.abc import Iterator, Sequence
 import pytest
 import torch
 import torch.distributed as dist
-from cases import Breaks, Integers, assert_alike, assert_same, integers, me, mean_of_integers, records_of
+from cases import (
+    Breaks,
+    Integers,
+    assert_alike,
+    assert_same,
+    grads,
+    integers,
+    me,
+    mean_of_integers,
+    records_of,
+)
 from ranks import on_ranks
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from window_errors import noted
 
 import pyengine as pe
 
@@ -92,10 +103,6 @@ def _norm(which: str, numbers: list[int]) -> float:
     return torch.cat([grad.double().flatten() for grad in found if grad is not None]).norm().item()
 
 
-def _grads(model: nn.Module) -> dict[str, Tensor | None]:
-    return {name: None if p.grad is None else p.grad.clone() for name, p in model.named_parameters()}
-
-
 WIDE, NARROW = torch.float32, torch.bfloat16
 EXACT = {"accumulator": "exact"}
 
@@ -130,7 +137,7 @@ def test_experts_beside_ddp_equal_one_big_batch(which, dtypes, options):
                 sync.backward(loss, count=3)
         norms.append(sync.clip_grad_norm_(1e9).item())
         sync.unscale_()
-        assert_same(_grads(ddp.module), _want(ddp.module, which, numbers))
+        assert_same(grads(ddp.module), _want(ddp.module, which, numbers))
         want = _norm(which, numbers)
         assert norms[-1] == pytest.approx(want, rel=1e-2 if torch.bfloat16 in dtypes else 1e-6)
         assert sync.step(optimizer)
@@ -153,16 +160,19 @@ def test_what_is_not_finite_in_one_expert_is_skipped_everywhere():
     assert skipped and "'expert.matrix'" in reason
 
 
-def _fails(at: int, accumulator: str) -> list[str]:
-    """Rank 2 fails in a backward of the second of three windows; return what made the others skip."""
+@pytest.mark.parametrize(("at", "accumulator"), [(1, "fp32"), (2, "fp32"), (2, "exact")])
+@on_ranks(3)
+def test_a_failure_is_refused_in_an_earlier_backward_and_voids_the_window_of_both_in_the_last(
+    at, accumulator
+):
+    """Rank 2 fails in backward `at` of the second of three windows."""
     rank, _ = me()
     sync, ddp = _attached("every other", accumulator=accumulator)
-    said: list[str] = []
     records = records_of(sync)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.0)
+    errors: list[str] = []
     for number, window in enumerate(sync.windows(range(9))):
-        numbers = [*range(3 * number, 3 * number + 3)]
-        try:
+        with noted(errors, sync):
             for k in window:
                 Breaks.now = (number, rank, k % 3) == (1, 2, at)
                 with contextlib.suppress(MemoryError):
@@ -170,23 +180,17 @@ def _fails(at: int, accumulator: str) -> list[str]:
                 Breaks.now = False
             if number != 1:
                 sync.unscale_()
-                assert_same(_grads(ddp.module), _want(ddp.module, "every other", numbers))
+                numbers = [*range(3 * number, 3 * number + 3)]
+                assert_same(grads(ddp.module), _want(ddp.module, "every other", numbers))
             sync.step(optimizer)
-        except ValueError as error:
-            sync.abandon()
-            said.append(str(error))
-    return said + [record.reason for record in records if record.skipped]
-
-
-@pytest.mark.parametrize("accumulator", ["fp32", "exact"])
-def test_a_failure_in_the_last_backward_voids_the_window_of_both(ranks, accumulator):
-    for said in ranks(3).run(_fails, 2, accumulator):
-        assert said == ["rank 2 gave the window up: MemoryError('no room for a gradient')"]
-
-
-def test_a_failure_in_an_earlier_backward_is_refused_everywhere(ranks):
-    for (said,) in ranks(3).run(_fails, 1, "fp32"):
-        assert "rank 2: micro-batch 1 was left by an exception" in said
+    first, refused, last = errors
+    assert first == last == ""
+    reasons = [record.reason for record in records if record.skipped]
+    if at == 1:
+        assert "rank 2: micro-batch 1 was left by an exception" in refused and not reasons
+    else:
+        assert not refused
+        assert reasons == ["rank 2 gave the window up: MemoryError('no room for a gradient')"]
 
 
 @pytest.mark.parametrize("accumulator", ["fp32", "exact"])
@@ -209,7 +213,7 @@ def test_a_window_goes_on_in_another_engine(accumulator):
     sync.load_state_dict(state)
     run(sync, ddp, [2])
     sync.unscale_()
-    assert_same(_grads(ddp.module), _want(ddp.module, "every other", [0, 1, 2]))
+    assert_same(grads(ddp.module), _want(ddp.module, "every other", [0, 1, 2]))
 
 
 @pytest.mark.parametrize(("which", "accumulator"), [("everyone", "fp32"), ("every other", "exact")])

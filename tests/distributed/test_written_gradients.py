@@ -20,6 +20,7 @@ from cases import (
 )
 from ranks import on_ranks
 from torch import nn
+from window_errors import noted
 
 import pyengine as pe
 
@@ -97,11 +98,11 @@ def test_a_gradient_that_somebody_else_writes_is_refused_on_every_rank(kind, wri
     model = Integers(torch.float32)
     sync, forward = engine(kind, model, accumulate=3)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    said = []
+    errors: list[str] = []
     for number in range(at + 2):
-        try:
+        with noted(errors, sync):
             for k in range(3):
-                if (number, rank) == (at, 1 % world):
+                if (number, rank) == (at, 1):
                     write(sync, forward, k)
                 with sync.accumulate():
                     x, t = integers(10 * rank + k)
@@ -114,13 +115,10 @@ def test_a_gradient_that_somebody_else_writes_is_refused_on_every_rank(kind, wri
             batches = [integers(10 * r + k) for r in range(world) for k in range(3)]
             assert_same(grads(model), mean_of_integers(model, batches, 9 * world))
             sync.step(optimizer)
-            said.append("")
-        except ValueError as error:
-            said.append(str(error))
-            sync.abandon()
-    *before, said, after = said
+    *before, refused, after = errors
     assert not any(before) and after == ""
-    assert said.startswith("rank 1: ") and "the gradient of 'matrix'" in said and "micro_batch" in said
+    assert refused.startswith("rank 1: ")
+    assert "the gradient of 'matrix'" in refused and "micro_batch" in refused
 
 
 @pytest.mark.parametrize(("kind", "world"), [("own", 1), ("own-exact", 3), ("attach", 3)])
@@ -190,28 +188,24 @@ def test_a_block_left_by_an_exception_is_used_whole_or_not_at_all(kind, phase, a
     sync, forward = engine(kind, model, accumulate=3)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     records = records_of(sync)
-    said = []
+    errors: list[str] = []
     for number, window in enumerate(sync.windows(range(9))):
-        try:
+        with noted(errors, sync):
             for k in window:
                 fails = (number, rank, k % 3) == (1, 1, at)
                 with contextlib.suppress(MemoryError), sync.micro_batch(count=3) as mb:
                     _block(forward, mb, fails and phase)
             sync.step(optimizer)
-            said.append("")
-        except ValueError as error:
-            said.append(str(error))
-            sync.abandon()
     Breaks.now = False
     reasons = [record.reason for record in records if record.skipped]
     if at == 2 and phase == "behind":  # everything was on its way
-        assert (said, reasons) == (["", "", ""], [])
+        assert (errors, reasons) == (["", "", ""], [])
     elif at == 2 and phase == "last backward":
-        assert said == ["", "", ""]
+        assert errors == ["", "", ""]
         assert reasons == ["rank 1 gave the window up: MemoryError('no room for a gradient')"]
     else:
-        assert said[0] == said[2] == "" and reasons == []
-        assert f"rank 1: micro-batch {at} was left by an exception (MemoryError" in said[1]
+        assert errors[0] == errors[2] == "" and reasons == []
+        assert f"rank 1: micro-batch {at} was left by an exception (MemoryError" in errors[1]
 
 
 @pytest.mark.parametrize("kind", ["own", "attach-view"])
@@ -342,55 +336,36 @@ def test_a_window_of_blocks_is_saved_and_resumed(has_loss):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("at", ["between windows", "between micro-batches"])
+@pytest.mark.parametrize(
+    ("write", "at", "words"),
+    [
+        ("add", 0, "written to between windows"),
+        ("add", 2, "written to between micro-batches"),
+        ("zero", 1, ""),
+    ],
+)
 @on_ranks(2)
-def test_what_a_layer_adds_to_main_grad_past_the_engine_is_refused_everywhere(dtype, at):
-    rank, world = me()
+def test_a_write_to_main_grad_past_the_engine_is_refused_everywhere(dtype, write, at, words):
+    """Rank 1 writes before micro-batch `at` of the second window."""
+    rank, _ = me()
     model = nn.Linear(3, 2, bias=False, dtype=dtype)
     sync = pe.GradSync(model, accumulate=3)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    said = []
+    errors: list[str] = []
     for number in range(4):
-        if (number, rank, at) == (1, 1 % world, "between windows"):
-            Fused.apply(model.weight, 1.0).backward()
-        try:
+        model.weight.main_grad.zero_()  # between windows nothing is lost
+        with noted(errors, sync):
             for k in range(3):
-                with sync.accumulate():
-                    if (number, rank, k, at) == (1, 1 % world, 2, "between micro-batches"):
+                if (number, rank, k) == (1, 1, at):
+                    if write == "add":
                         Fused.apply(model.weight, 1.0).backward()
+                    else:
+                        model.weight.main_grad.zero_()
+                with sync.accumulate():
                     sync.backward(Fused.apply(model.weight, 1.0))
             sync.unscale_()
             assert bool((model.weight.grad == 1).all())
             sync.step(optimizer)
-            said.append("")
-        except ValueError as error:
-            said.append(str(error))
-            sync.abandon()
-    first, said, *after = said
+    first, refused, *after = errors
     assert first == "" and after == ["", ""]
-    assert said.startswith("rank 1: ") and f"the gradient of 'weight' was written to {at}" in said
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@on_ranks(2)
-def test_a_write_to_main_grad_between_micro_batches_is_refused_everywhere(dtype):
-    rank, _ = me()
-    model = nn.Linear(3, 2, bias=False, dtype=dtype)
-    sync = pe.GradSync(model, accumulate=2)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    said = []
-    for window in range(3):
-        model.weight.main_grad.zero_()  # between windows nothing is lost
-        try:
-            for k in range(2):
-                if (window, rank, k) == (1, 1, 1):
-                    model.weight.main_grad.zero_()
-                with sync.accumulate():
-                    sync.backward(Fused.apply(model.weight, 1.0))
-            sync.step(optimizer)
-            said.append("")
-        except ValueError as error:
-            said.append(str(error))
-            sync.abandon()
-    assert said[::2] == ["", ""]
-    assert said[1].startswith("rank 1: ") and "the gradient of 'weight' was" in said[1]
+    assert refused.startswith("rank 1: ") and f"the gradient of 'weight' was {words}" in refused
