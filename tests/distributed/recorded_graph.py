@@ -18,7 +18,7 @@ from stream_races import machine
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves
 
 from pyengine.comm.base import Comm, Done, Local
 from pyengine.comm.torch_dist import TorchDist
@@ -197,7 +197,3 @@ def recorded_device() -> Iterator[None]:
         mock.patch.object(DistributedDataParallel, "_distributed_broadcast_coalesced", _broadcast),
     ):
         yield
-
-
-def clones(values: Any) -> Any:
-    return tree_map(lambda leaf: leaf.detach().clone() if isinstance(leaf, Tensor) else leaf, values)

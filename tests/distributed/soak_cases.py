@@ -86,7 +86,7 @@ def _owned(made: Made, model: Model, places: Places) -> tuple[pe.Sync, nn.Module
 
 
 def _local(whole: Tensor | None, like: Tensor) -> Tensor | None:
-    """Return this rank's part of a tensor that lies as another one does."""
+    """Return this rank's part of a tensor, sharded as another one is."""
     if whole is None or not isinstance(like, DTensor):
         return whole
     where = like.device_mesh.get_coordinate()
@@ -315,7 +315,7 @@ class Subject:
 
 @dataclass(frozen=True)
 class Soaked:
-    """What a rank tells of a run.
+    """How a run went on one rank.
 
     Attributes:
         windows: that passed on all ranks.

@@ -20,9 +20,9 @@ EVERYBODY = -1
 ALONE = ("loader", "forward", "early backward", "last backward", "between", "abandon", "callback")
 # What sharded models, whose forwards are collective, do together; of "loader" and "parts" all ranks learn.
 TOGETHER = ("loader", "forward", "early backward", "last backward", "between", "abandon", "parts", "callback")
-# What is the same in both: ended early; not finite; dropped by all ranks once it landed; an optimizer that
-# raises on all ranks.
-ALWAYS = ("flush", "flush", "bad", "bad", "landed", "optimizer")
+# What is the same in both: ended early; not finite; abandoned by all ranks once it is reduced; an optimizer
+# that raises on all ranks.
+ALWAYS = ("flush", "flush", "bad", "bad", "reduced", "optimizer")
 EARLY = ("early backward", "between", "abandon", "parts")  # not in a window's last micro-batch
 
 
@@ -187,8 +187,8 @@ class Loop:
         return Random(f"{self.key} {window} {k} {0 if is_sharded else rank}").choice(styles)
 
     def end(self, window: int) -> str:
-        """Return what is done with a window that has landed, alike on all ranks."""
-        if self.trouble == "landed" and window == self.window:
+        """Return what is done with a reduced window, alike on all ranks."""
+        if self.trouble == "reduced" and window == self.window:
             return "clip, abandon"  # an empty window is sent when it is asked for
         return Random(f"{self.key} {window}").choice(["step", "clip", "unscale", "clip, unscale"])
 
@@ -198,7 +198,7 @@ class Loop:
 
     @property
     def is_voided(self) -> bool:
-        """Whether the trouble is found by all ranks when the window lands: some rank failed while it was
+        """Whether the trouble is found by all ranks when the window is reduced: some rank failed while it was
         sent. Where micro-batches may be dropped nothing is sent before a backward has ended.
         """
         return self.trouble == "last backward" and self.made.policy != "drop_micro_batch"
@@ -279,7 +279,7 @@ def _troubled(loop: Loop, trouble: str, random: Random, early: int, until: tuple
         return replace(loop, trouble=trouble, window=early, until=until) if loop.is_nested else loop
     if trouble == "parts" and soak.world == 1:
         return loop
-    if trouble in ("landed", "optimizer"):
+    if trouble in ("reduced", "optimizer"):
         return replace(loop, trouble=trouble, window=random.randrange(len(takes)))
     if trouble == "loader":
         ranks = [rank for rank, number in enumerate(loop.numbers) if number > int(is_sharded)]

@@ -28,8 +28,21 @@ def _data(window: int, rank: int, *, is_bad: bool = False) -> Tensor:
     return x * torch.nan if is_bad else x
 
 
-def _runs(kind: str, wraps: bool, bad: int = -1, *, clears: bool = False) -> None:
-    """The slow optimizer steps in every second window; compare with one process of plain PyTorch."""
+@pytest.mark.parametrize(
+    ("world", "kind", "wraps", "clears", "bad"),
+    [
+        (1, "own", False, False, -1),
+        (2, "own", True, True, -1),
+        (3, "own-exact", False, False, -1),
+        (2, "attach", False, True, -1),
+        (2, "attach-view", True, False, -1),
+        (2, "own", False, False, 2),
+        (2, "attach", False, False, 2),
+    ],
+)
+@on_ranks()
+def test_a_slow_optimizer_steps_on_all_windows_since_its_last_step(kind, wraps, clears, bad):
+    """It steps in every second window, as in one process; the window `bad` is skipped."""
     rank, world = me()
     model, twin = Pair(), Pair()
     sync, forward = engine(kind, model, accumulate=1)
@@ -58,25 +71,6 @@ def _runs(kind: str, wraps: bool, bad: int = -1, *, clears: bool = False) -> Non
     assert torch.equal(model.slow, twin.slow)
 
 
-@pytest.mark.parametrize(
-    ("world", "kind", "wraps", "clears"),
-    [
-        (1, "own", False, False),
-        (2, "own", True, True),
-        (3, "own-exact", False, False),
-        (2, "attach", False, True),
-        (2, "attach-view", True, False),
-    ],
-)
-def test_a_slow_optimizer_steps_on_all_windows_since_its_last_step(ranks, world, kind, wraps, clears):
-    ranks(world).run(_runs, kind, wraps, clears=clears)
-
-
-@pytest.mark.parametrize("kind", ["own", "attach"])
-def test_a_skipped_window_leaves_what_was_kept_before_it(ranks, kind):
-    ranks(2).run(_runs, kind, False, 2)
-
-
 def test_gradients_that_no_optimizer_has_ever_used_are_named_once():
     model = Pair()
     sync = pe.GradSync(model, accumulate=1)
@@ -87,8 +81,8 @@ def test_gradients_that_no_optimizer_has_ever_used_are_named_once():
             with sync.accumulate():
                 sync.backward(model(_data(0, 0)), count=2)
             sync.step(fast)
-        said = [str(warning.message) for warning in caught]
-        assert [text.startswith("step 'slow' too, set .grad to None, or freeze") for text in said] == (
+        texts = [str(warning.message) for warning in caught]
+        assert [text.startswith("step 'slow' too, set .grad to None, or freeze") for text in texts] == (
             [True] if number == 1 else []
         )
 

@@ -119,7 +119,7 @@ def test_a_bare_backward_into_a_sharded_model_is_refused_on_every_rank(kind, wor
     _, world = me()
     sync, model = sharded(kind, **options)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    said: list[str] = []
+    errors: list[str] = []
 
     def stray() -> None:
         loss_of(model, batch(7)).backward()
@@ -128,7 +128,7 @@ def test_a_bare_backward_into_a_sharded_model_is_refused_on_every_rank(kind, wor
         is_now = number == 1
         if is_now and where == "between windows":
             stray()
-        with noted(said, sync):
+        with noted(errors, sync):
             for k, data in enumerate(own_batches(3)):
                 with sync.accumulate():
                     if is_now and where == "only":
@@ -145,12 +145,12 @@ def test_a_bare_backward_into_a_sharded_model_is_refused_on_every_rank(kind, wor
             batches = [batch(100 * r + k) for r in range(world) for k in range(3)]
             assert_same(whole_grads(model), right_grads(batches, 9 * world))
             sync.step(optimizer)
-    first, said, *after = said
+    first, message, *after = errors
     assert first == "" and after == ["", ""]
-    assert "the gradient of 'first.weight'" in said or "the gradient of 'scale'" in said
-    assert "micro_batch" in said
+    assert "the gradient of 'first.weight'" in message or "the gradient of 'scale'" in message
+    assert "micro_batch" in message
     if where != "behind the last":
-        assert said.startswith("all ranks: call" if world > 1 else "rank 0: call"), said
+        assert message.startswith("all ranks: call" if world > 1 else "rank 0: call"), message
 
 
 @on_ranks(2)

@@ -198,8 +198,8 @@ def test_a_loader_that_raises_on_one_rank_is_known_to_all(number):
                 raise OSError("disk")
             yield batch(index)
 
-    error, said = (OSError, "^disk$") if rank else (ValueError, "^rank 1: the loader raised OSError")
-    with pytest.raises(error, match=said):
+    error, message = (OSError, "^disk$") if rank else (ValueError, "^rank 1: the loader raised OSError")
+    with pytest.raises(error, match=message):
         for _ in windows_of(sync, model, loader()):
             pass
     assert_trains_a_window(sync, model)

@@ -92,13 +92,13 @@ def test_a_bare_hook_reduces_in_shared_memory_in_the_order_of_ranks_and_leaves_n
             assert torch.equal(grad, found[0][0]) and is_clean
             assert (num > 0) == (world > 1)
             if wire == pe.wire.FP32():
-                assert torch.equal(grad, mean) and in_place == 0  # they lie in DDP's memory
+                assert torch.equal(grad, mean) and in_place == 0  # they are in DDP's memory
             else:
                 assert in_place == num
 
 
 def _refused(how: str) -> tuple[list[str], int]:
-    """Train where rank 1 cannot share memory; return what was said."""
+    """Train where rank 1 cannot share memory; return the warnings."""
     rank, _ = me()
     make = MemoryOffer.make
 
@@ -121,10 +121,10 @@ def _refused(how: str) -> tuple[list[str], int]:
 
 
 def test_where_a_rank_can_make_no_file_all_go_through_the_group_and_rank_0_says_why(ranks):
-    said = ranks(3).run(_refused, "no file")
-    assert [(len(texts), num) for texts, num in said] == [(1, 0), (0, 0), (0, 0)]
-    assert "leave shared_memory=True out: 3 ranks reduce through their process group" in said[0][0][0]
-    assert "memfd_create: [Errno 27] File too large" in said[0][0][0]
+    warned = ranks(3).run(_refused, "no file")
+    assert [(len(texts), num) for texts, num in warned] == [(1, 0), (0, 0), (0, 0)]
+    assert "leave shared_memory=True out: 3 ranks reduce through their process group" in warned[0][0][0]
+    assert "memfd_create: [Errno 27] File too large" in warned[0][0][0]
 
 
 def test_where_a_rank_has_no_memory_to_share_buckets_are_copied(ranks):
@@ -167,20 +167,14 @@ def test_nothing_is_left_of_an_engine(kind, ends):
     assert closed[2] == (before[2] if ends == "close" else under_way[2])
 
 
-def _argument(value: object) -> str:
-    try:
-        pe.GradSync(nn.Linear(2, 2), shared_memory=value)
-    except ValueError as error:
-        return str(error)
-    return ""
-
-
-def test_an_argument_that_is_no_bool_and_ranks_that_differ_are_refused(ranks):
+@on_ranks(2)
+def test_an_argument_that_is_no_bool_and_ranks_that_differ_are_refused():
     with pytest.raises(ValueError, match="shared_memory=1: need True"):
         pe.HookState(shared_memory=1)
-    assert "shared_memory='no': need True" in ranks(1).run(_argument, "no")[0]
-    said = ranks(2).run(_differing)
-    assert len(set(said)) == 1 and "ranks have different settings" in said[0]
+    with pytest.raises(ValueError, match="shared_memory='no': need True"):
+        pe.GradSync(nn.Linear(2, 2), shared_memory="no")
+    with pytest.raises(ValueError, match="ranks have different settings"):
+        pe.GradSync(nn.Linear(2, 2), shared_memory=me()[0] == 0)
 
 
 @pytest.mark.parametrize("owner", ["own", "attach", "hook"])
@@ -197,7 +191,3 @@ def test_memory_of_an_accelerator_is_refused_on_every_rank(owner):
         else:
             pe.attach(nn.parallel.DistributedDataParallel(model), shared_memory=True)
     assert str(error.value).startswith("rank 1: shared_memory=True, and parameters are on cpu")
-
-
-def _differing() -> str:
-    return _argument(me()[0] == 0)

@@ -130,8 +130,10 @@ def test_a_slot_is_what_pytorch_adds_up_and_slots_are_added_exactly(num):
     assert torch.equal(_gradient(model, sync, data), expected[:numel])
 
 
-def _deposits(slots: int | None) -> int:
-    """Return the number of deposits of a bucket in a window of 24 micro-batches, after a first window."""
+@pytest.mark.parametrize(("slots", "deposits"), [(None, 12), (12, 6), (2, 1)])
+@on_ranks(2)
+def test_a_window_costs_one_deposit_a_slot(slots, deposits):
+    """Count those of a bucket in a window of 24 micro-batches, after a first window."""
     _, world = me()
     model = nn.Linear(3, 2)
     sync = pe.GradSync(model, accumulate=24 // world, accumulator=pe.Exact(24, slots=slots))
@@ -143,13 +145,7 @@ def _deposits(slots: int | None) -> int:
                     sync.backward(model(torch.ones(1, 3)).sum())
             sync.step(torch.optim.SGD(model.parameters(), lr=0.1))
         nums.append(store.call_count)
-    return nums[-1]
-
-
-def test_a_window_costs_one_deposit_a_slot(ranks):
-    assert ranks(2).run(_deposits, None) == [12, 12]
-    assert ranks(2).run(_deposits, 12) == [6, 6]
-    assert ranks(2).run(_deposits, 2) == [1, 1]
+    assert nums[-1] == deposits
 
 
 def _refused() -> list[str]:
@@ -194,8 +190,10 @@ def test_what_slots_cannot_have_is_refused_by_name_on_every_rank(ranks):
     assert "loader is a Dealer" in dealt and "slots of 2" in dealt
 
 
-def _out_of_turn(is_silent: bool) -> tuple[str, str]:
-    """Rank 1 takes two micro-batches before it runs a backward; then without one, or saying so."""
+@pytest.mark.parametrize("is_silent", [True, False])
+@on_ranks(2)
+def test_a_backward_out_of_turn_is_an_error_on_every_rank_and_the_next_window_clean(is_silent):
+    """Rank 1 takes two micro-batches before it runs a backward; an empty block between them is no error."""
     rank, _ = me()
     model = nn.Linear(2, 1)
     sync = pe.GradSync(model, accumulate=4, accumulator=pe.Exact(8, slots=4))
@@ -213,15 +211,12 @@ def _out_of_turn(is_silent: bool) -> tuple[str, str]:
                 sync.backward(model(x).sum())
             sync.step(optimizer)
 
-    first = error_of(run, is_silent)
-    return first, error_of(run, False) if is_silent else ""
-
-
-def test_a_backward_out_of_turn_is_an_error_on_every_rank_and_the_next_window_clean(ranks):
-    for message, after in ranks(2).run(_out_of_turn, True):
+    message = error_of(run, is_silent)
+    if is_silent:
         assert "rank 1: micro-batches of window 0 were taken before the backwards" in message
-        assert message.count("were taken before") == 1 and after == "no error"
-    assert ranks(2).run(_out_of_turn, False) == [("no error", "")] * 2
+        assert message.count("were taken before") == 1
+        message = error_of(run, False)
+    assert message == "no error"
 
 
 @pytest.mark.parametrize("kind", ["own", "attach"])

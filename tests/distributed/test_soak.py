@@ -40,11 +40,11 @@ WINDOWS = [
     ("replicate", "fp32", {1: 100, 2: 200, 3: 100}),
 ]
 # Troubles, for a reader of the campaign's table.
-SAID = {
+IN_WORDS = {
     "bad": "inf or nan in a micro-batch, skipped or dropped",
     "flush": "a window ended early",
     "abandon": "a window abandoned before its reduction",
-    "landed": "a window abandoned behind its reduction",
+    "reduced": "a window abandoned behind its reduction",
     "loader": "an exception in the loader",
     "forward": "an exception in a forward",
     "early backward": "an exception in an early backward",
@@ -82,17 +82,17 @@ def _assert_no_more(then: Held, now: Held, case: Soak, rank: int) -> None:
 
 
 def _soaked(ranks, case: Soak) -> list[Soaked]:
-    """Run a case, in which every window came out right on every rank; return what each tells."""
+    """Run a case, in which every window came out right on every rank; return each rank's report."""
     ends = ranks(case.world).ends(WITHIN_S, soak, case)
     for rank, end in enumerate(ends):
         assert isinstance(end.value, Soaked), f"rank {rank}: {end}\n{end.error}"
-    told = [end.value for end in ends]
-    assert len({each.windows for each in told}) == 1
-    for rank, each in enumerate(told):
+    reports = [end.value for end in ends]
+    assert len({each.windows for each in reports}) == 1
+    for rank, each in enumerate(reports):
         early, half, *alone, end = each.held
         for then, now in ((early, half), (half, end), alone):
             _assert_no_more(then, now, case, rank)
-    return told
+    return reports
 
 
 @pytest.mark.slow
@@ -104,10 +104,10 @@ def test_every_window_equals_its_reference_whatever_goes_wrong(ranks, case):
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("case", CAMPAIGN, ids=_id)
 def test_thousands_of_windows_equal_their_reference_and_leave_nothing(ranks, case):
-    told = _soaked(ranks, case)
-    struck = sum((each.struck for each in told), Counter())
-    told_of = {SAID[trouble]: tries for trouble, tries in struck.items()}
-    for fault, tries in {"none, or one of these": told[0].windows, **told_of}.items():
+    reports = _soaked(ranks, case)
+    struck = sum((each.struck for each in reports), Counter())
+    struck_in_words = {IN_WORDS[trouble]: tries for trouble, tries in struck.items()}
+    for fault, tries in {"none, or one of these": reports[0].windows, **struck_in_words}.items():
         record(
             fault=f"the soak: {fault}",
             made_by="random windows on 1 to 4 ranks, every owner of gradients",

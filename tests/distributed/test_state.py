@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases import Integers, integers, me
+from cases import Integers, error_of, integers, me
 from exact_cases import Cnn, Gpt, digest, wrap
 from marks import rest
 from ranks import on_ranks
@@ -125,7 +125,7 @@ def _together(*values: bytes) -> Any:
 def _resume(run: _Run, states: Sequence[bytes], *, dealt: bool = False) -> None:
     if states:
         loaded = [_unpack(state) for state in states]
-        run.sync.load_state_dict(loaded)
+        run.sync.load_state_dict(loaded[::-1] if me()[0] else loaded)  # in any order
         run.sampler.set_epoch(0, window=loaded[0]["window"], due=None if dealt else run.sync.due)
 
 
@@ -221,11 +221,14 @@ def test_exact_sums_go_on_over_another_owner_of_the_gradients(ranks, stopped, en
 def _own(
     kind: str, accumulator: str, dtype: torch.dtype, stop: int | None, steps: Sequence[bytes] = ()
 ) -> Any:
-    """Train two windows with dropout; stop in the second after `stop` micro-batches, or go on from there."""
+    """Train two windows with dropout under a loss scale that grows; stop in the second after `stop`
+    micro-batches, or go on from there.
+    """
     rank, _ = me()
     torch.manual_seed(rank)
     model = Gpt(dtype)
     sync, forward = wrap(kind, model, 0.01, accumulate=3, accumulator=accumulator)
+    sync.scaler = pe.GradScaler("cpu", init_scale=4.0, growth_interval=1)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
     begin = 0
     if steps:
@@ -243,7 +246,7 @@ def _own(
                 return _pack({"model": model.state_dict(), "sync": sync.state_dict()})
         sync.clip_grad_norm_(1.0)
         sync.step(optimizer)
-    return digest(*model.parameters())
+    return digest(*model.parameters()), sync.scaler.get_scale()
 
 
 @pytest.mark.parametrize(
@@ -261,36 +264,6 @@ def test_ranks_go_on_with_their_own_states_and_generators_bit_for_bit(ranks, kin
     whole = ranks(2).run(_own, kind, accumulator, dtype, None)
     states = ranks(2).run(_own, kind, accumulator, dtype, 1)
     assert ranks(2).run(_own, kind, accumulator, dtype, None, states) == whole
-
-
-def _scaled_and_carried(stop: bool, states: Sequence[bytes] = ()) -> Any:
-    rank, _ = me()
-    model = Integers(torch.float32)
-    sync = pe.GradSync(model, accumulate=2)
-    sync.scaler = pe.GradScaler("cpu", init_scale=4.0, growth_interval=1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    batches = [integers(10 * rank + index) for index in range(6)]
-    if states:
-        state = _unpack(states[rank])
-        model.load_state_dict(state["model"])
-        sync.load_state_dict(state["sync"])
-        batches = batches[5:]
-    for number, window in enumerate(sync.windows(batches)):
-        for position, (x, t) in enumerate(window):
-            sync.backward(model(x, t), count=1)
-            if stop and (number, position) == (2, 0):
-                return _pack({"model": model.state_dict(), "sync": sync.state_dict()})
-        if number == 1 and not states:
-            sync.unscale_()  # kept, and added to the next window
-        else:
-            sync.step(optimizer)
-    return digest(*model.parameters(), *[p.grad for p in model.parameters()]), sync.scaler.get_scale()
-
-
-def test_the_loss_scale_and_gradients_carried_over_go_on(ranks):
-    whole = ranks(2).run(_scaled_and_carried, False)
-    states = ranks(2).run(_scaled_and_carried, True)
-    assert ranks(2).run(_scaled_and_carried, False, states) == whole
 
 
 @pytest.mark.parametrize("accumulator", ["fp32", "native", "exact"])
@@ -384,15 +357,8 @@ def test_a_state_in_the_middle_of_a_micro_batch_or_before_the_step_is_refused():
     sync, model = _engine()
     found = []
     for _ in next(sync.windows([integers(0), integers(1)])):
-        try:
-            sync.state_dict()
-        except RuntimeError as error:
-            found.append(str(error))
+        found.append(error_of(sync.state_dict))
         sync.backward(model(*integers(0)))
-    try:
-        sync.state_dict()
-    except RuntimeError as error:
-        found.append(str(error))
-    first, second, last = found
+    first, second, last = *found, error_of(sync.state_dict)
     assert "1 micro-batches of window 0 were handed out and 0 came to sync.backward" in first
     assert "2 micro-batches" in second and "have been sent and not been used" in last

@@ -56,6 +56,13 @@ def _group(which: str) -> dist.ProcessGroup:
     return next(group for group in groups if dist.get_rank(group) >= 0)
 
 
+def _without_experts(model: Model) -> Model:
+    """Let DDP leave the experts out."""
+    names = [f"expert.{name}" for name, _ in model.expert.named_parameters()]
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)
+    return model
+
+
 def _attached(
     which: str,
     *,
@@ -64,10 +71,8 @@ def _attached(
     all_used: bool = False,
     **options: object,
 ) -> tuple[pe.Sync, DistributedDataParallel]:
-    model = Model(*dtypes)
+    model = _without_experts(Model(*dtypes))
     model.expert.never.requires_grad_(not all_used)
-    names = [f"expert.{name}" for name, _ in model.expert.named_parameters()]
-    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)
     ddp = DistributedDataParallel(model, bucket_cap_mb=1e-5, find_unused_parameters=unused)
     axes = pe.Axes(groups={"expert.*": _group(which)})
     return pe.attach(ddp, accumulate=ACCUMULATE, axes=axes, **options), ddp
@@ -237,10 +242,8 @@ def test_a_window_ended_early_on_one_rank_is_sent_to_the_right_buckets(which, ac
 @on_ranks(3)
 def test_experts_get_the_values_of_their_groups_first_rank():
     rank, _ = me()
-    model = Model(WIDE, WIDE)
+    model = _without_experts(Model(WIDE, WIDE))
     nn.init.constant_(model.expert.matrix, float(rank))
-    names = [f"expert.{name}" for name, _ in model.expert.named_parameters()]
-    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)
     ddp = DistributedDataParallel(model)
     group = _group("every other")
     sync = pe.attach(ddp, axes=pe.Axes(groups={"expert.*": group}))
@@ -265,8 +268,7 @@ REFUSED = {
 def test_what_ddp_reduces_has_no_other_group(case):
     model = Model(WIDE, WIDE)
     if case != "not ignored":
-        names = [f"expert.{name}" for name, _ in model.expert.named_parameters()]
-        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)
+        _without_experts(model)
     patterns = {"not ignored": "expert.*", "nothing": "experts.*", "both": "*matrix"}
     axes = pe.Axes(groups={patterns[case]: _group("every other")})
     with pytest.raises(ValueError) as error:
@@ -285,8 +287,8 @@ def test_a_bare_backward_into_an_expert_is_refused_everywhere():
                     ddp.module.expert(*integers(7)).backward()
                 sync.backward(ddp(*integers(k)))
             sync.step(torch.optim.SGD(ddp.parameters(), lr=0.1))
-    said = str(error.value)
-    assert said.startswith("rank 1: ") and "the gradient of 'expert.matrix'" in said
+    message = str(error.value)
+    assert message.startswith("rank 1: ") and "the gradient of 'expert.matrix'" in message
 
 
 @on_ranks(4)

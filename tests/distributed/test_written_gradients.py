@@ -25,71 +25,52 @@ from window_errors import noted
 import pyengine as pe
 
 
-def _bare_before(sync: pe.Sync, forward: nn.Module, k: int) -> None:
-    if k == 0:
-        forward(*integers(7)).backward()
+def _bare(forward: nn.Module) -> None:
+    forward(*integers(7)).backward()
 
 
-def _bare_between(sync: pe.Sync, forward: nn.Module, k: int) -> None:
-    if k == 1:
-        forward(*integers(7)).backward()
+def _bare_in_part(forward: nn.Module) -> None:
+    forward(*integers(7)).backward(inputs=[next(forward.parameters())])
 
 
-def _in_part(sync: pe.Sync, forward: nn.Module, k: int) -> None:
-    if k == 2:
-        forward(*integers(7)).backward(inputs=[next(forward.parameters())])
-
-
-def _replaced(sync: pe.Sync, forward: nn.Module, k: int) -> None:
+def _replaced(forward: nn.Module) -> None:
     """The worst: gone and come again, maybe at the same address, with as many writes."""
-    if k == 1:
-        forward.zero_grad()
-        forward(*integers(7)).backward()
+    forward.zero_grad()
+    _bare(forward)
 
 
-ANYWHERE = (_bare_before, _bare_between, _in_part, _replaced)
+def _zeroed_in_place(forward: nn.Module) -> None:
+    forward.zero_grad(set_to_none=False)
 
 
-def _zeroed(sync: pe.Sync, forward: nn.Module, k: int) -> None:
-    if k == 1:
-        forward.zero_grad()
+def _scaled(forward: nn.Module) -> None:
+    for param in forward.parameters():
+        param.grad.mul_(0.5)
 
 
-def _zeroed_in_place(sync: pe.Sync, forward: nn.Module, k: int) -> None:
-    if k == 1:
-        forward.zero_grad(set_to_none=False)
+def _unscaled_by_our_op(forward: nn.Module) -> None:
+    pe.ops.unscale_norm_([param.grad for param in forward.parameters()], 0.5)
 
 
-def _scaled(sync: pe.Sync, forward: nn.Module, k: int) -> None:
-    if k == 1:
-        for param in forward.parameters():
-            param.grad.mul_(0.5)
+def _unflattened(forward: nn.Module) -> None:
+    written = [param.grad for param in forward.parameters()]
+    pe.ops.unflatten_(written, 2 * pe.ops.flatten(written))
 
 
-def _unscaled_by_our_op(sync: pe.Sync, forward: nn.Module, k: int) -> None:
-    if k == 1:
-        pe.ops.unscale_norm_([param.grad for param in forward.parameters()], 0.5)
-
-
-def _unflattened(sync: pe.Sync, forward: nn.Module, k: int) -> None:
-    if k == 1:
-        written = [param.grad for param in forward.parameters()]
-        pe.ops.unflatten_(written, 2 * pe.ops.flatten(written))
-
-
-IN_GRAD = (_zeroed, _zeroed_in_place, _scaled, _unscaled_by_our_op, _unflattened)  # where sums are in `.grad`
-
-
-CASES = [(kind, write) for kind in ("own", "own-native", "attach-view") for write in ANYWHERE]
-CASES += [("own-exact", _bare_between), ("attach", _bare_between)]
-CASES += [(kind, write) for kind in ("own-native", "attach-view") for write in IN_GRAD]
+# What is done, and before which micro-batch.
+ANYWHERE = [(_bare, 0), (_bare, 1), (_bare_in_part, 2), (_replaced, 1)]
+IN_GRAD = [(nn.Module.zero_grad, 1), (_zeroed_in_place, 1), (_scaled, 1), (_unscaled_by_our_op, 1)]
+IN_GRAD += [(_unflattened, 1)]  # where sums are in `.grad`
+CASES = [(kind, *write) for kind in ("own", "own-native", "attach-view") for write in ANYWHERE]
+CASES += [("own-exact", _bare, 1), ("attach", _bare, 1)]
+CASES += [(kind, *write) for kind in ("own-native", "attach-view") for write in IN_GRAD]
 
 
 @pytest.mark.parametrize(
-    ("kind", "write", "is_block"), [(*case, bool(number % 2)) for number, case in enumerate(CASES)]
+    ("kind", "write", "before", "is_block"), [(*case, bool(n % 2)) for n, case in enumerate(CASES)]
 )
 @on_ranks(2)
-def test_a_gradient_that_somebody_else_writes_is_refused_on_every_rank(kind, write, is_block):
+def test_a_gradient_that_somebody_else_writes_is_refused_on_every_rank(kind, write, before, is_block):
     """Behind the second window under DDP: there it gives views of its buckets other memory, which hides a
     write.
     """
@@ -102,8 +83,8 @@ def test_a_gradient_that_somebody_else_writes_is_refused_on_every_rank(kind, wri
     for number in range(at + 2):
         with noted(errors, sync):
             for k in range(3):
-                if (number, rank) == (at, 1):
-                    write(sync, forward, k)
+                if (number, rank, k) == (at, 1, before):
+                    write(forward)
                 with sync.accumulate():
                     x, t = integers(10 * rank + k)
                     if is_block:
@@ -115,8 +96,8 @@ def test_a_gradient_that_somebody_else_writes_is_refused_on_every_rank(kind, wri
             batches = [integers(10 * r + k) for r in range(world) for k in range(3)]
             assert_same(grads(model), mean_of_integers(model, batches, 9 * world))
             sync.step(optimizer)
-    *before, refused, after = errors
-    assert not any(before) and after == ""
+    *earlier, refused, after = errors
+    assert not any(earlier) and after == ""
     assert refused.startswith("rank 1: ")
     assert "the gradient of 'matrix'" in refused and "micro_batch" in refused
 
@@ -141,14 +122,14 @@ def test_a_backward_behind_the_windows_last_one_is_refused(kind):
     model = Integers(torch.float32)
     sync, forward = engine(kind, model, accumulate=1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    said = "behind the window's end"
+    message = "behind the window's end"
     for number, window in enumerate(sync.windows([integers(k) for k in range(2)])):
         if number == 0:
-            with pytest.raises(RuntimeError, match=said):
+            with pytest.raises(RuntimeError, match=message):
                 for x, t in window:
                     sync.backward(forward(x, t))
                     forward(x, t).backward()
-            with pytest.raises(RuntimeError, match=said):
+            with pytest.raises(RuntimeError, match=message):
                 sync.step(optimizer)
             sync.abandon()
             assert all(bool((p == 1).all()) for p in model.parameters())

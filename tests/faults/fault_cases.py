@@ -32,7 +32,7 @@ Faults; behind a comma stands what the rank does next, if it is not simply the r
     sys.exit, os._exit, kill (SIGKILL)
     stop            SIGSTOP, until every other rank has ended; then SIGCONT
     pause           SIGSTOP and SIGCONT well within the group's timeout
-    late            SIGSTOP and SIGCONT, long after the others have said that they wait
+    late            SIGSTOP and SIGCONT, long after the others have warned that they wait
 
 Ends, see `fault_outcomes.py`:
 
@@ -113,7 +113,7 @@ class Case:
 
 
 # Ends in a few words, for a reader of the campaign's table.
-SAID = {
+IN_WORDS = {
     "replaced": "nobody else noticed",
     "voided": "every other rank skipped the window and said who gave it up",
     "used": "stepped once, everywhere",
@@ -153,7 +153,7 @@ def _line(
     Args:
         phase, fault, end, ways, window: of the cases.
         at: places, as rank/world.
-        quick: whether `make test` runs the line, as far as said; `make faults` runs all.
+        quick: whether `make test` runs some cases of the line; `make faults` runs all.
     """
     places = [tuple(map(int, place.split("/"))) for place in at.split()]
     step, start = min(4, len(ways)), len(phase + fault)  # any number that differs from line to line

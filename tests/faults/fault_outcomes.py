@@ -1,4 +1,4 @@
-"""What a case has to end in, checked against what every rank told of its run.
+"""What a case has to end in, checked against the report of every rank.
 
 Whatever the end: no rank hangs, nobody dies but whom the case kills, the fault did strike where the case
 says, and the parameters have the bits that come out when the steps that ranks took are computed again in one
@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import torch
 from fault_cases import ACCUMULATE, BEHIND_A_BUCKET, DEADLY, LOOPS, Case
-from fault_scenario import LEARNING_RATE, Integers, Told, batch, items
+from fault_scenario import LEARNING_RATE, Integers, Report, batch, items
 from ranks import Ended
 
 EXIT_CODES = {"sys.exit": 3, "os._exit": 4, "kill": -9}
@@ -22,25 +22,25 @@ class Outcome:
     """How the ranks of a case ended.
 
     Attributes:
-        told: what each rank told, by rank; ranks that died are missing.
+        reports: of each rank, by rank; ranks that died are missing.
     """
 
     def __init__(self, case: Case, ends: Sequence[Ended]) -> None:
         self._case = case
         self._check_ends(ends)
-        self.told: dict[int, Told] = {
+        self.reports: dict[int, Report] = {
             rank: end.value for rank, end in enumerate(ends) if end.value is not None
         }
-        self._others = {rank: told for rank, told in self.told.items() if rank != case.rank}
-        if case.rank in self.told:
-            self._check_fault(self.told[case.rank])
+        self._others = {rank: report for rank, report in self.reports.items() if rank != case.rank}
+        if case.rank in self.reports:
+            self._check_fault(self.reports[case.rank])
 
     def __str__(self) -> str:
         """Return one line a rank."""
         return "".join(
             f"\n  rank {rank}: windows stepped {t.windows}, skipped {t.skipped}, caught {t.caught!r}, error "
             f"{t.error!r}"
-            for rank, t in self.told.items()
+            for rank, t in self.reports.items()
         )
 
     def replaced(self) -> None:
@@ -51,34 +51,34 @@ class Outcome:
         """The others skipped the window, and know whose fault it was."""
         self._goes_on(skipped=1)
         error = self._fault().partition(":")[0]
-        for told in self._others.values():
+        for report in self._others.values():
             assert (
-                len(told.skipped) == 1 and f"rank {self._case.rank} gave the window up" in told.skipped[0]
+                len(report.skipped) == 1 and f"rank {self._case.rank} gave the window up" in report.skipped[0]
             ), self
-            assert error in told.skipped[0], self
+            assert error in report.skipped[0], self
 
     def used(self) -> None:
         """The window was stepped everywhere, and the fault's rank goes on behind it."""
         self._goes_on(skipped=0)
-        assert self._case.window in self._told_of_fault().windows, self
+        assert self._case.window in self._report_of_fault().windows, self
 
     def reported(self) -> None:
-        """All went on as if nothing had been, and were told once of whom they waited for."""
+        """All went on as if nothing had been, and one rank has warned once of whom it waited for."""
         self._goes_on(skipped=0)
-        said = [text for told in self.told.values() for text in told.warned if "fault_trap.py" in text]
+        warned = [text for each in self.reports.values() for text in each.warned if "fault_trap.py" in text]
         late, window = f"rank {self._case.rank}", f"window {self._case.window}"
-        assert len(said) == 1, said
-        assert f"{late} of {self._case.world} has not launched" in said[0], said
+        assert len(warned) == 1, warned
+        assert f"{late} of {self._case.world} has not launched" in warned[0], warned
         line = rf"{late} \(process \d+ .*{window}, .*fault_trap.py:\d+ in (_come_late|_pause)"
-        assert re.search(line, said[0]), said
+        assert re.search(line, warned[0]), warned
         waiting = [f"rank {rank}" for rank in range(self._case.world) if rank != self._case.rank]
-        assert all(re.search(rf"{rank} \(process.*waits in an? ", said[0]) for rank in waiting), said
+        assert all(re.search(rf"{rank} \(process.*waits in an? ", warned[0]) for rank in waiting), warned
 
     def raises(self) -> None:
         """Everybody got an error, and nobody has stepped the window."""
         self._ends_with_errors(steps={self._case.window})
-        if self._case.rank in self.told:
-            assert len(self._told_of_fault().windows) <= self._case.window, self
+        if self._case.rank in self.reports:
+            assert len(self._report_of_fault().windows) <= self._case.window, self
 
     def used_raises(self) -> None:
         """The others have stepped the window, and got an error in the next one."""
@@ -91,12 +91,12 @@ class Outcome:
     def parted(self) -> None:
         """Everybody heard in the next window that the ranks are not at the same place."""
         self._ends_with_errors(steps={self._case.window + 1})
-        for told in self.told.values():
-            assert "ranks are not at the same place" in told.error, self
+        for report in self.reports.values():
+            assert "ranks are not at the same place" in report.error, self
 
     def used_or_raises(self) -> None:
         """Either is right; never that ranks go on apart."""
-        if any(told.error for told in self.told.values()):
+        if any(report.error for report in self.reports.values()):
             self.used_raises()
         else:
             self.used()
@@ -110,16 +110,16 @@ class Outcome:
             assert end.exit_code == (EXIT_CODES[self._case.fault] if dies else None), f"rank {rank}: {end}"
             assert end.was_stopped == (is_faulty and self._case.fault == "stop"), f"rank {rank}: {end}"
 
-    def _check_fault(self, told: Told) -> None:
+    def _check_fault(self, report: Report) -> None:
         """Make sure that the fault struck, and that as much had been sent by then as the phase says."""
-        assert told.sent >= 0, f"the fault never struck: {self}"
+        assert report.sent >= 0, f"the fault never struck: {self}"
         header = 0 if self._case.has("hook") else 1
         if self._case.phase == "last backward":
-            assert told.sent == header, self
+            assert report.sent == header, self
         elif self._case.phase in BEHIND_A_BUCKET and not self._may_wait:
-            assert told.sent > header, self
+            assert report.sent > header, self
         elif self._case.phase.startswith("early"):
-            assert told.sent == 0, self
+            assert report.sent == 0, self
 
     @property
     def _may_wait(self) -> bool:
@@ -138,35 +138,35 @@ class Outcome:
 
     def _goes_on(self, *, skipped: int) -> None:
         """Every rank came to the end of its loops, with the same steps and the right bits."""
-        assert not any(told.error for told in self.told.values()), self
+        assert not any(report.error for report in self.reports.values()), self
         if self._case.fault not in ("pause", "late"):
-            assert self._told_of_fault().caught == self._fault(), self
-        for rank, told in self.told.items():
-            assert len(told.windows) == len(set(told.windows)) == self._num_windows() - skipped, self
-            assert len(told.skipped) == skipped or rank == self._case.rank, self
-        assert len({tuple(told.windows) for told in self.told.values()}) == 1, self
-        want = _trained(self._case, [told.steps for told in self.told.values()])
-        for rank, told in self.told.items():
-            assert told.params == want, f"rank {rank} has other parameters than its steps give: {self}"
+            assert self._report_of_fault().caught == self._fault(), self
+        for rank, report in self.reports.items():
+            assert len(report.windows) == len(set(report.windows)) == self._num_windows() - skipped, self
+            assert len(report.skipped) == skipped or rank == self._case.rank, self
+        assert len({tuple(report.windows) for report in self.reports.values()}) == 1, self
+        want = _trained(self._case, [report.steps for report in self.reports.values()])
+        for rank, report in self.reports.items():
+            assert report.params == want, f"rank {rank} has other parameters than its steps give: {self}"
 
     def _ends_with_errors(self, *, steps: set[int]) -> None:
         """Every rank that lives raised, and the others had taken as many steps, each once,
         with the right bits.
         """
-        assert all(told.error for told in self.told.values()), self
+        assert all(report.error for report in self.reports.values()), self
         if self._case.fault == "kill" and not (self._case.has("hook") or self._meets_in_ddp):
-            found = {_finding(told.error) for told in self.told.values()}
-            assert len(found) == 1, [told.error for told in self.told.values()]
-            (said,) = found
-            assert f"rank {self._case.rank} of {self._case.world} has died" in said, said
-        for rank, told in self._others.items():
-            assert len(told.windows) in steps and len(told.windows) == len(set(told.windows)), self
-            assert told.params == _trained(self._case, self._planned(len(told.windows))), (
+            found = {_finding(report.error) for report in self.reports.values()}
+            assert len(found) == 1, [report.error for report in self.reports.values()]
+            (finding,) = found
+            assert f"rank {self._case.rank} of {self._case.world} has died" in finding, finding
+        for rank, report in self._others.items():
+            assert len(report.windows) in steps and len(report.windows) == len(set(report.windows)), self
+            assert report.params == _trained(self._case, self._planned(len(report.windows))), (
                 f"rank {rank}: {self}"
             )
 
-    def _told_of_fault(self) -> Told:
-        return self.told[self._case.rank]
+    def _report_of_fault(self) -> Report:
+        return self.reports[self._case.rank]
 
     def _fault(self) -> str:
         kind = "KeyboardInterrupt" if self._case.fault == "interrupt" else "Boom"

@@ -34,8 +34,8 @@ LARGE = 2.0**20  # norms stay below it: clipping is passed through, and changes 
 
 
 @dataclass
-class Told:
-    """What a rank tells of its run.
+class Report:
+    """How a run went on one rank.
 
     Attributes:
         steps: one entry an optimizer step that was taken: the micro-batches that this rank has put into it.
@@ -44,7 +44,7 @@ class Told:
         params: the parameters at the end, one list.
         caught: the fault, as it came out where the user's code caught it.
         error: what ended the run; empty if it came to its end.
-        warned: what this rank's watch has said of stalls.
+        warned: warnings of stalls by this rank's watch.
         sent: collectives that had been launched in the fault's window when it struck; -1 if it never did.
     """
 
@@ -58,7 +58,7 @@ class Told:
     sent: int = -1
 
 
-def train(case: Case) -> Told:
+def train(case: Case) -> Report:
     """Run a case on this rank."""
     run = Run(case)
     comm_watch.WAIT_S = 0.2  # the others have failed within milliseconds
@@ -69,13 +69,13 @@ def train(case: Case) -> Told:
         try:
             run.loops()
         except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001 - the table says what is due
-            run.told.error = f"{type(error).__name__}: {error}"
-    if run.told.error:
+            run.report.error = f"{type(error).__name__}: {error}"
+    if run.report.error:
         hang_up(works)
-    run.told.warned = [str(warning.message) for warning in caught if "stalled" in str(warning.message)]
-    run.told.sent = run.trap.sent
-    run.told.params = torch.cat([p.detach().flatten() for p in run.model.parameters()]).tolist()
-    return run.told
+    run.report.warned = [str(warning.message) for warning in caught if "stalled" in str(warning.message)]
+    run.report.sent = run.trap.sent
+    run.report.params = torch.cat([p.detach().flatten() for p in run.model.parameters()]).tolist()
+    return run.report
 
 
 class Point(torch.autograd.Function):
@@ -188,7 +188,7 @@ class Run:
     """One rank's run of a case: model, engine, optimizer, and the loops over windows."""
 
     def __init__(self, case: Case) -> None:
-        self.case, self.told = case, Told()
+        self.case, self.report = case, Report()
         self.trap = Trap(case)
         self.model = Integers(self.trap)
         self.optimizer = Optimizer(self)
@@ -211,12 +211,12 @@ class Run:
 
     def note_step(self) -> None:
         """The optimizer has stepped."""
-        self.told.steps.append(list(self._made_of))
-        self.told.windows.append(len(self.told.windows) if self.sync is None else self.sync.window)
+        self.report.steps.append(list(self._made_of))
+        self.report.windows.append(len(self.report.windows) if self.sync is None else self.sync.window)
 
     def react(self, sync: pe.Sync | None, error: BaseException) -> None:
         """Do what the case says after a fault that was caught."""
-        self.told.caught = f"{type(error).__name__}: {error}"
+        self.report.caught = f"{type(error).__name__}: {error}"
         if self.case.fault.endswith(", abandon"):
             assert sync is not None
             sync.abandon()
@@ -248,7 +248,7 @@ class Run:
         @sync.on_step
         def listen(record: pe.StepRecord) -> None:
             if record.skipped:
-                self.told.skipped.append(record.reason)
+                self.report.skipped.append(record.reason)
             self.trap.at("callback")
 
         return sync
@@ -287,8 +287,8 @@ class Run:
     def _plain_loop(self, first: int, windows: int) -> None:
         """Plain DDP: nothing of pyengine but the hook."""
         loader = Loader(self.trap, first, None)
-        end = len(self.told.steps) + windows
-        while len(self.told.steps) < end:
+        end = len(self.report.steps) + windows
+        while len(self.report.steps) < end:
             try:
                 self._begin()
                 for self.trap.turn in TURNS:

@@ -127,7 +127,7 @@ def _pause(seconds: float = PAUSE_S) -> None:
 
 
 def _come_late() -> None:
-    """Stop for long, once the others have been told that this rank is here."""
+    """Stop for long, once a heartbeat has shown the others that this rank is here."""
     time.sleep(STALL_AFTER_S / 2)
     _pause(LATE_S)
 

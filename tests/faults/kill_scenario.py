@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -106,7 +107,7 @@ def train(plan: Plan, trap: KillTrap, attempt: int) -> str:
         warnings.simplefilter("always")
         run = _Run(plan, trap)
         start = run.resume()
-        run.tell("resumed", step=start, attempt=attempt, warned=[str(each.message) for each in caught])
+        run.log("resumed", step=start, attempt=attempt, warned=[str(each.message) for each in caught])
         trap.at("resumed")
         return run.windows(start)
 
@@ -182,12 +183,12 @@ class _Run:
             sync.clip_grad_norm_(1.0)
             sync.step(self._optimizer, self._scheduler)
             trap.at("stepped")
-            self.tell("stepped", step=2 * step + 2, digest=self._digest())
+            self.log("stepped", step=2 * step + 2, digest=self._digest())
             self._save(2 * step + 2)
             trap.end_window()
         return self._digest()
 
-    def tell(self, what: str, **values: Any) -> None:
+    def log(self, what: str, **values: Any) -> None:
         """Append a line in one piece, on rank 0."""
         if dist.get_rank() == 0:
             line = json.dumps({"what": what, "world": dist.get_world_size(), **values}) + "\n"
@@ -209,7 +210,7 @@ class _Run:
             "sync": self._sync,
         }
         self._checkpoints.save(step, {name: part.state_dict() for name, part in parts.items()})
-        self.tell("saved", step=step)
+        self.log("saved", step=step)
         self._trap.at("saved")
 
     def _digest(self) -> str:
@@ -224,7 +225,6 @@ class _Run:
 def _watched_files(trap: KillTrap) -> Iterator[None]:
     """Pass the phases of a checkpoint's file: on the way to it, in it, and when old ones go."""
     write, piece, fsync = state_file.write, state_file._Summed.write, os.fsync
-    replace, unlink, read = Path.replace, Path.unlink, state_file.read
     pieces, syncs = [0], [0]
 
     def write_and_tell(*args: Any) -> None:
@@ -245,21 +245,15 @@ def _watched_files(trap: KillTrap) -> Iterator[None]:
         syncs[0] += 1
         fsync(descriptor)
 
-    patches: list[tuple[Any, str, Callable[..., Any], Callable[..., Any]]] = [
-        (state_file, "write", write, write_and_tell),
-        (state_file._Summed, "write", piece, piece_and_tell),
-        (os, "fsync", fsync, fsync_and_tell),
-        (Path, "replace", replace, _behind(trap, "unnamed", replace)),
-        (Path, "unlink", unlink, _behind(trap, "remove", unlink)),
-        (state_file, "read", read, _behind(trap, "load", read)),
-    ]
-    for owner, name, _, instead in patches:
-        setattr(owner, name, instead)
-    try:
+    with (
+        mock.patch.object(state_file, "write", write_and_tell),
+        mock.patch.object(state_file._Summed, "write", piece_and_tell),
+        mock.patch.object(os, "fsync", fsync_and_tell),
+        mock.patch.object(Path, "replace", _behind(trap, "unnamed", Path.replace)),
+        mock.patch.object(Path, "unlink", _behind(trap, "remove", Path.unlink)),
+        mock.patch.object(state_file, "read", _behind(trap, "load", state_file.read)),
+    ):
         yield
-    finally:
-        for owner, name, before, _ in patches:
-            setattr(owner, name, before)
 
 
 def _behind(trap: KillTrap, phase: str, function: Callable[..., Any]) -> Callable[..., Any]:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 from campaign import record
-from fault_cases import DEADLY, SAID, TABLE, Case, drawn
+from fault_cases import DEADLY, IN_WORDS, TABLE, Case, drawn
 from fault_outcomes import ENDS, Outcome
 from fault_scenario import train
 from marks import rest
@@ -28,7 +28,7 @@ def ended() -> Iterator[Counter[tuple[str, str]]]:
             fault=fault,
             made_by="on one rank of 2 to 4, in every phase and way in (`tests/faults/test_faults.py`)",
             tries=tries,
-            outcome=f"{SAID[end]}; parameters have the bits of the steps that were taken",
+            outcome=f"{IN_WORDS[end]}; parameters have the bits of the steps that were taken",
         )
 
 
