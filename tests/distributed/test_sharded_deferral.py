@@ -102,12 +102,9 @@ def test_every_choice_has_the_same_result_and_buys_what_it_can(
             with torch.no_grad():
                 loss_of(model, own_batches(1)[0])
             calls.gathers = calls.scatters = 0
-    for found, want in (
-        (calls.gathers == 3, gathers_once),  # one a unit
-        (calls.scatters, scatters),
-        (records[-1].held_bytes, held),
-    ):
-        assert want is None or found == want
+    assert gathers_once in (ANY, calls.gathers == 3)  # one a unit
+    assert scatters in (ANY, calls.scatters)
+    assert held in (ANY, records[-1].held_bytes)
 
 
 @pytest.mark.parametrize(
