@@ -2,7 +2,7 @@
 
 import torch
 import torch.distributed as dist
-from habitat import Outcome, Watch, average_, flat, mine, net, right_mean, sgd
+from habitat import Outcome, Watch, average_, end_window, mine, net, right_mean, sgd
 from torch import Tensor
 
 THREAD = "NVIDIA/apex multi_tensor_apply (ROCm/apex#54)"
@@ -27,7 +27,4 @@ def train(watch: Watch) -> Outcome:
     average_(model.parameters())
     summed = [param.grad.mul_(dist.get_world_size()) for param in model.parameters()]
     multi_tensor_scale([*summed, torch.empty(0)], 1 / dist.get_world_size())
-    audit.reduced()
-    got = flat(model)
-    optimizer.step()
-    return Outcome(got, due)
+    return end_window(audit, model, optimizer, due)

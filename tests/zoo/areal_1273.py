@@ -1,7 +1,7 @@
 """Losses are weighed over the whole batch, and the pipeline's schedule divides by its micro-batches again."""
 
 import torch.distributed as dist
-from habitat import Outcome, Watch, average_, everybody, flat, mine, net, right, sgd
+from habitat import Outcome, Watch, average_, end_window, everybody, mine, net, right, sgd
 
 THREAD = "areal-project/AReaL PR#1273"
 BUG = "a pipeline's schedule divides normalized losses by its micro-batches once more"
@@ -19,7 +19,4 @@ def train(watch: Watch) -> Outcome:
         loss = model(x) * world / tokens
         (loss / len(sizes)).backward()
     average_(model.parameters())
-    audit.reduced()
-    got = flat(model)
-    optimizer.step()
-    return Outcome(got, due)
+    return end_window(audit, model, optimizer, due)

@@ -1,7 +1,7 @@
 """A step divides gradients by a loss scale with which no loss was multiplied."""
 
 import torch.distributed as dist
-from habitat import Outcome, Watch, average_, everybody, flat, mine, net, right, sgd
+from habitat import Outcome, Watch, average_, end_window, everybody, mine, net, right, sgd
 
 THREAD = "deepspeedai/DeepSpeed PR#7839"
 BUG = "bf16: the step divides by a loss scale that the backward never applied"
@@ -19,7 +19,4 @@ def train(watch: Watch) -> Outcome:
     average_(model.parameters())
     for param in model.parameters():
         param.grad /= LOSS_SCALE  # unscaled, though no loss was scaled
-    audit.reduced()
-    got = flat(model)
-    optimizer.step()
-    return Outcome(got, due)
+    return end_window(audit, model, optimizer, due)

@@ -1,7 +1,7 @@
 """The last micro-batch is added to the sum behind the reduction."""
 
 import torch
-from habitat import Outcome, Watch, average_, flat, mine, net, right_mean, sgd
+from habitat import Outcome, Watch, average_, end_window, mine, net, right_mean, sgd
 
 THREAD = "deepspeedai/DeepSpeed PR#7985"
 BUG = "gradients are reduced before the last micro-batch is added to the sum"
@@ -29,7 +29,4 @@ def train(watch: Watch) -> Outcome:
         param.grad = total
     average_(model.parameters())
     torch._foreach_add_(sums, last)
-    audit.reduced()
-    got = flat(model)
-    optimizer.step()
-    return Outcome(got, due)
+    return end_window(audit, model, optimizer, due)

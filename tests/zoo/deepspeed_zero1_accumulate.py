@@ -1,7 +1,7 @@
 """With sums in another type than the model's, the reduction works on a copy, and the step on a fresh one."""
 
 import torch.distributed as dist
-from habitat import Outcome, Watch, flat, mine, net, right_mean, sgd
+from habitat import Outcome, Watch, end_window, mine, net, right_mean, sgd
 
 THREAD = "DeepSpeed ZeRO-1, grad_accum_dtype"
 BUG = "a converted copy of the sum is reduced, another one is stepped"
@@ -19,7 +19,4 @@ def train(watch: Watch) -> Outcome:
         dist.all_reduce(converted)
         converted /= dist.get_world_size()
         param.grad = param.grad.float()  # asked for again: a fresh copy of the sum, not of the reduced one
-    audit.reduced()
-    got = flat(model)
-    optimizer.step()
-    return Outcome(got, due)
+    return end_window(audit, model, optimizer, due)

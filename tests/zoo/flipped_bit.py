@@ -2,7 +2,7 @@
 
 import torch
 import torch.distributed as dist
-from habitat import Outcome, Watch, average_, flat, mine, net, sgd
+from habitat import Outcome, Watch, average_, compare_with_rank_0, mine, net, sgd
 
 THREAD = "a class: a flipped bit"
 BUG = "one bit of one weight changes on one rank"
@@ -16,13 +16,10 @@ def train(watch: Watch) -> Outcome:
     audit = watch(model, optimizer, every=1)
     for step, x in enumerate(mine(3, 3, 3)):
         if step == 1 and dist.get_rank() == 2:
-            model.expert.weight.data.view(torch.int32)[3, 5] ^= 1 << 27
+            model.expert.weight.data.view(torch.int32)[3, 5] ^= 1 << 25
         model(x).backward()
         average_(model.parameters())
         audit.reduced()
         optimizer.step()
         optimizer.zero_grad()
-    got = flat(model, "value")
-    due = got.clone()
-    dist.broadcast(due, 0)
-    return Outcome(got, due) if dist.get_rank() == 2 else Outcome(got, 2 * got)
+    return compare_with_rank_0(model)

@@ -14,18 +14,6 @@ from torch import Tensor, nn
 Watch = Callable[..., Any]
 
 
-class Unwatched:
-    """Stands for the audit where it is off."""
-
-    def __getattr__(self, name: str) -> Callable[..., None]:
-        return lambda *args, **kwargs: None
-
-
-def unwatched(*_: Any, **__: Any) -> Any:
-    """Do what `pe.audit` does, and nothing of it."""
-    return Unwatched()
-
-
 @dataclass(frozen=True)
 class Outcome:
     """What a bug leads to: numbers, and what they should be."""
@@ -106,3 +94,19 @@ def average_(params: Iterable[nn.Parameter]) -> None:
 def sgd(model: nn.Module) -> torch.optim.SGD:
     """Return an optimizer."""
     return torch.optim.SGD(model.parameters(), lr=0.01)
+
+
+def end_window(audit: Any, model: nn.Module, optimizer: torch.optim.Optimizer, due: Tensor) -> Outcome:
+    """Step with the gradients as they are; return them beside the right ones."""
+    audit.reduced()
+    got = flat(model)
+    optimizer.step()
+    return Outcome(got, due)
+
+
+def compare_with_rank_0(model: nn.Module) -> Outcome:
+    """Return this rank's parameters beside those of rank 0."""
+    got = flat(model, "value")
+    due = got.clone()
+    dist.broadcast(due, 0)
+    return Outcome(got, due)

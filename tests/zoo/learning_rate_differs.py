@@ -2,7 +2,7 @@
 
 import torch
 import torch.distributed as dist
-from habitat import Outcome, Watch, average_, flat, mine, net, sgd
+from habitat import Outcome, Watch, average_, compare_with_rank_0, mine, net, sgd
 
 THREAD = "a class: a learning rate that differs"
 BUG = "one rank's scheduler has stepped once more"
@@ -22,7 +22,4 @@ def train(watch: Watch) -> Outcome:
         optimizer.zero_grad()
         if step == 0 and dist.get_rank() == 1:
             schedule.step()
-    got = flat(model, "value")
-    due = got.clone()
-    dist.broadcast(due, 0)
-    return Outcome(got, due) if dist.get_rank() == 1 else Outcome(got, 2 * got)
+    return compare_with_rank_0(model)

@@ -1,7 +1,7 @@
 """The second head's loss is a mean over each rank's own tokens, and ranks have other numbers of them."""
 
 import torch.distributed as dist
-from habitat import Outcome, Watch, average_, everybody, flat, mine, net, right, sgd
+from habitat import Outcome, Watch, average_, end_window, everybody, mine, net, right, sgd
 
 THREAD = "NVIDIA/Megatron-LM#7452"
 BUG = "the second head (MTP) is normalized by each rank's own tokens"
@@ -27,7 +27,4 @@ def train(watch: Watch) -> Outcome:
     average_(model.parameters())
     for param in model.parameters():
         param.grad /= tokens  # the mean over ranks is a sum over all of their tokens
-    audit.reduced()
-    got = flat(model)
-    optimizer.step()
-    return Outcome(got, due)
+    return end_window(audit, model, optimizer, due)

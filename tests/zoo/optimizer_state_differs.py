@@ -2,7 +2,7 @@
 
 import torch
 import torch.distributed as dist
-from habitat import Outcome, Watch, average_, flat, mine, net
+from habitat import Outcome, Watch, average_, compare_with_rank_0, mine, net
 
 THREAD = "a class: an optimizer state that differs"
 BUG = "one rank has loaded the optimizer's state of another step"
@@ -23,7 +23,4 @@ def train(watch: Watch) -> Outcome:
         audit.reduced()
         optimizer.step()
         optimizer.zero_grad()
-    got = flat(model, "value")
-    due = got.clone()
-    dist.broadcast(due, 0)
-    return Outcome(got, due) if dist.get_rank() == 1 else Outcome(got, 2 * got)
+    return compare_with_rank_0(model)

@@ -1,7 +1,7 @@
 """Each rank divides by its own tokens before the mean over ranks: those with fewer weigh more."""
 
 import torch.distributed as dist
-from habitat import Outcome, Watch, average_, data, flat, net, right, sgd
+from habitat import Outcome, Watch, average_, data, end_window, net, right, sgd
 
 THREAD = "PrimeIntellect-ai/prime-rl#2358"
 BUG = "the loss is divided by each rank's own tokens"
@@ -25,7 +25,4 @@ def train(watch: Watch) -> Outcome:
         audit.count(len(x), divided_by=loss_scale)
         (model(x) / loss_scale).backward()
     average_(model.parameters())
-    audit.reduced()
-    got = flat(model)
-    optimizer.step()
-    return Outcome(got, due)
+    return end_window(audit, model, optimizer, due)

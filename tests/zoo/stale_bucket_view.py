@@ -2,7 +2,7 @@
 
 import torch
 import torch.distributed as dist
-from habitat import Outcome, Watch, flat, mine, net, right_mean, sgd
+from habitat import Outcome, Watch, end_window, mine, net, right_mean, sgd
 
 THREAD = "a class: a stale bucket view"
 BUG = "after `model.to(...)` and back, `.grad` views the bucket no more, which is reduced all the same"
@@ -23,7 +23,4 @@ def train(watch: Watch) -> Outcome:
         (model(x) / 2).backward()
     dist.all_reduce(bucket)
     bucket /= dist.get_world_size()
-    audit.reduced()
-    got = flat(model)
-    optimizer.step()
-    return Outcome(got, due)
+    return end_window(audit, model, optimizer, due)

@@ -1,7 +1,7 @@
 """A collective fails, and the error stays in a future that nobody looks at."""
 
 import torch
-from habitat import Outcome, Watch, average_, flat, mine, net, right_mean, sgd
+from habitat import Outcome, Watch, average_, end_window, mine, net, right_mean, sgd
 
 THREAD = "a class: a swallowed collective error"
 BUG = "a bucket's all-reduce fails, and the callback behind it does not look at its future"
@@ -17,10 +17,7 @@ def train(watch: Watch) -> Outcome:
     failed = [model.head.weight, model.head.bias]
     average_(param for param in model.parameters() if all(param is not other for other in failed))
     work: torch.futures.Future[None] = torch.futures.Future()
-    landed = work.then(lambda future: None)  # must ask for its value
+    reduced = work.then(lambda future: None)  # must ask for its value
     work.set_exception(RuntimeError("connection closed by peer"))
-    landed.wait()
-    audit.reduced()
-    got = flat(model)
-    optimizer.step()
-    return Outcome(got, due)
+    reduced.wait()
+    return end_window(audit, model, optimizer, due)

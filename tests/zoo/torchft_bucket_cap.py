@@ -2,7 +2,7 @@
 
 import torch
 import torch.distributed as dist
-from habitat import Outcome, Watch, flat, mine, net, right_mean, sgd
+from habitat import Outcome, Watch, end_window, mine, net, right_mean, sgd
 
 THREAD = "meta-pytorch/torchft, bucketised all-reduce"
 BUG = "a tensor larger than the bucket's cap is never sent"
@@ -22,7 +22,4 @@ def train(watch: Watch) -> Outcome:
         dist.all_reduce(bucket)
         for grad, part in zip(packed, bucket.split([g.numel() for g in packed]), strict=True):
             grad.copy_(part.view_as(grad) / dist.get_world_size())
-    audit.reduced()
-    got = flat(model)
-    optimizer.step()
-    return Outcome(got, due)
+    return end_window(audit, model, optimizer, due)

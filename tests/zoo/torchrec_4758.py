@@ -1,6 +1,6 @@
 """DDP is armed by the last forward; in a 1F1B pipeline the next backward is an earlier micro-batch's."""
 
-from habitat import Outcome, Watch, flat, mine, net, right_mean, sgd
+from habitat import Outcome, Watch, end_window, mine, net, right_mean, sgd
 from torch.nn.parallel import DistributedDataParallel
 
 THREAD = "meta-pytorch/torchrec PR#4758"
@@ -25,7 +25,4 @@ def train(watch: Watch) -> Outcome:
     waiting.backward()  # and this reduces
     with ddp.no_sync():
         last.backward()
-    audit.reduced()
-    got = flat(model)
-    optimizer.step()
-    return Outcome(got, due)
+    return end_window(audit, model, optimizer, due)

@@ -3,7 +3,7 @@
 from contextlib import nullcontext
 
 import torch.distributed as dist
-from habitat import Outcome, Watch, everybody, flat, mine, net, right, sgd
+from habitat import Outcome, Watch, end_window, everybody, mine, net, right, sgd
 from torch.nn.parallel import DistributedDataParallel
 
 THREAD = "pytorch/torchtitan PR#2323"
@@ -21,7 +21,4 @@ def train(watch: Watch) -> Outcome:
         with nullcontext() if index == 2 else ddp.no_sync():
             audit.count(len(x), divided_by=tokens)
             (ddp(x) / tokens).backward()
-    audit.reduced()
-    got = flat(model)
-    optimizer.step()
-    return Outcome(got, due)
+    return end_window(audit, model, optimizer, due)

@@ -2,7 +2,7 @@
 
 import torch
 import torch.distributed as dist
-from habitat import Outcome, Watch, average_, everybody, flat, mine, net, right, sgd
+from habitat import Outcome, Watch, average_, end_window, everybody, mine, net, right, sgd
 
 THREAD = "verl-project/verl#5983"
 BUG = "tokens are summed over a group without the context-parallel ranks"
@@ -20,7 +20,4 @@ def train(watch: Watch) -> Outcome:
     audit.count(len(x), divided_by=float(tokens) / world)
     (model(x) * world / tokens).backward()  # times the context-parallel ranks, for the mean over them
     average_(model.parameters())
-    audit.reduced()
-    got = flat(model)
-    optimizer.step()
-    return Outcome(got, due)
+    return end_window(audit, model, optimizer, due)

@@ -1,7 +1,7 @@
 """A shard size of 1 makes the group over which gradients are reduced a group of one rank."""
 
 import torch.distributed as dist
-from habitat import Outcome, Watch, flat, mine, net, right_mean, sgd
+from habitat import Outcome, Watch, end_window, mine, net, right_mean, sgd
 
 THREAD = "verl-project/verl#7493"
 BUG = "fsdp_size=1: gradients are reduced over a shard group of one rank"
@@ -18,7 +18,4 @@ def train(watch: Watch) -> Outcome:
     for param in model.parameters():
         dist.all_reduce(param.grad, group=shard)
         param.grad /= dist.get_world_size(shard)
-    audit.reduced()
-    got = flat(model)
-    optimizer.step()
-    return Outcome(got, due)
+    return end_window(audit, model, optimizer, due)
