@@ -31,7 +31,7 @@ SEED, MICRO_BATCH, WINDOW = 7, 2, 12
 def loop() -> Iterator[Names]:
     """What every training loop has."""
     torch.manual_seed(SEED)
-    model = nn.Linear(4, 3)
+    model, critic = nn.Linear(4, 3), nn.Linear(3, 1)
     data = TensorDataset(torch.randn(50, 4), torch.randint(3, (50,)))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     yield {
@@ -47,6 +47,8 @@ def loop() -> Iterator[Names]:
         "loader": DataLoader(data, batch_size=MICRO_BATCH),
         "optimizer": optimizer,
         "scheduler": torch.optim.lr_scheduler.ConstantLR(optimizer),
+        "critic": critic,
+        "critic_optimizer": torch.optim.SGD(critic.parameters(), lr=0.1),
     }
 
 
@@ -58,17 +60,6 @@ def experts() -> Iterator[Names]:
         model.add_module("experts", nn.Sequential(nn.Linear(4, 3)))
         names |= {"model": model, "optimizer": torch.optim.AdamW(model.parameters(), lr=0.1)}
         yield names | {"expert_group": dist.group.WORLD}
-
-
-@contextmanager
-def models() -> Iterator[Names]:
-    """A critic of what the model returns, and optimizers beside the model's."""
-    with loop() as names:
-        weight, bias = names["model"].parameters()
-        critic = nn.Linear(3, 1)
-        names |= {"critic": critic, "critic_optimizer": torch.optim.SGD(critic.parameters(), lr=0.1)}
-        names |= {"optimizer": torch.optim.SGD([weight], lr=0.1)}
-        yield names | {"other_optimizer": torch.optim.SGD([bias], lr=0.1)}
 
 
 class Classifier(nn.Linear):
@@ -241,7 +232,6 @@ NAMES = {
     "README.md": (loops_before_and_after, 2),
     "docs/adapters.md": (adapters, 1),
     "docs/counts.md": (counts, 2),
-    "docs/faq.md": (models, 2),
     "docs/mesh.md": (experts, 4),
     "docs/migrate.md": (loops_before_and_after, 2),
     "docs/reproducible.md": (exact, 2),

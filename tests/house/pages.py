@@ -1,4 +1,4 @@
-"""The documentation pages and the code in them: fenced blocks and `spans`."""
+"""The modules of the package, the documentation pages, and the code in these: fenced blocks and `spans`."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "pyengine"
+MODULES = sorted(path.relative_to(PACKAGE) for path in PACKAGE.rglob("*.py"))
 PAGES = [
     ROOT / name for name in ("README.md", "CONTRIBUTING.md", "benchmarks/README.md", "examples/README.md")
 ]

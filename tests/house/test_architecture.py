@@ -1,19 +1,18 @@
-"""A folder of the package is a floor: it imports from itself and from floors below. docs/architecture.md
-shows the same floors.
-"""
+"""A folder of the package is a floor: it imports from floors below what docs/architecture.md shows."""
 
 from __future__ import annotations
 
+import ast
 import re
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
-from floors import FLOORS, MODULES, PACKAGE, imported, imported_floors
-from pages import ROOT
+from pages import MODULES, PACKAGE, ROOT
 
-ABOVE = {"__init__", "__main__"}  # above all floors
+ABOVE = {"__init__.py", "__main__.py", "py.typed", "__pycache__"}  # above all floors
 LATE = {
     "__init__.py",  # the command's signals, in the process of the command line alone
     "comm/__init__.py",  # torch_xla, which may be absent
@@ -21,55 +20,51 @@ LATE = {
     "cli/trackers.py",  # tensorboard, which may be absent
     "ops/native.py",  # the extension
 }
+# Floor, what it imports, and what it does not; from the ground up.
 TABLE = re.findall(
     r"^\| `(\w+)` \|[^|]+\|([^|]*)\|([^|]+)\|$", (ROOT / "docs/architecture.md").read_text(), re.MULTILINE
 )
-IMPORTS_NOT = [(floor, name) for floor, _, names in TABLE for name in re.findall(r"`([^`]+)`", names)]
+FLOORS = [floor for floor, *_ in TABLE]
 
 
-def _modules(floor: str) -> list[Path]:
-    return [module for module in MODULES if module.parts[0] == floor]
+@cache
+def _imports(module: Path) -> list[tuple[str, bool]]:
+    """Return (dotted name, whether it is imported at the top of the file) of every import of a module."""
+    found = []
+    for node in ast.walk(ast.parse((PACKAGE / module).read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            found += [(f"{node.module}.{alias.name}", node.col_offset == 0) for alias in node.names]
+        elif isinstance(node, ast.Import):
+            found += [(alias.name, node.col_offset == 0) for alias in node.names]
+    return found
+
+
+def _imports_of(floor: str) -> list[str]:
+    return [name for module in MODULES if module.parts[0] == floor for name, _ in _imports(module)]
 
 
 def test_folders_are_the_floors_and_nothing_is_beside_them():
-    found = {path.stem for path in PACKAGE.iterdir() if path.is_dir() or path.suffix == ".py"}
-    assert found - {"__pycache__"} == {*FLOORS, *ABOVE}
+    assert {path.name for path in PACKAGE.iterdir()} - ABOVE == set(FLOORS)
 
 
-def test_modules_import_only_from_their_floor_or_below():
-    wrong = {}
-    for index, floor in enumerate(FLOORS):
-        above = set(FLOORS[index + 1 :])
-        wrong |= {str(module): imported_floors(module) & above for module in _modules(floor)}
-    assert {module: floors for module, floors in wrong.items() if floors} == {}
+@pytest.mark.parametrize(("floor", "shown", "excluded"), TABLE, ids=FLOORS)
+def test_a_floor_imports_what_the_page_shows_and_only_from_below(floor, shown, excluded):
+    imports = _imports_of(floor)
+    ours = {name.split(".")[1] for name in imports if name.startswith("pyengine.")} - {floor}
+    assert ours == set(re.findall(r"`(\w+)`", shown)) <= set(FLOORS[: FLOORS.index(floor)])
+    for name in re.findall(r"`([^`]+)`", excluded):
+        prefix = f"pyengine.{name}." if name in FLOORS else f"{name}."
+        assert [each for each in imports if f"{each}.".startswith(prefix)] == []
 
 
 def test_imports_of_ours_are_at_the_top_of_the_file():
     late = {
         str(module)
         for module in MODULES
-        for name, is_at_top in imported(module)
+        for name, is_at_top in _imports(module)
         if name.startswith("pyengine.") and not is_at_top
     }
     assert late <= LATE
-
-
-def test_the_page_shows_the_floors_and_what_each_imports():
-    real = {floor: set().union(*map(imported_floors, _modules(floor))) for floor in FLOORS}
-    expected = [
-        (floor, ", ".join(f"`{other}`" for other in FLOORS if other in real[floor] - {floor}))
-        for floor in FLOORS
-    ]
-    assert [(floor, imports.strip()) for floor, imports, _ in TABLE] == expected
-
-
-def test_a_floor_does_not_import_what_the_page_excludes():
-    found = []
-    for floor, name in IMPORTS_NOT:
-        excluded = f"pyengine.{name}." if name in FLOORS else f"{name}."
-        imports = [(str(module), each) for module in _modules(floor) for each, _ in imported(module)]
-        found += [(module, each) for module, each in imports if f"{each}.".startswith(excluded)]
-    assert IMPORTS_NOT and found == []
 
 
 @pytest.mark.slow

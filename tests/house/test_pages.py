@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from pages import PAGES, ROOT, name_of, prose, spans
+from pages import MODULES, PACKAGE, PAGES, ROOT, name_of, prose, spans
 
 import pyengine as pe
 from pyengine.cli.study.probe import Probe as StudyProbe
@@ -17,7 +17,6 @@ from pyengine.cli.verify.probe import Probe as VerifyProbe
 from pyengine.ops.exact import ExactSum
 from pyengine.ops.plan import BucketPlan
 
-API = (ROOT / "docs" / "api.md").read_text()
 PUBLIC = [
     *sorted(set(pe.__all__) - {"ops", "wire", "telemetry"}),
     *(f"telemetry.{name}" for name in pe.telemetry.__all__),
@@ -27,7 +26,8 @@ PUBLIC = [
 
 
 def test_every_public_name_is_on_the_api_page():
-    named = set(re.findall(r"^\.\. auto(?:class|function):: (?:pyengine\.)?(\S+)$", API, re.MULTILINE))
+    page = (ROOT / "docs" / "api.md").read_text()
+    named = set(re.findall(r"^\.\. auto(?:class|function):: (?:pyengine\.)?(\S+)$", page, re.MULTILINE))
     assert set(PUBLIC) - named == set()
 
 
@@ -35,7 +35,7 @@ def test_every_public_name_is_on_the_api_page():
 
 
 def _objects() -> dict[str, Any]:
-    """Return what the pages call by these names; instances, since attributes are made with them."""
+    """Return what the pages call by these names; instances, since they have more attributes than classes."""
     model = torch.nn.Linear(2, 1)
     sync = pe.GradSync(model, accumulate=2)
     return {
@@ -72,11 +72,11 @@ def _used(span: str) -> Iterator[tuple[str, tuple[str, ...]]]:
             yield name, tuple(keywords)
 
 
-USED = sorted({(name_of(page), *used) for page in PAGES for span in spans(page) for used in _used(span)})
+USED = {(name_of(page), *used) for page in PAGES for span in spans(page) for used in _used(span)}
 
 
 def _problem(name: str, keywords: tuple[str, ...]) -> str:
-    """Say what is not there; "" where the name exists and has the arguments."""
+    """Return what is missing; "" where the name exists and has the arguments."""
     owner, *names = name.split(".")
     found = OBJECTS[owner]
     for part in names:
@@ -97,14 +97,12 @@ def test_names_of_ours_exist_and_have_the_arguments():
 # ---- files in backticks: `docs/mesh.md`, `pyengine/comm/base.py: Comm` ----
 
 _FILE = re.compile(r"((?:benchmarks|csrc|docs|examples|pyengine|tests)/[\w./-]*)(?:: ([\w.]+))?")
-FILES = sorted(
-    {
-        (name_of(page), m[1], m[2] or "")
-        for page in PAGES
-        for span in spans(page)
-        if (m := _FILE.fullmatch(span))
-    }
-)
+FILES = {
+    (name_of(page), *match.groups(default=""))
+    for page in PAGES
+    for span in spans(page)
+    if (match := _FILE.fullmatch(span))
+}
 
 
 def _has(path: str, name: str) -> bool:
@@ -119,11 +117,6 @@ def test_files_on_the_pages_exist_and_have_the_names():
     assert FILES and [(page, path, name) for page, path, name in FILES if not _has(path, name)] == []
 
 
-# ---- messages on docs/errors.md ----
-
-ENTRIES = re.findall(r"^\| `(.+?)` \|", (ROOT / "docs" / "errors.md").read_text(), re.MULTILINE)
-
-
 def _text(node: ast.Constant | ast.JoinedStr) -> str:
     """Return a string of the sources with … for what is filled in."""
     parts = node.values if isinstance(node, ast.JoinedStr) else [node]
@@ -131,14 +124,21 @@ def _text(node: ast.Constant | ast.JoinedStr) -> str:
 
 
 def test_messages_of_the_errors_page_are_in_the_sources():
+    entries = re.findall(r"^\| `(.+?)` \|", (ROOT / "docs" / "errors.md").read_text(), re.MULTILINE)
     strings = "\n".join(
         _text(node)
-        for path in sorted((ROOT / "pyengine").rglob("*.py"))
-        for node in ast.walk(ast.parse(path.read_text()))
+        for module in MODULES
+        for node in ast.walk(ast.parse((PACKAGE / module).read_text()))
         if isinstance(node, ast.JoinedStr | ast.Constant)
     )
-    patterns = {entry: ".*?".join(map(re.escape, entry.split("…"))) for entry in ENTRIES}
-    assert ENTRIES and [entry for entry, pattern in patterns.items() if not re.search(pattern, strings)] == []
+    patterns = {entry: ".*?".join(map(re.escape, entry.split("…"))) for entry in entries}
+    assert entries and [entry for entry, pattern in patterns.items() if not re.search(pattern, strings)] == []
+
+
+def test_the_security_page_names_every_module_that_unpickles():
+    named = re.findall(r"^\| `pyengine/(.*\.py)` \|", (ROOT / "SECURITY.md").read_text(), re.MULTILINE)
+    unpickle = [module.as_posix() for module in MODULES if "noqa: S301" in (PACKAGE / module).read_text()]
+    assert unpickle == sorted(named)
 
 
 def test_papers_are_linked_by_their_own_number():

@@ -1,4 +1,7 @@
-"""A user's script, as a type checker sees it."""
+"""A user's script, as a type checker sees it: mypy reads it in `make check`, pyright in test_typing.py.
+
+`type: ignore` stands where a wrong argument has to be found; both report one that ignores nothing.
+"""
 
 from __future__ import annotations
 
@@ -26,8 +29,15 @@ def train(steps: int) -> list[float]:
     return losses
 
 
-def attach(model: nn.Module) -> pe.Sync:
-    return pe.attach(DistributedDataParallel(model), accumulate=8, wire=pe.wire.Int8(), accumulator="exact")
+def attach(model: DistributedDataParallel) -> pe.Sync:
+    return pe.attach(model, accumulate=8, wire=pe.wire.Int8(), accumulator="exact")
+
+
+def wrong(model: DistributedDataParallel) -> None:
+    pe.GradSync(model, accumulate=4, wire="bf17")  # type: ignore[arg-type]
+    pe.GradSync(model, accumulate=4, nonfinite="ignore")  # type: ignore[arg-type]
+    pe.attach(model, accumulate=8, accumulator="fp16")  # type: ignore[arg-type]
+    pe.attach(model, acumulate=8)  # type: ignore[call-arg]
 
 
 if __name__ == "__main__":
