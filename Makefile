@@ -35,14 +35,14 @@ ARGS ?=
 # Processes that share the tests out, file by file.
 JOBS ?= 2
 # What `make wheel` runs against the installed wheel: half a minute's choice; WHEEL_TESTS=tests is all.
-WHEEL_TESTS ?= tests/ops/test_pack.py tests/ops/test_unscale_norm.py tests/distributed/test_step.py tests/cli/test_plan.py
+WHEEL_TESTS ?= tests/ops/test_reference.py tests/ops/test_unscale_norm.py tests/distributed/test_step.py tests/cli/test_plan.py
 # What `make matrix` runs on every pair: kernels, `GradSync`, `attach`, the same bits for every world size. Sharded
 # models need torch 2.11 and refuse an older one by name:
 # ARGS="--pairs 3.12:2.11.0" MATRIX_TESTS=tests/distributed/test_sharded_ends.py tests them.
-MATRIX_TESTS ?= tests/ops/test_pack.py tests/ops/test_unscale_norm.py tests/ops/test_exact.py tests/distributed/test_step.py \
+MATRIX_TESTS ?= tests/ops/test_reference.py tests/ops/test_unscale_norm.py tests/ops/test_exact.py tests/distributed/test_step.py \
     tests/distributed/test_world_size.py tests/distributed/test_attach_traps.py
 # What CI runs on torch 2.9, in a minute.
-MATRIX_SMALL ?= tests/ops/test_pack.py tests/distributed/test_step.py tests/distributed/test_world_size.py tests/distributed/test_attach_traps.py
+MATRIX_SMALL ?= tests/ops/test_reference.py tests/distributed/test_step.py tests/distributed/test_world_size.py tests/distributed/test_attach_traps.py
 # What `make test-isa` runs on each: half a minute. PYENGINE_ISA=avx2 make test runs everything on one.
 ISA_TESTS ?= tests/distributed/test_step.py tests/distributed/test_world_size.py
 # How long `make fuzz` takes for each of its targets.

@@ -17,12 +17,21 @@ POISON, MARGIN = 0xAB, 64
 
 
 class Host:
-    """The CPU op, which says what is right."""
+    """The CPU op, on threads and the instruction set as they are."""
 
     plan = BucketPlan
 
     def place(self, tensor, shift=0):
         return tensor.clone()
+
+
+class Reference(Host):
+    """Plain PyTorch, which defines what is right."""
+
+    def plan(self, offsets, numels):
+        plan = BucketPlan(offsets, numels)
+        plan._runners[torch.device("cpu")] = None
+        return plan
 
 
 class Device:
@@ -123,20 +132,16 @@ def unpack(device, layout, src, dst, shifts, scale):
 
 
 def accumulate(device, layout, dtype, first, shifts, scale):
-    plan, acc = (
-        device.plan(layout.offsets, layout.numels),
-        device.place(make_flat(layout, torch.float32), shifts[1]),
-    )
+    plan = device.plan(layout.offsets, layout.numels)
+    acc = device.place(make_flat(layout, torch.float32), shifts[1])
     grads, seen = place_all(device, make_tensors(layout, dtype), shifts[0]), device.place(flags(layout))
     plan.accumulate_(acc, grads, device.place(scale), first=first, nonfinite=seen)
     return acc, seen
 
 
 def accumulate_cast(device, layout, dtype, wire_dtype, first, shifts, scale):
-    plan, acc = (
-        device.plan(layout.offsets, layout.numels),
-        device.place(make_flat(layout, torch.float32), shifts[1]),
-    )
+    plan = device.plan(layout.offsets, layout.numels)
+    acc = device.place(make_flat(layout, torch.float32), shifts[1])
     grads, seen = place_all(device, make_tensors(layout, dtype), shifts[0]), device.place(flags(layout))
     wire = acc if wire_dtype == "acc" else device.place(make_flat(layout, wire_dtype), shifts[1])
     scales = device.place(scale), device.place(torch.tensor(1.7))

@@ -100,10 +100,8 @@ def test_deposit_align_and_round_equal_the_cpu(make, numels, terms, dtype, shift
     theirs.align_(grown)
     assert torch.equal(mine.limbs.cpu(), theirs.limbs) and torch.equal(mine.bins.cpu(), theirs.bins)
     for out in DTYPES:
-        got, want = (
-            torch.full((numel + 3,), 7.0, dtype=out, device=device),
-            torch.full((numel + 3,), 7.0, dtype=out),
-        )
+        got = torch.full((numel + 3,), 7.0, dtype=out, device=device)
+        want = torch.full((numel + 3,), 7.0, dtype=out)
         mine.round_(got)
         theirs.round_(want)
         _same(got, want)
@@ -119,10 +117,8 @@ def _place(tensor, shift, device):
 @pytest.mark.parametrize("order", [REVERSED, SHUFFLED])
 def test_the_order_of_blocks_and_threads_does_not_matter(kernels, order):
     plan, numel = _plan(SIZES[0])
-    mine, theirs = (
-        EmulatedSum(kernels, plan, numel=numel, terms=8),
-        ExactSum(plan, numel=numel, terms=8, device=CPU),
-    )
+    mine = EmulatedSum(kernels, plan, numel=numel, terms=8)
+    theirs = ExactSum(plan, numel=numel, terms=8, device=CPU)
     flags = torch.zeros(len(SIZES[0]), dtype=torch.uint8)
     kernels.set_order(order)
     try:

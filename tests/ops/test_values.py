@@ -40,14 +40,10 @@ def test_random_float_bits_are_cast_as_torch_casts_them(anywhere, dtype, one):
 def test_product_and_sum_are_rounded_one_by_one(anywhere):
     # s·g = 1 + 2^-11 + 2^-24 rounds to 1 + 2^-11; a fused multiply-add would keep the 2^-24 that -1 - 2^-11
     # lays bare.
-    acc, g = (
-        anywhere.place(torch.full((40,), -(1 + 2.0**-11))),
-        anywhere.place(torch.full((40,), 1 + 2.0**-12)),
-    )
-    scale, seen = (
-        anywhere.place(torch.tensor(1 + 2.0**-12)),
-        anywhere.place(torch.zeros(1, dtype=torch.uint8)),
-    )
+    acc = anywhere.place(torch.full((40,), -(1 + 2.0**-11)))
+    g = anywhere.place(torch.full((40,), 1 + 2.0**-12))
+    scale = anywhere.place(torch.tensor(1 + 2.0**-12))
+    seen = anywhere.place(torch.zeros(1, dtype=torch.uint8))
     anywhere.plan([0], [40]).accumulate_(acc, [g], scale, first=False, nonfinite=seen)
     assert torch.equal(acc.cpu(), torch.zeros(40))
 
@@ -80,10 +76,8 @@ def test_a_sum_that_overflows_in_the_cast_is_flagged(
 ):
     acc, seen = torch.ones(1000), anywhere.place(torch.zeros(1, dtype=torch.uint8))
     acc[position] = value
-    out, scales = (
-        anywhere.place(torch.zeros(1000, dtype=wire)),
-        place_all(anywhere, [one, torch.tensor(wire_scale)]),
-    )
+    out = anywhere.place(torch.zeros(1000, dtype=wire))
+    scales = place_all(anywhere, [one, torch.tensor(wire_scale)])
     grads = [anywhere.place(torch.ones(1000))]
     anywhere.plan([0], [1000]).accumulate_cast_(
         out, anywhere.place(acc), grads, *scales, first=False, nonfinite=seen
@@ -93,10 +87,8 @@ def test_a_sum_that_overflows_in_the_cast_is_flagged(
 
 def test_flags_are_added_to_never_cleared(anywhere, one):
     seen, one = anywhere.place(torch.tensor([2, 1], dtype=torch.uint8)), anywhere.place(one)
-    plan, grads = (
-        anywhere.plan([0, 2], [2, 2]),
-        place_all(anywhere, [torch.tensor([1.0, NAN]), torch.ones(2)]),
-    )
+    plan = anywhere.plan([0, 2], [2, 2])
+    grads = place_all(anywhere, [torch.tensor([1.0, NAN]), torch.ones(2)])
     plan.accumulate_(anywhere.place(torch.zeros(4)), grads, one, first=True, nonfinite=seen)
     assert seen.tolist() == [3, 1]
     plan.unscale_norm(grads, None, one, sumsq=anywhere.place(sums(plan)), nonfinite=seen)
@@ -108,10 +100,8 @@ def test_a_non_finite_scale_reaches_the_sum_of_the_tail_and_no_empty_slot(anywhe
     numels = [21, 8, 0, 257]
     layout = make_plan(numels)
     sumsq, seen = anywhere.place(sums(layout)), anywhere.place(flags(layout))
-    tensors, scale = (
-        place_all(anywhere, [torch.ones(n) for n in numels], 1),
-        anywhere.place(torch.tensor(value)),
-    )
+    tensors = place_all(anywhere, [torch.ones(n) for n in numels], 1)
+    scale = anywhere.place(torch.tensor(value))
     plan = anywhere.plan(layout.offsets, layout.numels)
     plan.unscale_norm(tensors, None, scale, sumsq=sumsq, nonfinite=seen)
     assert_same_bits(sumsq.cpu(), torch.tensor([value, value, 0.0, value], dtype=torch.float64))

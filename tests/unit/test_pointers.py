@@ -82,11 +82,9 @@ def test_an_odd_flat_is_refused(odd):
 
 def test_an_odd_tensor_of_a_list_is_refused_and_nothing_is_written(odd):
     tensor, message = odd
-    flat, sumsq, flags = (
-        torch.full((4,), 7.0),
-        torch.zeros(1, dtype=torch.float64),
-        torch.zeros(1, dtype=torch.uint8),
-    )
+    flat = torch.full((4,), 7.0)
+    sumsq = torch.zeros(1, dtype=torch.float64)
+    flags = torch.zeros(1, dtype=torch.uint8)
     for run in (
         lambda: PLAN.pack_(flat, [tensor], ONE),
         lambda: PLAN.accumulate_(flat, [tensor], ONE, first=True, nonfinite=flags),
