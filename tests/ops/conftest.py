@@ -7,7 +7,7 @@ import forced_isa
 import pytest
 import torch
 from cuda_cases import Device
-from emulated_cuda import load_kernels
+from emulated_cuda import FORWARD, REVERSED, SHUFFLED, load_kernels
 
 from pyengine.ops import native
 from pyengine.ops.plan import BucketPlan
@@ -72,6 +72,14 @@ def kernels(tmp_path_factory):
     with open(folder / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         return load_kernels(folder)
+
+
+@pytest.fixture(params=[REVERSED, SHUFFLED])
+def disordered(kernels, request):
+    """The emulated kernels, with another order of blocks and of threads between two barriers."""
+    kernels.set_order(request.param)
+    yield kernels
+    kernels.set_order(FORWARD)
 
 
 @pytest.fixture

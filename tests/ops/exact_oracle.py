@@ -83,6 +83,15 @@ def rounded(value: Fraction, dtype: torch.dtype) -> float:
 # ---- sums under test ----
 
 
+def make_aligned_plan(numels: list[int]) -> tuple[BucketPlan, int]:
+    """Lay slots out at multiples of 64 with a block between them; return the flat buffer's numel too."""
+    offsets, end = [], BLOCK
+    for numel in numels:
+        offsets.append(end)
+        end += -(-numel // BLOCK) * BLOCK + BLOCK
+    return BucketPlan(offsets, numels), end
+
+
 def make_sum(terms: int, *, plan: BucketPlan | None = None, numel: int = NUMEL) -> ExactSum:
     plan = plan or BucketPlan(OFFSETS, NUMELS)
     return ExactSum(plan, numel=numel, terms=terms, device=torch.device("cpu"))

@@ -2,14 +2,7 @@
 
 import pytest
 import torch
-from op_cases import (
-    INF,
-    assert_same_bits,
-    flags,
-    make_flat,
-    make_plan,
-    make_tensors,
-)
+from op_cases import INF, assert_same_bits, flags, make_flat, make_plan, make_tensors
 
 from pyengine.ops.plan import BucketPlan
 

@@ -22,15 +22,7 @@ from cuda_cases import (
     unpack,
     unscale_norm,
 )
-from emulated_cuda import FORWARD, REVERSED, SHUFFLED
-from op_cases import (
-    DTYPES,
-    assert_same_bits,
-    flags,
-    make_plan,
-    random_values,
-    sums,
-)
+from op_cases import DTYPES, assert_same_bits, flags, make_plan, random_values, sums
 
 from pyengine.ops.plan import BucketPlan
 
@@ -129,17 +121,12 @@ def test_a_slot_without_a_tensor_sums_to_zero_after_one_with(device, one):
     assert got == [[40_001, 5], [0, 5], [0, 0], [40_001, 5]]
 
 
-@pytest.mark.parametrize("order", [REVERSED, SHUFFLED])
 @pytest.mark.parametrize(
     "layout", [PLANS["odd offsets"], make_plan([600_001, 3])], ids=["sizes", "one large"]
 )
-def test_the_order_of_blocks_and_threads_does_not_matter(kernels, layout, order):
-    ops = EveryOp(Device.emulated(kernels), layout)
-    kernels.set_order(order)
-    try:
-        ops.run()
-    finally:
-        kernels.set_order(FORWARD)
+def test_the_order_of_blocks_and_threads_does_not_matter(disordered, layout):
+    ops = EveryOp(Device.emulated(disordered), layout)
+    ops.run()
     assert_same(ops.results, on_host(layout))
 
 

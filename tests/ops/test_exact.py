@@ -13,6 +13,7 @@ from exact_oracle import (
     TERMS,
     deposit_all,
     limbs,
+    make_aligned_plan,
     make_reference,
     make_sum,
     make_terms,
@@ -39,15 +40,6 @@ CPU = torch.device("cpu")
 def assert_same_sum(got: ExactSum, want: ExactSum) -> None:
     for name in ("bins", "hi", "lo"):
         assert torch.equal(getattr(got, name), getattr(want, name)), name
-
-
-def make_aligned_plan(numels: list[int]) -> tuple[BucketPlan, int]:
-    """Lay slots out at multiples of 64 with a block between them; return the flat buffer's numel too."""
-    offsets, end = [], BLOCK
-    for numel in numels:
-        offsets.append(end)
-        end += -(-numel // BLOCK) * BLOCK + BLOCK
-    return BucketPlan(offsets, numels), end
 
 
 # ---- the integers ----

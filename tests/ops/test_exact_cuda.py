@@ -2,17 +2,15 @@
 on a GPU.
 """
 
-import itertools
-
 import pytest
 import torch
-from emulated_cuda import FORWARD, REVERSED, SHUFFLED, EmulatedPlan
+from emulated_cuda import EmulatedPlan
+from exact_oracle import make_aligned_plan
+from op_cases import DTYPES, assert_same_bits
 
 from pyengine.ops.exact import ExactSum
-from pyengine.ops.plan import BucketPlan
 from pyengine.ops.pointers import DTYPE_CODES
 
-DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 CPU = torch.device("cpu")
 # Empty slots, around a block of 64, a chunk of 16384, and more slots than travel in a kernel's parameters.
 SIZES = [[0, 1, 63, 64, 65, 8191, 16384, 16385, 129, 4097], [3] * 300]
@@ -49,12 +47,6 @@ def make(request):
     return CPU, lambda plan, **options: EmulatedSum(kernels, plan, **options)
 
 
-def _plan(numels):
-    sizes = [-(-numel // 64) * 64 + 64 for numel in numels]  # a block between slots that nobody touches
-    offsets = list(itertools.accumulate(sizes, initial=64))
-    return BucketPlan(offsets[:-1], numels), offsets[-1]
-
-
 def _term(numels, dtype, shift, seed):
     """Values over many binades, block by block, with a slot missing, a nan and a -0; at a shifted address."""
     generator = torch.Generator().manual_seed(seed)
@@ -71,19 +63,13 @@ def _term(numels, dtype, shift, seed):
     return term
 
 
-def _same(got, want):
-    got, want = got.cpu(), want.cpu()
-    assert torch.equal(got.isnan(), want.isnan())
-    assert torch.equal(got[~want.isnan()], want[~want.isnan()])
-
-
 @pytest.mark.parametrize("shift", [0, 1])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("terms", [1, 3, 4096])
 @pytest.mark.parametrize("numels", SIZES, ids=["sizes", "many"])
 def test_deposit_align_and_round_equal_the_cpu(make, numels, terms, dtype, shift):
     device, made = make
-    plan, numel = _plan(numels)
+    plan, numel = make_aligned_plan(numels)
     mine = made(plan, numel=numel, terms=terms)
     theirs = ExactSum(plan, numel=numel, terms=terms, device=CPU)
     flags = [torch.zeros(len(numels), dtype=torch.uint8, device=where) for where in (device, CPU)]
@@ -104,28 +90,23 @@ def test_deposit_align_and_round_equal_the_cpu(make, numels, terms, dtype, shift
         want = torch.full((numel + 3,), 7.0, dtype=out)
         mine.round_(got)
         theirs.round_(want)
-        _same(got, want)
+        assert_same_bits(got.cpu(), want)
     mine.round_(mine.hi.view(torch.float32))
     theirs.round_(theirs.hi.view(torch.float32))
-    _same(mine.hi.view(torch.float32), theirs.hi.view(torch.float32))
+    assert_same_bits(mine.hi.cpu().view(torch.float32), theirs.hi.view(torch.float32))
 
 
 def _place(tensor, shift, device):
     return torch.cat([tensor.new_zeros(shift), tensor]).to(device)[shift:]
 
 
-@pytest.mark.parametrize("order", [REVERSED, SHUFFLED])
-def test_the_order_of_blocks_and_threads_does_not_matter(kernels, order):
-    plan, numel = _plan(SIZES[0])
-    mine = EmulatedSum(kernels, plan, numel=numel, terms=8)
+def test_the_order_of_blocks_and_threads_does_not_matter(disordered):
+    plan, numel = make_aligned_plan(SIZES[0])
+    mine = EmulatedSum(disordered, plan, numel=numel, terms=8)
     theirs = ExactSum(plan, numel=numel, terms=8, device=CPU)
     flags = torch.zeros(len(SIZES[0]), dtype=torch.uint8)
-    kernels.set_order(order)
-    try:
-        for seed in range(3):
-            term = _term(SIZES[0], torch.float32, 0, seed)
-            mine.deposit_(term, first=seed == 0, nonfinite=flags.clone())
-            theirs.deposit_(term, first=seed == 0, nonfinite=flags.clone())
-    finally:
-        kernels.set_order(FORWARD)
+    for seed in range(3):
+        term = _term(SIZES[0], torch.float32, 0, seed)
+        mine.deposit_(term, first=seed == 0, nonfinite=flags.clone())
+        theirs.deposit_(term, first=seed == 0, nonfinite=flags.clone())
     assert torch.equal(mine.limbs, theirs.limbs) and torch.equal(mine.bins, theirs.bins)

@@ -2,12 +2,7 @@
 
 import pytest
 import torch
-from op_cases import (
-    DTYPES,
-    SHIFTS,
-    assert_same_bits,
-    random_values,
-)
+from op_cases import DTYPES, SHIFTS, assert_same_bits, random_values
 
 from pyengine.ops.plan import BucketPlan
 

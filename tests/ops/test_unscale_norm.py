@@ -7,13 +7,7 @@ import operator
 
 import pytest
 import torch
-from op_cases import (
-    DTYPES,
-    assert_same_bits,
-    flags,
-    random_values,
-    sums,
-)
+from op_cases import DTYPES, assert_same_bits, flags, random_values, sums
 
 from pyengine.ops.plan import BucketPlan
 

@@ -3,18 +3,7 @@
 import pytest
 import torch
 from cuda_cases import place_all
-from op_cases import (
-    DTYPES,
-    INF,
-    NAN,
-    OVERFLOWS,
-    SPECIAL,
-    assert_same_bits,
-    flags,
-    make_flat,
-    make_plan,
-    sums,
-)
+from op_cases import DTYPES, INF, NAN, OVERFLOWS, SPECIAL, assert_same_bits, flags, make_flat, make_plan, sums
 
 
 @pytest.mark.parametrize("dst", DTYPES)

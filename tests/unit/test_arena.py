@@ -48,21 +48,28 @@ def _reduce(arena: Arena, flat: Tensor, *, is_max: bool = False, timeout_s: floa
     return arena.reduce(flat, is_max=is_max, timeout_s=timeout_s)
 
 
-def _memory(arena: Arena, numel: int, dtype: torch.dtype, where: str) -> Tensor:
-    """Return memory of a rank: its arena's, torch's, or some that does not begin with a line of the cache."""
-    if where == "shared":
-        return arena.allocate(numel, dtype)
-    if where == "odd":
-        return arena.allocate(numel + 3, dtype)[3:]
-    return torch.zeros(numel, dtype=dtype)
+def _reduce_all(arenas: list[Arena], flats: list[Tensor], *, is_max: bool = False) -> None:
+    """Launch a collective on every rank, then wait for all."""
+    works = [_reduce(arena, flat, is_max=is_max) for arena, flat in zip(arenas, flats, strict=True)]
+    for work in works:
+        work.wait(ALIVE)
 
 
-PLACES: dict[str, Callable[[int], str]] = {
-    "shared": lambda rank: "shared",
-    "own": lambda rank: "own",
-    "odd": lambda rank: "odd",
-    "one is not": lambda rank: "own" if rank == 0 else "shared",
-}
+def _placed(arenas: list[Arena], parts: list[Tensor], where: str) -> list[Tensor]:
+    """Copy each rank's part to the arena's memory, to torch's ("own"), or to some that does not begin with a
+    line of the cache ("odd"); "one is not": to the arena's, but on rank 0.
+    """
+    placed = []
+    for rank, (arena, part) in enumerate(zip(arenas, parts, strict=True)):
+        if where == "own" or (where == "one is not" and rank == 0):
+            placed.append(part.clone())
+        else:
+            shift = 3 if where == "odd" else 0
+            placed.append(arena.allocate(part.numel() + shift, part.dtype)[shift:].copy_(part))
+    return placed
+
+
+PLACES = ["shared", "own", "odd", "one is not"]
 
 
 def _in_rank_order(parts: list[Tensor], dtype: torch.dtype) -> Tensor:
@@ -97,18 +104,13 @@ def test_ranks_are_summed_in_their_order_in_any_memory(isa, world, dtype):
             # One rounding to the type, and W - 1 of the sum's.
             unit = torch.finfo(dtype).eps / 2 + (world - 1) * torch.finfo(torch.float32).eps / 2
             assert ((want.double() - exact).abs() <= unit * size * 1.01).all()
-            for where in PLACES.values():
-                buffers = [_memory(arena, numel, dtype, where(rank)) for rank, arena in enumerate(arenas)]
-                for buffer, part in zip(buffers, parts, strict=True):
-                    buffer.copy_(part)
-                pairs = zip(arenas, buffers, strict=True)
-                works = [_reduce(arena, buffer) for arena, buffer in pairs]
-                for work, buffer in zip(works, buffers, strict=True):
-                    work.wait()
-                    assert torch.equal(buffer, want)
+            for where in PLACES:
+                buffers = _placed(arenas, parts, where)
+                _reduce_all(arenas, buffers)
+                assert all(torch.equal(buffer, want) for buffer in buffers)
 
 
-@pytest.mark.parametrize("where", [*PLACES])
+@pytest.mark.parametrize("where", PLACES)
 def test_integers_wrap_and_marks_take_the_largest(where):
     world = 3
     with _arenas(world) as arenas:
@@ -118,16 +120,9 @@ def test_integers_wrap_and_marks_take_the_largest(where):
             marks = [torch.randint(0, 256, (numel,), generator=generator).byte() for _ in range(world)]
             total = torch.stack(ints).sum(0, dtype=torch.int64).int()
             for parts, want, is_max in ((ints, total, False), (marks, torch.stack(marks).amax(0), True)):
-                buffers = [
-                    _memory(arena, numel, want.dtype, PLACES[where](rank))
-                    for rank, arena in enumerate(arenas)
-                ]
-                for buffer, part in zip(buffers, parts, strict=True):
-                    buffer.copy_(part)
-                works = [_reduce(a, b, is_max=is_max) for a, b in zip(arenas, buffers, strict=True)]
-                for work, buffer in zip(works, buffers, strict=True):
-                    work.wait()
-                    assert torch.equal(buffer, want)
+                buffers = _placed(arenas, parts, where)
+                _reduce_all(arenas, buffers, is_max=is_max)
+                assert all(torch.equal(buffer, want) for buffer in buffers)
 
 
 def test_nan_has_the_same_bits_on_every_rank():
@@ -135,8 +130,7 @@ def test_nan_has_the_same_bits_on_every_rank():
         buffers = [arena.allocate(2, torch.float32) for arena in arenas]
         for buffer, bits in zip(buffers, (0x7FC00001, 0x7FC00002), strict=True):
             buffer.view(torch.int32).fill_(bits)
-        for work in [_reduce(a, b) for a, b in zip(arenas, buffers, strict=True)]:
-            work.wait()
+        _reduce_all(arenas, buffers)
         assert torch.equal(buffers[0].view(torch.int32), buffers[1].view(torch.int32))
         assert buffers[0].isnan().all()
 
@@ -178,12 +172,12 @@ def test_ranks_in_different_collectives_all_raise():
 def test_a_rank_that_does_not_come_in_time_is_an_error_on_all():
     with _arenas(3) as arenas:
         works = [_reduce(arena, torch.ones(3), timeout_s=0.1) for arena in arenas[:2]]
-        said = []
+        errors = []
         for work in works:
             with pytest.raises(RuntimeError) as error:
                 work.wait(ALIVE)
-            said.append(str(error.value))
-        assert any("rank 2 launched no such collective in 0.1 s" in text for text in said)
+            errors.append(str(error.value))
+        assert any("rank 2 launched no such collective in 0.1 s" in text for text in errors)
 
 
 def test_a_rank_that_has_closed_is_an_error_on_those_that_wait_for_it():
@@ -245,14 +239,11 @@ def test_one_look_at_a_dead_rank_fails_nothing_and_two_in_a_row_do(monkeypatch):
 def _traces() -> tuple[int, int, int]:
     """Return how many descriptors, mapped parts and threads of an arena this process has."""
     gc.collect()
-    links = [os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd") if _exists(fd)]
+    paths = [f"/proc/self/fd/{descriptor}" for descriptor in os.listdir("/proc/self/fd")]
+    links = [os.readlink(path) for path in paths if os.path.lexists(path)]
     maps = Path("/proc/self/maps").read_text().splitlines()
     threads = [thread for thread in threading.enumerate() if thread.name == "pyengine-shared"]
     return sum("memfd:pyengine" in e for e in links), sum("memfd:pyengine" in e for e in maps), len(threads)
-
-
-def _exists(descriptor: str) -> bool:
-    return os.path.lexists(f"/proc/self/fd/{descriptor}")
 
 
 @pytest.mark.slow
@@ -261,14 +252,12 @@ def test_nothing_is_left_of_an_arena_that_is_closed_and_of_one_that_is_dropped()
     with _arenas(2) as arenas:
         flats = [arena.allocate(1000, torch.float32) for arena in arenas]
         own = [torch.ones(10) for _ in arenas]
-        for pair in (flats, own):
-            works = [_reduce(arena, flat) for arena, flat in zip(arenas, pair, strict=True)]
-            for work in works:
-                work.wait(ALIVE)
+        _reduce_all(arenas, flats)
+        _reduce_all(arenas, own)
         assert _traces() > before
     assert _traces()[2] == before[2]
     assert torch.equal(flats[0], torch.zeros(1000))  # memory that somebody has stays
-    del arenas, flats, works, work, pair
+    del arenas, flats
     assert _traces() == before
     offer = MemoryOffer.make(1)
     arena = Arena(offer.open(), processes=[offer.process], place=0, ranks=[0])
@@ -336,8 +325,7 @@ def test_memory_that_a_fork_frees_stays_allocated_in_the_parent():
             return True
 
         assert _in_fork(child)
-        for work in [_reduce(a, f) for a, f in zip(arenas, flats, strict=True)]:
-            work.wait(ALIVE)
+        _reduce_all(arenas, flats)
         assert torch.equal(flats[1], torch.full((5000,), 6.0))
 
 

@@ -37,18 +37,23 @@ def three() -> tuple[list[Tensor], BucketNorms, Bucket, Bucket]:
     return params, norms, first, second
 
 
-def read(norms: BucketNorms, bucket: Bucket) -> None:
-    one = norms.of(bucket)
-    assert one is not None
-    one(bucket.buffer(), None, ONE)
+def read(norms: BucketNorms, *buckets: Bucket) -> None:
+    for bucket in buckets:
+        one = norms.of(bucket)
+        assert one is not None
+        one(bucket.buffer(), None, ONE)
+
+
+def complete(norms: BucketNorms) -> FinalPass:
+    final = FinalPass(3, CPU)
+    assert norms.copy_if_complete(final)
+    return final
 
 
 def test_every_parameter_s_sum_of_squares_goes_to_its_place():
     _, norms, first, second = three()
-    read(norms, second)
-    read(norms, first)
-    final = FinalPass(3, CPU)
-    assert norms.copy_if_complete(final)
+    read(norms, second, first)
+    final = complete(norms)
     assert final.sumsq.tolist() == [25, 12, 1]
     assert final.nonfinite.tolist() == [0, 0, 0]
 
@@ -60,8 +65,7 @@ def test_a_bucket_reduced_in_a_narrow_type_has_the_norm_of_its_rounded_values():
     one = norms.of(first)
     assert one is not None
     one(moved, first.buffer(), torch.tensor(0.5))
-    final = FinalPass(3, CPU)
-    assert norms.copy_if_complete(final)
+    final = complete(norms)
     assert first.buffer().tolist() == [1, 2, float("inf"), 2]
     assert final.sumsq[2] == 1
     assert final.nonfinite.tolist() == [0, 1, 0]
@@ -69,8 +73,7 @@ def test_a_bucket_reduced_in_a_narrow_type_has_the_norm_of_its_rounded_values():
 
 def test_without_a_bucket_of_this_window_nothing_is_handed_over():
     _, norms, first, second = three()
-    read(norms, first)
-    read(norms, second)
+    read(norms, first, second)
     norms.begin()
     read(norms, first)
     norms.of(second)  # handed out, and lost
@@ -89,19 +92,16 @@ def test_a_bucket_that_completes_late_belongs_to_its_own_window():
     assert not norms.copy_if_complete(FinalPass(3, CPU))
 
 
-@pytest.mark.parametrize("is_told", [True, False])
-def test_buckets_that_ddp_has_rebuilt_get_a_new_layout(is_told):
+@pytest.mark.parametrize("is_announced", [True, False])
+def test_buckets_that_ddp_has_rebuilt_get_a_new_layout(is_announced):
     params, norms, first, second = three()
-    read(norms, first)
-    read(norms, second)
+    read(norms, first, second)
     rebuilt = Bucket(params[::-1], torch.tensor([1.0, 1.0, 1.0, 1.0, 2.0, 0.0]))
-    if is_told:
+    if is_announced:
         norms.lay_out(lambda: pytest.fail("DDP makes new memory for all of them"))
     norms.begin()
     read(norms, rebuilt)
-    final = FinalPass(3, CPU)
-    assert norms.copy_if_complete(final)
-    assert final.sumsq.tolist() == [4, 3, 1]
+    assert complete(norms).sumsq.tolist() == [4, 3, 1]
 
 
 def test_a_bucket_of_a_parameter_that_is_not_known_is_left_alone():
@@ -121,9 +121,7 @@ def test_on_an_accelerator_buckets_get_their_layout_before_the_first_completes(m
     read(norms, second)
     assert not norms.copy_if_complete(FinalPass(3, CPU))
     read(norms, first)
-    final = FinalPass(3, CPU)
-    assert norms.copy_if_complete(final)
-    assert final.sumsq.tolist() == [8, 16, 3]
+    assert complete(norms).sumsq.tolist() == [8, 16, 3]
     odd = Bucket([params[2], params[0]], torch.ones(11))
     norms.lay_out(lambda: [odd, Bucket([params[1]], torch.ones(16))])
     assert norms.of(odd) is None

@@ -102,11 +102,6 @@ def test_a_long_seed_does_not_give_numpy_the_stream_of_python(seed):
     assert got == draws() and got[0] != got[2]
 
 
-def test_seed_everything_sets_xla_if_it_is_there(xla):
-    pe.seed_everything(5)
-    assert xla.state == 5
-
-
 @pytest.fixture
 def deterministic(monkeypatch):
     """Give what `seed_everything(deterministic=True)` changes, as in a new process, and restore it."""
@@ -215,7 +210,9 @@ def test_alone_a_process_is_rank_0(monkeypatch):
     assert draws() == of_rank(monkeypatch, 0)
 
 
-def test_seed_rank_sets_xla_if_it_is_there(xla, monkeypatch):
+def test_xla_is_seeded_if_it_is_there(xla, monkeypatch):
+    pe.seed_everything(5)
+    assert xla.state == 5
     of_rank(monkeypatch, 3)
     assert xla.state == derive("rank", "xla", 42, 3) % 2**64
 
