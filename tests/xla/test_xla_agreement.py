@@ -44,7 +44,7 @@ def _attach(rank: int) -> pe.Sync:
 
 
 @pytest.mark.parametrize(
-    ("world", "make", "said"),
+    ("world", "make", "message"),
     [
         (1, partial(_make, accumulator="exact"), "accumulator='exact' sums integers in memory"),
         (
@@ -63,9 +63,9 @@ def _attach(rank: int) -> pe.Sync:
     ],
     ids=["exact", "bf16", "no group", "group", "ddp", "other model"],
 )
-def test_what_cannot_work_is_refused_on_every_replica(replicas, world, make, said):
+def test_what_cannot_work_is_refused_on_every_replica(replicas, world, make, message):
     for text in replicas(world).run(_refused, make, ValueError):
-        assert said in text
+        assert message in text
 
 
 def _step(rank: int, optimizer) -> None:
@@ -85,16 +85,16 @@ class _CountsInGroup(torch.optim.SGD):
 
 
 @pytest.mark.parametrize(
-    ("optimizer", "said"),
+    ("optimizer", "message"),
     [
         (torch.optim.AdamW, r"make it with AdamW(..., capturable=True)"),
         (torch.optim.Adagrad, "Adagrad keeps 'step' on the host"),
         (_CountsInGroup, "_CountsInGroup counts in its param_groups"),
     ],
 )
-def test_an_optimizer_whose_steps_cannot_be_undone_is_refused(replicas, optimizer, said):
+def test_an_optimizer_whose_steps_cannot_be_undone_is_refused(replicas, optimizer, message):
     (text,) = replicas(1).run(_refused, partial(_step, optimizer=optimizer), ValueError)
-    assert said in text
+    assert message in text
 
 
 class _Everything(nn.Module):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from xla_cases import PLANS, Job, device, fill, loss_sum, reference, train, waves
+from xla_cases import PLANS, Job, assert_near, device, loss_sum, mlp, reference, train, waves
 
 import pyengine as pe
 
@@ -16,15 +16,12 @@ def _train_spmd(rank: int) -> tuple[list[torch.Tensor], int]:
     xr.use_spmd()
     mesh = xs.Mesh(np.arange(2), (2,), ("data",))
     here = device()
-    model = torch.nn.Sequential(torch.nn.Linear(6, 16), torch.nn.Tanh(), torch.nn.Linear(16, 3))
-    fill(model)
-    model = model.to(here)
+    model = mlp().to(here)
     sync = pe.GradSync(model, accumulate=2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     for window in sync.windows(range(4)):
         for index in window:
-            x, y = _batch(index)
-            x, y = x.to(here), y.to(here)
+            x, y = (tensor.to(here) for tensor in _batch(index))
             for tensor in (x, y):
                 xs.mark_sharding(tensor, mesh, ("data", None))
             sync.backward(loss_sum(model, x, y), count=4)
@@ -38,8 +35,7 @@ def _batch(index: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 def test_under_spmd_the_compiler_reduces_and_nothing_is_averaged_again(replicas):
     ((params, world_size),) = replicas(1, CPU_NUM_DEVICES="2", XLA_USE_SPMD="1").run(_train_spmd)
-    model = torch.nn.Sequential(torch.nn.Linear(6, 16), torch.nn.Tanh(), torch.nn.Linear(16, 3)).double()
-    fill(model)
+    model = mlp(torch.float64)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     for window in range(2):
         optimizer.zero_grad()
@@ -48,8 +44,7 @@ def test_under_spmd_the_compiler_reduces_and_nothing_is_averaged_again(replicas)
             (loss_sum(model, x.double(), y.double()) / 8).backward()
         optimizer.step()
     assert world_size == 1
-    for param, right in zip(params, model.parameters(), strict=True):
-        assert torch.allclose(param.double(), right.detach(), rtol=0, atol=1e-6)
+    assert_near(params, [param.detach() for param in model.parameters()])
 
 
 def test_one_replica_that_really_reduces_changes_nothing(replicas):
@@ -58,6 +53,5 @@ def test_one_replica_that_really_reduces_changes_nothing(replicas):
     (outcome,) = alone.run(train, job)
     (plain,) = replicas(1).run(train, job)
     assert all(map(torch.equal, outcome.params, plain.params))
-    for param, right in zip(outcome.params, reference(job, 1), strict=True):
-        assert torch.allclose(param.double(), right, rtol=0, atol=1e-6)
+    assert_near(outcome.params, reference(job, 1))
     assert any("all-reduce(" in path.read_text() for path in alone.programs())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import threading
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -69,9 +69,7 @@ def _train(rank: int, lengths: Sequence[int], kind: Kind) -> list[Counts]:
                     sync.clip_grad_norm_(0.5)
                     sync.step(optimizer)
         after = _counts()
-        costs.append(
-            Counts(*(getattr(after, name) - getattr(before, name) for name in Counts.__annotations__))
-        )
+        costs.append(Counts(*(now - then for now, then in zip(astuple(after), astuple(before), strict=True))))
     MEETINGS[sync._engine.comm.world_size].wait()  # this reads, and is no part of anybody's window
     sync.synchronize()
     return costs

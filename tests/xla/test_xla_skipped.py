@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from xla_cases import ACCUMULATE, OPTIMIZERS, Job, device, reference, train, waves
+from xla_cases import ACCUMULATE, OPTIMIZERS, Job, assert_near, device, reference, train, waves
 
 import pyengine as pe
 
@@ -24,8 +24,7 @@ def test_inf_on_one_replica_skips_the_step_on_all_and_takes_the_state_back(
         assert outcome.stepped == [index != window for index in range(3)]
         assert all(map(torch.equal, outcome.params, outcomes[0].params))
         assert all(map(torch.equal, outcome.state, outcomes[0].state))
-        for param, right in zip(outcome.params, expected, strict=True):
-            assert torch.allclose(param.double(), right, rtol=0, atol=1e-6)
+        assert_near(outcome.params, expected)
         assert f"rank {world - 1}, micro-batch 1 (its loss)" in outcome.records[window].reason
         assert [record.skipped for record in outcome.records] == [not stepped for stepped in outcome.stepped]
 
@@ -38,10 +37,13 @@ def test_a_loss_scale_is_halved_on_every_replica_and_changes_nothing_else(replic
         assert all(map(torch.equal, with_scaler.params, without.params))  # scales are powers of two
 
 
+def _parameters(num: int) -> list[torch.nn.Parameter]:
+    return [torch.nn.Parameter(waves(5, phase=i).float().to(device())) for i in range(num)]
+
+
 def _train_partly(rank: int, used_by: list[set[int]], optimizer: str):
     """Let each replica use only some of four parameters; return values and state of all."""
-    here = device()
-    params = [torch.nn.Parameter(waves(5, phase=i).float().to(here)) for i in range(4)]
+    params = _parameters(4)
     sync = pe.GradSync(params, accumulate=1)
     steps = OPTIMIZERS[optimizer](params, capturable=True)
     for step in range(3):
@@ -56,21 +58,15 @@ def _train_partly(rank: int, used_by: list[set[int]], optimizer: str):
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_a_parameter_that_no_replica_uses_is_not_stepped(replicas, optimizer):
     """Weight decay alone would move it; one that some replica uses is stepped on all."""
-    both = replicas(2).run(_train_partly, [{0, 1}, {0, 2}], optimizer)
-    assert all(map(torch.equal, both[0][0], both[1][0]))
-    before = [waves(5, phase=i).float() for i in range(4)]
-    assert [torch.equal(old, new) for old, new in zip(before, both[0][0], strict=True)] == [
-        False,
-        False,
-        False,
-        True,
-    ]
-    assert both[0][1][3] == 0
+    (params, states), (others, _) = replicas(2).run(_train_partly, [{0, 1}, {0, 2}], optimizer)
+    assert all(map(torch.equal, params, others))
+    kept = [torch.equal(param, waves(5, phase=i).float()) for i, param in enumerate(params)]
+    assert kept == [False, False, False, True]
+    assert states[3] == 0
 
 
 def _use_later(rank: int) -> tuple[torch.Tensor, torch.Tensor]:
-    here = device()
-    params = [torch.nn.Parameter(waves(5, phase=i).float().to(here)) for i in range(2)]
+    params = _parameters(2)
     sync = pe.GradSync(params, accumulate=1)
     steps = OPTIMIZERS["adamw"](params, capturable=True)
     for used in ([0, 1], [0], [0, 1]):
@@ -93,8 +89,7 @@ def test_a_parameter_left_out_for_a_window_keeps_value_and_state(replicas):
 
 
 def _two_optimizers(rank: int):
-    here = device()
-    params = [torch.nn.Parameter(waves(5, phase=i).float().to(here)) for i in range(2)]
+    params = _parameters(2)
     sync = pe.GradSync(params, accumulate=1)
     first, second = (torch.optim.SGD([param], lr=0.5, momentum=0.9) for param in params)
     for _ in range(3):
@@ -113,19 +108,15 @@ def test_two_optimizers_share_a_window(replicas):
         assert torch.allclose(value, waves(5, phase=index).float() - moved, rtol=0, atol=1e-5)
 
 
-def _step_twice(rank: int) -> str:
-    param = torch.nn.Parameter(torch.ones(3).to(device()))
+def _step_twice(rank: int) -> None:
+    (param,) = _parameters(1)
     sync = pe.GradSync([param], accumulate=1)
     steps = torch.optim.SGD([param], lr=0.5)
-    sync_step = sync.step
     with sync.accumulate():
         sync.backward(param.sum())
-        sync_step(steps)
-        with pytest.raises(
-            RuntimeError, match="a step uses gradients up. Let each parameter have one optimizer"
-        ):
-            sync_step(steps)
-    return ""
+        sync.step(steps)
+        with pytest.raises(RuntimeError, match="a step uses gradients up. Let each parameter have one opt"):
+            sync.step(steps)
 
 
 def test_a_second_step_over_the_same_gradients_is_refused(replicas):
@@ -152,5 +143,4 @@ def test_a_dropped_micro_batch_leaves_its_window_on_every_replica(replicas):
         assert outcome.stepped == [True] * 3
         assert [record.dropped for record in outcome.records] == [0, 1, 0]
         assert "rank 1, micro-batch 1 (its loss, " in outcome.records[1].reason
-        for param, right in zip(outcome.params, expected, strict=True):
-            assert torch.allclose(param.double(), right, rtol=0, atol=1e-6)
+        assert_near(outcome.params, expected)

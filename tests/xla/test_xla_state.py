@@ -19,9 +19,8 @@ def _train(rank: int, cut: int | None, nonfinite: str) -> list[torch.Tensor]:
     model = mlp().to(here)
 
     def make():
-        return pe.GradSync(model, accumulate=ACCUMULATE, nonfinite=nonfinite), OPTIMIZERS["adamw"](
-            model.parameters(), capturable=True
-        )
+        optimizer = OPTIMIZERS["adamw"](model.parameters(), capturable=True)
+        return pe.GradSync(model, accumulate=ACCUMULATE, nonfinite=nonfinite), optimizer
 
     sync, optimizer = make()
     for index in range(LENGTH):
