@@ -6,6 +6,7 @@ import argparse
 import math
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -51,6 +52,11 @@ def each(defaults: Mapping[str, float]) -> str:
     return "default: " + ", ".join(f"{model} {value:g}" for model, value in defaults.items())
 
 
+def counts(parser: argparse.ArgumentParser, least: int = 1) -> Callable[..., argparse.Action]:
+    """Return `parser.add_argument` for whole numbers of at least `least`."""
+    return partial(parser.add_argument, type=whole(least), metavar="N")
+
+
 def whole(least: int) -> Callable[[str], int]:
     """Return a type for `add_argument`: whole numbers of at least `least`."""
 
@@ -77,18 +83,14 @@ def above_zero(text: str) -> float:
     return value
 
 
-def different_wholes(example: str) -> Callable[[str], tuple[int, ...]]:
-    """Return a type for `add_argument`: several different whole numbers; `example` is for its error."""
-
-    def parse(text: str) -> tuple[int, ...]:
-        numbers = tuple(int(part) if part.isdecimal() else 0 for part in text.split(","))
-        if min(numbers) < 1 or len(set(numbers)) < len(numbers):
-            raise argparse.ArgumentTypeError(
-                f"got {text}, need different whole numbers of at least 1, {example}"
-            )
-        return numbers
-
-    return parse
+def different_wholes(text: str) -> tuple[int, ...]:
+    """Parse several different whole numbers."""
+    numbers = tuple(int(part) if part.isdecimal() else 0 for part in text.split(","))
+    if min(numbers) < 1 or len(set(numbers)) < len(numbers):
+        raise argparse.ArgumentTypeError(
+            f"got {text}, need different whole numbers of at least 1, for example 1,2,4"
+        )
+    return numbers
 
 
 def different_names(known: Collection[str]) -> Callable[[str], tuple[str, ...]]:

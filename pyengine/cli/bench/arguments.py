@@ -15,8 +15,8 @@ from pyengine.cli.arguments import (
     above_zero,
     check_workers,
     check_writable,
+    counts,
     different_names,
-    whole,
 )
 from pyengine.cli.bench.kernels.case import Sizes
 from pyengine.cli.bench.kernels.measure import OPS
@@ -98,9 +98,8 @@ _OF_STEP: dict[str, Any] = {
     "variants": _DEFAULT_VARIANTS,
     "rounds": 5,
     "accumulate": MICRO_BATCHES,
-    "device": "cpu",
 }
-_OF_KERNELS: dict[str, Any] = {"ops": tuple(OPS), "seconds": 0.3, "megabytes": None, "device": "cpu"}
+_OF_KERNELS: dict[str, Any] = {"ops": tuple(OPS), "seconds": 0.3, "megabytes": None}
 
 
 @dataclass(frozen=True)
@@ -131,14 +130,9 @@ class Settings:
 
 
 def add_to(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
+    add, count = parser.add_argument, counts(parser)
     add("part", nargs="?", choices=PARTS, help="the part to measure (default: both)")
-    add(
-        "--workers",
-        type=whole(1),
-        metavar="N",
-        help="of step: worker processes, one rank each (default: 2, on CUDA one a device)",
-    )
+    count("--workers", help="of step: worker processes, one rank each (default: 2, on CUDA one a device)")
     add("--model", choices=MODELS, help="of step: the model (default: gpt)")
     add(
         "--dtype",
@@ -151,42 +145,29 @@ def add_to(parser: argparse.ArgumentParser) -> None:
         metavar="A,B",
         help=f"of step: what to train with (default: {','.join(_DEFAULT_VARIANTS)})",
     )
-    add("--rounds", type=whole(3), metavar="N", help="of step: windows of each variant (default: 5)")
-    add("--accumulate", type=whole(1), metavar="N", help="of step: micro-batches a window (default: 8)")
-    add(
-        "--ops",
-        type=different_names(OPS),
-        metavar="A,B",
-        help=f"of kernels: the ops (default: {','.join(OPS)})",
-    )
-    add(
-        "--seconds",
-        type=above_zero,
-        metavar="X",
-        help="of kernels: time budget of a case (default: 0.3)",
-    )
-    add(
-        "--megabytes",
-        type=whole(1),
-        metavar="N",
-        help="of kernels: MiB of fp32 in a large case (default: 64, on CUDA 256)",
-    )
-    add("--device", choices=tuple(_MEGABYTES), help="where to measure (default: cpu)")
+    counts(parser, least=3)("--rounds", help="of step: windows of each variant (default: 5)")
+    count("--accumulate", help="of step: micro-batches a window (default: 8)")
+    ops = f"of kernels: the ops (default: {','.join(OPS)})"
+    add("--ops", type=different_names(OPS), metavar="A,B", help=ops)
+    add("--seconds", type=above_zero, metavar="X", help="of kernels: time budget of a case (default: 0.3)")
+    count("--megabytes", help="of kernels: MiB of fp32 in a large case (default: 64, on CUDA 256)")
+    add("--device", choices=tuple(_MEGABYTES), default="cpu", help="where to measure (default: cpu)")
     add("--out", type=Path, metavar="FILE", help="write a result file like those of benchmarks/results")
 
 
 def settings(options: argparse.Namespace) -> Settings:
     """Return the settings; raise `Conflict` if arguments do not fit together or this machine."""
-    out: Path | None = options.out
-    if out is not None:
-        check_writable("--out", out)
+    device = options.device
+    if options.out is not None:
+        check_writable("--out", options.out)
     of_step, of_kernels = _values(options, "step", _OF_STEP), _values(options, "kernels", _OF_KERNELS)
-    return Settings(
-        steps=_steps(of_step) if of_step else None,
-        kernels=_kernels(of_kernels) if of_kernels else None,
-        json=options.json,
-        out=out,
-    )
+    if device == "cuda" and not torch.cuda.is_available():
+        raise Conflict("argument --device: got cuda, and torch finds no CUDA device: need cpu")
+    kernels = None
+    if of_kernels:
+        sizes = Sizes(of_kernels["megabytes"] or _MEGABYTES[device], device)
+        kernels = Kernels(of_kernels["ops"], sizes, of_kernels["seconds"])
+    return Settings(_steps(of_step, device) if of_step else None, kernels, options.json, options.out)
 
 
 def _values(options: argparse.Namespace, part: str, defaults: dict[str, Any]) -> dict[str, Any]:
@@ -195,8 +176,6 @@ def _values(options: argparse.Namespace, part: str, defaults: dict[str, Any]) ->
     if options.part in (part, None):
         return defaults | given
     for name, value in given.items():
-        if name in _OF_STEP and name in _OF_KERNELS:
-            continue
         got = ",".join(value) if isinstance(value, tuple) else value
         raise Conflict(
             f"argument --{name}: got {got} with {options.part}, and it is an argument of {part}: leave one "
@@ -205,9 +184,7 @@ def _values(options: argparse.Namespace, part: str, defaults: dict[str, Any]) ->
     return {}
 
 
-def _steps(values: dict[str, Any]) -> Steps:
-    device = values["device"]
-    _check_device(device)
+def _steps(values: dict[str, Any], device: str) -> Steps:
     if missing := [name for name in values["variants"] if not _is_installed(name)]:
         needs = " and ".join(str(VARIANTS[name].needs) for name in missing)
         raise Conflict(
@@ -222,30 +199,15 @@ def _steps(values: dict[str, Any]) -> Steps:
         device=device,
         micro_batches=values["accumulate"],
     )
-    return Steps(_workers(values["workers"], device), setting)
-
-
-def _workers(wanted: int | None, device: str) -> int:
-    """Return the number of ranks: over NCCL one a device."""
     if device == "cpu":
-        workers = wanted or 2
+        workers = values["workers"] or 2
         check_workers([workers])
-        return workers
+        return Steps(workers, setting)
     found = torch.cuda.device_count()
-    if wanted is not None and wanted > found:
+    workers = values["workers"] or found
+    if workers > found:
         raise Conflict(
-            f"argument --workers: got {wanted} with --device cuda, and NCCL needs a device each: "
+            f"argument --workers: got {workers} with --device cuda, and NCCL needs a device each: "
             f"need at most {found}, the number of devices"
         )
-    return wanted or found
-
-
-def _kernels(values: dict[str, Any]) -> Kernels:
-    device = values["device"]
-    _check_device(device)
-    return Kernels(values["ops"], Sizes(values["megabytes"] or _MEGABYTES[device], device), values["seconds"])
-
-
-def _check_device(device: str) -> None:
-    if device == "cuda" and not torch.cuda.is_available():
-        raise Conflict("argument --device: got cuda, and torch finds no CUDA device: need cpu")
+    return Steps(workers, setting)

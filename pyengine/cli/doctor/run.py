@@ -5,12 +5,12 @@ Imports no package except torch, so that it runs where packages are missing.
 
 from __future__ import annotations
 
+import argparse
 import shutil
 import textwrap
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 
-from pyengine.cli.doctor.arguments import Settings
 from pyengine.cli.doctor.checks import CHECKS, Finding, fail
 from pyengine.cli.terminal import print_json
 
@@ -18,18 +18,18 @@ _LABELS = {"ok": "ok", "warn": "WARN", "fail": "FAIL"}
 _INDENT = 21
 
 
-def run(settings: Settings) -> int:
+def run(options: argparse.Namespace) -> int:
     findings = []
     for finding in examine(CHECKS):
         findings.append(finding)
-        if settings.json:
+        if options.json:
             print_json("finding", **asdict(finding))
         else:
             _print_lines(finding)
     broken, warned = (
         [each.name for each in findings if each.status == status] for status in ("fail", "warn")
     )
-    if settings.json:
+    if options.json:
         print_json("verdict", healthy=not broken, broken=broken, warned=warned)
     else:
         verdict = f"Broken: {', '.join(broken)}." if broken else "Healthy: pyengine works here."

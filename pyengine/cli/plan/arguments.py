@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
-from pyengine.cli.arguments import above_zero, fill, whole
+from pyengine.cli.arguments import above_zero, counts, fill, whole
 
 DESCRIPTION = """\
 Show how a global batch is split over each number of workers, and its learning rate. The gradient of a step is
@@ -65,34 +66,14 @@ class Settings:
 
 
 def add_to(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add(
-        "--global-batch",
-        dest="global_batches",
-        type=_several,
-        metavar="N,N",
-        help="samples an optimizer step (default: 256; with --from around the run's)",
-    )
-    add(
-        "--workers",
-        type=_several,
-        default=(1, 2, 4, 8),
-        metavar="N,N",
-        help="world sizes (default: 1,2,4,8)",
-    )
-    add(
-        "--micro-batch",
-        type=whole(1),
-        metavar="N",
-        help="samples a backward (default: all samples of a rank)",
-    )
+    add, count = parser.add_argument, counts(parser)
+    several = partial(add, type=lambda text: tuple(map(whole(1), text.split(","))), metavar="N,N")
+    batches = "samples an optimizer step (default: 256; with --from around the run's)"
+    several("--global-batch", dest="global_batches", help=batches)
+    several("--workers", default=(1, 2, 4, 8), help="world sizes (default: 1,2,4,8)")
+    count("--micro-batch", help="samples a backward (default: all samples of a rank)")
     add("--lr", type=above_zero, default=1.0, metavar="X", help="learning rate of --from-batch (default: 1)")
-    add(
-        "--from-batch",
-        type=whole(1),
-        metavar="N",
-        help="global batch that --lr is tuned for (default: the first of --global-batch, or --from's)",
-    )
+    count("--from-batch", help="global batch of --lr (default: the first of --global-batch, or --from's)")
     add(
         "--from",
         dest="run_file",
@@ -100,7 +81,7 @@ def add_to(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="instead, what other batches cost by the noise scale that a run has written (JsonLines)",
     )
-    add("--dataset-size", type=whole(1), metavar="N", help="samples of the dataset, for steps an epoch")
+    count("--dataset-size", help="samples of the dataset, for steps an epoch")
 
 
 def settings(options: argparse.Namespace) -> Settings:
@@ -109,8 +90,3 @@ def settings(options: argparse.Namespace) -> Settings:
         batches = batches or (256,)
         from_batch = from_batch or batches[0]
     return fill(Settings, options, global_batches=batches or (), from_batch=from_batch or 0)
-
-
-def _several(text: str) -> tuple[int, ...]:
-    parse = whole(1)
-    return tuple(parse(part) for part in text.split(","))

@@ -4,19 +4,12 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from pyengine.cli import target as training
 from pyengine.cli import trackers
-from pyengine.cli.arguments import (
-    Conflict,
-    above_zero,
-    check_workers,
-    different_wholes,
-    each,
-    fill,
-    whole,
-)
+from pyengine.cli.arguments import Conflict, above_zero, check_workers, counts, different_wholes, each, fill
 from pyengine.cli.tasks.base import MODELS
 from pyengine.cli.trackers import Trackers
 
@@ -128,22 +121,11 @@ class Settings:
 
 
 def add_to(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add(
-        "--workers",
-        type=_numbers,
-        default=(1, 2, 4, 8),
-        metavar="N,N",
-        help="numbers of workers, with 1 among them (default: 1,2,4,8)",
-    )
-    add(
-        "--batch",
-        dest="batches",
-        type=_numbers,
-        default=(32, 64, 128, 256),
-        metavar="N,N",
-        help="batch sizes (default: 32,64,128,256)",
-    )
+    add, count = parser.add_argument, counts(parser)
+    several = partial(add, type=lambda text: tuple(sorted(different_wholes(text))), metavar="N,N")
+    workers, batches = (1, 2, 4, 8), (32, 64, 128, 256)
+    several("--workers", default=workers, help="numbers of workers, with 1 among them (default: 1,2,4,8)")
+    several("--batch", dest="batches", default=batches, help="batch sizes (default: 32,64,128,256)")
     add(
         "--fixed",
         choices=FIXED,
@@ -151,22 +133,13 @@ def add_to(parser: argparse.ArgumentParser) -> None:
         help="whether --batch is of all workers together or of each (default: global)",
     )
     training.add_to(parser, MODELS, "cnn")
-    add(
-        "--dataset-size",
-        type=whole(1),
-        metavar="N",
-        help=f"training samples ({each(_DATASET_SIZE)}; required with --train)",
-    )
-    add(
-        "--epochs",
-        type=above_zero,
-        metavar="X",
-        help=f"passes over the training samples ({each(_EPOCHS)}, --train 1)",
-    )
-    add("--micro-batch", type=whole(1), metavar="N", help="largest micro-batch (default: no limit)")
-    add("--repeats", type=whole(1), default=3, metavar="N", help="runs for each workers × batch (default: 3)")
-    add("--threads", type=whole(1), default=1, metavar="N", help="torch threads in each worker (default: 1)")
-    add("--evaluations", type=whole(1), default=20, metavar="N", help="evaluations a run (default: 20)")
+    count("--dataset-size", help=f"training samples ({each(_DATASET_SIZE)}; required with --train)")
+    epochs = f"passes over the training samples ({each(_EPOCHS)}, --train 1)"
+    add("--epochs", type=above_zero, metavar="X", help=epochs)
+    count("--micro-batch", help="largest micro-batch (default: no limit)")
+    count("--repeats", default=3, help="runs for each workers × batch (default: 3)")
+    count("--threads", default=1, help="torch threads in each worker (default: 1)")
+    count("--evaluations", default=20, help="evaluations a run (default: 20)")
     add(
         "--target",
         dest="goal",
@@ -174,31 +147,14 @@ def add_to(parser: argparse.ArgumentParser) -> None:
         metavar="X",
         help="accuracy to compare times at, 0 to 1 (default: the best one that every run reaches)",
     )
-    add("--seed", type=whole(0), default=0, metavar="N", help="seed of the first repeat (default: 0)")
-    add(
-        "--stall-timeout",
-        dest="stall_timeout_s",
-        type=above_zero,
-        default=120.0,
-        metavar="S",
-        help="end a run without a step for so many seconds (default: 120)",
-    )
-    add(
-        "--run-timeout",
-        dest="run_timeout_s",
-        type=above_zero,
-        default=3600.0,
-        metavar="S",
-        help="end a run after so many seconds (default: 3600)",
-    )
-    add(
-        "--out",
-        dest="folder",
-        type=Path,
-        default=Path("study"),
-        metavar="FOLDER",
-        help="folder of the results (default: study)",
-    )
+    counts(parser, least=0)("--seed", default=0, help="seed of the first repeat (default: 0)")
+    limit = partial(add, type=above_zero, metavar="S")
+    stall = "end a run without a step for so many seconds (default: 120)"
+    limit("--stall-timeout", dest="stall_timeout_s", default=120.0, help=stall)
+    run = "end a run after so many seconds (default: 3600)"
+    limit("--run-timeout", dest="run_timeout_s", default=3600.0, help=run)
+    out = "folder of the results (default: study)"
+    add("--out", dest="folder", type=Path, default=Path("study"), metavar="FOLDER", help=out)
     add("--retry", action="store_true", help="repeat runs that failed, stalled or timed out before")
     trackers.add_to(parser)
 
@@ -235,10 +191,6 @@ def _subject(options: argparse.Namespace) -> tuple[str, str, int]:
             "samples, from which the steps of a run follow"
         )
     return options.train, options.train, size
-
-
-def _numbers(text: str) -> tuple[int, ...]:
-    return tuple(sorted(different_wholes("for example 1,2,4")(text)))
 
 
 def _share(text: str) -> float:

@@ -11,7 +11,7 @@ from typing import Any
 import torch.distributed as dist
 
 from pyengine.cli import trackers
-from pyengine.cli.arguments import Conflict, above_zero, check_workers, check_writable, each, fill, whole
+from pyengine.cli.arguments import Conflict, above_zero, check_workers, check_writable, counts, each, fill
 from pyengine.cli.tasks.base import MODELS
 from pyengine.cli.trackers import Trackers
 from pyengine.gradients.settings import Accumulator
@@ -91,37 +91,18 @@ _LR = {"gpt": 3e-3, "cnn": 1e-2}
 
 
 def add_to(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
+    add, count = parser.add_argument, counts(parser)
     add("--model", choices=MODELS, help="train only this one (default: gpt, then cnn)")
     add("--mode", choices=MODES, default="engine", help="who reduces the gradients (default: engine)")
-    add(
-        "--workers",
-        type=whole(1),
-        default=2,
-        metavar="N",
-        help="worker processes, one rank each (default: 2; under torchrun its workers)",
-    )
-    add(
-        "--accumulate",
-        type=whole(1),
-        default=8,
-        metavar="N",
-        help="micro-batches a window and rank (default: 8)",
-    )
-    add("--micro-batch", type=whole(1), metavar="N", help=f"samples a micro-batch ({each(_MICRO_BATCH)})")
-    add("--steps", type=whole(1), metavar="N", help=f"optimizer steps ({each(_STEPS)})")
+    count("--workers", default=2, help="worker processes, one rank each (default: 2; under torchrun its own)")
+    count("--accumulate", default=8, help="micro-batches a window and rank (default: 8)")
+    count("--micro-batch", help=f"samples a micro-batch ({each(_MICRO_BATCH)})")
+    count("--steps", help=f"optimizer steps ({each(_STEPS)})")
     add("--dtype", choices=("fp32", "bf16"), default="fp32", help="dtype of the parameters (default: fp32)")
-    add(
-        "--wire",
-        choices=tuple(WIRES),
-        metavar="WIRE",
-        help="encoding of the reduced gradients (default: fp32)",
-    )
+    add("--wire", choices=tuple(WIRES), metavar="WIRE", help="encoding of reduced gradients (default: fp32)")
     add("--accumulator", choices=("fp32", "native"), help="dtype of a window's sum (default: fp32)")
     add("--lr", type=above_zero, metavar="X", help=f"peak learning rate ({each(_LR)})")
-    add(
-        "--seed", type=whole(0), default=0, metavar="N", help="seed of parameters and data order (default: 0)"
-    )
+    counts(parser, least=0)("--seed", default=0, help="seed of parameters and data order (default: 0)")
     add(
         "--trace",
         type=Path,
@@ -135,13 +116,7 @@ def add_to(parser: argparse.ArgumentParser) -> None:
         metavar="FOLDER",
         help="save checkpoints there, also at a signal, and resume from the newest one",
     )
-    add(
-        "--checkpoint-every",
-        type=whole(1),
-        default=10,
-        metavar="N",
-        help="steps between checkpoints (default: 10)",
-    )
+    count("--checkpoint-every", default=10, help="steps between checkpoints (default: 10)")
     trackers.add_to(parser)
 
 

@@ -6,7 +6,7 @@ import argparse
 from dataclasses import dataclass
 
 from pyengine.cli import target
-from pyengine.cli.arguments import Conflict, check_workers, different_names, different_wholes, fill, whole
+from pyengine.cli.arguments import Conflict, check_workers, counts, different_names, different_wholes, fill
 from pyengine.cli.tasks.base import MODELS
 from pyengine.cli.verify.probe import WRAPS, needs
 from pyengine.gradients.settings import Accumulator
@@ -78,24 +78,14 @@ class Settings:
 
 
 def add_to(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    worlds = different_wholes("for example 1,2,3 (the first one always runs twice)")
-    add("--workers", type=worlds, default=(1, 2, 3), metavar="N,N", help="world sizes (default: 1,2,3)")
-    add("--steps", type=whole(1), default=4, metavar="N", help="optimizer steps (default: 4)")
-    add(
-        "--micro-batches",
-        type=whole(1),
-        default=12,
-        metavar="N",
-        help="micro-batches in a window, over all workers (default: 12)",
-    )
+    add, count = parser.add_argument, counts(parser)
+    worlds = "world sizes; the first one always runs twice (default: 1,2,3)"
+    add("--workers", type=different_wholes, default=(1, 2, 3), metavar="N,N", help=worlds)
+    count("--steps", default=4, help="optimizer steps (default: 4)")
+    count("--micro-batches", default=12, help="micro-batches in a window, over all workers (default: 12)")
     target.add_to(parser, (*MODELS, "both"), "both")
-    add(
-        "--accumulator",
-        choices=("exact", "fp32"),
-        default="exact",
-        help="sums of gradients (default: exact)",
-    )
+    sums = ("exact", "fp32")
+    add("--accumulator", choices=sums, default="exact", help="sums of gradients (default: exact)")
     add(
         "--wrap",
         type=different_names(WRAPS),
