@@ -20,14 +20,7 @@ from pyengine.cli.train import arguments as train
 from pyengine.cli.verify import arguments as verify
 
 # The packages of the extras `train` and `study`, by import name.
-_EXTRA = {
-    "rich": "rich",
-    "sklearn": "scikit-learn",
-    "numpy": "numpy",
-    "matplotlib": "matplotlib",
-    "jinja2": "jinja2",
-    "psutil": "psutil",
-}
+_OF_TRAIN, _OF_STUDY = ("rich", "sklearn", "numpy"), ("matplotlib", "jinja2", "psutil")
 _UNDER_TORCHRUN = ("train", "plan")
 
 
@@ -56,12 +49,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         refuse(str(error))
     except ModuleNotFoundError as error:
         missing = (error.name or "").partition(".")[0]
-        if missing not in _EXTRA:
+        if missing not in _OF_TRAIN + _OF_STUDY:
             raise
-        is_in_train = options.command != "study" and missing in ("rich", "sklearn", "numpy")
-        extra = "train" if is_in_train else "study"
+        package = "scikit-learn" if missing == "sklearn" else missing
+        extra = "train" if options.command != "study" and missing in _OF_TRAIN else "study"
         print(
-            f"{options.command} needs {_EXTRA[missing]}, which is not installed: run "
+            f"{options.command} needs {package}, which is not installed: run "
             f"pip install '.[{extra}]' in a clone of pyengine",
             file=sys.stderr,
         )

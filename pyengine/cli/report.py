@@ -29,6 +29,12 @@ class Report:
         """Print a sentence on one line, however long it is."""
         self._console.print(text, highlight=False, markup=False, soft_wrap=True)
 
+    def _print(self, table: Table, paragraphs: Iterable[str]) -> None:
+        """Print a table, and below it paragraphs that are wrapped at the width of the terminal."""
+        self._console.print(table)
+        for text in paragraphs:
+            self._console.print(text, highlight=False, markup=False)
+
     def _make_progress(self, *columns: ProgressColumn, **options: Any) -> Progress:
         """Return a live line with description, bar, count and more columns, shown on terminals only."""
         is_shown = self._console.is_terminal and not self._console.quiet

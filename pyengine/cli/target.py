@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from importlib import import_module
-from pkgutil import resolve_name
-from typing import Any
 
 from pyengine.cli.arguments import Conflict
 
@@ -49,8 +47,3 @@ def check(target: str) -> None:
         ) from None
     if not callable(found):
         raise Conflict(f"argument --train: got {target}, and {module} has no function {function}")
-
-
-def load(target: str) -> Callable[[Any], None]:
-    found: Callable[[Any], None] = resolve_name(target)
-    return found

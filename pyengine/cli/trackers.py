@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -75,11 +75,12 @@ class Trackers:
     def run(self, name: str, *, group: str, config: Mapping[str, Any]) -> Iterator[Run]:
         """Open a run in each tracker: under W&B with a group, in TensorBoard as the folder `name`."""
         run = Run()
-        try:
+        with ExitStack() as stack:
             if self.project is not None:
                 import wandb
 
                 run.wandb = wandb.init(project=self.project, group=group, name=name, config=dict(config))
+                stack.callback(run.wandb.finish)
                 run.listeners.append(Wandb(run.wandb))
             if self.folder is not None:
                 from torch.utils.tensorboard import SummaryWriter
@@ -87,12 +88,7 @@ class Trackers:
                 from pyengine.telemetry.tensorboard import TensorBoard
 
                 board = TensorBoard(self.folder / name)
+                stack.callback(board.close)
                 run.listeners.append(board)
-                run.writer = SummaryWriter(str(self.folder / name))
+                run.writer = stack.enter_context(SummaryWriter(str(self.folder / name)))
             yield run
-        finally:
-            if run.writer is not None:
-                board.close()
-                run.writer.close()
-            if run.wandb is not None:
-                run.wandb.finish()

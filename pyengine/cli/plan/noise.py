@@ -57,32 +57,11 @@ class Noise:
         return self.spread is not None and self.spread <= _SURE * self.scale
 
 
-@dataclass(frozen=True)
-class Row:
-    """One global batch.
-
-    Attributes:
-        steps, samples: those to the same loss, over the run's.
-        steps_low, steps_high: the steps where the scale is a spread smaller or larger.
-        lr_noise: the learning rate whose share of the largest useful one is 1 / (1 + B_noise / B).
-        lr_linear, lr_sqrt: by the two rules.
-    """
-
-    global_batch: float
-    steps: float
-    steps_low: float
-    steps_high: float
-    samples: float
-    lr_noise: float
-    lr_linear: float
-    lr_sqrt: float
-
-
 def run(settings: Settings, path: Path) -> int:
     noise = read(path)
     batches: Sequence[float] = settings.global_batches or tuple(noise.batch * factor for factor in _FACTORS)
     rows = [row(noise, batch, settings.lr, settings.from_batch or noise.batch) for batch in batches]
-    Report(as_json=settings.json).noise(noise, rows, settings)
+    Report(as_json=settings.json).noise(noise, rows)
     return 0
 
 
@@ -121,39 +100,38 @@ def _fields(line: str) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def row(noise: Noise, batch: float, lr: float, from_batch: float) -> Row:
+def row(noise: Noise, batch: float, lr: float, from_batch: float) -> dict[str, float]:
+    """Return what a global batch costs: `steps` and `samples` to the same loss are over the run's."""
     steps = [noise.steps(batch, scale) / noise.steps(noise.batch, scale) for scale in (noise.low, noise.high)]
-    return Row(
-        global_batch=batch,
-        steps=noise.steps(batch) / noise.steps(noise.batch),
-        steps_low=min(steps),
-        steps_high=max(steps),
-        samples=noise.samples(batch) / noise.samples(noise.batch),
-        lr_noise=lr * noise.steps(from_batch) / noise.steps(batch),
-        lr_linear=lr * batch / from_batch,
-        lr_sqrt=lr * (batch / from_batch) ** 0.5,
-    )
+    return {
+        "global_batch": batch,
+        "steps": noise.steps(batch) / noise.steps(noise.batch),
+        # Where the scale is a spread smaller or larger.
+        "steps_low": min(steps),
+        "steps_high": max(steps),
+        "samples": noise.samples(batch) / noise.samples(noise.batch),
+        # The learning rate whose share of the largest useful one is 1 / (1 + B_noise / B).
+        "lr_noise": lr * noise.steps(from_batch) / noise.steps(batch),
+        "lr_linear": lr * batch / from_batch,
+        "lr_sqrt": lr * (batch / from_batch) ** 0.5,
+    }
 
 
 class Report(report.Report):
-    def noise(self, noise: Noise, rows: Sequence[Row], settings: Settings) -> None:
+    def noise(self, noise: Noise, rows: Sequence[dict[str, float]]) -> None:
         """The noise scale was read; `rows` are of other global batches."""
-        is_text = self._emit("noise", **asdict(noise), is_sure=noise.is_sure)
+        self._emit("noise", **asdict(noise), is_sure=noise.is_sure)
         caption = f"steps, samples: to the same loss, over those at {noise.batch:,.0f}"
         table = Table(caption=caption, caption_justify="left")
         names = ["global\nbatch", "steps", "its spread", "samples", "lr\nnoise", "lr\nlinear", "lr\nsqrt"]
         add_numbers(table, names)
         for each in rows:
-            self._emit("batch", **asdict(each))
-            lrs = (f"{lr:.4g}" for lr in (each.lr_noise, each.lr_linear, each.lr_sqrt))
-            spread = f"{each.steps_low:.2f}–{each.steps_high:.2f}"
-            cells = f"{each.global_batch:,.0f}", f"{each.steps:.2f} ×", spread, f"{each.samples:.2f} ×", *lrs
-            table.add_row(*cells)
-        if not is_text:
-            return
-        self._console.print(table)
-        for text in sentences(noise):
-            self._console.print(text, highlight=False, markup=False)
+            self._emit("batch", **each)
+            lrs = (f"{each[name]:.4g}" for name in ("lr_noise", "lr_linear", "lr_sqrt"))
+            times, more = f"{each['steps']:.2f} ×", f"{each['samples']:.2f} ×"
+            spread = f"{each['steps_low']:.2f}–{each['steps_high']:.2f}"
+            table.add_row(f"{each['global_batch']:,.0f}", times, spread, more, *lrs)
+        self._print(table, sentences(noise))
 
 
 def sentences(noise: Noise) -> list[str]:

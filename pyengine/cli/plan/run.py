@@ -94,9 +94,7 @@ class Report(report.Report):
             table.add_row(*_cells(row)[: len(table.columns)])
         for caution in cautions:
             self._emit("caution", text=caution)
-        self._console.print(table)
-        for text in [*_sentences(rows), *cautions]:
-            self._console.print(text, highlight=False, markup=False)
+        self._print(table, [*_sentences(rows), *cautions])
 
 
 def _cells(row: Row) -> list[str]:

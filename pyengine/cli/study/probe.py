@@ -10,13 +10,14 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from pkgutil import resolve_name
 
 import torch
 import torch.distributed as dist
 
 from pyengine.cli import terminal
 from pyengine.cli.gradient_measures import measure_noise_scale
-from pyengine.cli.target import Enough, load
+from pyengine.cli.target import Enough
 from pyengine.engine.sync import Sync
 from pyengine.step.step_record import StepRecord
 from pyengine.window.noise_scale import NoiseEstimate
@@ -87,13 +88,9 @@ class Probe:
     """
 
     def __init__(self, run: Run) -> None:
-        self.workers, self.steps = run.workers, run.steps
-        self.global_batch, self.micro_batch, self.accumulate = (
-            run.global_batch,
-            run.micro_batch,
-            run.accumulate,
-        )
-        self.dataset_size, self.seed = run.dataset_size, run.seed
+        self.workers, self.steps, self.seed = run.workers, run.steps, run.seed
+        self.global_batch, self.micro_batch = run.global_batch, run.micro_batch
+        self.accumulate, self.dataset_size = run.accumulate, run.dataset_size
         self.trace = Trace()
         self._every, self._beats = run.evaluate_every, Path(run.beats)
         self._quality: Quality | None = None
@@ -190,7 +187,7 @@ def work(run: Run) -> Trace:
     torch.set_num_threads(run.threads)
     probe = Probe(run)
     with suppress(Enough):
-        load(run.target)(probe)
+        resolve_name(run.target)(probe)
     if len(probe.trace.seconds) < run.steps:
         raise RuntimeError(
             f"{run.target} returned after {len(probe.trace.seconds)} of {run.steps} steps: call "

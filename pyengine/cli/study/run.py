@@ -6,7 +6,7 @@ import math
 import platform
 import statistics
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ import torch
 
 import pyengine
 from pyengine.cli.machine import cpu_name, num_cores
+from pyengine.cli.noise import Range
 from pyengine.cli.study import plots as study_plots
 from pyengine.cli.study import report as study_report
 from pyengine.cli.study.analysis import analyse
@@ -119,26 +120,12 @@ def track(trackers: Trackers, content: study_report.Content) -> None:
     config = {**settings.binding(), **content.machine}
     with trackers.run("figures", group=settings.subject, config=config) as run:
         for cell, figures in content.analysis.cells.items():
-            found = {name: getattr(figures, name) for name in _TRACKED}
-            values = {f"{name}/batch {cell.batch}": each.mid for name, each in found.items() if each}
+            found = {name: each.mid for name, each in vars(figures).items() if isinstance(each, Range)}
+            values = {f"{name}/batch {cell.batch}": mid for name, mid in found.items()}
             stalls = sum(stall.record.cell == cell for stall in content.analysis.stalls)
             run.log(values | {f"stalls/batch {cell.batch}": stalls}, axis="workers", at=cell.workers)
         for plot in content.plots:
             run.image(plot.title, plot.path)
-
-
-_TRACKED = (
-    "samples_s",
-    "batches_s",
-    "speed_up",
-    "efficiency",
-    "sync_share",
-    "memory_bytes",
-    "cpu_share",
-    "accuracy",
-    "goal_s",
-    "noise_scale",
-)
 
 
 def _step_record(record: Record, step: int) -> StepRecord:
@@ -170,44 +157,12 @@ def card() -> dict[str, str | int]:
     }
 
 
-class _Forecast:
-    """Expects that a cell lasts as long as before; other cells follow from the nearest one that has run.
-
-    A step is assumed to last in proportion to a worker's samples and, beyond the cores, to the threads.
-    """
-
-    def __init__(self, plans: Mapping[Cell, Plan], *, threads: int, cores: int) -> None:
-        self._plans, self._threads, self._cores = plans, threads, cores
-        self._records: list[Record] = []
-
-    def learn(self, record: Record) -> None:
-        """Use a run, also a trial with fewer steps, for later forecasts."""
-        if record.is_done:
-            self._records.append(record)
-
-    def seconds(self, cells: Iterable[Cell]) -> float | None:
-        """Return the seconds of a run of each cell, one after the other; None before any run has ended."""
-        return sum(map(self._run_s, cells)) if self._records else None
-
-    def _run_s(self, cell: Cell) -> float:
-        plan = self._plans[cell]
-        same = [each.wall_s for each in self._records if (each.cell, each.steps) == (cell, plan.steps)]
-        if same:
-            return statistics.median(same)
-        near = min(
-            self._records, key=lambda each: (abs(each.workers - cell.workers), abs(each.batch - cell.batch))
-        )
-        samples = plan.worker_batch / (near.micro_batch * near.accumulate)
-        step_s = statistics.median(near.seconds[WARM_UP_STEPS:])
-        load = self._load(cell.workers) / self._load(near.workers)
-        return near.wall_s - sum(near.seconds) + plan.steps * step_s * samples * load
-
-    def _load(self, workers: int) -> float:
-        return max(1.0, workers * self._threads / self._cores)
-
-
 class _Runs:
-    """Makes runs, one after the other, and forecasts how long the others take."""
+    """Makes runs, one after the other, and forecasts how long the others take.
+
+    A cell is expected to last as long as before; other cells follow from the nearest one that has run. A step
+    is assumed to last in proportion to a worker's samples and, beyond the cores, to the threads.
+    """
 
     def __init__(
         self,
@@ -220,28 +175,26 @@ class _Runs:
         cores: int,
     ) -> None:
         self._settings, self._plans, self._store, self._report = settings, plans, store, report
-        self._execute, self._limits = execute, Limits(settings.stall_timeout_s, settings.run_timeout_s)
-        self._forecast = _Forecast(plans, threads=settings.threads, cores=cores)
-        for record in store.records.values():
-            if record.cell in plans:
-                self._forecast.learn(record)
+        self._execute, self._cores = execute, cores
+        # Runs that later ones are forecast from, also a trial with fewer steps.
+        self._done = [each for each in store.records.values() if each.is_done and each.cell in plans]
 
     def make(self, missing: Sequence[tuple[Cell, int]]) -> None:
         """Make a run of every cell, then repeat: drift over hours affects all cells alike."""
         (self._settings.folder / "logs").mkdir(exist_ok=True)
         still = [cell for cell, _ in missing]
-        if still and self._forecast.seconds(still) is None:
+        if still and not self._done:
             first = next(iter(self._plans))
             trial = replace(self._plans[first], steps=LEAST_STEPS)
             self._run(first, 0, trial, "trial run", Path("logs", "trial.txt"))
         if still:
-            self._report.forecast(self._forecast.seconds(still))
+            self._report.forecast(self._forecast(still))
         for cell, repeat in missing:
             name = f"{cell}, repeat {repeat + 1}"
             record = self._run(cell, repeat, self._plans[cell], name, log_path(cell, repeat))
             self._store.add(record)
             still.remove(cell)
-            self._report.ran(record, left_s=self._forecast.seconds(still))
+            self._report.ran(record, left_s=self._forecast(still))
 
     def _run(self, cell: Cell, repeat: int, plan: Plan, name: str, log: Path) -> Record:
         settings, report = self._settings, self._report
@@ -260,10 +213,32 @@ class _Runs:
         def watch(done: int, accuracy: float | None) -> None:
             report.step(done, plan.steps, accuracy)
 
-        outcome = self._execute(run, self._limits, settings.folder / log, watch)
+        limits = Limits(settings.stall_timeout_s, settings.run_timeout_s)
+        outcome = self._execute(run, limits, settings.folder / log, watch)
         record = _record(cell, repeat, plan, outcome)
-        self._forecast.learn(record)
+        if record.is_done:
+            self._done.append(record)
         return record
+
+    def _forecast(self, cells: Iterable[Cell]) -> float | None:
+        """Return the seconds of a run of each cell, one after the other; None before any run has ended."""
+        return sum(map(self._run_s, cells)) if self._done else None
+
+    def _run_s(self, cell: Cell) -> float:
+        plan = self._plans[cell]
+        same = [each.wall_s for each in self._done if (each.cell, each.steps) == (cell, plan.steps)]
+        if same:
+            return statistics.median(same)
+        near = min(
+            self._done, key=lambda each: (abs(each.workers - cell.workers), abs(each.batch - cell.batch))
+        )
+        samples = plan.worker_batch / (near.micro_batch * near.accumulate)
+        step_s = statistics.median(near.seconds[WARM_UP_STEPS:])
+        load = self._load(cell.workers) / self._load(near.workers)
+        return near.wall_s - sum(near.seconds) + plan.steps * step_s * samples * load
+
+    def _load(self, workers: int) -> float:
+        return max(1.0, workers * self._settings.threads / self._cores)
 
 
 def _record(cell: Cell, repeat: int, plan: Plan, outcome: Outcome) -> Record:

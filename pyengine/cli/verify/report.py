@@ -83,10 +83,7 @@ class Report(report.Report):
             )
         for row in self._rows[subject]:
             table.add_row(*map(escape, row))
-        self._console.print(table)
-        for text in sentences(subject, finding, reference):
-            self._console.print(text, highlight=False, markup=False)
-        self._console.print()
+        self._print(table, [*sentences(subject, finding, reference), ""])
 
 
 def summary(trace: Trace) -> str:

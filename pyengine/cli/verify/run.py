@@ -9,12 +9,13 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from pkgutil import resolve_name
 
 import torch
 from torch import Tensor
 
 from pyengine.cli import terminal
-from pyengine.cli.target import Enough, check, load
+from pyengine.cli.target import Enough, check
 from pyengine.cli.verify.arguments import Settings
 from pyengine.cli.verify.cause import causes
 from pyengine.cli.verify.compare import Difference, change, compare, first_difference
@@ -30,8 +31,11 @@ Execute = Callable[[Sequence[str], Run], list[list[Trace]]]
 
 @dataclass(frozen=True)
 class Done:
+    """A run that has ended; `first` is where it differs from the reference, None if it does not."""
+
     run: Run
     ranks: list[Trace]
+    first: Difference | None
 
 
 def run(settings: Settings) -> int:
@@ -58,17 +62,16 @@ def verify(settings: Settings, execute: Execute, report: Report) -> bool:
         seconds = time.perf_counter() - begin
         for index, (name, before) in enumerate(done.items()):
             ranks = [traces[index] for traces in by_rank]
-            _check_steps(name, run, ranks)
-            _check_wrap(name, settings, ranks)
-            before.append(Done(run, ranks))
-            difference = first_difference(before[0].ranks[0], ranks)
-            if difference is None and (
-                stopped := next((trace.stopped for trace in ranks if trace.stopped), "")
-            ):
-                raise RuntimeError(f"{name} on {run.label} failed after {ranks[0].steps} steps: {stopped}")
-            report.ran(name, run, ranks[0], seconds, difference)
-    verdicts = [_conclude(name, settings, execute, report, traces) for name, traces in done.items()]
-    return all(verdicts)
+            reference = before[0].ranks[0] if before else ranks[0]
+            first = first_difference(reference, ranks)
+            _check(name, settings, Done(run, ranks, first))
+            before.append(Done(run, ranks, first))
+            report.ran(name, run, ranks[0], seconds, first)
+    for name, ended in done.items():
+        odd = next((each for each in ended if each.first), None)
+        finding = _find_cause(settings.subjects[name], execute, ended[0], odd) if odd else None
+        report.conclude(name, finding, ended[0].ranks[0])
+    return not any(each.first for ended in done.values() for each in ended)
 
 
 def on_workers(targets: Sequence[str], run: Run) -> list[list[Trace]]:
@@ -89,7 +92,7 @@ def _work(targets: Sequence[str], run: Run) -> list[Trace]:
 def _trace(target: str, run: Run) -> Trace:
     probe = Probe(run)
     try:
-        load(target)(probe)
+        resolve_name(target)(probe)
     except Enough:
         pass
     except RuntimeError as error:
@@ -100,24 +103,26 @@ def _trace(target: str, run: Run) -> Trace:
     return probe.trace
 
 
-def _check_steps(name: str, run: Run, ranks: Sequence[Trace]) -> None:
+def _check(name: str, settings: Settings, done: Done) -> None:
+    """Raise RuntimeError if a run shows nothing: it recorded no step, or failed without a difference."""
+    label, ranks = done.run.label, done.ranks
     if not all(trace.entries for trace in ranks):
         raise RuntimeError(
-            f"{name} on {run.label} never called verify.watch(model, optimizer=optimizer, sync=sync): call "
+            f"{name} on {label} never called verify.watch(model, optimizer=optimizer, sync=sync): call "
             "it once on every rank, before the loop"
         )
     if ranks[0].steps == 0:
         raise RuntimeError(
-            f"{name} on {run.label} took no optimizer step after verify.watch: it needs at least one"
+            f"{name} on {label} took no optimizer step after verify.watch: it needs at least one"
         )
-
-
-def _check_wrap(name: str, settings: Settings, ranks: Sequence[Trace]) -> None:
     if settings.wraps != WRAPS[:1] and not all(trace.is_wrapped for trace in ranks):
         raise RuntimeError(
             f"--wrap {','.join(settings.wraps)}, and {name} wraps its model itself: let it call "
             "sync, forward = verify.wrap(model, accumulate=..., accumulator='exact')"
         )
+    stopped = next((trace.stopped for trace in ranks if trace.stopped), "")
+    if stopped and done.first is None:
+        raise RuntimeError(f"{name} on {label} failed after {ranks[0].steps} steps: {stopped}")
 
 
 def _runs(settings: Settings) -> list[Run]:
@@ -144,21 +149,10 @@ def _workers(world: int) -> str:
     return "1 worker" if world == 1 else f"{world} workers"
 
 
-def _conclude(name: str, settings: Settings, execute: Execute, report: Report, done: Sequence[Done]) -> bool:
-    """Report the first run that differs, if any, with its cause; return whether all are identical."""
-    reference = done[0]
-    for other in done:
-        first = first_difference(reference.ranks[0], other.ranks)
-        if first is not None:
-            finding = _find_cause(settings.subjects[name], execute, reference, other, first)
-            report.conclude(name, finding, reference.ranks[0])
-            return False
-    report.conclude(name, None, reference.ranks[0])
-    return True
-
-
-def _find_cause(target: str, execute: Execute, reference: Done, other: Done, first: Difference) -> Finding:
+def _find_cause(target: str, execute: Execute, reference: Done, other: Done) -> Finding:
     """Repeat two runs up to the step in which they first differ, and compare their tensors."""
+    first = other.first
+    assert first is not None
     with tempfile.TemporaryDirectory(prefix="pyengine-") as folder:
         wanted, repeats = _tensors(target, execute, reference, 0, first, Path(folder) / "reference")
         got, other_repeats = _tensors(target, execute, other, first.rank, first, Path(folder) / "run")
