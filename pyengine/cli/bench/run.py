@@ -6,7 +6,6 @@ import json
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -41,22 +40,18 @@ def run(settings: Settings) -> int:
     except RuntimeError as error:  # the part before is reported
         problems.append(str(error))
     if sentences:
-        written = settings.out if settings.out and _write(settings.out, content, problems) else None
-        report.conclude(sentences, str(written) if written else None)
+        out = settings.out
+        if out is not None:
+            try:
+                out.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+            except OSError as error:
+                problems.append(f"cannot write {out} ({error.strerror}): the results above are not saved")
+                out = None
+        report.conclude(sentences, None if out is None else str(out))
     for problem in problems:
         print(problem, file=sys.stderr)
     cases = content.get("cases", {}).values()
     return int(bool(problems) or any("failed" in row for rows in cases for row in rows.values()))
-
-
-def _write(out: Path, content: dict[str, Any], problems: list[str]) -> bool:
-    """Write the result file, or add a problem; return whether it was written."""
-    try:
-        out.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-    except OSError as error:
-        problems.append(f"cannot write {out} ({error.strerror}): the results above are not saved")
-        return False
-    return True
 
 
 def _kernels(kernels: Kernels, report: Report) -> tuple[dict[str, Any], list[str]]:

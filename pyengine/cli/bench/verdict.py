@@ -61,7 +61,17 @@ def on_windows(times: Times) -> list[str]:
     ranking = sorted(medians, key=medians.__getitem__)
     ours = next((name for name in ranking if VARIANTS[name].is_ours), None)
     peers = [name for name in ranking if not VARIANTS[name].is_ours]
-    found = [_fastest(times, ranking, medians[ranking[0]])] if len(ranking) > 1 else []
+    found = []
+    if len(ranking) > 1:
+        first, *others = ranking
+        near = [VARIANTS[name].label for name in others if not ratio(times, name, first).is_clear]
+        rest = (
+            f"within noise of it: {'; '.join(near)}" if near else f"clearly, over {len(times[first])} rounds"
+        )
+        found.append(
+            f"{VARIANTS[first].label} had the shortest windows, {1e3 * medians[first]:.0f} ms in the median; "
+            f"{rest}."
+        )
     if ours is not None and peers:
         against = "; ".join(f"{VARIANTS[peer].label} {ratio(times, peer, ours)}" for peer in peers)
         found.append(f"Against {VARIANTS[ours].label} in the same rounds a window took: {against}.")
@@ -87,11 +97,3 @@ def on_kernels(rows: Sequence[Mapping[str, Any]]) -> list[str]:
         f"Slower than torch: {'; '.join(slower) if slower else 'none'}.",
         f"Noise: a median call took {noise:.2f} × the best one.",
     ]
-
-
-def _fastest(times: Times, ranking: Sequence[str], seconds: float) -> str:
-    first, *others = ranking
-    near = [VARIANTS[name].label for name in others if not ratio(times, name, first).is_clear]
-    rounds = len(times[first])
-    rest = f"within noise of it: {'; '.join(near)}" if near else f"clearly, over {rounds} rounds"
-    return f"{VARIANTS[first].label} had the shortest windows, {1e3 * seconds:.0f} ms in the median; {rest}."

@@ -61,16 +61,11 @@ def compare(task: Task, settings: Settings) -> list[Row]:
         for rank, window in enumerate(full)
     ]
     model = train_modes.build(task, settings)
-    checks = [
-        (
-            windows[dist.get_rank()],
-            _big_batch_gradient(task, model, list(itertools.chain.from_iterable(windows))),
-        )
-        for windows in (full, short)
-    ]
+    mine = dist.get_rank()
+    checks = [(windows[mine], _big_batch_gradient(task, model, windows)) for windows in (full, short)]
     checked = [_check(train_modes.make(name, task, settings), checks) for name in names]
     timed = [train_modes.make(name, task, settings, counted=False) for name in names]
-    seconds = _time(timed, _first_windows(task, settings, dist.get_rank(), _WARMUP_WINDOWS + _TIMED_WINDOWS))
+    seconds = _time(timed, _first_windows(task, settings, mine, _WARMUP_WINDOWS + _TIMED_WINDOWS))
     return [
         Row(name, step_s=step_s, **values)
         for name, step_s, values in zip(names, seconds, checked, strict=True)
@@ -79,19 +74,18 @@ def compare(task: Task, settings: Settings) -> list[Row]:
 
 def _first_windows(task: Task, settings: Settings, rank: int, num: int) -> list[list[Batch]]:
     """Return a rank's first windows, which are the same for every mode, and not those of training."""
-    size, world_size = settings.micro_batch[task.name], dist.get_world_size()
-    stream = task.batches(rank=rank, world_size=world_size, micro_batch=size, seed=settings.seed + 1)
+    stream = train_modes.batches(task, settings, rank, seed=settings.seed + 1)
     return [list(itertools.islice(stream, settings.accumulate)) for _ in range(num)]
 
 
-def _big_batch_gradient(task: Task, model: nn.Module, batches: Sequence[Batch]) -> Tensor:
-    """Return the gradient of the mean over all items: one backward of a float64 copy of the model.
+def _big_batch_gradient(task: Task, model: nn.Module, windows: Sequence[Sequence[Batch]]) -> Tensor:
+    """Return the gradient of the mean over all ranks' items: one backward of a float64 copy of the model.
 
     The copy is in eval mode: batch statistics depend on the split, and with them no split equals one batch.
     """
     exact = copy.deepcopy(model).double().eval()
-    joined = torch.cat([x for x, _ in batches]), torch.cat([y for _, y in batches])
-    loss, count = task.loss(exact, joined)
+    x, y = map(torch.cat, zip(*itertools.chain.from_iterable(windows), strict=True))
+    loss, count = task.loss(exact, (x, y))
     (loss / count).backward()
     return pop_gradient(exact)
 
@@ -121,7 +115,6 @@ def _time(modes: list[Mode], windows: Sequence[list[Batch]]) -> list[Range]:
         for mode, taken in zip(modes, seconds, strict=True):
             dist.barrier()
             start = time.perf_counter()
-            for _ in mode.steps(window):
-                pass
+            list(mode.steps(window))
             taken.append(time.perf_counter() - start)
     return [Range.of(taken[_WARMUP_WINDOWS:]) for taken in seconds]

@@ -36,6 +36,12 @@ def build(task: Task, settings: Settings) -> nn.Module:
     return task.build().to(_DTYPES[settings.dtype])
 
 
+def batches(task: Task, settings: Settings, rank: int, *, seed: int) -> Iterator[Batch]:
+    """Yield a rank's micro-batches without end."""
+    size, world_size = settings.micro_batch[task.name], dist.get_world_size()
+    return task.batches(rank=rank, world_size=world_size, micro_batch=size, seed=seed)
+
+
 def _optimizer(task: Task, model: nn.Module, settings: Settings) -> tuple[torch.optim.Optimizer, LambdaLR]:
     lr, steps = settings.lr[task.name], settings.steps[task.name]
     return make_optimizer(model, lr, steps=steps, warm_up_steps=_WARM_UP_STEPS)
@@ -56,6 +62,7 @@ class Windowed:
     Attributes:
         model: the bare module.
         label: the name of the mode in tables.
+        parts: the objects that a checkpoint has to contain, by name.
     """
 
     def __init__(self, task: Task, model: nn.Module, settings: Settings, *, on_ddp: bool) -> None:
@@ -72,6 +79,12 @@ class Windowed:
         )
         self.label = "pyengine on DDP" if on_ddp else "pyengine"
         self._optimizer, self._schedule = _optimizer(task, model, settings)
+        self.parts: dict[str, Any] = {
+            "model": model,
+            "optimizer": self._optimizer,
+            "schedule": self._schedule,
+            "sync": self._sync,
+        }
         self._records: list[StepRecord] = []
         self._sync.on_step(self._records.append)
 
@@ -82,16 +95,6 @@ class Windowed:
             return _num_buckets(self._ddp)
         assert isinstance(self._sync, GradSync)
         return len(self._sync.layout.buckets)
-
-    @property
-    def parts(self) -> dict[str, Any]:
-        """The objects that a checkpoint has to contain, by name."""
-        return {
-            "model": self.model,
-            "optimizer": self._optimizer,
-            "schedule": self._schedule,
-            "sync": self._sync,
-        }
 
     def steps(self, batches: Iterable[Batch]) -> Iterator[StepRecord]:
         """Train on the micro-batches, a window a step; yield the record of each step."""
@@ -136,31 +139,42 @@ class PlainDDP:
         if counted:
             self._ddp.register_comm_hook(self._meter, _all_reduce_and_count)
         self._optimizer, self._schedule = _optimizer(task, model, settings)
+        self.parts: dict[str, Any] = {}  # plain DDP saves no checkpoints
         self._step = 0
 
     @property
     def buckets(self) -> int:
         return _num_buckets(self._ddp)
 
-    @property
-    def parts(self) -> dict[str, Any]:
-        """Return nothing: plain DDP saves no checkpoints."""
-        return {}
-
     def measure(self) -> None:
         """Plain DDP has no engine that measures."""
 
     def steps(self, batches: Iterable[Batch]) -> Iterator[StepRecord]:
-        source = iter(batches)
+        source, meter = iter(batches), self._meter
         while window := [batch for _, batch in zip(range(self._accumulate), source, strict=False)]:
-            self._meter.restart()
+            meter.restart()
             totals = torch.stack([self._backward(batch) for batch in window]).sum(0)
             norm = nn.utils.clip_grad_norm_(self.model.parameters(), _MAX_NORM)
             self._optimizer.step()
             self._schedule.step()
             self._optimizer.zero_grad()
             dist.all_reduce(totals)  # for the record only: not a gradient, not counted
-            yield self._record(window, float(norm), *totals.tolist())
+            loss, count = totals.tolist()
+            yield StepRecord(
+                step=self._step,
+                micro_batches=len(window) * dist.get_world_size(),
+                count=count,
+                loss=loss / count,
+                grad_norm=float(norm),
+                skipped=False,
+                reason="",
+                bytes_on_wire=meter.comm.traffic.bytes_sent,
+                collectives=meter.comm.traffic.collectives,
+                backward_s=meter.backward_s,
+                exposed_sync_s=meter.exposed_sync_s,
+                step_s=time.perf_counter() - meter.start,
+            )
+            self._step += 1
 
     def gradient(self, batches: Sequence[Batch]) -> Tensor:
         for batch in batches:
@@ -172,23 +186,6 @@ class PlainDDP:
         with self._meter.backward():
             (loss / count / self._accumulate).backward()
         return torch.tensor([float(loss.detach()), count], dtype=torch.float64)
-
-    def _record(self, window: list[Batch], norm: float, loss: float, count: float) -> StepRecord:
-        meter, self._step = self._meter, self._step + 1
-        return StepRecord(
-            step=self._step - 1,
-            micro_batches=len(window) * dist.get_world_size(),
-            count=count,
-            loss=loss / count,
-            grad_norm=norm,
-            skipped=False,
-            reason="",
-            bytes_on_wire=meter.comm.traffic.bytes_sent,
-            collectives=meter.comm.traffic.collectives,
-            backward_s=meter.backward_s,
-            exposed_sync_s=meter.exposed_sync_s,
-            step_s=time.perf_counter() - meter.start,
-        )
 
 
 Mode = Windowed | PlainDDP

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from pyengine.checkpoint.checkpoints import Checkpoints
 from pyengine.cli import terminal
 from pyengine.cli.gradient_measures import draw
-from pyengine.cli.tasks.base import Batch, Task
+from pyengine.cli.tasks.base import Task
 from pyengine.cli.tasks.cnn import DigitsTask
 from pyengine.cli.tasks.gpt import TextTask
 from pyengine.cli.trackers import Trackers
@@ -82,7 +82,8 @@ def train(task: Task, settings: Settings, report: Report) -> int:
     saving = Saving(folder, every=every, parts=mode.parts, steps=steps)
     report.start(task.name, task.unit, done=saving.start, steps=steps, about=about)
     first, end = (each * settings.accumulate for each in (min(saving.start, steps), steps))
-    batches = itertools.islice(_batches(task, settings), first, end)
+    stream = train_modes.batches(task, settings, dist.get_rank(), seed=settings.seed)
+    batches = itertools.islice(stream, first, end)
     trackers = settings.trackers if dist.get_rank() == 0 else Trackers()
     with saving.signals(), trackers.run(task.name, group=settings.mode, config=about) as tracked:
         for done, record in enumerate(mode.steps(batches), saving.start + 1):
@@ -118,21 +119,10 @@ def write_trace(task: Task, settings: Settings, path: Path) -> None:
     It is not of the training itself, which profiling would slow down.
     """
     mode = train_modes.make(settings.mode, task, settings, counted=False)
-    batches = _batches(task, settings)
-
-    def train(windows: int) -> None:
-        for _ in mode.steps(itertools.islice(batches, windows * settings.accumulate)):
-            pass
-
-    train(_WARM_UP_WINDOWS)
+    batches = train_modes.batches(task, settings, dist.get_rank(), seed=settings.seed)
+    list(mode.steps(itertools.islice(batches, _WARM_UP_WINDOWS * settings.accumulate)))
     with chrome_trace(path):
-        train(TRACED_WINDOWS)
-
-
-def _batches(task: Task, settings: Settings) -> Iterator[Batch]:
-    size = settings.micro_batch[task.name]
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    return task.batches(rank=rank, world_size=world_size, micro_batch=size, seed=settings.seed)
+        list(mode.steps(itertools.islice(batches, TRACED_WINDOWS * settings.accumulate)))
 
 
 class Saving:

@@ -224,22 +224,21 @@ def summary(times: Times) -> dict[str, dict[str, float]]:
     A ratio compares two windows of the same round, so that slow drift of the machine cancels. `sync` is the
     time of the forwards and backwards above that of the floor, which communicates nothing.
     """
-    return {name: _row(rounds, times.get("floor")) for name, rounds in times.items()}
+    return {name: _row(rounds, times.get("floor", [])) for name, rounds in times.items()}
 
 
-def _row(rounds: list[dict[str, float]], floor: list[dict[str, float]] | None) -> dict[str, float]:
+def _row(rounds: list[dict[str, float]], floor: list[dict[str, float]]) -> dict[str, float]:
     row = {}
     for phase in rounds[0]:
         values = [window[phase] * 1e3 for window in rounds]
         row[f"{phase}_min_ms"], row[f"{phase}_p50_ms"] = min(values), statistics.median(values)
-    if floor is not None:
+    if floor:
+        pairs = list(zip(rounds, floor, strict=True))
         for phase in ("early", "window"):
-            pairs = [(mine[phase], theirs[phase]) for mine, theirs in zip(rounds, floor, strict=True)]
-            if all(theirs > 0 for _, theirs in pairs):  # a window of one micro-batch has no early phase
-                row[f"{phase}_x_floor"] = statistics.median(mine / theirs for mine, theirs in pairs)
-        extra = [
-            sum(mine[p] - theirs[p] for p in ("early", "last")) * 1e3
-            for mine, theirs in zip(rounds, floor, strict=True)
-        ]
-        row["sync_p50_ms"] = statistics.median(extra)
+            if all(least[phase] > 0 for least in floor):  # a window of one micro-batch has no early phase
+                row[f"{phase}_x_floor"] = statistics.median(
+                    mine[phase] / least[phase] for mine, least in pairs
+                )
+        extra = (sum(mine[phase] - least[phase] for phase in ("early", "last")) for mine, least in pairs)
+        row["sync_p50_ms"] = statistics.median(extra) * 1e3
     return row

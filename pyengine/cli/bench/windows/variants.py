@@ -189,20 +189,12 @@ class Accelerate(Variant):
             state._reset_state()  # noqa: SLF001 - no public call resets the state of an earlier one
         plugin = GradientAccumulationPlugin(num_steps=len(self.micro_batches), sync_with_dataloader=False)
         self.accelerator = Accelerator(cpu=self.device.type == "cpu", gradient_accumulation_plugin=plugin)
-        self.forward, self.optimizer = self.accelerator.prepare(self.model, self.optimizer)
+        # The prepared optimizer wraps this one, which is stepped as in every variant.
+        self.forward, _ = self.accelerator.prepare(self.model, self.optimizer)
 
     def micro_batch(self, x: Tensor, *, last: bool) -> None:
         with self.accelerator.accumulate(self.forward):
             self.accelerator.backward(self.scaler.scale(self.forward(x)))
-
-    def epilogue(self) -> Tensor:
-        self.scaler.unscale_(self.optimizer.optimizer)
-        return nn.utils.clip_grad_norm_(self.model.parameters(), MAX_NORM)
-
-    def step(self) -> None:
-        self.scaler.step(self.optimizer.optimizer)
-        self.scaler.update()
-        self.optimizer.optimizer.zero_grad(set_to_none=True)
 
 
 class Engine(Variant):
