@@ -23,6 +23,8 @@ def asked(
     accumulate: int = 2,
     micro_batch: int = 8,
     evaluate_every: int = 4,
+    stall_timeout_s: float = 60.0,
+    run_timeout_s: float = 60.0,
 ) -> Run:
     """Return a short run as its workers are told of it."""
     return Run(
@@ -36,6 +38,8 @@ def asked(
         seed=0,
         threads=1,
         evaluate_every=evaluate_every,
+        stall_timeout_s=stall_timeout_s,
+        run_timeout_s=run_timeout_s,
         beats=str(beats or ""),
     )
 

@@ -20,7 +20,7 @@ from pyengine.cli.study.grid import WARM_UP_STEPS
 from pyengine.cli.study.probe import Run, Trace, work
 from pyengine.cli.study.report import Report
 from pyengine.cli.study.run import study
-from pyengine.cli.study.supervise import Limits, Outcome, Watch
+from pyengine.cli.study.supervise import Outcome, Watch
 
 PICTURES = {
     "speed_up",
@@ -44,7 +44,7 @@ class Runner:
         self.reason, self.bad, self.busy = reason, bad, 0.0
         self.trials: list[Run] = []
 
-    def __call__(self, run: Run, limits: Limits, log: Path, watch: Watch) -> Outcome:
+    def __call__(self, run: Run, log: Path, watch: Watch) -> Outcome:
         if log.stem == "trial":
             self.trials.append(run)
             status = self.bad.get("trial", "done")

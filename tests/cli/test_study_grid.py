@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
 from pyengine.cli.main import build_parser
 from pyengine.cli.study.arguments import Settings, settings
-from pyengine.cli.study.grid import Cell, Impossible, Plan, cells, plan
+from pyengine.cli.study.grid import Cell, Impossible, cells, plan
 
 
 def given(*arguments: str) -> Settings:
@@ -79,8 +77,3 @@ def test_grid_is_in_order() -> None:
 )
 def test_cell_has_a_name(cell: Cell, text: str) -> None:
     assert str(cell) == text
-
-
-def test_share_of_a_worker_is_its_micro_batches() -> None:
-    shares: dict[str, Any] = {"global_batch": 64, "micro_batch": 8, "accumulate": 2, "steps": 12}
-    assert Plan(**shares).worker_batch == 16

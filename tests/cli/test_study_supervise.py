@@ -13,15 +13,14 @@ from study_records import asked
 from study_subjects import goes, lives
 
 from pyengine.cli.study import supervise
-from pyengine.cli.study.supervise import Beats, Limits, Outcome, Watch, execute
+from pyengine.cli.study.supervise import Beats, Outcome, Watch, execute
 
 
 def ran(
     function: str, folder: Path, watch: Watch = lambda done, accuracy: None, run_s: float = 60.0
 ) -> Outcome:
     """Run a training function on two workers; return how it ended."""
-    limits = Limits(stall_s=60.0, run_s=run_s)
-    return execute(asked(f"study_subjects:{function}"), limits, folder / "log.txt", watch)
+    return execute(asked(f"study_subjects:{function}", run_timeout_s=run_s), folder / "log.txt", watch)
 
 
 @pytest.mark.slow
@@ -112,7 +111,8 @@ def test_start_of_the_workers_is_no_stall(
     beats = Beats(tmp_path / "beats")
     clock = _Clock(beats, *at)
     monkeypatch.setattr(supervise, "time", clock)
-    found = supervise._supervise(clock, beats, Limits(stall_s, 3600), lambda done, accuracy: None)
+    run = asked("", stall_timeout_s=stall_s, run_timeout_s=3600)
+    found = supervise._supervise(clock, beats, run, lambda done, accuracy: None)
     assert found == ("stalled", reason)
     assert ended <= clock.monotonic() <= ended + 1
 

@@ -192,6 +192,8 @@ def study() -> Iterator[Names]:
         seed=SEED,
         threads=1,
         evaluate_every=4,
+        stall_timeout_s=60.0,
+        run_timeout_s=60.0,
         beats=os.devnull,
     )
     with loop() as names:

@@ -38,11 +38,6 @@ class Plan:
     accumulate: int
     steps: int
 
-    @property
-    def worker_batch(self) -> int:
-        """The samples of a worker in a step."""
-        return self.micro_batch * self.accumulate
-
 
 class Impossible(ValueError):
     """A cell that cannot be run, with the reason."""
@@ -55,9 +50,14 @@ def cells(settings: Settings) -> list[Cell]:
 
 def plan(cell: Cell, settings: Settings) -> Plan:
     """Split the batch of a cell, and count its steps: all cells train on the same number of samples."""
-    worker_batch = cell.batch if settings.fixed == "per-worker" else _share(cell.batch, cell.workers)
-    micro_batch = min(worker_batch, settings.micro_batch or worker_batch)
-    global_batch = worker_batch * cell.workers
+    share, rest = (cell.batch, 0) if settings.fixed == "per-worker" else divmod(cell.batch, cell.workers)
+    if rest:
+        nearest = f"{share * cell.workers} and {(share + 1) * cell.workers}" if share else f"{cell.workers}"
+        raise Impossible(
+            f"a global batch of {cell.batch} is not a multiple of {cell.workers} workers; nearest: {nearest}"
+        )
+    micro_batch = min(share, settings.micro_batch or share)
+    global_batch = share * cell.workers
     try:
         split = plan_batch(global_batch=global_batch, micro_batch=micro_batch, world_size=cell.workers)
     except ValueError as error:
@@ -68,13 +68,3 @@ def plan(cell: Cell, settings: Settings) -> Plan:
         )
     steps = max(LEAST_STEPS, math.ceil(settings.epochs * settings.dataset_size / global_batch))
     return Plan(global_batch, micro_batch, split.accumulate, steps)
-
-
-def _share(batch: int, workers: int) -> int:
-    share, rest = divmod(batch, workers)
-    if rest:
-        nearest = f"{share * workers} and {(share + 1) * workers}" if share else f"{workers}"
-        raise Impossible(
-            f"a global batch of {batch} is not a multiple of {workers} workers; nearest: {nearest}"
-        )
-    return share

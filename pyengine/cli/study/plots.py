@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -64,7 +64,6 @@ def _speed_up(analysis: Analysis) -> Figure | None:
     axes.set_ylim(min(0.9, low * 0.85), high * 1.15)
     _ticks(axes.yaxis, [2.0**power for power in range(-6, 16)])
     axes.set_ylabel("speed-up over one worker (×)")
-    _workers_axis(axes, analysis)
     _legend(axes, analysis)
     return figure
 
@@ -74,7 +73,6 @@ def _throughput(analysis: Analysis) -> Figure:
     _lines(axes, analysis, lambda figures: figures.samples_s)
     axes.set_ylabel("throughput (samples/s)")
     _from_zero(axes)
-    _workers_axis(axes, analysis)
     _legend(axes, analysis)
     return figure
 
@@ -130,8 +128,7 @@ def _map(
     all_cells = {*analysis.cells, *(record.cell for record in analysis.ended)}
     workers = sorted({cell.workers for cell in all_cells})
     batches = sorted({cell.batch for cell in all_cells})
-    ranges = {cell: pick(figures) for cell, figures in analysis.cells.items()}
-    values = {cell: figure.mid for cell, figure in ranges.items() if figure}
+    values = {cell: figure.mid for cell, each in analysis.cells.items() if (figure := pick(each))}
     low, high = min(values.values()), max(values.values())
     for x, batch in enumerate(batches):
         for y, count in enumerate(workers):
@@ -143,16 +140,15 @@ def _map(
                 text += "\n(shared cores)"
             axes.fill_between([x - 0.49, x + 0.49], y - 0.49, y + 0.49, color=colour, linewidth=0)
             red, green, blue = to_rgb(colour)
-            is_dark = 0.299 * red + 0.587 * green + 0.114 * blue < 0.5
-            ink = "white" if is_dark else INK
+            ink = "white" if 0.299 * red + 0.587 * green + 0.114 * blue < 0.5 else INK  # on dark colors
             axes.text(x, y, text, ha="center", va="center", fontsize=10, color=ink)
     axes.grid(visible=False)
     axes.spines[:].set_visible(False)
     axes.tick_params(length=0)
-    axes.set(xlim=(-0.5, len(batches) - 0.5), ylim=(-0.5, len(workers) - 0.5))
     axes.set_xticks(range(len(batches)), map(str, batches))
     axes.set_yticks(range(len(workers)), map(str, workers))
-    axes.set(xlabel=_batch_axis(analysis), ylabel="workers")
+    axes.set(xlabel=_batch_axis(analysis), xlim=(-0.5, len(batches) - 0.5))
+    axes.set(ylabel="workers", ylim=(-0.5, len(workers) - 0.5))
 
 
 def _why_absent(analysis: Analysis, cell: Cell) -> str:
@@ -191,18 +187,21 @@ def _noise_scale(analysis: Analysis) -> Figure | None:
 def _resources(analysis: Analysis) -> Figure:
     """Draw the waiting share, stalls, memory and cores."""
     figure, (share, stalls, memory, cpu) = _panels(4, 2)
-    _lines(share, analysis, lambda figures: figures.sync_share)
-    share.set_title("share of a step that waits\nfor gradients")
-    share.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
-    _lines(stalls, analysis, lambda figures: figures.stalls)
-    stalls.set_title("steps of a run\nthat stalled")
-    _lines(memory, analysis, lambda figures: figures.memory_bytes.over(2**20))
-    memory.set_title("peak memory of the\nlargest worker (MiB)")
-    _lines(cpu, analysis, lambda figures: figures.cpu_share)
-    cpu.set_title("busy cores\nof a worker")
-    for axes in (share, stalls, memory, cpu):
+    panels: list[tuple[Axes, str, Callable[[Figures], Range]]] = [
+        (share, "share of a step that waits\nfor gradients", lambda figures: figures.sync_share),
+        (stalls, "steps of a run\nthat stalled", lambda figures: figures.stalls),
+        (
+            memory,
+            "peak memory of the\nlargest worker (MiB)",
+            lambda figures: figures.memory_bytes.over(2**20),
+        ),
+        (cpu, "busy cores\nof a worker", lambda figures: figures.cpu_share),
+    ]
+    for axes, title, pick in panels:
+        _lines(axes, analysis, pick)
+        axes.set_title(title)
         _from_zero(axes)
-        _workers_axis(axes, analysis)
+    share.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
     stalls.yaxis.set_major_locator(MaxNLocator(5, integer=True))
     stalls.set_ylim(top=max(1, stalls.get_ylim()[1]))
     _legend(memory, analysis)
@@ -225,19 +224,20 @@ def _panels(
     return figure, [figure.add_subplot(rows, columns, number + 1) for number in range(count)]
 
 
-def _looks(values: Iterable[int]) -> dict[int, tuple[Colour, str]]:
+def _looks(values: Sequence[int]) -> dict[int, tuple[Colour, str]]:
     """Return a color and a marker for each value, from dark to light (also for color-blind readers)."""
-    values = list(values)
-    palette = matplotlib.colormaps["viridis"]
-    shades = [palette(0.82 * number / max(1, len(values) - 1)) for number in range(len(values))]
+    palette, last = matplotlib.colormaps["viridis"], max(1, len(values) - 1)
     return {
-        value: (shade, _MARKERS[number % len(_MARKERS)])
-        for number, (value, shade) in enumerate(zip(values, shades, strict=True))
+        value: (palette(0.82 * number / last), _MARKERS[number % len(_MARKERS)])
+        for number, value in enumerate(values)
     }
 
 
 def _lines(axes: Axes, analysis: Analysis, pick: Callable[[Figures], Range | None]) -> None:
-    """Draw a line for each batch over workers, with bars from the smallest to the largest repeat."""
+    """Draw a line for each batch over workers, with bars from the smallest to the largest repeat.
+
+    The axis of workers is scaled by powers of two, and shaded where they share cores.
+    """
     for batch, (colour, marker) in _looks(analysis.batches).items():
         found = [(figures.cell.workers, pick(figures)) for figures in analysis.row(batch)]
         points = [(workers, figure) for workers, figure in found if figure is not None]
@@ -253,10 +253,6 @@ def _lines(axes: Axes, analysis: Analysis, pick: Callable[[Figures], Range | Non
             elinewidth=1.2,
             label=str(batch),
         )
-
-
-def _workers_axis(axes: Axes, analysis: Analysis) -> None:
-    """Scale the axis of workers by powers of two, and shade where they share cores."""
     axes.set_xscale("log", base=2)
     _ticks(axes.xaxis, analysis.workers)
     axes.set_xlim(0.85, analysis.workers[-1] * 1.18)

@@ -33,6 +33,8 @@ class Run:
         target: the training function, "module:function".
         threads: torch's threads in each worker.
         evaluate_every: steps between two evaluations.
+        stall_timeout_s, run_timeout_s: seconds without a step (workers may take two minutes to start), and of
+            the whole run, after which it is ended.
         beats: file to which rank 0 appends a line after each step.
     """
 
@@ -46,6 +48,8 @@ class Run:
     seed: int
     threads: int
     evaluate_every: int
+    stall_timeout_s: float
+    run_timeout_s: float
     beats: str
 
 

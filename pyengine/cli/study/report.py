@@ -65,7 +65,7 @@ class Report(report.Report):
         self._run = run
         self._progress.update(self._task, text=f"{self._run}: starting")
 
-    def step(self, done: int, steps: int, accuracy: float | None) -> None:
+    def step(self, steps: int, done: int, accuracy: float | None) -> None:
         suffix = f", accuracy {percent(accuracy)}" if accuracy is not None and math.isfinite(accuracy) else ""
         self._progress.update(self._task, text=f"{self._run}: step {done}/{steps}{suffix}")
 

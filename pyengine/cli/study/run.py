@@ -8,6 +8,7 @@ import statistics
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,15 +26,15 @@ from pyengine.cli.study.grid import LEAST_STEPS, WARM_UP_STEPS, Cell, Impossible
 from pyengine.cli.study.probe import Run, Trace
 from pyengine.cli.study.report import Report
 from pyengine.cli.study.store import Record, Store
-from pyengine.cli.study.supervise import Limits, Outcome, Watch, execute, log_path
+from pyengine.cli.study.supervise import Outcome, Watch, execute, log_path
 from pyengine.cli.target import check
 from pyengine.cli.trackers import Trackers
 from pyengine.step.step_record import StepRecord
 
 _SOME_FAILED, _NOTHING_MEASURED, _NOT_WRITTEN = 1, 2, 3
 
-# Makes a run, within limits, with a log file; the last argument is called after steps.
-Execute = Callable[[Run, Limits, Path, Watch], Outcome]
+# Makes a run, with a log file; the last argument is called after steps.
+Execute = Callable[[Run, Path, Watch], Outcome]
 
 
 def run(settings: Settings) -> int:
@@ -207,14 +208,12 @@ class _Runs:
             seed=settings.seed + repeat,
             threads=settings.threads,
             evaluate_every=max(1, plan.steps // settings.evaluations),
+            stall_timeout_s=settings.stall_timeout_s,
+            run_timeout_s=settings.run_timeout_s,
             beats="",
         )
-
-        def watch(done: int, accuracy: float | None) -> None:
-            report.step(done, plan.steps, accuracy)
-
-        limits = Limits(settings.stall_timeout_s, settings.run_timeout_s)
-        outcome = self._execute(run, limits, settings.folder / log, watch)
+        watch = partial(report.step, plan.steps)
+        outcome = self._execute(run, settings.folder / log, watch)
         record = _record(cell, repeat, plan, outcome)
         if record.is_done:
             self._done.append(record)
@@ -232,7 +231,7 @@ class _Runs:
         near = min(
             self._done, key=lambda each: (abs(each.workers - cell.workers), abs(each.batch - cell.batch))
         )
-        samples = plan.worker_batch / (near.micro_batch * near.accumulate)
+        samples = plan.micro_batch * plan.accumulate / (near.micro_batch * near.accumulate)
         step_s = statistics.median(near.seconds[WARM_UP_STEPS:])
         load = self._load(cell.workers) / self._load(near.workers)
         return near.wall_s - sum(near.seconds) + plan.steps * step_s * samples * load

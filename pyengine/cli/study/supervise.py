@@ -30,14 +30,6 @@ Watch = Callable[[int, float | None], None]
 
 
 @dataclass(frozen=True)
-class Limits:
-    """Seconds without a step (workers may take two minutes to start), and of the whole run."""
-
-    stall_s: float
-    run_s: float
-
-
-@dataclass(frozen=True)
 class Outcome:
     """How a run ended.
 
@@ -63,7 +55,7 @@ def log_path(cell: Cell, repeat: int) -> Path:
     return Path("logs", f"{cell.workers}-workers-batch-{cell.batch}-repeat-{repeat + 1}.txt")
 
 
-def execute(run: Run, limits: Limits, log: Path, watch: Watch) -> Outcome:
+def execute(run: Run, log: Path, watch: Watch) -> Outcome:
     """Run on local workers, whose output goes to `log`; return how the run ended."""
     busy = psutil.cpu_percent(_BUSY_S) / 100
     with tempfile.TemporaryDirectory(prefix="pyengine-study-") as folder:
@@ -74,22 +66,19 @@ def execute(run: Run, limits: Limits, log: Path, watch: Watch) -> Outcome:
         try:
             with signals_blocked():  # the child keeps them blocked: `_end` ends it
                 child.start()
-            status, reason = _supervise(child, beats, limits, watch)
+            status, reason = _supervise(child, beats, run, watch)
         finally:
             _end(child)
         wall_s = time.perf_counter() - begin
         beats.read()
-        traces: list[Trace] = []
-        if status == "done":
-            if not result.exists():
-                reason = f"its launcher ended with exit code {child.exitcode} and no result"
-                return Outcome("failed", reason, beats.done, [], wall_s, busy)
+        answer: list[Trace] | str = []
+        if status == "done" and result.exists():
             answer = pickle.loads(result.read_bytes())  # noqa: S301 - SECURITY.md: a run of this process
-            if isinstance(answer, str):
-                status, reason = "failed", answer
-            else:
-                traces = answer
-    return Outcome(status, reason, beats.done, traces, wall_s, busy)
+        elif status == "done":
+            answer = f"its launcher ended with exit code {child.exitcode} and no result"
+    if isinstance(answer, str):
+        return Outcome("failed", answer, beats.done, [], wall_s, busy)
+    return Outcome(status, reason, beats.done, answer, wall_s, busy)
 
 
 class Beats:
@@ -114,11 +103,12 @@ class Beats:
         return bool(whole)
 
 
-def _supervise(child: mp.process.BaseProcess, beats: Beats, limits: Limits, watch: Watch) -> tuple[str, str]:
+def _supervise(child: mp.process.BaseProcess, beats: Beats, run: Run, watch: Watch) -> tuple[str, str]:
     """Wait until a run ends; return ("done", "") if no limit was exceeded."""
+    stall_s, run_s = run.stall_timeout_s, run.run_timeout_s
     begin = time.monotonic()
     moved = None
-    start_s = max(limits.stall_s, _START_S)
+    start_s = max(stall_s, _START_S)
     while child.is_alive():
         child.join(_POLL_S)
         now = time.monotonic()
@@ -128,11 +118,10 @@ def _supervise(child: mp.process.BaseProcess, beats: Beats, limits: Limits, watc
         if moved is None and now - begin > start_s:
             reason = f"its workers had not all started after {start_s:g} s"
             return "stalled", f"{reason}; a larger --stall-timeout gives them more"
-        if moved is not None and now - moved > limits.stall_s:
-            reason = f"no progress for {limits.stall_s:g} s after step {beats.done} (--stall-timeout)"
-            return "stalled", reason
-        if now - begin > limits.run_s:
-            return "timed out", f"not done after {limits.run_s:g} s, at step {beats.done} (--run-timeout)"
+        if moved is not None and now - moved > stall_s:
+            return "stalled", f"no progress for {stall_s:g} s after step {beats.done} (--stall-timeout)"
+        if now - begin > run_s:
+            return "timed out", f"not done after {run_s:g} s, at step {beats.done} (--run-timeout)"
     return "done", ""
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from hashlib import blake2b
+from typing import Any
 
 from rich.markup import escape
 from rich.status import Status
@@ -63,19 +64,11 @@ class Report(report.Report):
 
     def conclude(self, subject: str, finding: Finding | None, reference: Trace) -> None:
         """All runs of a subject have ended; `finding` is the first one that differs."""
-        if finding is None:
-            self._emit("verdict", subject=subject, identical=True)
-        else:
-            self._emit(
-                "verdict",
-                subject=subject,
-                identical=False,
-                reference=finding.reference,
-                run=finding.run,
-                first=asdict(finding.first),
-                elements=finding.elements,
-                causes=[{"name": name, "text": text} for name, text in finding.causes],
-            )
+        found: dict[str, Any] = {}
+        if finding is not None:
+            causes = [{"name": name, "text": text} for name, text in finding.causes]
+            found = asdict(finding) | {"causes": causes}
+        self._emit("verdict", subject=subject, identical=finding is None, **found)
         table = Table(title=escape(subject))
         for name in ("run", "steps", "digest", "identical"):
             table.add_column(
