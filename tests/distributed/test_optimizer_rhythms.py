@@ -29,20 +29,21 @@ def _data(window: int, rank: int, *, is_bad: bool = False) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    ("world", "kind", "wraps", "clears", "bad"),
+    ("world", "kind", "wraps", "clears", "every", "bad"),
     [
-        (1, "own", False, False, -1),
-        (2, "own", True, True, -1),
-        (3, "own-exact", False, False, -1),
-        (2, "attach", False, True, -1),
-        (2, "attach-view", True, False, -1),
-        (2, "own", False, False, 2),
-        (2, "attach", False, False, 2),
+        (1, "own", False, False, 2, -1),
+        (2, "own", True, True, 2, -1),
+        (3, "own-exact", False, False, 2, -1),
+        (2, "attach", False, True, 2, -1),
+        (2, "attach-view", True, False, 2, -1),
+        (2, "own", False, False, 2, 2),
+        (2, "own", False, False, 3, 1),
+        (2, "attach", False, False, 2, 2),
     ],
 )
 @on_ranks()
-def test_a_slow_optimizer_steps_on_all_windows_since_its_last_step(kind, wraps, clears, bad):
-    """It steps in every second window, as in one process; the window `bad` is skipped."""
+def test_a_slow_optimizer_steps_on_all_windows_since_its_last_step(kind, wraps, clears, every, bad):
+    """It steps in every second or third window, as in one process; the window `bad` is skipped."""
     rank, world = me()
     model, twin = Pair(), Pair()
     sync, forward = engine(kind, model, accumulate=1)
@@ -59,7 +60,7 @@ def test_a_slow_optimizer_steps_on_all_windows_since_its_last_step(kind, wraps, 
             sum(twin(_data(window, r)) for r in range(world)).div(2 * world).backward()
             plain_fast.step()
         plain_fast.zero_grad()
-        if window % 2:
+        if window % every == every - 1:
             due.step() if due is not None else sync.step(slow)
             if window != bad:
                 plain_slow.step()

@@ -362,3 +362,23 @@ def test_a_state_in_the_middle_of_a_micro_batch_or_before_the_step_is_refused():
     first, second, last = *found, error_of(sync.state_dict)
     assert "1 micro-batches of window 0 were handed out and 0 came to sync.backward" in first
     assert "2 micro-batches" in second and "have been sent and not been used" in last
+
+
+@on_ranks(2)
+def test_a_state_that_is_saved_again_has_the_layout_and_generators_of_the_loaded_one():
+    torch.manual_seed(0)
+    layers = nn.ModuleList(nn.Linear(3, 3) for _ in range(3))
+    sync = pe.GradSync(layers, accumulate=1, bucket_cap_mb=1e-6)
+    for window in sync.windows([torch.ones(1, 3)] * 2):
+        for x in window:
+            sync.backward(layers[1](layers[0](layers[2](x))).sum())
+        sync.step(torch.optim.SGD(layers.parameters(), lr=0.1))
+        if sync.window:
+            state = sync.state_dict()
+    sync.close()
+    again = pe.GradSync(layers, accumulate=1, bucket_cap_mb=1e-6)
+    again.load_state_dict(state)
+    torch.rand(1)
+    saved, loaded = content(again.state_dict()), content(state)
+    assert saved["order"] == loaded["order"] == [3, 2, 1, 0, 5, 4]  # as gradients came
+    assert _pack(saved["rng"]) == _pack(loaded["rng"])
