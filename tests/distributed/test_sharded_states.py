@@ -37,6 +37,7 @@ NUMBERS = {
         ("equal", "flat", 3, {}),
         ("equal", "hsdp", 4, {"narrow": True, "nonfinite": "raise"}),
         ("equal", "nested", 2, {"narrow": True, "accumulator": "native"}),  # sums are wider than gradients
+        ("equal", "nested", 2, {"nonfinite": "drop_micro_batch"}),  # sums beside `.grad`
         ("unequal accumulate", "nested", 2, {}),
         ("unequal accumulate, more data", "replicate", 2, {"accumulator": "exact"}),
         ("has run out", "nested", 2, {"nonfinite": "raise"}),
@@ -79,6 +80,23 @@ def test_a_window_goes_on_where_ranks_have_done_any_numbers(case, kind, options)
         for number in range(last * steps, min(total, (last + 1) * steps))
     ]
     assert_same(whole_grads(model), right_grads(batches, 3 * len(batches)))
+
+
+@pytest.mark.parametrize("accumulator", ["fp32", "native", "exact"])
+@on_ranks(2)
+def test_what_only_backwards_before_the_state_have_used_keeps_its_gradient(accumulator):
+    sync, model = sharded("nested", accumulate=2, accumulator=accumulator)
+    first, second = own_batches(2)
+    window = next(sync.windows([first, second]))
+    sync.backward(loss_of(model, next(window), extra=True), count=3)
+    state = sync.state_dict()
+    sync.close()
+    sync, model = sharded("nested", accumulate=2, accumulator=accumulator)
+    sync.load_state_dict(state)
+    next(windows_of(sync, model, [second]))
+    sync.unscale_()
+    extras, rest = all_batches([2, 2])[::2], all_batches([2, 2])[1::2]
+    assert_same(whole_grads(model), right_grads(rest, 12, extras=extras))
 
 
 def _stops() -> list[dict[str, Any]]:
