@@ -150,7 +150,7 @@ class LocalWindow:
         return [value for value in values if isinstance(value, Tensor) and not self._is_known(value)]
 
     def _is_known(self, value: Count) -> bool:
-        return not isinstance(value, Tensor) or not runs_ahead(value.device)
+        return not isinstance(value, Tensor) or _host_may_look(value.device)
 
     def take(self, other: LocalWindow) -> None:
         """Note the micro-batches of a window whose work runs again."""
@@ -314,8 +314,7 @@ class Header:
         _log.debug("window %d: launch header of %d micro-batches", position[0], len(local.counts))
         self._work: Work | None = comm.all_reduce(self._vector)
         self._inv_count: Tensor | None = None
-        # Whether reading it waits for no device: there nothing follows one in which ranks disagree.
-        self._is_visible = not runs_ahead(device)
+        self._is_visible = _host_may_look(device)
         self._totals: Totals | None = None
 
     def again(self, *, local: LocalWindow, position: tuple[int, int], more: bool, claims: Claims) -> Header:
@@ -400,6 +399,11 @@ class Header:
             self._work = None
             _log.debug("window %d: header received", self.position[0])
         return self._vector
+
+
+def _host_may_look(device: torch.device) -> bool:
+    """Whether reading a value waits for no device. There nothing follows a header in which ranks disagree."""
+    return not runs_ahead(device)
 
 
 def _numbers(local: LocalWindow, position: tuple[int, int], more: bool, claims: Claims) -> list[float]:

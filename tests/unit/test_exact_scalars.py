@@ -24,7 +24,7 @@ def test_float32_numbers_are_summed_exactly_and_rounded_once(values):
     assert _sum(values) == float(sum(map(Fraction, values)))
 
 
-@given(st.lists(st.floats(), max_size=40))
+@given(st.lists(st.floats(width=32), max_size=40))
 def test_the_host_makes_the_same_lanes_as_a_device(values):
     found = lanes_of(values)
     if all(map(math.isfinite, values)):
