@@ -179,3 +179,21 @@ def test_the_host_reads_the_used_flags_of_all_buckets_at_once_and_only_if_it_mus
             reads.reset_mock()
     assert len(sync._engine.reducer.layout.buckets) == 3
     assert counts == [[0, 1, 1], [0, 1, 0]][me()[0]]
+
+
+@pytest.mark.parametrize(
+    ("accumulator", "dtype"),
+    [("exact", torch.float32), ("fp32", torch.bfloat16), ("native", torch.float32)],
+    ids=str,
+)
+@on_ranks(2)
+def test_under_ddp_what_a_window_of_one_micro_batch_does_not_use_has_no_gradient(accumulator, dtype):
+    """In the first window no earlier micro-batch has made the engine's buckets."""
+    model = Branches(dtype)
+    ddp = DistributedDataParallel(model)
+    sync = pe.attach(ddp, accumulate=1, accumulator=accumulator)
+    for window in sync.windows([_input(0, 0, 0)] * 2):
+        for x in window:
+            sync.backward(ddp(x, ["always"]))
+        sync.unscale_()
+        assert [name for name, grad in grads(model).items() if grad is not None] == ["always"]

@@ -279,10 +279,9 @@ class DDPReducer(Reducer):
             self._syncs_announced = self._ddp.require_forward_param_sync = False
 
     def has_used_all(self) -> bool:
-        in_grad = () if self.in_grad is None else self.in_grad.params
-        return all(param.grad is not None for param in in_grad) and all(
-            all(bucket.used) for bucket in self.ddp_buckets or ()
-        )
+        # Our buckets are made with the first gradient that comes into them.
+        summed = set() if self.ddp_buckets is None else self.ddp_buckets.used
+        return all(param.grad is not None or param in summed for param in self.params)
 
     def before_header(self) -> None:
         """Launch DDP's collectives of forwards that this rank did not run.
