@@ -1023,7 +1023,7 @@ class Engine:
             warnings.warn(f"{text}; sync.flush() and sync.step(optimizer) use them", stacklevel=3)
         if self.is_late:
             self.verdicts.read_all()
-        keeps = self.kept_grads.is_used and self.counter.state is not State.USED
+        keeps = self.kept_grads.is_handed_over and not self.stepped
         self.abandon(waits=False)
         self.batch_norms.release()
         for measure in self.measures:

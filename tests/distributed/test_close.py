@@ -46,9 +46,12 @@ def test_a_closed_engine_lets_others_have_the_model_and_leaves_the_callers_gradi
     model = Integers(dtype)
     sync, forward = engine(kind, model, accumulate=2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    _window(sync, forward)
-    sync.step(optimizer)
+    for window in sync.windows([integers(10 * rank + k) for k in range(2)]):
+        for data in window:
+            sync.backward(forward(*data), count=3)
+        sync.step(optimizer)
     sync.close()
+    assert not any(param.grad is not None for param in model.parameters())
     with pytest.raises(RuntimeError, match="has been closed"):
         sync.step(optimizer)
     if kind == "attach":
