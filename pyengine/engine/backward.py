@@ -47,12 +47,17 @@ def checked_backward(
 
 
 def divided_by(loss: Tensor, divisors: Collection[int]) -> int | None:
-    """Return the one of `divisors` by which a loss was divided as the last thing, from its graph alone."""
-    node = loss.grad_fn
+    """Return the one of `divisors` by which a loss was divided as the last thing, from its graph alone.
+
+    A division that is multiplied away again is none: that of a mean which is made the sum.
+    """
+    node, product = loss.grad_fn, 1.0
     while node is not None and node.name() in _SCALINGS:
         factor = _factor(node)
+        product *= 1.0 if factor is None else factor
         for divisor in divisors:
-            if factor is not None and math.isclose(factor * divisor, 1.0, rel_tol=1e-6):
+            is_it = factor is not None and math.isclose(factor * divisor, 1.0, rel_tol=1e-6)
+            if is_it and not math.isclose(product, 1.0, rel_tol=1e-6):
                 return divisor
         node = next((following for following, _ in node.next_functions if following is not None), None)
     return None

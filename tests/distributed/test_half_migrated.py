@@ -159,6 +159,7 @@ OTHERS: dict[str, Callable[[Tensor], Tensor]] = {
     "none": lambda loss: loss,
     "by another number": lambda loss: loss / 3,
     "times": lambda loss: loss * 4,
+    "and times it again": lambda loss: (loss / 4) * torch.tensor(4),
     "of a term": lambda loss: loss + loss / 4,
     "of an input": lambda loss: (loss / 4).exp(),
 }
