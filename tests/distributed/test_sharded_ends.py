@@ -25,7 +25,9 @@ from sharded_cases import (
 )
 from torch import nn
 from torch.distributed.distributed_c10d import _set_pg_timeout
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+import pyengine as pe
 
 NEWER = ("set_reduce_scatter_unused_params", "reset_iter_state")  # than torch 2.11
 
@@ -171,6 +173,34 @@ def _as_of_2_11(fn: Callable[..., Any], *args: Any, lacks: Sequence[str] = NEWER
         for name in lacks:
             patch.delattr(FSDPModule, name, raising=False)
         fn(*args, **kwargs)
+
+
+class _Later(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.later = nn.Linear(5, 3), nn.Linear(5, 3)
+
+    def forward(self, x: torch.Tensor, *, later: bool) -> torch.Tensor:
+        return self.used(x) + self.later(x) if later else self.used(x)
+
+
+@pytest.mark.parametrize("accumulator", ["fp32", "exact"])
+@on_ranks(2)
+def test_a_unit_that_the_first_window_does_not_run_has_a_gradient_once_one_does(accumulator):
+    """A micro-batch does not reduce, and torch fails there on a unit that was never unsharded."""
+    model = _Later()
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for module in (model.used, model.later, model):
+        fully_shard(module, mp_policy=policy)
+    sync = pe.attach(model, accumulate=2, accumulator=accumulator)
+    for number, window in enumerate(sync.windows(own_batches(4))):
+        for x, t in window:
+            sync.backward((model(x, later=number == 1).float() * t).sum(), count=3)
+        sync.unscale_()
+        found = whole_grads(model)
+        model.zero_grad()
+        assert (found["later.weight"] is None) == (number == 0)
+    assert torch.equal(found["later.weight"], found["used.weight"])
 
 
 def test_an_fsdp_that_has_no_setter_for_unused_parameters_reduces_them(ranks):

@@ -149,6 +149,23 @@ def _reduce_with_zeros(group: Any, post_backward: Callable[..., None], *unused: 
     post_backward(*unused)
 
 
+def allow_unused_units(module: Any) -> None:
+    """Let a backward that does not reduce pass over parameters that no forward has unsharded yet.
+
+    torch (2.11 to 2.13) raises AttributeError there under a policy with `reduce_dtype`;
+    `SavedSettings.restore` ends it.
+    """
+    for group in groups_of(module):
+        for managed in group.fsdp_params:
+            widen = managed.to_accumulated_grad_if_needed
+            managed.to_accumulated_grad_if_needed = partial(_widen_if_unsharded, managed, widen)
+
+
+def _widen_if_unsharded(managed: Any, widen: Callable[[], None]) -> None:
+    if hasattr(managed, "_unsharded_param"):
+        widen()
+
+
 def reset_iter_state(module: Any) -> None:
     """Let FSDP discard an unfinished forward or backward of the outermost unit."""
     if hasattr(module, "reset_iter_state"):
@@ -261,4 +278,6 @@ class SavedSettings:
             for name, value in values.items():
                 setattr(group, name, value)
             vars(group).pop("post_backward", None)  # set by `reduce_unused`
+            for managed in group.fsdp_params:
+                vars(managed).pop("to_accumulated_grad_if_needed", None)  # set by `allow_unused_units`
         self.restore_resharding()

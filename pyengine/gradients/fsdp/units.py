@@ -11,6 +11,7 @@ from pyengine.comm.base import ring_bytes
 from pyengine.gradients.fsdp.places import replicas_and_shards, scattered_places
 from pyengine.gradients.fsdp.private import (
     SavedSettings,
+    allow_unused_units,
     data_ndim,
     is_unit,
     parameters_of,
@@ -81,6 +82,7 @@ class Unit:
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
         reduce_unused(module)
+        allow_unused_units(module)
         if self.params:
             module.set_custom_all_gather(CountedAllGather(self._saved_settings.all_gather, wire.comm))
             module.set_custom_reduce_scatter(
