@@ -83,12 +83,8 @@ def _is_installed(name: str) -> bool:
     return package is None or find_spec(package) is not None
 
 
-_DEFAULT_VARIANTS = tuple(
-    filter(
-        _is_installed,
-        ("floor", "ddp", "no_sync", "no_sync_view", "accelerate", "engine", "engine_bf16", "attach"),
-    )
-)
+_USUAL = ("floor", "ddp", "no_sync", "no_sync_view", "accelerate", "engine", "engine_bf16", "attach")
+_DEFAULT_VARIANTS = tuple(filter(_is_installed, _USUAL))
 _MEGABYTES = {"cpu": 64, "cuda": 256}
 # The arguments of each part, and their defaults.
 _OF_STEP: dict[str, Any] = {

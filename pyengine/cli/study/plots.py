@@ -72,7 +72,7 @@ def _throughput(analysis: Analysis) -> Figure:
     figure, (axes,) = _panels(1, 1, width=7.6, height=4.8)
     _lines(axes, analysis, lambda figures: figures.samples_s)
     axes.set_ylabel("throughput (samples/s)")
-    _from_zero(axes)
+    axes.set_ylim(0, 1.08 * axes.get_ylim()[1])
     _legend(axes, analysis)
     return figure
 
@@ -200,16 +200,12 @@ def _resources(analysis: Analysis) -> Figure:
     for axes, title, pick in panels:
         _lines(axes, analysis, pick)
         axes.set_title(title)
-        _from_zero(axes)
+        axes.set_ylim(0, 1.08 * axes.get_ylim()[1])
     share.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
     stalls.yaxis.set_major_locator(MaxNLocator(5, integer=True))
     stalls.set_ylim(top=max(1, stalls.get_ylim()[1]))
     _legend(memory, analysis)
     return figure
-
-
-def _from_zero(axes: Axes) -> None:
-    axes.set_ylim(0, 1.08 * axes.get_ylim()[1])
 
 
 # ---- axes ----

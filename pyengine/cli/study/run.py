@@ -7,6 +7,7 @@ import platform
 import statistics
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import closing
 from dataclasses import asdict, fields, replace
 from functools import partial
 from pathlib import Path
@@ -25,7 +26,7 @@ from pyengine.cli.study.arguments import Settings
 from pyengine.cli.study.grid import LEAST_STEPS, WARM_UP_STEPS, Cell, Impossible, Plan, cells, plan
 from pyengine.cli.study.probe import Run, Trace
 from pyengine.cli.study.report import Report
-from pyengine.cli.study.store import Record, Store
+from pyengine.cli.study.store import Key, Record, Store
 from pyengine.cli.study.supervise import Outcome, Watch, execute, log_path
 from pyengine.cli.target import check
 from pyengine.cli.trackers import Trackers
@@ -59,20 +60,14 @@ def study(settings: Settings, execute: Execute, report: Report) -> int:
         except Impossible as reason:
             impossible[cell] = str(reason)
     machine = card()
-    store = Store(settings.folder, {**settings.binding(), "machine": machine})
-    try:
-        with report.live():
-            wanted = [(cell, repeat) for repeat in range(settings.repeats) for cell in plans]
-            kept = {key for key, record in store.records.items() if record.is_done or not settings.retry}
-            missing = [
-                (cell, repeat) for cell, repeat in wanted if (cell.workers, cell.batch, repeat) not in kept
-            ]
-            report.plan(runs=len(missing), kept=len(wanted) - len(missing), impossible=impossible)
-            _Runs(settings, plans, store, execute, report, cores=int(machine["cores"])).make(missing)
-        keys = {(cell.workers, cell.batch, repeat) for cell, repeat in wanted}
-        records = [record for key, record in store.records.items() if key in keys]
-    finally:
-        store.close()
+    wanted = [(cell.workers, cell.batch, repeat) for repeat in range(settings.repeats) for cell in plans]
+    shared = {**settings.binding(), "machine": machine}
+    with closing(Store(settings.folder, shared)) as store, report.live():
+        kept = {key for key, record in store.records.items() if record.is_done or not settings.retry}
+        missing = [key for key in wanted if key not in kept]
+        report.plan(runs=len(missing), kept=len(wanted) - len(missing), impossible=impossible)
+        _Runs(settings, plans, store, execute, report, cores=int(machine["cores"])).make(missing)
+        records = [store.records[key] for key in wanted if key in store.records]
     analysis = analyse(
         records,
         fixed=settings.fixed,
@@ -180,17 +175,18 @@ class _Runs:
         # Runs that later ones are forecast from, also a trial with fewer steps.
         self._done = [each for each in store.records.values() if each.is_done and each.cell in plans]
 
-    def make(self, missing: Sequence[tuple[Cell, int]]) -> None:
+    def make(self, missing: Sequence[Key]) -> None:
         """Make a run of every cell, then repeat: drift over hours affects all cells alike."""
         (self._settings.folder / "logs").mkdir(exist_ok=True)
-        still = [cell for cell, _ in missing]
+        still = [Cell(workers, batch) for workers, batch, _ in missing]
         if still and not self._done:
             first = next(iter(self._plans))
             trial = replace(self._plans[first], steps=LEAST_STEPS)
             self._run(first, 0, trial, "trial run", Path("logs", "trial.txt"))
         if still:
             self._report.forecast(self._forecast(still))
-        for cell, repeat in missing:
+        for workers, batch, repeat in missing:
+            cell = Cell(workers, batch)
             name = f"{cell}, repeat {repeat + 1}"
             record = self._run(cell, repeat, self._plans[cell], name, log_path(cell, repeat))
             self._store.add(record)

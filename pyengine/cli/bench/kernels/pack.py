@@ -5,10 +5,17 @@ from __future__ import annotations
 from functools import partial
 
 import torch
+from torch import Tensor
 
-from pyengine.cli.bench.kernels.case import Build, Case, Sizes, Slots, check
+from pyengine.cli.bench.kernels.case import Build, Case, Run, Sizes, Slots, check
 
+Tensors = list[Tensor] | tuple[Tensor, ...]
 F32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
+
+
+def _scale_cast(dst: Tensors, src: Tensors, value: float) -> None:
+    """Scale and cast as torch does."""
+    torch._foreach_copy_(dst, src if value == 1 else torch._foreach_mul(src, value))
 
 
 def pack_case(name: str, slots: Slots, src: torch.dtype, dst: torch.dtype, value: float) -> Case:
@@ -16,13 +23,10 @@ def pack_case(name: str, slots: Slots, src: torch.dtype, dst: torch.dtype, value
     flat, want = slots.empty(dst), slots.empty(dst)
     scale, pointers, parts = slots.scalar(value), plan.pointers(tensors), want.split(slots.each)
 
-    def torch_flatten() -> None:
-        torch.cat(tensors, out=want)
-
-    def torch_scale_cast() -> None:
-        torch._foreach_copy_(parts, tensors if value == 1 else torch._foreach_mul(tensors, value))
-
-    run = torch_flatten if src == dst and value == 1 else torch_scale_cast
+    is_copy = src == dst and value == 1
+    run: Run = (
+        partial(torch.cat, tensors, out=want) if is_copy else partial(_scale_cast, parts, tensors, value)
+    )
     plan.pack_(flat, pointers, scale)
     run()
     if src == F32:  # torch rounds the product of 16-bit tensors twice
@@ -37,16 +41,14 @@ def unpack_case(name: str, slots: Slots, src: torch.dtype, dst: torch.dtype, val
     flat = torch.randn(slots.numel, device=slots.device).to(src)
     scale, pointers, parts = slots.scalar(value), plan.pointers(tensors), flat.split(slots.each)
 
-    def torch_scale_cast() -> None:
-        torch._foreach_copy_(want, parts if value == 1 else torch._foreach_mul(parts, value))
-
+    torch_run = partial(_scale_cast, want, parts, value)
     plan.unpack_(pointers, flat, scale)
-    torch_scale_cast()
+    torch_run()
     if src == F32 or value == 1:
         check(all(map(torch.equal, tensors, want)), name)
     read, written = plan.flat_numel * flat.element_size(), plan.flat_numel * tensors[0].element_size()
     run, lists = partial(plan.unpack_, pointers, flat, scale), partial(plan.unpack_, tensors, flat, scale)
-    return Case(name, run, torch_scale_cast, read, written, "copy", lists)
+    return Case(name, run, torch_run, read, written, "copy", lists)
 
 
 def cases(sizes: Sizes) -> list[Build]:

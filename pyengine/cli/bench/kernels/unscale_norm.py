@@ -14,31 +14,21 @@ from pyengine.ops.pointers import Pointers, TensorList
 F32, BF16 = torch.float32, torch.bfloat16
 
 
-class _Operands:
-    """Tensors, their plan, and the outputs of the op."""
-
-    def __init__(self, slots: Slots, dtype: torch.dtype, write: bool) -> None:
-        self.tensors, self.plan, self.write = slots.tensors(dtype), slots.plan(), write
-        self.pointers, self.scale = self.plan.pointers(self.tensors), slots.scalar(1.0)
-        self.sumsq = torch.empty(slots.pieces, dtype=torch.float64, device=slots.device)
-        self.flags = slots.flags()
-
-    def op(self, tensors: TensorList | Pointers | None = None) -> None:
-        tensors = self.pointers if tensors is None else tensors
-        out = tensors if self.write else None
-        self.plan.unscale_norm(tensors, out, self.scale, sumsq=self.sumsq, nonfinite=self.flags)
-
-    def total(self) -> Tensor:
-        self.op()
-        return self.sumsq.sum().sqrt()
-
-
 def case(name: str, slots: Slots, dtype: torch.dtype, write: bool) -> Case:
     """Compare with torch's unscale and norm; without `write` the kernel only reads, for a fused optimizer."""
-    b = _Operands(slots, dtype, write)
-    theirs = [t.clone() for t in b.tensors]
+    tensors, plan, flags = slots.tensors(dtype), slots.plan(), slots.flags()
+    pointers, scale = plan.pointers(tensors), slots.scalar(1.0)
+    sumsq = torch.empty(slots.pieces, dtype=torch.float64, device=slots.device)
+    theirs = [t.clone() for t in tensors]
     found_inf, inv_scale = torch.zeros(1, device=slots.device), torch.ones(1, device=slots.device)
     norm, is_cuda = slots.scalar(0.0), slots.device == "cuda"
+
+    def run(grads: TensorList | Pointers = pointers) -> None:
+        plan.unscale_norm(grads, grads if write else None, scale, sumsq=sumsq, nonfinite=flags)
+
+    def run_total() -> Tensor:
+        run()
+        return sumsq.sum().sqrt()
 
     def torch_run() -> None:
         if is_cuda and dtype == BF16:  # GradScaler unscales no bf16 on CUDA
@@ -47,15 +37,15 @@ def case(name: str, slots: Slots, dtype: torch.dtype, write: bool) -> Case:
             torch._amp_foreach_non_finite_check_and_unscale_(theirs, found_inf, inv_scale)
         norm.copy_(get_total_norm(theirs))
 
-    total = b.total().item()
+    total = run_total().item()
     torch_run()
     # torch's norm is a float32 sum of up to `each` terms in unknown order: 1e-3 only finds a wrong formula.
     # tests/ops/test_unscale_norm.py compares the bits.
     check(abs(norm.item() - total) <= (1e-3 if dtype == F32 else 1e-2) * total, name)
-    read = b.plan.flat_numel * b.tensors[0].element_size()
-    run: Run = b.op if is_cuda else b.total
+    read = plan.flat_numel * tensors[0].element_size()
+    ours: Run = run if is_cuda else run_total
     written, roof = (read, "update") if write else (0, "read")
-    return Case(name, run, torch_run, read, written, roof, partial(b.op, b.tensors))
+    return Case(name, ours, torch_run, read, written, roof, partial(run, tensors))
 
 
 def cases(sizes: Sizes) -> list[Build]:
