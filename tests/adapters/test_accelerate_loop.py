@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import pickle
+from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
 from test_accelerate_windows import accelerated, loader, loop
-from worlds import CLOSE, Remembering, Weights, mean_of_windows
+from worlds import CLOSE, Remembering, Weights, mean_of_windows, refusal
 
 pytest.importorskip("accelerate", reason="needs pyengine[adapters]")
 
@@ -179,15 +181,9 @@ def test_what_is_set_on_the_accelerator_reaches_the_one_behind_it():
         assert own.even_batches is False
 
 
-def _refusal(case: str) -> str:
-    with accelerated():
-        model = Weights()
-        optimizer = Remembering(model)
-        try:
-            _REFUSED[case](model, optimizer)
-        except (ValueError, TypeError, RuntimeError, AttributeError) as error:
-            return str(error)
-        return "nothing was refused"
+def _prepares(make: Callable[[], Accelerator]):
+    """Prepare a model alone, with an accelerator that is made so."""
+    return lambda model, optimizer: prepare(make(), model, accumulate=2)
 
 
 def _two(model, optimizer):
@@ -198,10 +194,6 @@ def _two_under_one_optimizer(model, optimizer):
     other = Weights()
     optimizer.add_param_group({"params": list(other.parameters())})
     prepare(Accelerator(cpu=True), model, other, optimizer, accumulate=2)
-
-
-def _no_accelerator(model, optimizer):
-    prepare(model, optimizer, accumulate=2)
 
 
 def _old_accelerator(model, optimizer):
@@ -230,23 +222,15 @@ def _without_a_loader(model, optimizer):
     accelerator.accumulate(model)
 
 
-def _other_steps(model, optimizer):
-    prepare(Accelerator(cpu=True, gradient_accumulation_steps=8), model, accumulate=2)
-
-
-def _every_batch(model, optimizer):
+def _every_batch() -> Accelerator:
     plugin = GradientAccumulationPlugin(num_steps=2, sync_each_batch=True)
-    prepare(Accelerator(cpu=True, gradient_accumulation_plugin=plugin), model, accumulate=2)
+    return Accelerator(cpu=True, gradient_accumulation_plugin=plugin)
 
 
-def _scaled(model, optimizer):
+def _scaled() -> Accelerator:
     accelerator = Accelerator(cpu=True)
     accelerator.scaler = torch.amp.GradScaler("cpu")
-    prepare(accelerator, model, accumulate=2)
-
-
-def _no_model(model, optimizer):
-    prepare(Accelerator(cpu=True), optimizer, accumulate=2)
+    return accelerator
 
 
 def _stranger(model, optimizer):
@@ -269,16 +253,16 @@ def _outside(model, optimizer):
     accelerator.backward(model(torch.ones(1, 3)).mean())
 
 
-def _sharded(model, optimizer):
+def _sharded() -> Accelerator:
     accelerator = Accelerator(cpu=True)
     accelerator.state.distributed_type = DistributedType.DEEPSPEED
-    prepare(accelerator, model, accumulate=2)
+    return accelerator
 
 
-def _bare(model, optimizer):
+def _bare() -> Accelerator:
     accelerator = Accelerator(cpu=True)
     accelerator.prepare_model = lambda model, **_: model
-    prepare(accelerator, model, accumulate=2)
+    return accelerator
 
 
 def _join(model, optimizer):
@@ -315,9 +299,9 @@ def _sets_sync_gradients(model, optimizer):
     accelerator.sync_gradients = True
 
 
-def _comm_hook(model, optimizer):
+def _comm_hook() -> Accelerator:
     hook = DistributedDataParallelKwargs(comm_hook=DDPCommunicationHookType.BF16)
-    prepare(Accelerator(cpu=True, kwargs_handlers=[hook]), model, accumulate=2)
+    return Accelerator(cpu=True, kwargs_handlers=[hook])
 
 
 def _evaluated_first(model, optimizer):
@@ -338,30 +322,39 @@ _REFUSED = {
     "prepare_optimizer: ": _asks_for("prepare_optimizer"),
     "prepare_scheduler: ": _asks_for("prepare_scheduler"),
     "sync_gradients=True: a window ends": _sets_sync_gradients,
-    "comm_hook=BF16": _comm_hook,
+    "comm_hook=BF16": _prepares(_comm_hook),
     "was prepared for evaluation only": _evaluated_first,
     "call pyengine.adapters.accelerate.prepare once a model": _two,
     "since one optimizer steps both, make one nn.Module that holds them": _two_under_one_optimizer,
-    "pass the Accelerator first: prepare(accelerator, model, optimizer": _no_accelerator,
+    "pass the Accelerator first: prepare(accelerator, model, optimizer": lambda *both: prepare(
+        *both, accumulate=2
+    ),
     "call backward, accumulate and clip_grad_norm_ of the accelerator that prepare": _old_accelerator,
     "call sync.backward(loss) in place of loss.backward()": _old_backward,
     "no loader was prepared": _without_a_loader,
-    "gradient_accumulation_steps=8": _other_steps,
-    "sync_each_batch=True": _every_batch,
-    "has its own rules of loss scaling": _scaled,
-    "no model has been prepared": _no_model,
+    "gradient_accumulation_steps=8": _prepares(lambda: Accelerator(cpu=True, gradient_accumulation_steps=8)),
+    "sync_each_batch=True": _prepares(_every_batch),
+    "has its own rules of loss scaling": _prepares(_scaled),
+    "no model has been prepared": lambda _, optimizer: prepare(
+        Accelerator(cpu=True), optimizer, accumulate=2
+    ),
     "was not prepared with": _stranger,
     "a scheduler without its optimizer": _strange_scheduler,
     "got a closure": _closure,
     "backward outside a window": _outside,
-    "distributed_type is DEEPSPEED": _sharded,
-    "need a DistributedDataParallel": _bare,
+    "distributed_type is DEEPSPEED": _prepares(_sharded),
+    "need a DistributedDataParallel": _prepares(_bare),
     "join_uneven_inputs: windows do not need it": _join,
 }
 
 
 def _refusals() -> dict[str, str]:
-    return {case: _refusal(case) for case in _REFUSED}
+    found = {}
+    for case, run in _REFUSED.items():
+        with accelerated():
+            model = Weights()
+            found[case] = refusal(partial(run, model, Remembering(model)))
+    return found
 
 
 def test_what_cannot_be_honoured_is_refused_by_name(ranks):

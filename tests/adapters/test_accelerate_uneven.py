@@ -6,9 +6,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from test_accelerate_windows import accelerated
-from torch.utils.data import DataLoader, TensorDataset
-from worlds import CLOSE, Remembering, Weights, items, mean_of_windows
+from test_accelerate_windows import accelerated, loader
+from worlds import CLOSE, Remembering, Weights, mean_of_windows, refusal
 
 pytest.importorskip("accelerate", reason="needs pyengine[adapters]")
 
@@ -23,24 +22,16 @@ def _uneven() -> Accelerator:
     return Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(even_batches=False))
 
 
-def _loader(num: int) -> DataLoader:
-    return DataLoader(TensorDataset(items(num)), batch_size=2)
-
-
 def _refusal(case: str) -> str:
     with accelerated():
         accelerator = _uneven()
-        data = _loader(2 * 3)
+        data = loader(2 * 3)
         if case == "prepared before":
             data = accelerator.prepare(data)
             accelerator.even_batches = True
         if case == "skipped":
             data = accelerator.skip_first_batches(accelerator.prepare(data), 1)
-        try:
-            prepare(accelerator, Weights(), data, accumulate=ACCUMULATE)
-        except ValueError as error:
-            return str(error)
-        return "nothing was refused"
+        return refusal(lambda: prepare(accelerator, Weights(), data, accumulate=ACCUMULATE))
 
 
 @pytest.mark.parametrize("case", ["bare", "prepared before", "skipped"])
@@ -61,7 +52,7 @@ def _over_windows(num: int) -> tuple:
         memory = Remembering(module)
         accelerator, model, optimizer = prepare(own, module, memory, accumulate=ACCUMULATE)
         seen = []
-        for window in accelerator.sync.windows(own.prepare(_loader(num))):
+        for window in accelerator.sync.windows(own.prepare(loader(num))):
             for (x,) in window:
                 seen.append(x)
                 accelerator.backward(model(x).sum(), count=len(x))

@@ -35,6 +35,12 @@ def loader(num: int) -> DataLoader:
     return DataLoader(TensorDataset(items(num)), batch_size=2)
 
 
+def prepared(accelerator: Accelerator, num: int, accumulate: int) -> tuple:
+    """Return an optimizer that remembers, and what was prepared with it over `num` items."""
+    memory = Remembering(model := Weights())
+    return memory, *prepare(accelerator, model, memory, loader(num), accumulate=accumulate)
+
+
 def loop(accelerator, model, optimizer, loader, *, epochs=1):
     """Train as Accelerate's guide to gradient accumulation does;
     return the micro-batches that this rank saw.
@@ -62,12 +68,8 @@ def _alone(num: int) -> tuple:
 
 def _with_windows(num: int, epochs: int = 1) -> tuple:
     with accelerated():
-        model = Weights()
-        memory = Remembering(model)
-        accelerator = Accelerator(cpu=True, gradient_accumulation_steps=ACCUMULATE)
-        accelerator, model, optimizer, data = prepare(
-            accelerator, model, memory, loader(num), accumulate=ACCUMULATE
-        )
+        own = Accelerator(cpu=True, gradient_accumulation_steps=ACCUMULATE)
+        memory, accelerator, model, optimizer, data = prepared(own, num, ACCUMULATE)
         return loop(accelerator, model, optimizer, data, epochs=epochs), memory.stepped_with
 
 
@@ -104,11 +106,8 @@ def test_windows_do_not_run_on_into_the_next_epoch(ranks):
 def _summed_losses() -> tuple:
     """Drop as many items of each micro-batch as rank and place say, so that counts differ."""
     with accelerated():
-        model = Weights()
-        memory, seen = Remembering(model), []
-        accelerator, model, optimizer, data = prepare(
-            Accelerator(cpu=True), model, memory, loader(20), accumulate=ACCUMULATE
-        )
+        seen = []
+        memory, accelerator, model, optimizer, data = prepared(Accelerator(cpu=True), 20, ACCUMULATE)
         for place, (x,) in enumerate(data):
             kept = x[: 1 + (place + accelerator.process_index) % 2]
             with accelerator.accumulate(model):
@@ -126,11 +125,8 @@ def test_summed_losses_with_counts_give_the_mean_over_items(ranks):
 
 def _validate_and_break() -> int:
     with accelerated():
-        model = Weights()
-        memory = Remembering(model)
-        accelerator, model, optimizer, data, validation = prepare(
-            Accelerator(cpu=True), model, memory, loader(2 * 2 * 5), loader(40), accumulate=ACCUMULATE
-        )
+        memory, accelerator, model, optimizer, data = prepared(Accelerator(cpu=True), 2 * 2 * 5, ACCUMULATE)
+        validation = accelerator.prepare(loader(40))
         for (x,) in data:
             with accelerator.accumulate(model):
                 accelerator.backward(model(x).mean())
@@ -147,11 +143,7 @@ def test_a_validation_loop_that_was_left_does_not_hide_the_end_of_the_data(ranks
 def _resumed() -> tuple:
     """Skip the first window of an epoch, as after a restart, and go through another epoch."""
     with accelerated():
-        model = Weights()
-        memory = Remembering(model)
-        accelerator, model, optimizer, data = prepare(
-            Accelerator(cpu=True), model, memory, loader(2 * 2 * 5), accumulate=2
-        )
+        memory, accelerator, model, optimizer, data = prepared(Accelerator(cpu=True), 2 * 2 * 5, 2)
         rest = accelerator.skip_first_batches(data, 2)
         seen = [*loop(accelerator, model, optimizer, rest), *loop(accelerator, model, optimizer, data)]
         return seen, memory.stepped_with

@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from test_accelerate_windows import accelerated, loader
+from test_accelerate_windows import accelerated, loader, prepared
 from worlds import CLOSE, Remembering, Weights, mean_of_windows
 
 pytest.importorskip("accelerate", reason="needs pyengine[adapters]")
 
 from accelerate import Accelerator
-
-from pyengine.adapters.accelerate import prepare
 
 SCALE, OVERFLOWS = 2.0**10, 2.0**18  # 7 * 2^18 is more than fp16 holds
 
@@ -29,10 +27,8 @@ def _accelerator(init_scale: float) -> Accelerator:
 
 def _with_windows(init_scale: float, clip: str, accumulate: int) -> tuple:
     with accelerated():
-        model = Weights()
-        memory = Remembering(model)
         stock = _accelerator(init_scale)
-        accelerator, model, optimizer, data = prepare(stock, model, memory, loader(40), accumulate=accumulate)
+        memory, accelerator, model, optimizer, data = prepared(stock, 40, accumulate)
         seen, after = [], []
         for (x,) in data:
             with accelerator.accumulate(model):
@@ -89,19 +85,18 @@ def _saved(folder: str) -> list[float]:
     with accelerated():
         shared, sets = _accelerator(SCALE), []
         for factor in (1.0, torch.inf):
-            model = Weights()
-            sets.append((factor, *prepare(shared, model, Remembering(model), loader(8), accumulate=2)))
-        for factor, accelerator, model, optimizer, data in sets:
+            sets.append((factor, *prepared(shared, 8, 2)))
+        for factor, _, accelerator, model, optimizer, data in sets:
             for (x,) in data:
                 with accelerator.accumulate(model):
                     accelerator.backward(model(x).mean() * factor)
                     optimizer.step()
         shared.save_state(folder)
-        before = [accelerator.scaler.get_scale() for _, accelerator, *_ in sets]
-        for _, accelerator, *_ in sets:
+        before = [accelerator.scaler.get_scale() for _, _, accelerator, *_ in sets]
+        for _, _, accelerator, *_ in sets:
             accelerator.scaler.update(1.0)
         shared.load_state(folder)
-        return [*before, *(accelerator.scaler.get_scale() for _, accelerator, *_ in sets)]
+        return [*before, *(accelerator.scaler.get_scale() for _, _, accelerator, *_ in sets)]
 
 
 def test_every_model_has_a_scale_of_its_own_that_is_saved_with_the_accelerators_state(ranks, tmp_path):

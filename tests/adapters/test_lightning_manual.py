@@ -8,8 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, fully_shard
-from twin import LR, MOMENTUM, Net, Twin, loss_of
+from twin import LR, MOMENTUM, Net, Twin, loss_of, shard
+from worlds import refusal
 
 pytest.importorskip("lightning", reason="needs pyengine[adapters]")
 
@@ -35,9 +35,8 @@ class Manual(LightningModule):
         self.steps = 0
 
     def configure_model(self):
-        if isinstance(self.trainer.strategy, ShardedWindowStrategy) and not isinstance(self.net, FSDPModule):
-            for part in (self.net.first, self.net.second, self.net):
-                fully_shard(part, mesh=self.device_mesh["data_parallel"])
+        if isinstance(self.trainer.strategy, ShardedWindowStrategy):
+            shard(self.net, self.device_mesh["data_parallel"])
 
     def kept(self, batch, batch_idx) -> Tensor:
         """Return one item or two, by rank."""
@@ -133,10 +132,10 @@ def whole(model: nn.Module) -> list[Tensor]:
     return [getattr(param, "full_tensor", param.clone)().clone() for param in params]
 
 
-def _fit(module: LightningModule, strategy: type, accumulate: Any, **options: Any):
+def _fit(module: LightningModule, strategy: type, accumulate: Any, *, micro_batches: int = 5, **options: Any):
     made = strategy()
     made.accumulate = accumulate
-    num = 2 * dist.get_world_size() * 5
+    num = 2 * dist.get_world_size() * micro_batches
     return fit(module, made, num, accumulate_grad_batches=1, **options)
 
 
@@ -158,21 +157,16 @@ def test_every_window_steps_as_one_process_over_its_own_items(ranks, make, strat
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_a_loop_that_knows_nothing_of_windows_has_one_a_batch(ranks, strategy):
-    answers = ranks(2).run(_trained, Plain, strategy, 1)
+@pytest.mark.parametrize(
+    ("make", "accumulate", "clip"),
+    [(Plain, 1, ""), (ClipsAsLightning, ACCUMULATE, "2"), (Clips, ACCUMULATE, "2")],
+)
+def test_batches_without_windows_are_one_each_and_either_name_clips(ranks, make, accumulate, clip, strategy):
+    answers = ranks(2).run(_trained, make, strategy, accumulate)
     twin = Twin()
-    twin.train([seen for seen, *_ in answers], 1)
+    twin.train([seen for seen, *_ in answers], accumulate, clip=clip)
     for _, weights, *_ in answers:
         twin.check(weights)
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("make", [ClipsAsLightning, Clips])
-def test_gradients_are_clipped_by_either_name(ranks, make, strategy):
-    answers = ranks(2).run(_trained, make, strategy, ACCUMULATE)
-    twin = Twin()
-    twin.train([seen for seen, *_ in answers], ACCUMULATE, clip="2")
-    twin.check(answers[0][1])
 
 
 class Two(LightningModule):
@@ -288,12 +282,8 @@ class AsksForSync(Two):
 
 
 def _scaled():
-    _fit(
-        Two(),
-        WindowStrategy,
-        SIZES,
-        plugins=[MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu"))],
-    )
+    precision = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu"))
+    _fit(Two(), WindowStrategy, SIZES, plugins=[precision])
 
 
 def _with_ddps_options():
@@ -335,16 +325,8 @@ _REFUSED = {
 }
 
 
-def _refusal(case: str) -> str:
-    try:
-        _REFUSED[case]()
-    except (ValueError, TypeError, RuntimeError) as error:
-        return str(error)
-    return "nothing was refused"
-
-
 def _refusals() -> dict[str, str]:
-    return {case: _refusal(case) for case in _REFUSED}
+    return {case: refusal(run) for case, run in _REFUSED.items()}
 
 
 def test_what_cannot_be_honoured_is_refused_by_name_on_every_rank(ranks):
@@ -371,17 +353,7 @@ def _logged() -> list[str]:
         def __getattr__(self, name):
             return lambda *args, **kwargs: None
 
-    module = Two()
-    made = WindowStrategy()
-    made.accumulate = SIZES
-    fit(
-        module,
-        made,
-        2 * dist.get_world_size() * 3,
-        accumulate_grad_batches=1,
-        callbacks=[LogSteps()],
-        logger=Keeps(),
-    )
+    _fit(Two(), WindowStrategy, SIZES, micro_batches=3, callbacks=[LogSteps()], logger=Keeps())
     return metrics
 
 

@@ -9,8 +9,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.fsdp import FSDPModule, fully_shard
-from twin import CLOSE, LR, MOMENTUM, Net, Twin, loss_of, weights_of
+from torch.distributed.fsdp import fully_shard
+from twin import CLOSE, LR, MOMENTUM, Net, Twin, loss_of, shard, weights_of
+from worlds import refusal
 
 pytestmark = pytest.mark.slow
 pytest.importorskip("lightning", reason="needs pyengine[adapters]")
@@ -34,9 +35,7 @@ class Sharded(LightningModule):
         self.hooked: list[Tensor] = []
 
     def configure_model(self):
-        if not isinstance(self.net, FSDPModule):
-            for part in (self.net.first, self.net.second, self.net):
-                fully_shard(part, mesh=self.device_mesh["data_parallel"])
+        shard(self.net, self.device_mesh["data_parallel"])
 
     def training_step(self, batch, batch_idx):
         """Return a mean loss, or a sum with its count, of which ranks keep different numbers."""
@@ -204,11 +203,7 @@ _REFUSED = {
 
 
 def _refusal(case: str) -> str:
-    try:
-        _REFUSED[case]()
-    except (ValueError, TypeError) as error:
-        return str(error)
-    return "nothing was refused"
+    return refusal(_REFUSED[case])
 
 
 @pytest.mark.parametrize("case", _REFUSED)

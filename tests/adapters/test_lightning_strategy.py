@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, TensorDataset
-from worlds import CLOSE, Remembering, Weights, items, launched, mean_of_windows
+from worlds import CLOSE, Remembering, Weights, items, launched, mean_of_windows, refusal
 
 pytest.importorskip("lightning", reason="needs pyengine[adapters]")
 
@@ -177,11 +177,7 @@ def _refusal(case: str) -> str:
     options = {name: value for name, value in hooks.items() if case == f"{name}: got one"}
     module = StepsWithOptions() if case.startswith("optimizer_step") else Module()
     plugins = [MixedPrecision("16-mixed", "cpu", OwnScaler("cpu"))] if "OwnScaler" in case else []
-    try:
-        fit(module, hooked(**options), 4, callbacks=[LogSteps()], plugins=plugins)
-    except (ValueError, TypeError) as error:
-        return str(error)
-    return "nothing was refused"
+    return refusal(lambda: fit(module, hooked(**options), 4, callbacks=[LogSteps()], plugins=plugins))
 
 
 REFUSED = [

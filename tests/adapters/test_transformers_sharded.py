@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from test_accelerate_sharded import sharding, tell_accelerate
+from worlds import refusal
 
 pytestmark = pytest.mark.slow
 pytest.importorskip("transformers", reason="needs pyengine[adapters]")
@@ -133,11 +134,7 @@ _REFUSED = {
 
 def _refusal(case: str, folder: str) -> str:
     make, options = _REFUSED[case]
-    try:
-        _trained(make, folder, 4, **options)
-    except ValueError as error:
-        return str(error)
-    return "nothing was refused"
+    return refusal(lambda: _trained(make, folder, 4, **options))
 
 
 @pytest.mark.parametrize("case", _REFUSED)

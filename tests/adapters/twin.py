@@ -6,6 +6,8 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from worlds import FEATURES
 
 LR, MOMENTUM = 0.05, 0.5
@@ -29,6 +31,13 @@ class Net(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Return one number an item."""
         return self.second(torch.tanh(self.first(x))) * self.scale
+
+
+def shard(net: Net, mesh: DeviceMesh) -> None:
+    """Make every unit of a net one of FSDP's, unless it is."""
+    if not isinstance(net, FSDPModule):
+        for part in (net.first, net.second, net):
+            fully_shard(part, mesh=mesh)
 
 
 def loss_of(model: nn.Module, x: Tensor) -> Tensor:

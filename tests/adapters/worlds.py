@@ -5,7 +5,7 @@ launcher's environment.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from unittest.mock import patch
 
@@ -58,6 +58,15 @@ def mean_of_windows(by_rank: Sequence[Sequence[Tensor]], accumulate: int) -> lis
     return windows
 
 
+def refusal(run: Callable[[], object]) -> str:
+    """Return the message with which a call is refused."""
+    try:
+        run()
+    except (ValueError, TypeError, RuntimeError, AttributeError) as error:
+        return str(error)
+    return "nothing was refused"
+
+
 @contextmanager
 def launched() -> Iterator[None]:
     """Set what a launcher sets for this rank of the default group; nothing where there is no group."""
@@ -65,16 +74,10 @@ def launched() -> Iterator[None]:
         yield
         return
     rank, world = str(dist.get_rank()), str(dist.get_world_size())
-    names = {
-        "RANK": rank,
-        "LOCAL_RANK": rank,
-        "WORLD_SIZE": world,
-        "LOCAL_WORLD_SIZE": world,
-        "GROUP_RANK": "0",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": "29500",
-        "OMP_NUM_THREADS": "1",
-        "TORCHELASTIC_RUN_ID": "none",
-    }
+    names = dict.fromkeys(("RANK", "LOCAL_RANK"), rank) | dict.fromkeys(
+        ("WORLD_SIZE", "LOCAL_WORLD_SIZE"), world
+    )
+    names |= {"GROUP_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+    names |= {"OMP_NUM_THREADS": "1", "TORCHELASTIC_RUN_ID": "none"}
     with patch.dict(os.environ, names):
         yield

@@ -119,12 +119,6 @@ def without_noise_scale(study: Probe) -> None:
     raise RuntimeError("measured by itself")
 
 
-def diverged(study: Probe) -> None:
-    study.watch(None, quality=lambda: float("nan"))
-    for step in range(study.steps):
-        study.on_step(record(step, loss=float("inf")))
-
-
 def watches_nothing(study: Probe) -> None:
     pass
 
@@ -160,13 +154,13 @@ def killed(study: Probe) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def record(step: int, loss: float = 1.0) -> pe.StepRecord:
+def record(step: int) -> pe.StepRecord:
     """Return a step that waited for 1/4 s."""
     return pe.StepRecord(
         step=step,
         micro_batches=1,
         count=8.0,
-        loss=loss,
+        loss=1.0,
         grad_norm=1.0,
         skipped=False,
         reason="",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -16,12 +17,14 @@ from pyengine.cli.verify.probe import Probe
 
 MICRO_BATCHES = 12
 Rng = Callable[[int, int], AbstractContextManager[None]]
+Number = Callable[[], float]
 
 
-def network(norm: nn.Module | None = None) -> nn.Sequential:
+def network(*, has_norm: bool = False) -> nn.Sequential:
     """Build a network with dropout and, if asked for, a norm."""
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(8, 16), norm or nn.Identity(), nn.Dropout(0.2), nn.Linear(16, 3))
+    norm = nn.BatchNorm1d(16) if has_norm else nn.Identity()
+    return nn.Sequential(nn.Linear(8, 16), norm, nn.Dropout(0.2), nn.Linear(16, 3))
 
 
 def keyed(step: int, index: int) -> AbstractContextManager[None]:
@@ -31,67 +34,59 @@ def keyed(step: int, index: int) -> AbstractContextManager[None]:
 
 def train(
     verify: Probe,
-    model: nn.Module,
+    make: Callable[[], nn.Module] = network,
     *,
     accumulator: str = "exact",
     rng: Rng = keyed,
-    lr: float = 1e-2,
-    weight: float = 1.0,
+    lr: Number = lambda: 1e-2,
+    weight: Number = lambda: 1.0,
     replays: bool = True,
 ) -> None:
-    """Train as the documentation says; whoever wants a fault passes it in."""
+    """Train as the documentation says; a fault is passed in, and may depend on the rank."""
+    model = make()
     data = torch.randn(400, 8, generator=torch.Generator().manual_seed(1))
     sampler = pe.WindowSampler(len(data), seed=0, micro_batch=4, global_batch=4 * MICRO_BATCHES)
     source = model if replays else list(model.named_parameters())
     sync = pe.GradSync(source, accumulate=sampler.accumulate, accumulator=accumulator)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr())
+    factor = weight()
     verify.watch(model, optimizer=optimizer, sync=sync)
     for step, window in enumerate(sync.windows(sampler)):
         for index, rows in enumerate(window, start=sampler.first):
             with rng(step, index):
                 loss = (model(data[rows]) - data[rows][:, :3]).square().sum()
-                sync.backward(weight * loss, count=len(rows))
+                sync.backward(factor * loss, count=len(rows))
         sync.clip_grad_norm_(0.5)
         sync.step(optimizer)
 
 
-def right(verify: Probe) -> None:
-    train(verify, network())
+def _surprise() -> float:
+    return 1 + int.from_bytes(os.urandom(4), "little") / 2**32
 
 
-def plain_sums(verify: Probe) -> None:
-    train(verify, network(), accumulator="fp32")
+def _unseeded_network() -> nn.Module:
+    model = network()
+    with torch.no_grad():
+        model[0].weight.fill_(_surprise())
+    return model
 
 
-def dropout_by_rank(verify: Probe) -> None:
-    def rng(step: int, index: int) -> AbstractContextManager[None]:
-        return pe.micro_batch_rng(dist.get_rank(), step=step, index=index)
-
-    train(verify, network(), rng=rng)
+def _rng_of_rank(step: int, index: int) -> AbstractContextManager[None]:
+    return pe.micro_batch_rng(dist.get_rank(), step=step, index=index)
 
 
-def batch_norm_replayed(verify: Probe) -> None:
-    train(verify, network(nn.BatchNorm1d(16)))
-
-
-def batch_norm(verify: Probe) -> None:
-    train(verify, network(nn.BatchNorm1d(16)), replays=False)
-
-
-def batch_norm_and_plain_sums(verify: Probe) -> None:
-    train(verify, network(nn.BatchNorm1d(16)), accumulator="fp32")
-
-
-def optimizer_by_rank(verify: Probe) -> None:
-    train(verify, network(), lr=1e-2 * (1 + dist.get_rank()))
-
-
-def optimizer_by_world(verify: Probe) -> None:
-    train(verify, network(), lr=1e-2 * dist.get_world_size())
-
-
-def divided_by_world(verify: Probe) -> None:
-    train(verify, network(), weight=1 / dist.get_world_size())
+with_norm = partial(network, has_norm=True)
+right = train
+plain_sums = partial(train, accumulator="fp32")
+dropout_by_rank = partial(train, rng=_rng_of_rank)
+batch_norm_replayed = partial(train, make=with_norm)
+batch_norm = partial(train, make=with_norm, replays=False)
+batch_norm_and_plain_sums = partial(train, make=with_norm, accumulator="fp32")
+optimizer_by_rank = partial(train, lr=lambda: 1e-2 * (1 + dist.get_rank()))
+optimizer_by_world = partial(train, lr=lambda: 1e-2 * dist.get_world_size())
+divided_by_world = partial(train, weight=lambda: 1 / dist.get_world_size())
+unseeded = partial(train, make=_unseeded_network)
+nondeterministic = partial(train, rng=lambda *_: nullcontext(), weight=_surprise)
 
 
 def own_data(verify: Probe) -> None:
@@ -103,17 +98,6 @@ def own_data(verify: Probe) -> None:
         for x in window:
             sync.backward(model(x).square().sum(), count=4)
         sync.step(optimizer)
-
-
-def unseeded(verify: Probe) -> None:
-    model = network()
-    with torch.no_grad():
-        model[0].weight.fill_(_surprise())
-    train(verify, model)
-
-
-def nondeterministic(verify: Probe) -> None:
-    train(verify, network(), rng=lambda *_: nullcontext(), weight=_surprise())
 
 
 def plain_ddp(verify: Probe) -> None:
@@ -145,7 +129,3 @@ def raises(verify: Probe) -> None:
 def _forever(data: torch.Tensor) -> Iterator[torch.Tensor]:
     while True:
         yield data
-
-
-def _surprise() -> float:
-    return 1 + int.from_bytes(os.urandom(4), "little") / 2**32

@@ -1,4 +1,4 @@
-"""Help that teaches and errors that say what to do; no worker is started."""
+"""Help with examples, and errors that name what is needed; no worker is started."""
 
 from __future__ import annotations
 
@@ -7,7 +7,12 @@ import sys
 import pytest
 
 import pyengine.cli
-from pyengine.cli.main import main
+from pyengine.cli.main import build_parser, main
+from pyengine.cli.study.arguments import BUILT_IN, settings
+from pyengine.cli.tasks.cnn import DigitsTask
+from pyengine.cli.tasks.gpt import TextTask
+
+Capture = pytest.CaptureFixture[str]
 
 BAD_TRAIN = [
     (("--workers", "0"), "argument --workers: got 0, need a whole number of at least 1"),
@@ -37,6 +42,38 @@ BAD_VERIFY = [
     (("--train", "no_such:train"), "there is no module no_such here"),
     (("--train", "json:train"), "json has no function train"),
 ]
+BAD_PLAN = [
+    (("--workers", "0"), "argument --workers: got 0, need a whole number of at least 1"),
+    (("--global-batch", "8,x"), "argument --global-batch: got x, need a whole number of at least 1"),
+    (("--lr", "inf"), "argument --lr: got inf, need a finite number above 0"),
+]
+BAD_STUDY = [
+    (("--workers", "2,4"), "argument --workers: got 2,4, need 1 among them: speed-up is against one worker"),
+    (("--workers", "1,1"), "argument --workers: got 1,1, need different whole numbers of at least 1"),
+    (("--batch", "0"), "argument --batch: got 0, need different whole numbers of at least 1"),
+    (("--fixed", "local"), "argument --fixed: invalid choice: 'local'"),
+    (("--epochs", "inf"), "argument --epochs: got inf, need a finite number above 0"),
+    (("--target", "95"), "argument --target: got 95, need a share above 0 and up to 1: 0.95 is 95 %"),
+    (("--dataset-size", "2000"), "argument --dataset-size: got 2000, and cnn has 1437 samples"),
+    (("--train", "mine:train"), "argument --dataset-size: missing with --train mine:train"),
+    (("--train", "mine:train", "--model", "gpt"), "argument --model: not allowed with argument --train"),
+    (("--train", "mine", "--dataset-size", "8"), "argument --train: got mine, need MODULE:FUNCTION"),
+    (("--train", "no_such:train", "--dataset-size", "8"), "there is no module no_such here"),
+]
+BAD_BENCH = [
+    (("--variants", "engine,ours"), "argument --variants: got engine,ours, need different ones of floor"),
+    (("--variants", "ddp,ddp"), "argument --variants: got ddp,ddp"),
+    (("--ops", "pack,sort"), "argument --ops: got pack,sort, need different ones of pack"),
+    (("--rounds", "2"), "argument --rounds: got 2, need a whole number of at least 3"),
+    (("--seconds", "inf"), "argument --seconds: got inf, need a finite number"),
+    (("--model", "cnn"), "argument --model: invalid choice: 'cnn'"),
+    (("step", "--megabytes", "8"), "argument --megabytes: got 8 with step, and it is an argument of kernels"),
+    (("kernels", "--variants", "ddp,engine"), "argument --variants: got ddp,engine with kernels, and it is"),
+    (("--device", "cuda"), "argument --device: got cuda, and torch finds no CUDA device"),
+    (("step", "--device", "cuda"), "argument --device: got cuda, and torch finds no CUDA device"),
+    (("--variants", "ddp,accelerate"), "argument --variants: got accelerate, and accelerate is not"),
+    (("--out", "no/such.json"), "argument --out: cannot write no/such.json (No such file or directory)"),
+]
 # 99999 is more than any machine has cores for.
 CROWDS = [
     (name, arguments, "argument --workers: workers=99999: need at most")
@@ -44,57 +81,101 @@ CROWDS = [
         ("train", ("--workers", "99999")),
         ("verify", ("--workers", "1,99999")),
         ("study", ("--workers", "1,99999")),
-        ("bench", ("step", "--workers", "99999")),
+        ("bench", ("step", "--variants", "ddp", "--workers", "99999")),
     )
 ]
-BAD = CROWDS + [("train", *case) for case in BAD_TRAIN] + [("verify", *case) for case in BAD_VERIFY]
+BY_COMMAND = {
+    "train": BAD_TRAIN,
+    "verify": BAD_VERIFY,
+    "plan": BAD_PLAN,
+    "study": BAD_STUDY,
+    "bench": BAD_BENCH,
+}
+BAD = CROWDS + [(name, *case) for name, cases in BY_COMMAND.items() for case in cases]
 
 
 @pytest.mark.parametrize(
     ("name", "arguments", "message"), BAD, ids=lambda value: value if isinstance(value, str) else None
 )
-def test_bad_argument_says_what_was_got_and_needed(
-    capsys: pytest.CaptureFixture[str], name: str, arguments: tuple[str, ...], message: str
+def test_bad_argument_is_named_with_what_is_needed(
+    capsys: Capture, monkeypatch: pytest.MonkeyPatch, name: str, arguments: tuple[str, ...], message: str
 ) -> None:
+    monkeypatch.setattr("pyengine.cli.bench.arguments.find_spec", lambda name: None)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     with pytest.raises(SystemExit) as stop:
         main([name, *arguments])
     assert stop.value.code == 2
     assert message in capsys.readouterr().err
 
 
-def test_plan_takes_any_number_of_workers_since_it_starts_none(capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_takes_any_number_of_workers_since_it_starts_none(capsys: Capture) -> None:
     assert main(["plan", "--global-batch", "99999", "--workers", "99999", "--json"]) == 0
     assert '"workers": 99999' in capsys.readouterr().out
 
 
-def test_help_shows_examples_and_modes(capsys: pytest.CaptureFixture[str]) -> None:
+HELP = {
+    "train": [
+        "python -m pyengine train --model gpt --wire bf16",
+        "engine    pe.GradSync",
+        "ddp-hook  pe.attach",
+        "ddp       plain DDP",
+    ],
+    "plan": [
+        "256 on one device = 128 × 2 = 64 × 4 = 32 × 8",
+        "pe.plan_batch(global_batch=256, micro_batch=8, world_size=4)",
+    ],
+    "study": ["default: 1,2,4,8", "default: 32,64,128,256", "study.watch(sync", "exit code"],
+}
+
+
+@pytest.mark.parametrize("command", HELP)
+def test_help_shows_examples_and_defaults(capsys: Capture, command: str) -> None:
     with pytest.raises(SystemExit) as stop:
-        main(["train", "--help"])
+        main([command, "--help"])
     assert stop.value.code == 0
-    text = capsys.readouterr().out
-    assert "python -m pyengine train --model gpt --wire bf16" in text
-    assert all(
-        mode in text for mode in ("engine    pe.GradSync", "ddp-hook  pe.attach", "ddp       plain DDP")
-    )
+    text = " ".join(capsys.readouterr().out.split())  # however wide the terminal is
+    assert [words for words in HELP[command] if " ".join(words.split()) not in text] == []
 
 
-def test_without_a_command_help_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+def test_defaults_of_study_are_those_of_the_help() -> None:
+    found = settings(build_parser().parse_args(["study"]))
+    assert (found.workers, found.batches, found.repeats) == ((1, 2, 4, 8), (32, 64, 128, 256), 3)
+    assert (found.subject, found.target, found.fixed) == ("cnn", BUILT_IN.format("cnn"), "global")
+
+
+@pytest.mark.parametrize(("model", "task"), [("cnn", DigitsTask), ("gpt", TextTask)])
+def test_largest_dataset_is_what_the_task_has(model: str, task: type) -> None:
+    most = task().num_samples
+    assert settings(build_parser().parse_args(["study", "--model", model, "--dataset-size", str(most)]))
+    with pytest.raises(SystemExit):
+        main(["study", "--model", model, "--dataset-size", str(most + 1)])
+
+
+def test_without_a_command_help_is_printed(capsys: Capture) -> None:
     assert main([]) == 0
     assert "train" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(("module", "package"), [("rich", "rich"), ("sklearn", "scikit-learn")])
-def test_missing_extra_says_what_to_install(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, module: str, package: str
+@pytest.mark.parametrize(
+    ("command", "module"),
+    [
+        ("train", "rich"),
+        ("train", "sklearn"),
+        *(("study", name) for name in ("matplotlib", "jinja2", "psutil", "rich")),
+    ],
+)
+def test_missing_extra_is_named_with_what_to_install(
+    capsys: Capture, monkeypatch: pytest.MonkeyPatch, command: str, module: str
 ) -> None:
-    folders = ("pyengine.cli.train", "pyengine.cli.tasks")
+    folders = (f"pyengine.cli.{command}", "pyengine.cli.tasks")
     for name in [name for name in sys.modules if name.split(".")[0] == module or name.startswith(folders)]:
         monkeypatch.delitem(sys.modules, name)
-    for folder in ("train", "tasks"):
+    for folder in (command, "tasks"):
         monkeypatch.delattr(pyengine.cli, folder, raising=False)
     monkeypatch.setitem(sys.modules, module, None)  # Python's own way to make an import fail
-    assert main(["train"]) == 1
-    message = (
-        f"train needs {package}, which is not installed: run pip install '.[train]' in a clone of pyengine\n"
+    assert main([command]) == 1
+    package = "scikit-learn" if module == "sklearn" else module
+    assert capsys.readouterr().err == (
+        f"{command} needs {package}, which is not installed: run pip install '.[{command}]' in a clone of "
+        "pyengine\n"
     )
-    assert capsys.readouterr().err == message

@@ -28,17 +28,14 @@ def _from_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launching, "start_processes", forked.start_processes)
 
 
-@pytest.mark.slow
-def test_workers_are_new_processes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.undo()
-    assert launch(rank_and, workers=2, args=(7,)) == [(0, 7), (1, 7)]
-
-
 def rank_and(value: int) -> tuple[int, int]:
     return dist.get_rank(), value
 
 
-def test_results_come_by_rank() -> None:
+@pytest.mark.parametrize("are_forked", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_results_come_by_rank(monkeypatch: pytest.MonkeyPatch, are_forked: bool) -> None:
+    if not are_forked:
+        monkeypatch.undo()
     assert launch(rank_and, workers=2, args=(7,)) == [(0, 7), (1, 7)]
 
 
@@ -61,19 +58,6 @@ def kill_rank_1() -> None:
     if dist.get_rank() == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     dist.barrier()
-
-
-def test_a_killed_worker_is_named_and_nothing_is_left(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    told = (
-        r"^worker 1 of 2 failed \(exit code -9\)\nSignal 9 \(SIGKILL\) received by PID \d+; "
-        "the kernel sends it"
-    )
-    with pytest.raises(RuntimeError, match=told):
-        launch(kill_rank_1, workers=2)
-    assert list(tmp_path.iterdir()) == []
 
 
 def raise_on_rank_1() -> None:
@@ -103,34 +87,34 @@ def test_workers_that_take_too_long_are_told_with_their_stacks_and_nothing_is_le
             os.kill(int((tmp_path / rank).read_text()), 0)
 
 
-@pytest.mark.slow
-def test_a_worker_that_raised_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    with pytest.raises(RuntimeError, match=r"^worker 1 of 2 failed \(exit code 1\)\n(?s:.)*boom"):
-        launch(raise_on_rank_1, workers=2)
-    assert list(tmp_path.iterdir()) == []
-
-
 def leave_on_rank_1() -> None:
     if dist.get_rank() == 1:
         os._exit(0)
     time.sleep(60)
 
 
-@pytest.mark.slow
-def test_a_worker_that_leaves_without_a_result_is_named_and_ends_the_others() -> None:
-    with pytest.raises(RuntimeError, match=r"^worker 1 of 2 failed \(exit code 0\)\nit ended by itself"):
-        launch(leave_on_rank_1, workers=2)
+def return_a_lambda_on_rank_1() -> Callable[[], None] | None:
+    return (lambda: None) if dist.get_rank() == 1 else None
 
 
-def keep_a_lambda() -> Callable[[], None]:
-    return lambda: None
+KILLED = r"exit code -9\)\nSignal 9 \(SIGKILL\) received by PID \d+; the kernel sends it"
+FAILS = [
+    (raise_on_rank_1, r"exit code 1\)\n(?s:.)*boom"),
+    (leave_on_rank_1, r"exit code 0\)\nit ended by itself"),
+    (return_a_lambda_on_rank_1, r"(?s:.)*pickle"),
+]
 
 
-@pytest.mark.slow
-def test_a_result_that_cannot_be_sent_is_told() -> None:
-    with pytest.raises(RuntimeError, match=r"^worker 0 of 1 failed(?s:.)*pickle"):
-        launch(keep_a_lambda, workers=1)
+@pytest.mark.parametrize(
+    ("fn", "why"), [(kill_rank_1, KILLED), *(pytest.param(*case, marks=pytest.mark.slow) for case in FAILS)]
+)
+def test_a_worker_that_fails_is_named_ends_the_others_and_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fn: Callable[[], object], why: str
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with pytest.raises(RuntimeError, match=rf"^worker 1 of 2 failed \({why}"):
+        launch(fn, workers=2)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_handlers_and_mask_are_put_back() -> None:

@@ -94,29 +94,6 @@ def test_the_table_fits_a_narrow_terminal_and_says_what_is_equal(
     assert ("steps" in text) == bool(dataset)
 
 
-BAD = [
-    (("--workers", "0"), "argument --workers: got 0, need a whole number of at least 1"),
-    (("--global-batch", "8,x"), "argument --global-batch: got x, need a whole number of at least 1"),
-    (("--lr", "inf"), "argument --lr: got inf, need a finite number above 0"),
-]
-
-
-@pytest.mark.parametrize(("arguments", "message"), BAD)
-def test_a_bad_argument_of_plan_is_named(capsys: Capture, arguments: tuple[str, ...], message: str) -> None:
-    with pytest.raises(SystemExit) as stop:
-        main(["plan", *arguments])
-    assert stop.value.code == 2
-    assert message in capsys.readouterr().err
-
-
-def test_help_of_plan_shows_the_same_in_python(capsys: Capture) -> None:
-    with pytest.raises(SystemExit):
-        main(["plan", "--help"])
-    text = capsys.readouterr().out
-    assert "256 on one device = 128 × 2 = 64 × 4 = 32 × 8" in text
-    assert "pe.plan_batch(global_batch=256, micro_batch=8, world_size=4)" in text
-
-
 def _run(path: Path, **noise: object) -> str:
     """Write the steps of a run with a batch of 100 whose noise scale is 300; return the path."""
     known = {"noise": 1.0, "signal": 1.0, "scale": 300.0, "spread": 30.0, "windows": 40} | noise

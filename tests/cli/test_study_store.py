@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import math
 import resource
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import pytest
 from study_records import ended, made
@@ -37,9 +38,12 @@ def test_runs_come_back_as_they_were(folder: Path) -> None:
     assert kept(folder) == {(1, 64, 0): made(1, 64), (2, 64, 0): ended(2, 64)}
 
 
-def test_a_noise_scale_comes_back(folder: Path) -> None:
+@pytest.mark.parametrize(
+    "values", [{"noise_scale": 24.5, "noise_spread": 4.0}, {"accuracy": [(0, None), (8, 0.5)]}], ids=str
+)
+def test_values_that_may_be_missing_come_back(folder: Path, values: dict[str, Any]) -> None:
     store = Store(folder, SHARED)
-    record = made(8, 64, noise_scale=24.5, noise_spread=4.0)
+    record = made(8, 64, **values)
     store.add(record)
     store.close()
     assert kept(folder)[8, 64, 0] == record
@@ -109,14 +113,6 @@ def test_folder_that_another_study_writes_to_is_refused(folder: Path) -> None:
         Store(folder, SHARED)
     store.close()
     assert len(kept(folder)) == 2
-
-
-def test_accuracy_that_was_no_number_stays_none(folder: Path) -> None:
-    store = Store(folder, SHARED)
-    record = replace(made(8, 64), accuracy=[(0, None), (8, 0.5)])
-    store.add(record)
-    store.close()
-    assert kept(folder)[8, 64, 0] == record
 
 
 def odd(**changes: object) -> str:

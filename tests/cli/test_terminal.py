@@ -16,7 +16,7 @@ from study_records import made
 
 from pyengine.cli.arguments import Conflict
 from pyengine.cli.doctor import run as doctor
-from pyengine.cli.doctor.checks import Finding, warn
+from pyengine.cli.doctor.checks import warn
 from pyengine.cli.main import build_parser, main
 from pyengine.cli.study import run as study
 from pyengine.cli.study.arguments import settings
@@ -33,10 +33,6 @@ def stdout(patch: Patch, raw: io.BufferedIOBase, errors: str = "strict") -> Iter
         stream = io.TextIOWrapper(raw, encoding="ascii", errors=errors)  # type: ignore[type-var]
         patched.setattr(sys, "stdout", stream)
         yield stream
-
-
-def some_finding() -> Finding:
-    return warn("host", "3 × slower", "mend → it")
 
 
 def test_a_result_file_moves_no_cursor():
@@ -59,7 +55,7 @@ def test_plan_prints_to_a_terminal_of_ascii(monkeypatch: Patch, errors: str) -> 
 
 @pytest.mark.parametrize("options", [[], ["--json"]], ids=["lines", "json"])
 def test_doctor_prints_to_a_terminal_of_ascii(monkeypatch: Patch, options: list[str]) -> None:
-    monkeypatch.setattr(doctor, "CHECKS", {"host": some_finding})
+    monkeypatch.setattr(doctor, "CHECKS", {"host": lambda: warn("host", "3 × slower", "mend → it")})
     with stdout(monkeypatch, io.BytesIO()) as stream:
         assert main(["doctor", *options]) == 0
         said = stream.buffer.getvalue().decode("ascii")  # type: ignore[attr-defined]
@@ -71,7 +67,7 @@ def test_doctor_prints_to_a_terminal_of_ascii(monkeypatch: Patch, options: list[
 def test_study_prints_and_writes_its_report_on_a_system_of_ascii(tmp_path: Path) -> None:
     """Of runs that are there already: none is started."""
     arguments = ["--workers", "1,2", "--batch", "64", "--repeats", "1", "--out", str(tmp_path)]
-    options = study_settings(arguments)
+    options = settings(build_parser().parse_args(["study", *arguments]))
     store = Store(tmp_path, {**options.binding(), "machine": study.card()})
     for workers in options.workers:
         store.add(made(workers, 64))
@@ -80,10 +76,6 @@ def test_study_prints_and_writes_its_report_on_a_system_of_ascii(tmp_path: Path)
     done = run("study", *arguments, **ascii_only)
     assert done.returncode == 0, done.stderr
     assert "<html" in (tmp_path / "report.html").read_text(encoding="utf-8")
-
-
-def study_settings(arguments: list[str]) -> study.Settings:
-    return settings(build_parser().parse_args(["study", *arguments]))
 
 
 def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:

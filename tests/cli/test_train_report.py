@@ -26,17 +26,15 @@ def compared(step_s: Range, *, as_json: bool = False) -> None:
     report.compare(replace(DDP, mode="engine", label="pyengine", bytes_sent=1000, step_s=step_s), DDP)
 
 
-def test_a_difference_beyond_noise_has_no_caption(capsys: pytest.CaptureFixture[str]) -> None:
-    compared(FASTER)
+@pytest.mark.parametrize(("step_s", "spread"), [(FASTER, "40%"), (NOISY, "100%")])
+def test_a_difference_within_noise_has_a_caption(
+    capsys: pytest.CaptureFixture[str], step_s: Range, spread: str
+) -> None:
+    compared(step_s)
     out = " ".join(capsys.readouterr().out.replace("\u00a0", " ").split())
-    assert "250 ms │ 40%" in out
-    assert "noise" not in out
-
-
-def test_a_difference_within_noise_has_a_caption(capsys: pytest.CaptureFixture[str]) -> None:
-    compared(NOISY)
-    out = " ".join(capsys.readouterr().out.replace("\u00a0", " ").split())
-    assert "median step: the difference is within noise" in out
+    assert f"250 ms │ {spread}" in " ".join(out.split())
+    assert ("median step: the difference is within noise" in out) == (step_s is NOISY)
+    assert ("noise" in out) == (step_s is NOISY)
 
 
 @pytest.mark.parametrize("step_s", [FASTER, NOISY])
