@@ -69,11 +69,23 @@ def run(settings: Settings) -> int:
 def _row(global_batch: int, workers: int, settings: Settings) -> Row:
     plan, problem, micro_batch = None, "", settings.micro_batch
     split = partial(plan_batch, global_batch=global_batch, world_size=workers)
-    try:
-        micro_batch = micro_batch or split(micro_batch=1).accumulate
-        plan = split(micro_batch=micro_batch, uneven=True)
-    except ValueError as error:
-        problem = str(error)
+    if micro_batch is None and global_batch % workers == 0:
+        micro_batch = global_batch // workers
+    if micro_batch is None:
+        near = [
+            batch
+            for batch in (global_batch // workers * workers, -(-global_batch // workers) * workers)
+            if batch
+        ]
+        problem = (
+            f"{global_batch} samples are no multiple of {workers} workers: need a batch of "
+            f"{' or '.join(map(str, near))}, or a --micro-batch, of which workers may run unequal numbers"
+        )
+    else:
+        try:
+            plan = split(micro_batch=micro_batch, uneven=True)
+        except ValueError as error:
+            problem = str(error)
     size = settings.dataset_size
     lr = partial(scale_lr, settings.lr, from_batch=settings.from_batch, to_batch=global_batch)
     return Row(
