@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
+from operator import is_
 
 import torch
 from torch import Tensor
@@ -435,6 +436,8 @@ class InPlaceBucket(OwnBucket):
     def _store_replaced(self) -> None:
         """Store gradients whose `.grad` was replaced by another tensor."""
         grads = [param.grad for param in self.params]
+        if all(map(is_, grads, self._grads)):
+            return
         for index, (param, grad, view) in enumerate(zip(self.params, grads, self._grads, strict=True)):
             if grad is view:
                 continue
