@@ -20,7 +20,7 @@ LATE = {
     "cli/trackers.py",  # tensorboard, which may be absent
     "ops/native.py",  # the extension
 }
-# Floor, what it imports, and what it does not; from the ground up.
+# Rows of the page's table, lowest floor first: a floor, what it imports, what it must not import.
 TABLE = re.findall(
     r"^\| `(\w+)` \|[^|]+\|([^|]*)\|([^|]+)\|$", (ROOT / "docs/architecture.md").read_text(), re.MULTILINE
 )

@@ -135,12 +135,6 @@ def test_messages_of_the_errors_page_are_in_the_sources():
     assert entries and [entry for entry, pattern in patterns.items() if not re.search(pattern, strings)] == []
 
 
-def test_the_security_page_names_every_module_that_unpickles():
-    named = re.findall(r"^\| `pyengine/(.*\.py)` \|", (ROOT / "SECURITY.md").read_text(), re.MULTILINE)
-    unpickle = [module.as_posix() for module in MODULES if "noqa: S301" in (PACKAGE / module).read_text()]
-    assert unpickle == sorted(named)
-
-
 def test_papers_are_linked_by_their_own_number():
     for page in PAGES:
         named = re.findall(r"arXiv:([\d.]+\d)", prose(page))
