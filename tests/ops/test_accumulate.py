@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from op_cases import INF, assert_same_bits, flags, make_flat, make_plan, make_tensors
+from op_cases import INF, assert_same_bits, flags, make_flat, make_plan, make_tensors, random_values
 
 from pyengine.ops.plan import BucketPlan
 
@@ -20,6 +20,18 @@ def test_a_window_of_integers_sums_exactly(one):
     plan.unpack_(got, wire, one)
     assert_same_bits(got, [2 * g.float() for g in grads])
     assert not seen.any()
+
+
+def test_accumulate_errs_by_one_product_and_one_sum(scale):
+    plan = BucketPlan([0], [40001])
+    g, acc = random_values(40001, torch.bfloat16, seed=2), random_values(40001, torch.float32, seed=3)
+    product = g.double() * scale.double()
+    exact, unit = acc.double() + product, 2**-24
+    plan.accumulate_(acc, [g], scale, first=False, nonfinite=flags(plan))
+    # u·|p| for the product (or half a denormal), then u of the rounded sum.
+    bound = product.abs() * unit + 2**-150
+    bound = bound + (exact.abs() + bound) * unit
+    assert ((acc.double() - exact).abs() <= bound).all()
 
 
 @pytest.mark.parametrize("first", FIRST)

@@ -6,11 +6,32 @@ from op_cases import DTYPES, SHIFTS, assert_same_bits, random_values
 
 from pyengine.ops.plan import BucketPlan
 
+# Half a unit in the last place relative to the value (2^-p for p significant bits); half the smallest
+# denormal.
+ROUNDING = {
+    torch.float32: (2**-24, 2**-150),
+    torch.bfloat16: (2**-8, 2**-134),
+    torch.float16: (2**-11, 2**-25),
+}
+
 
 @pytest.mark.parametrize("only_if", [torch.tensor(1), True])
 def test_a_wrong_condition_is_named(only_if, one):
     with pytest.raises((TypeError, ValueError), match="only_if is "):
         BucketPlan([0], [2]).pack_(torch.empty(2), [torch.ones(2)], one, only_if=only_if)
+
+
+@pytest.mark.parametrize("dst", DTYPES)
+def test_pack_errs_by_one_product_and_one_cast(dst, scale):
+    plan = BucketPlan([0], [40001])
+    x = random_values(40001, torch.float32, seed=5)
+    flat = torch.empty(40001, dtype=dst)
+    plan.pack_(flat, [x], scale)
+    exact = x.double() * scale.double()
+    # Rounded to float32, then to dst: the bounds add, and 1 + 2^-10 covers their product.
+    relative, absolute = (a + b for a, b in zip(ROUNDING[torch.float32], ROUNDING[dst], strict=True))
+    bound = exact.abs() * relative * (1 + 2**-10) + absolute
+    assert ((flat.double() - exact).abs() <= bound).all()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
