@@ -38,6 +38,7 @@ class Published:
         self._groups: list[tuple[list[Parameter], SlotNorms]] = []
         # A lazy device has no memory addresses for the core.
         self._rest = [] if is_lazy(device) else [param for param in params if param.dtype in DTYPE_CODES]
+        self._then = GradVersions(self._params)
         self._lay_out([param for param in self._rest if param.requires_grad])
         self.record()
 
@@ -56,11 +57,14 @@ class Published:
 
     def record(self) -> None:
         """Record the gradients as they are, for `has_changed`."""
-        self._then, self._addresses = GradVersions(self._params), self._addresses_now()
+        self._then.record()
+        # An assignment to `.grad.data` replaces the memory alone, which no version counter shows.
+        self._addresses = None if self._then.sees_memory else self._addresses_now()
 
     def has_changed(self) -> bool:
         """Whether gradients were written to or replaced since `record`."""
-        # An assignment to `.grad.data` replaces the memory alone, which no version counter shows.
+        if self._addresses is None:
+            return not self._then.is_unchanged()
         return bool(self._then.changed()) or self._addresses != self._addresses_now()
 
     @torch.no_grad()

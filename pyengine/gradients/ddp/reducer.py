@@ -193,6 +193,7 @@ class DDPReducer(Reducer):
         self.norms = BucketNorms(index, self._one.device)
         self._lay_out_norms()
         self._published = Published(self.names, self.params)
+        self._before_backward = GradVersions(self.params)
         # ---- sums of earlier micro-batches: in buckets of ours, or in `.grad` ----
         self._is_exact = settings.kind == "exact"
         summed = {
@@ -334,7 +335,7 @@ class DDPReducer(Reducer):
             self._reduce_all(reduction)
             return
         self._move_sums()
-        before = GradVersions(self.params)
+        self._before_backward.record()
         reduction.may_delay = True
         self._driver.prepare_for_backward(roots)
         try:
@@ -344,7 +345,7 @@ class DDPReducer(Reducer):
                 raise reduction.failures[0] from error
             raise
         if not reduction.is_complete:
-            arrived = set(before.changed())
+            arrived = set(self._before_backward.changed())
             self._driver.mark_unreached([p for index, p in enumerate(self.params) if index not in arrived])
         self._check_complete(reduction)
 
