@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from collections.abc import Set as AbstractSet
 from functools import partial
 from itertools import chain
-from operator import attrgetter, is_
+from operator import attrgetter, is_, methodcaller
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from torch.nn import Parameter
 
 from pyengine.ops.device import current_stream
 
-_tensor = attrgetter("_cdata")
+_tensor, _values = attrgetter("_cdata"), methodcaller("values")
 _MOST_IDLE = 3  # steps in a row without a gradient
 # A key of the metadata of the node that accumulates a parameter's gradient: the mark lives as long as the
 # node, and no copy of the parameter and no file has it.
@@ -130,8 +130,10 @@ class TrainedParameters:
             if len(now) != len(self._tree) or not all(map(is_, now, self._tree)):
                 self._remember()
                 self._compare(self._module)
-        tensors = zip(self._names, map(_tensor, self._params), self._tensors, strict=True)
-        exchanged = [*self._replaced, *(name for name, now, before in tensors if now != before)]
+        exchanged, tensors = list(self._replaced), list(map(_tensor, self._params))
+        if tensors != self._tensors:
+            each = zip(self._names, tensors, self._tensors, strict=True)
+            exchanged += [name for name, now, before in each if now != before]
         found = in_backward_problems(zip(self._names, self._params, strict=True))
         if exchanged:
             more = f" and {len(exchanged) - 1} more" if len(exchanged) > 1 else ""
@@ -183,7 +185,7 @@ class TrainedParameters:
         self._tree = self._members()
 
     def _members(self) -> list[object]:
-        return [*chain.from_iterable(each.values() for each in self._dicts)]
+        return [*chain.from_iterable(map(_values, self._dicts))]
 
     def _compare(self, module: nn.Module) -> None:
         """Find parameters that the engine does not know; of its own, those that have gone for them."""

@@ -399,13 +399,15 @@ class InPlaceBucket(OwnBucket):
 
     def _store(self) -> None:
         """Store every gradient in the sum; `.grad` views the sum."""
-        self._find_fused(range(len(self.params)))
         if self._is_first:
             for group in self._groups:
                 if group.is_first:
                     self._accumulate(group)
+                else:
+                    self._find_fused(range(group.start, group.stop))
             self._is_first = False
         else:
+            self._find_fused(range(len(self.params)))
             self._store_replaced()
         self._stored = self._versions()
 
