@@ -11,15 +11,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from pyengine.engine.engine import Engine
-from pyengine.engine.window_graph import CaptureStream, DeviceGraph, WindowGraph, addresses_of, written_by
+from pyengine.engine.engine import Engine, Stepped
+from pyengine.engine.window_graph import CaptureStream, DeviceGraph, WindowGraph
 from pyengine.ops import capture
 from pyengine.ops.capture import CaptureError, Rehearsal, Section, difference
 from pyengine.ops.device import runs_ahead
-from pyengine.step.step_record import StepCallback, StepRecord
+from pyengine.step.step_record import StepRecord
 from pyengine.step.window_optimizer import hyperparameters
 from pyengine.window.claims import OptimizerStep
 from pyengine.window.counter import State
@@ -61,15 +60,9 @@ class CapturedWindows:
     """
 
     def __init__(
-        self,
-        engine: Callable[[], Engine],
-        train_window: Callable[[list[Any]], object],
-        callbacks: Callable[[], Iterable[StepCallback]],
-        *,
-        warm_up: int,
+        self, engine: Callable[[], Engine], train_window: Callable[[list[Any]], object], *, warm_up: int
     ) -> None:
-        self._engine_of, self._train, self._callbacks = engine, train_window, callbacks
-        self._warm_up = warm_up
+        self._engine_of, self._train, self._warm_up = engine, train_window, warm_up
         self._forms: dict[object, _Form] = {}
         self._stream = CaptureStream()
         self._has_warned = self._has_too_many = False
@@ -123,7 +116,7 @@ class CapturedWindows:
             self._run(engine, batches)  # the window before was clipped in another way
         else:
             form.graph.take([leaf for leaf in leaves if isinstance(leaf, Tensor)])
-            engine.run_again(form.graph, [*self._callbacks()])
+            engine.run_again(form.graph)
             self.num_replayed += 1
         if engine.counter.state is not State.USED:
             raise RuntimeError(_NOT_STEPPED)
@@ -218,8 +211,7 @@ class CapturedWindows:
             self._run(engine, batches)
             return
         graph.collectives, graph.bytes_sent = traffic.collectives - sent[0], traffic.bytes_sent - sent[1]
-        graph.tensors, graph.params, graph.layout = _memory_of(graph.stepped, engine)
-        graph.addresses = addresses_of(graph.params)
+        graph.tensors, graph.addresses, graph.layout = _memory_of(graph.stepped, engine)
         form.graph = graph
         self.num_captured += 1
         engine.run_captured(graph)
@@ -256,7 +248,7 @@ class CapturedWindows:
     def _on_stream(self, engine: Engine) -> Iterator[None]:
         """Run the body on the stream of the capture, on which autograd then accumulates gradients."""
         with self._stream.current(engine.device):
-            engine.follow_stream()
+            engine.ownership.follow()
             yield
 
 
@@ -293,12 +285,21 @@ def _keep(engine: Engine, graph: WindowGraph) -> None:
     graph.grads = [param.grad for param in engine.reducer.params]
 
 
-def _memory_of(stepped: Sequence[Any], engine: Engine) -> tuple[list[Tensor], Sequence[Parameter], object]:
-    return (
-        written_by([step.optimizer for step in stepped]),
-        engine.reducer.params,
-        engine.reducer.place_of_sums,
-    )
+def _memory_of(
+    stepped: Sequence[Stepped], engine: Engine
+) -> tuple[list[Tensor], list[tuple[int, bool]], object]:
+    """Return `tensors`, `addresses` and `layout` of a `WindowGraph`, as they are now."""
+    tensors: list[Tensor] = []
+    for optimizer in (step.optimizer for step in stepped):
+        for group in optimizer.param_groups:
+            tensors += group["params"]
+            tensors += [value for value in group.values() if isinstance(value, Tensor)]
+            for param in group["params"]:
+                state = optimizer.state.get(param, {})
+                tensors += [value for value in state.values() if isinstance(value, Tensor)]
+    reducer = engine.reducer
+    addresses = [(param.data_ptr(), param.requires_grad) for param in reducer.params]
+    return tensors, addresses, reducer.place_of_sums
 
 
 def _on(device: torch.device, leaves: list[Any]) -> list[Any]:

@@ -44,6 +44,7 @@ import logging
 import math
 import warnings
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
@@ -206,6 +207,8 @@ class Engine:
         self._measured: Measured | None = None
         self.scaler: GradScaler | None = None
         self.audit: WindowAudit | None = None
+        # By id, what gets the records of steps.
+        self.callbacks: OrderedDict[int, StepCallback] = OrderedDict()
         # Makes the record of the last step whose numbers the host knows.
         self.make_record: Callable[[], StepRecord] | None = None
         # Items of a micro-batch that `retry_smaller` runs at once; None: all of them.
@@ -213,7 +216,7 @@ class Engine:
         # What the user has been warned of already.
         self.warned: set[str] = set()
         self._running = Lock()
-        self._ownership = Ownership(params, self)
+        self.ownership = Ownership(params, self)
         # The version of a parameter at the last backward past this engine.
         self._bare_version: int | None = None
         # The index of the window that was opened last.
@@ -285,7 +288,7 @@ class Engine:
             self.reset()
             self.counter.open()
         self._bare_version = None
-        self._ownership.follow()
+        self.ownership.follow()
         self.reducer.open()
         # Before any forward, in which FSDP2 shows other parameters.
         self.counts.refusals += self.trained.problems()
@@ -675,13 +678,7 @@ class Engine:
             each.bind(measured)
         self.measures += measures
 
-    def step(
-        self,
-        optimizer: torch.optim.Optimizer,
-        scheduler: Any,
-        check: OptimizerCheck,
-        callbacks: Collection[StepCallback],
-    ) -> Tensor:
+    def step(self, optimizer: torch.optim.Optimizer, scheduler: Any, check: OptimizerCheck) -> Tensor:
         """Step an optimizer with the gradients, unless they were not finite on some rank; see `Sync.step`.
 
         Callbacks get the record of the window's first step, in order.
@@ -711,7 +708,7 @@ class Engine:
         finally:
             self._update_scale()
         has_stepped = self.final.found_inf == 0
-        report = None if self.counter.state is State.USED else self._report(verdict, norm, callbacks)
+        report = None if self.counter.state is State.USED else self._report(verdict, norm)
         # On a lazy device ranks do not compare these: each factor would be one more output of the program.
         if not is_lazy(self.device):
             verdict.use.steps.append(done)
@@ -724,23 +721,18 @@ class Engine:
         self.kept_grads.use(stepped, self.final.found_inf)
         self.marks.record()
         flush(self.device)
-        self._call_once_known(verdict, scheduler, report, awaits=bool(callbacks))
+        self._call_once_known(verdict, scheduler, report)
         return has_stepped
 
     def _call_once_known(
-        self,
-        verdict: Verdict,
-        scheduler: Any,
-        report: Callable[[Totals, bool], None] | None,
-        *,
-        awaits: bool,
+        self, verdict: Verdict, scheduler: Any, report: Callable[[Totals, bool], None] | None
     ) -> None:
         """Let scheduler and record follow. The window has been used, whatever the user's own code does."""
         actions: list[Callable[[], None]] = []
         if scheduler is not None:
             actions.append(partial(verdict.once_known, lambda skips: None if skips else scheduler.step()))
         if report is not None:
-            actions.append(partial(verdict.then, report, awaits=awaits))
+            actions.append(partial(verdict.then, report, awaits=bool(self.callbacks)))
         call_all(actions)
 
     def hand_over(self) -> None:
@@ -761,9 +753,7 @@ class Engine:
         if self.reducer.residuals.is_kept:
             self.reducer.residuals.scale_(scaler.current_scale() / before)
 
-    def _report(
-        self, verdict: Verdict, norm: Tensor, callbacks: Collection[StepCallback]
-    ) -> Callable[[Totals, bool], None]:
+    def _report(self, verdict: Verdict, norm: Tensor) -> Callable[[Totals, bool], None]:
         """Stop the clock, and return what makes this window's record once the numbers are known."""
         clock, held_bytes, num_retries = self.clock, self.reducer.held_bytes, self.num_retries
         collectives = self.comm.traffic.collectives - self._traffic[0]
@@ -796,9 +786,9 @@ class Engine:
         def emit(totals: Totals, skips: bool) -> None:
             measured = {each.field: each.record(numbers.get(), skipped=skips) for each, numbers in unread}
             self.make_record = make = cache(partial(record, totals, skips, measured))
-            if callbacks:  # else nobody waits for the device's seconds
+            if self.callbacks:  # else nobody waits for the device's seconds
                 made = make()
-                call_all([partial(callback, made) for callback in callbacks])
+                call_all([partial(callback, made) for callback in self.callbacks.values()])
 
         return emit
 
@@ -894,7 +884,7 @@ class Engine:
         self.published.record()
         self.marks.record()
 
-    def run_again(self, graph: WindowGraph, callbacks: Collection[StepCallback]) -> None:
+    def run_again(self, graph: WindowGraph) -> None:
         """Run a window, whose micro-batches have all been handed out, as the graph of an earlier one's work.
 
         Collectives, states, counts and reports are as from `begin` to `step`. The window `is_regular`.
@@ -929,7 +919,7 @@ class Engine:
             if param.grad is not grad:
                 param.grad = grad
         self.published.record()
-        report = self._report(verdict, self.final.norm_before_clipping(), callbacks)
+        report = self._report(verdict, self.final.norm_before_clipping())
         self.batch_norms.close()
         self.verdicts.count_step()
         counter.state = State.USED
@@ -940,12 +930,8 @@ class Engine:
             self.kept_grads.use(step.indices, self.final.found_inf)
         self.marks.record()
         for step in graph.stepped:
-            self._call_once_known(verdict, step.scheduler, None, awaits=False)
-        self._call_once_known(verdict, None, report, awaits=bool(callbacks))
-
-    def follow_stream(self) -> None:
-        """Let autograd accumulate gradients on the stream that is current now."""
-        self._ownership.follow()
+            self._call_once_known(verdict, step.scheduler, None)
+        self._call_once_known(verdict, None, report)
 
     def rewind(self) -> None:
         """Forget what a capture that failed has noted of the open window: nothing of it has run."""
@@ -1029,7 +1015,7 @@ class Engine:
         for measure in self.measures:
             measure.release()
         self.reducer.release(keeps_grad=keeps)
-        self._ownership.release()
+        self.ownership.release()
         self.comm.release()
         if self.scaler is not None:
             self.scaler.unbind()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from numbers import Real
@@ -50,7 +49,6 @@ class Sync:
 
     def __init__(self, engine: Engine, *, ignored: Sequence[Parameter] = ()) -> None:
         self._open_engine: Engine | None = engine
-        self._callbacks: OrderedDict[int, StepCallback] = OrderedDict()
         self._check = OptimizerCheck(engine.reducer.params, ignored)
         self._scaler: GradScaler | None = None
         # By the groups of `clip_grad_norm_(per=...)` their indices on the device.
@@ -642,7 +640,7 @@ class Sync:
         check_step(optimizer, scheduler)
         if max_norm is not None:
             self.clip_grad_norm_(max_norm)
-        return self._engine.step(optimizer, scheduler, self._check, self._callbacks.values())
+        return self._engine.step(optimizer, scheduler, self._check)
 
     def synchronize(self) -> None:
         """Wait for the outcome of the last step, and compare what the ranks have done in it.
@@ -701,7 +699,7 @@ class Sync:
         """
         if not callable(callback):
             raise TypeError(f"callback is a {type(callback).__name__}: need a function of a StepRecord")
-        return StepHandle(self._callbacks, callback)
+        return StepHandle(self._engine.callbacks, callback)
 
     # ---- windows as graphs ----
 
@@ -758,7 +756,7 @@ class Sync:
             raise TypeError(f"warm_up={warm_up!r}: need a whole number of windows, at least {MIN_WARM_UP}")
         if problems := capture_problems(self._engine):
             raise ValueError(f"capture: {'; '.join(problems)}")
-        return CapturedWindows(lambda: self._engine, train_window, self._callbacks.values, warm_up=warm_up)
+        return CapturedWindows(lambda: self._engine, train_window, warm_up=warm_up)
 
     # ---- where the loop is ----
 

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 
 from pyengine.ops.capture import Section
 from pyengine.ops.device import is_on_default_stream
@@ -81,8 +80,8 @@ class WindowGraph:
     # graph, which may be overwritten before the header reads it.
     factors: list[Tensor]
     # ---- what has to stay as it was ----
-    tensors: Sequence[Tensor] = field(init=False)  # of the optimizers
-    params: Sequence[Parameter] = field(init=False)
+    # Which steps of the optimizers read or write: parameters, state, hyperparameters.
+    tensors: Sequence[Tensor] = field(init=False)
     addresses: Sequence[tuple[int, bool]] = field(init=False)  # by parameter, and whether it is trained
     layout: object = field(init=False)  # of the engine's sums
     # ---- of the window in which it was captured ----
@@ -112,28 +111,11 @@ class WindowGraph:
         for readback in self.section.readbacks:
             readback.start(readback.captured)
 
-    def fits(self, tensors: Sequence[Tensor], params: Sequence[Parameter], layout: object) -> bool:
+    def fits(self, tensors: Sequence[Tensor], addresses: Sequence[tuple[int, bool]], layout: object) -> bool:
         """Whether the graph still reads and writes the memory that is trained."""
         return (
             layout is self.layout
             and len(tensors) == len(self.tensors)
             and all(map(is_, tensors, self.tensors))
-            and addresses_of(params) == self.addresses
+            and addresses == self.addresses
         )
-
-
-def addresses_of(params: Sequence[Parameter]) -> list[tuple[int, bool]]:
-    return [(param.data_ptr(), param.requires_grad) for param in params]
-
-
-def written_by(optimizers: Sequence[torch.optim.Optimizer]) -> list[Tensor]:
-    """Return the tensors that steps of optimizers read or write: parameters, state, hyperparameters."""
-    tensors: list[Tensor] = []
-    for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            tensors += group["params"]
-            tensors += [value for value in group.values() if isinstance(value, Tensor)]
-            for param in group["params"]:
-                state = optimizer.state.get(param, {})
-                tensors += [value for value in state.values() if isinstance(value, Tensor)]
-    return tensors
