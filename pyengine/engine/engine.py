@@ -6,7 +6,7 @@ launch the same ones in the same order. Of a window these are, on the engine's o
 groups over which gradients are summed ("buckets"):
 
  1. engine   before the first forward, only where ranks have to know what the others have: the header of
-             `meet`, and `sum_over_ranks` of counts that are read ahead, or `max_of` for FSDP2's collective
+             `Engine.meet`, `sum_over_ranks` of counts that are read ahead, or `max_of` for FSDP2's collective
              forwards.
  2. FSDP2    all-gathers in every forward and backward, on its units' meshes; reduce-scatters in the window's
              last backward only, unless `defer` differs.
@@ -943,15 +943,25 @@ class Engine:
 
     # ---- between windows ----
 
-    def compare(self) -> None:
-        """Raise on every rank unless all have used the last window alike; every rank calls this between
-        windows. The header of a window states how the one before was used, and no header follows the last.
+    def meet(self, *, stage: str = "has ended its loop", problems: Sequence[str] = ()) -> None:
+        """Raise on every rank unless all ranks are at the same `stage`, have used the last window alike, and
+        none has a problem.
 
+        Every rank calls this between windows: the header of a window states how the one before was used, and
+        no header follows the last. Or where it has opened a window: if a rank has dropped this window and
+        opens it again while the others are in its middle, its header is paired with theirs, and all raise.
         One all-reduce of 192 bytes, for which the host waits; nothing on a lazy device, nor alone.
         """
+        self.reach_verdicts()
+        gathered: Sequence[Sequence[str]] = [problems]
         if self.comm.world_size > 1 and not is_lazy(self.device):
-            header = self.launch_header_all_reduce(self.new_counts(), more=False, stage="has ended its loop")
-            check_agreement(header, header.totals(), self.comm)
+            local = self.new_counts()
+            local.refusals += problems
+            header = self.launch_header_all_reduce(local, more=False, stage=stage)
+            totals = header.totals()
+            check_agreement(header, totals, self.comm)
+            gathered = self.comm.all_gather_object(local.refusals) if totals.invalid_counts else []
+        raise_problems(gathered)
 
     def resize(self, accumulate: int) -> None:
         """Let windows have another size from the next one on; every rank calls this with the same number."""

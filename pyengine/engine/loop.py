@@ -14,12 +14,10 @@ from torch import Tensor
 
 from pyengine.data.sampler import Dealer, Dealt
 from pyengine.engine.engine import Engine
-from pyengine.engine.handshake import raise_problems
 from pyengine.ops.device import is_lazy, runs_ahead, send
 from pyengine.window.counter import State, WindowCounter
 from pyengine.window.denominators import ONLY, Denominators, base_of
 from pyengine.window.header import Count, LocalWindow, checked_count, stacked
-from pyengine.window.verdict import check_agreement
 
 Batch = TypeVar("Batch")
 
@@ -57,27 +55,8 @@ class Lookahead(Generic[Batch]):
                 return
 
 
-def meet(engine: Engine, *, stage: str, problems: Sequence[str] = ()) -> None:
-    """Raise on every rank unless all ranks begin the same window in the same way, and none has a problem.
-
-    Every rank calls this where it has opened a window, with the same `stage`. If a rank has dropped this
-    window and opens it again while the others are in its middle, its header is paired with theirs: all raise.
-    One all-reduce of 192 bytes, for which the host waits.
-    """
-    engine.reach_verdicts()
-    gathered: Sequence[Sequence[str]] = [problems]
-    if engine.comm.world_size > 1:
-        local = engine.new_counts()
-        local.refusals += problems
-        header = engine.launch_header_all_reduce(local, more=False, stage=stage)
-        totals = header.totals()
-        check_agreement(header, totals, engine.comm)
-        gathered = engine.comm.all_gather_object(local.refusals) if totals.invalid_counts else []
-    raise_problems(gathered)
-
-
 def sum_over_ranks(engine: Engine, numbers: Sequence[float]) -> list[float]:
-    """Return the sums of numbers over all ranks, as float64, with the same bits everywhere; after `meet`.
+    """Return the sums of numbers over all ranks, as float64, with the same bits everywhere.
 
     Of ranks that share a batch one's numbers are summed. One all-reduce of 8 bytes a number, for which the
     host waits.
@@ -123,7 +102,7 @@ class Counting:
         """Count a window that has just been opened, and agree with the other ranks on its totals.
 
         `batches` are those that this rank is still to compute in it; they are not kept. Collectives are those
-        of `meet` and `sum_over_ranks`; in a loop's first window a gather of the names, too.
+        of `Engine.meet` and `sum_over_ranks`; in a loop's first window a gather of the names, too.
         """
         engine = self._engine
         local = engine.counts
@@ -137,7 +116,7 @@ class Counting:
                 "micro-batches leave the window, and their counts with them"
             )
         kind = "a window" if self._names else "a loop"
-        meet(engine, stage=f"begins {kind} {_COUNTING}", problems=problems)
+        engine.meet(stage=f"begins {kind} {_COUNTING}", problems=problems)
         saved: dict[str, float] = {}
         if not self._names:
             self._names, saved = _agree(engine, names)
@@ -303,8 +282,7 @@ def windows(
         yield from _cut_padded(engine, Lookahead(loader), counting)
     else:
         yield from _cut(engine, loader, counting)
-    engine.reach_verdicts()
-    engine.compare()
+    engine.meet()
     engine.is_between_loops = True
 
 
@@ -450,7 +428,7 @@ def meet_at_micro_batch(engine: Engine, *, last: bool) -> None:
     """Raise on every rank unless all of them hand out the same micro-batch; before its forward."""
     # Of a resumed window ranks may have done different numbers before: those are not counted.
     number = engine.counter.handed - engine.counter.num_resumed + 1
-    meet(engine, stage=f"hands out micro-batch {number} of a window{', its last' if last else ''}")
+    engine.meet(stage=f"hands out micro-batch {number} of a window{', its last' if last else ''}")
 
 
 def _read(engine: Engine, source: Lookahead[Batch]) -> list[Batch]:
@@ -462,13 +440,13 @@ def _read(engine: Engine, source: Lookahead[Batch]) -> list[Batch]:
         ahead = source.peek(len(engine.counter.due) + 1)
         problems = [_NO_SHARE] if ahead and not (engine.counter.share or engine.counter.due) else []
     except Exception as error:
-        # The other ranks wait in `meet`: they raise too, and this rank raises its own error.
+        # The other ranks wait in `engine.meet`: they raise too, and this rank raises its own error.
         try:
-            meet(engine, stage="begins a window", problems=[f"the loader raised {error!r}"])
+            engine.meet(stage="begins a window", problems=[f"the loader raised {error!r}"])
         except ValueError:
             raise error from None
         raise
-    meet(engine, stage="begins a window", problems=problems)
+    engine.meet(stage="begins a window", problems=problems)
     return ahead
 
 

@@ -655,7 +655,7 @@ class Sync:
         """
         self._engine.reach_verdicts()
         if self._engine.is_closed:
-            self._engine.compare()
+            self._engine.meet()
 
     def wrap(self, optimizer: torch.optim.Optimizer, scheduler: Any = None) -> WindowOptimizer:
         """Return an optimizer whose `step` and `zero_grad` do nothing except where a window ends.
