@@ -43,7 +43,7 @@ def take_snapshot(engine: Engine) -> Snapshot:
     is_open = counter.state is State.OPEN
     scaler = engine.scaler
     snapshot = Snapshot(
-        counter.index + (counter.is_sent),
+        counter.num_sent,
         engine.verdicts.steps_taken,
         engine.comm.rank,
         engine.comm.world_size,
@@ -111,7 +111,7 @@ def load_states(engine: Engine, states: object) -> list[int]:
     # The order of buckets on which the ranks had agreed, or were about to: that of the first which knows one.
     if orders := sorted((rank, order) for each in gathered for rank, order in each.orders):
         engine.reducer.lay_out_as(list(orders[0][1]))
-    assert part is not None
+    assert part is not None and described is not None
     if engine.scaler is not None and part.scaler:
         engine.scaler.load_state_dict(part.scaler)
     engine.resume(part, due=_due(engine, done, part, is_own=described.is_own))
@@ -127,7 +127,7 @@ class _Described:
     """A description of a rank's parts, which ranks compare."""
 
     is_own: bool  # whether each loads its own
-    position: tuple[int, int] | None  # windows and steps
+    position: tuple[int, int]  # windows and steps
     parts: tuple[_Part, ...]  # of the window
     scaler: tuple[tuple[str, float], ...]  # state of the loss scaler, which all ranks share
     # Rank, and the order of buckets, of those parts that know one.
@@ -145,42 +145,43 @@ class _Described:
     def of(cls, parts: Sequence[Snapshot], *, is_own: bool) -> _Described:
         return cls(
             is_own,
-            (parts[0].window, parts[0].steps) if parts else None,
+            (parts[0].window, parts[0].steps),
             tuple((s.rank, s.world_size, tuple(s.places), s.checksum) for s in parts),
-            tuple(sorted(parts[0].scaler.items())) if parts else (),
+            tuple(sorted(parts[0].scaler.items())),
             tuple((s.rank, tuple(s.order)) for s in parts if s.order and s.world_size > 1),
         )
 
 
-def _prepare(engine: Engine, states: object) -> tuple[list[str], _Described, Snapshot | None]:
+def _prepare(engine: Engine, states: object) -> tuple[list[str], _Described | None, Snapshot | None]:
     """Read, check and merge, and change nothing.
 
-    Returns problems, instead of any exception, since other ranks wait; a description for the others; and the
-    snapshot to continue from, None if there are problems.
+    Returns problems, instead of any exception, since other ranks wait; and if there are none a description
+    for the others, and the snapshot to continue from.
     """
-    is_own = isinstance(states, dict) or not engine.is_exact
     try:
-        found, snapshots = _read(engine, states)
+        snapshots = _read(engine, states)
         is_own = _loads_own(engine, states, snapshots)
         own = [s for s in snapshots if (s.rank, s.world_size) == (engine.comm.rank, engine.comm.world_size)]
-        found = found or _misfits(engine, snapshots, own, is_own=is_own)
+        found = _misfits(engine, snapshots, own, is_own=is_own)
         if not found:
             parts = own if is_own else in_order(snapshots)
             return [], _Described.of(parts, is_own=is_own), _put_together(engine, parts, own, is_own=is_own)
     except Exception as error:  # noqa: BLE001 - the others would wait for this rank's answer
         found = [str(error) if isinstance(error, ValueError) else f"states cannot be read: {error!r}"]
-    return found, _Described.of([], is_own=is_own), None
+    return found, None, None
 
 
-def _read(engine: Engine, states: object) -> tuple[list[str], list[Snapshot]]:
+def _read(engine: Engine, states: object) -> list[Snapshot]:
     if not isinstance(states, Sequence | dict):
-        return [f"states is a {type(states).__name__}: need a state_dict, or a list of them"], []
+        raise ValueError(  # noqa: TRY004 - as of a state that cannot be read
+            f"states is a {type(states).__name__}: need a state_dict, or a list of them"
+        )
     if not engine.is_closed:
         index = engine.counter.index
-        return [f"load_state_dict in the middle of window {index}: call it between windows"], []
+        raise ValueError(f"load_state_dict in the middle of window {index}: call it between windows")
     listed = [states] if isinstance(states, dict) else states
     largest = max(param.numel() for param in engine.reducer.params)
-    return [], [snapshot for state in listed for snapshot in Snapshot.read(state, largest=largest)]
+    return [snapshot for state in listed for snapshot in Snapshot.read(state, largest=largest)]
 
 
 def _loads_own(engine: Engine, states: object, snapshots: Sequence[Snapshot]) -> bool:
@@ -258,7 +259,7 @@ def _misfits(engine: Engine, snapshots: list[Snapshot], own: list[Snapshot], *, 
     return found
 
 
-def _agree(engine: Engine, found: list[str], described: _Described) -> list[_Described]:
+def _agree(engine: Engine, found: list[str], described: _Described | None) -> list[_Described]:
     """Raise on every rank if any rank has a problem, or if ranks were given different states."""
     gathered = engine.comm.all_gather_object((found, described))
     raise_problems([texts for texts, _ in gathered])
