@@ -133,8 +133,8 @@ class EngineRanks:
             group = group_of(self._mesh.all_ranks(), device)
         self.comm = comm_for(device, group)  # over all ranks
         self._ranks = self.comm.ranks
-        plain = Membership.plain(rank=self.comm.rank, world_size=self.comm.world_size)
-        self.membership, self._group_of = plain, [0] * len(named)
+        self.membership = Membership.plain(rank=self.comm.rank, world_size=self.comm.world_size)
+        self._group_of = [0] * len(named)
         self._names = [name for name, _ in named]
         self._patterns: list[tuple[int, str]] = []
         # What is wrong with the arguments here; then nothing but `comm` may be used.
@@ -333,8 +333,7 @@ class EngineRanks:
     def _batch(self, axes: Axes) -> tuple[SharedBatch, int]:
         mesh = self._mesh
         if mesh is None:
-            plain = Membership.plain(rank=self.comm.rank, world_size=self.comm.world_size)
-            return plain.batch, plain.num_batches
+            return self.membership.batch, self.membership.num_batches
         count = _replicate(axes, mesh) if axes.count is None else as_tuple(axes.count)
         sharing = mesh.along([axis for axis in mesh.shape if axis not in count])
         # The last of them: the last stage of a pipeline has the loss.

@@ -23,7 +23,7 @@ from pyengine.gradients.settings import PARAM_DTYPES, Exact, Settings
 from pyengine.ops.exact import MAX_TERMS
 from pyengine.window.counter import share
 from pyengine.window.verdict import by_rank
-from pyengine.wire import FP32, Wire
+from pyengine.wire import Wire
 
 
 def agree(
@@ -41,7 +41,7 @@ def agree(
     problems = [*settings.problems(), *problems]
     # Mostly the same on all ranks, so that the transport sends only hashes, and gathers what differs. Neither
     # a wrong argument nor a wire has to be picklable: `shared` compares what they print.
-    sent = None if problems else (replace(settings, wire=FP32()), settings.shared())
+    sent = None if problems else (settings.accumulate, settings.shared())
     is_plain = membership == Membership.plain(rank=comm.rank, world_size=comm.world_size)
     # Exact sums alone depend on the hosts, which differ between ranks.
     host = own_host() if sent is not None and settings.kind == "exact" else None
@@ -63,14 +63,13 @@ def agree(
     differences = memberships_differ(members, specs_of)
     if differences:
         raise ValueError(differences[0])
-    settings_of, shared = map(list, zip(*[sent for *_, sent, _ in gathered], strict=True))
+    windows, shared = map(list, zip(*[sent for *_, sent, _ in gathered], strict=True))
     if host is not None:
         comm.host_of = {rank: its_host for rank, (its_host, _) in zip(comm.ranks, places, strict=True)}
     if len(set(shared)) > 1:
         values = "; ".join(f"rank {rank} has {text}" for rank, text in enumerate(shared))
         raise ValueError(f"ranks have different settings: {values}. Pass the same ones on every rank")
     batches = [member.batch.index for member in members]
-    windows = [settings.accumulate for settings in settings_of]
     first_of = {batch: rank for rank, batch in reversed([*enumerate(batches)])}
     first = [first_of[batch] for batch in range(members[0].num_batches)]
     unlike = [r for r, batch in enumerate(batches) if windows[r] != windows[first[batch]]]
@@ -85,10 +84,12 @@ def agree(
             "over all micro-batches; where that is not meant, pass the same accumulate on every rank",
             stacklevel=5,
         )
-    shares = _shares([settings_of[rank] for rank in first], engine_id=engine_id, parts=most_parts(members))
     names = [spec.name for spec in specs_of[0]]
     are_alike = all(other is specs_of[0] or [spec.name for spec in other] == names for other in specs_of[1:])
-    return replace(shares, batches=batches, are_alike=are_alike)
+    by_rank, parts = [windows[rank] for rank in first], most_parts(members)
+    total = _checked_total(settings, by_rank, parts)
+    places = _places(by_rank, total)
+    return Shares(places, total, by_rank, engine_id, batches, are_alike, settings.run, parts)
 
 
 def raise_problems(problems: Sequence[Sequence[str]]) -> None:
@@ -115,9 +116,9 @@ class Shares:
     by_rank: list[int]  # each rank's `accumulate`; by batch where ranks share them
     engine_id: int  # 32 random bits that all ranks of this engine have in common
     batches: list[int]  # by rank, whose batch it computes, as an index into those
-    are_alike: bool = True  # whether all ranks have parameters of the same names
-    run: int = 1  # micro-batches that one rank adds up before it accumulates them; see `Runs`
-    parts: int = 1  # into which ranks that share a batch cut a gradient, each a term of the sum
+    are_alike: bool  # whether all ranks have parameters of the same names
+    run: int  # micro-batches that one rank adds up before it accumulates them; see `Runs`
+    parts: int  # into which ranks that share a batch cut a gradient, each a term of the sum
 
     def of(self, rank: int) -> range:
         return self.places[self.batches[rank]]
@@ -157,10 +158,10 @@ def resized(shares: Shares, accumulate: int, *, is_exact: bool) -> Shares:
     return replace(shares, places=_places(by_rank, sum(by_rank)), micro_batches=sum(by_rank), by_rank=by_rank)
 
 
-def _shares(settings_of: Sequence[Settings], *, engine_id: int, parts: int) -> Shares:
-    first, by_rank = settings_of[0], [settings.accumulate for settings in settings_of]
-    if isinstance(first.accumulator, Exact):
-        total, origin = first.accumulator.micro_batches, f"accumulator={first.accumulator}"
+def _checked_total(settings: Settings, by_rank: Sequence[int], parts: int) -> int:
+    """Return the micro-batches of a full window over all ranks; raise ValueError if sums cannot have them."""
+    if isinstance(settings.accumulator, Exact):
+        total, origin = settings.accumulator.micro_batches, f"accumulator={settings.accumulator}"
         if max(by_rank) > total:
             raise ValueError(
                 f"{origin} with accumulate={max(by_rank)}: need at least as many micro-batches in the "
@@ -168,17 +169,16 @@ def _shares(settings_of: Sequence[Settings], *, engine_id: int, parts: int) -> S
             )
     else:
         total, origin = sum(by_rank), f"accumulate={by_rank} by rank"
-    slots, what = total // first.run, "micro-batches" if first.run == 1 else "slots"
-    if first.kind == "exact" and not 1 <= slots * parts <= MAX_TERMS:
+    slots, what = total // settings.run, "micro-batches" if settings.run == 1 else "slots"
+    if settings.kind == "exact" and not 1 <= slots * parts <= MAX_TERMS:
         cut = "" if parts == 1 else f" in {parts} parts each, on ranks that share a batch"
         raise ValueError(
             f"{origin} makes {slots} {what} a window over all ranks{cut}: accumulator='exact' takes 1 to "
             f"{MAX_TERMS}; make micro-batches larger or windows shorter"
         )
-    if first.run > 1:
-        _check_runs(by_rank, slots, first.run, origin)
-    batches = [*range(len(by_rank))]
-    return Shares(_places(by_rank, total), total, by_rank, engine_id, batches, run=first.run, parts=parts)
+    if settings.run > 1:
+        _check_runs(by_rank, slots, settings.run, origin)
+    return total
 
 
 def _check_runs(by_rank: Sequence[int], slots: int, run: int, origin: str) -> None:
