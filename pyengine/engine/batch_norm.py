@@ -109,7 +109,7 @@ class BatchNormReplay:
 
     def open(self) -> None:
         self._others.open()
-        self._places, self._saved = [], [table[:0] for table in self._tables]
+        self._places, self._saved = [], self.forms()
         if self._modules:
             self._stats.zero_()
             self._calls.zero_()
@@ -360,7 +360,7 @@ class BufferWatch:
     def __init__(self, module: nn.Module, known: list[Tensor]) -> None:
         self._module = module
         self._known = {id(buffer) for buffer in known}
-        self._before: dict[str, tuple[int, int]] | None = None
+        self._before: dict[str, tuple[int, int]] | None = None  # of the open window, if it is to be compared
         self._is_done = False
 
     def open(self) -> None:
@@ -369,7 +369,7 @@ class BufferWatch:
 
     def close(self) -> None:
         before, self._before = self._before, None
-        if self._is_done or before is None:
+        if before is None:
             return
         self._is_done = True
         changed = [name for name, state in self._state().items() if before.get(name) != state]

@@ -645,7 +645,7 @@ class Engine:
             place_of = {name: place for place, name in enumerate(trained)}
             self.final.add_names([place_of[name] for name in names], len(trained))
             holds_parts = self.holds_parts or self.reducer.counted is not None
-            about = self.final, self.comm, self.reducer, holds_parts, is_lazy(self.device)
+            about = self.final, self.comm, self.reducer, holds_parts
             self._measured = Measured([*trained], [*trained.values()], *about)
         return self._measured
 

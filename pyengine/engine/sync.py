@@ -805,12 +805,10 @@ class Sync:
         """Index, in its window over all ranks, of the micro-batch handed out last;
         see `pe.micro_batch_rng`.
         """
-        places = self._engine.counter.places
-        if self.is_padding:
-            return places[-1] if places else 0
-        if not places:
+        counter = self._engine.counter
+        if not (counter.places or self.is_padding):
             raise RuntimeError("place: no micro-batch has been handed out in this window")
-        return places[-1]
+        return counter.latest
 
     @property
     def is_slot_end(self) -> bool:

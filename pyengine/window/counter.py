@@ -131,11 +131,10 @@ class WindowCounter:
                 "comes after sync.step)"
             )
 
-    def count_backward(self) -> int:
-        """Count a micro-batch as done and return its index, 0-based."""
+    def count_backward(self) -> None:
+        """Count a micro-batch as done."""
         self.check_backward()
         self.done += 1
-        return self.done - 1
 
     def close(self, *, completed: bool) -> None:
         """End the window; only a completed (synchronised) one counts."""

@@ -24,7 +24,6 @@ class Measured:
     owner: Any  # the `Reducer`
     # Whether ranks hold different elements, or share batches.
     holds_parts: bool
-    is_lazy: bool
 
 
 @dataclass(frozen=True)

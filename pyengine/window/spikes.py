@@ -10,6 +10,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
+from pyengine.ops.device import is_lazy
 from pyengine.window.measure import Measure, Measured, ReducedWindow, trained
 from pyengine.window.nonfinite import MAX_NAMED
 
@@ -77,7 +78,7 @@ class SpikePolicy(Measure):
             found.append(f"SpikePolicy(window={window!r}): need a whole number of windows from 1 on")
         if self._action not in get_args(SpikeAction):
             found.append(f'SpikePolicy(action={self._action!r}): need "skip" or "clip"')
-        if measured.is_lazy:
+        if is_lazy(measured.final.sumsq.device):
             found.append("SpikePolicy on an XLA device, which records what is measured: leave it out")
         return found
 
@@ -114,15 +115,11 @@ class SpikePolicy(Measure):
 
     def record(self, numbers: Sequence[float], *, skipped: bool) -> Spike | None:
         del skipped
-        is_spike, *rest = numbers
-        half = len(rest) // 2
-        return self._spike(rest[:half], rest[half:]) if is_spike else None
+        return self._spike(numbers) if numbers[0] else None
 
     def reason(self) -> str:
         """Describe the window's spike, for which the host waits."""
-        _, *rest = self._numbers.tolist()
-        half = len(rest) // 2
-        spike = self._spike(rest[:half], rest[half:])
+        spike = self._spike(self._numbers.tolist())
         named = [f"{name!r} ({times:.3g} times its median)" for name, times in spike.params.items()]
         more = f" and {len(named) - MAX_NAMED} more" if len(named) > MAX_NAMED else ""
         did = "skipped" if self._action == "skip" else "clipped"
@@ -131,7 +128,9 @@ class SpikePolicy(Measure):
             f"times its running median of {spike.median:.4g}, from {', '.join(named[:MAX_NAMED])}{more}"
         )
 
-    def _spike(self, norms: Sequence[float], medians: Sequence[float]) -> Spike:
+    def _spike(self, numbers: Sequence[float]) -> Spike:
+        half = len(numbers) // 2
+        norms, medians = numbers[1 : 1 + half], numbers[1 + half :]
         pairs = [*zip(norms[1:], medians[1:], strict=True)]
         times = trained(self._measured, [norm / median if median else torch.inf for norm, median in pairs])
         of_names = trained(self._measured, norms[1:])
