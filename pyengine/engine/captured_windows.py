@@ -43,11 +43,6 @@ class _Form:
     graph: WindowGraph | None = None
     problem: str = ""  # why there is no graph, and will be none
 
-    def forget(self) -> None:
-        """Begin again: the graph uses memory or numbers that are not the model's and optimizers' any more."""
-        self.num_run, self.rehearsals, self.graph = 0, [], None
-        self.section = Section()
-
 
 class CapturedWindows:
     """Trains windows, most of them by launching one graph; made by `sync.capture`, which has the rules.
@@ -98,9 +93,10 @@ class CapturedWindows:
                 "would repeat those of another one: give each count to sync.backward, as a tensor"
             )
         leaves, structure = tree_flatten(batches)
-        form = self._form_of((structure, tuple(map(_kind_of, leaves))))
+        key = structure, tuple(map(_kind_of, leaves))
+        form = self._form_of(key)
         if form.graph is not None and self._is_stale(form.graph, engine):
-            form.forget()
+            form = self._forms[key] = _Form()
         if form.problem or not batches:
             self._run(engine, batches)
         elif form.num_run < self._warm_up - 2 or self.num_eager < engine.reducer.min_warm_up - 2:
@@ -280,7 +276,7 @@ def _keep(engine: Engine, graph: WindowGraph) -> None:
     for mine, factor in zip(graph.factors, verdict.use.factors, strict=True):
         mine.copy_(factor)
     verdict.use.factors[:] = graph.factors
-    graph.header, graph.outcome, graph.evidence = engine.header, engine.outcome, verdict.evidence
+    graph.header, graph.outcome, graph.evidence = engine.header, verdict.outcome, verdict.evidence
     graph.counts, graph.final, graph.stepped = engine.counts, dict(vars(engine.final)), engine.stepped
     graph.grads = [param.grad for param in engine.reducer.params]
 

@@ -139,7 +139,6 @@ class Engine:
     """
 
     clock: Clock  # of this window, from `begin` on
-    outcome: Outcome  # of the window that was reduced last
 
     def __init__(
         self,
@@ -604,7 +603,7 @@ class Engine:
             self.has_backward,
             has_gradient,
         )
-        self.outcome = outcome = Outcome.of(header, self.final)
+        outcome = Outcome.of(header, self.final)
         return Verdict(header, outcome, evidence, comm=self.comm, raises=self.raises)
 
     def reach_verdicts(self) -> None:
@@ -864,9 +863,7 @@ class Engine:
         """Whether the open window has nothing to do that a graph of another window's work does not: the
         window before was stepped, nothing of it is left, no audit is due, and nothing was found amiss.
         """
-        if self.counts.refusals or self.kept_grads.has_left() or self.written_past() is not None:
-            return False
-        if self.measures:
+        if self.counts.refusals or self.measures or self.kept_grads.has_left() or self.written_past():
             return False
         if self.audit is not None and self.audit.has_work_in(self.counter.index):
             return False

@@ -315,7 +315,7 @@ class Header:
         self._work: Work | None = comm.all_reduce(self._vector)
         self._inv_count: Tensor | None = None
         self._is_visible = _host_may_look(device)
-        self._totals: Totals | None = None
+        self.known_totals: Totals | None = None  # if the host has read them
 
     def again(self, *, local: LocalWindow, position: tuple[int, int], more: bool, claims: Claims) -> Header:
         """Return the header of another window that runs the graph in which this one was captured.
@@ -325,7 +325,7 @@ class Header:
         other = copy(self)
         other.position, other.claims = position, claims
         other._numbers = _numbers(local, position, more, claims)  # noqa: SLF001 - a copy of this object
-        other._totals = None  # noqa: SLF001
+        other.known_totals = None
         return other
 
     def fill(self) -> None:
@@ -343,7 +343,7 @@ class Header:
     @property
     def was_refused(self) -> bool:
         """The same, as far as it is known: does not wait."""
-        return self._is_visible and self._totals is not None and self._totals.differ
+        return self._is_visible and self.known_totals is not None and self.known_totals.differ
 
     def all_used(self) -> bool:
         """Wait, and return whether every rank had used all of its parameters when it launched its header.
@@ -352,16 +352,11 @@ class Header:
         """
         return self._is_visible and self.totals().not_used_all == 0
 
-    @property
-    def known_totals(self) -> Totals | None:
-        """The totals, if the host has read them."""
-        return self._totals
-
     def totals(self) -> Totals:
         """Wait, and read the reduced numbers on the host."""
-        if self._totals is None:
-            self._totals = Totals.of(self.vector().tolist(), self._comm.world_size)
-        return self._totals
+        if self.known_totals is None:
+            self.known_totals = Totals.of(self.vector().tolist(), self._comm.world_size)
+        return self.known_totals
 
     def inv_count(self) -> Tensor:
         """Wait, and return 1 / total count, float32 0-dim on the device; 0 when nothing was counted."""

@@ -80,8 +80,9 @@ class Verdict:
         self.totals: Totals | None = None  # sums over all ranks; None until read
         # Why the step is skipped, which micro-batches were dropped, or why it was clipped; empty if neither.
         self.reason = ""
-        self._header, self.evidence, self._comm, self._raises = header, evidence, comm, raises
-        self._numbers, self._nonfinite = Readback(outcome.numbers), outcome.nonfinite
+        self.outcome, self.evidence = outcome, evidence
+        self._header, self._comm, self._raises = header, comm, raises
+        self._numbers = Readback(outcome.numbers)
         self._waiting: list[Callable[[Totals, bool], None]] = []
         self._waiting_to_know: list[Callable[[bool], None]] = []
         self.skips = self._is_zero = self._has_acted = False
@@ -229,7 +230,7 @@ class Verdict:
             ValueError: they stand for what a rank refuses, found behind the header.
         """
         evidence = self.evidence
-        nonfinite = self._nonfinite.nonzero().flatten().tolist()
+        nonfinite = self.outcome.nonfinite.nonzero().flatten().tolist()
         blamed = {evidence.names[param]: evidence.blame(param) for param in nonfinite}
         local = evidence.local
         mine = RankFindings(evidence.gave_up, local.nonfinite_losses(), blamed, local.refusals)
