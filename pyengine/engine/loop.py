@@ -11,6 +11,7 @@ from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from pyengine.data.sampler import Dealer, Dealt
 from pyengine.engine.engine import Engine
@@ -409,7 +410,7 @@ def _cut_padded(
         most, minus_fewest, first, handed = engine.comm.max_of(mine, -mine, first, engine.counter.handed)
         if most <= 0:
             if handed:  # of a resumed window; no rank has anything to add
-                yield _nothing(engine)
+                yield _handed_out(engine, source, old, mine=0, fewest=0, most=0)
                 engine.close_window()
                 continue
             engine.counter.close(completed=False)  # what the caller has left in `.grad` stays
@@ -471,23 +472,12 @@ def _borrowed(engine: Engine, old: list[Batch], ahead: Sequence[Batch], *, sende
             f"forwards of a sharded model are collective; that of rank {sender} cannot be pickled "
             f"({error_text}): give every rank at least one"
         )
-    return old or [_on(engine.device, batch)]
 
+    def moved(tensor: Tensor) -> Tensor:
+        """Return a tensor on this rank's device, if it is on another one of its kind: the sender's."""
+        return tensor.to(engine.device) if tensor.device.type == engine.device.type else tensor
 
-def _on(device: torch.device, value: Any) -> Any:
-    """Return a batch whose tensors are on this rank's device, if they were on another one of its kind."""
-    if isinstance(value, Tensor):
-        return value.to(device) if value.device.type == device.type else value
-    if isinstance(value, dict):
-        return {name: _on(device, item) for name, item in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(_on(device, item) for item in value)
-    return value
-
-
-def _nothing(engine: Engine) -> Iterator[Any]:
-    engine.end_hand_out()
-    yield from ()
+    return old or [tree_map_only(Tensor, moved, batch)]
 
 
 def _handed_out(

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from numbers import Real
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +16,6 @@ from pyengine.audit.handle import check_device, check_every
 from pyengine.data.sampler import Dealer
 from pyengine.engine.backward import checked_backward
 from pyengine.engine.captured_windows import MIN_WARM_UP, CapturedWindows, capture_problems
-from pyengine.engine.clip_groups import ClipPer, checked_groups
 from pyengine.engine.engine import Engine, MicroBatch
 from pyengine.engine.loop import Batch, CountOf, MicroBatches, single_micro_batch, windows
 from pyengine.engine.resume import load_states, take_snapshot
@@ -33,6 +32,8 @@ from pyengine.window.measure import Measure, trained
 
 if TYPE_CHECKING:
     from typing_extensions import Self
+
+ClipPer = Literal["parameter"] | Mapping[str, Iterable[str | Parameter]] | None
 
 
 class Sync:
@@ -577,7 +578,7 @@ class Sync:
         if per == "parameter":
             return None
         name_of = dict(zip(map(id, engine.reducer.params), engine.reducer.names, strict=True))
-        groups = tuple(checked_groups(per, {name: index for index, name in enumerate(names)}, name_of))
+        groups = tuple(_checked_groups(per, {name: index for index, name in enumerate(names)}, name_of))
         if groups not in self._clip_groups:  # a captured window must not copy from the host
             self._clip_groups[groups] = [send(group, torch.int64, engine.device) for group in groups]
         return self._clip_groups[groups]
@@ -955,3 +956,53 @@ def _check_limit(name: str, value: object, more: str = "") -> None:
         raise TypeError(f"{name}={value!r} is a {type(value).__name__}: need a number of at least 0")
     if not float(value) >= 0:
         raise ValueError(f"{name}={value!r}: need a number of at least 0{more}")
+
+
+def _checked_groups(
+    per: Any, index_of: Mapping[str, int], name_of: Mapping[int, str]
+) -> Iterator[tuple[int, ...]]:
+    """Yield the indices of each group's parameters.
+
+    Args:
+        per: what the user has passed.
+        index_of: index by name.
+        name_of: name by the identity of a parameter.
+
+    Raises:
+        TypeError, ValueError: `per` is no dict of disjoint groups of this engine's parameters.
+    """
+    if not isinstance(per, Mapping):
+        raise TypeError(
+            f'per={per!r}: need "parameter", or a dict with the names or parameters of each group, '
+            'for example {"head": model.head.parameters()}'
+        )
+    if not per:
+        raise ValueError("per={}: need at least one group; leave per out to clip all parameters together")
+    group_of: dict[int, str] = {}
+    for group, members in per.items():
+        if isinstance(members, str | Parameter) or not isinstance(members, Iterable):
+            raise TypeError(
+                f"per[{group!r}] is a {type(members).__name__}: need a list of names or parameters"
+            )
+        indices = []
+        for member in members:
+            name = member if isinstance(member, str) else name_of.get(id(member))
+            index = None if name is None else index_of.get(name)
+            if index is None:
+                what = repr(member) if isinstance(member, str) else f"a {type(member).__name__}"
+                some = ", ".join(map(repr, [*index_of][:3]))
+                raise ValueError(
+                    f"per[{group!r}] has {what}, which is no parameter of this engine: need {some}, ..."
+                )
+            if index in group_of:
+                raise ValueError(
+                    f"per[{group!r}] has {name!r}, which is in group {group_of[index]!r} already: need "
+                    "groups without a common parameter"
+                )
+            group_of[index] = group
+            indices.append(index)
+        if not indices:
+            raise ValueError(
+                f"per[{group!r}] is empty: leave the group out (an iterator can be read only once)"
+            )
+        yield tuple(indices)
