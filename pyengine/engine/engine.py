@@ -762,32 +762,33 @@ class Engine:
         unread = [(measure, Readback(measure.numbers())) for measure in self.measures]
         clock.stop()
 
-        def record(totals: Totals, skips: bool, measured: dict[str, Any]) -> StepRecord:
-            return StepRecord(
-                step=index,
-                micro_batches=totals.micro_batches,
-                count=totals.count,
-                loss=totals.loss / totals.count if totals.count and not totals.unknown_losses else None,
-                grad_norm=grad_norm.get()[0],
-                skipped=skips,
-                reason=verdict.reason,
-                bytes_on_wire=sent,
-                collectives=collectives,
-                backward_s=clock.seconds("backward"),
-                exposed_sync_s=clock.seconds("exposed_sync"),
-                step_s=clock.elapsed(),
-                held_bytes=held_bytes,
-                dropped=totals.dropped,
-                num_retries=num_retries,
-                **measured,
-            )
-
         def emit(totals: Totals, skips: bool) -> None:
             measured = {each.field: each.record(numbers.get(), skipped=skips) for each, numbers in unread}
-            self.make_record = make = cache(partial(record, totals, skips, measured))
+
+            @cache
+            def make_record() -> StepRecord:
+                return StepRecord(
+                    step=index,
+                    micro_batches=totals.micro_batches,
+                    count=totals.count,
+                    loss=totals.loss / totals.count if totals.count and not totals.unknown_losses else None,
+                    grad_norm=grad_norm.get()[0],
+                    skipped=skips,
+                    reason=verdict.reason,
+                    bytes_on_wire=sent,
+                    collectives=collectives,
+                    backward_s=clock.seconds("backward"),
+                    exposed_sync_s=clock.seconds("exposed_sync"),
+                    step_s=clock.elapsed(),
+                    held_bytes=held_bytes,
+                    dropped=totals.dropped,
+                    num_retries=num_retries,
+                    **measured,
+                )
+
+            self.make_record = make_record
             if self.callbacks:  # else nobody waits for the device's seconds
-                made = make()
-                call_all([partial(callback, made) for callback in self.callbacks.values()])
+                call_all([partial(callback, make_record()) for callback in self.callbacks.values()])
 
         return emit
 

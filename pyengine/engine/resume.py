@@ -22,6 +22,7 @@ from pyengine.checkpoint.snapshot import (
 from pyengine.data.rng import rng_problem, rng_refusal, rng_states
 from pyengine.engine.engine import Engine
 from pyengine.engine.handshake import raise_problems
+from pyengine.gradients.settings import sum_dtype
 from pyengine.gradients.slots import local
 from pyengine.ops.exact_reference import BLOCK
 from pyengine.window.counter import State, share_of_rest
@@ -477,8 +478,7 @@ def _parts(numel: int, dtype: torch.dtype, accumulator: str) -> dict[str, _Like]
     if accumulator == "exact":
         blocks = -(-numel // BLOCK)
         return {"limbs": (torch.int32, (2, blocks, BLOCK)), "bins": (torch.uint8, (blocks,))}
-    is_widened = accumulator == "fp32" and dtype.itemsize < torch.float32.itemsize
-    return {"sum": (torch.float32 if is_widened else dtype, (numel,))}
+    return {"sum": (sum_dtype(accumulator, dtype), (numel,))}
 
 
 def _unlike(what: str, parts: dict[str, Tensor], needed: dict[str, _Like]) -> Iterator[str]:

@@ -54,13 +54,13 @@ def describe(findings: Sequence[RankFindings], *, is_exact: bool = False) -> str
     sources += sorted(blamed)
     limit = "; or a finite value from 2**126 (8.5e37) on, which accumulator='exact' cannot hold"
     origin = _origin(sources, findings) + limit * is_exact
-    return f"inf or nan in the gradient of {_listed([repr(name) for name in names])}, from {origin}"
+    return f"inf or nan in the gradient of {listed([repr(name) for name in names])}, from {origin}"
 
 
 def describe_dropped(found: Sequence[Mapping[int, Sequence[str]]]) -> str:
     """Report which micro-batches, by rank, have left a window, and what of them was not finite."""
     places = [
-        f"rank {rank}, micro-batch {index} ({_listed(what)})"
+        f"rank {rank}, micro-batch {index} ({listed(what)})"
         for rank, dropped in enumerate(found)
         for index, what in sorted(dropped.items())
     ]
@@ -68,7 +68,8 @@ def describe_dropped(found: Sequence[Mapping[int, Sequence[str]]]) -> str:
     return f"dropped for inf or nan: {'; '.join(places[:MAX_NAMED])}{more}"
 
 
-def _listed(what: Sequence[str]) -> str:
+def listed(what: Sequence[str]) -> str:
+    """Join the first texts, with the number of the others."""
     more = f" and {len(what) - MAX_NAMED} more" if len(what) > MAX_NAMED else ""
     return ", ".join(what[:MAX_NAMED]) + more
 

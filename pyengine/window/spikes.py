@@ -12,7 +12,7 @@ from torch import Tensor
 
 from pyengine.ops.device import is_lazy
 from pyengine.window.measure import Measure, Measured, ReducedWindow, trained
-from pyengine.window.nonfinite import MAX_NAMED
+from pyengine.window.nonfinite import listed
 
 SpikeAction = Literal["skip", "clip"]
 
@@ -121,11 +121,10 @@ class SpikePolicy(Measure):
         """Describe the window's spike, for which the host waits."""
         spike = self._spike(self._numbers.tolist())
         named = [f"{name!r} ({times:.3g} times its median)" for name, times in spike.params.items()]
-        more = f" and {len(named) - MAX_NAMED} more" if len(named) > MAX_NAMED else ""
         did = "skipped" if self._action == "skip" else "clipped"
         return (
             f"{did} by {self!r}: the gradient norm is {spike.norm:.4g}, {spike.norm / spike.median:.3g} "
-            f"times its running median of {spike.median:.4g}, from {', '.join(named[:MAX_NAMED])}{more}"
+            f"times its running median of {spike.median:.4g}, from {listed(named)}"
         )
 
     def _spike(self, numbers: Sequence[float]) -> Spike:
