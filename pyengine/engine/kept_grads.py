@@ -28,7 +28,7 @@ class KeptGrads:
         self._used: set[int] | None = None  # parameters of the last window; None: it was not used
         self._known: set[int] = set()  # parameters that an optimizer has ever stepped
         self._found_inf: Tensor | None = None  # of the step that used the window
-        self._kept: list[Tensor | None] = []
+        self._kept: dict[int, Tensor] = {}  # by parameter
         self._is_added = self._has_warned = False
         self.is_handed_over = False  # whether the window's gradients are the user's, by `unscale_`
 
@@ -39,8 +39,7 @@ class KeptGrads:
 
     def pending(self) -> tuple[int, ...]:
         """Return the parameters, by index, to whose gradients of this window something is to be added."""
-        kept = [] if self._is_added else self._kept
-        return tuple(index for index, grad in enumerate(kept) if grad is not None)
+        return () if self._is_added else tuple(self._kept)
 
     def keeps(self, index: int) -> bool:
         """Whether what is left in a parameter's `.grad` counts into the next window."""
@@ -67,10 +66,9 @@ class KeptGrads:
         """Copy what is left in `.grad`, before the next window's gradients replace it."""
         if self._used is None:
             return  # a resumed window has loaded them
-        left = self._left()
-        self._kept = left if any(grad is not None for grad in left) else []
+        self._kept = self._left()
         self._used, self._found_inf, self._is_added, self.is_handed_over = None, None, False, False
-        unknown = [i for i, grad in enumerate(self._kept) if grad is not None and i not in self._known]
+        unknown = [index for index in self._kept if index not in self._known]
         if unknown and self._known and not self._has_warned:
             self._has_warned = True
             more = f" and {len(unknown) - _MAX_NAMED} more" if len(unknown) > _MAX_NAMED else ""
@@ -84,55 +82,53 @@ class KeptGrads:
 
     def add(self) -> None:
         """Add what was kept to the mean gradients of a window, in place."""
-        for param, kept in zip(self._params, self._kept, strict=True):
-            if kept is not None:
-                if param.grad is None:
-                    param.grad = as_gradient(kept.clone(), param)
-                else:
-                    local(param.grad).add_(kept)
+        for index, kept in self._kept.items():
+            param = self._params[index]
+            if param.grad is None:
+                param.grad = as_gradient(kept.clone(), param)
+            else:
+                local(param.grad).add_(kept)
         self._is_added = True
 
     def clear(self) -> None:
-        self._used, self._found_inf, self._kept = None, None, []
+        self._used, self._found_inf, self._kept = None, None, {}
         self._is_added = self.is_handed_over = False
 
     def save(self) -> dict[str, Tensor]:
         """Return copies of what counts into a window still to be sent, by name: this rank's part."""
-        kept = self._left() if self.is_used else [] if self._is_added else self._kept
-        return {name: grad.clone() for name, grad in zip(self._names, kept, strict=False) if grad is not None}
+        kept = self._left() if self.is_used else {} if self._is_added else self._kept
+        return {self._names[index]: grad.clone() for index, grad in kept.items()}
 
     def load(self, saved: Mapping[str, Tensor], *, is_open: bool) -> None:
         """Load what `save` returned, in place of everything: into the open window, or back to the caller."""
-        kept = [saved.get(name) for name in self._names]
         self.clear()
         if is_open:
-            self._kept = kept
+            self._kept = {index: saved[name] for index, name in enumerate(self._names) if name in saved}
         elif saved:
-            for param, grad in zip(self._params, kept, strict=True):
-                param.grad = None if grad is None else as_gradient(grad, param)
+            for name, param in zip(self._names, self._params, strict=True):
+                param.grad = as_gradient(saved[name], param) if name in saved else None
             self.hand_over()
 
-    def _left(self) -> list[Tensor | None]:
+    def _left(self) -> dict[int, Tensor]:
         """Return copies of what counts into the next window, by parameter; empty if all were used.
 
         A window that was skipped leaves what was kept before it, since its own gradients are not finite.
         """
         assert self._used is not None
         if len(self._used) == len(self._params):
-            return []
-        before: Sequence[Tensor | None] = self._kept or [None] * len(self._params)
-        left = [
-            None if grad is None or index in self._used else grad.clone()
+            return {}
+        left = {
+            index: grad.clone()
             for index, grad in enumerate(local_grads(self._params))
-        ]
-        if self._found_inf is None or not any(grad is not None for grad in left):
+            if grad is not None and index not in self._used
+        }
+        if self._found_inf is None or not left:
             return left
-        if not runs_ahead(self._found_inf.device):
-            if not bool(self._found_inf):
-                return left
-            return [None if grad is None else old for grad, old in zip(left, before, strict=True)]
-        skips = self._found_inf != 0
-        return [
-            None if grad is None else torch.where(skips, torch.zeros_like(grad) if old is None else old, grad)
-            for grad, old in zip(left, before, strict=True)
-        ]
+        before = self._kept
+        if runs_ahead(self._found_inf.device):
+            skips = self._found_inf != 0
+            return {
+                index: torch.where(skips, before.get(index, torch.zeros_like(grad)), grad)
+                for index, grad in left.items()
+            }
+        return {index: before[index] for index in left if index in before} if bool(self._found_inf) else left
