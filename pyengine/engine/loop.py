@@ -131,8 +131,13 @@ class Counting:
         engine.denominators = Denominators(saved or totals, counts, first=len(done))
 
 
-def check_uncounted(engine: Engine) -> None:
-    """Raise ValueError if the open window was begun with losses that were weighed by totals."""
+def _begin_counts(engine: Engine, counting: Counting | None, source: Lookahead[Any]) -> None:
+    """Count the open window ahead, where the loop does; else raise ValueError if it was begun with losses
+    that were weighed by totals.
+    """
+    if counting is not None:
+        counting.begin(source.peek(len(engine.counter.due)))
+        return
     resumed = engine.resumed
     if resumed is not None and len(resumed.totals) > 1:
         raise ValueError(
@@ -295,10 +300,7 @@ def _cut(engine: Engine, loader: Iterable[Batch], counting: Counting | None) -> 
         engine.open()
         if source.has_next and not (engine.counter.share or engine.counter.due):
             raise ValueError(_NO_SHARE)
-        if counting is None:
-            check_uncounted(engine)
-        else:
-            counting.begin(source.peek(len(engine.counter.due)))
+        _begin_counts(engine, counting, source)
         yield _micro_batches(engine, source)
         engine.close_window()
         # Other ranks need this one for a window that was dropped before it was sent, or for further ones.
@@ -417,10 +419,7 @@ def _cut_padded(
             return
         if -minus_fewest == _NEVER:
             old = _borrowed(engine, old, ahead, sender=world_size - first)
-        if counting is None:
-            check_uncounted(engine)
-        else:
-            counting.begin(source.peek(len(engine.counter.due)))
+        _begin_counts(engine, counting, source)
         yield _handed_out(engine, source, old, mine=max(mine, 0), fewest=max(-minus_fewest, 0), most=most)
         engine.close_window()
 

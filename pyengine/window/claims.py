@@ -17,8 +17,8 @@ from torch import Tensor
 
 from pyengine.ops.device import runs_ahead
 
-# A header compares whole numbers by their sum and sum of squares, which is exact up to 20 bits over 8192
-# ranks.
+# A header compares whole numbers by their sum and sum of squares in float64, which is exact up to 2^53: for
+# numbers of 20 bits over 8192 ranks.
 PIECE_BITS = 20
 NUM_PIECES = 3
 _PIECE = 2**PIECE_BITS

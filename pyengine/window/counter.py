@@ -52,6 +52,7 @@ class WindowCounter:
         self._replacement: list[int] = []
         self.index = 0  # windows completed so far; ranks count alike
         self.state = State.IDLE
+        self.places: list[int] = []
         self._clear()
 
     def open(self) -> None:
@@ -143,7 +144,7 @@ class WindowCounter:
             self._replacement = []
 
     def _clear(self) -> None:
-        self.places: list[int] = []  # of the micro-batches handed out in this window, in order
+        self.places = []  # of the micro-batches handed out in this window, in order
         self.padding = 0  # handed out for the sake of their collectives: an old batch once more
         self.num_resumed = 0  # handed out before the window was resumed
         self.due = list(self._replacement or self.share)  # still to hand out, if the data lasts

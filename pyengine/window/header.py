@@ -22,12 +22,9 @@ from torch import Tensor
 from pyengine.comm.base import Comm, Work
 from pyengine.ops.device import HOST, is_lazy, refill, runs_ahead, send
 from pyengine.window import exact_scalars
-from pyengine.window.claims import NUM_PIECES, Claims
+from pyengine.window.claims import NUM_PIECES, PIECE_BITS, Claims
 
 _log = logging.getLogger("pyengine.window")
-
-# Sums in float64 are exact up to 2^53: squares of 20-bit numbers over up to 8192 ranks stay below it.
-_STEP_MODULUS = 2**20
 
 # The vector: seven numbers, what must be equal on every rank (positions, then the pieces of the claims), each
 # with its square, and the losses as lanes of `exact_scalars`.
@@ -67,9 +64,6 @@ def checked_count(count: object) -> Count:
     return count if isinstance(count, int | float) else value
 
 
-# A header's numbers are summed as float64: pieces of 20 bits, times the ranks that share, stay exact.
-_PIECE_BITS = 20
-NUM_LANES = 3
 # Odd, and without pattern in their bits: splitmix64's (Steele, Lea, Flood 2014), as signed numbers.
 _GOLDEN, _MIX, _MIX_2 = -7046029254386353131, -4658895280553007687, -7723592293110705685
 
@@ -85,14 +79,14 @@ class SharedBatch:
     def lanes(self, numbers: Tensor) -> Tensor:
         """Return what is 0 when summed over all ranks if ranks of one batch have the same numbers.
 
-        The result is float64 `[NUM_LANES]`, whole numbers of 20 bits times `num_ranks`. Where numbers,
+        The result is float64 `[NUM_PIECES]`, whole numbers of 20 bits times `num_ranks`. Where numbers,
         float64 `[n]`, differ all lanes are 0 once in 2^60: every batch mixes its bits in another way, so that
         one difference does not take away another.
         """
         mixed = torch.full((), self.index + 1, dtype=torch.int64, device=numbers.device) * _GOLDEN
         for bits in numbers.contiguous().view(torch.int64):
             mixed = _mix(mixed ^ bits)
-        pieces = [mixed >> _PIECE_BITS * lane & 2**_PIECE_BITS - 1 for lane in range(NUM_LANES)]
+        pieces = [mixed >> PIECE_BITS * lane & 2**PIECE_BITS - 1 for lane in range(NUM_PIECES)]
         weight = 1 - self.num_ranks if self.is_counting else 1
         return torch.stack(pieces).double() * weight
 
@@ -410,7 +404,7 @@ def _numbers(local: LocalWindow, position: tuple[int, int], more: bool, claims: 
     unknown = sum(loss is None for loss in local.losses)
     dropped = sum(local.known(local.dropped))
     numbers = [math.fsum(valid), len(local.counts), more, invalid, unknown, dropped, not local.has_used_all]
-    for value in (*(value % _STEP_MODULUS for value in position), *claims.pieces()):
+    for value in (*(value % 2**PIECE_BITS for value in position), *claims.pieces()):
         numbers += [value, value * value]
     return [*map(float, numbers), *exact_scalars.lanes_of(local.known(local.losses))]
 
