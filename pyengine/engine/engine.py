@@ -64,14 +64,7 @@ from pyengine.engine.backward import BeforeBackward, checked_backward, divided_b
 from pyengine.engine.batch_norm import BatchNormReplay, batch_norm_problems
 from pyengine.engine.batch_norm import batch_norms as batch_norms_of
 from pyengine.engine.engine_ranks import EngineRanks, ShardedRanks
-from pyengine.engine.handshake import (
-    Shares,
-    agree,
-    narrow_problems,
-    problems_of,
-    raise_problems,
-    resized,
-)
+from pyengine.engine.handshake import Shares, agree, problems_of, raise_problems, resized
 from pyengine.engine.kept_grads import KeptGrads
 from pyengine.engine.parameters import Ownership, TrainedParameters, in_backward_problems, owned_problems
 from pyengine.engine.window_audit import WindowAudit
@@ -188,7 +181,7 @@ class Engine:
         holdings = None if reducer.counted is None else Holdings(reducer.counted, comm, device)
         self.final = FinalPass(len(params), device, holdings)
         # Of this window and earlier ones, and the steps taken.
-        self.verdicts = VerdictQueue(comm, device)
+        self.verdicts = VerdictQueue(device)
         # Whether the model still trains the parameters that the engine was made over.
         self.trained = TrainedParameters(names, params, module)
         # Makes the record of a window's counts and losses.
@@ -1357,8 +1350,7 @@ def make_engine(
         model = source if isinstance(source, nn.Module) else None
         module = model if settings.kind == "exact" and model is not None else nn.Module()
         found = [
-            *problems_of(named, takes_shards=ranks.takes_dtensors),
-            *narrow_problems(named, settings),
+            *problems_of(named, settings, takes_shards=ranks.takes_dtensors),
             *problems,
             *owned_problems(named),
             *in_backward_problems(named),

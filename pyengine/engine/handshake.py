@@ -209,21 +209,10 @@ def _places(by_rank: Sequence[int], total: int) -> list[range]:
     return [range(start, end) for start, end in itertools.pairwise(ends)]
 
 
-def narrow_problems(named: Sequence[tuple[str, nn.Parameter]], settings: Settings) -> list[str]:
-    """Report which parameter autograd would sum in a narrow type, where runs are added up there."""
-    if settings.problems() or settings.run == 1:
-        return []  # they are reported elsewhere
-    narrow = [(name, p) for name, p in named if p.requires_grad and p.dtype.itemsize < 4]
-    return [
-        f"accumulator={settings.accumulator}, and parameter {name!r} is {p.dtype}: PyTorch would add up the "
-        f"{settings.run} micro-batches of a slot in that type; keep float32 parameters, for example under "
-        "torch.autocast, or leave slots out"
-        for name, p in narrow[:1]
-    ]
-
-
-def problems_of(named: Sequence[tuple[str, nn.Parameter]], *, takes_shards: bool = False) -> list[str]:
-    """Report which parameters no engine can take, or only one that takes DTensors."""
+def problems_of(
+    named: Sequence[tuple[str, nn.Parameter]], settings: Settings, *, takes_shards: bool
+) -> list[str]:
+    """Report which parameters no engine can take, or only one that takes DTensors, or sums in another way."""
     if not named:
         return ["params_or_module: got no parameter; pass a module or its parameters (a generator only once)"]
     devices = sorted({str(p.device) for _, p in named})
@@ -250,6 +239,14 @@ def problems_of(named: Sequence[tuple[str, nn.Parameter]], *, takes_shards: bool
         for name, p in plain
         if p.requires_grad and p.is_leaf and getattr(p, "grad_dtype", p.dtype) not in (p.dtype, None)
     ]
+    if not settings.problems() and settings.run > 1:  # else they are reported elsewhere
+        narrow = [(name, p) for name, p in named if p.requires_grad and p.dtype.itemsize < 4]
+        found += [
+            f"accumulator={settings.accumulator}, and parameter {name!r} is {p.dtype}: PyTorch would add up "
+            f"the {settings.run} micro-batches of a slot in that type; keep float32 parameters, for example "
+            "under torch.autocast, or leave slots out"
+            for name, p in narrow[:1]
+        ]
     return found
 
 

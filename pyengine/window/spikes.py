@@ -89,7 +89,6 @@ class SpikePolicy(Measure):
         self._history = torch.full(shape, torch.inf, dtype=torch.float64, device=device)
         self._seen = torch.zeros((), dtype=torch.int64, device=device)
         self._rows = torch.arange(self._window, dtype=torch.int64, device=device)
-        self._is_spike = torch.zeros((), dtype=torch.bool, device=device)
 
     def wait(self, window: ReducedWindow) -> Tensor | None:
         del window
@@ -99,7 +98,7 @@ class SpikePolicy(Measure):
         is_known = (self._seen >= self._window) & (medians[0] > 0)
         limit = torch.where(is_known, self._factor * medians[0], torch.inf)
         is_used = row[0].isfinite() & (final.found_inf == 0)
-        self._is_spike = is_spike = is_used & (row[0] > limit)
+        is_spike = is_used & (row[0] > limit)
         is_due = (self._rows == self._seen % self._window) & is_used
         self._history = torch.where(is_due.unsqueeze(1), row, self._history)
         self._seen = self._seen + is_used

@@ -252,8 +252,8 @@ _WARN_AT = {10**power for power in range(1, 12)}
 class VerdictQueue:
     """The verdicts of reduced windows, in order, each kept until the ranks have concluded it."""
 
-    def __init__(self, comm: Comm, device: torch.device) -> None:
-        self._comm, self._device = comm, device
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
         self._last: Verdict | None = None
         self._before: Verdict | None = None  # that of the last window that was not refused, until it is known
         self._unread: list[Verdict] = []
