@@ -142,8 +142,10 @@ class CapturedWindows:
         form.num_run += 1
         section = form.section
         section.rewind()
+        # Here, and not where the copies would be reported.
+        moved = [leaf.to(engine.device) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         with capture.running(section, is_capture=False), Rehearsal(_is_on_device) as rehearsal:
-            self._run(engine, tree_unflatten(_on(engine.device, leaves), structure))
+            self._run(engine, tree_unflatten(moved, structure))
         form.rehearsals.append(rehearsal)
         before, form.counts = form.counts, engine.counts.counts
         found = [*section.problems, *rehearsal.problems]
@@ -296,10 +298,6 @@ def _memory_of(
     reducer = engine.reducer
     addresses = [(param.data_ptr(), param.requires_grad) for param in reducer.params]
     return tensors, addresses, reducer.place_of_sums
-
-
-def _on(device: torch.device, leaves: list[Any]) -> list[Any]:
-    return [leaf.to(device) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
 
 
 def _is_on_device(tensor: Tensor) -> bool:

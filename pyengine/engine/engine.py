@@ -871,7 +871,8 @@ class Engine:
         graph.work.replay()
         self.reducer.run_again()
         self.clock.stop()
-        graph.start_readbacks()
+        for readback in graph.section.readbacks:  # what the host has asked for in the capture
+            readback.start(readback.captured)
         self.published.record()
         self.marks.record()
 

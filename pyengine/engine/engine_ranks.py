@@ -134,8 +134,8 @@ class EngineRanks:
         self.comm = comm_for(device, group)  # over all ranks
         self._ranks = self.comm.ranks
         self.membership = Membership.plain(rank=self.comm.rank, world_size=self.comm.world_size)
-        self._group_of = [0] * len(named)
-        self._names = [name for name, _ in named]
+        # By name, the group of every parameter, and the patterns that have given it.
+        self._group_of = dict.fromkeys((name for name, _ in named), 0)
         self._patterns: list[tuple[int, str]] = []
         # What is wrong with the arguments here; then nothing but `comm` may be used.
         self.problems = self._problems(mesh, axes)
@@ -143,7 +143,7 @@ class EngineRanks:
             self._join(named, axes)
 
     def specs(self, named: Named) -> list[ParamSpec]:
-        return [_spec(name, param, group) for (name, param), group in zip(named, self._group_of, strict=True)]
+        return [_spec(name, param, self._group_of[name]) for name, param in named]
 
     def groups(self, *, shared_memory: bool) -> Groups:
         """Return the transports, with new process groups if need be; every rank calls this behind `agree`."""
@@ -153,7 +153,7 @@ class EngineRanks:
             self.for_buckets(self._transport(ranks), shared_memory=shared_memory)
             for ranks in self.membership.groups
         ]
-        by_rank = self.comm.all_gather_object([*zip(self._names, self._group_of, strict=True)])
+        by_rank = self.comm.all_gather_object([*self._group_of.items()])
         are_alike = all(other == by_rank[0] for other in by_rank)
         return Groups(self.comm, comms, self.membership.counted, are_alike)
 
@@ -180,7 +180,8 @@ class EngineRanks:
         """Return which of these this rank counts in the norm; None where all ranks hold the same."""
         if self.membership.counted is None:
             return None
-        return [*map(dict(zip(self._names, self.membership.counted, strict=True)).__getitem__, names)]
+        counted = dict(zip(self._group_of, self.membership.counted, strict=True))
+        return [counted[name] for name in names]
 
     def broadcast(self, named: Sequence[tuple[str, Tensor]], groups: Groups) -> None:
         """Overwrite tensors by those of the first rank of their group; warn of what cannot be written."""
@@ -248,7 +249,7 @@ class EngineRanks:
         return []
 
     def groups_named(self, names: Collection[str]) -> set[int]:
-        return {group for name, group in zip(self._names, self._group_of, strict=True) if name in names}
+        return {self._group_of[name] for name in names}
 
     def group_named(self, name: str) -> int:
         """Return the group to which a tensor of this name, for example a buffer, belongs."""
@@ -285,10 +286,10 @@ class EngineRanks:
         everywhere = self._ranks if mesh is None else mesh.along(_replicate(axes, mesh))
         groups = list(dict.fromkeys([everywhere, *along.values()]))
         self._patterns = [(groups.index(ranks), pattern) for pattern, ranks in along.items()]
-        self._group_of = [self.group_named(name) for name, _ in named]
+        self._group_of = {name: self.group_named(name) for name, _ in named}
         counted = []
-        for (name, param), index in zip(named, self._group_of, strict=True):
-            same = self._held_by(name, param, groups[index], axes, found)
+        for name, param in named:
+            same = self._held_by(name, param, groups[self._group_of[name]], axes, found)
             counted.append(not same or min(same) == dist.get_rank())
         unmatched = [p for p in along if not any(fnmatchcase(name, p) for name, _ in named)]
         batch, num_batches = self._batch(axes)

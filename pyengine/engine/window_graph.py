@@ -106,11 +106,6 @@ class WindowGraph:
         for mine, given in zip(self.inputs, inputs, strict=True):
             mine.copy_(given, non_blocking=True)
 
-    def start_readbacks(self) -> None:
-        """Read, behind the first run, what the host has asked for in the capture."""
-        for readback in self.section.readbacks:
-            readback.start(readback.captured)
-
     def fits(self, tensors: Sequence[Tensor], addresses: Sequence[tuple[int, bool]], layout: object) -> bool:
         """Whether the graph still reads and writes the memory that is trained."""
         return (

@@ -293,8 +293,7 @@ class VerdictQueue:
         if not is_lazy(self._device) or window % MAX_UNREAD == 0:
             self.reach_all()
         elif any(verdict.is_awaited for verdict in self._unread):
-            for verdict in self._unread:
-                verdict.read()
+            self.read_all()
             while self._unread and self._unread[0].is_quiet:
                 self._reach_next()
 
