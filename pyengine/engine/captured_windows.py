@@ -98,18 +98,18 @@ class CapturedWindows:
         if form.graph is not None and self._is_stale(form.graph, engine):
             form = self._forms[key] = _Form()
         if form.problem or not batches:
-            self._run(engine, batches)
+            self._run(engine, leaves, structure)
         elif form.num_run < self._warm_up - 2 or self.num_eager < engine.reducer.min_warm_up - 2:
             form.num_run = min(form.num_run + 1, self._warm_up - 2)
-            self._run(engine, batches)
+            self._run(engine, leaves, structure)
         elif not engine.is_regular():
-            self._run(engine, batches)
+            self._run(engine, leaves, structure)
         elif form.num_run < self._warm_up:
             self._rehearse(engine, form, leaves, structure)
         elif form.graph is None:
             self._capture(engine, form, leaves, structure)
         elif len(engine.verdicts.last_use().factors) != len(form.graph.factors):
-            self._run(engine, batches)  # the window before was clipped in another way
+            self._run(engine, leaves, structure)  # the window before was clipped in another way
         else:
             form.graph.take([leaf for leaf in leaves if isinstance(leaf, Tensor)])
             engine.run_again(form.graph)
@@ -132,8 +132,9 @@ class CapturedWindows:
 
     # ---- without a graph ----
 
-    def _run(self, engine: Engine, batches: list[Any]) -> None:
+    def _run(self, engine: Engine, leaves: list[Any], structure: Any) -> None:
         self.num_eager += 1
+        batches = tree_unflatten(_on(engine.device, leaves), structure)
         with self._on_stream(engine):
             self._train(batches)
 
@@ -142,10 +143,9 @@ class CapturedWindows:
         form.num_run += 1
         section = form.section
         section.rewind()
-        # Here, and not where the copies would be reported.
-        moved = [leaf.to(engine.device) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        leaves = _on(engine.device, leaves)  # here, since copies in a rehearsal are reported
         with capture.running(section, is_capture=False), Rehearsal(_is_on_device) as rehearsal:
-            self._run(engine, tree_unflatten(moved, structure))
+            self._run(engine, leaves, structure)
         form.rehearsals.append(rehearsal)
         before, form.counts = form.counts, engine.counts.counts
         found = [*section.problems, *rehearsal.problems]
@@ -177,7 +177,7 @@ class CapturedWindows:
         form.rehearsals = []
         if torch.is_autocast_enabled(engine.device.type) and torch.is_autocast_cache_enabled():
             self._give_up(form, ["autocast is on around it, whose cache would go stale: enter it inside"])
-            self._run(engine, tree_unflatten(leaves, structure))
+            self._run(engine, leaves, structure)
             return
         given = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         inputs = [torch.empty_like(tensor, device=engine.device) for tensor in given]
@@ -188,9 +188,7 @@ class CapturedWindows:
         use.factors[:] = graph.factors
         graph.take(given)
         statics = iter(inputs)
-        batches = tree_unflatten(
-            [next(statics) if isinstance(leaf, Tensor) else leaf for leaf in leaves], structure
-        )
+        leaves = [next(statics) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         traffic = engine.comm.traffic
         sent = traffic.collectives, traffic.bytes_sent
         engine.reducer.before_capture()
@@ -200,13 +198,13 @@ class CapturedWindows:
                 self._on_stream(engine),
                 graph.work.capture(self._stream),
             ):
-                self._train(batches)
+                self._train(tree_unflatten(leaves, structure))
                 _keep(engine, graph)
         except Exception as error:  # noqa: BLE001 - the other ranks wait for this window
             _log.debug("capture failed", exc_info=True)
             engine.rewind()
             self._give_up(form, [f"its capture failed: {error}"])
-            self._run(engine, batches)
+            self._run(engine, leaves, structure)
             return
         graph.collectives, graph.bytes_sent = traffic.collectives - sent[0], traffic.bytes_sent - sent[1]
         graph.tensors, graph.addresses, graph.layout = _memory_of(graph.stepped, engine)
@@ -298,6 +296,10 @@ def _memory_of(
     reducer = engine.reducer
     addresses = [(param.data_ptr(), param.requires_grad) for param in reducer.params]
     return tensors, addresses, reducer.place_of_sums
+
+
+def _on(device: torch.device, leaves: list[Any]) -> list[Any]:
+    return [leaf.to(device) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
 
 
 def _is_on_device(tensor: Tensor) -> bool:

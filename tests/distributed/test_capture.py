@@ -179,6 +179,34 @@ def _captured(
     return step, model
 
 
+class _Elsewhere(torch.Tensor):
+    """A tensor of another device than the model's."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    def to(self, device: torch.device) -> torch.Tensor:  # type: ignore[override]
+        return self.as_subclass(torch.Tensor)
+
+
+def test_every_window_gets_its_tensors_on_the_device() -> None:
+    given: list[type] = []
+    with recorded_device():
+        model = _model()
+        sync = pe.GradSync(model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
+
+        def train(batches: list[torch.Tensor]) -> None:
+            given.append(type(batches[0]))
+            _step(model, sync, optimizer, batches[0])
+
+        step = sync.capture(train)
+        for window in sync.windows([torch.ones(2, 6).as_subclass(_Elsewhere)] * 6):
+            step(window)
+        sync.close()
+    assert step.num_replayed and not step.problems
+    assert set(given) == {torch.Tensor}
+
+
 def _reads_the_loss(model, sync, optimizer, x):
     loss = model(x).sum()
     float(loss)
