@@ -420,7 +420,12 @@ def _log(trainer: Trainer, prefix: str, record: StepRecord) -> None:
 
 def sharded_part(module: LightningModule) -> nn.Module:
     """Return the one outermost sharded module inside a module, with all of its trained parameters."""
-    units = _outermost(module, "")
+    units: dict[str, nn.Module] = {}
+    inner: set[nn.Module] = set()
+    for name, part in module.named_modules():  # a unit comes before those inside of it
+        if isinstance(part, FSDPModule) and part not in inner:
+            units[name] = part
+            inner.update(part.modules())
     kind = type(module).__name__
     if len(units) != 1:
         found = f"{len(units)} separate modules ({', '.join(map(repr, units))})" if units else "none"
@@ -439,14 +444,3 @@ def sharded_part(module: LightningModule) -> nn.Module:
             "on: its gradient would not be reduced; shard a module that contains it, or freeze it"
         )
     return unit
-
-
-def _outermost(module: nn.Module, name: str) -> dict[str, nn.Module]:
-    if isinstance(module, FSDPModule):
-        return {name: module}
-    found: dict[str, nn.Module] = {}
-    for key, child in module.named_children():
-        for inner, unit in _outermost(child, f"{name}.{key}".lstrip(".")).items():
-            if not any(unit is other for other in found.values()):
-                found[inner] = unit
-    return found
