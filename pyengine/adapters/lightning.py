@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
 from pyengine.adapters.engine_for import backward, engine_for
 from pyengine.engine.grad_sync import GradSync
 from pyengine.engine.sync import Sync
 from pyengine.gradients.fsdp.deferral import Defer, Deferral
+from pyengine.gradients.fsdp.private import is_unit
 from pyengine.gradients.settings import Accumulator, NonFinite, Settings, as_accumulator
 from pyengine.step.grad_scaler import copy_of
 from pyengine.step.step_record import StepRecord
@@ -295,7 +295,7 @@ class WindowStrategy(Windows, DDPStrategy):
                 f"{', '.join(unused)}: an option of DDP, and manual optimization uses pe.GradSync instead, "
                 "which supports unused parameters; leave it out"
             )
-        sharded = [name for name, part in module.named_modules() if isinstance(part, FSDPModule)]
+        sharded = [name for name, part in module.named_modules() if is_unit(part)]
         if sharded:
             raise TypeError(
                 f"{type(module).__name__} has a module sharded by FSDP2 ({sharded[0]!r}), which DDP does not "
@@ -423,7 +423,7 @@ def sharded_part(module: LightningModule) -> nn.Module:
     units: dict[str, nn.Module] = {}
     inner: set[nn.Module] = set()
     for name, part in module.named_modules():  # a unit comes before those inside of it
-        if isinstance(part, FSDPModule) and part not in inner:
+        if is_unit(part) and part not in inner:
             units[name] = part
             inner.update(part.modules())
     kind = type(module).__name__

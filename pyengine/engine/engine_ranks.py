@@ -316,9 +316,7 @@ class EngineRanks:
         if mesh is None:
             return summed
         replicate, shard = _replicate(axes, mesh), as_tuple(axes.shard)
-        mine = {
-            axis for axis in mesh.shape if mesh.along([axis])[-1:] and set(mesh.along([axis])) <= set(summed)
-        }
+        mine = {axis for axis in mesh.shape if set(mesh.along([axis])) <= set(summed)}
         same = [axis for axis in mesh.shape if axis in mine or axis not in (*replicate, *shard)]
         if is_dtensor(param):
             dtensor: Any = param
@@ -521,11 +519,8 @@ def _unit_problems(unit: Unit, mesh: Any, wanted: Tensor) -> list[str]:
 
 def _sharing(plain: Membership, mesh: Any, data_ndim: int) -> Membership:
     """Return the membership of a rank on a mesh whose axes behind those of the data share batches."""
-    coordinate, index = mesh.get_coordinate(), 0
-    for axis in range(data_ndim):
-        index = index * mesh.size(axis) + coordinate[axis]
-    sharing = mesh.mesh[tuple(coordinate[:data_ndim])].flatten().tolist()
-    batch = SharedBatch(index, len(sharing), not any(coordinate[data_ndim:]))
+    ranks = MeshRanks(mesh)
+    data, others = [*ranks.shape][:data_ndim], [*ranks.shape][data_ndim:]
+    batch = SharedBatch(ranks.index(data), ranks.size(others), ranks.index(others) == 0)
     described = f"a mesh of shape {list(mesh.mesh.shape)}, {data_ndim} axes of which hold data"
-    num_batches = mesh.size() // len(sharing)
-    return replace(plain, described=described, batch=batch, num_batches=num_batches)
+    return replace(plain, described=described, batch=batch, num_batches=ranks.size(data))
