@@ -479,25 +479,25 @@ class Engine:
 
     def launch_header_all_reduce(self, counts: LocalWindow, *, more: bool, stage: str) -> Header:
         """Launch a header, 192 bytes: this rank's place and counts, and what ranks have to have alike."""
-        scaler = self.scaler
-        # On a lazy device reading the scale would end the program.
-        scale = None if scaler is None or is_lazy(self.device) else scaler.current_scale()
         return Header(
             self.comm,
             self.device,
             local=counts,
             position=self._position(),
             more=more,
-            claims=self._claims(stage, scale),
-            inv_scale=None if scaler is None else scaler.inv_scale(),
+            claims=self._claims(stage),
+            inv_scale=None if self.scaler is None else self.scaler.inv_scale(),
         )
 
     def _position(self) -> tuple[int, int]:
         return self.counter.num_sent, self.verdicts.steps_taken
 
-    def _claims(self, stage: str, scale: Tensor | None) -> Claims:
+    def _claims(self, stage: str) -> Claims:
+        scaler = self.scaler
+        settings = "" if scaler is None else scaler.settings()
+        # On a lazy device reading the scale would end the program.
+        scale = None if scaler is None or is_lazy(self.device) else scaler.current_scale()
         kept = self.kept_grads.pending() if self.shares.are_alike else ()
-        settings = "" if self.scaler is None else self.scaler.settings()
         use = self.verdicts.last_use()
         return Claims(stage, self.name, settings, scale, use, self.counter.accumulate, kept)
 
@@ -889,12 +889,11 @@ class Engine:
         self.counts.take(graph.counts)
         counter.done = counter.handed
         graph.claim(self.verdicts.last_use())
-        scale = None if self.scaler is None else self.scaler.current_scale()
         self.header = header = graph.header.again(
             local=self.counts,
             position=self._position(),
             more=self.has_more_windows,
-            claims=self._claims(_SENDS, scale),
+            claims=self._claims(_SENDS),
         )
         header.fill()
         counter.state = State.SENT
