@@ -54,6 +54,8 @@ def test_a_closed_engine_lets_others_have_the_model_and_leaves_the_callers_gradi
     assert not any(param.grad is not None for param in model.parameters())
     with pytest.raises(RuntimeError, match="has been closed"):
         sync.step(optimizer)
+    with pytest.raises(RuntimeError, match="has been closed"):
+        sync.on_step(print)
     if kind == "attach":
         forward(*integers(rank)).backward()  # DDP reduces by itself again
         assert_same(grads(model), mean_of_integers(model, [integers(r) for r in range(world)], world))
