@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import hashlib
 import math
-import statistics
 import struct
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Real
@@ -32,7 +32,7 @@ _PARAMETER, _GRADIENT, _STATE = range(3)
 _KINDS = ("parameter", "gradient", "optimizer state")
 _MOST = 32  # subjects whose evidence is gathered
 _PROBES = 3  # sums over samples: one alone may be right by chance
-_HEAD = 7  # count, void, claimed count, and the pieces of the hyperparameters
+_HEAD = 6  # count, void, and the pieces of the hyperparameters
 
 Numbers = list[tuple[str, float]]
 
@@ -94,13 +94,13 @@ class Samples:
 
 @dataclass(frozen=True)
 class Counted:
-    """What a loop knows of a window besides its gradients: float64, 0-dim but for `counts`."""
+    """What a loop knows of a window besides its gradients: tensors are float64, 0-dim but for `counts`."""
 
     # By subject, what this rank's micro-batches counted, [subjects]; None: gradients are means over ranks.
     counts: Tensor | None = None
-    count: Tensor | None = None  # of all of them, to be compared with `claimed`
-    claimed: Tensor | None = None  # what the sum over all ranks was divided by; None: not known
-    void: Tensor | None = None  # more than 0 where the gradients are not used; None: they are
+    count: Tensor | float = 0.0  # of all of them, to be compared with `claimed`
+    claimed: Tensor | float = math.nan  # what the sum over all ranks was divided by; nan: not known
+    void: Tensor | float = 0.0  # more than 0 where the gradients are not used
 
 
 class Auditor:
@@ -191,20 +191,7 @@ class Auditor:
         for tensor in tensors:
             hyper = hyper * 31 + self._checksums.of(words_of(tensor))
         bits, has = self._bits()
-        zero = torch.zeros((), dtype=torch.float64, device=self.device)
-        return LocalCheck(
-            step=step,
-            since=self._since,
-            bits=bits,
-            has=has,
-            samples=samples,
-            counts=zero.expand(len(bits)) if counted.counts is None else counted.counts,
-            count=zero if counted.count is None else counted.count,
-            claimed=zero + torch.nan if counted.claimed is None else counted.claimed,
-            void=zero if counted.void is None else counted.void.double(),
-            hyper=hyper,
-            numbers=numbers,
-        )
+        return LocalCheck(step, self._since, bits, has, samples, counted, hyper, numbers)
 
     def _bits(self) -> tuple[Tensor, list[tuple[bool, bool, bool]]]:
         """Return the checksums of all subjects, int64 `[subjects, 3]`, and which of them there are."""
@@ -303,11 +290,7 @@ class LocalCheck:
     bits: Tensor  # int64 [subjects, 3], checksums of parameter, gradient and optimizer state
     has: Sequence[tuple[bool, bool, bool]]  # which of them there are
     samples: Samples
-    # As in `Counted`, where None is 0, and nan for `claimed`.
-    counts: Tensor
-    count: Tensor
-    claimed: Tensor
-    void: Tensor
+    counted: Counted
     hyper: Tensor  # int64 0-dim, a digest of the numbers
     numbers: Numbers
 
@@ -315,7 +298,7 @@ class LocalCheck:
 class Check:
     """The check of one window, under way; `is_one_group` where no rank has a group but that of all.
 
-    Cost: one all-reduce a group, of 160 bytes a subject and 56 more; where there are several groups, one of 8
+    Cost: one all-reduce a group, of 160 bytes a subject and 48 more; where there are several groups, one of 8
     bytes behind them, waited for.
     """
 
@@ -330,8 +313,7 @@ class Check:
     ) -> None:
         self._is_one_group = is_one_group
         self._subjects, self._comms, self._local, self._tolerance = subjects, comms, local, tolerance
-        self.step, self._total = local.step, 0.0
-        self._factors: dict[int, float] = {}
+        self.step = local.step
         self._vectors = [self._pack(group) for group in range(len(comms))]
         works = [comm.all_reduce(vector) for comm, vector in zip(comms, self._vectors, strict=True)]
         for work in works:
@@ -355,16 +337,16 @@ class Check:
         local, came = self._local, self._local.samples.came
         head = torch.zeros(_HEAD, dtype=torch.float64, device=local.bits.device)
         if group == 0:
-            head[0], head[1] = local.count, local.void
-            head[2] = torch.nan_to_num(local.claimed, nan=0.0)
-            head[3:] = pieces(local.hyper.reshape(1))[0]
+            head[0], head[1] = local.counted.count, local.counted.void
+            head[2:] = pieces(local.hyper.reshape(1))[0]
         same = self._indices("replicas", group)
         summed = self._indices("summed", group)
         # What the samples of a gradient are added up with, of size 1 at most: float64 [n, _PROBES].
         places = torch.arange(came.shape[1] * _PROBES, dtype=torch.float64, device=came.device)
         weights = torch.cos(1 + 2.4 * places).reshape(-1, _PROBES)
         scale = came.abs().sum(1, keepdim=True)
-        parts = [came @ weights, local.samples.left @ weights, scale, local.counts.unsqueeze(1)]
+        counts = torch.zeros_like(scale) if local.counted.counts is None else local.counted.counts[:, None]
+        parts = [came @ weights, local.samples.left @ weights, scale, counts]
         probed = torch.cat(parts, 1)[summed]
         return torch.cat([head, pieces(local.bits[same].reshape(-1)).reshape(-1), probed.reshape(-1)])
 
@@ -373,83 +355,60 @@ class Check:
 
     def _suspects(self) -> dict[int, set[str]]:
         """Return what is wrong, by subject (-1: hyperparameters, -2: the count)."""
-        found: dict[int, set[str]] = {}
+        found: dict[int, set[str]] = defaultdict(set)
         read = [torch.tensor(numbers.get(), dtype=torch.float64, device=HOST) for numbers in self._numbers]
-        total, void = float(read[0][0]), float(read[0][1])
-        self._total = total
-        if bool(differ(read[0][3:_HEAD].reshape(1, 4), self._comms[0].world_size)):
-            found.setdefault(-1, set()).add("hyperparameters")
-        claimed = float(self._local.claimed)
-        if not void and not math.isnan(claimed) and abs(claimed - total) > 1e-9 * max(1.0, total):
-            found.setdefault(-2, set()).add("divisor")
-        looked = [self._alike_and_sums(group, read[group]) for group in range(len(self._comms))]
-        if all(self._are_surely_fine(group, *found_there) for group, found_there in enumerate(looked)):
-            return found
-        probed: list[_Probed] = []
-        for group, (unequal, rows) in enumerate(looked):
-            for index, row in zip(self._indices("replicas", group), unequal.tolist(), strict=True):
-                kinds = {kind for kind, is_odd in zip(_KINDS, row, strict=True) if is_odd}
-                kinds -= {"gradient"} if void else set()
-                if kinds:
-                    found.setdefault(index, set()).update(kinds)
-            probed += self._probed(group, rows)
-        if not void:
-            for index in self._badly_reduced(probed):
-                found.setdefault(index, set()).add("gradient")
+        self._total, void = float(read[0][0]), float(read[0][1])
+        if bool(differ(read[0][2:_HEAD].reshape(1, 4), self._comms[0].world_size)):
+            found[-1].add("hyperparameters")
+        off = abs(float(self._local.counted.claimed) - self._total)
+        if not void and off > 1e-9 * max(1.0, self._total):
+            found[-2].add("divisor")
+        rows = []
+        for group, (numbers, comm) in enumerate(zip(read, self._comms, strict=True)):
+            same = self._indices("replicas", group)
+            end = _HEAD + 12 * len(same)
+            unequal = differ(numbers[_HEAD:end].reshape(-1, 4), comm.world_size).reshape(-1, 3)
+            for place, column in unequal.nonzero().tolist():
+                if not (void and column == _GRADIENT):
+                    found[same[place]].add(_KINDS[column])
+            sums = numbers[end:].reshape(-1, 2 * _PROBES + 2)
+            sums[:, -1].masked_fill_(sums[:, -1] == 0, comm.world_size)  # means over ranks
+            rows.append(sums)
+        for index in self._badly_reduced(torch.cat(rows), is_used=not void):
+            found[index].add("gradient")
         return found
 
-    def _alike_and_sums(self, group: int, read: Tensor) -> tuple[Tensor, Tensor]:
-        """Return what ranks have not alike, bool `[subjects, 3]`, and the sums over samples: float64
-        `[subjects, 2 * _PROBES + 2]`, of what came, what is left, of what size it is, and the count.
+    def _badly_reduced(self, rows: Tensor, *, is_used: bool) -> list[int]:
+        """Return the subjects whose reduced gradient is not what came, divided by the count.
+
+        `rows`, float64 `[subjects, 2 * _PROBES + 2]`, has sums over samples of what came, the same of what is
+        left, their magnitude, and the count.
         """
-        end = _HEAD + len(self._indices("replicas", group)) * 12
-        unequal = differ(read[_HEAD:end].reshape(-1, 4), self._comms[group].world_size).reshape(-1, 3)
-        return unequal, read[end:].reshape(-1, 2 * _PROBES + 2)
-
-    def _are_surely_fine(self, group: int, unequal: Tensor, rows: Tensor) -> bool:
-        """Whether everything is alike and all sums are finite and what they have to be, by a known factor."""
-        if not self._local.samples.is_strict or bool(unequal.any()):
-            return False
-        came, left = rows[:, :_PROBES], rows[:, _PROBES : 2 * _PROBES]
-        scale, count = rows[:, -2:].split(1, 1)
-        world_size = float(self._comms[group].world_size)
-        factors = 1.0 / torch.where(count == 0, torch.full_like(count, world_size), count)
-        return bool(((left - factors * came).abs() <= self._tolerance * factors * scale).all())
-
-    def _probed(self, group: int, rows: Tensor) -> list[_Probed]:
-        """Return the sums over samples of every subject, and note its factor."""
-        found = []
-        world_size = self._comms[group].world_size
-        for index, (*values, scale, count) in zip(self._indices("summed", group), rows.tolist(), strict=True):
-            factor = self._factors[index] = 1.0 / (count or world_size)
-            due = [factor * came for came in values[:_PROBES]]
-            found.append(_Probed(index, due, values[_PROBES:], factor * scale))
-        return found
-
-    def _badly_reduced(self, probed: Sequence[_Probed]) -> list[int]:
-        """Return the subjects whose reduced gradient is not what came, times the factor."""
-        # Those to which something came, and all of it is finite.
-        known = [p for p in probed if p.scale > 0 and all(map(math.isfinite, (*p.due, *p.left, p.scale)))]
+        indices = [index for group in range(len(self._comms)) for index in self._indices("summed", group)]
+        came, left, scale, count = rows.split((_PROBES, _PROBES, 1, 1), 1)
+        factors = 1.0 / count
+        due, scale = factors * came, factors * scale
+        self._factors = torch.ones(len(self._subjects), dtype=torch.float64, device=HOST)
+        self._factors[indices] = factors.flatten()
+        # Gradients to which something came, and all of it is finite.
+        is_known = (scale > 0).flatten() & torch.cat([due, left, scale], 1).isfinite().all(1) & is_used
         common = 1.0
         if not self._local.samples.is_strict:
-            ratios = [ratio for row in known for ratio in row.ratios()]
-            common = statistics.median_low(ratios) if ratios else 1.0
-        return [row.index for row in known if row.is_off(common, self._tolerance)]
+            # Rounding hides the factor of a small sum.
+            ratios = (left / due)[(due.abs() > 0.05 * scale) & is_known.unsqueeze(1)]
+            common = float(ratios.median()) if len(ratios) else 1.0
+        slack = self._tolerance * abs(common) * scale
+        is_off = ((left - common * due).abs() > slack).any(1) & is_known
+        return [indices[place] for place in is_off.nonzero().flatten().tolist()]
 
     def _explain(self, suspects: dict[int, set[str]]) -> list[Finding]:
         """Gather what every rank knows of its suspects, and find causes; the same on every rank."""
         local = self._local
-        mine = {index: kinds for index, kinds in suspects.items() if index >= 0}
-        gathered = {
-            self._subjects[index].name: _Suspect(
-                kinds,
-                self._subjects[index].kind,
-                self._evidence(index),
-                self._factors.get(index, 1.0),
-            )
-            for index, kinds in list(mine.items())[:_MOST]
-        }
-        general = {index: kinds for index, kinds in suspects.items() if index < 0}
+        gathered = {}
+        for index, kinds in [(index, kinds) for index, kinds in suspects.items() if index >= 0][:_MOST]:
+            subject, factor = self._subjects[index], float(self._factors[index])
+            gathered[subject.name] = _Suspect(kinds, subject.kind, self._evidence(index), factor)
+        general = [index for index in suspects if index < 0]
         by_rank = self._comms[0].all_gather_object((gathered, general, local.numbers))
         found = []
         for name in dict.fromkeys(name for names, _, _ in by_rank for name in names):
@@ -458,7 +417,7 @@ class Check:
             text = f"{difference([numbers for _, _, numbers in by_rank])}: set it alike on every rank"
             found.append(("hyperparameters", "", (), text))
         if any(-2 in kinds for _, kinds, _ in by_rank):
-            text = f"the sum was divided by {float(local.claimed):g}, and {self._total:g} was counted"
+            text = f"the sum was divided by {float(local.counted.claimed):g}, and {self._total:g} was counted"
             found.append(("divisor", "", (), text))
         return _grouped(found, local.step, local.since)
 
@@ -475,31 +434,10 @@ class Check:
             came=samples.came[index].cpu(),
             last=samples.last[index].cpu(),
             left=samples.left[index].cpu() * (subject.shard.copies if is_whole else 1),
-            count=float(local.counts[index]),
+            count=0.0 if local.counted.counts is None else float(local.counted.counts[index]),
             arrivals=samples.arrivals[index],
             is_whole=is_whole,
         )
-
-
-@dataclass(frozen=True)
-class _Probed:
-    """A few sums over the samples of one gradient, and over all ranks."""
-
-    index: int  # of the subject
-    due: Sequence[float]  # what they have to be
-    left: Sequence[float]  # what they are
-    scale: float  # their magnitude, about
-
-    def ratios(self) -> list[float]:
-        """Return by what factors they are off, as far as rounding allows."""
-        pairs = zip(self.due, self.left, strict=True)
-        return [left / due for due, left in pairs if abs(due) > 0.05 * self.scale]
-
-    def is_off(self, common: float, tolerance: float) -> bool:
-        """Whether they are not what they have to be, times a factor."""
-        slack = tolerance * abs(common) * self.scale
-        pairs = zip(self.due, self.left, strict=True)
-        return any(abs(left - common * due) > slack for due, left in pairs)
 
 
 @dataclass(frozen=True)
