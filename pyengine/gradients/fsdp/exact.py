@@ -68,7 +68,7 @@ class ExactFSDPReducer(ShardedReducer):
     """Gradients of a sharded model, summed exactly; nothing overlaps with a backward."""
 
     def __init__(self, managed: Managed, *, terms: Terms) -> None:
-        super().__init__(managed, watches=False, widens=False)
+        super().__init__(managed)
         index = {id(param): i for i, param in enumerate(self.params)}
         self._buckets = [
             UnitBucket(unit.params, [index[id(param)] for param in unit.params], terms=terms, comm=self.comm)

@@ -62,18 +62,12 @@ class Managed:
 
 
 class ShardedReducer(Reducer):
-    """A sharded model whose units reduce when the window ends.
-
-    Args:
-        widens: whether a micro-batch's narrow gradients are summed in the dtype in which their unit reduces;
-            False keeps the bits of autograd.
-        watches: whether every micro-batch is checked for inf and nan.
-    """
+    """A sharded model whose units reduce when the window ends."""
 
     has_collective_forwards = True
     saves_local_sums = False  # checkpoints hold unsharded sums and residuals
 
-    def __init__(self, managed: Managed, *, watches: bool, widens: bool = True) -> None:
+    def __init__(self, managed: Managed) -> None:
         self.stepper: Stepper = PlainStepper()
         self.names: Sequence[str] = [name for name, _ in managed.named]
         self.params: Sequence[Parameter] = [param for _, param in managed.named]
@@ -88,16 +82,8 @@ class ShardedReducer(Reducer):
         for unit in self.units:
             unit.attach(self.wire, names)
         deferred = [choice.mode == "all" for choice in self.choices]
-        dtypes = [reduce_dtype(unit.module) for unit in self.units]
         self.unsharded = Unsharded(
-            managed.model,
-            self.units,
-            self.params,
-            deferred=deferred,
-            dtypes=dtypes,
-            watches=watches,
-            separate=managed.settings.drops,
-            widens=widens,
+            managed.model, self.units, self.params, deferred=deferred, settings=managed.settings
         )
         self.is_clean = True  # FSDP has no state of an unfinished window
         self._divisor: Divisor | None = None
@@ -199,8 +185,8 @@ class FSDPReducer(ShardedReducer):
     overlaps = True
 
     def __init__(self, managed: Managed) -> None:
+        super().__init__(managed)
         settings = managed.settings
-        super().__init__(managed, watches=settings.raises)
         # 1/count is multiplied in before a wire that needs means, if all gradients wait for the window's end,
         # else after the sum.
         waits = all(

@@ -13,9 +13,10 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from pyengine.gradients.fsdp.places import whole_shape
-from pyengine.gradients.fsdp.private import compute_dtype
+from pyengine.gradients.fsdp.private import compute_dtype, reduce_dtype
 from pyengine.gradients.fsdp.units import Unit
 from pyengine.gradients.local_part import in_placements
+from pyengine.gradients.settings import Settings
 from pyengine.gradients.slots import Saved, as_gradient, local, saved_flags
 from pyengine.window.nonfinite import flagged_in
 
@@ -30,12 +31,8 @@ class Unsharded:
     Args:
         params: the sharded parameters, in registration order; all indices here refer to it.
         deferred: by unit, whether sums of earlier micro-batches stay here.
-        dtypes: by unit, the dtype in which it reduces; None where it trains nothing.
-        watches: whether every micro-batch is checked for inf and nan.
-        separate: whether `.grad` holds only the current micro-batch's gradient until `add_to_sums` or
+        settings: with `drops`, `.grad` holds only the current micro-batch's gradient until `add_to_sums` or
             `pop_grads`.
-        widens: whether narrower gradients are summed in the dtype in which their unit reduces. Otherwise they
-            keep the dtype in which they are computed, until `pop_grads`.
     """
 
     def __init__(
@@ -45,12 +42,13 @@ class Unsharded:
         params: Sequence[Parameter],
         *,
         deferred: Sequence[bool],
-        dtypes: Sequence[torch.dtype | None],
-        watches: bool,
-        separate: bool,
-        widens: bool,
+        settings: Settings,
     ) -> None:
-        self._watches, self._is_separate, self._widens = watches, separate, widens
+        self._is_separate = settings.drops
+        # Exact sums check the gradients that they get, in the dtype in which these were computed. Other
+        # gradients are summed in the dtype in which their unit reduces, and checked on arrival.
+        self._widens = settings.kind != "exact"
+        self._watches = self._widens and settings.raises
         # ---- the unsharded parameters, by index; known after each unit's first forward ----
         self._index = {id(param): index for index, param in enumerate(params)}
         self._found: dict[int, Any] = {}
@@ -75,18 +73,14 @@ class Unsharded:
         self.on_repeat: Callable[[], None] = lambda: None
         self.used = [False] * len(params)  # whether this window has a gradient of the parameter here
         places = _places(model, self._index)
-        every = [[self._index[id(param)] for param in unit.params] for unit in units]
         self._units: list[list[int]] = []
         self._sum_types: dict[int, tuple[torch.dtype, tuple[int]]] = {}  # dtypes and sizes of deferred sums
-        for unit, indices, dtype, is_here in zip(units, every, dtypes, deferred, strict=True):
+        for unit, is_here in zip(units, deferred, strict=True):
+            indices = [self._index[id(param)] for param in unit.params]
             if is_here:
                 self._units.append(indices)
-                self._sum_types |= {index: _sum_of(params[index], unit, dtype) for index in indices}
-        for unit, indices in zip(units, every, strict=True):
-            find = _Once(partial(self._register_params, [(index, *places[index]) for index in indices]))
-            # After FSDP's own pre-hook, which has unsharded the parameters.
-            find.handle = unit.module.register_forward_pre_hook(find)
-            self._handles.append(find.handle)
+                self._sum_types |= {index: _sum_of(params[index], unit) for index in indices}
+            self._register_in_forward(unit.module, [(index, *places[index]) for index in indices])
 
     @property
     def has_run(self) -> bool:
@@ -227,6 +221,17 @@ class Unsharded:
             handle.remove()
         self._found = {}
 
+    def _register_in_forward(self, unit: nn.Module, places: Sequence[tuple[int, nn.Module, str]]) -> None:
+        """Call `_register_params` in the unit's next forward."""
+
+        def register(*_: Any) -> None:
+            handle.remove()
+            self._register_params(places)
+
+        # After FSDP's own pre-hook, which has unsharded the parameters.
+        handle = unit.register_forward_pre_hook(register)
+        self._handles.append(handle)
+
     def _register_params(self, places: Sequence[tuple[int, nn.Module, str]]) -> None:
         """Register hooks on a unit's unsharded parameters, during its forward."""
         for index, module, name in places:
@@ -288,25 +293,11 @@ class Unsharded:
         return None if redistributed is grad else redistributed
 
 
-class _Once:
-    """A forward pre-hook that removes itself at its first call."""
-
-    handle: Any
-
-    def __init__(self, action: Callable[[], None]) -> None:
-        self._action = action
-
-    def __call__(self, module: nn.Module, args: Any) -> None:
-        del module, args
-        self.handle.remove()
-        self._action()
-
-
-def _sum_of(param: Parameter, unit: Unit, asked: torch.dtype | None) -> tuple[torch.dtype, tuple[int]]:
+def _sum_of(param: Parameter, unit: Unit) -> tuple[torch.dtype, tuple[int]]:
     """Return dtype and size of a parameter's unsharded sum."""
-    dtype = compute_dtype(unit.module, param)
-    is_widened = asked is not None and asked.itemsize > dtype.itemsize
-    return asked if asked and is_widened else dtype, (math.prod(whole_shape(param, unit.data_ndim)),)
+    dtype, reduced = compute_dtype(unit.module, param), reduce_dtype(unit.module)
+    is_widened = reduced is not None and reduced.itemsize > dtype.itemsize
+    return reduced if reduced and is_widened else dtype, (math.prod(whole_shape(param, unit.data_ndim)),)
 
 
 def _places(model: nn.Module, index: Mapping[int, int]) -> dict[int, tuple[nn.Module, str]]:
