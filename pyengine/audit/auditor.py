@@ -198,16 +198,8 @@ class Auditor:
         states: dict[int, Any] = {
             id(param): state for optimizer in self.optimizers for param, state in optimizer.state.items()
         }
-        parts: list[Part] = []  # what is read, where its checksum belongs, and what it is multiplied by
-        rows: list[int] = []
-        factors: list[int] = []
+        reads: list[tuple[int, int, Part]] = []  # where a checksum belongs, its factor, and what is read
         known, has = [], []
-
-        def read(row: int, part: Part, factor: int = 1) -> None:
-            parts.append(part)
-            rows.append(row)
-            factors.append(factor)
-
         for index, subject in enumerate(self._subjects):
             state, grad = states.get(id(subject.tensor), {}), subject.gradient()
             has.append((True, grad is not None, bool(state)))
@@ -215,17 +207,16 @@ class Auditor:
                 known += [0, 0, 0]
                 continue
             turn = None if index % _ROUND == self._checks % _ROUND else self._checks
-            read(3 * index, Part(subject.tensor))
+            reads.append((3 * index, 1, Part(subject.tensor)))
             if grad is not None:
-                read(3 * index + 1, Part(grad, turn))
+                reads.append((3 * index + 1, 1, Part(grad, turn)))
             tensors, numbers = states_of(state)
-            for place, tensor in enumerate(tensors):
-                read(3 * index + 2, Part(tensor, turn), 2 * place + 3)
+            reads += [(3 * index + 2, 2 * place + 3, Part(each, turn)) for place, each in enumerate(tensors)]
             known += [0, 0 if grad is not None else -1, digest([("", number) for number in numbers])]
         bits = torch.tensor(known, dtype=torch.int64, device=self.device)
-        weights = torch.tensor(factors, dtype=torch.int64, device=self.device)
-        places = torch.tensor(rows, dtype=torch.int64, device=self.device)
-        bits.index_add_(0, places, self._checksums.of_all(parts) * weights)
+        weights = torch.tensor([factor for _, factor, _ in reads], dtype=torch.int64, device=self.device)
+        places = torch.tensor([place for place, _, _ in reads], dtype=torch.int64, device=self.device)
+        bits.index_add_(0, places, self._checksums.of_all([part for _, _, part in reads]) * weights)
         return bits.view(-1, 3), has
 
 

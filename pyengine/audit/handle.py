@@ -121,7 +121,7 @@ class Audit:
         self._auditor, self._every = auditor, every
         self._names = [subject.name for subject in subjects]
         self.step = 0
-        self._samples: Samples | None = None
+        self._reduced: tuple[Samples, Counted] | None = None  # what was found when `reduced` was called
         self._forget()
         self._handles = [
             optimizer.register_step_pre_hook(self._before_step),
@@ -163,8 +163,7 @@ class Audit:
         divided by is then checked. Without it one factor common to all gradients counts as clipping.
         """
         if self._is_due:
-            self._samples = self._auditor.sample(is_strict=True)
-            self._counted = self._take_counts()
+            self._reduced = self._auditor.sample(is_strict=True), self._take_counts()
 
     def abandon(self) -> None:
         """Forget the window: its step was skipped, and `reduced` was not called.
@@ -207,10 +206,9 @@ class Audit:
 
     def _before_step(self, *_: Any) -> None:
         if self._is_due:
-            samples = self._samples or self._auditor.sample(is_strict=False)
-            counted = self._take_counts() if self._samples is None else self._counted
+            now = self._reduced or (self._auditor.sample(is_strict=False), self._take_counts())
             try:
-                self._auditor.check(self.step, samples, counted)
+                self._auditor.check(self.step, *now)
             except AuditError:
                 raise
             except RuntimeError as error:
@@ -236,7 +234,7 @@ class Audit:
         return Counted(counts=torch.stack([counts.get(name, zero) for name in pattern]))
 
     def _forget(self) -> None:
-        self._samples, self._counted = None, Counted()
+        self._reduced = None
         self._forget_counts()
 
     def _forget_counts(self) -> None:
