@@ -64,7 +64,7 @@ def not_reduced(details: str = "") -> RuntimeError:
     )
 
 
-def problems_of_capture(comm: Comm, observers: Sequence[Observer]) -> list[str]:
+def problems_of_capture(comm: Comm, observers: Sequence[Observer] | None) -> list[str]:
     """Return why the reductions over a transport cannot be captured as a graph; empty if they can."""
     problems = []
     if not comm.is_stream_ordered and (comm.world_size > 1 or comm.backend):
@@ -113,6 +113,9 @@ class Reducer(ABC):
     residuals = Residuals([], FP32())
     # Bytes that this rank holds through a window in order to communicate less often.
     held_bytes = 0
+    # Called with this rank's own sums of every bucket, in every window before the all-reduce. None: the owner
+    # has no such float sums, but exact ones, FSDP2's units, or an XLA program.
+    observers: list[Observer] | None = None
     # Windows that have to run before one is captured as a graph, whatever their form.
     min_warm_up = 0
 
@@ -198,13 +201,12 @@ class Reducer(ABC):
         for bucket in self.buckets():
             bucket.collect()
 
-    def grad_holders(self) -> Sequence[Any] | None:
+    def grad_holders(self) -> Sequence[Any]:
         """Return by parameter the tensor whose `.grad` is the micro-batch's gradient, until `collect`.
 
-        An entry is None for a parameter without such a tensor. None instead of a list: the parameters
-        themselves.
+        None for a parameter without such a tensor.
         """
-        return None
+        return self.params
 
     def written_outside_grad(self) -> Sequence[int]:
         """Return the indices of gradients written elsewhere since `clear_written_outside_grad`."""
@@ -223,15 +225,14 @@ class Reducer(ABC):
         Raises:
             NotImplementedError: see `own_sums_problems`.
         """
-        raise NotImplementedError(*self.own_sums_problems())
+        if self.observers is None:
+            raise NotImplementedError(*self.own_sums_problems())
+        self.observers.append(observer)
 
     def own_sums_problems(self) -> list[str]:
-        """Return why `observe` cannot be used; empty if it can.
-
-        The default is for owners without such float sums: exact sums, FSDP2's units, an XLA program.
-        """
+        """Return why `observe` cannot be used; empty if it can."""
         what = "float sums of this rank alone that could be read before they are reduced over ranks"
-        return [f"{type(self).__name__} has no {what}"]
+        return [f"{type(self).__name__} has no {what}"] if self.observers is None else []
 
     def observe_micro_batches(self, observer: Callable[[int, Tensor], None]) -> list[Any]:
         """Call the method `observer` with each gradient that a backward makes, before it is accumulated.

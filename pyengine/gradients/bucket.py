@@ -261,7 +261,7 @@ class SlotGroup:
 
 def packed(numels: Sequence[int]) -> BucketPlan:
     """Return the plan of slots without gaps, as in DDP's buckets."""
-    return BucketPlan(list(itertools.accumulate(numels, initial=0))[:-1], numels)
+    return aligned(numels, 1)
 
 
 def aligned(numels: Sequence[int], unit: int = ALIGN_ELEMENTS) -> BucketPlan:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -32,7 +31,7 @@ class Dropping:
         self._device = params[0].device
         self._one = torch.ones((), dtype=torch.float32, device=self._device)
         self._norms: list[tuple[list[Parameter], SlotNorms]] = []
-        if reducer.grad_holders() is None and not is_lazy(self._device):
+        if reducer.grad_holders() is params and not is_lazy(self._device):
             self._norms = norms_by_dtype(params, {id(param): index for index, param in enumerate(params)})
         self.begin()
 
@@ -54,12 +53,12 @@ class Dropping:
             self._bad_losses[index] = lost
             bad = bad | lost.reshape(())
         if runs_ahead(self._device) or is_lazy(self._device):
-            for one in self._holders():
+            for one in self._reducer.grad_holders():
                 if one is not None and one.grad is not None:
                     one.grad = _zeroed_if(one.grad, bad)
             return bad
         if is_bad := bool(bad):
-            for one in self._holders():
+            for one in self._reducer.grad_holders():
                 if one is not None:
                     one.grad = None
         return is_bad
@@ -85,18 +84,13 @@ class Dropping:
     def _nonfinite_flags(self) -> Tensor:
         if not self._norms:
             none = torch.zeros((), dtype=torch.bool, device=self._device)
-            grads = [None if one is None else one.grad for one in self._holders()]
+            grads = [None if one is None else one.grad for one in self._reducer.grad_holders()]
             lost = [none if grad is None else ~torch.isfinite(grad).all() for grad in grads]
             return torch.stack(lost).to(torch.uint8)
         flags = torch.zeros(len(self._params), dtype=torch.uint8, device=self._device)
         for group, norms in self._norms:
             flags.index_copy_(0, norms.params, norms.flags([slot_gradient(p) for p in group], self._one))
         return flags
-
-    def _holders(self) -> Sequence[Any]:
-        """Return by parameter the tensor with the micro-batch's gradient, or None."""
-        holders = self._reducer.grad_holders()
-        return self._params if holders is None else holders
 
 
 def _zeroed_if(grad: Tensor, bad: Tensor) -> Tensor:

@@ -16,7 +16,6 @@ from pyengine.comm.base import Comm, Work
 from pyengine.comm.staged import Staged
 from pyengine.gradients.arrival import Arrivals, Watch, may_nest, watching
 from pyengine.gradients.base import Reducer, Residuals, not_reduced, problems_of_capture
-from pyengine.gradients.bucket import Observer
 from pyengine.gradients.exact_sums import Terms
 from pyengine.gradients.layout import ParamSpec, backward_order, build
 from pyengine.gradients.local_part import local_parts, release
@@ -215,7 +214,7 @@ class BucketReducer(Reducer):
         self._arrivals: Arrivals | None = None
         # Parameters whose gradient has been accumulated more than once in a backward.
         self._repeated: set[int] = set()
-        self._observers: list[Observer] = []
+        self.observers = None if settings.kind == "exact" else []
         # ---- reduction ----
         self._memory = WireMemory()
         own = sorted({spec.group for spec in specs if spec.requires_grad})
@@ -258,7 +257,7 @@ class BucketReducer(Reducer):
                 )
             )
         for each in made:
-            each.observers = self._observers
+            each.observers = self.observers
         self._buckets = made
         self._norms = ReducedNorms([(bucket.plan, bucket.indices) for bucket in made], self.params[0].device)
         self._slot_locals = [param for bucket in made for param in bucket.params]
@@ -304,14 +303,6 @@ class BucketReducer(Reducer):
             return []
         repeated = {self._bucket_of[param] for param in self._repeated}
         return [bucket for index, bucket in enumerate(self._buckets) if index not in repeated]
-
-    def observe(self, observer: Observer) -> None:
-        if self.own_sums_problems():
-            super().observe(observer)
-        self._observers.append(observer)
-
-    def own_sums_problems(self) -> list[str]:
-        return super().own_sums_problems() if self._settings.kind == "exact" else []
 
     def written_outside_grad(self) -> Sequence[int]:
         """Return the parameters whose layer has added to `main_grad` itself."""
@@ -384,7 +375,7 @@ class BucketReducer(Reducer):
 
     @property
     def capture_problems(self) -> list[str]:
-        return problems_of_capture(self._comm, self._observers)
+        return problems_of_capture(self._comm, self.observers)
 
     @property
     def place_of_sums(self) -> object:

@@ -39,7 +39,7 @@ class OwnBucket(Bucket):
         result: what `.grad` views, of the parameters' type; may be `wire_buffer`.
     """
 
-    observers: Sequence[Observer] = ()
+    observers: Sequence[Observer] | None = None  # those of the reducer
 
     def __init__(
         self, spec: BucketSpec, params: Sequence[Parameter], total: Sum, wire_buffer: Tensor, result: Tensor
@@ -121,7 +121,7 @@ class OwnBucket(Bucket):
     def _all_reduce(self, wire: Wire, comm: Comm, scale: Tensor | None, *, poison: bool) -> Work:
         if poison:
             self._wire.fill_(torch.nan)
-        for observe in self.observers:
+        for observe in self.observers or ():
             observe(self.indices, slots_of(self._wire, self.plan), scale)
         return wire.all_reduce_(self._wire, comm)
 

@@ -52,11 +52,9 @@ class Exact:
         """Micro-batches of a slot."""
         return 1 if self.slots is None else self.micro_batches // self.slots
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         slots = "" if self.slots is None else f", slots={self.slots!r}"
         return f"Exact(micro_batches={self.micro_batches!r}{slots})"
-
-    __repr__ = __str__
 
 
 def as_accumulator(accumulator: Accumulator | Exact | torch.dtype) -> Accumulator | Exact:

@@ -76,7 +76,6 @@ class TwoOwners(Reducer):
 
     open = _of_both("open")
     begin = _of_both("begin")
-    observe = _of_both("observe")
     collect = _of_both("collect")
     give_up = _of_both("give_up")
     finish = _of_both("finish")

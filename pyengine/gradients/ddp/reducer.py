@@ -24,7 +24,7 @@ from pyengine.comm.base import Comm
 from pyengine.comm.watch import Promise
 from pyengine.gradients.arrival import Watch, watching
 from pyengine.gradients.base import Reducer, Residuals, not_reduced, problems_of_capture
-from pyengine.gradients.bucket import Accumulator, Observer
+from pyengine.gradients.bucket import Accumulator
 from pyengine.gradients.ddp.bucket_norms import BucketNorms
 from pyengine.gradients.ddp.buckets import DDPBuckets, ExactDDPBucket, Fp32DDPBucket, GradSums
 from pyengine.gradients.ddp.hook import (
@@ -153,7 +153,7 @@ class Reduction:
 
     def _observe(self, bucket: Any, sent: Tensor, scale: Tensor | None) -> None:
         params = bucket.parameters()
-        for observe in self._owner.observers:
+        for observe in self._owner.observers or ():
             indices = [self._owner.index[param] for param in params]
             observe(indices, sent.split([param.numel() for param in params]), scale)
 
@@ -189,13 +189,13 @@ class DDPReducer(Reducer):
         self._comm = state.comm(self.params[0].device)
         self._one = torch.ones((), dtype=torch.float32, device=self.params[0].device)
         self.index = index = {p: i for i, p in enumerate(self.params)}
-        self.observers: list[Observer] = []
         self.norms = BucketNorms(index, self._one.device)
         self._lay_out_norms()
         self._published = Published(self.names, self.params)
         self._before_backward = GradVersions(self.params)
         # ---- sums of earlier micro-batches: in buckets of ours, or in `.grad` ----
         self._is_exact = settings.kind == "exact"
+        self.observers = None if self._is_exact else []
         summed = {
             p.dtype
             for p in self.params
@@ -258,14 +258,6 @@ class DDPReducer(Reducer):
         for param in self.params:
             param.grad = None
         super().begin()
-
-    def observe(self, observer: Observer) -> None:
-        if self.own_sums_problems():
-            super().observe(observer)
-        self.observers.append(observer)
-
-    def own_sums_problems(self) -> list[str]:
-        return super().own_sums_problems() if self._is_exact else []
 
     def before_forward(self, *, syncs: bool) -> None:
         """Let DDP broadcast buffers in the window's last forward only."""
