@@ -28,15 +28,12 @@ _BITS = 64
 class UsedFlags:
     """The used flags of one window while `work` reduces them over ranks.
 
-    `flags` are uint8 `[params]` or longer, one an element; or int64 with 64 flags an element, `are_bits`.
+    `flags` are uint8 `[params]`; or int64 with 64 flags an element, and zeros behind them.
     `on_stream`: a stream waits for `work`, not the host.
     """
 
-    def __init__(
-        self, mine: Sequence[bool], flags: Tensor, work: Work, *, on_stream: bool, are_bits: bool
-    ) -> None:
-        self._mine, self._flags, self._work = list(mine), flags, work
-        self._on_stream, self._are_bits = on_stream, are_bits
+    def __init__(self, mine: Sequence[bool], flags: Tensor, work: Work, *, on_stream: bool) -> None:
+        self._mine, self._flags, self._work, self._on_stream = list(mine), flags, work, on_stream
 
     def drop_unused(self, params: Sequence[Parameter], *, waits: bool = False) -> list[int]:
         """Set `.grad` of unused parameters, in the order of the flags, to None; return their indices.
@@ -58,7 +55,7 @@ class UsedFlags:
         if not asked:
             return []
         used = [*map(int, Readback(self._flags).get())]
-        if self._are_bits:
+        if self._flags.dtype == torch.int64:
             used = [used[index // _BITS] >> index % _BITS & 1 for index in range(len(self._mine))]
         dropped = [index for index in asked if not used[index]]
         for index in dropped:
@@ -90,17 +87,17 @@ class UsedAnywhere:
         if are_all or (self.on_hosts and is_capturing()):
             none = torch.empty(0, dtype=torch.uint8, device=HOST)
             used = [True] * len(used) if are_all else used
-            return UsedFlags(used, none, Done(none), on_stream=False, are_bits=False)
-        comm, length = self._comm, len(used) + (-len(used) % _LENGTH if self.on_hosts else 0)
+            return UsedFlags(used, none, Done(none), on_stream=False)
+        comm = self._comm
         if comm.can_or:
             # gloo's ring cuts a vector into two parts a rank, as far as it has elements: with many ranks an
             # all-reduce of bytes costs as much as that of a bucket.
-            flags = _as_bits(used, length)
+            flags = _as_bits(used, len(used) + (-len(used) % _LENGTH if self.on_hosts else 0))
             work = comm.all_reduce_or(flags)
         else:
-            flags = torch.nn.functional.pad(send(used, torch.uint8, self._device), (0, length - len(used)))
+            flags = send(used, torch.uint8, self._device)
             work = comm.all_reduce_max(flags)
-        return UsedFlags(used, flags, work, on_stream=comm.is_stream_ordered, are_bits=comm.can_or)
+        return UsedFlags(used, flags, work, on_stream=comm.is_stream_ordered)
 
 
 def _as_bits(used: Sequence[bool], length: int) -> Tensor:

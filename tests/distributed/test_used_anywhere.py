@@ -313,7 +313,7 @@ class _NeverDone:
 def test_the_host_waits_only_where_it_asks_and_a_stream_always(on_stream):
     params = [nn.Parameter(torch.ones(1)) for _ in range(2)]
     flags = used_anywhere.UsedFlags(
-        [True, True], torch.ones(2, dtype=torch.uint8), _NeverDone(), on_stream=on_stream, are_bits=False
+        [True, True], torch.ones(2, dtype=torch.uint8), _NeverDone(), on_stream=on_stream
     )
     with pytest.raises(AssertionError) if on_stream else nullcontext():
         assert flags.drop_unused(params) == []
