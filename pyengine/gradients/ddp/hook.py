@@ -6,9 +6,9 @@ bucket to the window's `Reduction`. No string annotations here: DDP inspects the
 
 import itertools
 import warnings
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -35,25 +35,6 @@ from pyengine.wire.named import WireLike, as_wire, wire_problems
 WriteBack = Callable[[], Tensor]
 # The reduction of a bucket, and the `WriteBack` for its result.
 Launched = tuple[Work, WriteBack]
-# Returns the factor to multiply a bucket by, 0-dim, given a 0-dim one of the dtype in which the bucket is
-# multiplied; None for 1.
-Scale = Callable[[Tensor], Tensor | None]
-
-
-@dataclass(frozen=True)
-class Passes:
-    """The passes over a bucket before and after its reduction."""
-
-    # Return the factors before the wire and after it.
-    before: Scale
-    after: Scale
-    # Writes the bucket times a float32 0-dim scale into a flat buffer, `[numel]` in the wire's type. Returns
-    # False to leave that to the hook.
-    fill: Callable[[Tensor, Tensor], bool] = lambda flat, scale: False
-    # Reads the result, in the pass that writes it back; None reads none.
-    norms: ReadNorms | None = None
-    # Called with the tensor that this rank sends, `[numel]`, and the factor it has been multiplied by.
-    observe: Callable[[Tensor, Tensor | None], None] = lambda sent, scale: None
 
 
 class WireBuffer:
@@ -222,130 +203,147 @@ def comm_hook(state: HookState | dist.ProcessGroup | None, bucket: dist.GradBuck
     if not isinstance(state, HookState):
         state = HookState(state)
     if isinstance(bucket, tuple):
-        future = _mean(state, _SingleGradient(*bucket))
+        future = _Mean(state, _SingleGradient(*bucket)).start()
         future.wait()
         return future
-    return _mean(state, bucket) if state.reduce is None else state.reduce(bucket)
+    return _Mean(state, bucket).start() if state.reduce is None else state.reduce(bucket)
 
 
-def _mean(state: HookState, bucket: Any) -> Future[torch.Tensor]:
-    """Reduce a bucket as DDP does: the mean over ranks, divided before the wire or after it."""
-    world_size, folds = dist.get_world_size(state.group), state.wire.folds_count
-    passes = Passes(
-        before=lambda one: one / world_size if folds else None,
-        after=lambda one: None if folds else one / world_size,
-    )
+class BucketSum(ABC):
+    """The sum of one of DDP's buckets over ranks, and the passes over the bucket before and after it."""
 
-    def start(comm: Comm) -> Launched:
-        work, write_back = launch(state, bucket, comm, passes)
-        if state.wire.keeps_residual:
-            return work, _if_finite(write_back, state.memory, bucket.parameters()[0])
-        return work, write_back
+    # Reads the result, in the pass that writes it back; None reads none.
+    norms: ReadNorms | None = None
 
-    return exchange(state, bucket, start, failures=[])
+    def __init__(self, state: HookState, bucket: Any) -> None:
+        self.state, self.bucket = state, bucket
+        # Exceptions of failed collectives, for callers that do not wait for the future.
+        self.failures: list[BaseException] = []
+
+    @abstractmethod
+    def before_wire(self, one: Tensor) -> Tensor | None:
+        """Return the factor before the wire, 0-dim; `one` has the dtype of the pass. None for 1."""
+
+    @abstractmethod
+    def after_wire(self, one: Tensor) -> Tensor | None:
+        """Return the factor after the wire, as `before_wire`."""
+
+    def fill(self, sent: Tensor, scale: Tensor) -> bool:
+        """Write the bucket times `scale`, float32 0-dim, into `sent`, `[numel]` in the wire's type.
+
+        Return False to leave that to `launch`.
+        """
+        del sent, scale
+        return False
+
+    def observe(self, sent: Tensor, scale: Tensor | None) -> None:
+        """Look at what this rank sends, `[numel]`, and the factor that it has been multiplied by."""
+
+    def start(self) -> Future[torch.Tensor]:
+        """Launch the sum; return a future of DDP's buffer, `[numel]`, with the result."""
+        state, bucket, failures = self.state, self.bucket, self.failures
+        flat: Tensor = bucket.buffer()
+        if flat.layout is not torch.strided:
+            raise ValueError(
+                "the bucket holds a sparse gradient, which no wire can reduce: build the embedding with "
+                "sparse=False"
+            )
+        comm = state.comm(flat.device)
+        # The closure must not refer to the state or the transport: a thread of the backend could be the last
+        # to release the process group.
+        roll_call = comm.roll_call
+
+        def finish(result: Callable[[], object]) -> Tensor:
+            try:
+                with roll_call.named():
+                    result()  # raises the collective's error: torch runs callbacks of failed futures, too
+            except BaseException as error:
+                failures.append(error)
+                raise
+            return write_back()
+
+        with span("launch bucket", bucket.index()), comm.side_stream([flat]):
+            work, write_back = self.launch(comm)
+            if comm.is_stream_ordered and isinstance(work, Staged):
+                return completed(finish(work.wait))  # the stream waits
+        if runs_ahead(flat.device) and not comm.is_stream_ordered:
+            # gloo's future completes before the stream has copied the result back to the device.
+            return completed(finish(work.wait))
+        if isinstance(work, Staged):
+            return state.staged.add(bucket, work, lambda: finish(work.wait))
+        if state.reduce is not None and bucket.is_last() and not comm.is_stream_ordered:
+            # DDP waits for its buckets next: waiting here needs no change of threads. Without an engine other
+            # models may follow in the same backward, which the collective overlaps.
+            return completed(finish(work.wait))
+        future = work.get_future()
+        if roll_call.watch is not None and not comm.is_stream_ordered:
+            future = roll_call.watch.guard(future, state.callbacks.call_back)
+        return state.callbacks.call_back(future, lambda future: finish(future.value))
+
+    def launch(self, comm: Comm) -> Launched:
+        """Launch the collective, which may wait for other ranks without stalling the backward."""
+        flat: Tensor = self.bucket.buffer()
+        if flat.dtype not in DTYPE_CODES:
+            return self._launch_wide(comm)
+        buffer, norms = self.state.wire_buffer(self.bucket), self.norms
+        wire = buffer.wire
+        into, out_of = self.before_wire(buffer.one), self.after_wire(buffer.one)
+        is_copied = wire.folds_count or wire.dtype != flat.dtype
+        sent = buffer.flat(comm) if is_copied else flat
+        scale = buffer.one if into is None else into
+        if not self.fill(sent, scale) and is_copied:
+            buffer.plan.pack_(sent, [flat], scale)
+        self.observe(sent, into)
+
+        def write_back() -> Tensor:
+            writes, scale = is_copied or out_of is not None, buffer.one if out_of is None else out_of
+            if norms is not None:
+                norms(sent, flat if writes else None, scale)
+            elif writes:
+                buffer.plan.unpack_([flat], sent, scale)
+            return flat
+
+        return wire.all_reduce_(sent, comm), write_back
+
+    def _launch_wide(self, comm: Comm) -> Launched:
+        """Launch the sum of float64 gradients, sent as they are unless the wire encodes them."""
+        flat: Tensor = self.bucket.buffer()
+        one = torch.ones((), dtype=flat.dtype, device=flat.device)
+        into, out_of = self.before_wire(one), self.after_wire(one)
+        if into is None and not self.state.wire.is_encoded:
+            return comm.all_reduce(flat), lambda: flat if out_of is None else flat.mul_(out_of)
+        buffer = self.state.wire_buffer(self.bucket)
+        sent = buffer.flat(comm).copy_(flat if into is None else flat * into)
+
+        def write_back() -> Tensor:
+            flat.copy_(sent)
+            return flat if out_of is None else flat.mul_(out_of)
+
+        return buffer.wire.all_reduce_(sent, comm), write_back
 
 
-def _if_finite(write_back: WriteBack, memory: WireMemory, param: Tensor) -> WriteBack:
-    """Drop residuals of a bucket with inf or nan, which the optimizer would not use."""
+class _Mean(BucketSum):
+    """The mean over ranks, as DDP's."""
 
-    def checked() -> Tensor:
-        reduced = write_back()
-        memory.drop_of(param, ~torch.isfinite(reduced.sum()))
-        return reduced
+    def before_wire(self, one: Tensor) -> Tensor | None:
+        return one / dist.get_world_size(self.state.group) if self.state.wire.folds_count else None
 
-    return checked
+    def after_wire(self, one: Tensor) -> Tensor | None:
+        return None if self.state.wire.folds_count else one / dist.get_world_size(self.state.group)
 
+    def launch(self, comm: Comm) -> Launched:
+        work, write_back = super().launch(comm)
+        if not self.state.wire.keeps_residual:
+            return work, write_back
+        memory, param = self.state.memory, self.bucket.parameters()[0]
 
-def exchange(
-    state: HookState, bucket: Any, start: Callable[[Comm], Launched], *, failures: list[BaseException]
-) -> Future[torch.Tensor]:
-    """Launch the sum of a bucket over ranks; return a future of DDP's buffer, `[numel]`, with the sum.
+        def write_back_if_finite() -> Tensor:
+            reduced = write_back()
+            # The optimizer would not use a bucket with inf or nan, and so not what is left of it.
+            memory.drop_of(param, ~torch.isfinite(reduced.sum()))
+            return reduced
 
-    Args:
-        start: launches the collective. It may wait for other ranks without stalling the backward.
-        failures: the exception of a failed collective is appended, for callers that do not wait for the
-            future.
-    """
-    flat: Tensor = bucket.buffer()
-    if flat.layout is not torch.strided:
-        raise ValueError(
-            "the bucket holds a sparse gradient, which no wire can reduce: build the embedding with "
-            "sparse=False"
-        )
-    comm = state.comm(flat.device)
-    # The closure must not refer to the state or the transport: a thread of the backend could be the last to
-    # release the process group.
-    roll_call = comm.roll_call
-
-    def finish(result: Callable[[], object]) -> Tensor:
-        try:
-            with roll_call.named():
-                result()  # raises the collective's error: torch runs callbacks of failed futures, too
-        except BaseException as error:
-            failures.append(error)
-            raise
-        return write_back()
-
-    with span("launch bucket", bucket.index()), comm.side_stream([flat]):
-        work, write_back = start(comm)
-        if comm.is_stream_ordered and isinstance(work, Staged):
-            return completed(finish(work.wait))  # the stream waits
-    if runs_ahead(flat.device) and not comm.is_stream_ordered:
-        # gloo's future completes before the stream has copied the result back to the device.
-        return completed(finish(work.wait))
-    if isinstance(work, Staged):
-        return state.staged.add(bucket, work, lambda: finish(work.wait))
-    if state.reduce is not None and bucket.is_last() and not comm.is_stream_ordered:
-        # DDP waits for its buckets next: waiting here needs no change of threads. Without an engine other
-        # models may follow in the same backward, which the collective overlaps.
-        return completed(finish(work.wait))
-    future = work.get_future()
-    if roll_call.watch is not None and not comm.is_stream_ordered:
-        future = roll_call.watch.guard(future, state.callbacks.call_back)
-    return state.callbacks.call_back(future, lambda future: finish(future.value))
-
-
-def launch(state: HookState, bucket: Any, comm: Comm, passes: Passes) -> Launched:
-    """Launch the sum of a bucket over `state.wire`."""
-    flat: Tensor = bucket.buffer()
-    if flat.dtype not in DTYPE_CODES:
-        return _launch_wide(state, bucket, comm, passes)
-    buffer = state.wire_buffer(bucket)
-    wire = buffer.wire
-    into, out_of = passes.before(buffer.one), passes.after(buffer.one)
-    is_copied = wire.folds_count or wire.dtype != flat.dtype
-    sent = buffer.flat(comm) if is_copied else flat
-    scale = buffer.one if into is None else into
-    if not passes.fill(sent, scale) and is_copied:
-        buffer.plan.pack_(sent, [flat], scale)
-    passes.observe(sent, into)
-
-    def write_back() -> Tensor:
-        writes, scale = is_copied or out_of is not None, buffer.one if out_of is None else out_of
-        if passes.norms is not None:
-            passes.norms(sent, flat if writes else None, scale)
-        elif writes:
-            buffer.plan.unpack_([flat], sent, scale)
-        return flat
-
-    return wire.all_reduce_(sent, comm), write_back
-
-
-def _launch_wide(state: HookState, bucket: Any, comm: Comm, passes: Passes) -> Launched:
-    """Launch the sum of float64 gradients, sent as they are unless the wire encodes them."""
-    flat: Tensor = bucket.buffer()
-    one = torch.ones((), dtype=flat.dtype, device=flat.device)
-    into, out_of = passes.before(one), passes.after(one)
-    if into is None and not state.wire.is_encoded:
-        return comm.all_reduce(flat), lambda: flat if out_of is None else flat.mul_(out_of)
-    buffer = state.wire_buffer(bucket)
-    sent = buffer.flat(comm).copy_(flat if into is None else flat * into)
-
-    def write_back() -> Tensor:
-        flat.copy_(sent)
-        return flat if out_of is None else flat.mul_(out_of)
-
-    return buffer.wire.all_reduce_(sent, comm), write_back
+        return work, write_back_if_finite
 
 
 def skip_reduction(bucket: Any) -> Future[torch.Tensor]:

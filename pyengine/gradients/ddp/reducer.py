@@ -28,13 +28,11 @@ from pyengine.gradients.bucket import Accumulator
 from pyengine.gradients.ddp.bucket_norms import BucketNorms
 from pyengine.gradients.ddp.buckets import DDPBuckets, ExactDDPBucket, Fp32DDPBucket, GradSums
 from pyengine.gradients.ddp.hook import (
+    BucketSum,
     HookState,
     Launched,
-    Passes,
     comm_hook,
     completed,
-    exchange,
-    launch,
     skip_reduction,
 )
 from pyengine.gradients.ddp.private import (
@@ -66,8 +64,8 @@ class Reduction:
     """The sums over ranks of one window's buckets; none after a header in which ranks disagree."""
 
     def __init__(self, owner: DDPReducer, header: Header) -> None:
-        self._owner, self.header = owner, header
-        self._divisor = Divisor(header.inv_count, owner.state.wire, header.inv_scale)
+        self.owner, self.header = owner, header
+        self.divisor = Divisor(header.inv_count, owner.state.wire, header.inv_scale)
         owner.norms.begin()
         self._stream = current_stream(owner.params[0].device)
         # Whether a bucket that DDP hands out before the header has arrived may wait for a later bucket, so
@@ -90,8 +88,8 @@ class Reduction:
     def reduce(self, bucket: Any) -> Future[Tensor]:
         """Launch the sum of a bucket, and of those delayed before it; after the last, the used flags."""
         self.without_grad += [param for param in bucket.parameters() if param.grad is None]
-        if self._owner.in_grad is not None:
-            self._owner.in_grad.check_last(bucket)
+        if self.owner.in_grad is not None:
+            self.owner.in_grad.check_last(bucket)
         flat = bucket.buffer()
         if section() is not None and current_stream(flat.device) != self._stream:
             report_uncapturable(f"DDP was made on another stream than windows run on: {_ON_ONE_STREAM}")
@@ -100,14 +98,14 @@ class Reduction:
             promise = Promise()
             self._delayed.append((bucket, promise))
             # DDP raises the error of a future only where it made the future itself, by `then`.
-            future = self._owner.state.callbacks.call_back(promise.future, Future.value)
+            future = self.owner.state.callbacks.call_back(promise.future, Future.value)
         else:
             self.launch_delayed()
             future = self._exchange(bucket)
         self.under_way.append((bucket, future))
         self.is_complete = self.is_complete or bucket.is_last()
         if self.is_complete:
-            self._owner.launch_used_flags(self)
+            self.owner.launch_used_flags(self)
         return future
 
     def launch_delayed(self) -> None:
@@ -116,46 +114,53 @@ class Reduction:
             bucket, promise = self._delayed[0]
             future = self._exchange(bucket)
             del self._delayed[0]  # not before: a bucket that fails is tried again, and fails again
-            self._owner.state.callbacks.call_back(future, promise.keep)
+            self.owner.state.callbacks.call_back(future, promise.keep)
 
     def _exchange(self, bucket: Any) -> Future[Tensor]:
         if self.header.is_refused():
             return completed(bucket.buffer())
-        return exchange(self._owner.state, bucket, partial(self._start, bucket), failures=self.failures)
+        return _SumInWindow(self, bucket).start()
 
-    def _start(self, bucket: Any, comm: Comm) -> Launched:
-        launched = self._launch(bucket, comm)
-        if bucket.is_last() and not comm.is_stream_ordered:
-            self._owner.launch_used_flags(self)  # before `exchange` waits for the bucket
-        return launched
 
-    def _launch(self, bucket: Any, comm: Comm) -> Launched:
-        _log.debug("launch DDP's bucket %d%s", bucket.index(), ", with nan" if self.poison else "")
-        total = None if self._owner.ddp_buckets is None else self._owner.ddp_buckets.of(bucket)
-        norms = self._owner.norms.of(bucket)
-        if isinstance(total, ExactDDPBucket):
-            return total.launch(bucket.buffer(), self._divisor.after_wire, norms, poison=self.poison)
+class _SumInWindow(BucketSum):
+    """The sum of a bucket, with those of earlier micro-batches, in a window."""
 
-        def fill(flat: Tensor, scale: Tensor) -> bool:
-            if self.poison:
-                flat.fill_(float("nan"))
-                return True
-            return isinstance(total, Fp32DDPBucket) and total.fill(bucket.buffer(), flat, scale)
+    def __init__(self, reduction: Reduction, bucket: Any) -> None:
+        owner = reduction.owner
+        super().__init__(owner.state, bucket)
+        self.failures, self._reduction, self._owner = reduction.failures, reduction, owner
+        self._total = None if owner.ddp_buckets is None else owner.ddp_buckets.of(bucket)
 
-        passes = Passes(
-            before=lambda _: self._divisor.before_wire(),
-            after=lambda _: self._divisor.after_wire(),
-            fill=fill,
-            norms=norms,
-            observe=partial(self._observe, bucket),
-        )
-        return launch(self._owner.state, bucket, comm, passes)
+    def before_wire(self, one: Tensor) -> Tensor | None:
+        return self._reduction.divisor.before_wire()
 
-    def _observe(self, bucket: Any, sent: Tensor, scale: Tensor | None) -> None:
-        params = bucket.parameters()
+    def after_wire(self, one: Tensor) -> Tensor | None:
+        return self._reduction.divisor.after_wire()
+
+    def fill(self, sent: Tensor, scale: Tensor) -> bool:
+        if self._reduction.poison:
+            sent.fill_(torch.nan)
+            return True
+        return isinstance(self._total, Fp32DDPBucket) and self._total.fill(self.bucket.buffer(), sent, scale)
+
+    def observe(self, sent: Tensor, scale: Tensor | None) -> None:
+        params = self.bucket.parameters()
         for observe in self._owner.observers or ():
             indices = [self._owner.index[param] for param in params]
             observe(indices, sent.split([param.numel() for param in params]), scale)
+
+    def launch(self, comm: Comm) -> Launched:
+        reduction, bucket, total = self._reduction, self.bucket, self._total
+        _log.debug("launch DDP's bucket %d%s", bucket.index(), ", with nan" if reduction.poison else "")
+        self.norms = self._owner.norms.of(bucket)
+        if isinstance(total, ExactDDPBucket):
+            divisor, poison = reduction.divisor, reduction.poison
+            launched = total.launch(bucket.buffer(), divisor.after_wire, self.norms, poison=poison)
+        else:
+            launched = super().launch(comm)
+        if bucket.is_last() and not comm.is_stream_ordered:
+            self._owner.launch_used_flags(reduction)  # before `start` waits for the bucket
+        return launched
 
 
 class DDPReducer(Reducer):
