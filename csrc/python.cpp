@@ -56,7 +56,7 @@ Table make_table(const std::vector<Address>& addresses, int dtype) {
 
 // The addresses of a list of plain tensors, in about 30 ns each; attribute calls from Python would take 400. Returns
 // None where Python has to check the tensors one by one and write the message.
-std::optional<Table> gather(const BucketPlan& plan, py::list tensors, py::tuple exact_types) {
+std::optional<Table> gather(const BucketPlan& plan, const py::list& tensors) {
   const size_t n = plan.numels().size();
   if (tensors.size() != n) return std::nullopt;
   Table table;
@@ -65,7 +65,7 @@ std::optional<Table> gather(const BucketPlan& plan, py::list tensors, py::tuple 
     PyObject* object = PyList_GET_ITEM(tensors.ptr(), static_cast<Py_ssize_t>(i));
     if (object == Py_None) continue;
     TensorFacts facts;
-    if (!is_plain(object, exact_types, &facts) || facts.numel != plan.numels()[i]) return std::nullopt;
+    if (!is_plain(object, &facts) || facts.numel != plan.numels()[i]) return std::nullopt;
     const std::optional<DType> dtype = dtype_of_scalar_type(facts.scalar_type);
     const Device device{facts.device_type, facts.device_index};
     const bool is_first = table.device.first < 0;
@@ -173,13 +173,9 @@ PackCall pack_call(Address flat, int dtype, const Table& tensors, Address scale,
   return {flat_at(flat, dtype), tensors.view(), at<float>(scale), at<float>(only_if)};
 }
 
-PackCall unpack_call(const Table& tensors, Address flat, int dtype, Address scale, Address only_if) {
-  return pack_call(flat, dtype, tensors, scale, only_if);
-}
-
 void bind_pack(Plans& plans) {
   def_op(plans, "pack_", &Ops::pack, kCudaOps.pack, pack_call);
-  def_op(plans, "unpack_", &Ops::unpack, kCudaOps.unpack, unpack_call);
+  def_op(plans, "unpack_", &Ops::unpack, kCudaOps.unpack, pack_call);
 }
 
 AccumulateCall accumulate_call(Address acc, const Table& grads, Address scale, bool first, Address nonfinite) {
@@ -299,13 +295,15 @@ Table uploaded(const Table& table, Address on_device, Address stream) {
 void bind_torch(py::module_& m) {
   m.def("thread_pool", &thread_pool);
   m.def("learn_tensor_object", [](py::handle object, Address tensor, Address storage, uint64_t keys,
-                                  int64_t storage_offset, Address data, int64_t bytes, uint64_t plain_keys) {
+                                  int64_t storage_offset, Address data, int64_t bytes, uint64_t plain_keys,
+                                  const py::tuple& types) {
+    plain_types = types.inc_ref().ptr();
     const Probe probe{at<void>(tensor), at<void>(storage), keys, storage_offset, at<void>(data), bytes};
     return learn_tensor_object(object.ptr(), probe, plain_keys);
   });
-  m.def("is_plain", [](py::handle tensor, const py::tuple& exact_types) {
+  m.def("is_plain", [](py::handle tensor) {
     TensorFacts facts;
-    return is_plain(tensor.ptr(), exact_types, &facts);
+    return is_plain(tensor.ptr(), &facts);
   });
   m.def("can_read_grads", &can_read_grads);
   py::class_<GradStates>(m, "GradStates", py::module_local())

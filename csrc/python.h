@@ -25,18 +25,22 @@ inline std::optional<DType> dtype_of_scalar_type(int32_t scalar_type) {
   }
 }
 
-// Whether an op may read the object's elements at its address; subclasses may store them elsewhere.
-inline bool is_plain(PyObject* object, const pybind11::tuple& exact_types, TensorFacts* facts) {
+// A tuple of the types that store elements at their address, which subclasses may not do: Tensor and Parameter. Set by
+// learn_tensor_object, and never freed.
+inline PyObject* plain_types = nullptr;
+
+// Whether an op may read the object's elements at its address.
+inline bool is_plain(PyObject* object, TensorFacts* facts) {
   bool exact = false;
-  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(exact_types.ptr()); ++i)
-    exact |= reinterpret_cast<PyObject*>(Py_TYPE(object)) == PyTuple_GET_ITEM(exact_types.ptr(), i);
+  for (Py_ssize_t i = 0; plain_types && i < PyTuple_GET_SIZE(plain_types); ++i)
+    exact |= reinterpret_cast<PyObject*>(Py_TYPE(object)) == PyTuple_GET_ITEM(plain_types, i);
   return exact && tensor_facts(object, facts);
 }
 
 // The facts of a tensor on the host; nullopt where Python has to check it.
-inline std::optional<TensorFacts> facts_on_host(PyObject* object, const pybind11::tuple& exact_types) {
+inline std::optional<TensorFacts> facts_on_host(PyObject* object) {
   TensorFacts facts;
-  if (!is_plain(object, exact_types, &facts) || facts.device_type != kCpu) return std::nullopt;
+  if (!is_plain(object, &facts) || facts.device_type != kCpu) return std::nullopt;
   return facts;
 }
 

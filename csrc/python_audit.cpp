@@ -55,13 +55,12 @@ WordWeights weights_of(Address weights, int64_t block) {
 // One checksum per tensor; None where Python has to check the tensor.
 std::vector<std::optional<int64_t>> checksums_of(Address weights, int64_t block,
                                                  const std::vector<py::object>& tensors,
-                                                 const std::vector<int64_t>& turns, int64_t run,
-                                                 const py::tuple& exact_types) {
+                                                 const std::vector<int64_t>& turns, int64_t run) {
   const WordWeights rule = weights_of(weights, block);
   if (tensors.size() != turns.size() || run < 1) throw std::invalid_argument("a turn a tensor, and runs of a word or more");
   std::vector<std::optional<int64_t>> found(tensors.size());
   for (size_t i = 0; i < tensors.size(); ++i) {
-    const std::optional<TensorFacts> facts = facts_on_host(tensors[i].ptr(), exact_types);
+    const std::optional<TensorFacts> facts = facts_on_host(tensors[i].ptr());
     if (!facts || reinterpret_cast<uintptr_t>(facts->data) % sizeof(int32_t)) continue;
     const int64_t bytes = facts->numel * facts->element_size;
     if (bytes % sizeof(int32_t)) continue;
@@ -77,12 +76,11 @@ struct Listener {
   Notes notes;
   int64_t index;
   py::object owners;  // a tuple: while none of them has a gradient, the next gradient is its first
-  py::object exact_types, rest;
+  py::object rest;
 
   void operator()(const py::object& grad) const {
     const Place& place = notes.places[index];
-    const std::optional<TensorFacts> facts =
-        *notes.is_over ? std::nullopt : facts_on_host(grad.ptr(), py::reinterpret_borrow<py::tuple>(exact_types));
+    const std::optional<TensorFacts> facts = *notes.is_over ? std::nullopt : facts_on_host(grad.ptr());
     if (!has(facts, place)) {
       rest(grad);
       return;
@@ -115,7 +113,6 @@ void collect(PyHeapTypeObject* heap) {
     if (!is_made(self)) return 0;
     const Listener& listener = py::cast<const Listener&>(py::handle(self));
     Py_VISIT(listener.owners.ptr());
-    Py_VISIT(listener.exact_types.ptr());
     Py_VISIT(listener.rest.ptr());
     return 0;
   };
@@ -135,9 +132,9 @@ void bind_audit(py::module_& m) {
     return ops().checksum(at<int32_t>(words), n, weights_of(weights, block));
   }, NoGil());
   m.def("checksums_of", &checksums_of);
-  m.def("sample", [](py::handle tensor, const py::tuple& exact_types, int64_t start, int64_t stride, int64_t num,
-                     float weight, Address sum, Address last) {
-    const std::optional<TensorFacts> facts = facts_on_host(tensor.ptr(), exact_types);
+  m.def("sample", [](py::handle tensor, int64_t start, int64_t stride, int64_t num, float weight, Address sum,
+                     Address last) {
+    const std::optional<TensorFacts> facts = facts_on_host(tensor.ptr());
     const Place place{start, stride, num};
     if (!has(facts, place)) return false;
     sample(*facts, place, weight, at<float>(sum), at<float>(last));
@@ -150,8 +147,8 @@ void bind_audit(py::module_& m) {
                      at<int64_t>(arrivals), at<float>(sums), at<float>(last), at<float>(lost), width};
       }));
   py::class_<Listener>(m, "Listener", py::module_local(), py::custom_type_setup(&collect))
-      .def(py::init([](const Notes& notes, int64_t index, py::tuple owners, py::tuple exact_types, py::object rest) {
-        return Listener{notes, index, std::move(owners), std::move(exact_types), std::move(rest)};
+      .def(py::init([](const Notes& notes, int64_t index, py::tuple owners, py::object rest) {
+        return Listener{notes, index, std::move(owners), std::move(rest)};
       }))
       .def("__call__", &Listener::operator());
 }

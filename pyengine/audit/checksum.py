@@ -17,7 +17,6 @@ from torch import Tensor
 from pyengine.gradients.slots import local
 from pyengine.ops import native
 from pyengine.ops.device import HOST, runs_ahead
-from pyengine.ops.pointers import PLAIN
 
 # On the host words are weighed block by block, and the weights of one stay in the first-level cache.
 _BLOCK = 2**10
@@ -90,7 +89,7 @@ class BlockSums:
         if self._core is not None:  # at once where the words are contiguous in memory
             turns = [-1 if part.turn is None else part.turn for part in parts]
             tensors = [part.tensor for part in parts]
-            found = self._core.checksums_of(self._weights.data_ptr(), _BLOCK, tensors, turns, _RUN, PLAIN)
+            found = self._core.checksums_of(self._weights.data_ptr(), _BLOCK, tensors, turns, _RUN)
         numbers = [
             int(self.of(part.words())) if each is None else each
             for part, each in zip(parts, found, strict=True)

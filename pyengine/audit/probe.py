@@ -19,7 +19,6 @@ from pyengine.audit.inventory import Subject
 from pyengine.gradients.fsdp.private import is_unit
 from pyengine.ops import native
 from pyengine.ops.device import runs_ahead, send
-from pyengine.ops.pointers import PLAIN
 
 NUM_SAMPLES = 8
 
@@ -127,7 +126,7 @@ class Probe:
 
         if self._core is None:
             return listen
-        hook: Callable[[Tensor], None] = self._core.Listener(self._notes, index, owners, PLAIN, listen)
+        hook: Callable[[Tensor], None] = self._core.Listener(self._notes, index, owners, listen)
         return hook
 
     @cached_property
@@ -162,7 +161,7 @@ class Probe:
             at = start + first * stride - shard.start
             found, num = row[first:end], end - first
             is_read = self._core is not None and self._core.sample(
-                grad, PLAIN, at, stride, num, 1.0, 0, found.data_ptr()
+                grad, at, stride, num, 1.0, 0, found.data_ptr()
             )
             if not is_read:
                 found.copy_(_strided(grad, at, stride, end - first))

@@ -49,6 +49,8 @@ def cuda_core() -> ModuleType | None:
     return None
 
 
+# Subclasses may store their elements elsewhere than at their address, so the core reads only these.
+_PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
 # The dispatch keys of tensors whose elements are stored unchanged at their address. Python checks tensors
 # with other keys (a lazy negation, a subclass that dispatches, a fake).
 _PLAIN_KEYS = ("CPU", "CUDA", "ADInplaceOrView", "AutogradCPU", "AutogradCUDA", "AutocastCPU", "AutocastCUDA")
@@ -66,7 +68,7 @@ def can_gather() -> bool:
     probe = torch.empty(1237, dtype=torch.uint8, device=HOST)[1013:]
     storage, keys = probe.untyped_storage(), torch._C._dispatch_keys(probe).raw_repr()
     return _core.learn_tensor_object(
-        probe, probe._cdata, storage._cdata, keys, 1013, storage.data_ptr(), 1237, plain
+        probe, probe._cdata, storage._cdata, keys, 1013, storage.data_ptr(), 1237, plain, _PLAIN_TYPES
     )
 
 

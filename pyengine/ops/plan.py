@@ -161,7 +161,7 @@ class BucketPlan:
         if runner is None:
             return reference.unpack_(self._slots, targets.tensors, flat, scale, only_if)
         flag = 0 if only_if is None else only_if.data_ptr()
-        runner.unpack_(targets.table, flat.data_ptr(), DTYPE_CODES[flat.dtype], scale.data_ptr(), flag)
+        runner.unpack_(flat.data_ptr(), DTYPE_CODES[flat.dtype], targets.table, scale.data_ptr(), flag)
 
     def accumulate_(
         self, acc: Tensor, grads: TensorList | Pointers, scale: Tensor, *, first: bool, nonfinite: Tensor

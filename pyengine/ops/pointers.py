@@ -13,8 +13,6 @@ from pyengine.ops import native
 
 DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _DTYPES = tuple(DTYPE_CODES)
-# Subclasses may store their data elsewhere, so the core itself reads only these.
-PLAIN = (torch.Tensor, torch.nn.Parameter)
 # Devices on which a tensor's elements are at its address.
 ADDRESSED = ("cpu", "cuda")
 MAX_NUMEL = 2**40
@@ -105,7 +103,7 @@ def _describe(tensor: object) -> str:
 
 def check_dense(name: str, tensor: torch.Tensor) -> None:
     """Check that a tensor's elements are contiguous at its address."""
-    if native.can_gather() and native._core.is_plain(tensor, PLAIN):
+    if native.can_gather() and native._core.is_plain(tensor):
         return  # the core has made all checks below, in a fifth of the time
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"{name} is {_describe(tensor)}; needed a torch.Tensor")
@@ -290,7 +288,7 @@ def gather(
     if not isinstance(tensors, list):
         tensors = list(tensors)
     if native_plan is not None and native.can_gather():
-        table = native._core.gather(native_plan, tensors, PLAIN)
+        table = native._core.gather(native_plan, tensors)
         if table is not None:
             # The checks below would pass: gather accepts only one dtype, and one of these devices.
             kind, index = table.device  # the core's c10::DeviceType; below zero there is no tensor

@@ -113,7 +113,7 @@ def _plan_lines(core: Any, values: Values, dtype: int) -> Iterator[tuple[str, st
             plan.accumulate_cast_(flat.at, wire, acc.at, table, third.at, third.at, first, flags.at)
             yield f"accumulate_cast_ {dtype} {wire} {first}", flat.digest + flags.digest
         out = [Memory.zeros(numel * SIZES[dtype]) for numel in NUMELS]
-        plan.unpack_(core.Table([each.at for each in out], dtype), flat.at, wire, third.at, 0)
+        plan.unpack_(flat.at, wire, core.Table([each.at for each in out], dtype), third.at, 0)
         yield f"unpack_ {dtype} {wire}", "".join(each.digest for each in out)
         out = [Memory.zeros(numel * SIZES[wire]) for numel in NUMELS]
         for there in (None, core.Table([each.at for each in out], wire)):

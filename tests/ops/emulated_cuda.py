@@ -86,7 +86,7 @@ class EmulatedPlan:
     def unpack_(self, tensors, flat, scale, *, only_if=None):
         flag = 0 if only_if is None else only_if.data_ptr()
         with self._table(tensors) as table:
-            self._plan.unpack_(0, table, flat.data_ptr(), DTYPE_CODES[flat.dtype], scale.data_ptr(), flag)
+            self._plan.unpack_(0, flat.data_ptr(), DTYPE_CODES[flat.dtype], table, scale.data_ptr(), flag)
 
     def accumulate_(self, acc, grads, scale, *, first, nonfinite):
         with self._table(grads) as table:

@@ -7,7 +7,6 @@ import torch
 
 from pyengine.audit.checksum import BlockSums, Part
 from pyengine.ops import native
-from pyengine.ops.pointers import PLAIN
 
 # One block and its ends, several of them, and what the definition reads at once, with a rest.
 SIZES = [0, 1, 1023, 1025, 2**18 + 1, 600_003]
@@ -54,14 +53,14 @@ def test_storages_that_were_emptied_are_not_read_behind_their_end():
     core, tensor = native.core(), torch.randn(100)
     weights = torch.ones(16, dtype=torch.int32)
     rule = (weights.data_ptr(), len(weights))
-    assert core.checksums_of(*rule, [tensor], [-1], 64, PLAIN) != [None]
+    assert core.checksums_of(*rule, [tensor], [-1], 64) != [None]
     with pytest.raises(ValueError, match="blocks of a word"):
-        core.checksums_of(rule[0], 0, [tensor], [-1], 64, PLAIN)
+        core.checksums_of(rule[0], 0, [tensor], [-1], 64)
     for turns, run in (([0, 1], 64), ([0], 0), ([], 64)):
         with pytest.raises(ValueError, match="a turn a tensor"):
-            core.checksums_of(*rule, [tensor], turns, run, PLAIN)
+            core.checksums_of(*rule, [tensor], turns, run)
     tensor.untyped_storage().resize_(0)
-    assert core.checksums_of(*rule, [tensor, torch.zeros(3, dtype=torch.uint8)], [-1, 5], 64, PLAIN) == [
+    assert core.checksums_of(*rule, [tensor, torch.zeros(3, dtype=torch.uint8)], [-1, 5], 64) == [
         None,
         None,
     ]
@@ -72,17 +71,17 @@ def test_storages_that_were_emptied_are_not_read_behind_their_end():
 def test_samples_are_strided_elements_times_a_weight(isa, dtype, start, stride, num):
     made, total, last = torch.randn(10, 10).to(dtype), torch.ones(20), torch.zeros(20)
     at = (total.data_ptr(), last.data_ptr())
-    assert native.core().sample(made, PLAIN, start, stride, num, 3.0, *at)
+    assert native.core().sample(made, start, stride, num, 3.0, *at)
     wanted = 3 * made.flatten()[start::stride][:num].float()
     assert torch.equal(last[:num], wanted) and not last[num:].any()
     assert torch.equal(total[:num], 1 + wanted) and (total[num:] == 1).all()
-    assert native.core().sample(made, PLAIN, start, stride, num, 1.0, 0, last.data_ptr())
+    assert native.core().sample(made, start, stride, num, 1.0, 0, last.data_ptr())
 
 
 def test_no_sample_is_taken_of_what_the_core_cannot_read():
     last = torch.full((4,), 5.0)
     for made in (torch.randn(4, 4).t(), torch.ones(16).double(), torch.arange(16), torch.randn(15), None):
-        assert not native.core().sample(made, PLAIN, 0, 5, 4, 1.0, 0, last.data_ptr())
+        assert not native.core().sample(made, 0, 5, 4, 1.0, 0, last.data_ptr())
     for start, stride in ((-1, 1), (0, 0), (13, 1)):
-        assert not native.core().sample(torch.randn(16), PLAIN, start, stride, 4, 1.0, 0, last.data_ptr())
+        assert not native.core().sample(torch.randn(16), start, stride, 4, 1.0, 0, last.data_ptr())
     assert (last == 5).all()

@@ -117,10 +117,9 @@ def test_plain_tensors_parameters_and_inference_tensors_need_no_look_from_python
         inference = torch.ones(4)
     tensors = [torch.ones(4), torch.nn.Parameter(torch.ones(4)), torch.ones(8)[4:], inference]
     plan = BucketPlan(range(0, 16, 4), [4] * 4)
-    kinds = torch.Tensor, torch.nn.Parameter
-    assert native.core().gather(plan._native, tensors, kinds) is not None
+    assert native.core().gather(plan._native, tensors) is not None
     odd = [make() for make, _ in ODD.values()]
-    assert [native.core().is_plain(tensor, kinds) for tensor in odd] == [False] * len(odd)
+    assert [native.core().is_plain(tensor) for tensor in odd] == [False] * len(odd)
 
 
 @pytest.fixture(params=["core", "reference"])
