@@ -34,6 +34,12 @@ void with_type(DType dtype, const Fn& fn) {
   throw std::invalid_argument("a dtype code that no op knows");
 }
 
+// The same for two dtype codes.
+template <class Fn>
+void with_types(DType one, DType two, const Fn& fn) {
+  with_type(one, [&](auto one_t) { with_type(two, [&](auto two_t) { fn(one_t, two_t); }); });
+}
+
 }  // namespace
 
 }  // namespace pyengine

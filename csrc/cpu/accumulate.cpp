@@ -90,10 +90,8 @@ void accumulate_cpu(const Layout& layout, const AccumulateCall& call) {
 }
 
 void accumulate_cast_cpu(const Layout& layout, const AccumulateCastCall& call) {
-  with_type(call.wire.dtype, [&](auto wire_t) {
-    with_type(call.grads.dtype, [&](auto grad_t) {
-      accumulate_cast_typed<decltype(wire_t), decltype(grad_t)>(layout, call);
-    });
+  with_types(call.wire.dtype, call.grads.dtype, [&](auto wire_t, auto grad_t) {
+    accumulate_cast_typed<decltype(wire_t), decltype(grad_t)>(layout, call);
   });
 }
 

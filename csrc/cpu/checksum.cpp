@@ -3,8 +3,7 @@
 #include <algorithm>
 #include <atomic>
 
-#include "../torch_shim.h"
-#include "dispatch.h"
+#include "chunks.h"
 
 namespace pyengine::PYENGINE_ISA {
 namespace {
@@ -25,19 +24,16 @@ uint64_t factor_of(int64_t block) {
 }  // namespace
 
 int64_t checksum(const int32_t* words, int64_t n, const WordWeights& rule) {
-  struct Context { const int32_t* words; int64_t n; const WordWeights& rule; std::atomic<uint64_t> sum; };
-  Context context{words, n, rule, {0}};
-  auto run = [](int64_t first, int64_t last, void* p) {
-    Context& c = *static_cast<Context*>(p);
+  std::atomic<uint64_t> total{0};
+  for_each_task((n + rule.block - 1) / rule.block, [&](int64_t first, int64_t last) {
     uint64_t sum = 0;
     for (int64_t block = first; block < last; ++block) {
-      const int64_t start = block * c.rule.block, num = std::min(c.rule.block, c.n - start);
-      sum += factor_of(block) * weighed(c.words + start, c.rule.weights, num);
+      const int64_t start = block * rule.block, num = std::min(rule.block, n - start);
+      sum += factor_of(block) * weighed(words + start, rule.weights, num);
     }
-    c.sum += sum;
-  };
-  parallel_for((n + rule.block - 1) / rule.block, run, &context);
-  return static_cast<int64_t>(context.sum.load());
+    total += sum;
+  });
+  return static_cast<int64_t>(total.load());
 }
 
 }  // namespace pyengine::PYENGINE_ISA

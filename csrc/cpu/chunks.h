@@ -31,18 +31,31 @@ T* in_flat(T* flat, const Layout& layout, const Chunk& chunk) {
   return flat + layout.offsets[chunk.slot] + chunk.begin;
 }
 
-// Calls body(chunk) for every chunk, on torch's threads.
+// Calls body(begin, end) on ranges of tasks, on torch's threads.
 template <class Body>
-void for_each_chunk(const Layout& layout, const Body& body) {
-  struct Context { const Layout& layout; const Body& body; } context{layout, body};
+void for_each_task(int64_t num_tasks, const Body& body) {
   auto run = [](int64_t begin, int64_t end, void* p) {
-    const Context& c = *static_cast<const Context*>(p);
-    const Chunk* chunk = c.layout.chunks + c.layout.first_of_task[begin];
-    const Chunk* last = c.layout.chunks + c.layout.first_of_task[end];
-    for (; chunk != last; ++chunk) c.body(*chunk);
+    (*static_cast<const Body*>(p))(begin, end);
     stream_fence();  // streamed stores become visible before the threads join
   };
-  parallel_for(layout.num_tasks, run, &context);
+  parallel_for(num_tasks, run, const_cast<Body*>(&body));
+}
+
+// Calls body(chunk) for every chunk.
+template <class Body>
+void for_each_chunk(const Layout& layout, const Body& body) {
+  for_each_task(layout.num_tasks, [&](int64_t begin, int64_t end) {
+    const Chunk* last = layout.chunks + layout.first_of_task[end];
+    for (const Chunk* chunk = layout.chunks + layout.first_of_task[begin]; chunk != last; ++chunk) body(*chunk);
+  });
+}
+
+// Calls body(begin, end) on ranges of n blocks, of which a task has `each`.
+template <class Body>
+void for_each_range(int64_t n, int64_t each, const Body& body) {
+  for_each_task((n + each - 1) / each, [&](int64_t begin, int64_t end) {
+    body(begin * each, end * each < n ? end * each : n);
+  });
 }
 
 // Steps must be inlined: a call would keep their captures (scale, sums, flags) in memory instead of registers,

@@ -105,17 +105,12 @@ Place<Format> place_of(const Codec& codec, const uint8_t* payload, int64_t index
   return {kHasScale<Format> ? scales + index : nullptr, codes + begin, begin, left < codec.block ? left : codec.block};
 }
 
-// Calls body(index) for every block, on torch's threads.
+// Calls body(index) for every block.
 template <class Body>
 void for_each_block(const Codec& codec, const Body& body) {
-  struct Context { int64_t num_blocks, each; const Body& body; };
-  Context context{num_blocks_of(codec), kTaskElements / codec.block, body};
-  auto run = [](int64_t begin, int64_t end, void* p) {
-    const Context& c = *static_cast<const Context*>(p);
-    const int64_t last = end * c.each < c.num_blocks ? end * c.each : c.num_blocks;
-    for (int64_t index = begin * c.each; index < last; ++index) c.body(index);
-  };
-  parallel_for((context.num_blocks + context.each - 1) / context.each, run, &context);
+  for_each_range(num_blocks_of(codec), kTaskElements / codec.block, [&](int64_t begin, int64_t end) {
+    for (int64_t index = begin; index < end; ++index) body(index);
+  });
 }
 
 template <class Format>

@@ -179,19 +179,7 @@ void deposit_typed(const Layout& layout, const DepositCall& call) {
   });
 }
 
-// Calls body(begin, end) on ranges of blocks, on torch's threads.
-template <class Body>
-void for_each_range(int64_t num_blocks, const Body& body) {
-  constexpr int64_t kTaskBlocks = kTaskElements / kExactBlock;
-  struct Context { int64_t num_blocks; const Body& body; } context{num_blocks, body};
-  auto run = [](int64_t begin, int64_t end, void* p) {
-    const Context& c = *static_cast<const Context*>(p);
-    const int64_t last = end * kTaskBlocks;
-    c.body(begin * kTaskBlocks, last < c.num_blocks ? last : c.num_blocks);
-    stream_fence();
-  };
-  parallel_for((num_blocks + kTaskBlocks - 1) / kTaskBlocks, run, &context);
-}
+constexpr int64_t kTaskBlocks = kTaskElements / kExactBlock;
 
 template <class Out>
 void round_typed(const RoundCall& call) {
@@ -199,7 +187,7 @@ void round_typed(const RoundCall& call) {
   // In place the lines are in the cache already; streaming stores would evict them.
   const bool is_large = call.sum.num_blocks * kExactBlock * static_cast<int64_t>(sizeof(Out)) >= kStreamBytes;
   const bool streaming = is_large && is_aligned(out) && call.out.data != call.sum.hi;
-  for_each_range(call.sum.num_blocks, [&](int64_t begin, int64_t end) {
+  for_each_range(call.sum.num_blocks, kTaskBlocks, [&](int64_t begin, int64_t end) {
     round_kernel(call.sum, out, begin, end, streaming);
   });
 }
@@ -213,7 +201,7 @@ void exact_deposit_cpu(const Layout& layout, const DepositCall& call) {
 }
 
 void exact_align_cpu(const Layout&, const AlignCall& call) {
-  for_each_range(call.sum.num_blocks, [&](int64_t begin, int64_t end) {
+  for_each_range(call.sum.num_blocks, kTaskBlocks, [&](int64_t begin, int64_t end) {
     for (int64_t b = begin; b < end; ++b)
       if (call.bins[b] > call.sum.bins[b]) raise_bin(block_of(call.sum, b), call.bins[b]);
   });

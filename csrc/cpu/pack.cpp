@@ -55,19 +55,15 @@ void unpack_typed(const Layout& layout, const PackCall& call) {
 
 void pack_cpu(const Layout& layout, const PackCall& call) {
   if (call.only_if && *call.only_if == 0) return;
-  with_type(call.flat.dtype, [&](auto flat_t) {
-    with_type(call.tensors.dtype, [&](auto tensor_t) {
-      pack_typed<decltype(flat_t), decltype(tensor_t)>(layout, call);
-    });
+  with_types(call.flat.dtype, call.tensors.dtype, [&](auto flat_t, auto tensor_t) {
+    pack_typed<decltype(flat_t), decltype(tensor_t)>(layout, call);
   });
 }
 
 void unpack_cpu(const Layout& layout, const PackCall& call) {
   if (call.only_if && *call.only_if == 0) return;
-  with_type(call.flat.dtype, [&](auto flat_t) {
-    with_type(call.tensors.dtype, [&](auto tensor_t) {
-      unpack_typed<decltype(flat_t), decltype(tensor_t)>(layout, call);
-    });
+  with_types(call.flat.dtype, call.tensors.dtype, [&](auto flat_t, auto tensor_t) {
+    unpack_typed<decltype(flat_t), decltype(tensor_t)>(layout, call);
   });
 }
 

@@ -151,13 +151,11 @@ void accumulate_cuda(const DeviceLayout& layout, void* stream, const AccumulateC
 
 void accumulate_cast_cuda(const DeviceLayout& layout, void* stream, const AccumulateCastCall& call) {
   if (layout.num_chunks == 0) return;
-  with_type(call.wire.dtype, [&](auto wire_t) {
-    with_type(call.grads.dtype, [&](auto grad_t) {
-      using Wire = decltype(wire_t);
-      using Grad = decltype(grad_t);
-      if (call.first) accumulate_cast_typed<true, Wire, Grad>(layout, stream, call);
-      else accumulate_cast_typed<false, Wire, Grad>(layout, stream, call);
-    });
+  with_types(call.wire.dtype, call.grads.dtype, [&](auto wire_t, auto grad_t) {
+    using Wire = decltype(wire_t);
+    using Grad = decltype(grad_t);
+    if (call.first) accumulate_cast_typed<true, Wire, Grad>(layout, stream, call);
+    else accumulate_cast_typed<false, Wire, Grad>(layout, stream, call);
   });
 }
 

@@ -77,19 +77,15 @@ void unpack_typed(const DeviceLayout& layout, void* stream, const PackCall& call
 
 void pack_cuda(const DeviceLayout& layout, void* stream, const PackCall& call) {
   if (layout.num_chunks == 0) return;
-  with_type(call.flat.dtype, [&](auto flat_t) {
-    with_type(call.tensors.dtype, [&](auto tensor_t) {
-      pack_typed<decltype(flat_t), decltype(tensor_t)>(layout, stream, call);
-    });
+  with_types(call.flat.dtype, call.tensors.dtype, [&](auto flat_t, auto tensor_t) {
+    pack_typed<decltype(flat_t), decltype(tensor_t)>(layout, stream, call);
   });
 }
 
 void unpack_cuda(const DeviceLayout& layout, void* stream, const PackCall& call) {
   if (layout.num_chunks == 0) return;
-  with_type(call.flat.dtype, [&](auto flat_t) {
-    with_type(call.tensors.dtype, [&](auto tensor_t) {
-      unpack_typed<decltype(flat_t), decltype(tensor_t)>(layout, stream, call);
-    });
+  with_types(call.flat.dtype, call.tensors.dtype, [&](auto flat_t, auto tensor_t) {
+    unpack_typed<decltype(flat_t), decltype(tensor_t)>(layout, stream, call);
   });
 }
 
