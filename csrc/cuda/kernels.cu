@@ -1,6 +1,4 @@
 // kernels: the list of all kernels, to load them.
-#include "kernels.h"
-
 #include <cuda_runtime.h>
 
 #include <stdexcept>

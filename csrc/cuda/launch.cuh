@@ -7,7 +7,6 @@
 #include <string>
 #include <type_traits>
 
-#include "kernels.h"
 #include "ops.h"
 #include "packed.cuh"
 

@@ -20,7 +20,11 @@ PYENGINE_OPS(PYENGINE_OP)
 // host buffer that would have to outlive the call, so that a CUDA graph can capture it.
 void upload_cuda(void** on_device, void* const* data, int64_t n, void* stream);
 
-// Loads every kernel on the current device and returns their number. CUDA loads a kernel at its first launch, which a
+// Registers a kernel once; launch.cuh calls it for every kernel that it launches, while the library is loaded. Always
+// returns true.
+bool know_kernel(const void* kernel);
+
+// Loads every registered kernel on the current device and returns their number. CUDA loads a kernel at its first launch, which a
 // CUDA graph must not capture.
 int64_t load_kernels_cuda();
 

@@ -45,10 +45,11 @@ __device__ __forceinline__ int to_boundary(const T* p) {
   return static_cast<int>((kBytes - misalignment<kBytes>(p)) % kBytes / sizeof(T));
 }
 
-__device__ __forceinline__ constexpr int largest(int a) { return a; }
-__device__ __forceinline__ constexpr int largest(int a, int b) { return a > b ? a : b; }
 template <class... Ints>
-__device__ __forceinline__ constexpr int largest(int a, int b, Ints... others) { return largest(largest(a, b), others...); }
+__device__ __forceinline__ int largest(int found, Ints... others) {
+  ((found = others > found ? others : found), ...);
+  return found;
+}
 
 // Neighbouring elements that one thread handles at a time: as many as fill one 16-byte store. Stores that fill half a
 // sector's line need a second pass through L2 (on an H200 a bf16 gradient added to an fp32 sum reached 78 % of the copy
