@@ -11,8 +11,9 @@ up to a multiple of four. bf16 and fp16 have neither scales nor padding. The pad
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable
 from dataclasses import dataclass
-from types import ModuleType
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -156,7 +157,7 @@ class Codec:
         if runner is None:
             return codec_reference.encode_(layout, payload, values, residual, (key, offset))
         addresses = (payload.data_ptr(), values.data_ptr(), _address(residual))
-        runner.codec_encode(_native(layout), *addresses, key, offset)
+        runner("codec_encode", _native(layout), *addresses, key, offset)
 
     def sum_encode_(
         self,
@@ -208,7 +209,7 @@ class Codec:
         if runner is None:
             return codec_reference.sum_encode_(layout, out, payloads, residual, (key, offset))
         addresses = (out.data_ptr(), payloads.data_ptr(), _rows(payloads), _address(residual))
-        runner.codec_sum_encode(_native(layout), *addresses, key, offset)
+        runner("codec_sum_encode", _native(layout), *addresses, key, offset)
 
     def sum_(self, out: Tensor, payloads: Tensor) -> None:
         """Add up W decoded payloads in float32, in order.
@@ -237,7 +238,7 @@ class Codec:
         if runner is None:
             return codec_reference.sum_(layout, out, payloads)
         addresses = (out.data_ptr(), DTYPE_CODES[out.dtype], payloads.data_ptr(), _rows(payloads))
-        runner.codec_sum(_native(layout), *addresses)
+        runner("codec_sum", _native(layout), *addresses)
 
     def decode_(self, values: Tensor, payload: Tensor) -> None:
         """Decode a payload.
@@ -301,12 +302,12 @@ def _native(layout: Layout) -> native._core.Codec:
     return native._core.Codec(layout.format.code, layout.block, layout.numel)
 
 
-def _runner(device: torch.device) -> ModuleType | cuda.Functions | None:
-    """Return the module with the core's functions for a device, or None for plain PyTorch."""
+def _runner(device: torch.device) -> Callable[..., None] | None:
+    """Return what runs a function of the core by its name on a device, or None for plain PyTorch."""
     if device.type == "cpu":
-        return native.core()
-    core = native.cuda_core() if device.type == "cuda" else None
-    return None if core is None else cuda.Functions(core, device)
+        core = native.core()
+        return None if core is None else lambda function, *arguments: getattr(core, function)(*arguments)
+    return partial(cuda.run, device) if device.type == "cuda" and native.cuda_core() else None
 
 
 def _rows(payloads: Tensor) -> tuple[int, int]:
@@ -319,19 +320,24 @@ def _address(tensor: Tensor | None) -> int:
 
 
 def _checked_key(seed: int | None) -> tuple[int, int] | None:
-    """Return the key of the hash: two mixed words (splitmix64; Steele, Lea, Flood 2014)."""
+    """Return the key of the hash: two mixed words."""
     if seed is None:
         return None
     if isinstance(seed, bool) or not isinstance(seed, int):
         raise TypeError(f"seed is a {type(seed).__name__}; needed an int, or None to round to nearest")
     if not -(2**63) <= seed < 2**63:
         raise ValueError(f"seed={seed}; needed an int64, -2**63 to 2**63 - 1")
+    key = mixed(seed)
+    return key & 0xFFFFFFFF, key >> 32
+
+
+def mixed(word: int) -> int:
+    """Return 64 mixed bits (splitmix64; Steele, Lea, Flood 2014)."""
     last = 2**64 - 1
-    z = (seed + 0x9E3779B97F4A7C15) & last
+    z = (word + 0x9E3779B97F4A7C15) & last
     z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & last
     z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & last
-    z ^= z >> 31
-    return z & 0xFFFFFFFF, z >> 32
+    return z ^ (z >> 31)
 
 
 def _checked_offset(offset: int, numel: int) -> int:

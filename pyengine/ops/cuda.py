@@ -119,26 +119,12 @@ def plan_on(
     return found
 
 
-class Functions:
-    """The core's functions without a plan, on one CUDA device and its current stream. One launch a call."""
-
-    def __init__(self, core: ModuleType, device: torch.device) -> None:
-        self._core, self._device = core, device
-
-    def codec_encode(self, *arguments: Any) -> None:
-        self._launch(self._core.codec_encode_cuda, *arguments)
-
-    def codec_sum_encode(self, *arguments: Any) -> None:
-        self._launch(self._core.codec_sum_encode_cuda, *arguments)
-
-    def codec_sum(self, *arguments: Any) -> None:
-        self._launch(self._core.codec_sum_cuda, *arguments)
-
-    def _launch(self, function: Callable[..., None], *arguments: Any) -> None:
-        with _current(self._device):
-            if not torch.cuda.is_current_stream_capturing():
-                _load_kernels(self._device)
-            function(_stream_of(self._device), *arguments)
+def run(device: torch.device, function: str, *arguments: Any) -> None:
+    """Run a function of the core that needs no plan, on a CUDA device and its current stream: one launch."""
+    with _current(device):
+        if not torch.cuda.is_current_stream_capturing():
+            _load_kernels(device)
+        getattr(native._core, f"{function}_cuda")(_stream_of(device), *arguments)
 
 
 def _current(device: torch.device) -> AbstractContextManager[object]:

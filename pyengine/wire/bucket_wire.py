@@ -12,6 +12,7 @@ from torch import Tensor
 
 from pyengine.comm.base import Comm, Work
 from pyengine.ops import capture
+from pyengine.ops.codec import mixed
 from pyengine.ops.device import runs_ahead
 from pyengine.wire.base import Encoding, Wire
 from pyengine.wire.exchange import Rounding, scatter_sum, sum_encoded
@@ -19,7 +20,6 @@ from pyengine.wire.memory import BucketMemory, Place
 
 _log = logging.getLogger("pyengine.wire")
 
-_LAST = 2**64 - 1
 _TURNS = 2**20  # turns of a window: more than a bucket has sums in one
 
 _W = TypeVar("_W", bound=Wire)
@@ -81,16 +81,8 @@ class BucketWire(OfBucket[Wire]):
             return None
         capture.report("a stochastic wire draws other numbers in every window, by a seed of the host")
         for word in (self.memory.turn, self.memory.number, rank, stage):
-            seed = _mixed(seed ^ word)
+            seed = mixed(seed ^ word)
         return seed - 2**63
-
-
-def _mixed(word: int) -> int:
-    """Return 64 mixed bits (splitmix64; Steele, Lea, Flood 2014)."""
-    z = (word + 0x9E3779B97F4A7C15) & _LAST
-    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _LAST
-    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _LAST
-    return z ^ (z >> 31)
 
 
 def without_memory(wire: Wire) -> RuntimeError:

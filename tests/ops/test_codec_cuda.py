@@ -18,25 +18,6 @@ CASES = [(codec, *case) for codec in CODECS for case in [(1025, 1, None), (9001,
 CASES += [(codec, numel, 0, 3) for codec in (Codec("int8", 32), Codec("fp16")) for numel in (1, 31)]
 
 
-class EmulatedFunctions:
-    """What `codec.py` calls on a CUDA device, on the CPU."""
-
-    def __init__(self, kernels):
-        self._kernels = kernels
-
-    def codec_encode(self, codec, *arguments):
-        self._kernels.codec_encode_cuda(0, self._of(codec), *arguments)
-
-    def codec_sum_encode(self, codec, *arguments):
-        self._kernels.codec_sum_encode_cuda(0, self._of(codec), *arguments)
-
-    def codec_sum(self, codec, *arguments):
-        self._kernels.codec_sum_cuda(0, self._of(codec), *arguments)
-
-    def _of(self, layout):
-        return self._kernels.Codec(layout.format.code, layout.block, layout.numel)
-
-
 @pytest.fixture(params=["emulated", pytest.param("cuda", marks=pytest.mark.gpu)])
 def device(request, monkeypatch):
     """Return where the kernels run; on the CPU they do from here on."""
@@ -48,7 +29,13 @@ def device(request, monkeypatch):
 
 
 def _emulate(kernels, monkeypatch):
-    monkeypatch.setattr(codec_module, "_runner", lambda device: EmulatedFunctions(kernels))
+    """Let `codec.py` run what it runs on a CUDA device on the CPU."""
+
+    def run(function, layout, *arguments):
+        codec = kernels.Codec(layout.format.code, layout.block, layout.numel)
+        getattr(kernels, f"{function}_cuda")(0, codec, *arguments)
+
+    monkeypatch.setattr(codec_module, "_runner", lambda device: run)
     monkeypatch.setattr(codec_module, "_native", lambda layout: layout)
 
 

@@ -137,9 +137,9 @@ def test_plans_of_one_layout_share_their_device_memory(core, monkeypatch):
 
 
 def test_functions_without_a_plan_load_the_kernels_too(core):
-    functions = cuda.Functions(SimpleNamespace(codec_sum_cuda=lambda *arguments: None), _device(1))
-    functions.codec_sum(3)
-    functions.codec_sum(3)
+    core.codec_sum_cuda = lambda *arguments: None
+    cuda.run(_device(1), "codec_sum", 3)
+    cuda.run(_device(1), "codec_sum", 3)
     assert core.loaded_on == [1]
 
 
