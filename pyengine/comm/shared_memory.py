@@ -26,6 +26,7 @@ from pyengine.ops.device import runs_ahead
 
 _log = logging.getLogger("pyengine.comm")
 
+_GROUP = "through their process group, not in shared memory, which is slower"
 # torch's allocator rounds sizes up to a multiple of this.
 _ALIGN_BYTES = 512
 
@@ -155,7 +156,7 @@ def share_memory(comm: Comm) -> Comm:
         offers: list[MemoryOffer] = comm.all_gather_object(offer)
         hosts = by_host([(each.process.space, each.network) for each in offers])
         if reason := _no_shared_host(offers, hosts):
-            _warn_of_fallback(comm, reason)
+            _warn_of_fallback(comm, _GROUP, reason)
             return comm
         mine = [offers[rank] for host in hosts if comm.rank in host for rank in host]
         descriptor, refusal = _open_file(mine)
@@ -165,7 +166,7 @@ def share_memory(comm: Comm) -> Comm:
     if any(refusals):
         if descriptor >= 0:
             os.close(descriptor)
-        _warn_of_fallback(comm, next(text for text in refusals if text))
+        _warn_of_fallback(comm, _GROUP, next(text for text in refusals if text))
         return comm
     _log.debug("share memory among ranks %s, by host: %s", comm.ranks, hosts)
     levels = comm.split(hosts)
@@ -203,12 +204,11 @@ def _open_file(offers: Sequence[MemoryOffer]) -> tuple[int, str]:
         return -1, f"{offers[0].process} does not share its file: {error}"
 
 
-def _warn_of_fallback(comm: TorchDist, why: str) -> None:
-    _log.debug("fall back to the process group of ranks %s, no shared memory: %s", comm.ranks, why)
+def _warn_of_fallback(comm: TorchDist, way: str, why: str) -> None:
+    _log.debug("ranks %s reduce %s: %s", comm.ranks, way, why)
     if dist.get_rank() == comm.ranks[0]:
         warnings.warn(
-            f"leave shared_memory=True out: {comm.world_size} ranks reduce through their process group, not "
-            f"in shared memory, which is slower: {why}",
+            f"leave shared_memory=True out: {comm.world_size} ranks reduce {way}: {why}",
             RuntimeWarning,
             stacklevel=2,
         )
@@ -291,14 +291,7 @@ def register_memory(comm: TorchDist) -> TorchDist:
     if why := next((text for text in refusals if text), ""):
         if pool is not None:
             pool.close()
-        _log.debug("fall back to memory that NCCL has not registered, ranks %s: %s", comm.ranks, why)
-        if dist.get_rank() == comm.ranks[0]:
-            warnings.warn(
-                f"leave shared_memory=True out: {comm.world_size} ranks reduce in memory that NCCL has not "
-                f"registered, which may be slower: {why}",
-                RuntimeWarning,
-                stacklevel=2,
-            )
+        _warn_of_fallback(comm, "in memory that NCCL has not registered, which may be slower", why)
         return comm
     assert pool is not None
     _log.debug("reduce in memory that NCCL has registered, ranks %s", comm.ranks)

@@ -41,7 +41,7 @@ from pyengine.comm.groups import (
     name_of_backend,
     offer_groups,
 )
-from pyengine.comm.watch import RollCall, StallWatch, StoreRollCall, failure
+from pyengine.comm.watch import StallWatch, StoreRollCall, failure
 from pyengine.ops.capture import is_capturing
 from pyengine.ops.device import HOST, as_current, runs_ahead
 
@@ -59,7 +59,7 @@ _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather
 class _Work:
     """A collective under way, whose error names the ranks that do not answer."""
 
-    def __init__(self, work: dist.Work | P2PWork, roll_call: RollCall, watch: StallWatch | None) -> None:
+    def __init__(self, work: dist.Work | P2PWork, roll_call: StoreRollCall, watch: StallWatch | None) -> None:
         self._work, self._roll_call, self._watch = work, roll_call, watch
 
     def break_off(self, error: Exception) -> None:
@@ -116,6 +116,8 @@ class TorchDist(Comm):
         self.roll_call.usage = self._handle.kept
         self.device, self.backend = device, name_of_backend(group, device)
         self.is_stream_ordered = runs_ahead(device) and self.backend not in _HOST_ORDERED
+        # Of what is not on the device yet: such a backend sends memory of the device only.
+        self._device_of_values = device if self.is_stream_ordered else HOST
         self._side_stream = SideStream(device) if self.is_stream_ordered else None
         self.can_or = is_gloo = not runs_ahead(device) and self.backend == "gloo"
         self._point_to_point = PointToPoint(self._handle.get, self.ranks) if is_gloo else None
@@ -289,7 +291,7 @@ class TorchDist(Comm):
         return self._launched(work, f"an all-gather of {gathered.nbytes} bytes")
 
     def max_of(self, *values: int) -> list[int]:
-        flat = torch.tensor(values, dtype=torch.int64, device=self.device if self.is_stream_ordered else HOST)
+        flat = torch.tensor(values, dtype=torch.int64, device=self._device_of_values)
         self.traffic.count(ring_bytes(flat.nbytes, self.world_size))
         self.run(
             lambda is_async: dist.all_reduce(flat, dist.ReduceOp.MAX, group=self.group, async_op=is_async),
@@ -326,27 +328,24 @@ class TorchDist(Comm):
             gathered.append(
                 [value] * self.world_size
                 if are_equal
-                else self._gather_pickles(value, pickles[index], lengths[index])
+                else self._gather_pickles(pickles[index], lengths[index])
             )
         return gathered, most[len(most) - len(numbers) :]
 
-    def _gather_pickles(self, value: object, data: bytes, longest: int) -> list[Any]:
+    def _gather_pickles(self, data: bytes, longest: int) -> list[Any]:
+        """Gather a pickle of each rank; it ignores the bytes that make the shorter ones as long.
+
+        Not by `dist.all_gather_object`, which the stall watch cannot end.
+        """
         self.traffic.count((self.world_size - 1) * longest)
-        if self._host_watch is not None:
-            # In a collective that the watch can end; torch's own cannot be ended. Pickle ignores what follows
-            # the end of a shorter one.
-            mine = torch.frombuffer(bytearray(data.ljust(longest, b"\0")), dtype=torch.uint8)
-            rows = [torch.empty_like(mine) for _ in range(self.world_size)]
-            self.run(
-                lambda is_async: dist.all_gather(rows, mine, group=self.group, async_op=is_async),
-                "a gather of objects",
-            )
-            return [pickle.loads(row.numpy().tobytes()) for row in rows]  # noqa: S301 - SECURITY.md
-        self.traffic.count((self.world_size - 1) * 8)  # torch gathers the sizes first
-        values: list[Any] = [None] * self.world_size
-        with as_current(self.device), self.roll_call.named():  # NCCL sends objects through device memory
-            dist.all_gather_object(values, value, group=self.group)
-        return values
+        padded = torch.frombuffer(bytearray(data.ljust(longest, b"\0")), dtype=torch.uint8)
+        mine = padded.to(self._device_of_values)
+        rows = [torch.empty_like(mine) for _ in range(self.world_size)]
+        self.run(
+            lambda is_async: dist.all_gather(rows, mine, group=self.group, async_op=is_async),
+            "a gather of objects",
+        )
+        return [pickle.loads(row.cpu().numpy().tobytes()) for row in rows]  # noqa: S301 - SECURITY.md
 
     def broadcast_(self, tensors: list[Tensor]) -> None:
         with as_current(self.device):

@@ -145,8 +145,8 @@ class Board:
     def __init__(self, store: dist.Store, rank: int) -> None:
         # All ranks make their engines in the same order, so they have the same numbers.
         number = store.add(f"pyengine/engines/{rank}", 1)
-        self._origin, self._prefix = store, f"pyengine/stall/{number}"
-        self._rank = rank
+        self._origin: Any = store  # torch's types have no `clone`
+        self._prefix, self._rank = f"pyengine/stall/{number}", rank
         self._lock = threading.Lock()
         self._own: dist.Store | None = None
 
@@ -156,9 +156,8 @@ class Board:
         # reads the whole file, which short-lived engines need not pay for.
         with self._lock:
             if self._own is None:
-                own = self._origin.clone() if hasattr(self._origin, "clone") else self._origin
-                if own is not self._origin:
-                    own.set_timeout(_STORE_TIMEOUT)
+                own = self._origin.clone()
+                own.set_timeout(_STORE_TIMEOUT)
                 self._own = dist.PrefixStore(self._prefix, own)
             return self._own
 
@@ -488,12 +487,6 @@ class RollCall:
         """Add the ranks that do not answer to the error of the body, a collective. Default: add nothing."""
         return nullcontext()
 
-    def break_off(self, error: Exception) -> None:
-        """Start no further collective: this rank could not start one that other ranks are in.
-
-        `error` is the reason. Default: nothing is noted.
-        """
-
 
 class StoreRollCall(RollCall):
     """Asks the ranks of a group through its store; only the store is kept, not the group."""
@@ -542,9 +535,10 @@ class StoreRollCall(RollCall):
             raise RuntimeError(failure(self._found, None if has_verdict else error)) from error
 
     def break_off(self, error: Exception) -> None:
-        """Start no further collective here, and let those of other ranks fail where a watch runs.
+        """Start no further collective: this rank could not start one that other ranks are in.
 
-        gloo ends a process that receives other sizes than it waits for.
+        Those of other ranks fail where a watch runs. gloo ends a process that receives other sizes than it
+        waits for.
         """
         if self.usage is not None:
             self.usage.is_broken = True

@@ -93,10 +93,11 @@ def test_collectives_without_a_device_of_their_own_go_through_the_parameters_dev
 def test_objects_are_sent_only_where_ranks_differ():
     rank, world = me()
     comm = TorchDist(None, torch.device("cpu"))
-    with mock.patch.object(dist, "all_gather_object", wraps=dist.all_gather_object) as gathers:
+    with mock.patch.object(dist, "all_gather", wraps=dist.all_gather) as gathers:
         assert comm.all_gather_object({"of": world}) == [{"of": 3}] * 3
         assert not gathers.called
         assert comm.all_gather_object("x" * rank) == ["", "x", "xx"]
+        assert gathers.called
     assert comm.max_of(rank, -rank, 2**62) == [world - 1, 0, 2**62]
 
 
