@@ -112,6 +112,11 @@ class Rounding:
     def residual_of(self, bounds: slice) -> Tensor | None:
         return None if self.residual is None else self.residual[bounds]
 
+    def encode_(self, codec: Codec, payload: Tensor, flat: Tensor, bounds: slice) -> None:
+        """Encode a part of this rank's values."""
+        residual, seed = self.residual_of(bounds), self.seeds[0]
+        codec.encode_(payload, flat[bounds], residual=residual, seed=seed, offset=bounds.start)
+
 
 TO_NEAREST = Rounding()
 
@@ -128,15 +133,9 @@ class Exchange:
 
     def send_parts(self, flat: Tensor, comm: Comm, rounding: Rounding = TO_NEAREST) -> Work:
         """Encode a bucket and launch the all-to-all; after it `sent` may be overwritten."""
+        parts = self.parts
         for rank in range(comm.world_size):
-            bounds = self.parts.bounds(rank)
-            self.parts.codec.encode_(
-                self.parts.payload(self.sent, rank),
-                flat[bounds],
-                residual=rounding.residual_of(bounds),
-                seed=rounding.seeds[0],
-                offset=bounds.start,
-            )
+            rounding.encode_(parts.codec, parts.payload(self.sent, rank), flat, parts.bounds(rank))
         return comm.all_to_all(self.received, self.sent)
 
     def send_round(self, flat: Tensor, comm: Comm) -> Iterator[Work]:
@@ -220,14 +219,8 @@ def scatter_sum(
     num_bytes = codec.num_bytes(numel)
     rows = torch.empty(comm.world_size * num_bytes, dtype=torch.uint8, device=parts.device)
     for rank in range(comm.world_size):
-        bounds = slice(rank * numel, (rank + 1) * numel)
-        codec.encode_(
-            rows[rank * num_bytes :][:num_bytes],
-            parts[bounds],
-            residual=rounding.residual_of(bounds),
-            seed=rounding.seeds[0],
-            offset=bounds.start,
-        )
+        payload, bounds = rows[rank * num_bytes :][:num_bytes], slice(rank * numel, (rank + 1) * numel)
+        rounding.encode_(codec, payload, parts, bounds)
     received = torch.empty_like(rows)
     comm.all_to_all(received, rows).wait()
     codec.sum_(out, received.view(comm.world_size, -1))

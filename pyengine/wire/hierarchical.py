@@ -192,7 +192,7 @@ def _in_shared_memory(flat: Tensor, levels: Levels, inter: Wire, memory: Payload
     inside = levels.inside
     yield inside.all_reduce(flat)
     if levels.across.world_size > 1:  # the same on all ranks of the host
-        part = Parts(IDENTITY, flat.numel(), inside.world_size).bounds(inside.rank)
+        part = levels.part_of(flat.numel())
         yield from _across(flat[part], levels, inter, memory)
         yield inside.share_part(flat, part)
 
