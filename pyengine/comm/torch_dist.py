@@ -43,7 +43,7 @@ from pyengine.comm.groups import (
 )
 from pyengine.comm.watch import StallWatch, StoreRollCall, failure
 from pyengine.ops.capture import is_capturing
-from pyengine.ops.device import HOST, as_current, runs_ahead
+from pyengine.ops.device import HOST, runs_ahead
 
 _log = logging.getLogger("pyengine.comm")
 
@@ -348,26 +348,24 @@ class TorchDist(Comm):
         return [pickle.loads(row.cpu().numpy().tobytes()) for row in rows]  # noqa: S301 - SECURITY.md
 
     def broadcast_(self, tensors: list[Tensor]) -> None:
-        with as_current(self.device):
-            for piece in _pieces(tensors):
-                _broadcast_piece_(self, piece)
+        for piece in _pieces(tensors):
+            self._broadcast_piece_(piece)
 
+    def _broadcast_piece_(self, piece: list[Tensor]) -> None:
+        """Overwrite tensors of one dtype in one collective; a single tensor needs no copy.
 
-def _broadcast_piece_(comm: TorchDist, piece: list[Tensor]) -> None:
-    """Overwrite tensors of one dtype in one collective; a single tensor needs no copy.
-
-    They are sent as bytes: no backend supports all dtypes (float8, uint16).
-    """
-    is_view = len(piece) == 1 and piece[0].is_contiguous()
-    flat = _bytes_of(piece[0]) if is_view else torch.cat([_bytes_of(tensor) for tensor in piece])
-    comm.traffic.count(flat.nbytes if comm.world_size > 1 else 0)
-    comm.run(
-        lambda is_async: dist.broadcast(flat, group=comm.group, group_src=0, async_op=is_async),
-        f"a broadcast of {flat.nbytes} bytes",
-    )
-    if not is_view:
-        for tensor, part in zip(piece, flat.split([t.nbytes for t in piece]), strict=True):
-            tensor.detach().copy_(part.view(tensor.dtype).view(tensor.shape))
+        They are sent as bytes: no backend supports all dtypes (float8, uint16).
+        """
+        is_view = len(piece) == 1 and piece[0].is_contiguous()
+        flat = _bytes_of(piece[0]) if is_view else torch.cat([_bytes_of(tensor) for tensor in piece])
+        self.traffic.count(flat.nbytes if self.world_size > 1 else 0)
+        self.run(
+            lambda is_async: dist.broadcast(flat, group=self.group, group_src=0, async_op=is_async),
+            f"a broadcast of {flat.nbytes} bytes",
+        )
+        if not is_view:
+            for tensor, part in zip(piece, flat.split([t.nbytes for t in piece]), strict=True):
+                tensor.detach().copy_(part.view(tensor.dtype).view(tensor.shape))
 
 
 def _bytes_of(tensor: Tensor) -> Tensor:

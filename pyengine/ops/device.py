@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -57,11 +55,6 @@ def current_stream(device: torch.device) -> torch.Stream | None:
 def is_on_default_stream(device: torch.device) -> bool:
     """Whether a CUDA device's current stream is its default one, whose work no graph can capture."""
     return device.type == "cuda" and torch.cuda.current_stream(device) == torch.cuda.default_stream(device)
-
-
-def as_current(device: torch.device) -> AbstractContextManager[Any]:
-    """Make an accelerator the current device during the body, for calls without a device."""
-    return torch.accelerator.device_index(device.index) if has_events(device) else nullcontext()
 
 
 def send(

@@ -54,10 +54,9 @@ class OfBucket(Wire, Generic[_W]):
 
 @dataclass(frozen=True)
 class BucketWire(OfBucket[Wire]):
-    """One bucket over a wire that exchanges parts."""
+    """One bucket over a wire that exchanges parts; a residual is added to the values of the next sum."""
 
     encodes_as: Encoding
-    keeps_residual: bool = False  # adds the encoding error to the values of the next sum
 
     def all_reduce_(self, flat: Tensor, comm: Comm) -> Work:
         rounding = self._next_rounding(comm)
@@ -71,7 +70,7 @@ class BucketWire(OfBucket[Wire]):
     def _next_rounding(self, comm: Comm) -> Rounding:
         seeds = self._seed(comm.rank, 0), self._seed(comm.rank, 1)
         self.memory.next_turn()
-        is_kept = self.keeps_residual and comm.world_size > 1
+        is_kept = self.wire.keeps_residual and comm.world_size > 1
         return Rounding(self.memory.residual if is_kept else None, seeds)
 
     def _seed(self, rank: int, stage: int) -> int | None:

@@ -9,10 +9,9 @@ import torch
 from torch import Tensor
 
 from pyengine.comm.base import Comm, Work
-from pyengine.wire.base import Encoding, Wire
+from pyengine.wire.base import Wire
 from pyengine.wire.bucket_wire import BucketWire, without_memory
 from pyengine.wire.cast import BF16, FP16
-from pyengine.wire.exchange import Parts
 from pyengine.wire.memory import BucketMemory
 
 
@@ -60,13 +59,9 @@ class ErrorFeedback(Wire):
                 "BF16(sum='fp32') or FP16(sum='fp32')"
             )
 
-    @property
-    def _encoding(self) -> Encoding:
-        assert self.wire.encoding is not None  # or it was refused
-        return self.wire.encoding
-
     def for_bucket(self, memory: BucketMemory) -> Wire:
-        return BucketWire(self, memory, self._encoding, keeps_residual=True)
+        assert self.wire.encoding is not None  # or it was refused
+        return BucketWire(self, memory, self.wire.encoding)
 
     def all_reduce_(self, flat: Tensor, comm: Comm) -> Work:
         raise without_memory(self)
@@ -75,5 +70,5 @@ class ErrorFeedback(Wire):
         raise without_memory(self)
 
     def bytes_on_wire(self, numel: int, world_size: int) -> int:
-        """Return the bytes that one rank sends: those of the other wire, for whole blocks."""
-        return Parts(self._encoding.codec, numel, world_size).bytes_sent
+        """Return the bytes that one rank sends: those of the other wire."""
+        return self.wire.bytes_on_wire(numel, world_size)

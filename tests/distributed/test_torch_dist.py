@@ -69,26 +69,6 @@ def test_a_tensor_that_is_sent_alone_is_not_copied():
     assert seen == [parameter.data_ptr()]
 
 
-@on_ranks(1)
-def test_collectives_without_a_device_of_their_own_go_through_the_parameters_device():
-    current, seen = ["cuda:0"], []
-
-    @contextmanager
-    def device_index(index):
-        before, current[0] = current[0], f"cuda:{index}"
-        yield
-        current[0] = before
-
-    def note(*arguments, **options):
-        seen.append(current[0])
-
-    comm = TorchDist(None, torch.device("cuda", 1))
-    device = mock.patch.object(torch.accelerator, "device_index", device_index)
-    with device, mock.patch.object(dist, "broadcast", note):
-        comm.broadcast_([torch.ones(2)])
-    assert [*seen, *current] == ["cuda:1", "cuda:0"]
-
-
 @on_ranks(3)
 def test_objects_are_sent_only_where_ranks_differ():
     rank, world = me()

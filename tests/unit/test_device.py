@@ -7,7 +7,7 @@ import torch
 
 from pyengine.comm import Local, comm_for
 from pyengine.ops import device as devices
-from pyengine.ops.device import Readback, as_current, bucket_cap_mb, has_events, is_lazy, runs_ahead
+from pyengine.ops.device import Readback, bucket_cap_mb, has_events, is_lazy, runs_ahead
 from pyengine.step import step_record
 from pyengine.step.step_record import Clock
 
@@ -78,17 +78,6 @@ def test_phases_are_timed_on_the_device_that_computes_them(events):
         pass
     clock.stop()
     assert [(event.stream, event.enable_timing) for event in events] == [("of privateuseone:1", True)] * 4
-
-
-def test_a_device_is_made_the_current_one_where_there_is_such_a_thing(monkeypatch):
-    made: list[int | None] = []
-    monkeypatch.setattr(
-        torch.accelerator, "device_index", lambda index: made.append(index) or torch.no_grad()
-    )
-    for name in ("cpu", "xla:1", "cuda:1"):
-        with as_current(torch.device(name)):
-            pass
-    assert made == [1]
 
 
 @pytest.mark.parametrize(("name", "size"), [("cpu", 25), ("cuda", 100), ("xla", 25)])
