@@ -10,7 +10,6 @@ import json
 import linecache
 import logging
 import math
-import os
 import sys
 import threading
 import time
@@ -20,8 +19,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
-from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import torch
@@ -31,6 +28,7 @@ from torch.futures import Future
 
 from pyengine.comm.groups import GroupUsage
 from pyengine.comm.process_state import ProcessId
+from pyengine.ops.trace import find_caller
 
 _log = logging.getLogger("pyengine.comm")
 
@@ -48,10 +46,6 @@ _CAN_WARN = ("running", "unknown")  # states of a process that may print the war
 _LOOKS = 6  # before a stall is reported
 _LONGEST_TICK_S = 1.0
 _HEARTBEAT_S = 5.0  # between two heartbeats of a rank that does not wait
-
-_OURS = str(Path(__file__).parents[1]) + os.sep
-_TORCH = str(Path(torch.__file__).parent) + os.sep
-_PYTHON = str(Path(os.__file__).parent) + os.sep
 
 
 # ---- collectives that this rank has launched and that have not completed ----
@@ -190,25 +184,16 @@ def line_of(thread: int) -> str:
 
     It is the innermost line outside of PyTorch, Python's library and this package.
     """
-    frame = innermost = sys._current_frames().get(thread)  # noqa: SLF001 - documented, despite its name
-    called = ""
-    while frame is not None and _is_library(frame):
-        if frame.f_code.co_filename.startswith(_OURS):
-            called = getattr(frame.f_code, "co_qualname", frame.f_code.co_name)
-        frame = frame.f_back
-    frame = frame or innermost
+    innermost = sys._current_frames().get(thread)  # noqa: SLF001 - documented, despite its name
+    found, ours = find_caller(innermost)
+    frame = found or innermost
     if frame is None:
         return "a thread that has ended"
     name, number = frame.f_code.co_filename, frame.f_lineno
     text = linecache.getline(name, number).strip()
-    inside = f" (in pyengine's {called})" if called else ""
+    called = [getattr(each.f_code, "co_qualname", each.f_code.co_name) for each in ours[-1:]]
+    inside = f" (in pyengine's {called[0]})" if called else ""
     return f"{name}:{number} in {frame.f_code.co_name}{inside}" + (f": {text}" if text else "")
-
-
-def _is_library(frame: FrameType) -> bool:
-    name = frame.f_code.co_filename
-    in_python = name.startswith(_PYTHON) and "site-packages" not in name and "dist-packages" not in name
-    return in_python or name.startswith((_OURS, _TORCH, "<frozen"))
 
 
 # ---- the watch ----

@@ -13,7 +13,6 @@ import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import torch
@@ -21,8 +20,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-_OURS = str(Path(__file__).parents[1])
-_TORCHS = str(Path(torch.__file__).parent)
+from pyengine.ops.trace import find_caller
 
 # Operations for whose result, or its shape, the host waits.
 _READS = {"_local_scalar_dense", "equal", "is_nonzero", "masked_select", "nonzero", "_unique2", "bincount"}
@@ -213,16 +211,8 @@ def difference(one: Rehearsal, other: Rehearsal) -> str:
 
 
 def _line_of_caller() -> str:
-    """Return file and line of the innermost frame that is neither torch's nor this package's."""
-    frame: FrameType | None = sys._getframe(1)  # noqa: SLF001 - `inspect` reads source files
-    own = ""
-    while frame is not None:
-        name = frame.f_code.co_filename
-        if not name.startswith((_TORCHS, contextlib.__file__)):
-            where = f"{Path(name).name}:{frame.f_lineno}"
-            if not name.startswith(_OURS):
-                return where
-            if not own and name != __file__:
-                own = where
-        frame = frame.f_back
-    return own
+    """Return file and line of the user's frame; of this package's innermost one if there is none."""
+    frame, ours = find_caller(sys._getframe(1))  # noqa: SLF001 - `inspect` reads source files
+    if frame is None:
+        frame = next((each for each in ours if each.f_code.co_filename != __file__), None)
+    return "" if frame is None else f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"

@@ -1,13 +1,22 @@
-"""Named ranges for profilers: torch.profiler's events while it runs, NVTX ranges on CUDA otherwise."""
+"""Named ranges for profilers, and the user's frame.
+
+Ranges are torch.profiler's events while it runs, NVTX ranges on CUDA otherwise.
+"""
 
 from __future__ import annotations
 
+import os
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from types import FrameType
 
 import torch
 from torch.autograd.profiler import record_function
 
 _NOTHING = nullcontext()
+_OURS = str(Path(__file__).parents[1]) + os.sep
+_TORCH = str(Path(torch.__file__).parent) + os.sep
+_PYTHON = str(Path(os.__file__).parent) + os.sep
 
 
 def span(name: str, index: int | None = None) -> AbstractContextManager[object]:
@@ -25,3 +34,18 @@ def span(name: str, index: int | None = None) -> AbstractContextManager[object]:
 
 def _title(name: str, index: int | None) -> str:
     return f"pyengine: {name}" if index is None else f"pyengine: {name} {index}"
+
+
+def find_caller(frame: FrameType | None) -> tuple[FrameType | None, list[FrameType]]:
+    """Return the innermost frame of neither PyTorch, Python nor this package, and ours inside it."""
+    ours = []
+    while frame is not None and _is_library(name := frame.f_code.co_filename):
+        if name.startswith(_OURS):
+            ours.append(frame)
+        frame = frame.f_back
+    return frame, ours
+
+
+def _is_library(name: str) -> bool:
+    in_python = name.startswith(_PYTHON) and "site-packages" not in name and "dist-packages" not in name
+    return in_python or name.startswith((_OURS, _TORCH, "<frozen"))
