@@ -53,9 +53,6 @@ constexpr float kMinScale = 0x1p-110f;
 PYENGINE_EVERYWHERE inline uint32_t as_bits(float x) { return __builtin_bit_cast(uint32_t, x); }
 PYENGINE_EVERYWHERE inline float as_float(uint32_t bits) { return __builtin_bit_cast(float, bits); }
 PYENGINE_EVERYWHERE inline uint32_t least(uint32_t a, uint32_t b) { return a < b ? a : b; }
-PYENGINE_EVERYWHERE constexpr float two_to(int exponent) {
-  return __builtin_bit_cast(float, static_cast<uint32_t>(exponent + 127) << 23);
-}
 
 // 32 random bits per element: Wellons' mixer "lowbias32", with half of the key before each product.
 PYENGINE_EVERYWHERE inline uint32_t hashed(const Chance& chance, uint32_t element) {
@@ -129,7 +126,7 @@ struct SmallFloat {
   PYENGINE_EVERYWHERE static uint32_t meaning(uint32_t code) {
     if constexpr (kNormal == 0) return code << kCut;
     const uint32_t sign = (code & kCodeSign) << (32 - 8 * sizeof(Code)), magnitude = code & (kCodeSign - 1);
-    const float denormal = static_cast<float>(static_cast<int32_t>(magnitude)) * two_to(-kShift);
+    const float denormal = static_cast<float>(static_cast<int32_t>(magnitude)) * power_of_two(-kShift);
     uint32_t bits = magnitude < 1u << kMantissa ? as_bits(denormal) : (magnitude << kCut) + kRebias;
     if constexpr (kHasInfinity) bits = magnitude == kInfinity ? kFloatInfinity : bits;
     return (magnitude >= kInfinity + kHasInfinity ? kQuietNan : bits) | sign;
@@ -140,9 +137,9 @@ struct SmallFloat {
   PYENGINE_EVERYWHERE static uint32_t tiny(uint32_t magnitude, uint32_t random) {
     const float x = as_float(magnitude);
     if constexpr (kStochastic)
-      return (static_cast<uint32_t>(static_cast<int32_t>(x * two_to(kShift + kCut))) + (random >> (32 - kCut))) >> kCut;
+      return (static_cast<uint32_t>(static_cast<int32_t>(x * power_of_two(kShift + kCut))) + (random >> (32 - kCut))) >> kCut;
     // A sum with a power of two of this last place has no bits below that place: this rounds.
-    return as_bits(x + two_to(23 - kShift)) - as_bits(two_to(23 - kShift));
+    return as_bits(x + power_of_two(23 - kShift)) - as_bits(power_of_two(23 - kShift));
   }
 };
 

@@ -1,4 +1,4 @@
-// The element types of the core, as storage: no arithmetic here.
+// The element types of the core, as storage, and bits of floats: no arithmetic here.
 #pragma once
 #include <cstdint>
 #include <stdexcept>
@@ -22,6 +22,16 @@ inline constexpr int64_t element_bytes(DType dtype) { return dtype == DType::f32
 
 // Anonymous: the linker must not share these between files compiled for different instruction sets.
 namespace {
+
+// The bits of infinity in each type; with the sign cleared, only NaN is larger.
+template <class T> constexpr int32_t kInfinity = 0x7f800000;
+template <> inline constexpr int32_t kInfinity<bf16> = 0x7f80;
+template <> inline constexpr int32_t kInfinity<fp16> = 0x7c00;
+
+// 2^exponent, for -126 to 127.
+PYENGINE_EVERYWHERE constexpr float power_of_two(int exponent) {
+  return __builtin_bit_cast(float, static_cast<uint32_t>(exponent + 127) << 23);
+}
 
 // Calls fn(T{}) with the type of a dtype code.
 template <class Fn>

@@ -46,11 +46,6 @@ PYENGINE_EVERYWHERE inline int bin_of(int exponent, int width) {
 
 PYENGINE_EVERYWHERE inline bool has_grid(int bin) { return bin != kEmpty && bin != kPoisoned; }
 
-// 2^exponent, for -126 to 127.
-PYENGINE_EVERYWHERE inline float power_of_two(int exponent) {
-  return __builtin_bit_cast(float, static_cast<uint32_t>(exponent + 127) << 23);
-}
-
 // 1 / (unit of hi): the product with x is exact unless it underflows, where both limbs are zero anyway.
 PYENGINE_EVERYWHERE inline float inverse_of_unit(int bin, int width) { return power_of_two(125 - (bin - 1) * width); }
 

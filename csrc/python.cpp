@@ -3,7 +3,6 @@
 #include <pybind11/stl.h>
 
 #include <algorithm>
-#include <memory>
 #include <optional>
 #include <stdexcept>
 #include <string>
@@ -230,7 +229,6 @@ AlignCall align_call(const ExactSum& sum, Address bins) { return {sum, at<uint8_
 RoundCall round_call(const ExactSum& sum, Address out, int dtype) { return {sum, flat_at(out, dtype)}; }
 
 void bind_exact(py::module_& m, Plans& plans) {
-  m.attr("EXACT_BLOCK") = kExactBlock;
   py::class_<ExactSum>(m, "ExactSum", py::module_local()).def(py::init(&exact_sum));
   def_op(plans, "exact_deposit_", &Ops::exact_deposit, kCudaOps.exact_deposit, deposit_call);
   def_op(plans, "exact_align_", &Ops::exact_align, kCudaOps.exact_align, align_call);
@@ -327,8 +325,7 @@ void bind_table(py::module_& m) {
   m.def("uploaded", &uploaded);
 }
 
-void bind_plan(py::module_& m, Plans& plans) {
-  m.attr("BLOCK_ELEMENTS") = kBlockElements;
+void bind_plan(Plans& plans) {
   plans.cpu.def(py::init<std::vector<int64_t>, std::vector<int64_t>>())
       .def("first_moved", &first_moved)
       .def_property_readonly("num_words", &BucketPlan::num_words)
@@ -373,7 +370,7 @@ PYBIND11_MODULE(PYENGINE_MODULE, m) {
   if (kHasCuda) plans.cuda.emplace(m, "CudaPlan", py::module_local());
   bind_torch(m);
   bind_table(m);
-  bind_plan(m, plans);
+  bind_plan(plans);
   bind_overlap(plans);
   bind_pack(plans);
   bind_accumulate(plans);

@@ -17,16 +17,6 @@ void sum_floats(const SharedSum& call) {
   });
 }
 
-struct Plus {
-  template <class T>
-  T operator()(T a, T b) const { return a + b; }
-};
-
-struct Largest2 {
-  template <class T>
-  T operator()(T a, T b) const { return a < b ? b : a; }
-};
-
 // A run stays in the first-level cache, and the compiler vectorises its loops.
 template <class T, class Op>
 void combine(const SharedSum& call, const Op& op) {
@@ -49,13 +39,15 @@ void combine(const SharedSum& call, const Op& op) {
 // ---- entry point ----
 
 void shared_sum(const SharedSum& call) {
+  const auto plus = [](auto a, auto b) { return a + b; };
+  const auto larger = [](auto a, auto b) { return a < b ? b : a; };
   switch (call.kind) {
     case SharedKind::sum_f32: return sum_floats<float>(call);
     case SharedKind::sum_bf16: return sum_floats<bf16>(call);
     case SharedKind::sum_fp16: return sum_floats<fp16>(call);
-    case SharedKind::sum_f64: return combine<double>(call, Plus{});
-    case SharedKind::sum_i32: return combine<uint32_t>(call, Plus{});  // wraps
-    case SharedKind::max_u8: return combine<uint8_t>(call, Largest2{});
+    case SharedKind::sum_f64: return combine<double>(call, plus);
+    case SharedKind::sum_i32: return combine<uint32_t>(call, plus);  // wraps
+    case SharedKind::max_u8: return combine<uint8_t>(call, larger);
   }
 }
 

@@ -13,15 +13,6 @@
 #include "../dtype.h"
 #include "../exact.h"
 
-// The bits of infinity in each type; with the sign cleared, only NaN is larger.
-namespace pyengine::PYENGINE_ISA {
-namespace {
-template <class T> constexpr int32_t kInfinity = 0x7f800000;
-template <> inline constexpr int32_t kInfinity<bf16> = 0x7f80;
-template <> inline constexpr int32_t kInfinity<fp16> = 0x7c00;
-}  // namespace
-}  // namespace pyengine::PYENGINE_ISA
-
 #include PYENGINE_SIMD
 
 namespace pyengine::PYENGINE_ISA {

@@ -323,9 +323,7 @@ Codec walked(Codec codec) {
 }
 
 template <int kValue>
-struct Number {
-  static constexpr int value = kValue;
-};
+using Number = std::integral_constant<int, kValue>;
 
 // Calls fn with the number of runs of a block that a thread has.
 template <class Format, class Fn>

@@ -13,11 +13,6 @@
 namespace pyengine {
 namespace {
 
-// The bits of infinity in each type; with the sign cleared, only NaN is larger.
-template <class T> constexpr unsigned kInfinity = 0x7f800000;
-template <> constexpr unsigned kInfinity<bf16> = 0x7f80;
-template <> constexpr unsigned kInfinity<fp16> = 0x7c00;
-
 template <class T, int N>
 struct Packed {
   static constexpr int kWords = (N * static_cast<int>(sizeof(T)) + 3) / 4;
@@ -211,7 +206,7 @@ class FiniteCheck {
   }
 
   __device__ __forceinline__ void raise(uint8_t* flag) const {
-    if (largest_ >= kInfinity<T>) raise_flag(flag);
+    if (largest_ >= static_cast<unsigned>(kInfinity<T>)) raise_flag(flag);
   }
 
  private:

@@ -3,8 +3,6 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
-BLOCK_ELEMENTS: int
-EXACT_BLOCK: int
 has_cuda: bool
 
 def isa() -> str: ...
@@ -145,64 +143,19 @@ class SharedArena:
     def missing(self, /) -> list[int]: ...
     def close(self, /) -> None: ...
 
-# Where the extension has CUDA kernels (`has_cuda`):
+# Where the extension has CUDA kernels (`has_cuda`). On CUDA a stream, a cudaStream_t, precedes the arguments:
+# those of `codec_*_cuda` are otherwise as of `codec_*`, and those of an op of CudaPlan as of BucketPlan.
 
 INLINE_SLOTS: int
 MOST_INLINE_SLOTS: int
 
 def load_kernels() -> int: ...
 def uploaded(table: Table, on_device: int, stream: int, /) -> Table: ...
-def codec_encode_cuda(
-    stream: int,
-    codec: Codec,
-    payload: int,
-    values: int,
-    residual: int,
-    key: tuple[int, int] | None,
-    offset: int,
-    /,
-) -> None: ...
-def codec_sum_encode_cuda(
-    stream: int,
-    codec: Codec,
-    out: int,
-    payloads: int,
-    shape: tuple[int, int],
-    residual: int,
-    key: tuple[int, int] | None,
-    offset: int,
-    /,
-) -> None: ...
-def codec_sum_cuda(
-    stream: int, codec: Codec, out: int, dtype: int, payloads: int, shape: tuple[int, int], /
-) -> None: ...
 
 class CudaPlan:
     def __init__(self, plan: BucketPlan, words: int, /) -> None: ...
     @property
     def scratch_bytes(self) -> int: ...
-    def pack_(
-        self, stream: int, flat: int, dtype: int, tensors: Table, scale: int, only_if: int, /
-    ) -> None: ...
-    def unpack_(
-        self, stream: int, flat: int, dtype: int, tensors: Table, scale: int, only_if: int, /
-    ) -> None: ...
-    def accumulate_(
-        self, stream: int, acc: int, grads: Table, scale: int, first: bool, nonfinite: int, /
-    ) -> None: ...
-    def accumulate_cast_(
-        self,
-        stream: int,
-        wire: int,
-        dtype: int,
-        acc: int,
-        grads: Table,
-        grad_scale: int,
-        wire_scale: int,
-        first: bool,
-        nonfinite: int,
-        /,
-    ) -> None: ...
     def unscale_norm(
         self,
         stream: int,
@@ -214,8 +167,4 @@ class CudaPlan:
         nonfinite: int,
         /,
     ) -> None: ...
-    def exact_deposit_(
-        self, stream: int, sum: ExactSum, terms: Table, first: bool, nonfinite: int, /
-    ) -> None: ...
-    def exact_align_(self, stream: int, sum: ExactSum, bins: int, /) -> None: ...
-    def exact_round_(self, stream: int, sum: ExactSum, out: int, dtype: int, /) -> None: ...
+    def __getattr__(self, op: str, /) -> Callable[..., None]: ...

@@ -106,9 +106,9 @@ class ExactSum:
         # bins.device has an index where `device` may have none.
         check_each("limbs", limbs, torch.int32, 2 * numel, bins.device, of="limb")
         self.width = 31 - (terms - 1).bit_length()
-        self._lie_in(plan, limbs.view(2, numel), bins)
+        self._use(plan, limbs.view(2, numel), bins)
 
-    def _lie_in(self, plan: BucketPlan, limbs: Tensor, bins: Tensor) -> None:
+    def _use(self, plan: BucketPlan, limbs: Tensor, bins: Tensor) -> None:
         self.limbs, self.bins = limbs, bins
         self.hi, self.lo = limbs
         self._plan, self._runner = plan, plan._runner(limbs.device)
@@ -148,7 +148,7 @@ class ExactSum:
             )
         other = copy(self)
         plan, blocks = BucketPlan([0], [stop - start]), slice(start // BLOCK, stop // BLOCK)
-        other._lie_in(plan, self.limbs[:, start:stop], self.bins[blocks])
+        other._use(plan, self.limbs[:, start:stop], self.bins[blocks])
         return other
 
     def slot_state(self, offset: int, numel: int) -> dict[str, Tensor]:

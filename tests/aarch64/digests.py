@@ -25,7 +25,7 @@ SIZES = {FLOAT: 4, BFLOAT: 2, HALF: 2}
 ROWS = 3  # payloads that are added up
 # What of the core is no arithmetic: how it is asked, what takes tensors, what measures the memory.
 UNTESTED = {
-    *("BLOCK_ELEMENTS", "EXACT_BLOCK", "isa", "set_isa", "thread_pool", "has_cuda", "learn_tensor_object"),
+    *("isa", "set_isa", "thread_pool", "has_cuda", "learn_tensor_object"),
     *("is_plain", "can_read_grads", "GradStates", "gather"),
     *("checksums_of", "Notes", "Listener", "sample", "roof_read", "roof_update"),
     *("roof_stream_copy", "SharedBlock", "SharedJob", "shared_file_size", "SharedArena"),
