@@ -163,6 +163,7 @@ class Codec:
         self,
         out: Tensor,
         payloads: Tensor,
+        numel: int,
         *,
         residual: Tensor | None = None,
         seed: int | None = None,
@@ -174,6 +175,7 @@ class Codec:
             out: uint8 [num_bytes(n)], written.
             payloads: uint8 [W, num_bytes(n)], read: the same n elements of each of W ranks, W at least 1;
                 each row is contiguous.
+            numel: n.
             residual: float32 [n], to which sum - x' is added, where x' is the decoded `out`; nothing where
                 the sum or x' is not finite.
             seed, offset: as for `encode_`.
@@ -187,24 +189,21 @@ class Codec:
             >>> for payload in payloads:
             ...     codec.encode_(payload, torch.tensor([127.0, 2.0]))
             >>> out, values = torch.empty_like(payloads[0]), torch.empty(2)
-            >>> codec.sum_encode_(out, payloads)
+            >>> codec.sum_encode_(out, payloads, 2)
             >>> codec.decode_(values, out)
             >>> values
             tensor([254.,   4.])
         """
         device = device_of("out", out)
-        check_tensor("out", out, (torch.uint8,), 0, device)
-        layout = self._layout_of("out", out)
-        check_aligned("out", out, self._alignment)
+        self._check_payload("out", out, numel, device)
         span = self._check_rows(payloads, out.numel(), device)
         if residual is not None:
-            check_tensor("residual", residual, _FLOAT32, 0, device)
-            self._check_payload("out", out, residual.numel(), device)
-            layout = Layout(layout.format, self.block, residual.numel())
-        key, offset = _checked_key(seed), _checked_offset(offset, layout.numel)
+            check_each("residual", residual, torch.float32, numel, device, of="element")
+        key, offset = _checked_key(seed), _checked_offset(offset, numel)
         check_apart([("out", out), ("residual", residual)], [("payloads", span)])
-        if layout.numel == 0:
+        if numel == 0:
             return
+        layout = Layout(FORMATS[self.format], self.block, numel)
         runner = _runner(device)
         if runner is None:
             return codec_reference.sum_encode_(layout, out, payloads, residual, (key, offset))
@@ -267,18 +266,6 @@ class Codec:
     @property
     def _alignment(self) -> int:
         return 4 if self._has_scales else 2
-
-    def _layout_of(self, name: str, payload: Tensor) -> Layout:
-        """Return the layout of a payload of this length, with its padding counted as elements."""
-        bytes_of = payload.numel()
-        whole, rest = divmod(bytes_of, self.block + 4) if self._has_scales else (bytes_of // 2, 0)
-        numel = whole * self.block + max(rest - 4, 0)
-        if self.num_bytes(numel) != bytes_of:
-            raise ValueError(
-                f"{name} has {bytes_of} bytes, which no payload of {self} has; needed num_bytes(n), of the n "
-                f"elements that were encoded: num_bytes({numel}) is {self.num_bytes(numel)}"
-            )
-        return Layout(FORMATS[self.format], self.block, numel)
 
     def _check_payload(self, name: str, payload: Tensor, numel: int, device: torch.device) -> None:
         check_tensor(name, payload, (torch.uint8,), 0, device)

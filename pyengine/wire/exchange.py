@@ -183,6 +183,7 @@ def _encoded(
     codec.sum_encode_(
         parts.payload(exchange.sent, comm.rank),
         parts.payloads_of(exchange.received, comm.rank),
+        parts.numel_of(comm.rank),
         residual=rounding.residual_of(mine),
         seed=rounding.seeds[1],
         offset=mine.start,
@@ -200,7 +201,7 @@ def _narrow(flat: Tensor, comm: Comm, codec: Codec, memory: PayloadMemory) -> It
         rows[: given.numel()].copy_(given)
     yield comm.all_to_all(received.view(flat.dtype), rows.view(flat.dtype))
     own = parts.padded_payload(rows, comm.rank)  # has been sent, and may be overwritten
-    codec.sum_encode_(own, received.view(comm.world_size, -1))
+    codec.sum_encode_(own, received.view(comm.world_size, -1), parts.size)
     yield comm.all_gather(rows.view(flat.dtype), own.view(flat.dtype))
     memory.free(received=received)
     if not is_whole:

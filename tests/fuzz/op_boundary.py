@@ -212,7 +212,7 @@ def _codec(draw: Draw, memory: Memory, plan: BucketPlan) -> Calls:
     rounding = {"residual": residual, "seed": seed, "offset": offset}
     return [
         lambda: codec.encode_(payload, values, **rounding),
-        lambda: codec.sum_encode_(payload, sent, **rounding),
+        lambda: codec.sum_encode_(payload, sent, numel, **rounding),
         lambda: codec.sum_(out, sent),
         lambda: codec.decode_(out, payload),
     ]

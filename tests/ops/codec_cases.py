@@ -1,5 +1,7 @@
 """Values for codecs, and a comparison of all that a codec's methods write with plain PyTorch."""
 
+from functools import partial
+
 import torch
 
 from pyengine.ops import codec as codec_module
@@ -34,7 +36,7 @@ def _results(codec, numel, shift, seed, device):
         codec.encode_(payload, values * 2.0**-rank, seed=seed, offset=5)
     found = [payloads]
     for with_residual in (False, True):
-        for method, source in ((codec.encode_, values), (codec.sum_encode_, payloads)):
+        for method, source in ((codec.encode_, values), (partial(codec.sum_encode_, numel=numel), payloads)):
             memory = _margin(codec.num_bytes(numel), torch.uint8).to(device)
             residual = _margin(numel + shift).normal_(generator=torch.Generator().manual_seed(1)).to(device)
             options = {"residual": residual[3 + shift :]} if with_residual else {}

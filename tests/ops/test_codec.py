@@ -200,12 +200,12 @@ def test_a_sum_is_that_of_the_decoded_in_their_order(codec, numel, world, seed):
     assert torch.equal(got, wanted)
     out, before = torch.full_like(payloads[0], 0xAA), draw(numel, seed=9)
     residual = before.clone()
-    codec.sum_encode_(out, payloads, residual=residual, seed=seed, offset=64)
+    codec.sum_encode_(out, payloads, numel, residual=residual, seed=seed, offset=64)
     assert torch.equal(out, _encoded(codec, wanted, seed=seed, offset=64))
     decoded = _decoded(codec, out, numel)
     assert torch.equal(residual, before + torch.where(decoded.isfinite(), wanted - decoded, 0.0))
     again = torch.full_like(out, 0xAA)
-    codec.sum_encode_(again, payloads, seed=seed, offset=64)
+    codec.sum_encode_(again, payloads, numel, seed=seed, offset=64)
     assert torch.equal(again, out)
 
 
@@ -217,7 +217,7 @@ def test_payloads_may_have_a_row_stride_larger_than_their_length(codec):
     outs = [torch.empty(333) for _ in range(2)], [torch.empty_like(payloads[0]) for _ in range(2)]
     for source, total, out in zip((payloads, apart), *outs, strict=True):
         codec.sum_(total, source)
-        codec.sum_encode_(out, source)
+        codec.sum_encode_(out, source, 333)
     assert all(torch.equal(*pair) for pair in outs)
 
 
@@ -260,17 +260,20 @@ def test_stochastic_rounding_is_right_on_average(codec):
     assert (decoded != decoded[0]).any()
 
 
-@pytest.mark.parametrize("numel", [0, 1, 4, 33, 4095])
-@pytest.mark.parametrize("codec", [Codec("int8", 32), Codec("e4m3", 256), Codec("bf16")], ids=_name)
-def test_the_number_of_elements_follows_from_a_payload_s_length(codec, numel):
-    found = codec._layout_of("out", torch.empty(codec.num_bytes(numel), dtype=torch.uint8)).numel
-    assert found == (numel if codec.block == 1 else -(-numel // 4) * 4)
-
-
 def test_scales_come_first_and_the_filling_is_zero():
     payload = _encoded(Codec("int8", 32), torch.tensor([127.0] + 32 * [-254.0]))
     assert payload[:8].view(torch.float32).tolist() == [2.0, 2.0]
     assert payload[8:].view(torch.int8).tolist() == [64] + 32 * [-127] + [0, 0, 0]
+
+
+def test_the_filling_of_payloads_is_not_summed():
+    codec = Codec("int8", 32)
+    clean = torch.stack([_encoded(codec, torch.tensor([value])) for value in (1.0, 0.25)])
+    filled, outs = clean.clone(), (torch.empty_like(clean[0]), torch.empty_like(clean[0]))
+    filled[0, 5:] = torch.tensor([0x7F, 0x80, 0x7F], dtype=torch.uint8)
+    for out, payloads in zip(outs, (clean, filled), strict=True):
+        codec.sum_encode_(out, payloads, 1)
+    assert torch.equal(*outs)
 
 
 CODEC = Codec("int8", 32)
@@ -291,9 +294,9 @@ BYTES, VALUES = torch.zeros(CODEC.num_bytes(32), dtype=torch.uint8), torch.zeros
         (lambda: CODEC.encode_(BYTES, VALUES, seed=1.0), TypeError, "seed is a float; needed an int"),
         (lambda: CODEC.encode_(BYTES, VALUES, seed=2**63), ValueError, "needed an int64"),
         (lambda: CODEC.encode_(BYTES, VALUES, offset=-1), ValueError, "offset=-1; needed 0 to"),
-        (lambda: CODEC.sum_encode_(BYTES, BYTES), ValueError, r"payloads is .*needed \[W, 36\]"),
-        (lambda: CODEC.sum_encode_(BYTES, BYTES.view(1, -1)), ValueError, "out shares memory with payloads"),
-        (lambda: CODEC.sum_encode_(BYTES[:34], BYTES.view(2, -1)), ValueError, "34 bytes, which no payload"),
+        (lambda: CODEC.sum_encode_(BYTES, BYTES, 32), ValueError, r"payloads is .*needed \[W, 36\]"),
+        (lambda: CODEC.sum_encode_(BYTES, BYTES.view(1, -1), 32), ValueError, "out shares memory with"),
+        (lambda: CODEC.sum_encode_(BYTES[:34], BYTES.view(2, -1), 32), ValueError, "34 bytes; needed 36"),
         (lambda: CODEC.sum_(VALUES, BYTES.view(2, -1)), ValueError, r"needed \[W, 36\]"),
         (lambda: CODEC.decode_(VALUES, BYTES.float()), TypeError, "payload is torch.float32"),
         (

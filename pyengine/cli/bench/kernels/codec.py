@@ -82,7 +82,7 @@ def encode_case(name: str, slots: Slots, form: str, with_residual: bool, seed: i
 
 def sum_encode_case(name: str, slots: Slots, form: str) -> Case:
     b = _Operands(slots, form)
-    run = partial(b.codec.sum_encode_, b.out, b.payloads)
+    run = partial(b.codec.sum_encode_, b.out, b.payloads, b.numel)
     run()
     check(b.holds(b.out, b.torch_sum_encode()), name)
     return Case(name, run, b.torch_sum_encode, b.payloads.nbytes, b.out.nbytes, "copy")
