@@ -177,11 +177,6 @@ class GroupOffer:
 _usages: weakref.WeakKeyDictionary[dist.ProcessGroup, GroupUsage] = weakref.WeakKeyDictionary()
 
 
-def usage_of(group: dist.ProcessGroup | None) -> GroupUsage | None:
-    """Return the usage of a group that was made for one engine; None for any other group."""
-    return None if group is None else _usages.get(group)
-
-
 def offer_groups(ranks: Sequence[int], backend: str) -> GroupOffer:
     usages = [usage for _, usage in _own_groups(ranks, backend)]
     return GroupOffer(
@@ -222,7 +217,7 @@ class GroupHandle:
 
     def __init__(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
         self.ranks: tuple[int, ...] = tuple(dist.get_process_group_ranks(group))
-        self.usage = usage_of(group)  # of this group, if it is an engine's own
+        self.usage = None if group is None else _usages.get(group)  # of this group, if it is an engine's own
         # Distinguishes the levels of this group from those of others.
         self.name = f"ranks {[*self.ranks]}" + ("" if self.usage is None else f", {self.usage.name}")
         self._group = None if group is None else weakref.ref(group)

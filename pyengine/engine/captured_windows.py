@@ -148,7 +148,7 @@ class CapturedWindows:
             self._run(engine, leaves, structure)
         form.rehearsals.append(rehearsal)
         before, form.counts = form.counts, engine.counts.counts
-        found = [*section.problems, *rehearsal.problems]
+        found = [*section.problems]
         for index, (was, now) in enumerate(zip(before, form.counts, strict=False)):
             if not _is_unread(now) and (_is_unread(was) or float(now) != float(was)):
                 found.append(

@@ -132,20 +132,20 @@ def own_copy() -> Iterator[None]:
 
 
 class Rehearsal(TorchDispatchMode):
-    """Watches a section for what a graph cannot repeat, and lists its operations.
+    """Reports what of a section a graph cannot repeat, and lists its operations.
+
+    It reports operations that the host waits for, or that copy from it, each with its line.
 
     Args:
         is_on_device: whether a tensor is on the device whose work is to be captured.
 
     Attributes:
-        problems: operations that the host waits for, or that copy from it, each with its line.
         operations: by operation its name, the shapes it has got, its numbers, and its line.
     """
 
     def __init__(self, is_on_device: Callable[[Tensor], bool]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._is_on_device = is_on_device
-        self.problems: list[str] = []
         self.operations: list[tuple[str, tuple[Any, ...], str]] = []
 
     @classmethod
@@ -173,10 +173,10 @@ class Rehearsal(TorchDispatchMode):
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         indices = {"index": tensors[1:], "index_put_": tensors[1:-1]}.get(name, [])
         if name in _READS or any(index.dtype in _MASKS for index in indices):
-            self.problems.append(f"{line}: {name} lets the host wait for a value of the device")
+            report(f"{line}: {name} lets the host wait for a value of the device")
         elif name in ("_to_copy", "copy_") and not all(map(self._is_on_device, [*tensors, result])):
             ends = "to the device" if self._is_on_device(result) else "to the host"
-            self.problems.append(f"{line}: {name} copies {ends}")
+            report(f"{line}: {name} copies {ends}")
 
 
 def _copies_itself() -> bool:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import pyengine as pe
-from pyengine.comm.groups import usage_of
+from pyengine.comm.groups import _usages
 
 KINDS = pytest.mark.parametrize("kind", ["own", "attach"])
 WINDOWS = 4
@@ -143,7 +143,7 @@ def test_a_group_serves_the_next_engine_once_no_rank_uses_it():
 
 
 def _own_groups() -> list[dist.ProcessGroup]:
-    return [group for group in dist.distributed_c10d._world.pg_map if usage_of(group) is not None]
+    return [group for group in dist.distributed_c10d._world.pg_map if group in _usages]
 
 
 @pytest.mark.parametrize(("how", "expected"), [("", 1), ("other place", 2), ("broken", 2)])
@@ -151,7 +151,8 @@ def _own_groups() -> list[dist.ProcessGroup]:
 def test_a_group_that_a_rank_has_spoiled_is_left_alone(how, expected):
     rank, _ = me()
     pe.GradSync(nn.Linear(2, 2), accumulate=1).close()
-    usage = usage_of(*_own_groups())
+    (group,) = _own_groups()
+    usage = _usages[group]
     if how == "other place":
         usage.launched += rank  # as if this rank had started a collective that the other has not
     elif how == "broken":
