@@ -306,9 +306,11 @@ class Engine:
         self.reducer.begin_padding()
 
     def end_hand_out(self) -> None:
-        """Note that the loop gets no further micro-batch; backwards that are still due may follow."""
+        """Note that the loop gets no further micro-batch; backwards that are still due may follow. Without
+        any, for example in an empty window, wait here, so that `.grad` is the mean on this rank too.
+        """
         self.counter.is_exhausted = True
-        if self.counter.is_sent:
+        if not self.counter.has_micro_batch_out and self.counter.state is not State.IDLE:
             self.wait()
 
     # ---- accumulate ----

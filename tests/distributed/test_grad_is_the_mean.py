@@ -77,6 +77,21 @@ def test_grad_is_the_mean_and_behind_clipping_the_clipped_mean(kind, dtype, wire
         _clip_and_step(sync, optimizer, mean, lambda: grads(model))
 
 
+@pytest.mark.parametrize("kind", ["own", "attach"])
+@on_ranks(2)
+def test_grad_is_the_mean_on_a_rank_with_an_empty_window(kind):
+    model = Integers(torch.float32)
+    sync, forward = engine(kind, model, accumulate=1)
+    rank, _ = me()
+    mine = [[integers(0), integers(1)], [integers(10)]]
+    for number, window in enumerate(sync.windows(mine[rank])):
+        for batch_of_rank in window:
+            sync.backward(forward(*batch_of_rank), count=3)
+        batches = [part for data in mine for part in data[number : number + 1]]
+        assert_same(grads(model), mean_of_integers(model, batches, 3 * len(batches)))
+        sync.step(torch.optim.SGD(model.parameters(), lr=0.0))
+
+
 @pytest.mark.parametrize(
     ("kind", "world", "accumulator", "is_scaled"),
     [
