@@ -65,7 +65,7 @@ def attach(
     Args:
         ddp_model: the wrapped model, without another communication hook; or a module that `fully_shard` or
             `replicate` (`replicate_with_fsdp`'s) was called on as a whole, units within it included. Either
-            may be wrapped by Lightning Fabric's `setup`.
+            may be wrapped by `torch.compile`, or by Lightning Fabric's `setup`.
         accumulate, wire, accumulator, nonfinite, stall_after_s: as for `GradSync`. Narrow parameters with
             "fp32" get fp32 sums in addition to DDP's buckets: 4 bytes an element more. Over FSDP2 the
             arguments have to name the type in which the units' MixedPrecisionPolicy sums; "exact" sums past
@@ -93,6 +93,7 @@ def attach(
             on every rank.
     """
     ddp_model = without_fabric(ddp_model)
+    ddp_model = getattr(ddp_model, "_orig_mod", ddp_model)  # torch.compile has wrapped this
     deferral = Deferral(defer, defer_budget_mb)
     settings = Settings(
         accumulate,

@@ -17,17 +17,18 @@ import pyengine as pe
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["own", "attach-view"])
+@pytest.mark.parametrize("kind", ["own", "attach-view", "attach-compiled"])
 @on_ranks(2)
 def test_compiled_models_are_reduced_exactly(kind):
     torch._dynamo.reset()
     model = Integers(torch.float32)
     if kind == "own":
-        sync, forward = pe.GradSync(model, accumulate=2), model
+        sync, forward = pe.GradSync(model, accumulate=2), torch.compile(model, backend="aot_eager")
     else:
-        forward = DistributedDataParallel(model, gradient_as_bucket_view=True)
-        sync = pe.attach(forward, accumulate=2)
-    windows_of_integers(sync, torch.compile(forward, backend="aot_eager"), model)
+        ddp_model = DistributedDataParallel(model, gradient_as_bucket_view=True)
+        forward = torch.compile(ddp_model, backend="aot_eager")
+        sync = pe.attach(ddp_model if kind == "attach-view" else forward, accumulate=2)
+    windows_of_integers(sync, forward, model)
 
 
 @pytest.mark.parametrize("wire", [pe.wire.FP32(), pe.wire.BF16()], ids=["fp32", "bf16"])
