@@ -16,7 +16,7 @@ from pyengine.comm.axes import Axes, has_group
 from pyengine.comm.base import Comm
 from pyengine.engine.engine import make_engine
 from pyengine.engine.engine_ranks import EngineRanks, ShardedRanks
-from pyengine.engine.handshake import prepare_wire, sparse_modules, without_fabric
+from pyengine.engine.handshake import is_replicated, prepare_wire, sparse_modules, without_fabric
 from pyengine.engine.misnamed import explained
 from pyengine.engine.sync import Sync
 from pyengine.gradients.ddp.hook import HookState
@@ -247,6 +247,12 @@ def _not_ddp(model: object) -> str:
             f"ddp_model is a {type(model).__name__}: FSDP1 reduces its gradients by itself, and neither "
             "attach nor GradSync drives it; call fully_shard on the model (FSDP2), or wrap the whole "
             "module in DistributedDataParallel"
+        )
+    if is_replicated(model):
+        return (
+            f"ddp_model is a {type(model).__name__}: replicate of torch.distributed._composable hides its "
+            "DDP, so that attach cannot drive it; use DistributedDataParallel, or replicate of "
+            "torch.distributed._composable.replicate_with_fsdp"
         )
     return (
         f"ddp_model is a {type(model).__name__}: need a DistributedDataParallel, or a model that "

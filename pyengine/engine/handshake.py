@@ -345,9 +345,16 @@ def wrapped_problems(source: object) -> list[str]:
     """Report which wrapper already reduces the gradients that `GradSync` is asked to own."""
     modules = source.modules() if isinstance(source, nn.Module) else ()
     kinds = (DistributedDataParallel, nn.DataParallel)
+    unwrap = "pass ddp_model.module, or keep the wrapper and use pe.attach(ddp_model)"
     return [
         f"params_or_module holds a {type(module).__name__}, which reduces gradients by itself, so that they "
-        "would be summed twice: pass ddp_model.module, or keep the wrapper and use pe.attach(ddp_model)"
+        f"would be summed twice: {'do not call replicate on it' if is_replicated(module) else unwrap}"
         for module in modules
-        if isinstance(module, kinds)
+        if isinstance(module, kinds) or is_replicated(module)
     ]
+
+
+def is_replicated(module: object) -> bool:
+    """Return whether torch.distributed._composable's `replicate`, a hidden DDP, was called on a module."""
+    name = "torch.distributed._composable.replicate"  # by name: its import is slow
+    return any(kind.__module__ == name for kind in type(module).__mro__)

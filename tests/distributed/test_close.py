@@ -15,6 +15,7 @@ from cases import Integers, assert_same, engine, grads, integers, me, mean_of_in
 from ranks import on_ranks
 from sharded_cases import sharded
 from torch import nn
+from torch.distributed._composable import replicate
 from torch.nn.parallel import DistributedDataParallel
 
 import pyengine as pe
@@ -160,6 +161,15 @@ def test_grad_sync_over_a_ddp_model_is_refused():
     with pytest.raises(ValueError, match="holds a DistributedDataParallel") as error:
         pe.GradSync(DistributedDataParallel(nn.Linear(4, 2)))
     assert "pe.attach(ddp_model)" in str(error.value) and ".module" in str(error.value)
+
+
+@on_ranks(2)
+def test_a_model_with_a_hidden_ddp_is_refused():
+    model = nn.Sequential(replicate(nn.Linear(4, 2)))
+    with pytest.raises(ValueError, match=r"holds a DDPLinear.*do not call replicate"):
+        pe.GradSync(model)
+    with pytest.raises(TypeError, match=r"DDPLinear: replicate .* hides its DDP.*replicate_with_fsdp"):
+        pe.attach(model[0])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
