@@ -281,7 +281,7 @@ class EngineRanks:
 
     def _join(self, named: Named, axes: Axes) -> None:
         """Find this rank's place, and the group of every parameter."""
-        mesh, found = self._mesh, self.problems
+        mesh, wrong = self._mesh, list[str]()
         along = {pattern: self._along(group) for pattern, group in axes.groups.items()}
         everywhere = self._ranks if mesh is None else mesh.along(_replicate(axes, mesh))
         groups = list(dict.fromkeys([everywhere, *along.values()]))
@@ -289,8 +289,9 @@ class EngineRanks:
         self._group_of = {name: self.group_named(name) for name, _ in named}
         counted = []
         for name, param in named:
-            same = self._held_by(name, param, groups[self._group_of[name]], axes, found)
+            same = self._held_by(name, param, groups[self._group_of[name]], axes, wrong)
             counted.append(not same or min(same) == dist.get_rank())
+        self.problems += wrong[:1]  # most DTensors of a model have the same one
         unmatched = [p for p in along if not any(fnmatchcase(name, p) for name, _ in named)]
         batch, num_batches = self._batch(axes)
         holds_parts = len(groups) > 1 or len(everywhere) < len(self._ranks)
@@ -399,7 +400,8 @@ def _dtensor_problem(
         return (
             f"parameter {name!r} is a DTensor on axis {axis!r}, over which its gradient is to be summed "
             "(axes.replicate): what is sharded or replicated there reduces its own gradients; name only "
-            "axes that its mesh has not, or take pe.attach for a model under fully_shard"
+            "axes that its mesh has not (for tensor parallelism alone one of size 1: a mesh of shape (1, "
+            f"{mesh.shape[axis]})), or use pe.attach for a model under fully_shard"
         )
     return ""
 

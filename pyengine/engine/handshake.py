@@ -228,10 +228,11 @@ def problems_of(
     plain = [(name, p) for name, p in named if not (takes_shards and is_dtensor(p))]
     found += [*_repeated(named), *_not_plain(plain)]
     known = ", ".join(str(dtype).removeprefix("torch.") for dtype in PARAM_DTYPES)
+    other = [(name, p.dtype) for name, p in named if p.requires_grad and p.dtype not in PARAM_DTYPES]
+    more = f" (and {len(other) - 1} more parameters)" if len(other) > 1 else ""
     found += [
-        f"parameter {name!r} is {p.dtype}: need one of {known}; convert it or freeze it"
-        for name, p in named
-        if p.requires_grad and p.dtype not in PARAM_DTYPES
+        f"parameter {name!r} is {dtype}{more}: need one of {known}; convert it or freeze it"
+        for name, dtype in other[:1]
     ]
     found += [
         f"parameter {name!r} is {p.dtype} and has grad_dtype={p.grad_dtype}: leave grad_dtype as it was; "

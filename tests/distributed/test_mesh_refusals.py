@@ -92,6 +92,18 @@ PARTS = {
 }
 
 
+@on_ranks(2)
+def test_dtensors_without_an_axis_of_data_are_refused_once_with_the_remedy():
+    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+    model = parallelize_module(Block(torch.float32), mesh_of(tp=2), {"up": ColwiseParallel()})
+    error = typed_error_of(lambda: pe.GradSync(model, device_mesh=mesh_of(tp=2)))
+    assert error.count("is a DTensor on axis 'tp'") == 1 and "a mesh of shape (1, 2)" in error
+    mesh = mesh_of(dp=1, tp=2)
+    model = parallelize_module(Block(torch.float32), mesh["tp"], {"up": ColwiseParallel()})
+    assert typed_error_of(lambda: pe.GradSync(model, device_mesh=mesh, axes=DP)) == "no error"
+
+
 @pytest.mark.parametrize("case", PARTS)
 @on_ranks(4)
 def test_parameters_that_cannot_be_had_on_a_mesh_are_refused_on_every_rank(case):

@@ -156,7 +156,7 @@ def _with_grad_dtype() -> object:
             lambda: pe.GradSync(nn.Linear(2, 2).requires_grad_(False)),
             "none of 2 parameters requires a gradient",
         ),
-        (lambda: pe.GradSync(nn.Linear(2, 2, dtype=torch.float64)), "'weight' is torch.float64"),
+        (lambda: pe.GradSync(nn.Linear(2, 2, dtype=torch.float64)), "'weight' is torch.float64 (and 1 more"),
     ],
 )
 def test_parameters_and_wires_that_no_engine_supports_are_named_with_a_remedy(make, needle):
