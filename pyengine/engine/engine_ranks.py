@@ -215,12 +215,7 @@ class EngineRanks:
                 "share batches: use GroupNorm, or pass the parameters instead of the module and keep "
                 "statistics alike yourself"
             )
-        if settings.drops and self.membership.shared_batch is not None:
-            found.append(
-                "nonfinite='drop_micro_batch' where ranks share a batch: each of them sees its part of the "
-                "gradients, and would drop other micro-batches: use nonfinite='skip'"
-            )
-        return found
+        return found + _problems_of_drops(self.membership, settings)
 
     def problems_under_ddp(self, named: Named, group: dist.ProcessGroup) -> list[str]:
         """Report what DDP, with one group for all that it does not ignore, cannot do over these ranks."""
@@ -358,6 +353,17 @@ class EngineRanks:
         return share_memory(comm) if shared_memory else comm
 
 
+def _problems_of_drops(membership: Membership, settings: Settings) -> list[str]:
+    if not settings.drops or membership.shared_batch is None:
+        return []
+    return [
+        (
+            "nonfinite='drop_micro_batch' where ranks share a batch: each of them sees its part of the "
+            "gradients, and would drop other micro-batches: use nonfinite='skip'"
+        )
+    ]
+
+
 def _replicate(axes: Axes, mesh: MeshRanks) -> tuple[str, ...]:
     return as_tuple(axes.replicate) or (tuple(mesh.shape) if len(mesh.shape) == 1 else ())
 
@@ -490,7 +496,7 @@ class ShardedRanks:
                 "accumulator='exact' with tensor parallelism below FSDP: a micro-batch's own bits depend on "
                 "how parameters are cut there, so that no sum has them on every mesh; use 'fp32'"
             )
-        return found
+        return found + _problems_of_drops(self.membership, settings)
 
     def counted(self, units: Sequence[Unit]) -> dict[int, bool]:
         """Return by id whether this rank counts what it holds: over all ranks each element once."""
