@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import time
 from collections import Counter
+from contextlib import nullcontext
 from unittest import mock
 
 import pytest
@@ -11,6 +13,7 @@ import torch
 from cases import me
 from ranks import on_ranks
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
 import pyengine as pe
@@ -194,3 +197,23 @@ def test_an_exact_sum_takes_one_deposit_a_micro_batch_also_of_gradients_that_com
             sync.step(torch.optim.SGD(model.parameters(), lr=0.0))
             most.append(max(taken.values()))
     assert most == [3, 3, 3]
+
+
+@pytest.mark.parametrize("accumulator", ["fp32", "exact"])
+@on_ranks(2)
+def test_a_sharded_unit_in_two_reentrant_checkpoints_is_summed_exactly_or_refused(accumulator):
+    """FSDP2 itself reduces the first gradient, and leaves the second one behind."""
+    torch.manual_seed(0)
+    model = Twice(tied=False)
+    truth = copy.deepcopy(model).double()
+    fully_shard(model.layer)
+    sync = pe.attach(fully_shard(model), accumulate=1, accumulator=accumulator)
+    rank, world = me()
+    is_refused = pytest.raises(RuntimeError, match="use_reentrant=False")
+    with nullcontext() if accumulator == "exact" else is_refused:
+        with sync.accumulate():
+            sync.backward(model(_input(0, rank, 0).requires_grad_()))
+        for r in range(world):
+            (truth(_input(0, r, 0).double().requires_grad_()) / world).backward()
+        for p, t in zip(model.parameters(), truth.parameters(), strict=True):
+            assert (p.grad.full_tensor() - t.grad).norm() < 1e-5 * t.grad.norm()

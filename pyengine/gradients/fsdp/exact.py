@@ -108,6 +108,8 @@ class ExactFSDPReducer(ShardedReducer):
         is_sent = len(self._works) == len(self._buckets) and not any(work.rounds_left for work in self._works)
         if self._divisor is None or self._used_flags is None or not is_sent:
             raise not_reduced()
+        for unit in self.units:
+            unit.module.reshard()  # reentrant checkpoints may have unsharded it again
         scale = self._divisor.after_wire()
         for bucket, work in zip(self._buckets, self._works, strict=True):
             work.wait()

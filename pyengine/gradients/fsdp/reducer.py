@@ -307,6 +307,12 @@ class FSDPReducer(ShardedReducer):
             if not self.unsharded.has_arrived:
                 with self.unsharded.zeroed():
                     self._replay.run(self.preserve_grads)
+            elif (late := self.unsharded.first_with_grad()) is not None:
+                raise RuntimeError(
+                    f"the gradient of {self.names[late]!r} came again after FSDP had reduced it, and would "
+                    "be lost: reentrant checkpointing of a unit that a forward calls twice; pass "
+                    "use_reentrant=False to torch.utils.checkpoint"
+                )
 
     def _check_complete(self, header: Header) -> None:
         """Check that every gradient was reduced; launch the used flags."""

@@ -144,6 +144,10 @@ class Unsharded:
                 param.grad = None
                 param.grad_dtype = dtype
 
+    def first_with_grad(self) -> int | None:
+        """Return the first parameter that has an unsharded gradient, by index."""
+        return min((index for index, param in self._found.items() if param.grad is not None), default=None)
+
     def is_missing(self, index: int) -> bool:
         """Whether a parameter was never unsharded, or is frozen."""
         param = self._found.get(index)
