@@ -168,3 +168,14 @@ def test_a_bare_backward_on_one_rank_is_refused_on_all():
         sync.step(torch.optim.SGD(model.parameters(), lr=0.1))
     assert all(bool((p.to_local() == 1).all()) for p in model.parameters())
     assert str(error.value).startswith("rank 1: call sync.backward(loss) in place of loss.backward()")
+
+
+@on_ranks(2)
+def test_a_forward_inside_a_transform_of_torch_func_counts():
+    sync, model = sharded("flat", accumulate=1)
+    x, t = batch(me()[0])
+    with sync.accumulate():
+        loss, _ = torch.func.jvp(lambda x: loss_of(model, (x, t)), (x,), (torch.ones_like(x),))
+        sync.backward(loss, count=3)
+    sync.unscale_()
+    assert_same(whole_grads(model), right_grads([batch(0), batch(1)], 6))

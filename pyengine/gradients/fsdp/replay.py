@@ -100,7 +100,8 @@ def _device_of(model: nn.Module) -> torch.device:
 def _detached(value: Any) -> Any:
     """Return the same values without their graph, also inside lists, tuples and dicts."""
     if isinstance(value, Tensor):
-        return value.detach().requires_grad_(value.requires_grad)
+        detached = value.detach()  # torch.func's transforms refuse requires_grad_
+        return detached.requires_grad_() if value.requires_grad else detached
     if isinstance(value, dict):
         return {name: _detached(item) for name, item in value.items()}
     if isinstance(value, list | tuple):
