@@ -327,7 +327,7 @@ class FSDPReducer(ShardedReducer):
             raise RuntimeError(
                 f"FSDP has not reduced the gradient of {left[0]!r} ({len(left)} parameters in all) in the "
                 "window's last backward, which did not run through the model's own forward: call the model "
-                "itself, not its submodules"
+                "itself, not its submodules. (Or a hook has removed it: remove the hook)"
             )
         self._used_flags = self.used.all_reduce(self.unsharded.used)
         self.is_clean = True
