@@ -47,7 +47,7 @@ class Dropping:
         the micro-batch among this rank's in the window.
         """
         flags = self._flags[index] = self._nonfinite_flags()
-        bad = flags.any()
+        bad = flags.bool().any()
         if loss is not None:
             lost = ~torch.isfinite(loss.detach().to(self._device))
             self._bad_losses[index] = lost
