@@ -97,9 +97,10 @@ class GradStates {
                       [](const GradState& a, const GradState& b) { return a.tensor == b.tensor; });
   }
   bool is_unchanged(const py::list& params) const { return states_ == read(params); }
-  // Whether all gradients have memory of their own, so that is_unchanged sees an assignment to `.grad.data`.
+  // Whether all gradients have memory of their own, so that is_unchanged sees an assignment to `.grad.data`. Those of
+  // a subclass such as DTensor may have a storage without memory.
   bool have_memory() const {
-    return std::all_of(states_.begin(), states_.end(), [](const GradState& s) { return !s.tensor || s.storage; });
+    return std::all_of(states_.begin(), states_.end(), [](const GradState& s) { return !s.tensor || s.data; });
   }
   // By parameter; 0 without a gradient.
   std::vector<int64_t> versions() const {

@@ -114,6 +114,27 @@ def test_a_parameter_with_a_grad_of_its_own_is_read_by_python():
     assert GradVersions([Part()]).changed() == []
 
 
+class Wrapper(torch.Tensor):
+    """A tensor without memory, as DTensor is."""
+
+    @staticmethod
+    def __new__(cls, size):
+        return torch.Tensor._make_wrapper_subclass(cls, size)
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        raise NotImplementedError(func)
+
+
+def test_a_gradient_without_memory_is_compared_by_identity_and_version_alone(reader):
+    params = _params()
+    params[1].grad = Wrapper((3,))
+    versions = GradVersions(params)
+    assert not versions.sees_memory and versions.changed() == []
+    params[1].grad = Wrapper((3,))
+    assert versions.changed() == [1]
+
+
 @pytest.mark.parametrize("as_sparse", [False, True], ids=["dense", "sparse"])
 def test_an_assignment_to_the_memory_of_a_gradient_is_a_change(reader, as_sparse):
     params = _params()
