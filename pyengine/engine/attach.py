@@ -87,10 +87,9 @@ def attach(
 
     Raises:
         TypeError: neither DDP nor sharded by FSDP2. RuntimeError: an FSDP2 that cannot be driven; 2.11's can.
-        ValueError: `axes.groups` names a parameter that DDP reduces; a sparse embedding, which DDP puts into
-            a bucket of its own; a DDP that reduces past its buckets, or has a hook; a parameter unfrozen
-            since; a SyncBatchNorm with "exact"; a unit's policy, mesh or hook that cannot be driven. Raised
-            on every rank.
+        ValueError: `axes.groups` names a parameter that DDP reduces; a trained sparse embedding; a
+            DDP that reduces past its buckets, or has a hook; a parameter unfrozen since; a SyncBatchNorm with
+            "exact"; a unit's policy, mesh or hook that cannot be driven. Raised on every rank.
     """
     ddp_model = without_fabric(ddp_model)
     ddp_model = getattr(ddp_model, "_orig_mod", ddp_model)  # torch.compile has wrapped this
@@ -136,7 +135,8 @@ def _attach_ddp(
             "recorded program does not have; use pe.GradSync on the bare model"
         )
     state = released_state(ddp_model) or HookState(ddp_model.process_group)
-    problems = [*problems_of_ddp(ddp_model), *(sparse_modules(ddp_model) or outside_buckets(ddp_model))]
+    problems = problems_of_ddp(ddp_model)
+    problems += sparse_modules(ddp_model.module, visible) or outside_buckets(ddp_model)
 
     ranks = EngineRanks(named, named[0][1].device, group=state.group, mesh=device_mesh, axes=axes)
     problems += ranks.problems_under_ddp(visible, ddp_model.process_group)
@@ -234,6 +234,7 @@ def _attach_sharded(model: nn.Module, settings: Settings, deferral: Deferral) ->
         return FSDPReducer(managed)
 
     problems = [*problems_of_fsdp(model, settings), *problems_of_deferral(units, deferral, settings)]
+    problems += sparse_modules(model, named)
     engine = make_engine(named, ranks, settings, reducer, source=model, problems=problems)
     return Sync(engine, ignored=ignored)
 

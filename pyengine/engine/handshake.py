@@ -324,14 +324,14 @@ def group_problems(process_group: Any, device_mesh: Any) -> list[str]:
     return [] if isinstance(process_group, dist.ProcessGroup) else [text]
 
 
-def sparse_modules(ddp: DistributedDataParallel) -> list[str]:
-    """Report which modules would make DDP send sparse gradients."""
+def sparse_modules(model: nn.Module, reduced: Sequence[tuple[str, nn.Parameter]]) -> list[str]:
+    """Report which modules would give DDP or FSDP2, which reduces these parameters, sparse gradients."""
+    trained = {id(param) for _, param in reduced if param.requires_grad}
     return [
-        f"{name or type(module).__name__} has sparse=True: DDP would give its gradient a bucket that no "
-        "wire here can carry. Build it with sparse=False, or use pe.GradSync, which sums sparse gradients "
-        "densely"
-        for name, module in ddp.module.named_modules()
-        if getattr(module, "sparse", False) and f"{name}.weight" not in ddp.parameters_to_ignore
+        f"{name or type(module).__name__} has sparse=True, and no sparse gradient fits into the buckets of "
+        "DDP and FSDP2. Build it with sparse=False, or use pe.GradSync, which sums sparse gradients densely"
+        for name, module in model.named_modules()
+        if getattr(module, "sparse", False) and id(getattr(module, "weight", None)) in trained
     ]
 
 

@@ -137,6 +137,7 @@ REFUSED = {
     "exact": "defer_budget_mb=1.0: accumulator='exact' holds unsharded sums",
     "offload": "has a CPUOffloadPolicy",
     "hook": "has a hook after its reduction",
+    "sparse": "1 has sparse=True",
     "mesh": "is on a mesh of ranks",
     "part": "need a DistributedDataParallel, or a model that fully_shard",
     "inner": "a unit within a larger one",
@@ -165,6 +166,8 @@ def test_what_cannot_be_driven_is_refused_on_every_rank(case):
             groups_of(model)[0].device = torch.device("meta")
         case "hook":
             fully_shard(model).set_all_reduce_hook(lambda reduced: None)
+        case "sparse":
+            model = fully_shard(nn.Sequential(nn.Linear(2, 2), nn.Embedding(2, 2, sparse=True)))
         case "mesh":
             # A mesh of its own for every rank.
             fully_shard(model, mesh=init_device_mesh("cpu", (2, 1), mesh_dim_names=("a", "b"))["b"])
