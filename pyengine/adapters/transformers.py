@@ -200,7 +200,8 @@ class _TrainerAccelerator(WindowAccelerator):
     def backward(self, loss: Tensor, *, count: Count | None = None, **options: Any) -> None:
         """Run the backward of a mean over `items`, passed on as their sum."""
         if self.items is not None:
-            loss, count = loss * self.items, self.items
+            # The mean over no items is nan in some models (T5, BERT), their sum is 0.
+            loss, count = torch.where(self.items > 0, loss * self.items, 0.0), self.items
         super().backward(loss, count=count, **options)
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:

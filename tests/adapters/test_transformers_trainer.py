@@ -83,11 +83,9 @@ class OwnLoss(Watching, Windows, transformers.Trainer):
     """Ours over a Trainer whose loss is a mean of its own."""
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        """Return the mean over the labelled tokens, whatever the Trainer has counted."""
+        """Return the mean over the labelled tokens, whatever the Trainer has counted; nan over none."""
         logits = model(input_ids=inputs["input_ids"]).logits[:, :-1]
-        labels = inputs["labels"][:, 1:]
-        total = torch.nn.functional.cross_entropy(logits.transpose(1, 2), labels, reduction="sum")
-        return total / labels.ne(-100).sum().clamp(min=1)
+        return torch.nn.functional.cross_entropy(logits.transpose(1, 2), inputs["labels"][:, 1:])
 
 
 def _train(make: type, kind: str, num: int, folder: str, **options) -> tuple:
@@ -158,6 +156,8 @@ def test_every_window_steps_with_the_mean_over_its_own_items_which_is_logged(ran
 def test_a_loss_of_ones_own_is_weighted_by_its_items(ranks, tmp_path):
     answers = ranks(2).run(_train, OwnLoss, "tokens", 12, str(tmp_path))
     assert max(_errors("tokens", answers)) < CLOSE
+    logged = [log["loss"] for log in answers[0][2]]
+    assert logged == pytest.approx([loss for _, loss in _oracle("tokens", answers)], rel=1e-5)
 
 
 def test_micro_batches_of_a_model_that_takes_no_counts_weigh_the_same(ranks, tmp_path):
