@@ -151,9 +151,11 @@ class Windows(_Mixed):
         super()._maybe_log_save_evaluate(*args, **kwargs)
 
     def _add_loss(self, record: StepRecord) -> None:
-        is_finite = record.loss is not None and math.isfinite(record.loss)
-        if is_finite or not self.args.logging_nan_inf_filter:
-            self._tr_loss += math.nan if record.loss is None else record.loss
+        loss: Tensor | float = math.nan if record.loss is None else record.loss
+        if self.args.logging_nan_inf_filter and not math.isfinite(loss):
+            # As in the Trainer, about the mean of the steps since the last log.
+            loss = self._tr_loss / (1 + self.state.global_step - self._globalstep_last_logged)
+        self._tr_loss += loss
 
     def _counting_alone(self) -> AbstractContextManager[None]:
         """Keep the Trainer from gathering counts and multiplying losses by the number of ranks."""

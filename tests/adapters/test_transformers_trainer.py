@@ -92,7 +92,7 @@ def _train(make: type, kind: str, num: int, folder: str, **options) -> tuple:
     """Train one epoch; return the micro-batches seen, the gradients stepped with, and what was logged."""
     options = {
         "learning_rate": 0.0, "max_grad_norm": 0.0, "save_strategy": "no", "per_device_train_batch_size": 1,
-        "gradient_accumulation_steps": ACCUMULATE, **options,
+        "gradient_accumulation_steps": ACCUMULATE, "logging_steps": 1, **options,
     }  # fmt: skip
     with launched():
         try:
@@ -100,7 +100,7 @@ def _train(make: type, kind: str, num: int, folder: str, **options) -> tuple:
             memory = Remembering(model, lr=options["learning_rate"])
             args = TrainingArguments(
                 output_dir=folder, use_cpu=True, report_to="none", disable_tqdm=True, num_train_epochs=1,
-                logging_steps=1, lr_scheduler_type="constant", **options,
+                lr_scheduler_type="constant", **options,
             )  # fmt: skip
             schedule = torch.optim.lr_scheduler.LambdaLR(memory, lambda _: 1.0)
             data = dataset(kind, num)
@@ -158,6 +158,25 @@ def test_a_loss_of_ones_own_is_weighted_by_its_items(ranks, tmp_path):
     assert max(_errors("tokens", answers)) < CLOSE
     logged = [log["loss"] for log in answers[0][2]]
     assert logged == pytest.approx([loss for _, loss in _oracle("tokens", answers)], rel=1e-5)
+
+
+class Overflows(WithWindows):
+    """Has an infinite loss in its second window."""
+
+    def compute_loss(self, model, inputs, **options):
+        """Return the model's loss, or inf."""
+        loss = super().compute_loss(model, inputs, **options)
+        return loss if self.state.global_step != 1 else loss * math.inf
+
+
+@pytest.mark.parametrize("is_filtered", [True, False])
+def test_a_loss_that_is_not_finite_is_logged_as_by_the_trainer(tmp_path, is_filtered):
+    options = {"logging_steps": 2, "logging_nan_inf_filter": is_filtered}
+    answer = _train(Overflows, "tokens", 8, str(tmp_path), **options)
+    first = _oracle("tokens", [answer])[0][1]
+    (log,) = answer[2]
+    # The Trainer adds what there is, divided by one step more than there were.
+    assert log["loss"] == pytest.approx((first + first / 2) / 2 if is_filtered else math.inf, rel=1e-5)
 
 
 def test_micro_batches_of_a_model_that_takes_no_counts_weigh_the_same(ranks, tmp_path):
