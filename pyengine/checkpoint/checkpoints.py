@@ -92,7 +92,8 @@ class Checkpoints:
         """Save a step; when this returns, the parts of all ranks are on the disk. Older steps may go then.
 
         Args:
-            step: at least 0; the same on every rank, and not below one that is there.
+            step: at least 0; the same on every rank, and not below one that is there. The same step is
+                replaced, also if another number of ranks has saved it.
             state: this rank's: tensors and plain values, which `torch.load` reads with `weights_only=True`.
 
         Raises:
@@ -259,8 +260,10 @@ class Checkpoints:
         # Steps of other numbers of ranks that have a file of each of them.
         others = {step for (step, size), num in files.items() if num == size != self._comm.world_size}
         kept = sorted((whole | others) - self._refused)[-self._keep :]
-        for path, (there, _, _) in self._files():
-            if there < kept[0] or there in self._refused:
+        for path, (there, _, world_size) in self._files():
+            # Of other ranks' save of this step, which `load` would find first.
+            is_replaced = there == step and world_size != self._comm.world_size
+            if there < kept[0] or there in self._refused or is_replaced:
                 path.unlink(missing_ok=True)
         for part in self._folder.glob(".step-*.part"):  # of a process that died
             part.unlink(missing_ok=True)

@@ -346,6 +346,17 @@ def _all(folder: str) -> tuple[int, list[str]]:
     return found.step, [key for state in found.states for key in state["sync"] if key.startswith("rank")]
 
 
+def _save_again(folder: str, step: int) -> None:
+    pe.Checkpoints(folder).save(step, _state(step, me()[0]))
+
+
+def test_a_step_that_another_number_of_ranks_saves_again_is_replaced(ranks, tmp_path):
+    ranks(3).run(_trained, str(tmp_path), 2)
+    ranks(2).run(_save_again, str(tmp_path), 2)
+    assert ranks(2).run(_loaded, str(tmp_path)) == [(2, [], "")] * 2
+    assert _steps(tmp_path) == [1, 2]
+
+
 @pytest.mark.parametrize(
     ("how", "message"),
     [
