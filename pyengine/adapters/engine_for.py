@@ -59,6 +59,12 @@ def engine_for(
     return sync
 
 
+def abandon_open_window(sync: Sync) -> None:
+    """Drop a window that the library's loop has left in its middle, where the loop begins the next one."""
+    if len(sync.due) < sync.gradient_accumulation_steps:
+        sync.abandon()
+
+
 def backward(sync: Sync, loss: Tensor, *, count: Count | None, options: dict[str, Any]) -> None:
     """Run the backward of one micro-batch, or one backward of a `sync.micro_batch` block."""
     unknown = [name for name in options if name not in _OPTIONS]

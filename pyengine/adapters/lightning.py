@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from pyengine.adapters.engine_for import backward, engine_for
+from pyengine.adapters.engine_for import abandon_open_window, backward, engine_for
 from pyengine.engine.grad_sync import GradSync
 from pyengine.engine.sync import Sync
 from pyengine.gradients.fsdp.deferral import Defer, Deferral
@@ -106,6 +106,12 @@ class Windows(_Mixed):
                 for index, optimizer in enumerate(self.optimizers)
             }
         self._replace_scaler()
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        super().on_train_batch_start(batch, batch_idx)
+        # The module's hook of this name may have ended the epoch: Lightning starts from zero gradients.
+        if batch_idx == 0 and self._module.automatic_optimization:
+            abandon_open_window(self.sync)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         output = super().training_step(*args, **kwargs)

@@ -33,6 +33,7 @@ except ImportError as error:
     ) from error
 
 from pyengine.adapters.accelerate import WindowAccelerator
+from pyengine.adapters.engine_for import abandon_open_window
 from pyengine.gradients.fsdp.deferral import Defer, Deferral
 from pyengine.gradients.settings import Accumulator, NonFinite, Settings, as_accumulator
 
@@ -48,7 +49,8 @@ class Windows(_Mixed):
     Set the attributes below in the class body. `gradient_accumulation_steps`, `max_grad_norm`, `bf16` and the
     other TrainingArguments keep their meaning, except `average_tokens_across_devices`: gradient and logged
     loss are means over the items of all ranks. Items are the labels that are not -100, shifted where the
-    model's loss shifts them. Without labels every micro-batch has the same weight.
+    model's loss shifts them. Without labels every micro-batch has the same weight. A window in whose middle a
+    callback stops the epoch or the training is dropped.
 
     Attributes:
         wire, accumulator, nonfinite: as for `pe.GradSync`.
@@ -99,6 +101,7 @@ class Windows(_Mixed):
 
     def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device) -> Any:
         """Fetch a window's micro-batches, without a gather over ranks."""
+        abandon_open_window(self.sync)  # a callback has stopped the epoch, or the last training
         with self._counting_alone():
             return super().get_batch_samples(epoch_iterator, num_batches, device)
 

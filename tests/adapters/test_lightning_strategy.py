@@ -56,6 +56,13 @@ class Counted(Module):
         return {"loss": self.model(kept).sum(), "count": len(kept)}
 
 
+class EndsEpoch(Module):
+    """Ends its first epoch in the middle of a window."""
+
+    def on_train_batch_start(self, batch, batch_idx):
+        return -1 if (self.current_epoch, batch_idx) == (0, ACCUMULATE + 1) else None
+
+
 class OwnScaler(torch.amp.GradScaler):
     """Has ways of its own."""
 
@@ -124,6 +131,14 @@ def _scheduled() -> tuple:
     module, schedule = Module(), GradientAccumulationScheduler({0: 1, 1: 3})
     fit(module, WindowStrategy(), 2 * 2 * 4, accumulate_grad_batches=1, callbacks=[schedule], max_epochs=2)
     return module.seen, module.memory.stepped_with
+
+
+def test_a_window_in_which_the_module_ends_the_epoch_is_dropped(ranks):
+    answers = ranks(2).run(_trained, EndsEpoch, WindowStrategy, ACCUMULATE + 2, max_epochs=2)
+    for seen, *_ in answers:
+        del seen[ACCUMULATE]  # of the window that was left
+    for gradient, right in zip(answers[0][1], _expected(answers), strict=True):
+        torch.testing.assert_close(gradient, right, **CLOSE)
 
 
 def test_windows_follow_a_schedule_by_epoch(ranks):

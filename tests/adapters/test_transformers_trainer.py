@@ -92,14 +92,14 @@ def _train(make: type, kind: str, num: int, folder: str, **options) -> tuple:
     """Train one epoch; return the micro-batches seen, the gradients stepped with, and what was logged."""
     options = {
         "learning_rate": 0.0, "max_grad_norm": 0.0, "save_strategy": "no", "per_device_train_batch_size": 1,
-        "gradient_accumulation_steps": ACCUMULATE, "logging_steps": 1, **options,
+        "gradient_accumulation_steps": ACCUMULATE, "logging_steps": 1, "num_train_epochs": 1, **options,
     }  # fmt: skip
     with launched():
         try:
             model = Plain() if kind == "plain" else _model(kind)
             memory = Remembering(model, lr=options["learning_rate"])
             args = TrainingArguments(
-                output_dir=folder, use_cpu=True, report_to="none", disable_tqdm=True, num_train_epochs=1,
+                output_dir=folder, use_cpu=True, report_to="none", disable_tqdm=True,
                 lr_scheduler_type="constant", **options,
             )  # fmt: skip
             schedule = torch.optim.lr_scheduler.LambdaLR(memory, lambda _: 1.0)
@@ -263,6 +263,37 @@ class TrainsTwice(WithWindows):
 def test_training_goes_on_when_train_is_called_again_and_gradients_travel_once_a_window(ranks, tmp_path):
     sent, *_ = ranks(2).run(_train, TrainsTwice, "tokens", 12, str(tmp_path))[0]
     assert sent == [2, 2, True]  # a header and one bucket, two windows
+
+
+class Stopping(transformers.TrainerCallback):
+    """Stops in the middle of the first window."""
+
+    def __init__(self, what):
+        self.what = what
+
+    def on_substep_end(self, args, state, control, **options):
+        """Set the flag once."""
+        setattr(control, self.what, bool(self.what))
+        self.what = ""
+
+
+class Stopped(WithWindows):
+    """Is stopped by a callback, and goes on: in the next epoch, or in another training."""
+
+    def train(self):
+        is_epoch = self.args.num_train_epochs == 2
+        self.add_callback(Stopping("should_epoch_stop" if is_epoch else "should_training_stop"))
+        super().train()
+        if not is_epoch:
+            super().train()
+        self.seen = self.seen[1:]  # without the micro-batch of the window that was left
+
+
+@pytest.mark.parametrize("epochs", [1, 2])
+def test_a_window_that_a_callback_has_left_adds_nothing_to_the_next(ranks, tmp_path, epochs):
+    answers = ranks(2).run(_train, Stopped, "tokens", 12, str(tmp_path), num_train_epochs=epochs)
+    assert len(answers[0][1]) == 2
+    assert max(_errors("tokens", answers)) < CLOSE
 
 
 def test_unequal_numbers_of_batches_are_refused_where_the_trainers_loop_could_not_wait(ranks, tmp_path):
