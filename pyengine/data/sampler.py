@@ -130,7 +130,11 @@ class WindowSampler(Sampler[list[int]]):
                 f"window={window}: an epoch has {self.num_windows} windows; use set_epoch({epoch + 1})"
             )
         if due is not None and not all(index in range(self.micro_batches) for index in due):
-            raise ValueError(f"due={sorted(due)}: need indices from 0 to {self.micro_batches - 1}")
+            raise ValueError(
+                f"due={sorted(due)}: need indices from 0 to {self.micro_batches - 1}; leave due out between "
+                "windows, or, with more ranks than micro-batches, make the engine with "
+                f"accumulator=pe.Exact(micro_batches={self.micro_batches})"
+            )
         self.epoch, self.window, self._due = epoch, window, None if due is None else sorted(due)
 
     @property

@@ -142,6 +142,12 @@ def test_a_window_after_the_epochs_last_is_refused(window):
         build(50).set_epoch(5, window=window)
 
 
+def test_a_micro_batch_that_no_window_has_is_not_due():
+    sampler = WindowSampler(6, micro_batch=2, global_batch=4)
+    with pytest.raises(ValueError, match=r"due=\[1, 2\]: need indices from 0 to 1; leave due out between"):
+        sampler.set_epoch(0, due=[2, 1])
+
+
 @pytest.mark.parametrize(("rank", "world"), [(2, 2), (-1, 2)])
 def test_a_place_outside_the_world_is_refused(rank, world):
     with pytest.raises(ValueError, match=f"rank={rank}"):
