@@ -58,7 +58,8 @@ class NoiseScale(Measure):
     near B_noise: `python -m pyengine plan --from steps.jsonl`.
 
     A window is not measured (None in its record) if its step is skipped, fewer than two parts have a count,
-    gradients of an earlier window were kept, or on one rank a micro-batch has several backwards. A wire that
+    gradients of an earlier window were kept, or on one rank a micro-batch has several backwards or was done
+    before a state was loaded. A wire that
     rounds adds its error to T: an 8-bit wire makes the noise come out too small.
 
     Args:
