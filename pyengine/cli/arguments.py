@@ -39,6 +39,14 @@ def check_writable(argument: str, file: Path) -> None:
         file.unlink(missing_ok=True)  # every worker of torchrun checks
 
 
+def check_absent(options: argparse.Namespace, name: str, why: str) -> None:
+    """Raise `Conflict` if an argument is given that other arguments exclude."""
+    got = getattr(options, name)
+    if got is not None:
+        text = ",".join(map(str, got)) if isinstance(got, tuple) else got
+        raise Conflict(f"argument --{name.replace('_', '-')}: got {text} {why}")
+
+
 def check_workers(numbers: Collection[int]) -> None:
     """Raise `Conflict` if this machine has too few cores for so many workers."""
     try:
@@ -67,6 +75,8 @@ def whole(least: int) -> Callable[[str], int]:
             value = least - 1
         if value < least:
             raise argparse.ArgumentTypeError(f"got {text}, need a whole number of at least {least}")
+        if value >= 2**63:
+            raise argparse.ArgumentTypeError(f"got {text}, need a whole number below 2**63")
         return value
 
     return parse

@@ -16,6 +16,7 @@ Capture = pytest.CaptureFixture[str]
 
 BAD_TRAIN = [
     (("--workers", "0"), "argument --workers: got 0, need a whole number of at least 1"),
+    (("--seed", str(2**63)), "argument --seed: got 9223372036854775808, need a whole number below 2**63"),
     (("--accumulate", "two"), "argument --accumulate: got two, need a whole number of at least 1"),
     (("--lr", "-1"), "argument --lr: got -1, need a finite number above 0"),
     (("--lr", "nan"), "argument --lr: got nan, need a finite number above 0"),
@@ -33,6 +34,7 @@ BAD_TRAIN = [
     ),
     (("--checkpoints", "/proc/runs"), "argument --checkpoints: cannot create /proc/runs/gpt ("),
     (("--mode", "ddp", "--accumulator", "native"), "argument --accumulator: got native with --mode ddp"),
+    (("--checkpoint-every", "5"), "argument --checkpoint-every: got 5 without --checkpoints: name a folder"),
 ]
 BAD_VERIFY = [
     (("--workers", "0,1"), "argument --workers: got 0,1, need different whole numbers of at least 1"),
@@ -46,6 +48,12 @@ BAD_PLAN = [
     (("--workers", "0"), "argument --workers: got 0, need a whole number of at least 1"),
     (("--global-batch", "8,x"), "argument --global-batch: got x, need a whole number of at least 1"),
     (("--lr", "inf"), "argument --lr: got inf, need a finite number above 0"),
+    (
+        ("--from", "steps", "--workers", "1,2"),
+        "got 1,2 with --from, which splits no batch: leave one of them",
+    ),
+    (("--from", "steps", "--micro-batch", "8"), "argument --micro-batch: got 8 with --from"),
+    (("--from", "steps", "--dataset-size", "9"), "argument --dataset-size: got 9 with --from"),
 ]
 BAD_STUDY = [
     (("--workers", "2,4"), "argument --workers: got 2,4, need 1 among them: speed-up is against one worker"),

@@ -13,6 +13,7 @@ import torch
 from pyengine.cli.arguments import (
     Conflict,
     above_zero,
+    check_absent,
     check_workers,
     check_writable,
     counts,
@@ -168,14 +169,13 @@ def settings(options: argparse.Namespace) -> Settings:
 
 def _values(options: argparse.Namespace, part: str, defaults: dict[str, Any]) -> dict[str, Any]:
     """Return the arguments of a part; none if it is left out."""
-    given = {name: getattr(options, name) for name in defaults if getattr(options, name) is not None}
     if options.part in (part, None):
-        return defaults | given
-    for name, value in given.items():
-        got = ",".join(value) if isinstance(value, tuple) else value
-        raise Conflict(
-            f"argument --{name}: got {got} with {options.part}, and it is an argument of {part}: leave one "
-            "of them out"
+        return defaults | {name: got for name in defaults if (got := getattr(options, name)) is not None}
+    for name in defaults:
+        check_absent(
+            options,
+            name,
+            f"with {options.part}, and it is an argument of {part}: leave one of them out",
         )
     return {}
 

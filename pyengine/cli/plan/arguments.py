@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from pyengine.cli.arguments import above_zero, counts, fill, whole
+from pyengine.cli.arguments import above_zero, check_absent, counts, fill, whole
 
 DESCRIPTION = """\
 Show how a global batch is split over each number of workers, and its learning rate. The gradient of a step is
@@ -70,7 +70,7 @@ def add_to(parser: argparse.ArgumentParser) -> None:
     several = partial(add, type=lambda text: tuple(map(whole(1), text.split(","))), metavar="N,N")
     batches = "samples an optimizer step (default: 256; with --from around the run's)"
     several("--global-batch", dest="global_batches", help=batches)
-    several("--workers", default=(1, 2, 4, 8), help="world sizes (default: 1,2,4,8)")
+    several("--workers", help="world sizes (default: 1,2,4,8)")
     count("--micro-batch", help="samples a backward (default: all samples of a rank)")
     add("--lr", type=above_zero, default=1.0, metavar="X", help="learning rate of --from-batch (default: 1)")
     count("--from-batch", help="global batch of --lr (default: the first of --global-batch, or --from's)")
@@ -85,8 +85,18 @@ def add_to(parser: argparse.ArgumentParser) -> None:
 
 
 def settings(options: argparse.Namespace) -> Settings:
+    """Return the settings; raise `Conflict` if arguments do not fit together."""
     batches, from_batch = options.global_batches, options.from_batch
     if options.run_file is None:
         batches = batches or (256,)
         from_batch = from_batch or batches[0]
-    return fill(Settings, options, global_batches=batches or (), from_batch=from_batch or 0)
+    else:
+        for name in ("workers", "micro_batch", "dataset_size"):
+            check_absent(options, name, "with --from, which splits no batch: leave one of them out")
+    return fill(
+        Settings,
+        options,
+        global_batches=batches or (),
+        workers=options.workers or (1, 2, 4, 8),
+        from_batch=from_batch or 0,
+    )

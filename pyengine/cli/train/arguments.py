@@ -11,7 +11,16 @@ from typing import Any
 import torch.distributed as dist
 
 from pyengine.cli import trackers
-from pyengine.cli.arguments import Conflict, above_zero, check_workers, check_writable, counts, each, fill
+from pyengine.cli.arguments import (
+    Conflict,
+    above_zero,
+    check_absent,
+    check_workers,
+    check_writable,
+    counts,
+    each,
+    fill,
+)
 from pyengine.cli.tasks.base import MODELS
 from pyengine.cli.trackers import Trackers
 from pyengine.gradients.settings import Accumulator
@@ -116,20 +125,18 @@ def add_to(parser: argparse.ArgumentParser) -> None:
         metavar="FOLDER",
         help="save checkpoints there, also at a signal, and resume from the newest one",
     )
-    count("--checkpoint-every", default=10, help="steps between checkpoints (default: 10)")
+    count("--checkpoint-every", help="steps between checkpoints (default: 10)")
     trackers.add_to(parser)
 
 
 def settings(options: argparse.Namespace) -> Settings:
     """Return the settings; raise `Conflict` if arguments do not fit together or this machine."""
     without = {"wire": "no wire", "accumulator": "no accumulator", "checkpoints": "no state of pyengine's"}
-    for name, lacks in without.items():
-        got = getattr(options, name)
-        if options.mode == "ddp" and got is not None:
-            raise Conflict(
-                f"argument --{name}: got {got} with --mode ddp, which has {lacks}: leave it out, or use "
-                "--mode ddp-hook"
-            )
+    for name, lacks in without.items() if options.mode == "ddp" else ():
+        remedy = "leave it out, or use --mode ddp-hook"
+        check_absent(options, name, f"with --mode ddp, which has {lacks}: {remedy}")
+    if options.checkpoints is None:
+        check_absent(options, "checkpoint_every", "without --checkpoints: name a folder, or leave it out")
     if not dist.is_torchelastic_launched():
         check_workers([options.workers])
     models = MODELS if options.model is None else (options.model,)
@@ -149,6 +156,7 @@ def settings(options: argparse.Namespace) -> Settings:
         traces=_traces(options.trace, models) if options.trace else {},
         trackers=Trackers.of(options),
         checkpoints=_folders(options.checkpoints, models) if options.checkpoints else {},
+        checkpoint_every=options.checkpoint_every or 10,
     )
 
 
