@@ -140,15 +140,32 @@ def test_what_a_noise_scale_suggests_is_said_with_how_sure_it_is(
     assert text in " ".join(capsys.readouterr().out.split())
 
 
-def test_a_run_without_a_noise_scale_is_refused(capsys: Capture, tmp_path: Path) -> None:
-    empty = tmp_path / "empty.jsonl"
-    empty.write_text('{"step": 0, "count": 4.0, "noise_scale": null}\n')
-    unknown = _run(tmp_path / "unknown.jsonl", scale=None, spread=None)
-    for path, text in [
-        (str(empty), "has a noise_scale: need a file that pe.telemetry.JsonLines has written"),
-        (str(tmp_path / "none.jsonl"), "cannot be read"),
-        (unknown, "has no noise scale after 40 windows"),
-    ]:
-        with pytest.raises(SystemExit, match="2"):
-            main(["plan", "--from", path])
-        assert text in " ".join(capsys.readouterr().err.split())
+KNOWN = '{"count": 4.0, "noise_scale": {"scale": %s, "spread": null, "windows": 2}}'
+
+
+@pytest.mark.parametrize(
+    ("lines", "text"),
+    [
+        (None, "cannot be read ([Errno 2] No such file"),
+        ('{"count": 4.0, "noise_scale": null}', "has a noise_scale: need a file that pe.telemetry.JsonLines"),
+        pytest.param("[" * 10**5, "no line of", id="nested"),
+        (KNOWN % "null", "has no noise scale after 2 windows"),
+        (KNOWN.replace("2}", r'"\u001b[2J"}') % "null", "has no noise scale after ?[2J windows"),
+        (KNOWN % '"many"', "is damaged (ValueError("),
+        (KNOWN.replace("count", "samples") % "9", "is damaged (KeyError('count')): need a file"),
+        ('{"count": 4.0, "noise_scale": {"value": 3}}', "is damaged (KeyError("),
+        (KNOWN % "0", "noise scale of 0 at a batch of 4, need both above 0: every rank must draw other"),
+        (KNOWN % "-3", "has a noise scale of -3"),
+        (KNOWN % "Infinity", "has a noise scale of inf"),
+        (KNOWN.replace("4.0", "0.0") % "9", "at a batch of 0"),
+    ],
+)
+def test_a_run_without_a_noise_scale_is_refused(
+    capsys: Capture, tmp_path: Path, lines: str | None, text: str
+) -> None:
+    path = tmp_path / "steps.jsonl"
+    if lines is not None:
+        path.write_text(lines)
+    with pytest.raises(SystemExit, match="2"):
+        main(["plan", "--from", str(path)])
+    assert text in " ".join(capsys.readouterr().err.split())

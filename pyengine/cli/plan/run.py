@@ -5,7 +5,7 @@ With `--from`: what another global batch costs, by the gradient noise scale that
 
 from __future__ import annotations
 
-import json
+import math
 import warnings
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -20,6 +20,7 @@ from pyengine.cli import report
 from pyengine.cli.arguments import Conflict
 from pyengine.cli.plan.arguments import Settings
 from pyengine.cli.report import add_numbers
+from pyengine.cli.terminal import read_json
 from pyengine.data.batch_plan import plan_batch, scale_lr
 
 _NEED = "need a file that pe.telemetry.JsonLines has written in a run with sync.measure(pe.NoiseScale())"
@@ -218,32 +219,39 @@ def _read(path: Path) -> Noise:
     """Return the last estimate of a file of steps.
 
     Raises:
-        Conflict: the file cannot be read, or has no estimate.
+        Conflict: the file cannot be read, or has no estimate above 0.
     """
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise Conflict(f"argument --from: {path} cannot be read ({error}): {_NEED}") from None
-    counts, last = [], None
-    for line in text.splitlines():
-        fields = _fields(line)
-        if isinstance(found := fields.get("noise_scale"), dict):
-            last = found
-            counts.append(float(fields["count"]))
-    if last is None:
+    steps = [step for step in map(_fields, text.splitlines()) if isinstance(step.get("noise_scale"), dict)]
+    if not steps:
         raise Conflict(f"argument --from: no line of {path} has a noise_scale: {_NEED}")
-    if last["scale"] is None:
+    last = steps[-1]["noise_scale"]
+    if last.get("scale", 0) is None:
         raise Conflict(
-            f"argument --from: {path} has no noise scale after {last['windows']} windows: their mean "
+            f"argument --from: {path} has no noise scale after {last.get('windows')} windows: their mean "
             "gradient cannot be distinguished from 0; train on, or with larger windows"
         )
-    return Noise(float(last["scale"]), last["spread"], int(last["windows"]), median(counts))
+    try:
+        spread = None if last["spread"] is None else float(last["spread"])
+        batch = median(float(step["count"]) for step in steps)
+        noise = Noise(float(last["scale"]), spread, int(last["windows"]), batch)
+    except (KeyError, TypeError, ValueError) as error:
+        raise Conflict(f"argument --from: a noise_scale of {path} is damaged ({error!r}): {_NEED}") from None
+    if not (0 < noise.scale < math.inf and 0 < noise.batch < math.inf):
+        raise Conflict(
+            f"argument --from: {path} has a noise scale of {noise.scale:g} at a batch of {noise.batch:g}, "
+            "need both above 0: every rank must draw other samples"
+        )
+    return noise
 
 
 def _fields(line: str) -> dict[str, Any]:
     """Return a line's object; empty for a line that a crash has cut off."""
     try:
-        found = json.loads(line)
+        found = read_json(line)
     except ValueError:
         return {}
     return found if isinstance(found, dict) else {}
