@@ -60,7 +60,7 @@ def with_spread(scale: float, spread: float | None) -> str:
 def _short(value: float) -> str:
     if abs(value) >= 10_000:
         return f"{value / 1000:,.0f}k"
-    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.2g}"
+    return f"{value:,.0f}" if abs(value) >= 10 else f"{value:.2g}"
 
 
 def layer_norms(norms: Sequence[Mapping[str, float]]) -> dict[str, list[float]]:

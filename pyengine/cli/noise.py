@@ -45,4 +45,5 @@ def duration(value: float) -> str:
         return f"{value / 3600:.1f}\u00a0h"
     if value >= 60:
         return f"{value / 60:.1f}\u00a0min"
-    return f"{value:.2f}\u00a0s" if value >= 1 else f"{1e3 * value:.3g}\u00a0ms"
+    # A little less than a second would be 1e+03 ms.
+    return f"{value:.2f}\u00a0s" if value >= 0.9995 else f"{1e3 * value:.3g}\u00a0ms"

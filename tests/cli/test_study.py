@@ -286,6 +286,20 @@ def test_the_page_has_every_picture_and_needs_no_other_file(make: Study, tmp_pat
     assert {path.stem for path in plots.glob("*.png")} == PICTURES - {"speed_up", "noise_scale"}
 
 
+def test_times_in_the_heat_map_have_a_unit() -> None:
+    figure = study_plots._heat_map(analysed([made(1, 64, step_s=128.0)]))
+    (text,) = figure.axes[1].texts
+    assert text.get_text() == "34.2\u00a0min"
+
+
+def test_the_noise_scale_has_a_line_for_each_number_of_workers_that_has_one() -> None:
+    figure = study_plots._noise_scale(
+        analysed([made(1, 64), made(2, 64, noise_scale=30.0, noise_spread=4.0)])
+    )
+    assert figure is not None
+    assert figure.axes[0].get_legend_handles_labels()[1] == ["the batch", "2"]
+
+
 @pytest.mark.parametrize(
     "arguments",
     [("--fixed", "per-worker", "--target", "0.9"), ("--workers", "1", "--threads", "2")],

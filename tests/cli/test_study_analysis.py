@@ -237,7 +237,14 @@ def test_speed_up_within_the_noise_of_repeats_is_marked_in_the_table(
 
 @pytest.mark.parametrize(
     ("value", "text"),
-    [(0.00025, "0.25 ms"), (0.25, "250 ms"), (1.5, "1.50 s"), (90.0, "1.5 min"), (5400.0, "1.5 h")],
+    [
+        (0.00025, "0.25 ms"),
+        (0.25, "250 ms"),
+        (0.9996, "1.00 s"),
+        (1.5, "1.50 s"),
+        (90.0, "1.5 min"),
+        (5400.0, "1.5 h"),
+    ],
 )
 def test_duration_has_a_unit_that_suits_it(value: float, text: str) -> None:
     assert duration(value).replace("\u00a0", " ") == text

@@ -15,7 +15,7 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import FixedFormatter, FixedLocator, MaxNLocator, NullLocator, PercentFormatter
 
 from pyengine.cli.gradient_measures import INK, STYLE, draw_noise_scale
-from pyengine.cli.noise import Range
+from pyengine.cli.noise import Range, duration
 from pyengine.cli.study.analysis import Analysis, Curve, Figures
 from pyengine.cli.study.grid import Cell
 
@@ -109,20 +109,29 @@ def _accuracy(analysis: Analysis, label: str, along: Callable[[Curve], Sequence[
 
 def _heat_map(analysis: Analysis) -> Figure:
     """Draw throughput and, if it was reached, the time to the goal: workers over batch."""
-    maps = [("throughput (samples/s)", lambda figures: figures.samples_s, "{:,.0f}", "cividis")]
-    if any(figures.goal_s for figures in analysis.cells.values()):
-        maps.append(
-            (f"time to {analysis.goal:.1%} (s)", lambda figures: figures.goal_s, "{:.3g}", "cividis_r")
+    maps = [
+        (
+            "throughput (samples/s)",
+            lambda figures: figures.samples_s,
+            lambda value: f"{value:,.0f}",
+            "cividis",
         )
+    ]
+    if any(figures.goal_s for figures in analysis.cells.values()):
+        maps.append((f"time to {analysis.goal:.1%}", lambda figures: figures.goal_s, duration, "cividis_r"))
     figure, each = _panels(len(maps), len(maps))
-    for (title, pick, form, colours), axes in zip(maps, each, strict=True):
-        _map(axes, analysis, pick, form, colours)
+    for (title, pick, text_of, colours), axes in zip(maps, each, strict=True):
+        _map(axes, analysis, pick, text_of, colours)
         axes.set_title(title)
     return figure
 
 
 def _map(
-    axes: Axes, analysis: Analysis, pick: Callable[[Figures], Range | None], form: str, colours: str
+    axes: Axes,
+    analysis: Analysis,
+    pick: Callable[[Figures], Range | None],
+    text_of: Callable[[float], str],
+    colours: str,
 ) -> None:
     """Draw a tile with its figure for each cell; light is good."""
     all_cells = {*analysis.cells, *(record.cell for record in analysis.ended)}
@@ -135,7 +144,7 @@ def _map(
             cell = Cell(count, batch)
             share = (values[cell] - low) / (high - low) if cell in values and high > low else 0.5
             colour = matplotlib.colormaps[colours](share) if cell in values else _ABSENT
-            text = form.format(values[cell]) if cell in values else _why_absent(analysis, cell)
+            text = text_of(values[cell]) if cell in values else _why_absent(analysis, cell)
             if cell in values and analysis.cells[cell].is_oversubscribed:
                 text += "\n(shared cores)"
             axes.fill_between([x - 0.49, x + 0.49], y - 0.49, y + 0.49, color=colour, linewidth=0)
@@ -166,6 +175,8 @@ def _noise_scale(analysis: Analysis) -> Figure | None:
     figure, (axes,) = _panels(1, 1, width=7.6, height=4.8)
     for workers, (colour, marker) in _looks(analysis.workers).items():
         row = [figures for figures in known if figures.cell.workers == workers]
+        if not row:  # of one worker: it measures none
+            continue
         draw_noise_scale(
             axes,
             [figures.global_batch for figures in row],
