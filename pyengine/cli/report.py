@@ -11,13 +11,21 @@ from rich.table import Table
 
 from pyengine.cli.terminal import print_json
 
+_LEAST_WIDTH = 80  # that the tables need, lest rich shorten their numbers
+
+
+class _Console(Console):
+    def on_broken_pipe(self) -> None:
+        """Raise the error again, for `terminal.exit_code`; rich would exit with code 1."""
+        raise BrokenPipeError
+
 
 class Report:
     """The base of every command's report: a method an event, as text or JSON lines; silent on other ranks."""
 
     def __init__(self, *, as_json: bool = False, is_silent: bool = False) -> None:
         self._as_json, self._is_silent = as_json, is_silent
-        self._console = Console(quiet=as_json or is_silent)
+        self._console = _Console(quiet=as_json or is_silent)
 
     def _emit(self, event: str, **values: Any) -> bool:
         """Print an event as a JSON line with `--json`; return whether text is printed instead."""
@@ -29,9 +37,11 @@ class Report:
         """Print a sentence on one line, however long it is."""
         self._console.print(text, highlight=False, markup=False, soft_wrap=True)
 
-    def _print(self, table: Table, paragraphs: Iterable[str]) -> None:
+    def _print(self, table: Table, paragraphs: Iterable[str] = ()) -> None:
         """Print a table, and below it paragraphs that are wrapped at the width of the terminal."""
-        self._console.print(table)
+        if self._console.width < _LEAST_WIDTH:
+            table.width = _LEAST_WIDTH
+        self._console.print(table, crop=False)
         for text in paragraphs:
             self._console.print(text, highlight=False, markup=False)
 

@@ -10,6 +10,8 @@ import os
 import sys
 from typing import Any
 
+from pyengine.telemetry import without_nan
+
 _CLOSED = 141  # 128 + SIGPIPE, as a shell reports `command | head`
 _RAISING = ("strict", "surrogateescape")  # Python sets the second one in the C locale
 _PLAIN = {"×": "x", "→": "->", "–": "-", "±": "+-", "√": "sqrt ", "Σ": "sum ", "\u00a0": " "}
@@ -39,7 +41,8 @@ def show_cursor() -> None:
 
 
 def print_json(event: str, **values: Any) -> None:
-    print(json.dumps({"event": event, **values}), flush=True)
+    """Print an object on a line; inf and nan, which JSON does not have, become null."""
+    print(json.dumps({"event": event, **without_nan(values)}), flush=True)
 
 
 def read_json(text: str | bytes) -> Any:

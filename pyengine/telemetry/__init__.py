@@ -93,7 +93,7 @@ class JsonLines(Listener):
                 self._append("\n")
 
     def _write(self, record: StepRecord) -> None:
-        fields = _without_nan(asdict(record))
+        fields = without_nan(asdict(record))
         self._append(json.dumps({"time": time.time(), **fields}, allow_nan=False) + "\n")
 
     def _append(self, text: str) -> None:
@@ -101,10 +101,10 @@ class JsonLines(Listener):
             file.write(text)
 
 
-def _without_nan(value: Any) -> Any:
+def without_nan(value: Any) -> Any:
     """Return a field with None for inf and nan."""
     if isinstance(value, dict):
-        return {name: _without_nan(each) for name, each in value.items()}
+        return {name: without_nan(each) for name, each in value.items()}
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 

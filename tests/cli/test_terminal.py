@@ -21,7 +21,7 @@ from pyengine.cli.main import build_parser, main
 from pyengine.cli.study import run as study
 from pyengine.cli.study.arguments import settings
 from pyengine.cli.study.store import Store
-from pyengine.cli.terminal import read_json
+from pyengine.cli.terminal import print_json, read_json
 
 PLAN = ["plan", "--global-batch", "64", "--micro-batch", "8"]
 Patch = pytest.MonkeyPatch
@@ -44,6 +44,13 @@ def test_a_study_says_what_a_foreign_one_is_of_without_its_escapes(tmp_path):
     (tmp_path / "runs.jsonl").write_text('{"event": "study", "machine": "\\u001b[2J"}\n')
     with pytest.raises(Conflict, match=r"contains a study with machine \?\[2J, and this one has here"):
         Store(tmp_path, {"machine": "here"})
+
+
+def test_json_lines_have_no_nan(capsys: pytest.CaptureFixture[str]) -> None:
+    print_json("step", loss=float("nan"), grad_norms={"weight": float("inf")}, count=2.0)
+    assert capsys.readouterr().out == (
+        '{"event": "step", "loss": null, "grad_norms": {"weight": null}, "count": 2.0}\n'
+    )
 
 
 @pytest.mark.parametrize("errors", ["strict", "surrogateescape"])
@@ -109,13 +116,14 @@ def test_output_on_a_full_disk_is_told_without_a_traceback(
     assert capsys.readouterr().err == "cannot write the output: No space left on device\n"
 
 
+@pytest.mark.parametrize("options", [[], ["--json"]], ids=["table", "json"])
 def test_output_that_nobody_takes_any_more_ends_the_command_quietly(
-    monkeypatch: Patch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: Patch, capsys: pytest.CaptureFixture[str], options: list[str]
 ) -> None:
     reader, writer = os.pipe()
     os.close(reader)
     with stdout(monkeypatch, os.fdopen(writer, "wb")):
-        assert main([*PLAN, "--json"]) == 141
+        assert main([*PLAN, *options]) == 141
         sys.stdout.flush()
     assert capsys.readouterr().err == ""
 

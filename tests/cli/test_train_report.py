@@ -37,6 +37,20 @@ def test_a_difference_within_noise_has_a_caption(
     assert ("noise" in out) == (step_s is NOISY)
 
 
+@pytest.mark.parametrize("columns", [40, 80])
+def test_no_number_of_the_table_is_cut_off(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, columns: int
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    wide = replace(DDP, bytes_sent=343_712, step_s=Range(0.0318, 0.03, 0.04), full_window=1.4e-2)
+    report = Report()
+    report.start("gpt", "tokens", done=0, steps=2, about={})
+    report.compare(replace(wide, label="pyengine on DDP"), wide)
+    out = capsys.readouterr().out
+    assert "…" not in out
+    assert "343.7 kB" in out
+
+
 @pytest.mark.parametrize("step_s", [FASTER, NOISY])
 def test_json_has_the_range_and_whether_it_is_noise(
     capsys: pytest.CaptureFixture[str], step_s: Range
@@ -63,6 +77,10 @@ def test_a_run_that_was_complete_before_reports_its_quality(capsys: pytest.Captu
     report.start("gpt", "tokens", done=3, steps=3, about={})
     report.finish({"accuracy": 0.5})
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["first_loss"] is None
+    report = Report()
+    report.start("gpt", "tokens", done=3, steps=3, about={})
+    report.finish({"accuracy": 0.5})
+    assert "learnt: every step before this run, test accuracy 50.0 %" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1"])

@@ -61,7 +61,7 @@ class Report(report.Report):
             numbers = f"{row['p50_ms']:.3f}", f"{row['min_ms']:.3f}"
             ratios = f"{row['times_roof']:.2f}", f"{row['times_torch']:.2f}"
             table.add_row(escape(row["case"]), *numbers, *ratios)
-        self._console.print(table)
+        self._print(table)
         self._say(f"memory, GB/s: {rates}\n")
 
     def windows(self, case: str, times: Times, rows: Mapping[str, dict[str, Any]]) -> None:
@@ -77,7 +77,7 @@ class Report(report.Report):
             cells = ["–", "–"] if sync is None else [f"{sync:.1f}", f"{sync / median:.0%}"]
             numbers = f"{median:.1f}", f"{row['window_min_ms']:.1f}", f"{spread(times[name]):.0%}"
             table.add_row(escape(VARIANTS[name].label), *numbers, *cells)
-        self._console.print(table)
+        self._print(table)
 
     def conclude(self, sentences: Sequence[str], out: str | None) -> None:
         """Everything is measured; `out` is the result file."""

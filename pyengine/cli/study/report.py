@@ -90,7 +90,7 @@ class Report(report.Report):
         self._emit("recommendation", best=found.best and asdict(found.best), text=found.text)
         self._emit("report", goal=analysis.goal, stalls=len(analysis.stalls), page=str(page))
         if analysis.cells:
-            self._console.print(_table(analysis))
+            self._print(_table(analysis))
         self._say(f"{found.text}\n\nreport: {page}")
 
 

@@ -61,7 +61,7 @@ class Report(report.Report):
         if not self._emit("trained", model=self._model, first_loss=first, last_loss=last, **quality):
             return
         self._progress.stop()
-        parts = [f"loss {_loss(first)} → {_loss(last)}"]
+        parts = [f"loss {_loss(first)} → {_loss(last)}" if self._losses else "every step before this run"]
         for name, value in quality.items():
             number = f"{100 * value:.1f} %" if name == "accuracy" else f"{value:.3f}"
             parts.append(f"{_QUALITY[name]} {number}")
@@ -98,7 +98,7 @@ class Report(report.Report):
             caption="median step: the difference is within noise" if is_noise else None,
             caption_justify="left",
         )
-        table.add_column("", no_wrap=True)
+        table.add_column("")
         add_numbers(
             table, ("collectives", "sent\na rank", "median\nstep", "spread", "error", "error,\nshort")
         )
@@ -106,7 +106,7 @@ class Report(report.Report):
             times = duration(row.step_s.mid), f"{row.step_s.spread:.0%}"
             errors = f"{row.full_window:.1e}", f"{row.short_window:.1e}"
             table.add_row(row.label, str(row.collectives), _bytes(row.bytes_sent), *times, *errors)
-        self._console.print(table)
+        self._print(table)
         self._console.print(_LEGEND + "\n", style="dim", highlight=False)
 
     def trace(self, path: Path, *, windows: int) -> None:
