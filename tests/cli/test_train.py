@@ -15,9 +15,12 @@ import pytest
 
 from pyengine.cli.main import build_parser
 from pyengine.cli.tasks.cnn import DigitsTask
+from pyengine.cli.train import run as train_run
 from pyengine.cli.train.arguments import settings
 from pyengine.cli.train.compare import Row, compare
+from pyengine.cli.train.report import Report
 from pyengine.cli.train.run import TRACED_WINDOWS
+from pyengine.step.step_record import StepRecord
 
 ACCUMULATE = 3
 STEPS = 3
@@ -147,6 +150,32 @@ def test_a_run_without_a_trace_measures_nothing(train: Train) -> None:
     lines = train(*RUNS[2])
     assert events(lines, "norms") == []
     assert all(line["grad_norms"] is None for line in events(lines, "step"))
+
+
+class Steps(Report):
+    """Keeps the numbers of the steps."""
+
+    def __init__(self) -> None:
+        super().__init__(is_silent=True)
+        self.steps: list[int] = []
+
+    def step(self, record: StepRecord) -> None:
+        self.steps.append(record.step)
+
+
+def trained(folder: str, *steps: str) -> list[list[int]]:
+    reports = []
+    for number in steps:
+        chosen = ["train", "--model", "cnn", "--accumulate", "1", "--steps", number, "--checkpoints", folder]
+        reports.append(Steps())
+        train_run.train(DigitsTask(), settings(build_parser().parse_args(chosen)), reports[-1])
+    return [report.steps for report in reports]
+
+
+def test_a_training_that_is_complete_runs_no_further_step(
+    ranks: Callable[[int], Any], tmp_path: Path
+) -> None:
+    assert ranks(2).run(trained, str(tmp_path), "2", "2", "1", "3") == [[[0, 1], [], [], [2]]] * 2
 
 
 def encoded() -> list[Row]:

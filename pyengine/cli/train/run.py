@@ -81,12 +81,13 @@ def train(task: Task, settings: Settings, report: Report) -> int:
     folder, every = settings.checkpoints.get(task.name), settings.checkpoint_every
     saving = Saving(folder, every=every, parts=mode.parts, steps=steps)
     report.start(task.name, task.unit, done=saving.start, steps=steps, about=about)
-    first, end = (each * settings.accumulate for each in (min(saving.start, steps), steps))
     stream = train_modes.batches(task, settings, dist.get_rank(), seed=settings.seed)
-    batches = itertools.islice(stream, first, end)
+    batches = itertools.islice(stream, saving.start * settings.accumulate, steps * settings.accumulate)
+    # After the last step there is nothing to do: `sync.windows` of no batches has an empty window.
+    windows = mode.steps(batches) if saving.start < steps else ()
     trackers = settings.trackers if dist.get_rank() == 0 else Trackers()
     with saving.signals(), trackers.run(task.name, group=settings.mode, config=about) as tracked:
-        for done, record in enumerate(mode.steps(batches), saving.start + 1):
+        for done, record in enumerate(windows, saving.start + 1):
             report.step(record)
             tracked(record)
             if trace:
