@@ -33,9 +33,9 @@ from _harness import save
 from _megatron import Megatron
 from _network import Link, hosts, wait_for
 
-from pyengine.cli.bench.windows.measure import PHASES, WARM_UP, Outcome, Setting, measure, merged, rows
+from pyengine.cli.bench.windows.measure import WARM_UP, Outcome, Setting, measure, merged, rows
 from pyengine.cli.bench.windows.models import MICRO_BATCHES
-from pyengine.cli.bench.windows.variants import VARIANTS
+from pyengine.cli.bench.windows.variants import PHASES, VARIANTS
 from pyengine.cli.machine import card
 
 CASES = ("gpt:fp32", "small:fp32", "gpt0:fp32", "gpt0:bf16", "small0:fp32", "small0:bf16")
@@ -166,7 +166,7 @@ def _memory(case: str, options: argparse.Namespace) -> dict[str, dict[str, float
 
 def _print(case: str, found: dict[str, dict[str, float]], memory: bool) -> None:
     print(f"\r{case:40}")
-    times = [f"{phase}_{stat}_ms" for phase in PHASES for stat in ("min", "p50")]
+    times = [f"{phase}_{stat}_ms" for phase in ("window", *PHASES) for stat in ("min", "p50")]
     columns = ["peak_mb"] if memory else [*times, "sync_p50_ms", "early_x_floor", "window_x_floor"]
     print(f"{'variant':20}" + "".join(f"{c.removesuffix('_ms'):>14}" for c in columns))
     for variant, row in found.items():

@@ -19,7 +19,7 @@ from pyengine.cli.bench.windows import device as devices
 from pyengine.cli.bench.windows import measure as windows
 from pyengine.cli.bench.windows import models
 from pyengine.cli.bench.windows.device import Cuda
-from pyengine.cli.bench.windows.variants import VARIANTS, Floor, NoSync
+from pyengine.cli.bench.windows.variants import PHASES, VARIANTS, Floor, NoSync
 from pyengine.cli.main import build_parser, main
 
 Ranks = Callable[[int], Any]
@@ -80,7 +80,7 @@ def test_every_variant_has_times_of_each_phase(ranks: Ranks, dtype: str, micro_b
     assert outcome.failed == {}
     rows = windows.rows(outcome)
     assert list(rows) == list(NAMES)
-    assert all(row[f"{phase}_p50_ms"] >= 0 for row in rows.values() for phase in windows.PHASES)
+    assert all(row[f"{phase}_p50_ms"] >= 0 for row in rows.values() for phase in PHASES)
 
 
 @pytest.mark.parametrize("world", [1, 2])

@@ -195,13 +195,11 @@ def _steps(values: dict[str, Any], device: str) -> Steps:
         device=device,
         micro_batches=values["accumulate"],
     )
-    if device == "cpu":
-        workers = values["workers"] or 2
-        check_workers([workers])
-        return Steps(workers, setting)
-    found = torch.cuda.device_count()
+    found = torch.cuda.device_count() if device == "cuda" else 2
     workers = values["workers"] or found
-    if workers > found:
+    if device == "cpu":
+        check_workers([workers])
+    elif workers > found:
         raise Conflict(
             f"argument --workers: got {workers} with --device cuda, and NCCL needs a device each: "
             f"need at most {found}, the number of devices"

@@ -25,23 +25,21 @@ class Ratio:
             faster variant.
     """
 
-    low: float
-    middle: float
-    high: float
+    times: Range
     is_clear: bool
 
     def __str__(self) -> str:
         noise = "" if self.is_clear else ", within noise"
-        return f"{self.middle:.2f} × as long ({self.low:.2f} to {self.high:.2f}{noise})"
+        return f"{self.times.mid:.2f} × as long ({self.times.low:.2f} to {self.times.high:.2f}{noise})"
 
 
 def ratio(times: Times, variant: str, other: str) -> Ratio:
     """Compare two variants round by round, so that slow drift of the machine cancels."""
     pairs = zip(times[variant], times[other], strict=True)
-    ratios = sorted(one["window"] / two["window"] for one, two in pairs)
+    ratios = [one["window"] / two["window"] for one, two in pairs]
     odd_ones = min(sum(each < 1 for each in ratios), sum(each > 1 for each in ratios))
     is_clear = len(ratios) >= _ENOUGH and odd_ones <= len(ratios) // 10
-    return Ratio(ratios[0], statistics.median(ratios), ratios[-1], is_clear)
+    return Ratio(Range.of(ratios), is_clear)
 
 
 def spread(rounds: Sequence[dict[str, float]]) -> float:

@@ -22,7 +22,6 @@ from pyengine.cli.bench.windows.device import DEVICES, Processor
 from pyengine.cli.bench.windows.models import MICRO_BATCHES, build
 from pyengine.cli.bench.windows.variants import VARIANTS, Variant, by_phase
 
-PHASES = ("window", "early", "last", "epilogue", "optimizer")
 # fp16: float32 parameters under autocast, since a GradScaler unscales no float16 gradients.
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 WARM_UP = 2  # DDP rebuilds its buckets, optimizers create their state

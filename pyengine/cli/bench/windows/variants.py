@@ -23,6 +23,7 @@ from pyengine.cli.bench.windows.models import needs_scale
 from pyengine.wire.named import WIRES
 
 MAX_NORM = 0.5
+PHASES = ("early", "last", "epilogue", "optimizer")  # of a window
 # By the name that `optimizer` of a variant is.
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "fused": partial(torch.optim.AdamW, lr=1e-5, fused=True),
@@ -97,9 +98,8 @@ class Variant:
 
 
 def by_phase(marks: list[Any], seconds: Callable[[Any, Any], float]) -> dict[str, float]:
-    """Return the seconds of each phase (early, last, epilogue, optimizer) and of the window."""
-    names = ("early", "last", "epilogue", "optimizer")
-    phases = {name: seconds(a, b) for name, a, b in zip(names, marks, marks[1:], strict=False)}
+    """Return the seconds of each phase and of the window."""
+    phases = {name: seconds(a, b) for name, a, b in zip(PHASES, marks, marks[1:], strict=False)}
     return phases | {"window": seconds(marks[0], marks[-1])}
 
 
@@ -139,27 +139,18 @@ class NoSyncView(NoSync):
     view = True
 
 
-def _bf16_hook(state, bucket):  # type: ignore[no-untyped-def]  # DDP refuses string annotations
-    """Call torch's bf16_compress_hook under another name: DDP refuses it on gloo by name only."""
-    return default_hooks.bf16_compress_hook(state, bucket)
-
-
-class NoSyncBF16(NoSync):
+class NoSyncBF16(NoSyncView):
     label = "DDP + no_sync, views, bf16 hook"
-    view = True
-    hook = staticmethod(_bf16_hook)
+    # Behind another name: DDP refuses torch's bf16_compress_hook on gloo by name only.
+    hook = staticmethod(lambda state, bucket: default_hooks.bf16_compress_hook(state, bucket))
 
 
-def _fp16_hook(state, bucket):  # type: ignore[no-untyped-def]
-    return default_hooks.fp16_compress_hook(state, bucket)
-
-
-class NoSyncFP16(NoSyncBF16):
+class NoSyncFP16(NoSyncView):
     label = "DDP + no_sync, views, fp16 hook"
-    hook = staticmethod(_fp16_hook)
+    hook = staticmethod(default_hooks.fp16_compress_hook)
 
 
-class NoSyncPowerSGD(NoSync):
+class NoSyncPowerSGD(NoSyncView):
     """no_sync, bucket views, and torch's PowerSGD hook of rank 1, from the second window on.
 
     In a single bucket: the hook launches its later rounds from the backend's threads, so that with several
@@ -167,7 +158,6 @@ class NoSyncPowerSGD(NoSync):
     """
 
     label = "DDP + no_sync, views, PowerSGD"
-    view = True
     bucket_cap_mb = 2**20
 
     def setup(self) -> None:
