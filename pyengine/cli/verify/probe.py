@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from hashlib import blake2b
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -45,7 +44,7 @@ class Run:
         label: the name in tables.
         wrap: one of `WRAPS`.
         last: the step after which training ends.
-        keep: folder for the tensors of that step; None: only digests.
+        keep: rank whose tensors of that step are kept; None: only digests.
     """
 
     label: str
@@ -55,7 +54,7 @@ class Run:
     accumulator: Accumulator
     wrap: str
     last: int
-    keep: str | None = None
+    keep: int | None = None
 
 
 @dataclass
@@ -64,12 +63,14 @@ class Trace:
 
     Attributes:
         entries: digest (kind "window": text) by step, kind and name.
+        tensors: of the step and the rank that `Run` asks for, by kind and name.
         steps: optimizer steps recorded.
         is_wrapped: whether the function has called `wrap`.
         stopped: the error that ended the function before its last step; empty without one.
     """
 
     entries: dict[tuple[int, str, str], str] = field(default_factory=dict)
+    tensors: dict[tuple[str, str], Tensor] = field(default_factory=dict)
     steps: int = 0
     is_wrapped: bool = False
     stopped: str = ""
@@ -91,7 +92,6 @@ class Probe:
         self.trace = Trace()
         self._run = run
         self._step = START
-        self._kept: dict[tuple[str, str], Tensor] = {}
         self._is_watching = False
 
     def wrap(
@@ -175,14 +175,12 @@ class Probe:
                 continue
             whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
             self.trace.entries[self._step, kind, name] = digest(whole)
-            if self._run.keep is not None and self._step == self._run.last:
-                self._kept[kind, name] = whole.detach().cpu().clone()
+            if self._step == self._run.last and dist.get_rank() == self._run.keep:
+                self.trace.tensors[kind, name] = whole.detach().cpu().clone()
 
     def _advance(self) -> None:
         self.trace.steps = self._step + 1
         if self._step == self._run.last:
-            if self._run.keep is not None:
-                torch.save(self._kept, Path(self._run.keep) / f"{dist.get_rank()}.pt")
             raise Enough
         self._step += 1
 

@@ -28,8 +28,8 @@ class Finding:
 
 
 class Report(report.Report):
-    def __init__(self, *, as_json: bool = False, is_silent: bool = False) -> None:
-        super().__init__(as_json=as_json, is_silent=is_silent)
+    def __init__(self, *, as_json: bool = False) -> None:
+        super().__init__(as_json=as_json)
         self._status = Status("", console=self._console)
         self._rows: dict[str, list[tuple[str, ...]]] = {}
 

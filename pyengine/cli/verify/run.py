@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import os
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from pkgutil import resolve_name
 
 import torch
@@ -153,32 +151,27 @@ def _find_cause(target: str, execute: Execute, reference: Done, other: Done) -> 
     """Repeat two runs up to the step in which they first differ, and compare their tensors."""
     first = other.first
     assert first is not None
-    with tempfile.TemporaryDirectory(prefix="pyengine-") as folder:
-        wanted, repeats = _tensors(target, execute, reference, 0, first, Path(folder) / "reference")
-        got, other_repeats = _tensors(target, execute, other, first.rank, first, Path(folder) / "run")
-        if first.kind == "window":
-            elements = f"The window has {first.texts[1]}, and {first.texts[0]} in the reference."
-        else:
-            key = first.kind, first.name
-            elements = compare(wanted.get(key), got.get(key))
-        gradient = change(wanted, got)
+    wanted, repeats = _tensors(target, execute, reference, 0, first)
+    got, other_repeats = _tensors(target, execute, other, first.rank, first)
+    if first.kind == "window":
+        elements = f"The window has {first.texts[1]}, and {first.texts[0]} in the reference."
+    else:
+        key = first.kind, first.name
+        elements = compare(wanted.get(key), got.get(key))
     found = causes(
         first,
         repeats=other is not reference and replace(other.run, label="") == replace(reference.run, label=""),
         came_back=repeats and other_repeats,
         micro_batches=reference.run.micro_batches,
-        gradient=gradient,
+        gradient=change(wanted, got),
     )
     return Finding(reference.run.label, other.run.label, first, elements, found)
 
 
 def _tensors(
-    target: str, execute: Execute, done: Done, rank: int, first: Difference, folder: Path
+    target: str, execute: Execute, done: Done, rank: int, first: Difference
 ) -> tuple[dict[tuple[str, str], Tensor], bool]:
     """Return a rank's tensors of the step, and whether the entry that differs has the same bits as before."""
-    folder.mkdir()
-    again = execute([target], replace(done.run, last=first.step, keep=str(folder)))[rank][0]
+    again = execute([target], replace(done.run, last=first.step, keep=rank))[rank][0]
     key = first.step, first.kind, first.name
-    path = folder / f"{rank}.pt"
-    tensors: dict[tuple[str, str], Tensor] = torch.load(path, weights_only=True) if path.exists() else {}
-    return tensors, again.entries.get(key) == done.ranks[rank].entries.get(key)
+    return again.tensors, again.entries.get(key) == done.ranks[rank].entries.get(key)
