@@ -73,7 +73,7 @@ def content(*arguments: str, plots: tuple[Plot, ...] = ()) -> Content:
 def test_a_study_has_a_run_of_each_cell_and_its_figures_in_weights_and_biases(wandb: Wandb) -> None:
     plot = Plot("Speed-up", "", Path("speed_up.png"))
     found = content("--wandb", "mine", plots=(plot,))
-    track(found.settings.trackers, found)
+    track(found)
     names = ["1-workers-batch-64-repeat-1", "2-workers-batch-64-repeat-1", "figures"]
     assert [run.about["name"] for run in wandb.runs] == names
     assert all(run.about["project"] == "mine" and run.is_finished for run in wandb.runs)
@@ -92,7 +92,7 @@ def test_a_study_has_a_run_of_each_cell_and_its_figures_in_weights_and_biases(wa
 def test_a_study_is_in_tensorboard(tmp_path: Path) -> None:
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     found = content("--tensorboard", str(tmp_path))
-    track(found.settings.trackers, found)
+    track(found)
     assert len(list(tmp_path.iterdir())) == 3
     speed_up = accumulator.EventAccumulator(str(tmp_path / "figures")).Reload().Scalars("speed_up/batch 64")
     assert [(each.step, each.value) for each in speed_up] == [(1, 1.0), (2, 2.0)]

@@ -261,12 +261,12 @@ def closed_form() -> list[float]:
     return [ranks * indices * position / (_WORKERS * _ACCUMULATE * _ITEMS) for position in (1, 2, 3)]
 
 
-def workers(window: Callable[[], list[float]] = window_gradient, *, timeout_s: float = _TIMEOUT_S) -> Finding:
+def workers() -> Finding:
     """Run a window of `GradSync` on two gloo workers, and compare its gradient with the closed form."""
     try:
-        found = launch(window, workers=_WORKERS, timeout_s=timeout_s)
+        found = launch(window_gradient, workers=_WORKERS, timeout_s=_TIMEOUT_S)
     except TimeoutError:
-        return fail("workers", f"two gloo workers have not ended after {timeout_s:g} s", _REMEDY)
+        return fail("workers", f"two gloo workers have not ended after {_TIMEOUT_S} s", _REMEDY)
     except (RuntimeError, OSError) as error:
         return fail("workers", str(error).strip(), _REMEDY)
     want = closed_form()

@@ -69,22 +69,19 @@ def run(settings: Settings) -> int:
 
 def _row(global_batch: int, workers: int, settings: Settings) -> Row:
     plan, problem, micro_batch = None, "", settings.micro_batch
-    split = partial(plan_batch, global_batch=global_batch, world_size=workers)
-    if micro_batch is None and global_batch % workers == 0:
-        micro_batch = global_batch // workers
-    if micro_batch is None:
-        near = [
-            batch
-            for batch in (global_batch // workers * workers, -(-global_batch // workers) * workers)
-            if batch
-        ]
+    share, rest = divmod(global_batch, workers)
+    if micro_batch is None and rest:
+        near = f"{share * workers} or {(share + 1) * workers}" if share else f"{workers}"
         problem = (
-            f"{global_batch} samples are no multiple of {workers} workers: need a batch of "
-            f"{' or '.join(map(str, near))}, or a --micro-batch, of which workers may run unequal numbers"
+            f"{global_batch} samples are no multiple of {workers} workers: need a batch of {near}, or a "
+            "--micro-batch, of which workers may run unequal numbers"
         )
     else:
+        micro_batch = micro_batch or share
         try:
-            plan = split(micro_batch=micro_batch, uneven=True)
+            plan = plan_batch(
+                global_batch=global_batch, micro_batch=micro_batch, world_size=workers, uneven=True
+            )
         except ValueError as error:
             problem = str(error)
     size = settings.dataset_size

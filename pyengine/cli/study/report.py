@@ -31,8 +31,8 @@ _BUSY = 0.1  # of the machine, used by others
 
 
 class Report(report.Report):
-    def __init__(self, *, as_json: bool = False, is_silent: bool = False) -> None:
-        super().__init__(as_json=as_json, is_silent=is_silent)
+    def __init__(self, *, as_json: bool = False) -> None:
+        super().__init__(as_json=as_json)
         columns = TimeElapsedColumn(), TextColumn("{task.fields[left]}"), TextColumn("{task.fields[text]}")
         # Twice a second: the workers may need every core.
         self._progress = self._make_progress(*columns, refresh_per_second=2)

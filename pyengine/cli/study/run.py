@@ -29,7 +29,6 @@ from pyengine.cli.study.report import Report
 from pyengine.cli.study.store import Key, Record, Store
 from pyengine.cli.study.supervise import Outcome, Watch, execute, log_path
 from pyengine.cli.target import check
-from pyengine.cli.trackers import Trackers
 from pyengine.step.step_record import StepRecord
 
 _SOME_FAILED, _NOTHING_MEASURED, _NOT_WRITTEN = 1, 2, 3
@@ -79,7 +78,7 @@ def study(settings: Settings, execute: Execute, report: Report) -> int:
     content = study_report.Content(settings, machine, records, impossible, analysis, plots)
     page = settings.folder / "report.html"
     study_report.write_page(content, page)
-    is_tracked = _is_tracked(content) if settings.trackers != Trackers() else True
+    is_tracked = _is_tracked(content)
     report.conclude(analysis, page)
     if not is_tracked:
         return _NOT_WRITTEN
@@ -91,7 +90,7 @@ def study(settings: Settings, execute: Execute, report: Report) -> int:
 def _is_tracked(content: study_report.Content) -> bool:
     """Write to the trackers; print why if that fails."""
     try:
-        track(content.settings.trackers, content)
+        track(content)
     except Exception as error:  # noqa: BLE001 - a network or an account can raise anything
         text = f"not all was sent to the trackers: {type(error).__name__}: {error}"
         print(f"{text}; {content.settings.kept}", file=sys.stderr)
@@ -99,9 +98,9 @@ def _is_tracked(content: study_report.Content) -> bool:
     return True
 
 
-def track(trackers: Trackers, content: study_report.Content) -> None:
+def track(content: study_report.Content) -> None:
     """Write the steps of every run, the figures and the plots, now that nothing is measured."""
-    settings = content.settings
+    settings, trackers = content.settings, content.settings.trackers
     for record in content.records:
         names = ("workers", "batch", "repeat", "status", "global_batch", "micro_batch", "accumulate")
         config = {name: getattr(record, name) for name in names} | content.machine
