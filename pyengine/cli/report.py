@@ -6,12 +6,13 @@ from collections.abc import Iterable
 from typing import Any
 
 from rich.console import Console
+from rich.measure import Measurement
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, TextColumn
 from rich.table import Table
 
 from pyengine.cli.terminal import print_json
 
-_LEAST_WIDTH = 80  # that the tables need, lest rich shorten their numbers
+_LEAST_WIDTH = 80  # of a table that needs it, on any terminal: rich would shorten its numbers
 
 
 class _Console(Console):
@@ -39,8 +40,10 @@ class Report:
 
     def _print(self, table: Table, paragraphs: Iterable[str] = ()) -> None:
         """Print a table, and below it paragraphs that are wrapped at the width of the terminal."""
-        if self._console.width < _LEAST_WIDTH:
-            table.width = _LEAST_WIDTH
+        options = self._console.options.update(width=_LEAST_WIDTH)
+        needed = Measurement.get(self._console, options, table).maximum
+        if needed > self._console.width:
+            table.width = needed
         self._console.print(table, crop=False)
         for text in paragraphs:
             self._console.print(text, highlight=False, markup=False)

@@ -91,6 +91,17 @@ def test_the_table_fits_a_narrow_terminal_and_says_what_is_equal(
     assert ("steps" in text) == bool(dataset)
 
 
+@pytest.mark.parametrize("columns", ["60", "40"])
+def test_a_table_is_as_wide_as_its_numbers(
+    capsys: Capture, monkeypatch: pytest.MonkeyPatch, columns: str
+) -> None:
+    monkeypatch.setenv("COLUMNS", columns)
+    assert main(["plan", "--lr", "3e-4"]) == 0
+    table = [line for line in capsys.readouterr().out.splitlines() if "│" in line]
+    assert [len(line) for line in table] == [60] * 4
+    assert "…" not in "".join(table)
+
+
 def _run(path: Path, **noise: object) -> str:
     """Write the steps of a run with a batch of 100 whose noise scale is 300; return the path."""
     known = {"noise": 1.0, "signal": 1.0, "scale": 300.0, "spread": 30.0, "windows": 40} | noise
