@@ -207,6 +207,17 @@ def test_a_script_shows_its_arguments(script: str, capsys: Capture) -> None:
     assert f"usage: {script}" in capsys.readouterr().out
 
 
+def test_a_single_variant_has_a_result_file_too(
+    monkeypatch: pytest.MonkeyPatch, capsys: Capture, tmp_path: Path
+) -> None:
+    alone = bench.windows.Outcome({"engine": times(1.0, 1.0, 1.0)})
+    monkeypatch.setattr(bench, "launch", lambda *_, **__: [alone])
+    out = tmp_path / "mine.json"
+    assert main(["bench", "step", "--variants", "engine", "--out", str(out)]) == 0
+    assert list(json.loads(out.read_text())["cases"]["gpt:fp32"]) == ["engine"]
+    assert f"wrote {out}" in capsys.readouterr().out
+
+
 def test_a_result_file_that_cannot_be_written_leaves_what_was_printed(
     monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:

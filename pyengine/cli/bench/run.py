@@ -39,7 +39,7 @@ def run(settings: Settings) -> int:
             content, sentences = content | found, sentences + conclusions
     except RuntimeError as error:  # the part before is reported
         problems.append(str(error))
-    if sentences:
+    if "rows" in content or "cases" in content:  # a part has ended, if without anything to compare
         out = settings.out
         if out is not None:
             try:
