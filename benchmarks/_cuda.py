@@ -117,7 +117,7 @@ def measure_case(build: Build, yardstick: Yardstick, seconds: float) -> dict[str
     """Return the row of a result file.
 
     Raises:
-        Disagreement: the contestants compute different values.
+        RuntimeError: the contestants compute different values.
     """
     first = build()
     made = [first, *(build() for _ in range(num_sets(first.num_bytes) - 1))]

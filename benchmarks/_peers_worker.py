@@ -22,7 +22,7 @@ from torch._C._profiler import _ExperimentalConfig
 from torch.profiler import ProfilerActivity, profile
 
 from pyengine.cli.bench.windows import variants as stock
-from pyengine.cli.bench.windows.measure import DTYPES, check_agreement
+from pyengine.cli.bench.windows.measure import DTYPES, odd_ones
 from pyengine.cli.bench.windows.variants import Variant
 
 LR = 2.0**20  # at which a parameter after a step of SGD is its gradient, but for 2^-20
@@ -80,8 +80,8 @@ def _times(launch: Launch, show: Any) -> dict[str, dict[str, Any]]:
             if done >= launch.warm_up:
                 times[name].append(taken)
                 sent[name].append(_sent(launch) - before)
-        if done == 0:
-            check_agreement(built)
+        if done == 0 and (odd := odd_ones(built, None)):
+            raise RuntimeError(next(iter(odd.values())))
     rows: dict[str, dict[str, Any]] = {}
     for name, variant in built.items():
         phases = {phase: [round(1e3 * one[phase], 2) for one in times[name]] for phase in times[name][0]}

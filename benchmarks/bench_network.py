@@ -28,7 +28,7 @@ import torch.distributed as dist
 from _harness import save
 from _network import Link, hosts, sent_bytes, wait_for
 
-from pyengine.cli.bench.windows.measure import DTYPES, WARM_UP, Times, check_agreement, slowest, summary
+from pyengine.cli.bench.windows.measure import DTYPES, WARM_UP, Times, odd_ones, slowest, summary
 from pyengine.cli.bench.windows.models import build
 from pyengine.cli.bench.windows.variants import VARIANTS, Engine
 from pyengine.cli.machine import card
@@ -134,8 +134,8 @@ def _work(options: argparse.Namespace) -> None:
             if done >= WARM_UP:
                 times[name].append(taken)
                 sent[name].append(sent_bytes() - before)
-        if done == 0:
-            check_agreement(variants)
+        if done == 0 and (odd := odd_ones(variants, None)):
+            raise RuntimeError(next(iter(odd.values())))
         if rank == 0:
             print(f"\rround {done + 1}/{options.rounds + WARM_UP}", end="", file=sys.stderr, flush=True)
     told = {

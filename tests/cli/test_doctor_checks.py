@@ -209,7 +209,6 @@ def test_settings_of_torch_and_its_backends_are_reported(monkeypatch: Patch) -> 
 
 def test_workers_with_the_right_gradient(monkeypatch: Patch, ranks: Callable[[int], Any]) -> None:
     monkeypatch.setattr(checks, "launch", lambda fn, workers, timeout_s: ranks(workers).run(fn))
-    assert checks.closed_form() == [0.75, 1.5, 2.25]
     assert_says(checks.workers(), "ok", "exact on both")
 
 

@@ -52,6 +52,7 @@ examples:
 models:
   gpt, gpt100    a GPT with 17.4 M parameters; with 100 MB of fp32 gradients
   gpt124         a GPT of GPT-2's size, 124 M parameters; for a GPU
+  gpt124-short   with shorter micro-batches; -long with longer ones, compiled, fp32 under autocast to bf16
   small          500 linear layers of 64: 1000 small parameters
   gpt0, small0   the same parameters, with a backward that computes nothing
 

@@ -14,14 +14,10 @@ from pyengine.ops.plan import BucketPlan
 Run = Callable[[], object]
 
 
-class Disagreement(RuntimeError):
-    """The contestants of a case compute different values."""
-
-
 def check(agree: bool, name: str) -> None:
-    """Raise Disagreement unless the contestants of a case agree."""
+    """Raise RuntimeError unless the contestants of a case compute the same values."""
     if not agree:
-        raise Disagreement(
+        raise RuntimeError(
             f"{name}: pyengine and torch compute different values, so their times would mean nothing: run "
             "`python -m pyengine doctor`, and report it with its output"
         )

@@ -152,12 +152,6 @@ class _Measurement:
         gc.collect()
 
 
-def check_agreement(variants: Mapping[str, Variant]) -> None:
-    """Raise on every rank if the gradient norms of the variants differ by more than rounding."""
-    if odd := odd_ones(variants, None):
-        raise RuntimeError(next(iter(odd.values())))
-
-
 def odd_ones(variants: Mapping[str, Variant], group: dist.ProcessGroup | None) -> dict[str, str]:
     """Return, alike on every rank, the variants whose gradient norm differs from that of most, and a message
     for each. Variants whose ranks do not end a window with its whole gradient are not compared.
