@@ -58,7 +58,7 @@ def first_difference(reference: Trace, ranks: Sequence[Trace]) -> Difference | N
         for position, key in enumerate({**reference.entries, **trace.entries}):
             if reference.entries.get(key) != trace.entries.get(key):
                 step, kind, _ = key
-                found.append((step, KINDS.index(kind), position, rank, key))
+                found.append((step, list(KINDS).index(kind), position, rank, key))
     if not found:
         return None
     *_, rank, (step, kind, name) = min(found)

@@ -23,8 +23,15 @@ from pyengine.gradients.settings import Accumulator, Exact
 from pyengine.ops.device import HOST
 from pyengine.step.step_record import StepRecord
 
-# In the order of a step.
-KINDS = ("window", "buffer", "gradient", "norm", "parameter", "state")
+# Kinds of entries in the order of a step, and how an entry is named.
+KINDS = {
+    "window": "the items of the {}",
+    "buffer": "buffer {}",
+    "gradient": "gradient of {}",
+    "norm": "the gradient {}",
+    "parameter": "parameter {}",
+    "state": "optimizer state {}",
+}
 START = -1  # the step before the first
 # Who owns the gradients: the engine's buckets; DDP; shards of every layer of a ModuleList and of the model,
 # over all workers; the same in 2 replicas.

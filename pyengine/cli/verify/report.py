@@ -13,7 +13,7 @@ from rich.table import Table
 
 from pyengine.cli import report
 from pyengine.cli.verify.compare import Difference
-from pyengine.cli.verify.probe import START, Run, Trace
+from pyengine.cli.verify.probe import KINDS, START, Run, Trace
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ def summary(trace: Trace) -> str:
 def place(first: Difference) -> str:
     """Return step and entry, for example `step 0, gradient of head.weight`."""
     step = "before the first step" if first.step == START else f"step {first.step}"
-    return f"{step}, {_ENTRY[first.kind].format(first.name)}"
+    return f"{step}, {KINDS[first.kind].format(first.name)}"
 
 
 def sentences(subject: str, finding: Finding | None, reference: Trace) -> list[str]:
@@ -105,13 +105,3 @@ def sentences(subject: str, finding: Finding | None, reference: Trace) -> list[s
     counts = [f"{kind} {differ} of {total}" for kind, (differ, total) in first.counts.items() if differ]
     where.append(f"In that step and rank, these differ: {', '.join(counts)}.")
     return [*where, *(f"Likely cause ({name}): {text}" for name, text in finding.causes)]
-
-
-_ENTRY = {
-    "window": "the items of the {}",
-    "buffer": "buffer {}",
-    "gradient": "gradient of {}",
-    "norm": "the gradient {}",
-    "parameter": "parameter {}",
-    "state": "optimizer state {}",
-}
