@@ -21,6 +21,7 @@ BAD_TRAIN = [
     (("--lr", "-1"), "argument --lr: got -1, need a finite number above 0"),
     (("--lr", "nan"), "argument --lr: got nan, need a finite number above 0"),
     (("--model", "rnn"), "argument --model: invalid choice: 'rnn'"),
+    (("--wire", "int4"), "argument --wire: invalid choice: 'int4' (choose from 'fp32', 'bf16'"),
     (
         ("--mode", "ddp", "--wire", "bf16"),
         "got bf16 with --mode ddp, which has no wire: leave it out, or use",

@@ -159,11 +159,6 @@ def test_more_threads_than_cores_are_marked(threads: int, cores: int, shared: li
     assert marked == shared
 
 
-def test_nothing_measured_is_no_error() -> None:
-    analysis = analysed([ended(1, 64)])
-    assert (analysis.cells, analysis.goal, analysis.workers) == ({}, None, [])
-
-
 def repeats(workers: int, *step_s: float, **changes: Any) -> list[Record]:
     return [made(workers, 64, repeat=repeat, step_s=each, **changes) for repeat, each in enumerate(step_s)]
 

@@ -70,10 +70,3 @@ def test_grid_is_in_order() -> None:
         Cell(2, 4),
         Cell(2, 8),
     ]
-
-
-@pytest.mark.parametrize(
-    ("cell", "text"), [(Cell(1, 8), "1 worker × batch 8"), (Cell(2, 8), "2 workers × batch 8")]
-)
-def test_cell_has_a_name(cell: Cell, text: str) -> None:
-    assert str(cell) == text

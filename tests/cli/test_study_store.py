@@ -72,14 +72,6 @@ def test_torn_first_line_begins_anew(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "runs.jsonl").read_text())["event"] == "study"
 
 
-def test_line_in_the_middle_that_cannot_be_read_is_named(folder: Path) -> None:
-    path = folder / "runs.jsonl"
-    first, _, last = path.read_text().splitlines()
-    path.write_text(f"{first}\n{{\n{last}\n")
-    with pytest.raises(Conflict, match=r"line 2 of its runs\.jsonl cannot be read .*delete the line"):
-        Store(folder, SHARED)
-
-
 def test_run_that_was_tried_again_counts_as_the_last_time(folder: Path) -> None:
     store = Store(folder, SHARED)
     store.add(made(2, 64))
