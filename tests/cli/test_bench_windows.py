@@ -24,7 +24,8 @@ from pyengine.cli.main import build_parser, main
 
 Ranks = Callable[[int], Any]
 TINY = models.Shape(width=8, layers=1, heads=2, vocabulary=16, context=4)
-NAMES = ("engine", "no_sync_view", "engine_bf16", "engine_exact_slots", "attach", "no_sync_bf16", "floor")
+HOOKS = ("no_sync_bf16", "no_sync_fp16")
+NAMES = ("engine", "no_sync_view", "engine_bf16", "engine_exact_slots", "attach", *HOOKS, "floor")
 
 
 class Broken(NoSync):

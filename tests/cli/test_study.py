@@ -208,6 +208,14 @@ def test_study_of_which_nothing_was_measured_has_an_exit_code_of_its_own(make: S
     assert "Nothing was measured" in (tmp_path / "out" / "report.html").read_text()
 
 
+def test_study_whose_tracker_fails_has_its_report(
+    make: Study, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pyengine.cli.study.run.track", lambda content: 1 / 0)
+    assert make(Runner()) == 3
+    assert (tmp_path / "out" / "report.html").exists()
+
+
 def test_cell_that_cannot_be_run_is_named_and_left_out(
     make: Study, capsys: pytest.CaptureFixture[str]
 ) -> None:
