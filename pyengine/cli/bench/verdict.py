@@ -18,15 +18,10 @@ _SLOWER = 0.95  # times faster than torch: a kernel below is reported as slower
 
 @dataclass(frozen=True)
 class Ratio:
-    """The windows of one variant over those of another one in the same rounds.
-
-    Attributes:
-        is_clear: whether there are enough rounds, of which nearly all (all of fewer than ten) agree on the
-            faster variant.
-    """
+    """The windows of one variant over those of another one in the same rounds."""
 
     times: Range
-    is_clear: bool
+    is_clear: bool  # whether there are enough rounds, and nearly all (all of fewer than ten) agree
 
     def __str__(self) -> str:
         noise = "" if self.is_clear else ", within noise"

@@ -53,19 +53,12 @@ _REMEDY = (
 
 @dataclass(frozen=True)
 class Finding:
-    """One fact about this machine or installation.
+    """One fact about this machine or installation."""
 
-    Attributes:
-        name: of the check.
-        status: "ok"; "warn": works, but slower or not everywhere; "fail": does not work.
-        text: the result.
-        remedy: what to do; empty for "ok".
-    """
-
-    name: str
-    status: Literal["ok", "warn", "fail"]
+    name: str  # of the check
+    status: Literal["ok", "warn", "fail"]  # "warn": works, but slower or not everywhere
     text: str
-    remedy: str = ""
+    remedy: str = ""  # empty for "ok"
 
 
 def ok(name: str, text: str) -> Finding:

@@ -45,23 +45,15 @@ exit code: 0 every row can be run, 1 some cannot, 2 wrong arguments
 
 @dataclass(frozen=True)
 class Settings:
-    """What to plan.
+    """What to plan."""
 
-    Attributes:
-        micro_batch: samples a backward; None: all samples of a rank.
-        lr: the learning rate of `from_batch`.
-        from_batch, global_batches: 0 and empty with `run_file` for the run's.
-        dataset_size: samples; None: without steps an epoch.
-        run_file: steps of a run that has measured its noise scale; None: plan without one.
-    """
-
-    global_batches: tuple[int, ...]
+    global_batches: tuple[int, ...]  # empty with `run_file` for the run's
     workers: tuple[int, ...]
-    micro_batch: int | None
-    lr: float
-    from_batch: int
-    dataset_size: int | None
-    run_file: Path | None
+    micro_batch: int | None  # samples a backward; None: all samples of a rank
+    lr: float  # of `from_batch`
+    from_batch: int  # 0 with `run_file` for the run's
+    dataset_size: int | None  # samples; None: without steps an epoch
+    run_file: Path | None  # steps of a run that has measured its noise scale; None: plan without one
     json: bool
 
 

@@ -30,26 +30,17 @@ _SURE = 1 / 3  # largest spread over scale of a scale that is called known
 
 @dataclass(frozen=True)
 class Row:
-    """One global batch on one number of workers.
-
-    Attributes:
-        micro_batch: None if the global batch is not a multiple of the workers.
-        accumulate: micro-batches a window, by rank; empty if the row cannot be run.
-        idle: share of the window in which ranks with one micro-batch less wait, 0 to 1.
-        lr_linear, lr_sqrt: learning rates of this global batch.
-        steps_per_epoch: None without the size of the dataset, or if the row cannot be run.
-        problem: why the row cannot be run; empty if it can.
-    """
+    """One global batch on one number of workers."""
 
     global_batch: int
     workers: int
-    micro_batch: int | None
-    accumulate: tuple[int, ...]
-    idle: float
-    lr_linear: float
+    micro_batch: int | None  # None if the global batch is not a multiple of the workers
+    accumulate: tuple[int, ...]  # micro-batches a window, by rank; empty if the row cannot be run
+    idle: float  # share of the window in which ranks with one micro-batch less wait, 0 to 1
+    lr_linear: float  # learning rates of this global batch
     lr_sqrt: float
-    steps_per_epoch: int | None
-    problem: str
+    steps_per_epoch: int | None  # None without the size of the dataset, or if the row cannot be run
+    problem: str  # why the row cannot be run; empty if it can
 
 
 def run(settings: Settings) -> int:
@@ -170,18 +161,12 @@ def _sentences(rows: Sequence[Row]) -> list[str]:
 
 @dataclass(frozen=True)
 class Noise:
-    """What a run has measured.
+    """What a run has measured."""
 
-    Attributes:
-        scale, spread: B_noise in samples, and its standard error, None after one window.
-        windows: windows in the average.
-        batch: samples a window of the run, the median.
-    """
-
-    scale: float
-    spread: float | None
-    windows: int
-    batch: float
+    scale: float  # B_noise, in samples
+    spread: float | None  # its standard error; None after one window
+    windows: int  # in the average
+    batch: float  # samples a window of the run, the median
 
     def steps(self, batch: float, scale: float | None = None) -> float:
         """Return steps over the fewest possible: S / S_min = 1 + B_noise / B."""

@@ -29,57 +29,34 @@ class Stall:
 
 @dataclass(frozen=True)
 class Curve:
-    """The accuracy of one run over its time.
+    """The accuracy of one run over its time."""
 
-    Attributes:
-        steps: before each evaluation.
-        seconds: of training until then, without evaluations; a stall counts as a median step.
-    """
-
-    steps: list[int]
-    seconds: list[float]
+    steps: list[int]  # before each evaluation
+    seconds: list[float]  # of training until then, without evaluations; a stall counts as a median step
     accuracy: list[float]
 
 
 @dataclass(frozen=True)
 class Figures:
-    """The figures of a cell; each Range is over its runs that are done.
-
-    Attributes:
-        samples_s: samples a second, without stalls and the first WARM_UP_STEPS steps.
-        batches_s: optimizer steps a second, without stalls.
-        speed_up: throughput over that of one worker; None if that was not measured.
-        is_within_noise: whether the throughput overlaps that of one worker, or either is of a single run.
-        efficiency: speed-up over workers.
-        sync_share: share of a step that waits for, or computes, the reduction, 0 to 1; mean over workers.
-        stalls: steps of a run that stalled.
-        memory_bytes: peak memory of the largest worker.
-        cpu_share: busy cores of a worker, mean over workers.
-        accuracy: best of a run; None without evaluations.
-        goal_s: seconds of training until the goal; None without a goal, or if a run did not reach it.
-        noise_scale: in samples, at the end of a run; None if a run does not know it.
-        noise_spread: median of the runs' standard errors of it.
-        is_oversubscribed: whether the workers have more threads than the machine has cores.
-        runs: number of runs.
-    """
+    """The figures of a cell; each Range is over its runs that are done."""
 
     cell: Cell
-    samples_s: Range
-    batches_s: Range
-    speed_up: Range | None
-    is_within_noise: bool
-    efficiency: Range | None
-    sync_share: Range
-    stalls: Range
-    memory_bytes: Range
-    cpu_share: Range
-    accuracy: Range | None
-    goal_s: Range | None
-    noise_scale: Range | None
-    noise_spread: float | None
-    worker_batch: int
-    is_oversubscribed: bool
-    runs: int
+    samples_s: Range  # samples a second, without stalls and the first WARM_UP_STEPS steps
+    batches_s: Range  # optimizer steps a second, without stalls
+    speed_up: Range | None  # throughput over that of one worker; None if that was not measured
+    is_within_noise: bool  # whether the throughput overlaps that of one worker, or either is of a single run
+    efficiency: Range | None  # speed-up over workers
+    sync_share: Range  # share of a step that waits for, or computes, the reduction, 0 to 1; mean over workers
+    stalls: Range  # steps of a run that stalled
+    memory_bytes: Range  # peak memory of the largest worker
+    cpu_share: Range  # busy cores of a worker, mean over workers
+    accuracy: Range | None  # best of a run; None without evaluations
+    goal_s: Range | None  # training seconds until the goal; None without one, or if a run did not reach it
+    noise_scale: Range | None  # in samples, at the end of a run; None if a run does not know it
+    noise_spread: float | None  # median of the runs' standard errors of it
+    worker_batch: int  # samples of a worker in a step
+    is_oversubscribed: bool  # whether the workers have more threads than the machine has cores
+    runs: int  # number of runs
 
     @property
     def global_batch(self) -> int:
@@ -96,26 +73,16 @@ class Recommendation:
 
 @dataclass(frozen=True)
 class Analysis:
-    """The data of tables, plots and the recommendation.
+    """The data of tables, plots and the recommendation."""
 
-    Attributes:
-        fixed: "global" or "per-worker".
-        cells: that were measured, in order.
-        ended: runs that did not succeed.
-        curves: of the runs with accuracies, by cell.
-        goal: accuracy to compare times at; None without evaluations.
-        goal_from: the cell that sets the goal; None if the user does.
-        cores: of the machine.
-    """
-
-    fixed: str
-    cells: dict[Cell, Figures]
+    fixed: str  # "global" or "per-worker"
+    cells: dict[Cell, Figures]  # that were measured, in order
     stalls: list[Stall]
-    ended: list[Record]
-    curves: dict[Cell, list[Curve]]
-    goal: float | None
-    goal_from: Cell | None
-    cores: int
+    ended: list[Record]  # runs that did not succeed
+    curves: dict[Cell, list[Curve]]  # of the runs with accuracies
+    goal: float | None  # accuracy to compare times at; None without evaluations
+    goal_from: Cell | None  # the cell that sets the goal; None if the user does
+    cores: int  # of the machine
 
     @property
     def workers(self) -> list[int]:

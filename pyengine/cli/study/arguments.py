@@ -73,40 +73,25 @@ _EPOCHS = {"cnn": 8.0, "gpt": 1.0}
 
 @dataclass(frozen=True)
 class Settings:
-    """What to run, and how.
+    """What to run, and how."""
 
-    Attributes:
-        subject: the name in tables; `target` is the function as "module:function".
-        fixed: whether `batches` are of all workers together ("global") or of each ("per-worker").
-        dataset_size: training samples.
-        epochs: passes of a run over the training samples.
-        micro_batch: most samples in a backward; None: a worker's whole share of the batch.
-        threads: torch's threads in each worker.
-        evaluations: about how often a run measures its accuracy.
-        goal: accuracy to compare times at; None: the best one that every run reaches.
-        stall_timeout_s: a run without a step for so long is ended.
-        run_timeout_s: a run that takes longer is ended.
-        folder: of the results.
-        retry: whether to repeat runs that did not succeed.
-    """
-
-    subject: str
-    target: str
+    subject: str  # the name in tables
+    target: str  # the function as "module:function"
     workers: tuple[int, ...]
     batches: tuple[int, ...]
-    fixed: str
-    dataset_size: int
-    epochs: float
+    fixed: str  # whether `batches` are of all workers together ("global") or of each ("per-worker")
+    dataset_size: int  # training samples
+    epochs: float  # passes of a run over the training samples
     repeats: int
-    micro_batch: int | None
-    threads: int
-    evaluations: int
-    goal: float | None
+    micro_batch: int | None  # most samples in a backward; None: a worker's whole share of the batch
+    threads: int  # torch's threads in each worker
+    evaluations: int  # about how often a run measures its accuracy
+    goal: float | None  # accuracy to compare times at; None: the best one that every run reaches
     seed: int
-    stall_timeout_s: float
-    run_timeout_s: float
-    folder: Path
-    retry: bool
+    stall_timeout_s: float  # a run without a step for so long is ended
+    run_timeout_s: float  # a run that takes longer is ended
+    folder: Path  # of the results
+    retry: bool  # whether to repeat runs that did not succeed
     trackers: Trackers
     json: bool
 

@@ -25,18 +25,12 @@ class Cell:
 
 @dataclass(frozen=True)
 class Plan:
-    """The work of a cell.
+    """The work of a cell."""
 
-    Attributes:
-        global_batch: samples of a step, over all workers.
-        micro_batch: samples of a backward; a worker has `accumulate` of them in a step.
-        steps: optimizer steps of a run.
-    """
-
-    global_batch: int
-    micro_batch: int
-    accumulate: int
-    steps: int
+    global_batch: int  # samples of a step, over all workers
+    micro_batch: int  # samples of a backward
+    accumulate: int  # micro-batches of a worker in a step
+    steps: int  # optimizer steps of a run
 
 
 class Impossible(ValueError):

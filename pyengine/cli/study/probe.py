@@ -27,18 +27,9 @@ Quality = Callable[[], float | torch.Tensor | None]
 
 @dataclass(frozen=True)
 class Run:
-    """The settings of a run.
+    """The settings of a run."""
 
-    Attributes:
-        target: the training function, "module:function".
-        threads: torch's threads in each worker.
-        evaluate_every: steps between two evaluations.
-        stall_timeout_s, run_timeout_s: seconds without a step (workers may take two minutes to start), and of
-            the whole run, after which it is ended.
-        beats: file to which rank 0 appends a line after each step.
-    """
-
-    target: str
+    target: str  # the training function, "module:function"
     workers: int
     global_batch: int
     micro_batch: int
@@ -46,36 +37,27 @@ class Run:
     steps: int
     dataset_size: int
     seed: int
-    threads: int
-    evaluate_every: int
-    stall_timeout_s: float
-    run_timeout_s: float
-    beats: str
+    threads: int  # torch's threads in each worker
+    evaluate_every: int  # steps between two evaluations
+    stall_timeout_s: float  # without a step, after which a run is ended; workers may take longer to start
+    run_timeout_s: float  # of the whole run
+    beats: str  # file to which rank 0 appends a line after each step
 
 
 @dataclass
 class Trace:
-    """The measurements of one worker.
+    """The measurements of one worker."""
 
-    Attributes:
-        seconds: of each step, from the end of the previous one, without evaluations.
-        sync_s: seconds of each step in which this worker only waited for, or computed, the reduction.
-        losses: of each step.
-        accuracy: (steps taken, accuracy).
-        bytes_on_wire: bytes sent in the last step.
-        cpu_s: CPU seconds of all threads during the steps.
-        peak_rss_bytes: largest memory of the process.
-        noise_scale, noise_spread: the last estimate, in samples as `Run.global_batch` counts them; or None.
-    """
-
+    # Of each step: seconds from the end of the previous one, without evaluations, and those of them in which
+    # this worker only waited for, or computed, the reduction.
     seconds: list[float] = field(default_factory=list)
     sync_s: list[float] = field(default_factory=list)
     losses: list[float | None] = field(default_factory=list)
-    accuracy: list[tuple[int, float]] = field(default_factory=list)
-    bytes_on_wire: int = 0
-    cpu_s: float = 0.0
-    peak_rss_bytes: int = 0
-    noise_scale: float | None = None
+    accuracy: list[tuple[int, float]] = field(default_factory=list)  # (steps taken, accuracy)
+    bytes_on_wire: int = 0  # sent in the last step
+    cpu_s: float = 0.0  # of all threads during the steps
+    peak_rss_bytes: int = 0  # largest memory of the process
+    noise_scale: float | None = None  # the last estimate, in samples as `Run.global_batch` counts them
     noise_spread: float | None = None
 
 

@@ -21,21 +21,12 @@ _Read = TypeVar("_Read")
 
 @dataclass(frozen=True)
 class Record:
-    """The results of a run; `supervise.Outcome` and `probe.Trace` describe the other fields.
-
-    Attributes:
-        status: "done", "failed", "stalled" or "timed out".
-        seconds: of each step, on rank 0.
-        sync_s: of each step, mean over workers.
-        cpu_share: busy cores, by worker.
-        peak_rss_bytes: by worker.
-        noise_scale, noise_spread: of rank 0; absent in files of earlier versions.
-    """
+    """The results of a run; `supervise.Outcome` and `probe.Trace` describe the other fields."""
 
     workers: int
     batch: int
     repeat: int
-    status: str
+    status: str  # "done", "failed", "stalled" or "timed out"
     reason: str
     steps: int
     global_batch: int
@@ -43,14 +34,14 @@ class Record:
     accumulate: int
     wall_s: float
     busy: float
-    seconds: list[float]
-    sync_s: list[float]
+    seconds: list[float]  # of each step, on rank 0
+    sync_s: list[float]  # of each step, mean over workers
     losses: list[float | None]
     accuracy: list[tuple[int, float | None]]
-    cpu_share: list[float]
-    peak_rss_bytes: list[int]
+    cpu_share: list[float]  # busy cores, by worker
+    peak_rss_bytes: list[int]  # by worker
     bytes_on_wire: int
-    noise_scale: float | None = None
+    noise_scale: float | None = None  # of rank 0
     noise_spread: float | None = None
 
     @property

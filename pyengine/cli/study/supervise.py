@@ -31,23 +31,14 @@ Watch = Callable[[int, float | None], None]
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a run ended.
+    """How a run ended."""
 
-    Attributes:
-        status: "done", "failed", "stalled" or "timed out".
-        reason: why the run is not done; empty if it is.
-        steps: optimizer steps so far.
-        traces: by rank; empty if not done.
-        wall_s: seconds from the start of the processes to their end.
-        busy: share of the CPU that others used just before, 0 to 1.
-    """
-
-    status: str
-    reason: str
-    steps: int
-    traces: list[Trace]
-    wall_s: float
-    busy: float
+    status: str  # "done", "failed", "stalled" or "timed out"
+    reason: str  # why the run is not done; empty if it is
+    steps: int  # optimizer steps so far
+    traces: list[Trace]  # by rank; empty if not done
+    wall_s: float  # from the start of the processes to their end
+    busy: float  # share of the CPU that others used just before, 0 to 1
 
 
 def log_path(cell: Cell, repeat: int) -> Path:

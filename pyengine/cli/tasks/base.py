@@ -25,17 +25,11 @@ def make_optimizer(
 
 
 class Task(Protocol):
-    """A model with its data.
+    """A model with its data."""
 
-    Attributes:
-        name: as on the command line.
-        unit: of counts: "tokens" or "images".
-        num_samples: number of samples that `batch` indexes.
-    """
-
-    name: str
-    unit: str
-    num_samples: int
+    name: str  # as on the command line
+    unit: str  # of counts: "tokens" or "images"
+    num_samples: int  # that `batch` indexes
 
     def build(self) -> nn.Module:
         """Return a new model, fp32."""

@@ -57,14 +57,7 @@ MODES = ("engine", "ddp-hook", "ddp")
 
 @dataclass(frozen=True)
 class Settings:
-    """What to train, and how.
-
-    Attributes:
-        steps, micro_batch, lr: by model.
-        traces: absolute files of traces, by model, beside which norms are drawn; empty for none.
-        checkpoints: absolute folders of checkpoints, by model; empty for none.
-        checkpoint_every: steps between two checkpoints.
-    """
+    """What to train, and how; each dict is by model."""
 
     models: tuple[str, ...]
     mode: str
@@ -77,9 +70,9 @@ class Settings:
     wire: str
     accumulator: Accumulator
     seed: int
-    traces: dict[str, Path]
-    checkpoints: dict[str, Path]
-    checkpoint_every: int
+    traces: dict[str, Path]  # absolute files, beside which norms are drawn; empty for none
+    checkpoints: dict[str, Path]  # absolute folders; empty for none
+    checkpoint_every: int  # steps between two checkpoints
     trackers: Trackers
     json: bool
 

@@ -25,25 +25,16 @@ _WARMUP_WINDOWS = 1
 
 @dataclass(frozen=True)
 class Row:
-    """The figures of one mode in this run.
-
-    Attributes:
-        buckets: gradient buckets.
-        collectives: gradient collectives a window, the engine's header included.
-        bytes_sent: bytes that this rank sent in them.
-        step_s: seconds of a step, over the timed windows.
-        full_window: relative difference of a window's gradient from that of one big batch.
-        short_window: the same for a window with fewer micro-batches and unequal counts.
-    """
+    """The figures of one mode in this run."""
 
     mode: str
     label: str
-    buckets: int
-    collectives: int
-    bytes_sent: int
-    step_s: Range
-    full_window: float
-    short_window: float
+    buckets: int  # gradient buckets
+    collectives: int  # gradient collectives a window, the engine's header included
+    bytes_sent: int  # that this rank sent in them
+    step_s: Range  # seconds of a step, over the timed windows
+    full_window: float  # relative difference of a window's gradient from that of one big batch
+    short_window: float  # the same for a window with fewer micro-batches and unequal counts
 
 
 def compare(task: Task, settings: Settings) -> list[Row]:

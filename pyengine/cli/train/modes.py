@@ -57,16 +57,10 @@ def pop_gradient(model: nn.Module) -> Tensor:
 
 
 class Windowed:
-    """pyengine in one of its forms: it owns flat buckets, or reduces DDP's (`on_ddp`).
-
-    Attributes:
-        model: the bare module.
-        label: the name of the mode in tables.
-        parts: the objects that a checkpoint has to contain, by name.
-    """
+    """pyengine in one of its forms: it owns flat buckets, or reduces DDP's (`on_ddp`)."""
 
     def __init__(self, task: Task, model: nn.Module, settings: Settings, *, on_ddp: bool) -> None:
-        self.model, self._task = model, task
+        self.model, self._task = model, task  # the bare module
         self._accumulate = settings.accumulate
         self._ddp = DistributedDataParallel(model) if on_ddp else None
         make: Callable[..., Sync] = GradSync if self._ddp is None else attach
@@ -79,7 +73,7 @@ class Windowed:
         )
         self.label = "pyengine on DDP" if on_ddp else "pyengine"
         self._optimizer, self._schedule = _optimizer(task, model, settings)
-        self.parts: dict[str, Any] = {
+        self.parts: dict[str, Any] = {  # that a checkpoint has to contain
             "model": model,
             "optimizer": self._optimizer,
             "schedule": self._schedule,

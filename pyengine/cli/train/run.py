@@ -134,14 +134,11 @@ class Saving:
         every: steps between two checkpoints.
         parts: the objects to save and to load, with `state_dict` and `load_state_dict`, by name.
         steps: of the whole training.
-
-    Attributes:
-        start: the step of the newest checkpoint, from which training continues; 0 without one.
-        stopped: the signal that has ended the training; 0 for none.
     """
 
     def __init__(self, folder: Path | None, *, every: int, parts: Mapping[str, Any], steps: int) -> None:
-        self.start = self.stopped = 0
+        self.start = 0  # the step of the newest checkpoint, from which training continues
+        self.stopped = 0  # the signal that has ended the training
         self._every, self._parts, self._steps = every, parts, steps
         self._checkpoints = None if folder is None else Checkpoints(folder)
         self._signal = 0

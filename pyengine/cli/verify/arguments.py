@@ -59,21 +59,14 @@ BUILT_IN = "pyengine.cli.verify.subjects:{}"
 
 @dataclass(frozen=True)
 class Settings:
-    """What to verify.
+    """What to verify."""
 
-    Attributes:
-        subjects: training functions as "module:function", by the names of the report.
-        workers: world sizes; the first one is the reference.
-        micro_batches: in a window, over all ranks.
-        wraps: who owns the gradients; each runs on all `workers` that it supports.
-    """
-
-    subjects: dict[str, str]
-    workers: tuple[int, ...]
+    subjects: dict[str, str]  # training functions as "module:function", by the names of the report
+    workers: tuple[int, ...]  # world sizes; the first one is the reference
     steps: int
-    micro_batches: int
+    micro_batches: int  # in a window, over all ranks
     accumulator: Accumulator
-    wraps: tuple[str, ...]
+    wraps: tuple[str, ...]  # who owns the gradients; each runs on all `workers` that it supports
     json: bool
 
 

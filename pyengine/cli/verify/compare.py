@@ -17,38 +17,26 @@ Tensors = Mapping[tuple[str, str], Tensor]  # by kind and name
 
 @dataclass(frozen=True)
 class Difference:
-    """The first entry of a run that differs from the reference.
-
-    Attributes:
-        rank: the lowest rank on which it differs.
-        counts: (entries that differ, entries) of that step and rank, by kind.
-        texts: the entry in the reference and in the run: digests, except for the kind "window".
-    """
+    """The first entry of a run that differs from the reference."""
 
     step: int
     kind: str
     name: str
-    rank: int
-    counts: dict[str, tuple[int, int]]
-    texts: tuple[str | None, str | None]
+    rank: int  # the lowest rank on which it differs
+    counts: dict[str, tuple[int, int]]  # (entries that differ, entries) of that step and rank, by kind
+    texts: tuple[str | None, str | None]  # of the reference and of the run; digests, but for a "window"
 
 
 @dataclass(frozen=True)
 class Change:
-    """How a run's whole gradient differs from that of the reference.
+    """How a run's whole gradient differs from that of the reference."""
 
-    Attributes:
-        relative: norm of the difference over the norm of the reference.
-        factor: the ratio of the norms before clipping where they are recorded, else the least-squares factor
-            from the reference to the run.
-        rest: norm of the residual of the least-squares factor, over the norm of the run.
-        epsilon: the largest epsilon of the dtypes.
-    """
-
-    relative: float
+    relative: float  # norm of the difference over the norm of the reference
+    # The ratio of the norms before clipping where they are recorded, else the least-squares factor from the
+    # reference to the run.
     factor: float
-    rest: float
-    epsilon: float
+    rest: float  # norm of the residual of the least-squares factor, over the norm of the run
+    epsilon: float  # the largest of the dtypes
 
 
 def first_difference(reference: Trace, ranks: Sequence[Trace]) -> Difference | None:

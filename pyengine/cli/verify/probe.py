@@ -45,42 +45,28 @@ def needs(wrap: str, workers: int) -> str:
 
 @dataclass(frozen=True)
 class Run:
-    """The settings of a run.
+    """The settings of a run."""
 
-    Attributes:
-        label: the name in tables.
-        wrap: one of `WRAPS`.
-        last: the step after which training ends.
-        keep: rank whose tensors of that step are kept; None: only digests.
-    """
-
-    label: str
+    label: str  # the name in tables
     workers: int
     steps: int
     micro_batches: int
     accumulator: Accumulator
-    wrap: str
-    last: int
-    keep: int | None = None
+    wrap: str  # one of `WRAPS`
+    last: int  # the step after which training ends
+    keep: int | None = None  # rank whose tensors of that step are kept; None: only digests
 
 
 @dataclass
 class Trace:
-    """The records of one rank.
+    """The records of one rank."""
 
-    Attributes:
-        entries: digest (kind "window": text) by step, kind and name.
-        tensors: of the step and the rank that `Run` asks for, by kind and name.
-        steps: optimizer steps recorded.
-        is_wrapped: whether the function has called `wrap`.
-        stopped: the error that ended the function before its last step; empty without one.
-    """
-
+    # Digests (of the kind "window" texts) by step, kind and name; and the tensors that `Run` asks for.
     entries: dict[tuple[int, str, str], str] = field(default_factory=dict)
     tensors: dict[tuple[str, str], Tensor] = field(default_factory=dict)
-    steps: int = 0
-    is_wrapped: bool = False
-    stopped: str = ""
+    steps: int = 0  # recorded
+    is_wrapped: bool = False  # whether the function has called `wrap`
+    stopped: str = ""  # the error that ended the function before its last step
 
 
 class Probe:

@@ -25,20 +25,15 @@ def check(agree: bool, name: str) -> None:
 
 @dataclass(frozen=True)
 class Case:
-    """A kernel, the torch expression that it replaces, and the bytes that the work must move.
-
-    Attributes:
-        roof: the kind of memory traffic: "read", "update" or "copy".
-        run_lists: the kernel over lists of tensors in place of `Pointers`, for benchmarks/.
-    """
+    """A kernel, the torch expression that it replaces, and the bytes that the work must move."""
 
     name: str
     run: Run
     torch_run: Run
     read_bytes: int
     write_bytes: int
-    roof: str
-    run_lists: Run | None = None
+    roof: str  # the kind of memory traffic: "read", "update" or "copy"
+    run_lists: Run | None = None  # the kernel over lists of tensors in place of `Pointers`, for benchmarks/
 
     @property
     def num_bytes(self) -> int:

@@ -33,24 +33,14 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 
 
 class Variant:
-    """One way to train.
+    """One way to train."""
 
-    Attributes:
-        label: its name in tables.
-        needs: the package that it requires, beside torch and pyengine.
-        is_synced: whether all ranks end a window with the same gradient.
-        is_whole: whether that is the window's whole gradient, up to rounding.
-        is_ours: whether it is an engine of pyengine.
-        device: the device of its parameters.
-        grad_norm: the gradient norm of the last window, before clipping.
-    """
-
-    label: ClassVar[str]
-    needs: ClassVar[str | None] = None
-    is_synced: ClassVar[bool] = True
-    is_whole: ClassVar[bool] = True
-    is_ours: ClassVar[bool] = False
-    grad_norm: Tensor
+    label: ClassVar[str]  # its name in tables
+    needs: ClassVar[str | None] = None  # the package that it requires, beside torch and pyengine
+    is_synced: ClassVar[bool] = True  # whether all ranks end a window with the same gradient
+    is_whole: ClassVar[bool] = True  # whether that is the window's whole gradient, up to rounding
+    is_ours: ClassVar[bool] = False  # whether it is an engine of pyengine
+    grad_norm: Tensor  # of the last window, before clipping
 
     def __init__(self, model: nn.Module, micro_batches: list[Tensor], optimizer: str) -> None:
         self.model, self.micro_batches = model, micro_batches
