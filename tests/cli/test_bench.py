@@ -86,9 +86,7 @@ def test_table_py_reads_rows_with_names(tmp_path: Path, capsys: Capture) -> None
     assert "|  | p50_ms | shares |\n|---|---:|---:|\n| fixed | 1.5 | [6, 6] |" in capsys.readouterr().out
 
 
-def test_table_py_shows_what_a_device_tells_of_windows_and_why_one_is_missing(
-    tmp_path: Path, capsys: Capture
-) -> None:
+def test_table_py_shows_windows_of_a_device_and_why_one_is_missing(tmp_path: Path, capsys: Capture) -> None:
     row = {"window_p50_ms": 12.3456, "host_p50_ms": 3.21, "launches": 1200, "no_graph": "a reason"}
     path = tmp_path / "step-cuda.json"
     content = {"machine": {}, "cases": {"gpt124:bf16": {"engine": {"failed": "it broke"}, "attach": row}}}
@@ -129,9 +127,9 @@ def test_a_failing_worker_ends_the_run_and_what_was_measured_before_is_kept(
     out = tmp_path / "mine.json"
     assert main(["bench", *SMALL, *STEP, "--out", str(out)]) == 1
     assert len(json.loads(out.read_text())["rows"]) == 11
-    said = capfd.readouterr()
-    assert "Kernels: over 11 cases" in said.out
-    assert said.err == "worker 1 of 2 failed\n"
+    printed = capfd.readouterr()
+    assert "Kernels: over 11 cases" in printed.out
+    assert printed.err == "worker 1 of 2 failed\n"
 
 
 class Undivided(NoSync):
@@ -148,7 +146,7 @@ class Alone(Floor):
 
 
 def measure_with(odd_one: type[Any]) -> str:
-    """Return what a rank is told when this takes part."""
+    """Return the error of a rank when this variant takes part."""
     setting = windows.Setting("small0", "fp32", ("engine", "odd"), rounds=1)
     few = mock.patch.object(models, "Small", lambda: nn.Linear(4, 4))  # two parameters say it, too
     with few, mock.patch.dict(VARIANTS, odd=odd_one), pytest.raises(RuntimeError) as caught:
@@ -160,8 +158,8 @@ def measure_with(odd_one: type[Any]) -> str:
 def test_variants_with_other_gradients_stop_the_run_on_every_rank(
     ranks: Callable[[int], Any], odd_one: type[Any]
 ) -> None:
-    said = ranks(2).run(measure_with, odd_one)
-    assert all("different gradients" in text and "'odd'" in text for text in said)
+    errors = ranks(2).run(measure_with, odd_one)
+    assert all("different gradients" in text and "'odd'" in text for text in errors)
 
 
 @pytest.mark.parametrize(
@@ -226,6 +224,6 @@ def test_a_result_file_that_cannot_be_written_leaves_what_was_printed(
         pytest.skip("no device that is full")
     monkeypatch.setattr(bench, "_kernels", lambda kernels, report: ({"rows": []}, ["all is fast"]))
     assert main(["bench", "kernels", *SMALL, "--json", "--out", "/dev/full"]) == 1
-    said = capsys.readouterr()
-    assert '"sentences": ["all is fast"], "out": null' in said.out
-    assert said.err.startswith("cannot write /dev/full (No space left on device)")
+    printed = capsys.readouterr()
+    assert '"sentences": ["all is fast"], "out": null' in printed.out
+    assert printed.err.startswith("cannot write /dev/full (No space left on device)")

@@ -116,9 +116,9 @@ def test_the_variant_whose_gradient_is_the_odd_one_is_left_out(ranks: Ranks) -> 
     assert list(windows.rows(outcome)) == ["engine", "no_sync", "eight"]
 
 
-def test_a_run_without_a_variant_left_says_why_of_each(ranks: Ranks) -> None:
-    (said,) = ranks(1).run(all_broken)
-    assert said == "no variant could be measured: {'broken': 'ValueError: no such hook'}"
+def test_a_run_without_a_variant_left_reports_why_of_each(ranks: Ranks) -> None:
+    (error,) = ranks(1).run(all_broken)
+    assert error == "no variant could be measured: {'broken': 'ValueError: no such hook'}"
 
 
 def all_broken() -> str:

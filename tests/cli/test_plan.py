@@ -57,7 +57,7 @@ def test_what_does_not_come_out_even_is_shared_and_its_waiting_named(capsys: Cap
         (("--workers", "64", "--micro-batch", "8"), "only 32 of the ranks would have a micro-batch"),
     ],
 )
-def test_a_row_that_cannot_be_run_says_why_and_fails(
+def test_a_row_that_cannot_be_run_names_the_reason_and_fails(
     capsys: Capture, arguments: tuple[str, ...], problem: str
 ) -> None:
     code, (row,) = plan(capsys, *arguments, "--dataset-size", "1000")
@@ -78,7 +78,7 @@ def test_a_very_large_batch_is_cautioned_against_once(capsys: Capture) -> None:
 
 
 @pytest.mark.parametrize("dataset", [(), ("--dataset-size", "50000")])
-def test_the_table_fits_a_narrow_terminal_and_says_what_is_equal(
+def test_the_table_fits_a_narrow_terminal_and_names_what_is_equal(
     capsys: Capture, monkeypatch: pytest.MonkeyPatch, dataset: tuple[str, ...]
 ) -> None:
     monkeypatch.setenv("COLUMNS", "80")
@@ -144,7 +144,7 @@ def test_a_measured_noise_scale_gives_the_cost_of_other_batches(capsys: Capture,
         ({"spread": None}, "Not sure: the spread is more than a third"),
     ],
 )
-def test_what_a_noise_scale_suggests_is_said_with_how_sure_it_is(
+def test_what_a_noise_scale_suggests_is_printed_with_how_sure_it_is(
     capsys: Capture, tmp_path: Path, noise: dict[str, float], text: str
 ) -> None:
     assert main(["plan", "--from", _run(tmp_path / "steps.jsonl", **noise)]) == 0

@@ -121,7 +121,7 @@ FORECASTS = [
 
 
 @pytest.mark.parametrize(("batches", "seconds"), FORECASTS)
-def test_a_trial_run_tells_how_long_the_study_takes_and_every_run_what_is_left(
+def test_a_trial_run_forecasts_the_study_and_every_run_the_rest(
     make: Study, capsys: pytest.CaptureFixture[str], batches: str, seconds: float
 ) -> None:
     runner = Runner()
@@ -334,17 +334,8 @@ def test_real_study_goes_on_over_runs_that_fail_and_hang(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     forked.fork_runs(monkeypatch.setattr)
-    out = str(tmp_path / "out")
-    arguments = [
-        "study",
-        "--train",
-        "study_subjects:sometimes",
-        "--dataset-size",
-        "64",
-        "--out",
-        out,
-        "--json",
-    ]
+    own = ["--train", "study_subjects:sometimes", "--dataset-size", "64"]
+    arguments = ["study", *own, "--out", str(tmp_path / "out"), "--json"]
     grid = ["--workers", "1,2", "--batch", "8,16", "--repeats", "1", "--stall-timeout", "8"]
     assert main([*arguments, *grid]) == 1
     found = [json.loads(line) for line in capsys.readouterr().out.splitlines()]

@@ -55,7 +55,7 @@ IMPOSSIBLE: list[tuple[tuple[str, ...], Cell, str]] = [
 
 
 @pytest.mark.parametrize(("arguments", "cell", "reason"), IMPOSSIBLE)
-def test_cell_that_does_not_come_out_even_says_why(
+def test_cell_that_does_not_come_out_even_has_a_reason(
     arguments: tuple[str, ...], cell: Cell, reason: str
 ) -> None:
     with pytest.raises(Impossible) as error:

@@ -40,7 +40,7 @@ def test_a_result_file_moves_no_cursor():
     assert read_json(text) == {"?[2Ja": ["?1m", "?", "?"], "b": "two\nlines, ä [x]"}
 
 
-def test_a_study_says_what_a_foreign_one_is_of_without_its_escapes(tmp_path):
+def test_a_study_names_a_foreign_one_without_its_escapes(tmp_path):
     (tmp_path / "runs.jsonl").write_text('{"event": "study", "machine": "\\u001b[2J"}\n')
     with pytest.raises(Conflict, match=r"contains a study with machine \?\[2J, and this one has here"):
         Store(tmp_path, {"machine": "here"})
@@ -65,9 +65,9 @@ def test_doctor_prints_to_a_terminal_of_ascii(monkeypatch: Patch, options: list[
     monkeypatch.setattr(doctor, "CHECKS", {"host": lambda: warn("host", "3 × slower", "mend → it")})
     with stdout(monkeypatch, io.BytesIO()) as stream:
         assert main(["doctor", *options]) == 0
-        said = stream.buffer.getvalue().decode("ascii")  # type: ignore[attr-defined]
+        printed = stream.buffer.getvalue().decode("ascii")  # type: ignore[attr-defined]
     wanted = ["3 \\u00d7 slower"] if options else ["3 x slower", "-> mend -> it"]
-    assert all(text in said for text in wanted)
+    assert all(text in printed for text in wanted)
 
 
 @pytest.mark.slow
@@ -107,7 +107,7 @@ def test_commands_print_from_their_workers_to_a_terminal_of_ascii(command: str) 
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is full")
-def test_output_on_a_full_disk_is_told_without_a_traceback(
+def test_output_on_a_full_disk_is_reported_without_a_traceback(
     monkeypatch: Patch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with stdout(monkeypatch, Path("/dev/full").open("wb")):
@@ -128,7 +128,7 @@ def test_output_that_nobody_takes_any_more_ends_the_command_quietly(
     assert capsys.readouterr().err == ""
 
 
-def test_study_on_a_full_disk_says_that_what_was_measured_stays(
+def test_study_on_a_full_disk_reports_that_what_was_measured_stays(
     monkeypatch: Patch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     def fail(*_: object) -> None:
@@ -136,6 +136,6 @@ def test_study_on_a_full_disk_says_that_what_was_measured_stays(
 
     monkeypatch.setattr(study, "study", fail)
     assert main(["study", "--workers", "1", "--out", str(tmp_path)]) == 3
-    said = capsys.readouterr().err
-    assert "the study ended early: [Errno 28] No space left on device" in said
-    assert f"what was measured is in {tmp_path}, and the same command resumes" in said
+    printed = capsys.readouterr().err
+    assert "the study ended early: [Errno 28] No space left on device" in printed
+    assert f"what was measured is in {tmp_path}, and the same command resumes" in printed

@@ -113,9 +113,9 @@ def test_a_trace_shows_backward_buckets_and_what_is_exposed(
     train: Train, run: tuple[str, ...], names: list[str]
 ) -> None:
     lines = train(*run)
-    said = events(lines, "trace")
-    assert [Path(line["path"]).name for line in said] == names
-    for line in said:
+    traces = events(lines, "trace")
+    assert [Path(line["path"]).name for line in traces] == names
+    for line in traces:
         assert line["windows"] == TRACED_WINDOWS
         profile = json.loads(Path(line["path"]).read_text())
         assert profile["distributedInfo"]["rank"] == 0
