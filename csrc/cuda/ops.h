@@ -24,8 +24,8 @@ void upload_cuda(void** on_device, void* const* data, int64_t n, void* stream);
 // returns true.
 bool know_kernel(const void* kernel);
 
-// Loads every registered kernel on the current device and returns their number. CUDA loads a kernel at its first launch, which a
-// CUDA graph must not capture.
+// Loads every registered kernel on the current device and returns their number. CUDA loads a kernel at its first
+// launch, which a CUDA graph must not capture.
 int64_t load_kernels_cuda();
 
 }  // namespace pyengine

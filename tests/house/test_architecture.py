@@ -20,7 +20,7 @@ LATE = {
     "cli/trackers.py",  # tensorboard, which may be absent
     "ops/native.py",  # the extension
 }
-# Rows of the page's table, lowest floor first: a floor, what it imports, what it must not import.
+# The page's table, lowest floor first. Each row is a floor, its imports, and imports that it must not have.
 TABLE = re.findall(
     r"^\| `(\w+)` \|[^|]+\|([^|]*)\|([^|]+)\|$", (ROOT / "docs/architecture.md").read_text(), re.MULTILINE
 )
