@@ -102,10 +102,10 @@ def steps(*, is_dry: bool = False) -> dict[str, list[Task]]:
 
 def _tests() -> list[Task]:
     doctor = [PYTHON, "-m", "pyengine", "doctor"]
-    several = ["-n", "4"] if importlib.util.find_spec("xdist") and (os.cpu_count() or 1) >= 8 else []
+    several = ["-n", "8"] if importlib.util.find_spec("xdist") and (os.cpu_count() or 1) >= 8 else []
     return [
         Task("doctor", doctor, [*doctor, "--help"], 60),
-        _pytest("ops", ["tests/ops"], 180, several),
+        _pytest("ops", ["tests/ops"], 240, several),
         _pytest("engine", engine_files(), 260, several),
     ]
 

@@ -65,7 +65,7 @@ void BucketPlan::write_words(int64_t* words) const {
 DeviceLayout BucketPlan::layout_at(const int64_t* words) const {
   return {reinterpret_cast<const DeviceChunk*>(words), words + kChunkWords * chunks_.size(),
           static_cast<int64_t>(numels_.size()), static_cast<int64_t>(chunks_.size()),
-          static_cast<int64_t>(empty_slots_.size())};
+          static_cast<int64_t>(empty_slots_.size()), numel_};
 }
 
 }  // namespace pyengine

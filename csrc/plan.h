@@ -53,6 +53,7 @@ struct DeviceLayout {
   const DeviceChunk* chunks;   // [num_chunks], in slot order
   const int64_t* empty_slots;  // slots without an element
   int64_t num_slots, num_chunks, num_empty;
+  int64_t numel;               // sum of numels
 };
 
 class BucketPlan {

@@ -40,20 +40,20 @@ struct Accumulate {
 
 template <bool kFirst, class Grad, class Table>
 __global__ void __launch_bounds__(kThreads)
-accumulate_kernel(const __grid_constant__ DeviceLayout layout, float* flat, const __grid_constant__ Table grads,
-                  const float* scale_at, uint8_t* nonfinite) {
+accumulate_kernel(const __grid_constant__ DeviceLayout layout, Split split, float* flat,
+                  const __grid_constant__ Table grads, const float* scale_at, uint8_t* nonfinite) {
   const float scale = load_now(scale_at);
-  const DeviceChunk chunk = layout.chunks[blockIdx.x];
-  const int count = chunk.count;
-  float* acc = in_flat(flat, chunk);
-  const Grad* grad = in_tensor<const Grad>(grads, chunk);
+  const Part part = split.part(layout);
+  const int count = part.count;
+  float* acc = flat + part.in_flat;
+  const Grad* grad = in_tensor<const Grad>(grads, part.slot, part.in_tensor);
   if (!grad) {
     if constexpr (kFirst) fill_zeros(acc, count);
     return;
   }
   Accumulate<kFirst, Grad> op{acc, grad, scale};
   sweep(op, count, acc, grad);
-  op.check.raise(nonfinite + chunk.slot);
+  op.check.raise(nonfinite + part.slot);
 }
 
 // Without kAcc it is the first micro-batch, without kGrad a parameter without a gradient. The flag checks the value on
@@ -94,26 +94,26 @@ struct AccumulateCast {
 
 template <bool kFirst, class Wire, class Grad, class Table>
 __global__ void __launch_bounds__(kThreads)
-accumulate_cast_kernel(const __grid_constant__ DeviceLayout layout, Wire* flat_wire, const float* flat_acc,
-                       const __grid_constant__ Table grads, const float* grad_scale_at,
+accumulate_cast_kernel(const __grid_constant__ DeviceLayout layout, Split split, Wire* flat_wire,
+                       const float* flat_acc, const __grid_constant__ Table grads, const float* grad_scale_at,
                        const float* wire_scale_at, uint8_t* nonfinite) {
   const float grad_scale = load_now(grad_scale_at), wire_scale = load_now(wire_scale_at);
-  const DeviceChunk chunk = layout.chunks[blockIdx.x];
-  const int count = chunk.count;
-  Wire* wire = in_flat(flat_wire, chunk);
-  const float* acc = in_flat(flat_acc, chunk);
-  const Grad* grad = in_tensor<const Grad>(grads, chunk);
+  const Part part = split.part(layout);
+  const int count = part.count;
+  Wire* wire = flat_wire + part.in_flat;
+  const float* acc = flat_acc + part.in_flat;
+  const Grad* grad = in_tensor<const Grad>(grads, part.slot, part.in_tensor);
   if (grad) {
     AccumulateCast<!kFirst, true, Wire, Grad> op{wire, acc, grad, grad_scale, wire_scale};
     if constexpr (kFirst) sweep(op, count, wire, grad);
     else sweep(op, count, wire, acc, grad);
-    op.check.raise(nonfinite + chunk.slot);
+    op.check.raise(nonfinite + part.slot);
   } else if constexpr (kFirst) {
     fill_zeros(wire, count);
   } else {
     AccumulateCast<true, false, Wire, Grad> op{wire, acc, nullptr, 0, wire_scale};
     sweep(op, count, wire, acc);
-    op.check.raise(nonfinite + chunk.slot);
+    op.check.raise(nonfinite + part.slot);
   }
 }
 
@@ -121,18 +121,21 @@ accumulate_cast_kernel(const __grid_constant__ DeviceLayout layout, Wire* flat_w
 
 template <bool kFirst, class Grad>
 void accumulate_typed(const DeviceLayout& layout, void* stream, const AccumulateCall& call) {
+  const Split split(layout, kPass<Accumulate<kFirst, Grad>, float>);
   with_table(call.grads, layout.num_slots, [&](const auto& grads) {
     launch<accumulate_kernel<kFirst, Grad, Bare<decltype(grads)>>>(
-        "accumulate_", layout.num_chunks, kThreads, stream, layout, call.acc, grads, call.scale, call.nonfinite);
+        "accumulate_", split.num_parts(layout), kThreads, stream, layout, split, call.acc, grads, call.scale,
+        call.nonfinite);
   });
 }
 
 template <bool kFirst, class Wire, class Grad>
 void accumulate_cast_typed(const DeviceLayout& layout, void* stream, const AccumulateCastCall& call) {
+  const Split split(layout, kPass<AccumulateCast<!kFirst, true, Wire, Grad>, Wire>);
   with_table(call.grads, layout.num_slots, [&](const auto& grads) {
     launch<accumulate_cast_kernel<kFirst, Wire, Grad, Bare<decltype(grads)>>>(
-        "accumulate_cast_", layout.num_chunks, kThreads, stream, layout, as<Wire>(call.wire.data), call.acc, grads,
-        call.grad_scale, call.wire_scale, call.nonfinite);
+        "accumulate_cast_", split.num_parts(layout), kThreads, stream, layout, split, as<Wire>(call.wire.data),
+        call.acc, grads, call.grad_scale, call.wire_scale, call.nonfinite);
   });
 }
 

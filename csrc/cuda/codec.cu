@@ -9,32 +9,34 @@ namespace {
 
 // ---- kernels ----
 
-// Neighbouring threads share a block, which they keep in registers between its scale and its codes. In each of kSteps
+// Neighbouring threads share a block, which they keep in registers between its scale and its codes. In each of several
 // runs of a block a thread has four neighbouring elements.
 constexpr int kWarp = 32;
 
+// Number of runs of a block: as few as this many threads need, but at most four if a warp does with them.
+constexpr int runs_of(int block, int most_lanes) {
+  const int wanted = block / (most_lanes * kEach), fewest = block / (kWarp * kEach);
+  return wanted <= 1 ? 1 : wanted <= 4 ? wanted : fewest > 4 ? fewest : 4;
+}
+
 // The position of a thread's elements. kWhole: all elements of its CTA exist, which takes a third of the instructions.
-template <int kRuns, bool kWhole>
+template <int kBlock, int kMostLanes, bool kWhole>
 struct Spot {
-  static constexpr int kSteps = kRuns;
-  int lanes, lane;  // number of threads of its block, and this thread's index
-  int64_t block;
+  static constexpr int kRuns = runs_of(kBlock, kMostLanes), kEachThread = kRuns * kEach;
+  static constexpr unsigned kLanes = kBlock / kEachThread;  // threads of a block
+  int lane;       // this one's index among them
   int64_t begin;  // first element of its first run
-  int left;       // number of existing elements from begin on, at most kMostBlock; none where it is not positive
+  int left;       // number of existing elements from begin on, at most kBlock; none where it is not positive
 
-  __device__ __forceinline__ explicit Spot(const Codec& codec)
-      : lanes(lanes_of(codec)),
-        lane(static_cast<int>(threadIdx.x) & (lanes - 1)),
-        block(static_cast<int64_t>(blockIdx.x) * (kThreads / lanes) + threadIdx.x / lanes),
-        begin(block * codec.block + lane * kEach) {
-    const int64_t all = codec.numel - begin;
-    left = static_cast<int>(all < kMostBlock ? all : kMostBlock);
+  __device__ __forceinline__ explicit Spot(int64_t numel)
+      : lane(static_cast<int>(threadIdx.x % kLanes)),
+        begin(static_cast<int64_t>(blockIdx.x) * kThreads * kEachThread + threadIdx.x / kLanes * kBlock +
+              threadIdx.x % kLanes * kEach) {
+    left = static_cast<int>(numel - begin < kBlock ? numel - begin : kBlock);
   }
 
-  __device__ __forceinline__ static int lanes_of(const Codec& codec) {
-    return kSteps > 1 ? kWarp : static_cast<int>(codec.block) / kEach;
-  }
-  __device__ __forceinline__ int step(int k) const { return k * lanes * kEach; }
+  __device__ __forceinline__ int64_t block() const { return static_cast<uint64_t>(begin) / kBlock; }
+  __device__ __forceinline__ static constexpr int step(int k) { return k * static_cast<int>(kLanes) * kEach; }
   __device__ __forceinline__ int64_t at(int k) const { return begin + step(k); }
   // Number of existing elements from at(k) on; none where it is not positive. (Clamped to 0 to kEach, ptxas 13.0 takes
   // the comparison with kEach from the wrong predicate on sm_90.)
@@ -44,16 +46,16 @@ struct Spot {
 };
 
 // Calls fn with the position of this thread's elements.
-template <int kSteps, class Fn>
-__device__ __forceinline__ void at_spot(const Codec& codec, const Fn& fn) {
-  const int64_t blocks = kThreads / Spot<kSteps, false>::lanes_of(codec);
-  if ((static_cast<int64_t>(blockIdx.x) + 1) * blocks * codec.block <= codec.numel) fn(Spot<kSteps, true>(codec));
-  else fn(Spot<kSteps, false>(codec));
+template <int kBlock, int kMostLanes, class Fn>
+__device__ __forceinline__ void at_spot(int64_t numel, const Fn& fn) {
+  using Whole = Spot<kBlock, kMostLanes, true>;
+  if ((static_cast<int64_t>(blockIdx.x) + 1) * kThreads * Whole::kEachThread <= numel) fn(Whole(numel));
+  else fn(Spot<kBlock, kMostLanes, false>(numel));
 }
 
-template <int kSteps>
+template <int kRuns>
 struct Values {
-  Floats<kEach> run[kSteps];
+  Floats<kEach> run[kRuns];
 };
 
 // Missing elements read as zero. A thread's elements have the alignment of the first one of all.
@@ -71,10 +73,10 @@ __device__ __forceinline__ void store_floats(const Spot& spot, int k, float* p, 
 }
 
 template <class Spot>
-__device__ __forceinline__ Values<Spot::kSteps> load_values(const Spot& spot, const float* p) {
-  Values<Spot::kSteps> x;
+__device__ __forceinline__ Values<Spot::kRuns> load_values(const Spot& spot, const float* p) {
+  Values<Spot::kRuns> x;
 #pragma unroll
-  for (int k = 0; k < Spot::kSteps; ++k) x.run[k] = load_floats(spot, k, p);
+  for (int k = 0; k < Spot::kRuns; ++k) x.run[k] = load_floats(spot, k, p);
   return x;
 }
 
@@ -128,11 +130,12 @@ struct Parts {
 
 // The largest of a number over the threads of a block. All threads of a warp run this, also those without a block.
 template <class Spot>
-__device__ __forceinline__ unsigned largest_of_block(const Spot& spot, unsigned mine) {
-  if constexpr (Spot::kSteps > 1) {  // of a warp
+__device__ __forceinline__ unsigned largest_of_block(unsigned mine) {
+  if constexpr (Spot::kLanes == kWarp) {
     return __reduce_max_sync(0xffffffffu, mine);
   } else {
-    for (int distance = spot.lanes / 2; distance > 0; distance /= 2) {
+#pragma unroll
+    for (int distance = Spot::kLanes / 2; distance > 0; distance /= 2) {
       const unsigned other = __shfl_xor_sync(0xffffffffu, mine, distance);
       mine = other > mine ? other : mine;
     }
@@ -141,16 +144,16 @@ __device__ __forceinline__ unsigned largest_of_block(const Spot& spot, unsigned 
 }
 
 template <class Spot, class Weight>
-__device__ __forceinline__ unsigned largest_weight(const Spot& spot, const Values<Spot::kSteps>& x, Weight weight) {
+__device__ __forceinline__ unsigned largest_weight(const Values<Spot::kRuns>& x, Weight weight) {
   unsigned largest = 0;
 #pragma unroll
-  for (int k = 0; k < Spot::kSteps; ++k)
+  for (int k = 0; k < Spot::kRuns; ++k)
 #pragma unroll
     for (int i = 0; i < kEach; ++i) {
       const unsigned other = weight(as_bits(x.run[k].lane[i]));
       largest = other > largest ? other : largest;
     }
-  return largest_of_block(spot, largest);
+  return largest_of_block<Spot>(largest);
 }
 
 struct Scaling {
@@ -159,13 +162,13 @@ struct Scaling {
 };
 
 template <class Format, class Spot>
-__device__ __forceinline__ Scaling agree_on_scale(const Spot& spot, const Values<Spot::kSteps>& x) {
-  unsigned largest = largest_weight(spot, x, [](unsigned bits) { return bits & kMagnitude; });
+__device__ __forceinline__ Scaling agree_on_scale(const Values<Spot::kRuns>& x) {
+  unsigned largest = largest_weight<Spot>(x, [](unsigned bits) { return bits & kMagnitude; });
   const bool is_finite = largest < kFloatInfinity;
   // Rare, so that the check costs nothing: values that are not finite do not count.
-  if (__any_sync(0xffffffffu, !is_finite)) largest = largest_weight(spot, x, weight_of);
-  const float scale = scale_of<Format>(largest);
-  return {scale, inverse_of(scale), is_finite};
+  if (__any_sync(0xffffffffu, !is_finite)) largest = largest_weight<Spot>(x, weight_of);
+  const float scale = quick_scale_of<Format>(largest);
+  return {scale, quick_inverse_of(scale), is_finite};
 }
 
 // Codes of values that are not finite, where Four has those of others.
@@ -196,15 +199,15 @@ __device__ __forceinline__ Floats<kEach> errors_of(const Floats<kEach>& x, const
 }
 
 template <class Format, bool kStochastic, class Spot>
-__device__ __forceinline__ void encode_block(const Spot& spot, const Values<Spot::kSteps>& x, const Parts<Format>& to,
+__device__ __forceinline__ void encode_block(const Spot& spot, const Values<Spot::kRuns>& x, const Parts<Format>& to,
                                              float* residual, bool adds, const Chance& chance) {
   Scaling by;
   if constexpr (kHasScale<Format>) {
-    by = agree_on_scale<Format>(spot, x);
-    if (spot.lane == 0 && spot.exists()) *global(to.scales + spot.block) = by.scale;
+    by = agree_on_scale<Format, Spot>(x);
+    if (spot.lane == 0 && spot.exists()) *global(to.scales + spot.block()) = by.scale;
   }
 #pragma unroll
-  for (int k = 0; k < Spot::kSteps; ++k) {
+  for (int k = 0; k < Spot::kRuns; ++k) {
     const Floats<kEach>& values = x.run[k];
     const Floats<kEach> scaled = kHasScale<Format> ? values * by.inverse : values;
     const auto element = static_cast<uint32_t>(spot.at(k));
@@ -217,15 +220,15 @@ __device__ __forceinline__ void encode_block(const Spot& spot, const Values<Spot
   }
 }
 
-template <class Format, int kSteps, bool kStochastic>
+template <class Format, int kBlock, bool kStochastic>
 __global__ void __launch_bounds__(kThreads)
 codec_encode_kernel(const __grid_constant__ EncodeCall call) {
-  at_spot<kSteps>(call.codec, [&](const auto& spot) {
-    Values<kSteps> x = load_values(spot, call.values);
+  at_spot<kBlock, kWarp>(call.codec.numel, [&](const auto& spot) {
+    auto x = load_values(spot, call.values);
     if (call.residual) {
-      const Values<kSteps> more = load_values(spot, call.residual);
+      const auto more = load_values(spot, call.residual);
 #pragma unroll
-      for (int k = 0; k < kSteps; ++k) x.run[k] = x.run[k] + more.run[k];
+      for (int k = 0; k < spot.kRuns; ++k) x.run[k] = x.run[k] + more.run[k];
     }
     const Parts<Format> to(call.codec, call.payload);
     encode_block<Format, kStochastic>(spot, x, to, call.residual, false, call.chance);
@@ -234,61 +237,79 @@ codec_encode_kernel(const __grid_constant__ EncodeCall call) {
 
 // ---- sums ----
 
-// The codes of one rank before they are added, so that several loads are in flight at once.
-template <class Format, int kSteps>
+// CTAs that an SM can hold of a kernel that sums, at least, or 0: ptxas decides. With this bound it uses the registers
+// that two ranks' loads need; without, it waits for one before it issues the next.
+template <class Format, int kRuns>
+constexpr int kSumCtas = kRuns < 4 || (kRuns == 4 && (__is_same(Format, Int8) || kConverts<Format>)) ? 5 : 0;
+
+// The codes of one rank before they are added.
+template <class Format, int kRuns>
 struct Sent {
-  Quad<typename Format::Code> run[kSteps];
+  Quad<typename Format::Code> run[kRuns];
   float scale;
 };
 
 template <class Format, class Spot>
-__device__ __forceinline__ Values<Spot::kSteps> sum_block(const Spot& spot, const Codec& codec,
+__device__ __forceinline__ Values<Spot::kRuns> sum_block(const Spot& spot, const Codec& codec,
                                                           const Payloads& payloads) {
   using Code = typename Format::Code;
-  constexpr int kSteps = Spot::kSteps;
-  constexpr int kAhead = kSteps < 8 ? 8 / kSteps : 1;
-  Values<kSteps> sum;
-  typename Four<Format>::Nans nans[kSteps];
-#pragma unroll
-  for (int k = 0; k < kSteps; ++k) sum.run[k] = {{-0.0f, -0.0f, -0.0f, -0.0f}};  // plus x is x, also for -0
-  const uint8_t* scale = payloads.data + spot.block * sizeof(float);
+  constexpr int kRuns = Spot::kRuns;
+  const uint8_t* scale = payloads.data + spot.block() * sizeof(float);
   const uint8_t* codes = payloads.data + codec.scale_bytes() + spot.begin * sizeof(Code);
-  const int num_ranks = static_cast<int>(payloads.num_ranks);
-  for (int rank = 0; rank < num_ranks; rank += kAhead) {
-    Sent<Format, kSteps> sent[kAhead];
+  Values<kRuns> sum;
+  typename Four<Format>::Nans nans;
+  const auto load = [&] {
+    Sent<Format, kRuns> sent{};
 #pragma unroll
-    for (int r = 0; r < kAhead; ++r) {
-      if (rank + r >= num_ranks) continue;
-      sent[r] = {};
+    for (int k = 0; k < kRuns; ++k) sent.run[k] = load_quad(spot, k, reinterpret_cast<const Code*>(codes));
+    if (kHasScale<Format> && spot.exists()) sent.scale = *global(reinterpret_cast<const float*>(scale));
+    scale += payloads.stride, codes += payloads.stride;
+    return sent;
+  };
+  const auto add = [&](const Sent<Format, kRuns>& sent, bool is_first) {
 #pragma unroll
-      for (int k = 0; k < kSteps; ++k) sent[r].run[k] = load_quad(spot, k, reinterpret_cast<const Code*>(codes));
-      if (kHasScale<Format> && spot.exists()) sent[r].scale = *global(reinterpret_cast<const float*>(scale));
-      scale += payloads.stride, codes += payloads.stride;
+    for (int k = 0; k < kRuns; ++k) {
+      nans.see(sent.run[k]);
+      const Floats<kEach> values = Four<Format>::decode(sent.run[k]);
+      const Floats<kEach> term = kHasScale<Format> ? values * sent.scale : values;
+      sum.run[k] = is_first ? term : sum.run[k] + term;
     }
+  };
+  const auto add_two = [&](bool is_first) {
+    const Sent<Format, kRuns> one = load(), other = load();  // both in flight
+    add(one, is_first);
+    add(other, false);
+  };
+  int left = static_cast<int>(payloads.num_ranks);  // at least one
+  if (left > 1) add_two(true);
+  else add(load(), true);
+#pragma unroll 1
+  for (left -= 2; left > 1; left -= 2) add_two(false);
+  if (left == 1) add(load(), false);
+  if (nans.some()) {  // rare: which ones is asked only now
+    codes -= payloads.num_ranks * payloads.stride;
+#pragma unroll 1
+    for (int64_t rank = 0; rank < payloads.num_ranks; ++rank, codes += payloads.stride)
 #pragma unroll
-    for (int r = 0; r < kAhead; ++r) {
-      if (rank + r >= num_ranks) continue;
-#pragma unroll
-      for (int k = 0; k < kSteps; ++k) {
-        nans[k].see(sent[r].run[k]);
-        const Floats<kEach> values = Four<Format>::decode(sent[r].run[k]);
-        sum.run[k] = sum.run[k] + (kHasScale<Format> ? values * sent[r].scale : values);
-      }
-    }
+      for (int k = 0; k < kRuns; ++k)
+        Four<Format>::put_nans(load_quad(spot, k, reinterpret_cast<const Code*>(codes)), sum.run[k]);
   }
-#pragma unroll
-  for (int k = 0; k < kSteps; ++k) nans[k].put_into(sum.run[k]);
   return sum;
 }
 
-template <class Format, int kSteps, bool kStochastic>
-__global__ void __launch_bounds__(kThreads)
+// Instructions limit the kernel, and what a thread does once, as the block's scale, takes as many as five elements: fewer
+// threads have more elements.
+template <class Format>
+constexpr int kSumEncodeLanes = kHasScale<Format> ? kWarp / 2 : kWarp;
+
+template <class Format, int kBlock, bool kStochastic>
+__global__ void __launch_bounds__(kThreads, kSumCtas<Format, runs_of(kBlock, kSumEncodeLanes<Format>)>)
 codec_sum_encode_kernel(const __grid_constant__ SumEncodeCall call) {
-  at_spot<kSteps>(call.codec, [&](const auto& spot) {
-    Values<kSteps> sum = sum_block<Format>(spot, call.codec, call.payloads);
+  at_spot<kBlock, kSumEncodeLanes<Format>>(call.codec.numel, [&](const auto& spot) {
+    auto sum = sum_block<Format>(spot, call.codec, call.payloads);
     // The padding of the last word may have any value in the input; here it is zero.
 #pragma unroll
-    for (int k = 0; k < kSteps; ++k)
+    for (int k = 0; k < spot.kRuns; ++k)
 #pragma unroll
       for (int i = 0; i < kEach; ++i)
         if (i >= spot.count(k)) sum.run[k].lane[i] = 0;
@@ -297,13 +318,13 @@ codec_sum_encode_kernel(const __grid_constant__ SumEncodeCall call) {
   });
 }
 
-template <class Format, int kSteps, class Out>
-__global__ void __launch_bounds__(kThreads)
+template <class Format, int kBlock, class Out>
+__global__ void __launch_bounds__(kThreads, kSumCtas<Format, runs_of(kBlock, kWarp)>)
 codec_sum_kernel(const __grid_constant__ Codec codec, const __grid_constant__ Payloads payloads, Out* out) {
-  at_spot<kSteps>(codec, [&](const auto& spot) {
-    const Values<kSteps> sum = sum_block<Format>(spot, codec, payloads);
+  at_spot<kBlock, kWarp>(codec.numel, [&](const auto& spot) {
+    const auto sum = sum_block<Format>(spot, codec, payloads);
 #pragma unroll
-    for (int k = 0; k < kSteps; ++k) {
+    for (int k = 0; k < spot.kRuns; ++k) {
       if constexpr (__is_same(Out, float)) {
         store_floats(spot, k, out, sum.run[k]);
       } else {
@@ -316,62 +337,60 @@ codec_sum_kernel(const __grid_constant__ Codec codec, const __grid_constant__ Pa
 
 // ---- dispatch ----
 
-// Formats without scales are processed in blocks, too.
-Codec walked(Codec codec) {
-  if (codec.block == 1) codec.block = 2 * kWarp * kEach;
-  return codec;
-}
-
 template <int kValue>
 using Number = std::integral_constant<int, kValue>;
 
-// Calls fn with the number of runs of a block that a thread has.
+// Calls fn with the size of a codec's blocks. Formats without scales have blocks of threads alone.
 template <class Format, class Fn>
-void with_steps(const Codec& codec, const Fn& fn) {
+void with_block(const Codec& codec, const Fn& fn) {
   if constexpr (!kHasScale<Format>) {
-    fn(Number<2>{});
+    fn(Number<256>{});
   } else {
-    switch (codec.block / (kWarp * kEach)) {
-      case 8: return fn(Number<8>{});
-      case 4: return fn(Number<4>{});
-      case 2: return fn(Number<2>{});
-      default: return fn(Number<1>{});
+    switch (codec.block) {
+      case 32: return fn(Number<32>{});
+      case 64: return fn(Number<64>{});
+      case 128: return fn(Number<128>{});
+      case 256: return fn(Number<256>{});
+      case 512: return fn(Number<512>{});
+      case 1024: return fn(Number<1024>{});
     }
+    throw std::invalid_argument("codec: a block of " + std::to_string(codec.block) + " elements; needed 32 to 1024");
   }
 }
 
-int64_t ctas_for(const Codec& codec) {
-  const int64_t block_threads = codec.block < kWarp * kEach ? codec.block / kEach : kWarp;
-  const int64_t each = kThreads / block_threads;
-  return (num_blocks_of(codec) + each - 1) / each;
+int64_t ctas_for(int64_t numel, int runs) {
+  const int64_t each = kThreads * kEach * runs;
+  return (numel + each - 1) / each;
 }
+
+template <class Format, int kBlock, bool kStochastic>
+struct Encode {
+  static constexpr auto kernel = codec_encode_kernel<Format, kBlock, kStochastic>;
+  static constexpr int kRuns = runs_of(kBlock, kWarp);
+};
+
+template <class Format, int kBlock, bool kStochastic>
+struct SumEncode {
+  static constexpr auto kernel = codec_sum_encode_kernel<Format, kBlock, kStochastic>;
+  static constexpr int kRuns = runs_of(kBlock, kSumEncodeLanes<Format>);
+};
 
 // Launches the kernel that Kernels has for a call that encodes.
 template <template <class, int, bool> class Kernels, class Call>
-void launch_encoding(const Call& given, const char* op, void* stream) {
-  Call call = given;
-  call.codec = walked(given.codec);
+void launch_encoding(const Call& call, const char* op, void* stream) {
   if (call.codec.numel == 0) return;
   with_format(call.codec.format, [&](auto format) {
-    using Format = decltype(format);
-    with_steps<Format>(call.codec, [&](auto steps) {
-      constexpr int kSteps = decltype(steps)::value;
-      const int64_t ctas = ctas_for(call.codec);
-      if (call.chance.is_stochastic) launch<Kernels<Format, kSteps, true>::kernel>(op, ctas, kThreads, stream, call);
-      else launch<Kernels<Format, kSteps, false>::kernel>(op, ctas, kThreads, stream, call);
+    with_block<decltype(format)>(call.codec, [&](auto block) {
+      const auto launch_of = [&](auto kernels) {
+        using Chosen = decltype(kernels);
+        launch<Chosen::kernel>(op, ctas_for(call.codec.numel, Chosen::kRuns), kThreads, stream, call);
+      };
+      constexpr int kBlock = decltype(block)::value;
+      if (call.chance.is_stochastic) launch_of(Kernels<decltype(format), kBlock, true>{});
+      else launch_of(Kernels<decltype(format), kBlock, false>{});
     });
   });
 }
-
-template <class Format, int kSteps, bool kStochastic>
-struct Encode {
-  static constexpr auto kernel = codec_encode_kernel<Format, kSteps, kStochastic>;
-};
-
-template <class Format, int kSteps, bool kStochastic>
-struct SumEncode {
-  static constexpr auto kernel = codec_sum_encode_kernel<Format, kSteps, kStochastic>;
-};
 
 }  // namespace
 
@@ -386,15 +405,15 @@ void codec_sum_encode_cuda(const DeviceLayout&, void* stream, const SumEncodeCal
 }
 
 void codec_sum_cuda(const DeviceLayout&, void* stream, const SumCall& call) {
-  const Codec codec = walked(call.codec);
-  if (codec.numel == 0) return;
-  with_format(codec.format, [&](auto format) {
-    using Format = decltype(format);
+  if (call.codec.numel == 0) return;
+  with_format(call.codec.format, [&](auto format) {
     with_type(call.out.dtype, [&](auto out_t) {
       using Out = decltype(out_t);
-      with_steps<Format>(codec, [&](auto steps) {
-        launch<codec_sum_kernel<Format, decltype(steps)::value, Out>>(
-            "codec_sum", ctas_for(codec), kThreads, stream, codec, call.payloads, as<Out>(call.out.data));
+      with_block<decltype(format)>(call.codec, [&](auto block) {
+        constexpr int kBlock = decltype(block)::value;
+        launch<codec_sum_kernel<decltype(format), kBlock, Out>>(
+            "codec_sum", ctas_for(call.codec.numel, runs_of(kBlock, kWarp)), kThreads, stream, call.codec,
+            call.payloads, as<Out>(call.out.data));
       });
     });
   });

@@ -74,6 +74,31 @@ template <class Format>
 constexpr bool kConverts = false;
 #endif
 
+// ---- scales ----
+
+// scale_of, without the cases that a division looks for: the quotient of a normal number by a constant is rounded right
+// by its remainder, and a smaller quotient than the smallest scale does not count.
+template <class Format>
+__device__ __forceinline__ float quick_scale_of(uint32_t largest) {
+  constexpr float kInverse = 1 / Format::kLargest;
+  const float x = as_float(largest), rough = x * kInverse;
+  const float quotient = fmaf(fmaf(-Format::kLargest, rough, x), kInverse, rough);
+  const float scale = fminf(fmaxf(quotient, kMinScale), Format::kMaxScale);
+  return largest == 0 ? 0 : scale;
+}
+
+// inverse_of, of a scale: neither it nor its reciprocal is denormal.
+__device__ __forceinline__ float quick_inverse_of(float scale) {
+#ifdef __CUDA_ARCH__
+  float rough;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(rough) : "f"(scale));
+  const float inverse = fmaf(rough, -fmaf(rough, scale, -1.0f), rough);
+  return scale > 0 ? inverse : 0;
+#else
+  return inverse_of(scale);
+#endif
+}
+
 // ---- formats ----
 //
 // Four<Format>::encode<stochastic>(x, y, chance, element) gives the codes of finite values x from y = x · (1/s);
@@ -114,11 +139,12 @@ struct Four {
     return values;
   }
 
-  // Remembers codes of NaN that decode does not know; here it does.
+  // Notices codes of NaN that decode does not know; here it does.
   struct Nans {
     __device__ __forceinline__ void see(const Codes&) {}
-    __device__ __forceinline__ void put_into(Floats<kEach>&) const {}
+    __device__ __forceinline__ bool some() const { return false; }
   };
+  __device__ __forceinline__ static void put_nans(const Codes&, Floats<kEach>&) {}
 };
 
 template <>
@@ -160,20 +186,22 @@ struct Four<Int8> {
   class Nans {
    public:
     __device__ __forceinline__ void see(const Codes& codes) {
-      // Without the code of NaN, a byte has its first bit, or its others carry into it.
+      // Takes the first bit of the lowest byte that is the code of NaN, and perhaps of ones above it; else of none.
       const unsigned from_nan = codes.words[0] ^ 0x80808080u;
-      others_ &= from_nan | ((from_nan & 0x7f7f7f7fu) + 0x7f7f7f7fu);
+      found_ |= (from_nan - 0x01010101u) & ~from_nan;
     }
-    __device__ __forceinline__ void put_into(Floats<kEach>& values) const {
-      if ((others_ | 0x7f7f7f7fu) == 0xffffffffu) return;
-#pragma unroll
-      for (int i = 0; i < kEach; ++i)
-        if (!(others_ >> (8 * i) & 0x80u)) values.lane[i] = as_float(kQuietNan);
-    }
+    __device__ __forceinline__ bool some() const { return (found_ & 0x80808080u) != 0; }
 
    private:
-    unsigned others_ = 0xffffffffu;  // the first bit of each byte that has never been the code of NaN
+    unsigned found_ = 0;
   };
+
+  // Replaces the values whose codes are NaN's.
+  __device__ __forceinline__ static void put_nans(const Codes& codes, Floats<kEach>& values) {
+#pragma unroll
+    for (int i = 0; i < kEach; ++i)
+      if (codes.code(i) == 0x80) values.lane[i] = as_float(kQuietNan);
+  }
 };
 
 }  // namespace

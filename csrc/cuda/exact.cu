@@ -95,6 +95,10 @@ __device__ __forceinline__ void add_slices(Limbs<W>& limbs, const Packed<Term, W
 template <bool kFirst, class Term>
 struct Deposit {
   static constexpr int W = kLimbs;
+  // 64 to 96 bytes a thread are in flight before the first is used.
+  static constexpr int kTermBytes = W * static_cast<int>(sizeof(Term)), kLimbBytes = 2 * W * 4;
+  static constexpr int kSteps = kFirst ? 64 / kTermBytes : 96 / (kTermBytes + kLimbBytes);
+  static constexpr int kStep = W * kThreads, kPass = kSteps * kStep;
 
   ExactSum sum;
   int64_t begin;  // of the chunk, in the flat buffer
@@ -137,32 +141,29 @@ struct Deposit {
   }
 };
 
-// 64 to 96 bytes a thread are in flight before the first is used.
 template <bool kFirst, class Term, class Table>
 __global__ void __launch_bounds__(kThreads)
-exact_deposit_kernel(const __grid_constant__ DeviceLayout layout, const __grid_constant__ ExactSum sum,
-                     const __grid_constant__ Table terms, uint8_t* nonfinite) {
+exact_deposit_kernel(const __grid_constant__ DeviceLayout layout, Split split,
+                     const __grid_constant__ ExactSum sum, const __grid_constant__ Table terms, uint8_t* nonfinite) {
   using Op = Deposit<kFirst, Term>;
-  constexpr int kTermBytes = Op::W * static_cast<int>(sizeof(Term)), kLimbBytes = 2 * Op::W * 4;
-  constexpr int kUnroll = kFirst ? 64 / kTermBytes : 96 / (kTermBytes + kLimbBytes), kStep = Op::W * kThreads;
-  const DeviceChunk chunk = layout.chunks[blockIdx.x];
-  const Term* term = in_tensor<const Term>(terms, chunk);
+  const Part part = split.part(layout);
+  const Term* term = in_tensor<const Term>(terms, part.slot, part.in_tensor);
   if (!kFirst && !term) return;
-  const int count = chunk.count;
+  const int count = part.count;
   const int end = (count + kExactBlock - 1) / kExactBlock * kExactBlock;
-  const Op op{sum, chunk.in_flat, term, term ? count : 0, misalignment(term) == 0};
+  const Op op{sum, part.in_flat, term, term ? count : 0, misalignment(term) == 0};
   bool poisoned = false;
-  for (int pass = 0; pass < end; pass += kUnroll * kStep) {
+  for (int pass = 0; pass < end; pass += Op::kPass) {
     const int first = pass + static_cast<int>(threadIdx.x) * Op::W;
-    typename Op::Loaded loaded[kUnroll] = {};
+    typename Op::Loaded loaded[Op::kSteps] = {};
 #pragma unroll
-    for (int k = 0; k < kUnroll; ++k)
-      if (first + k * kStep < end) loaded[k] = op.load(first + k * kStep);
+    for (int k = 0; k < Op::kSteps; ++k)
+      if (first + k * Op::kStep < end) loaded[k] = op.load(first + k * Op::kStep);
 #pragma unroll
-    for (int k = 0; k < kUnroll; ++k)
-      poisoned |= op.store(first + k * kStep, loaded[k], first + k * kStep < end);
+    for (int k = 0; k < Op::kSteps; ++k)
+      poisoned |= op.store(first + k * Op::kStep, loaded[k], first + k * Op::kStep < end);
   }
-  if (poisoned) raise_flag(nonfinite + chunk.slot);
+  if (poisoned) raise_flag(nonfinite + part.slot);
 }
 
 // Each thread updates the bin of one block; then neighbouring threads shift the limbs of blocks whose bin has grown: in
@@ -233,9 +234,10 @@ exact_round_kernel(const __grid_constant__ ExactSum sum, Out* out) {
 
 template <bool kFirst, class Term>
 void deposit_typed(const DeviceLayout& layout, void* stream, const DepositCall& call) {
+  const Split split(layout, Deposit<kFirst, Term>::kPass);
   with_table(call.terms, layout.num_slots, [&](const auto& terms) {
     launch<exact_deposit_kernel<kFirst, Term, Bare<decltype(terms)>>>(
-        "exact_deposit_", layout.num_chunks, kThreads, stream, layout, call.sum, terms, call.nonfinite);
+        "exact_deposit_", split.num_parts(layout), kThreads, stream, layout, split, call.sum, terms, call.nonfinite);
   });
 }
 

@@ -55,14 +55,12 @@ void with_table(const Tensors& tensors, int64_t num_slots, const Fn& fn) {
   fn(SlotTable<kMostInlineSlots>(tensors.data, num_slots));
 }
 
-// The chunk's first element in its own tensor and in the flat buffer. Null tensors stay null.
+// An element of a slot's tensor. Null tensors stay null.
 template <class T, class Table>
-__device__ __forceinline__ T* in_tensor(const Table& tensors, const DeviceChunk& chunk) {
-  void* data = tensors.at(chunk.slot);
-  return data ? static_cast<T*>(data) + chunk.index * kChunkElements : nullptr;
+__device__ __forceinline__ T* in_tensor(const Table& tensors, int slot, int64_t element) {
+  void* data = tensors.at(slot);
+  return data ? static_cast<T*>(data) + element : nullptr;
 }
-template <class T>
-__device__ __forceinline__ T* in_flat(T* flat, const DeviceChunk& chunk) { return flat + chunk.in_flat; }
 
 // Registers every launched kernel when the library is loaded.
 template <auto kKernel>

@@ -29,45 +29,47 @@ __device__ __forceinline__ void scale_cast(Dst* dst, const Src* src, int count, 
 
 template <class FlatT, class TensorT, class Table>
 __global__ void __launch_bounds__(kThreads)
-pack_kernel(const __grid_constant__ DeviceLayout layout, FlatT* flat, const __grid_constant__ Table tensors,
-            const float* scale_at, const float* only_if) {
+pack_kernel(const __grid_constant__ DeviceLayout layout, Split split, FlatT* flat,
+            const __grid_constant__ Table tensors, const float* scale_at, const float* only_if) {
   if (only_if && load_now(only_if) == 0) return;  // the same for every thread of the grid
   const float scale = load_now(scale_at);
-  const DeviceChunk chunk = layout.chunks[blockIdx.x];
-  FlatT* dst = in_flat(flat, chunk);
-  const TensorT* src = in_tensor<const TensorT>(tensors, chunk);
-  if (src) scale_cast(dst, src, chunk.count, scale);
-  else fill_zeros(dst, chunk.count);
+  const Part part = split.part(layout);
+  FlatT* dst = flat + part.in_flat;
+  const TensorT* src = in_tensor<const TensorT>(tensors, part.slot, part.in_tensor);
+  if (src) scale_cast(dst, src, part.count, scale);
+  else fill_zeros(dst, part.count);
 }
 
 template <class TensorT, class FlatT, class Table>
 __global__ void __launch_bounds__(kThreads)
-unpack_kernel(const __grid_constant__ DeviceLayout layout, const __grid_constant__ Table tensors, const FlatT* flat,
-              const float* scale_at, const float* only_if) {
+unpack_kernel(const __grid_constant__ DeviceLayout layout, Split split, const __grid_constant__ Table tensors,
+              const FlatT* flat, const float* scale_at, const float* only_if) {
   if (only_if && load_now(only_if) == 0) return;
   const float scale = load_now(scale_at);
-  const DeviceChunk chunk = layout.chunks[blockIdx.x];
-  TensorT* dst = in_tensor<TensorT>(tensors, chunk);
-  if (dst) scale_cast(dst, in_flat(flat, chunk), chunk.count, scale);
+  const Part part = split.part(layout);
+  TensorT* dst = in_tensor<TensorT>(tensors, part.slot, part.in_tensor);
+  if (dst) scale_cast(dst, flat + part.in_flat, part.count, scale);
 }
 
 // ---- dispatch ----
 
 template <class FlatT, class TensorT>
 void pack_typed(const DeviceLayout& layout, void* stream, const PackCall& call) {
+  const Split split(layout, kPass<ScaleCast<FlatT, TensorT>, FlatT>);
   with_table(call.tensors, layout.num_slots, [&](const auto& tensors) {
-    launch<pack_kernel<FlatT, TensorT, Bare<decltype(tensors)>>>("pack_", layout.num_chunks, kThreads, stream, layout,
-                                                                 as<FlatT>(call.flat.data), tensors, call.scale,
-                                                                 call.only_if);
+    launch<pack_kernel<FlatT, TensorT, Bare<decltype(tensors)>>>("pack_", split.num_parts(layout), kThreads, stream,
+                                                                 layout, split, as<FlatT>(call.flat.data), tensors,
+                                                                 call.scale, call.only_if);
   });
 }
 
 template <class FlatT, class TensorT>
 void unpack_typed(const DeviceLayout& layout, void* stream, const PackCall& call) {
+  const Split split(layout, kPass<ScaleCast<TensorT, FlatT>, TensorT>);
   with_table(call.tensors, layout.num_slots, [&](const auto& tensors) {
     launch<unpack_kernel<TensorT, FlatT, Bare<decltype(tensors)>>>(
-        "unpack_", layout.num_chunks, kThreads, stream, layout, tensors, as<const FlatT>(call.flat.data), call.scale,
-        call.only_if);
+        "unpack_", split.num_parts(layout), kThreads, stream, layout, split, tensors, as<const FlatT>(call.flat.data),
+        call.scale, call.only_if);
   });
 }
 

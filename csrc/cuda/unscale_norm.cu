@@ -1,5 +1,6 @@
 // unscale_norm: y = x·scale, its sum of squares and its finite check, in one pass; y is written optionally.
 #include <cmath>
+#include <type_traits>
 
 #include "launch.cuh"
 
@@ -23,20 +24,17 @@ constexpr int kThreads = kSegments * kLanes / kWidth<Out, In>;
 // banks.
 constexpr int kPitch = kLanes + 1;
 
-// Adds y² of W neighbours, or of the first n, to their lanes. Zero times an infinite scale is NaN: missing elements
-// must not change a sum. The square is exact in double, so fma rounds like a product and a sum.
+// Adds y² of W neighbours, or of the first n, to their lanes; returns y as it is stored. Zero times an infinite scale is
+// NaN: missing elements must not change a sum. The square is exact in double: fma rounds like a product and a sum.
 template <bool kWhole, class Out, class In, int W>
-__device__ __forceinline__ void add_squares(double (&sums)[W], Out* out, const Packed<In, W>& x, int n, float scale) {
-  Floats<W> y = widen(x) * scale;
-  if constexpr (!__is_same(Out, Nothing)) {
-    const Packed<Out, W> stored = narrow<Out>(y);
-    if constexpr (kWhole) store_packed(out, stored);
-    else store_some(out, stored, n);
-    y = widen(stored);
-  }
+__device__ __forceinline__ auto add_squares(double (&sums)[W], const Packed<In, W>& x, int n, float scale) {
+  using Stored = std::conditional_t<__is_same(Out, Nothing), float, Out>;
+  const Packed<Stored, W> stored = narrow<Stored>(widen(x) * scale);
+  const Floats<W> y = widen(stored);
 #pragma unroll
   for (int i = 0; i < W; ++i)
     if (kWhole || i < n) sums[i] = fma(static_cast<double>(y.lane[i]), static_cast<double>(y.lane[i]), sums[i]);
+  return stored;
 }
 
 // Sums a thread's lanes over the rows of one segment. `in` and `out` point to its part of the first row, from where on
@@ -53,22 +51,76 @@ __device__ __forceinline__ void sum_rows(double (&sums)[W], Out* out, const In* 
       if (row + k < rows) x[k] = load_packed<W>(in + (row + k) * kLanes);
 #pragma unroll
     for (int k = 0; k < kAhead; ++k)
-      if (row + k < rows) add_squares<true>(sums, out + (row + k) * kLanes, x[k], W, scale);
+      if (row + k < rows) {
+        const auto y = add_squares<true, Out>(sums, x[k], W, scale);
+        if constexpr (!__is_same(Out, Nothing)) store_packed(out + (row + k) * kLanes, y);
+      }
   }
   const int tail = rows * kLanes;
-  if (W > 1 && rows < kRows && tail < left)
-    add_squares<false>(sums, out + tail, load_some<W>(in + tail, left - tail), left - tail, scale);
+  if (W > 1 && rows < kRows && tail < left) {
+    const auto y = add_squares<false, Out>(sums, load_some<W>(in + tail, left - tail), left - tail, scale);
+    if constexpr (!__is_same(Out, Nothing)) store_some(out + tail, y, left - tail);
+  }
+}
+
+// A row of two-byte elements is a quarter of an L2 line, which takes as long as a line. So eight threads, which have
+// four segments, load lines of four rows and give each other rows through shared memory.
+template <class Out, class In>
+constexpr bool kHasLines = sizeof(In) == 2 && kWidth<Out, In> == 8;
+constexpr int kWarpElements = 16 * static_cast<int>(kSegmentElements);
+
+// Like sum_rows, of a warp whose segments are whole, from `in` and `out` on.
+template <class Out, class In>
+__device__ __forceinline__ void sum_lines(double (&sums)[8], uint4* shared, Out* out, const In* in, float scale) {
+  constexpr int kSegment = static_cast<int>(kSegmentElements);
+  const int half = threadIdx.x % 2, own = threadIdx.x / 2 % 4;
+  const int first = threadIdx.x % 32 / 8 * 4 * kSegment + own * kLanes + half * 8;
+  in += first;
+  if constexpr (!__is_same(Out, Nothing)) out += first;
+  uint4* rows = shared + threadIdx.x / 8 * 32 + half;
+  // Of the segment with this number among the four. The order of rows keeps the eight threads on separate banks.
+  const auto at = [=](int segment, int row) { return rows + (segment * 4 + (row ^ segment)) * 2; };
+#pragma unroll 1
+  for (int row = 0; row < kRows; row += 4, in += 4 * kLanes) {
+    Packed<In, 8> x[4];
+#pragma unroll
+    for (int k = 0; k < 4; ++k) x[k] = load_packed<8>(in + k * kSegment);
+#pragma unroll
+    for (int k = 0; k < 4; ++k) *at(k, own) = uint4{x[k].words[0], x[k].words[1], x[k].words[2], x[k].words[3]};
+    __syncwarp();
+#pragma unroll
+    for (int k = 0; k < 4; ++k) {
+      const uint4 q = *at(own, k);
+      const auto y = add_squares<true, Out>(sums, Packed<In, 8>{{q.x, q.y, q.z, q.w}}, 8, scale);
+      if constexpr (!__is_same(Out, Nothing)) *at(own, k) = uint4{y.words[0], y.words[1], y.words[2], y.words[3]};
+    }
+    __syncwarp();
+    if constexpr (!__is_same(Out, Nothing)) {
+#pragma unroll
+      for (int k = 0; k < 4; ++k) {
+        const uint4 q = *at(k, own);
+        store_packed(out + row * kLanes + k * kSegment, Packed<Out, 8>{{q.x, q.y, q.z, q.w}});
+      }
+    }
+  }
 }
 
 // Writes the lanes of the chunk's segments to shared memory.
 template <int W, int kNumThreads, class Out, class In>
-__device__ __forceinline__ void sum_segments(double* shared, Out* out, const In* in, int count, float scale) {
+__device__ __forceinline__ void sum_segments(double* shared, uint4* rows, Out* out, const In* in, int count,
+                                             float scale) {
   constexpr int kThreadsEach = kLanes / W;
   const int lane = threadIdx.x % kThreadsEach * W;
   for (int segment = threadIdx.x / kThreadsEach; segment < kSegments; segment += kNumThreads / kThreadsEach) {
     const int first = segment * static_cast<int>(kSegmentElements) + lane;
     double sums[W] = {};
-    sum_rows(sums, out + first, in + first, count - first, scale);
+    if constexpr (W == 8 && kHasLines<Out, In>) {
+      const int of_warp = threadIdx.x / 32 * kWarpElements;
+      if (count - of_warp >= kWarpElements) sum_lines(sums, rows, out + of_warp, in + of_warp, scale);
+      else sum_rows(sums, out + first, in + first, count - first, scale);
+    } else {
+      sum_rows(sums, out + first, in + first, count - first, scale);
+    }
 #pragma unroll
     for (int i = 0; i < W; ++i) shared[segment * kPitch + lane + i] = sums[i];
   }
@@ -76,11 +128,11 @@ __device__ __forceinline__ void sum_segments(double* shared, Out* out, const In*
 
 // Where the data is not aligned, a thread has one lane at a time, so that neighbours stay on neighbouring threads.
 template <int W, int kNumThreads, class Out, class In>
-__device__ __forceinline__ void sum_chunk(double* shared, Out* out, const In* in, int count, float scale) {
+__device__ __forceinline__ void sum_chunk(double* shared, uint4* rows, Out* out, const In* in, int count, float scale) {
   if ((reinterpret_cast<uint64_t>(in) | reinterpret_cast<uint64_t>(out)) % 16 != 0) {
-    sum_segments<1, kNumThreads>(shared, out, in, count, scale);
+    sum_segments<1, kNumThreads>(shared, rows, out, in, count, scale);
   } else {
-    sum_segments<W, kNumThreads>(shared, out, in, count, scale);
+    sum_segments<W, kNumThreads>(shared, rows, out, in, count, scale);
   }
 }
 
@@ -174,25 +226,36 @@ __device__ __forceinline__ void zero_empty_slots(const DeviceLayout& layout, dou
 struct NoTable {};
 struct InPlace {};
 
+template <class T, class Table>
+__device__ __forceinline__ T* in_chunk(const Table& tensors, const DeviceChunk& chunk) {
+  return in_tensor<T>(tensors, chunk.slot, chunk.index * kChunkElements);
+}
+
 template <class Out, class Table, class OutTable>
 __device__ __forceinline__ Out* find_out(const Table& tensors, const OutTable& outs, const DeviceChunk& chunk) {
   if constexpr (__is_same(OutTable, NoTable)) return nullptr;
-  else if constexpr (__is_same(OutTable, InPlace)) return in_tensor<Out>(tensors, chunk);
-  else return in_tensor<Out>(outs, chunk);
+  else if constexpr (__is_same(OutTable, InPlace)) return in_chunk<Out>(tensors, chunk);
+  else return in_chunk<Out>(outs, chunk);
 }
 
+// CTAs that an SM holds at least, or 0: ptxas decides. With lines it would take 138 registers a thread.
+template <class Out, class In>
+constexpr int kMinCtas = kHasLines<Out, In> ? 7 : 0;
+
 template <class Out, class In, class Table, class OutTable>
-__global__ void __launch_bounds__(kThreads<Out, In>)
+__global__ void __launch_bounds__(kThreads<Out, In>, kMinCtas<Out, In>)
 unscale_norm_kernel(const __grid_constant__ DeviceLayout layout, const __grid_constant__ Table tensors,
                     const __grid_constant__ OutTable outs, const float* scale, const __grid_constant__ Sums sums) {
   constexpr int kNumThreads = kThreads<Out, In>, W = kWidth<Out, In>;
   __shared__ double shared[kSegments * kPitch];
+  __shared__ uint4 rows[kHasLines<Out, In> ? 4 * kNumThreads : 1];
   if (blockIdx.x < layout.num_chunks) {
     const DeviceChunk chunk = layout.chunks[blockIdx.x];
-    const In* in = in_tensor<const In>(tensors, chunk);
+    const In* in = in_chunk<const In>(tensors, chunk);
     Out* out = find_out<Out>(tensors, outs, chunk);
-    if (out) sum_chunk<W, kNumThreads>(shared, out, in, in ? chunk.count : 0, *scale);
-    else sum_chunk<W, kNumThreads, Nothing>(shared, nullptr, in, in ? chunk.count : 0, *scale);
+    const int count = in ? chunk.count : 0;
+    if (__is_same(OutTable, InPlace) || out) sum_chunk<W, kNumThreads>(shared, rows, out, in, count, *scale);
+    else sum_chunk<W, kNumThreads, Nothing>(shared, rows, nullptr, in, count, *scale);
     __syncthreads();
     sum_rest<kNumThreads>(shared, chunk, sums);
   }

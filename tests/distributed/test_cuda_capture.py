@@ -150,7 +150,8 @@ def test_captured_windows_over_ddp_have_the_bits_of_eager_ones(case):
     assert step.num_captured == 1
     assert step.num_eager <= DDPReducer.min_warm_up + 1 + records.count("True")
     assert others == records
-    assert all(map(torch.equal, found, expected))
+    # The micro-batch with a nan makes statistics of BatchNorm nan, in both.
+    torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.usefixtures("nccl")

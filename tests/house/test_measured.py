@@ -82,11 +82,11 @@ def test_what_wires_do_to_training_is_that_of_the_result_file():
 def test_windows_on_a_gpu_are_those_of_the_result_files():
     cases = _linked("docs/gpu.md", "captured-cuda")["cases"]
     measured = [
-        [f"{cases[case][name + end]['window_p50_ms']:.1f}" for name in ("floor", "no_sync_view", "engine")]
+        [f"{cases[case][name + end]['window_p50_ms']:.1f}" for name in ("floor", "no_sync_view", "engine", "attach")]
         for case in ("gpt124-short:bf16", "small:fp32")
         for end in ("", ", captured")
     ]
-    assert [*_table("docs/gpu.md", "`GradSync`").values()] == measured
+    assert [*_table("docs/gpu.md", "`attach`").values()] == measured
     rows = _linked("docs/gpu.md", "step-cuda")["cases"]["gpt124:fp32"]
     ours, of_ddp = rows["engine"], rows["no_sync_view"]
     text = (ROOT / "docs" / "gpu.md").read_text()

@@ -128,6 +128,9 @@ T __shfl_xor_sync(unsigned mask, T value, unsigned delta, const char* file = __b
   return emulator::shuffle(mask, value, delta, true, {file, line});
 }
 
+inline void __syncwarp(const char* file = __builtin_FILE(), int line = __builtin_LINE()) {
+  emulator::wait_for_warp(0xffffffffu, 0, 0, true, {file, line});
+}
 inline unsigned __reduce_max_sync(unsigned mask, unsigned value, const char* file = __builtin_FILE(),
                                   int line = __builtin_LINE()) {
   for (unsigned distance = 16; distance > 0; distance /= 2) {
