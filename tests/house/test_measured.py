@@ -81,8 +81,9 @@ def test_what_wires_do_to_training_is_that_of_the_result_file():
 
 def test_windows_on_a_gpu_are_those_of_the_result_files():
     cases = _linked("docs/gpu.md", "captured-cuda")["cases"]
+    names = ("floor", "no_sync_view", "engine", "attach")
     measured = [
-        [f"{cases[case][name + end]['window_p50_ms']:.1f}" for name in ("floor", "no_sync_view", "engine", "attach")]
+        [f"{cases[case][name + end]['window_p50_ms']:.1f}" for name in names]
         for case in ("gpt124-short:bf16", "small:fp32")
         for end in ("", ", captured")
     ]
