@@ -5,10 +5,11 @@ cores a time is work of all ranks and not waiting, so CPU seconds and counts say
 an engine is compared with making DDP over the same model; a window of 4 micro-batches in one long loop with
 DDP + no_sync with views. Contestants take turns. `control` is DDP once more: their difference is noise.
 
-Counts need no clock: `rounds` are collectives by the sequence numbers of gloo's process groups, `wire` is the
-bytes that the kernel has sent over this rank's sockets, gloo's own 72 bytes a message and the store included,
-and `bytes` are those of `Comm.traffic`, by the formula of a ring; all of them the most of any rank. For 64 to
-4096 ranks, collectives and bytes come from the same engine on torch's fake process group.
+Counts need no clock: `rounds` are collectives by the sequence numbers of gloo's process groups, where a
+reduction over a tree counts once; `wire` is the bytes that the kernel has sent over this rank's sockets,
+gloo's own 72 bytes a message and the store included, and `bytes` are those of `Comm.traffic`; all of them the
+most of any rank. For 64 to 4096 ranks, collectives and bytes come from the same engine on torch's fake
+process group.
 """
 
 import argparse
@@ -39,7 +40,8 @@ from torch.nn.parallel import DistributedDataParallel
 import pyengine as pe
 from pyengine.cli.machine import card
 from pyengine.comm import TorchDist
-from pyengine.comm.base import Traffic
+from pyengine.comm.base import Done, Traffic
+from pyengine.comm.torch_dist import PointToPoint, _launched_in
 
 NUM_PARAMS, ACCUMULATE, WIDTH, WARM_UP = 100, 4, 8, 4
 # `first` makes an engine's own group; `again` and `attach` reuse it.
@@ -70,9 +72,12 @@ def sent_over_tcp() -> int:
 
 
 def rounds() -> int:
-    """Return the collectives that this rank has launched in all process groups."""
+    """Return the collectives that this rank has launched in all process groups, each of all ranks."""
     groups = c10d._world.pg_map  # noqa: SLF001 - no public list
-    return sum(group._get_sequence_number_for_group() for group in groups)  # noqa: SLF001 - nor number
+    numbers = sum(group._get_sequence_number_for_group() for group in groups)  # noqa: SLF001 - nor number
+    # gloo numbers each point-to-point operation: one to and one from every neighbor in the tree.
+    tree = PointToPoint(lambda: None, range(dist.get_world_size()))
+    return numbers - (2 * tree.num_neighbors - 1) * sum(_launched_in.values())
 
 
 def traffic_of(sync: pe.Sync) -> Traffic:
@@ -263,8 +268,8 @@ def count_traffic(
 
 
 @contextmanager
-def one_of_many(world: int) -> Iterator[None]:
-    """Let this process be rank 0 of ranks that all have the same, over gloo: sums are multiples of its own.
+def one_of_many(rank: int, world: int) -> Iterator[None]:
+    """Let this process be one of ranks that all have the same, over gloo: sums are multiples of its own.
 
     torch's fake process group returns what it is given.
     """
@@ -274,26 +279,32 @@ def one_of_many(world: int) -> Iterator[None]:
     def init(self: TorchDist, *arguments: Any) -> None:
         make(self, *arguments)
         self.can_or = True
+        self._point_to_point = PointToPoint(lambda: None, self.ranks)
 
     def all_reduce(flat: torch.Tensor, op: Any = dist.ReduceOp.SUM, **options: Any) -> Any:
-        if op == dist.ReduceOp.SUM:
-            flat.mul_(world)
-        return launch(flat, op, **options)
+        return launch(summed(flat, op), op, **options)
 
-    dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=world)
+    def over_tree(_: PointToPoint, flat: torch.Tensor, op: Any) -> Done:
+        return Done(summed(flat, op))
+
+    def summed(flat: torch.Tensor, op: Any) -> torch.Tensor:
+        return flat.mul_(world) if op == dist.ReduceOp.SUM else flat
+
+    dist.init_process_group("fake", store=dist.HashStore(), rank=rank, world_size=world)
     try:
         with (
             mock.patch.object(TorchDist, "__init__", init),
             mock.patch.object(dist, "all_reduce", all_reduce),
+            mock.patch.object(PointToPoint, "all_reduce", over_tree),
         ):
             yield
     finally:
         dist.destroy_process_group()
 
 
-def account(kind: str, world: int) -> dict[str, Sent]:
+def account(kind: str, world: int, rank: int = 0) -> dict[str, Sent]:
     """Return what one of `world` ranks sends, without the others."""
-    with one_of_many(world):
+    with one_of_many(rank, world):
         return count_traffic(kind, stall_after_s=None, init_sync=False)
 
 

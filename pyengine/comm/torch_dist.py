@@ -52,6 +52,15 @@ _HOST_ORDERED = {"gloo", "mpi"}
 # As DDP: large enough for any network, and no second copy of the model.
 _PIECE_BYTES = 256 * 2**20
 _TAG = 0x70796567  # unused by users; operations of one tag are paired in the order in which ranks post them
+# Of reductions over a tree: the first one's tag, and how many follow before it is used again.
+_TREE_TAG, _NUM_TREE_TAGS = 0x71000000, 2**20
+# See [Note: small reductions].
+_MAX_TREE_BYTES, _MIN_TREE_RANKS, _FAN_OUT = 32 * 2**10, 3, 4
+_COMBINE = {
+    dist.ReduceOp.SUM: torch.add,
+    dist.ReduceOp.MAX: torch.maximum,
+    dist.ReduceOp.BOR: torch.bitwise_or,
+}
 # Named all_gather_single since torch 2.13.
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
@@ -267,10 +276,19 @@ class TorchDist(Comm):
         return self._all_reduce(flat, dist.ReduceOp.BOR)
 
     def _all_reduce(self, flat: Tensor, op: dist.ReduceOp.RedOpType) -> Work:
-        self.traffic.count(ring_bytes(flat.nbytes, self.world_size))
+        return self._reduce_over_group(flat, op, f"an all-reduce of {flat.nbytes} bytes")
+
+    def _reduce_over_group(self, flat: Tensor, op: dist.ReduceOp.RedOpType, what: str) -> _Work:
+        is_small = self.world_size >= _MIN_TREE_RANKS and flat.nbytes <= _MAX_TREE_BYTES
+        tree = self._point_to_point if is_small else None
+        in_ring = ring_bytes(flat.nbytes, self.world_size)
+        self.traffic.count(in_ring if tree is None else tree.num_neighbors * flat.nbytes)
         with self._launching():
-            work = dist.all_reduce(flat, op, group=self.group, async_op=True)
-        return self._launched(work, f"an all-reduce of {flat.nbytes} bytes")
+            if tree is None:
+                work = dist.all_reduce(flat, op, group=self.group, async_op=True)
+            else:
+                work = tree.all_reduce(flat, op)
+        return self._launched(work, what)
 
     def all_to_all(self, received: Tensor, parts: Tensor) -> Work:
         self.traffic.count(parts.nbytes - parts.nbytes // self.world_size)
@@ -292,11 +310,8 @@ class TorchDist(Comm):
 
     def max_of(self, *values: int) -> list[int]:
         flat = torch.tensor(values, dtype=torch.int64, device=self._device_of_values)
-        self.traffic.count(ring_bytes(flat.nbytes, self.world_size))
-        self.run(
-            lambda is_async: dist.all_reduce(flat, dist.ReduceOp.MAX, group=self.group, async_op=is_async),
-            f"an agreement on {flat.nbytes} bytes",
-        )
+        what = f"an agreement on {flat.nbytes} bytes"
+        self._reduce_over_group(flat, dist.ReduceOp.MAX, what).wait()
         return flat.tolist()
 
     def all_gather_object(self, value: object) -> list[Any]:
@@ -390,28 +405,46 @@ def _pieces(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
 # ---- exchanges over gloo ----
 
 
+# Yields the point-to-point operations of one step after the other: it posts those of the next step when those
+# of the last one have completed.
+Steps = Iterator[Sequence[dist.Work | None]]
+
+
 class P2PWork:
     """Point-to-point operations as one work, whose wait may time out.
 
     That of gloo's works may not: a timeout closes their connection.
+
+    Args:
+        works: those of the first step, which have been posted.
+        steps: of the steps behind it.
     """
 
-    def __init__(self, works: Sequence[dist.Work]) -> None:
-        self._works = works
+    def __init__(self, works: Sequence[dist.Work | None], steps: Steps) -> None:
+        self._works, self._steps = works, steps
         self._error: Exception | None = None
         self._is_over = threading.Event()
         self._future: Future[Any] = Future()
 
     def run(self) -> None:
-        """Wait for all operations, on a thread of its own; the first error is reported at once."""
-        for work in self._works:
-            try:
-                if work.wait() is False:
-                    raise RuntimeError("a point-to-point operation was aborted")
-            except Exception as error:  # noqa: BLE001 - raised by `wait`
-                self._end(error)
+        """Run all steps, on a thread of its own; the first error is reported at once."""
+        works: Sequence[dist.Work | None] | None = self._works
         self._works = ()
+        try:
+            while works is not None:
+                for work in works:
+                    self._wait_for(work)
+                works = None if self._error is not None else next(self._steps, None)
+        except Exception as error:  # noqa: BLE001 - raised by `wait`
+            self._end(error)
         self._end(None)
+
+    def _wait_for(self, work: dist.Work | None) -> None:
+        try:
+            if work is not None and work.wait() is False:
+                raise RuntimeError("a point-to-point operation was aborted")
+        except Exception as error:  # noqa: BLE001 - raised by `wait`
+            self._end(error)
 
     def _end(self, error: Exception | None) -> None:
         if self._is_over.is_set():  # an earlier operation has failed
@@ -438,15 +471,24 @@ class P2PWork:
 
 
 class PointToPoint:
-    """Exchanges among the ranks of one gloo group, in which a rank is ready to receive before it sends.
+    """Exchanges and small reductions among the ranks of one gloo group, by point-to-point operations.
 
     gloo's own all-to-all and all-gather send first. If one rank is later than another, it sends its data
     before the notification that it can receive, over the same connection. The other rank sends nothing until
     all of it has arrived, so the link is used in one direction at a time, at half its rate. Point-to-point
-    operations can be posted in the better order.
+    operations can be posted in the better order: every rank is ready to receive before it sends.
 
-    Cost: from the first exchange on a thread, which waits for exchanges in the order of their launch. It ends
-    with `close`, with this object and with the interpreter, at most a second after these.
+    [Note: small reductions]
+    gloo's own all-reduce is a ring: each rank sends up to 4 (W - 1) messages, one after the other, however
+    little there is to reduce. Of a header of 24 numbers these are 46 on 32 ranks. Over a tree each rank sends
+    2 on average, and one at the top of the tree `_FAN_OUT` times the bytes. So this is for vectors of at most
+    `_MAX_TREE_BYTES`: headers, agreements, flags, and the buckets of small models. On fewer ranks than
+    `_MIN_TREE_RANKS` the ring has no more messages worth saving, and needs no thread of Python.
+    Point-to-point operations are paired by their tags, so other collectives of the same group do not have to
+    come before or after them.
+
+    Cost: from the first operation on a thread, which waits for operations in the order of their launch. It
+    ends with `close`, with this object and with the interpreter, at most a second after these.
     """
 
     def __init__(self, find_group: Callable[[], dist.ProcessGroup | None], ranks: Sequence[int]) -> None:
@@ -455,15 +497,32 @@ class PointToPoint:
         self._waiting: queue.SimpleQueue[P2PWork | None] = queue.SimpleQueue()
         self._close: Callable[[], object] | None = None
         self._is_broken = False
+        # Of the tree: rank r has the children r * fan-out + 1, + 2, ...
+        first = self._rank * _FAN_OUT + 1
+        self._children = [*ranks[first : first + _FAN_OUT]]
+        self._parent = None if self._rank == 0 else ranks[(self._rank - 1) // _FAN_OUT]
+
+    @property
+    def num_neighbors(self) -> int:
+        """Ranks to which this one sends in `all_reduce`, each once."""
+        return len(self._children) + (self._parent is not None)
 
     def all_to_all(self, received: Tensor, parts: Tensor) -> P2PWork:
-        return self._exchange(self._rows(received), self._rows(parts))
+        return self._launch(self._exchange(self._rows(received), self._rows(parts)))
 
     def all_gather(self, gathered: Tensor, part: Tensor) -> P2PWork:
-        return self._exchange(self._rows(gathered), [part] * len(self._ranks))
+        return self._launch(self._exchange(self._rows(gathered), [part] * len(self._ranks)))
+
+    def all_reduce(self, flat: Tensor, op: dist.ReduceOp.RedOpType) -> P2PWork:
+        """Reduce over a tree, in place; see [Note: small reductions]. Every rank gets the same bits, which do
+        not depend on where in `flat` a number is.
+
+        Cost: the bytes of `flat`, sent to each of `num_neighbors` ranks.
+        """
+        return self._launch(self._reduce(flat, op))
 
     def close(self) -> None:
-        """End the thread, after the exchanges under way."""
+        """End the thread, after the operations under way."""
         if self._close is not None:
             self._close()
         self._close = None
@@ -471,32 +530,70 @@ class PointToPoint:
     def _rows(self, whole: Tensor) -> Sequence[Tensor]:
         return whole.view(len(self._ranks), -1).unbind()
 
-    def _exchange(self, arriving: Sequence[Tensor], leaving: Sequence[Tensor]) -> P2PWork:
+    def _launch(self, steps: Steps) -> P2PWork:
+        """Post the first step, and let the thread run the others."""
         if self._is_broken:
             raise RuntimeError(failure("this rank was interrupted while it posted an exchange"))
-        num = len(self._ranks)
-        others = [(self._rank + step) % num for step in range(1, num)]  # each begins with another
-        group = self._find_group()
         self._is_broken = True  # if an interrupt keeps some from being posted, peers would pair the next ones
-        works = [dist.irecv(arriving[r], self._ranks[r], group, _TAG) for r in reversed(others)]
-        works += [dist.isend(leaving[r], self._ranks[r], group, _TAG) for r in others]
+        works = next(steps)
         self._is_broken = False
-        if arriving[self._rank].data_ptr() != leaving[self._rank].data_ptr():
-            arriving[self._rank].copy_(leaving[self._rank])
-        exchange = P2PWork([work for work in works if work is not None])
+        made = P2PWork(works, steps)
         if self._close is None:
             thread = threading.Thread(
-                target=_wait_for_exchanges, args=(self._waiting,), name="pyengine-transfers", daemon=True
+                target=_run_all, args=(self._waiting,), name="pyengine-transfers", daemon=True
             )
             self._close = weakref.finalize(self, _end, self._waiting, thread)
             thread.start()
-        self._waiting.put(exchange)
-        return exchange
+        self._waiting.put(made)
+        return made
+
+    def _exchange(self, arriving: Sequence[Tensor], leaving: Sequence[Tensor]) -> Steps:
+        num = len(self._ranks)
+        others = [(self._rank + step) % num for step in range(1, num)]  # each begins with another
+        group = self._find_group()
+        works = [dist.irecv(arriving[r], self._ranks[r], group, _TAG) for r in reversed(others)]
+        works += [dist.isend(leaving[r], self._ranks[r], group, _TAG) for r in others]
+        if arriving[self._rank].data_ptr() != leaving[self._rank].data_ptr():
+            arriving[self._rank].copy_(leaving[self._rank])
+        yield works
+
+    def _reduce(self, flat: Tensor, op: dist.ReduceOp.RedOpType) -> Steps:
+        group = self._find_group()
+        tag = _next_tree_tag(group)
+        rows, result = flat.new_empty(len(self._children), *flat.shape), torch.empty_like(flat)
+        combine: Any = _COMBINE[op]
+        from_children = [
+            dist.irecv(row, child, group, tag)
+            for row, child in zip(rows.unbind(), self._children, strict=True)
+        ]
+        answer = None if self._parent is None else dist.irecv(result, self._parent, group, tag)
+        if from_children:
+            yield from_children
+            with torch.inference_mode():
+                for row in rows:
+                    combine(flat, row, out=flat)
+        if self._parent is not None:
+            yield [dist.isend(flat, self._parent, group, tag), answer]
+            with torch.inference_mode():
+                flat.copy_(result)
+        yield [dist.isend(flat, child, group, tag) for child in self._children]
 
 
-def _wait_for_exchanges(waiting: queue.SimpleQueue[P2PWork | None]) -> None:
-    while (exchange := waiting.get()) is not None:
-        exchange.run()
+# By group, how many reductions over a tree this rank has launched in it. The number is part of their tag.
+_launched_in: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
+
+
+def _next_tree_tag(group: dist.ProcessGroup | None) -> int:
+    """Return the tag of the next reduction over a tree in a group: the same on every rank."""
+    group = dist.group.WORLD if group is None else group
+    assert group is not None
+    _launched_in[group] = number = _launched_in.get(group, 0) + 1
+    return _TREE_TAG + number % _NUM_TREE_TAGS
+
+
+def _run_all(waiting: queue.SimpleQueue[P2PWork | None]) -> None:
+    while (work := waiting.get()) is not None:
+        work.run()
 
 
 def _end(waiting: queue.SimpleQueue[P2PWork | None], thread: threading.Thread) -> None:

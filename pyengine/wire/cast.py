@@ -38,7 +38,11 @@ class _Cast(Spelled, Wire):
         torch.sum(received.view(comm.world_size, -1), 0, dtype=out.dtype, out=out)
 
     def bytes_on_wire(self, numel: int, world_size: int) -> int:
-        """Return the bytes that one rank sends in a ring all-reduce: 2 (W - 1) / W times the bucket."""
+        """Return the bytes that one rank sends in a ring all-reduce: 2 (W - 1) / W times the bucket.
+
+        Over gloo, three ranks or more reduce a bucket of at most 32 KiB over a tree, where a rank sends it to
+        each of up to five others.
+        """
         return ring_bytes(numel * self.dtype.itemsize, world_size)
 
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -20,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import pyengine as pe
+from pyengine.comm import torch_dist
 
 Batch = tuple[Tensor, Tensor]
 
@@ -336,6 +338,11 @@ class Collectives(TorchDispatchMode):
             self.names.append(func._schema.name.removeprefix("c10d::"))
             self.nbytes += sum(t.nbytes for t in args[0] if isinstance(t, Tensor))
         return func(*args, **(kwargs or {}))
+
+
+def rings_only() -> Any:
+    """Return a context in which gloo's own all-reduce runs also where there is little to reduce."""
+    return mock.patch.object(torch_dist, "_MAX_TREE_BYTES", -1)
 
 
 def comm_of_buckets(sync: pe.Sync) -> Any:

@@ -1,7 +1,8 @@
-"""Exchanges of point-to-point transfers: every rank is ready to receive before it sends."""
+"""Point-to-point operations: exchanges, ready to receive before anything is sent, and small reductions."""
 
 from __future__ import annotations
 
+import operator
 import os
 import time
 from datetime import timedelta
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from cases import me
 from ranks import on_ranks
 
+from pyengine.comm import torch_dist
 from pyengine.comm.torch_dist import PointToPoint, TorchDist
 
 CPU = torch.device("cpu")
@@ -99,3 +101,118 @@ def test_an_exchange_that_was_posted_in_part_is_the_last():
         exchange.all_gather(torch.zeros(2), torch.ones(1))
     said = str(told.value)
     assert "Restart all ranks" in said
+
+
+OPS = {"all_reduce": operator.add, "all_reduce_max": torch.maximum, "all_reduce_or": operator.or_}
+REDUCED = [
+    *(
+        ("all_reduce", dtype)
+        for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64)
+    ),
+    ("all_reduce_max", torch.int64),
+    ("all_reduce_max", torch.uint8),
+    ("all_reduce_or", torch.int64),
+]
+
+
+def _terms(dtype: torch.dtype, shape: tuple[int, ...], turn: int, world: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(turn)
+    return [torch.randint(0, 100, shape, generator=generator).to(dtype) for _ in range(world)]
+
+
+@pytest.mark.parametrize("fan_out", [1, 2, 4])
+@pytest.mark.parametrize("world", [3, 4])
+@on_ranks()
+def test_small_vectors_are_reduced_over_a_tree(fan_out):
+    """Ranks come at different times, and other code's collectives of the same group come in between."""
+    rank, world = me()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch_dist, "_FAN_OUT", fan_out)
+        patch.delattr(dist, "all_reduce")
+        comm, second = TorchDist(None, CPU), TorchDist(None, CPU)
+        under_way = []
+        for turn, (name, dtype) in enumerate(REDUCED * 3):
+            time.sleep(0.002 * (turn % world == rank))
+            terms = _terms(dtype, [(7,), (2, 3), (1,), ()][turn % 4], turn, world)
+            flat = terms[rank].clone()
+            under_way.append((getattr([comm, second][turn % 2], name)(flat), name, terms, flat))
+            if turn % 3 == rank % 3:
+                dist.barrier(async_op=True)
+        for work, name, (first, *others), flat in under_way:
+            work.wait()
+            for other in others:
+                first = OPS[name](first, other)
+            assert torch.equal(flat, first), (name, flat, first)
+        assert comm.max_of(rank, -rank) == [world - 1, 0]
+        patch.undo()
+        dist.barrier()
+    num_sends = len(comm._point_to_point._children) + (rank > 0)
+    assert comm.traffic.bytes_sent > 0 and comm._point_to_point.num_neighbors == num_sends
+    for each in (comm, second):
+        each.release()
+
+
+@on_ranks(3)
+def test_a_reduction_counts_the_bytes_that_this_rank_sends():
+    rank, _ = me()
+    sent = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch_dist, "_FAN_OUT", 1)
+        real = dist.isend
+        patch.setattr(dist, "isend", lambda flat, *a: sent.append(flat.nbytes) or real(flat, *a))
+        comm = TorchDist(None, CPU)
+        comm.all_reduce(torch.ones(6)).wait()
+        comm.max_of(1, 2, 3)
+    assert (comm.traffic.collectives, comm.traffic.bytes_sent) == (2, sum(sent))
+    assert sent == [[24, 24], [24] * 4, [24, 24]][rank]
+    comm.release()
+
+
+@on_ranks(4)
+def test_every_rank_gets_the_same_bits_of_a_sum_that_rounds():
+    rank, world = me()
+    comm = TorchDist(None, CPU)
+    for dtype in (torch.float32, torch.bfloat16):
+        flat = torch.randn(500, generator=torch.Generator().manual_seed(rank)).to(dtype)
+        comm.all_reduce(flat).wait()
+        found: list[torch.Tensor] = [torch.empty_like(flat) for _ in range(world)]
+        dist.all_gather(found, flat)
+        assert all(torch.equal(each, flat) for each in found)
+    comm.release()
+
+
+@on_ranks(3)
+def test_what_is_not_small_goes_around_the_ring():
+    comm, launched = TorchDist(None, CPU), []
+    with pytest.MonkeyPatch.context() as patch:
+        real = dist.all_reduce
+        patch.setattr(
+            dist, "all_reduce", lambda flat, *a, **k: launched.append(flat.nbytes) or real(flat, *a, **k)
+        )
+        for num_bytes in (torch_dist._MAX_TREE_BYTES, torch_dist._MAX_TREE_BYTES + 8):
+            flat = torch.ones(num_bytes // 8, dtype=torch.int64)
+            comm.all_reduce(flat).wait()
+            assert flat.eq(3).all()
+    assert launched == [torch_dist._MAX_TREE_BYTES + 8]
+    comm.release()
+
+
+@pytest.mark.parametrize("dead", [0, 2])
+def test_a_dead_rank_ends_the_reduction_of_those_that_wait_for_it(ranks, dead):
+    ends = ranks(3).ends(60, _reduces_without, dead)
+    assert [end.error for end in ends] == [""] * 3
+    assert [end.exit_code for end in ends] == [3 if rank == dead else None for rank in range(3)]
+
+
+def _reduces_without(dead: int) -> None:
+    rank, _ = me()
+    comm, store = TorchDist(None, CPU), dist.group.WORLD.get_group_store()
+    if rank == dead:
+        os._exit(3)
+    work = comm.all_reduce(torch.ones(3))
+    if rank == 1 and dead == 2:  # the first rank knows; this one hears of it when that one ends, or its watch
+        store.wait(["known"], timedelta(seconds=20))
+        return
+    with pytest.raises(RuntimeError):
+        work.wait()
+    store.set("known", "")

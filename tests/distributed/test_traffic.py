@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from cases import Collectives, engine, me, records_of
+from cases import Collectives, engine, me, records_of, rings_only
 from ranks import on_ranks
 from torch import nn
 
@@ -73,11 +73,11 @@ def test_step_record_counts_the_collectives_and_bytes_that_really_travel(world, 
     # The second window: behind the first one's buckets the ranks share the order in which gradients came,
     # once.
     for window in sync.windows([torch.randn(3, 4, dtype=dtype)] * 2 * accumulate):
-        with Collectives() as seen:
+        with rings_only(), Collectives() as seen:
             for x in window:
                 sync.backward(model(x).sum().float())
             sync.step(torch.optim.SGD(model.parameters(), lr=0.0))
-    with Collectives() as behind:
+    with rings_only(), Collectives() as behind:
         sync.synchronize()
     assert behind.names == ["allreduce_"] * (me()[1] > 1)  # how the last window was used
     record, collectives, nbytes = records[1], len(seen.names), seen.nbytes

@@ -11,14 +11,16 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any, NoReturn
+from unittest import mock
 
 import torch.distributed as dist
 from fault_cases import BEHIND_A_BUCKET, LATE_S, PAUSE_S, STALL_AFTER_S, Case
 from ranks import LOOKING, strike
 
 from pyengine.comm.arena import Arena
+from pyengine.comm.torch_dist import PointToPoint
 
 
 class Boom(Exception):
@@ -31,8 +33,8 @@ class Quit(Exception):
 
 @contextmanager
 def watched(trap: Trap) -> Iterator[list[dist.Work]]:
-    """Tell the trap of every all-reduce of the body, through the group or in shared memory; give the list of
-    them.
+    """Tell the trap of every all-reduce of the body, around the group's ring, over its tree or in shared
+    memory; give the list of them.
     """
     works: list[dist.Work] = []
 
@@ -44,12 +46,10 @@ def watched(trap: Trap) -> Iterator[list[dist.Work]]:
 
         return call
 
-    all_reduce, reduce = dist.all_reduce, Arena.reduce
-    dist.all_reduce, Arena.reduce = noted(all_reduce), noted(reduce)
-    try:
+    with ExitStack() as patches:
+        for owner, name in ((dist, "all_reduce"), (PointToPoint, "all_reduce"), (Arena, "reduce")):
+            patches.enter_context(mock.patch.object(owner, name, noted(getattr(owner, name))))
         yield works
-    finally:
-        dist.all_reduce, Arena.reduce = all_reduce, reduce
 
 
 def _close(descriptor: int) -> None:
