@@ -55,8 +55,8 @@ _TAG = 0x70796567  # unused by users; operations of one tag are paired in the or
 # Of reductions over a tree: the first one's tag, and how many follow before it is used again.
 _TREE_TAG, _NUM_TREE_TAGS = 0x71000000, 2**20
 # See [Note: small reductions].
-_MAX_TREE_BYTES, _MIN_TREE_RANKS, _FAN_OUT = 32 * 2**10, 3, 4
-_COMBINE = {
+_MAX_SMALL_BYTES, _FAN_OUT = 32 * 2**10, 4
+_COMBINE: dict[dist.ReduceOp.RedOpType, Callable[..., Tensor]] = {
     dist.ReduceOp.SUM: torch.add,
     dist.ReduceOp.MAX: torch.maximum,
     dist.ReduceOp.BOR: torch.bitwise_or,
@@ -68,7 +68,9 @@ _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather
 class _Work:
     """A collective under way, whose error names the ranks that do not answer."""
 
-    def __init__(self, work: dist.Work | P2PWork, roll_call: StoreRollCall, watch: StallWatch | None) -> None:
+    def __init__(
+        self, work: dist.Work | P2PWork | SwapWork, roll_call: StoreRollCall, watch: StallWatch | None
+    ) -> None:
         self._work, self._roll_call, self._watch = work, roll_call, watch
 
     def break_off(self, error: Exception) -> None:
@@ -258,7 +260,7 @@ class TorchDist(Comm):
         self._handle.count_launch()
         return self.roll_call.named()
 
-    def _launched(self, work: dist.Work | P2PWork, what: str) -> _Work:
+    def _launched(self, work: dist.Work | P2PWork | SwapWork, what: str) -> _Work:
         _log.debug("launch %s over ranks %s", what, self.ranks)
         if self.roll_call.watch is not None and not is_capturing():  # which may not be looked at
             self.roll_call.watch.pending.add(self.ranks, what, work.is_completed)
@@ -279,15 +281,18 @@ class TorchDist(Comm):
         return self._reduce_over_group(flat, op, f"an all-reduce of {flat.nbytes} bytes")
 
     def _reduce_over_group(self, flat: Tensor, op: dist.ReduceOp.RedOpType, what: str) -> _Work:
-        is_small = self.world_size >= _MIN_TREE_RANKS and flat.nbytes <= _MAX_TREE_BYTES
-        tree = self._point_to_point if is_small else None
+        """Reduce around the ring of the backend; see [Note: small reductions] for others."""
+        small = self._point_to_point if flat.nbytes <= _MAX_SMALL_BYTES and self.world_size > 1 else None
         in_ring = ring_bytes(flat.nbytes, self.world_size)
-        self.traffic.count(in_ring if tree is None else tree.num_neighbors * flat.nbytes)
+        self.traffic.count(in_ring if small is None else small.num_neighbors * flat.nbytes)
         with self._launching():
-            if tree is None:
+            work: dist.Work | P2PWork | SwapWork
+            if small is None:
                 work = dist.all_reduce(flat, op, group=self.group, async_op=True)
+            elif self.world_size == 2:
+                work = SwapWork(flat, op, self.group)
             else:
-                work = tree.all_reduce(flat, op)
+                work = small.all_reduce(flat, op)
         return self._launched(work, what)
 
     def all_to_all(self, received: Tensor, parts: Tensor) -> Work:
@@ -402,7 +407,45 @@ def _pieces(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
         yield piece
 
 
-# ---- exchanges over gloo ----
+# ---- exchanges and small reductions over gloo ----
+
+
+class SwapWork:
+    """A small reduction of two ranks, each of which sends the other one its vector: see [Note: small
+    reductions]. The result is there after `wait`, or with the future.
+    """
+
+    def __init__(self, flat: Tensor, op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup | None) -> None:
+        self._flat, self._op = flat, op
+        self._rows = [torch.empty_like(flat), torch.empty_like(flat)]
+        self._is_reduced = False
+        self._lock = threading.Lock()  # the future completes on a thread of gloo
+        self._work = dist.all_gather(self._rows, flat, group=group, async_op=True)
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        self._work.wait() if timeout is None else self._work.wait(timeout)
+        self._reduce()
+        return True
+
+    def is_completed(self) -> bool:
+        done: bool = self._work.is_completed()
+        return done
+
+    def get_future(self) -> Future[Any]:
+        future: Future[Any] = self._work.get_future().then(self._reduce_behind)
+        return future
+
+    def _reduce_behind(self, gathered: Future[Any]) -> None:
+        gathered.value()  # raises if the collective has failed
+        self._reduce()
+
+    def _reduce(self) -> None:
+        with self._lock:
+            if not self._is_reduced:
+                first, second = self._rows  # in the order of ranks
+                with torch.inference_mode():  # whatever the caller's mode
+                    _COMBINE[self._op](first, second, out=self._flat)
+                self._is_reduced = True
 
 
 # Yields the point-to-point operations of one step after the other: it posts those of the next step when those
@@ -480,12 +523,12 @@ class PointToPoint:
 
     [Note: small reductions]
     gloo's own all-reduce is a ring: each rank sends up to 4 (W - 1) messages, one after the other, however
-    little there is to reduce. Of a header of 24 numbers these are 46 on 32 ranks. Over a tree each rank sends
-    2 on average, and one at the top of the tree `_FAN_OUT` times the bytes. So this is for vectors of at most
-    `_MAX_TREE_BYTES`: headers, agreements, flags, and the buckets of small models. On fewer ranks than
-    `_MIN_TREE_RANKS` the ring has no more messages worth saving, and needs no thread of Python.
-    Point-to-point operations are paired by their tags, so other collectives of the same group do not have to
-    come before or after them.
+    little there is to reduce. Of a header of 24 numbers these are 46 on 32 ranks, and each message may have
+    to wake up a thread. Over a tree each rank sends 2 on average, and one at the top of the tree `_FAN_OUT`
+    times the bytes. So this is for vectors of at most `_MAX_SMALL_BYTES`: headers, agreements, flags, and the
+    buckets of small models. Point-to-point operations are paired by their tags, so other collectives of the
+    group need not come before or after them on every rank. Two ranks swap their vectors, by a collective of
+    gloo that needs no thread of Python: one message each instead of 4.
 
     Cost: from the first operation on a thread, which waits for operations in the order of their launch. It
     ends with `close`, with this object and with the interpreter, at most a second after these.
@@ -561,7 +604,6 @@ class PointToPoint:
         group = self._find_group()
         tag = _next_tree_tag(group)
         rows, result = flat.new_empty(len(self._children), *flat.shape), torch.empty_like(flat)
-        combine: Any = _COMBINE[op]
         from_children = [
             dist.irecv(row, child, group, tag)
             for row, child in zip(rows.unbind(), self._children, strict=True)
@@ -569,9 +611,9 @@ class PointToPoint:
         answer = None if self._parent is None else dist.irecv(result, self._parent, group, tag)
         if from_children:
             yield from_children
-            with torch.inference_mode():
+            with torch.inference_mode():  # the launching thread may be in it
                 for row in rows:
-                    combine(flat, row, out=flat)
+                    _COMBINE[op](flat, row, out=flat)
         if self._parent is not None:
             yield [dist.isend(flat, self._parent, group, tag), answer]
             with torch.inference_mode():

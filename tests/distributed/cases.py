@@ -342,7 +342,7 @@ class Collectives(TorchDispatchMode):
 
 def rings_only() -> Any:
     """Return a context in which gloo's own all-reduce runs also where there is little to reduce."""
-    return mock.patch.object(torch_dist, "_MAX_TREE_BYTES", -1)
+    return mock.patch.object(torch_dist, "_MAX_SMALL_BYTES", -1)
 
 
 def comm_of_buckets(sync: pe.Sync) -> Any:

@@ -30,7 +30,7 @@ def _counted(kind: str, batch_norm: bool, accumulate: int) -> list[list[list[str
     for window in sync.windows([torch.randn(3, 4) for _ in range(5 * accumulate)]):
         counts = []
         for x in window:
-            with Collectives() as seen:
+            with rings_only(), Collectives() as seen:
                 sync.backward(forward(x).sum())
             counts.append(seen.names)
         with Collectives() as seen:

@@ -19,8 +19,8 @@ import torch.distributed as dist
 from fault_cases import BEHIND_A_BUCKET, LATE_S, PAUSE_S, STALL_AFTER_S, Case
 from ranks import LOOKING, strike
 
+from pyengine.comm import torch_dist
 from pyengine.comm.arena import Arena
-from pyengine.comm.torch_dist import PointToPoint
 
 
 class Boom(Exception):
@@ -33,9 +33,7 @@ class Quit(Exception):
 
 @contextmanager
 def watched(trap: Trap) -> Iterator[list[dist.Work]]:
-    """Tell the trap of every all-reduce of the body, around the group's ring, over its tree or in shared
-    memory; give the list of them.
-    """
+    """Tell the trap of every all-reduce of the body, small or in shared memory, too; give their list."""
     works: list[dist.Work] = []
 
     def noted(launch: Callable[..., Any]) -> Callable[..., Any]:
@@ -47,7 +45,12 @@ def watched(trap: Trap) -> Iterator[list[dist.Work]]:
         return call
 
     with ExitStack() as patches:
-        for owner, name in ((dist, "all_reduce"), (PointToPoint, "all_reduce"), (Arena, "reduce")):
+        for owner, name in (
+            (dist, "all_reduce"),
+            (torch_dist, "SwapWork"),
+            (torch_dist.PointToPoint, "all_reduce"),
+            (Arena, "reduce"),
+        ):
             patches.enter_context(mock.patch.object(owner, name, noted(getattr(owner, name))))
         yield works
 

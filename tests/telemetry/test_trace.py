@@ -86,7 +86,8 @@ def test_every_bucket_is_copied_back_inside_the_exposed_part(profiled):
 
 @pytest.mark.parametrize("kind", ["own", "attach"])
 def test_every_reduction_is_seen_on_its_way(profiled, kind):
-    reductions = profiled[kind]["gloo:all_reduce"]
+    # Two ranks swap what is small.
+    reductions = sorted([*profiled[kind]["gloo:all_reduce"], *profiled[kind]["gloo:all_gather"]])
     ends = 1  # the loop's: how the last window was used
     assert len(reductions) == WINDOWS * (1 + BUCKETS) + ends  # the header is the first
     launched = [profiled[kind][f"launch bucket {bucket}"][0] for bucket in range(BUCKETS)]
