@@ -26,7 +26,8 @@ class Traffic:
     """Counters of one transport: collectives launched, and the bytes that this rank sends for them."""
 
     collectives: int = 0
-    # By the formula of a ring, in which each rank also forwards a broadcast; over a tree, what is sent.
+    # By the formula of a ring, in which each rank also forwards a broadcast; of small reductions over gloo
+    # what is sent.
     bytes_sent: int = 0
 
     def count(self, num_bytes: int) -> None:

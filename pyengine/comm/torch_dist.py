@@ -1,4 +1,16 @@
-"""torch.distributed as a transport: gloo, NCCL, or any other backend of a process group."""
+"""torch.distributed as a transport: gloo, NCCL, or any other backend of a process group.
+
+[Note: small reductions]
+gloo's own all-reduce is a ring: each rank sends up to 4 (W - 1) messages, one after the other, however little
+there is to reduce. Of a header of 24 numbers these are 46 on 32 ranks, and each message may have to wake up a
+thread. So on the host vectors of at most `_MAX_SMALL_BYTES` (headers, agreements, flags, the buckets of small
+models) are reduced in another way:
+
+- Two ranks swap their vectors in one all-gather, and both reduce (`SwapWork`): 1 message a rank instead of 4.
+- More ranks reduce over a tree by point-to-point operations (`PointToPoint.all_reduce`): 2 messages a rank on
+  average. A rank sends its vector to up to `_FAN_OUT` + 1 others, which is why larger ones take the ring.
+  Operations are paired by their tags, so other collectives of the group may come in between in any order.
+"""
 
 from __future__ import annotations
 
@@ -281,7 +293,7 @@ class TorchDist(Comm):
         return self._reduce_over_group(flat, op, f"an all-reduce of {flat.nbytes} bytes")
 
     def _reduce_over_group(self, flat: Tensor, op: dist.ReduceOp.RedOpType, what: str) -> _Work:
-        """Reduce around the ring of the backend; see [Note: small reductions] for others."""
+        """Launch a reduction by the backend, or over gloo as [Note: small reductions] says."""
         small = self._point_to_point if flat.nbytes <= _MAX_SMALL_BYTES and self.world_size > 1 else None
         in_ring = ring_bytes(flat.nbytes, self.world_size)
         self.traffic.count(in_ring if small is None else small.num_neighbors * flat.nbytes)
@@ -411,8 +423,9 @@ def _pieces(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
 
 
 class SwapWork:
-    """A small reduction of two ranks, each of which sends the other one its vector: see [Note: small
-    reductions]. The result is there after `wait`, or with the future.
+    """A reduction of two ranks, each of which sends the other one its vector; see [Note: small reductions].
+
+    The result is there after `wait`, or when the future has completed.
     """
 
     def __init__(self, flat: Tensor, op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup | None) -> None:
@@ -521,15 +534,6 @@ class PointToPoint:
     all of it has arrived, so the link is used in one direction at a time, at half its rate. Point-to-point
     operations can be posted in the better order: every rank is ready to receive before it sends.
 
-    [Note: small reductions]
-    gloo's own all-reduce is a ring: each rank sends up to 4 (W - 1) messages, one after the other, however
-    little there is to reduce. Of a header of 24 numbers these are 46 on 32 ranks, and each message may have
-    to wake up a thread. Over a tree each rank sends 2 on average, and one at the top of the tree `_FAN_OUT`
-    times the bytes. So this is for vectors of at most `_MAX_SMALL_BYTES`: headers, agreements, flags, and the
-    buckets of small models. Point-to-point operations are paired by their tags, so other collectives of the
-    group need not come before or after them on every rank. Two ranks swap their vectors, by a collective of
-    gloo that needs no thread of Python: one message each instead of 4.
-
     Cost: from the first operation on a thread, which waits for operations in the order of their launch. It
     ends with `close`, with this object and with the interpreter, at most a second after these.
     """
@@ -577,6 +581,7 @@ class PointToPoint:
         """Post the first step, and let the thread run the others."""
         if self._is_broken:
             raise RuntimeError(failure("this rank was interrupted while it posted an exchange"))
+        self._find_group()  # raises where it has been destroyed
         self._is_broken = True  # if an interrupt keeps some from being posted, peers would pair the next ones
         works = next(steps)
         self._is_broken = False

@@ -90,7 +90,7 @@ class UsedAnywhere:
             return UsedFlags(used, none, Done(none), on_stream=False)
         comm = self._comm
         if comm.can_or:
-            # As few bytes as possible are reduced over a tree: see [Note: small reductions] in torch_dist.py.
+            # Bits, so that flags are small: see [Note: small reductions] in comm/torch_dist.py.
             flags = _as_bits(used, len(used) + (-len(used) % _LENGTH if self.on_hosts else 0))
             work = comm.all_reduce_or(flags)
         else:

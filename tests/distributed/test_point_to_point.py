@@ -145,8 +145,6 @@ def test_small_vectors_are_swapped_or_reduced_over_a_tree(fan_out):
         assert comm.max_of(rank, -rank) == [world - 1, 0]
         patch.undo()
         dist.barrier()
-    num_sends = len(comm._point_to_point._children) + (rank > 0)
-    assert comm.traffic.bytes_sent > 0 and comm._point_to_point.num_neighbors == num_sends
     for each in (comm, second):
         each.release()
 
