@@ -41,7 +41,9 @@ import pyengine as pe
 from pyengine.cli.machine import card
 from pyengine.comm import TorchDist
 from pyengine.comm.base import Done, Traffic
+from pyengine.comm.groups import GroupHandle
 from pyengine.comm.torch_dist import PointToPoint, _launched_in
+from pyengine.ops.device import HOST
 
 NUM_PARAMS, ACCUMULATE, WIDTH, WARM_UP = 100, 4, 8, 4
 # `first` makes an engine's own group; `again` and `attach` reuse it.
@@ -76,7 +78,7 @@ def rounds() -> int:
     groups = c10d._world.pg_map  # noqa: SLF001 - no public list
     numbers = sum(group._get_sequence_number_for_group() for group in groups)  # noqa: SLF001 - nor number
     # gloo numbers each point-to-point operation: one to and one from every neighbor in the tree.
-    tree = PointToPoint(lambda: None, range(dist.get_world_size()))
+    tree = PointToPoint(GroupHandle(None, HOST))
     return numbers - (2 * tree.num_neighbors - 1) * sum(_launched_in.values())
 
 
@@ -279,7 +281,7 @@ def one_of_many(rank: int, world: int) -> Iterator[None]:
     def init(self: TorchDist, *arguments: Any) -> None:
         make(self, *arguments)
         self.can_or = True
-        self._point_to_point = PointToPoint(lambda: None, self.ranks)
+        self._point_to_point = PointToPoint(self._handle)
 
     def all_reduce(flat: torch.Tensor, op: Any = dist.ReduceOp.SUM, **options: Any) -> Any:
         return launch(summed(flat, op), op, **options)

@@ -143,7 +143,7 @@ class TorchDist(Comm):
         self._device_of_values = device if self.is_stream_ordered else HOST
         self._side_stream = SideStream(device) if self.is_stream_ordered else None
         self.can_or = is_gloo = not runs_ahead(device) and self.backend == "gloo"
-        self._point_to_point = PointToPoint(self._handle.get, self.ranks) if is_gloo else None
+        self._point_to_point = PointToPoint(self._handle) if is_gloo else None
         self._levels: dict[Hosts | None, Levels] = {}
 
     @property
@@ -295,8 +295,10 @@ class TorchDist(Comm):
     def _reduce_over_group(self, flat: Tensor, op: dist.ReduceOp.RedOpType, what: str) -> _Work:
         """Launch a reduction by the backend, or over gloo as [Note: small reductions] says."""
         small = self._point_to_point if flat.nbytes <= _MAX_SMALL_BYTES and self.world_size > 1 else None
-        in_ring = ring_bytes(flat.nbytes, self.world_size)
-        self.traffic.count(in_ring if small is None else small.num_neighbors * flat.nbytes)
+        num_bytes = flat.nbytes
+        self.traffic.count(
+            ring_bytes(num_bytes, self.world_size) if small is None else small.num_neighbors * num_bytes
+        )
         with self._launching():
             work: dist.Work | P2PWork | SwapWork
             if small is None:
@@ -433,7 +435,9 @@ class SwapWork:
         self._rows = [torch.empty_like(flat), torch.empty_like(flat)]
         self._is_reduced = False
         self._lock = threading.Lock()  # the future completes on a thread of gloo
-        self._work = dist.all_gather(self._rows, flat, group=group, async_op=True)
+        group = dist.group.WORLD if group is None else group
+        assert group is not None  # this rank is a member
+        self._work = group.allgather([self._rows], [flat])  # `dist.all_gather` checks what is certain here
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         self._work.wait() if timeout is None else self._work.wait(timeout)
@@ -474,10 +478,11 @@ class P2PWork:
     Args:
         works: those of the first step, which have been posted.
         steps: of the steps behind it.
+        timeout: of each operation. gloo's own is the one with which its group was made, whatever it is now.
     """
 
-    def __init__(self, works: Sequence[dist.Work | None], steps: Steps) -> None:
-        self._works, self._steps = works, steps
+    def __init__(self, works: Sequence[dist.Work | None], steps: Steps, timeout: timedelta) -> None:
+        self._works, self._steps, self._timeout = works, steps, timeout
         self._error: Exception | None = None
         self._is_over = threading.Event()
         self._future: Future[Any] = Future()
@@ -497,7 +502,7 @@ class P2PWork:
 
     def _wait_for(self, work: dist.Work | None) -> None:
         try:
-            if work is not None and work.wait() is False:
+            if work is not None and work.wait(self._timeout) is False:
                 raise RuntimeError("a point-to-point operation was aborted")
         except Exception as error:  # noqa: BLE001 - raised by `wait`
             self._end(error)
@@ -538,21 +543,18 @@ class PointToPoint:
     ends with `close`, with this object and with the interpreter, at most a second after these.
     """
 
-    def __init__(self, find_group: Callable[[], dist.ProcessGroup | None], ranks: Sequence[int]) -> None:
-        self._find_group, self._ranks = find_group, ranks
-        self._rank = dist.get_rank(find_group())
+    def __init__(self, handle: GroupHandle) -> None:
+        self._handle, self._ranks = handle, handle.ranks
+        self._rank = dist.get_rank(handle.get())
         self._waiting: queue.SimpleQueue[P2PWork | None] = queue.SimpleQueue()
         self._close: Callable[[], object] | None = None
         self._is_broken = False
         # Of the tree: rank r has the children r * fan-out + 1, + 2, ...
         first = self._rank * _FAN_OUT + 1
-        self._children = [*ranks[first : first + _FAN_OUT]]
-        self._parent = None if self._rank == 0 else ranks[(self._rank - 1) // _FAN_OUT]
-
-    @property
-    def num_neighbors(self) -> int:
-        """Ranks to which this one sends in `all_reduce`, each once."""
-        return len(self._children) + (self._parent is not None)
+        self._children = [*self._ranks[first : first + _FAN_OUT]]
+        self._parent = None if self._rank == 0 else self._ranks[(self._rank - 1) // _FAN_OUT]
+        # Ranks to which this one sends in `all_reduce`, each once.
+        self.num_neighbors = len(self._children) + (self._parent is not None)
 
     def all_to_all(self, received: Tensor, parts: Tensor) -> P2PWork:
         return self._launch(self._exchange(self._rows(received), self._rows(parts)))
@@ -581,11 +583,11 @@ class PointToPoint:
         """Post the first step, and let the thread run the others."""
         if self._is_broken:
             raise RuntimeError(failure("this rank was interrupted while it posted an exchange"))
-        self._find_group()  # raises where it has been destroyed
+        timeout = self._handle.timeout()  # raises where the group has been destroyed
         self._is_broken = True  # if an interrupt keeps some from being posted, peers would pair the next ones
         works = next(steps)
         self._is_broken = False
-        made = P2PWork(works, steps)
+        made = P2PWork(works, steps, timeout)
         if self._close is None:
             thread = threading.Thread(
                 target=_run_all, args=(self._waiting,), name="pyengine-transfers", daemon=True
@@ -598,7 +600,7 @@ class PointToPoint:
     def _exchange(self, arriving: Sequence[Tensor], leaving: Sequence[Tensor]) -> Steps:
         num = len(self._ranks)
         others = [(self._rank + step) % num for step in range(1, num)]  # each begins with another
-        group = self._find_group()
+        group = self._handle.get()
         works = [dist.irecv(arriving[r], self._ranks[r], group, _TAG) for r in reversed(others)]
         works += [dist.isend(leaving[r], self._ranks[r], group, _TAG) for r in others]
         if arriving[self._rank].data_ptr() != leaving[self._rank].data_ptr():
@@ -606,7 +608,7 @@ class PointToPoint:
         yield works
 
     def _reduce(self, flat: Tensor, op: dist.ReduceOp.RedOpType) -> Steps:
-        group = self._find_group()
+        group = self._handle.get()
         tag = _next_tree_tag(group)
         rows, result = flat.new_empty(len(self._children), *flat.shape), torch.empty_like(flat)
         from_children = [

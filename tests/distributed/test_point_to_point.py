@@ -13,7 +13,8 @@ import torch.distributed as dist
 from cases import me
 from ranks import on_ranks
 
-from pyengine.comm import torch_dist
+from pyengine.comm import torch_dist, watch
+from pyengine.comm.groups import GroupHandle
 from pyengine.comm.torch_dist import PointToPoint, TorchDist
 
 CPU = torch.device("cpu")
@@ -55,7 +56,7 @@ def test_many_exchanges_meet_in_their_order_and_receive_first():
 @on_ranks(2)
 def test_a_wait_that_runs_out_of_time_harms_nothing():
     rank, _ = me()
-    exchange = PointToPoint(lambda: None, (0, 1))
+    exchange = PointToPoint(GroupHandle(None, CPU))
     received = torch.zeros(2)
     if rank == 0:
         work = exchange.all_to_all(received, torch.tensor([1.0, 2.0]))
@@ -92,7 +93,7 @@ def test_a_dead_peer_is_told_while_others_are_awaited(ranks):
 
 @on_ranks(2)
 def test_an_exchange_that_was_posted_in_part_is_the_last():
-    exchange = PointToPoint(lambda: None, (0, 1))
+    exchange = PointToPoint(GroupHandle(None, CPU))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dist, "isend", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
@@ -213,3 +214,21 @@ def _reduces_without(dead: int) -> None:
     with pytest.raises(RuntimeError):
         work.wait()
     store.set("known", "")
+
+
+@on_ranks(3)
+def test_operations_have_the_timeout_that_the_group_has_now():
+    """Rank 0 comes too late for both."""
+    rank, _ = me()
+    comm, store = TorchDist(None, CPU), dist.group.WORLD.get_group_store()
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=0.1))
+    if rank == 0:
+        store.wait(["ended by 1", "ended by 2"], timedelta(seconds=20))
+        return
+    works = comm.all_reduce(torch.ones(3)), comm.all_gather(torch.zeros(3), torch.ones(1))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(watch, "WAIT_S", 0.0)
+        for work in works:
+            with pytest.raises(RuntimeError, match="[Tt]ime(d |)out"):
+                work.wait()
+    store.set(f"ended by {rank}", "")
