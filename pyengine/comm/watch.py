@@ -487,8 +487,7 @@ class StoreRollCall(RollCall):
         self._found: str | None = None
         self._broken = ""
 
-    @contextmanager
-    def named(self) -> Iterator[None]:
+    def named(self) -> StoreRollCall:
         """Add the ranks that do not answer to the error of the body, a collective.
 
         Raises:
@@ -501,23 +500,27 @@ class StoreRollCall(RollCall):
             self.watch.check()
         if self._broken:
             raise RuntimeError(self._broken)
-        try:
-            yield
-        except torch.OutOfMemoryError:
-            raise
-        except RuntimeError as error:
-            if self.usage is not None:
-                self.usage.is_broken = True
-            if "a collective failed" in str(error):
-                raise
-            if self._found is None:
-                self._found = self._call() or (
-                    f"all {len(self._ranks)} ranks answer, so one of them launched it later than the group's "
-                    "timeout"
-                )
-            # A verdict is the same text on all ranks, so nothing of this rank's backend is added.
-            has_verdict = self.watch is not None and self.watch.verdict
-            raise RuntimeError(failure(self._found, None if has_verdict else error)) from error
+        return self
+
+    # Methods, not a generator: there are several collectives a window.
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if not isinstance(error, RuntimeError) or isinstance(error, torch.OutOfMemoryError):
+            return
+        if self.usage is not None:
+            self.usage.is_broken = True
+        if "a collective failed" in str(error):
+            return
+        if self._found is None:
+            self._found = self._call() or (
+                f"all {len(self._ranks)} ranks answer, so one of them launched it later than the group's "
+                "timeout"
+            )
+        # A verdict is the same text on all ranks, so nothing of this rank's backend is added.
+        has_verdict = self.watch is not None and self.watch.verdict
+        raise RuntimeError(failure(self._found, None if has_verdict else error)) from error
 
     def break_off(self, error: Exception) -> None:
         """Start no further collective: this rank could not start one that other ranks are in.

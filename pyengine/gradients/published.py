@@ -53,7 +53,7 @@ class Published:
         """Return the gradients by dtype, with their `SlotNorms`."""
         if unfrozen := [param for param in self._rest if param.grad is not None]:
             self._lay_out(unfrozen)
-        return [(slots, [_flat(grad) for grad in local_grads(params)]) for params, slots in self._groups]
+        return [(slots, _flat_grads(params)) for params, slots in self._groups]
 
     def record(self) -> None:
         """Record the gradients as they are, for `has_changed`."""
@@ -189,10 +189,16 @@ def local_grads(params: Sequence[Parameter]) -> list[Tensor | None]:
     return [None if param.grad is None else local(param.grad) for param in params]
 
 
-def _flat(grad: Tensor | None) -> Tensor | None:
+def _flat_grads(params: Sequence[Parameter]) -> list[Tensor | None]:
+    """Return this rank's local tensor of every gradient, 1-D in storage order where it is not contiguous."""
+    return [
+        grad if grad is None or (type(grad) is Tensor and grad.is_contiguous()) else _flat(local(grad))
+        for grad in [param.grad for param in params]
+    ]
+
+
+def _flat(grad: Tensor) -> Tensor:
     """Return a dense gradient as 1-D tensor in storage order."""
-    if grad is None or grad.layout is not torch.strided or grad.is_contiguous():
-        return grad
-    if grad.stride() != dense_strides(grad):
+    if grad.layout is not torch.strided or grad.is_contiguous() or grad.stride() != dense_strides(grad):
         return grad
     return grad.as_strided((grad.numel(),), (1,), grad.storage_offset())

@@ -104,7 +104,7 @@ def _as_bits(used: Sequence[bool], length: int) -> Tensor:
 
     Flag i is bit i % 64 of element i // 64.
     """
-    bits = int("0" + "".join("1" if each else "0" for each in reversed(used)), 2)
+    bits = int("0" + "".join(map("01".__getitem__, reversed(used))), 2)
     num_words = -(-length // _BITS)
     words = struct.unpack(f"<{num_words}q", bits.to_bytes(num_words * _BITS // 8, "little"))
     return torch.tensor(words, dtype=torch.int64, device=HOST)

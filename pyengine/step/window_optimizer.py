@@ -230,7 +230,7 @@ def hyperparameters(
                     continue
                 if isinstance(item, Tensor) and runs_ahead(item.device):
                     tensors.append(item)
-                elif isinstance(item, Real | Tensor):
+                elif isinstance(item, int | float | Tensor | Real):  # those of most groups first
                     numbers.append((name, float(item)))
                 elif isinstance(value, str):  # Muon's adjust_lr_fn; not the list of parameters' names
                     numbers.append((name, value))
