@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -13,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from pyengine.cli.arguments import Conflict
 from pyengine.cli.main import build_parser
 from pyengine.cli.tasks.cnn import DigitsTask
 from pyengine.cli.train import run as train_run
@@ -176,6 +178,25 @@ def test_a_training_that_is_complete_runs_no_further_step(
     ranks: Callable[[int], Any], tmp_path: Path
 ) -> None:
     assert ranks(2).run(trained, str(tmp_path), "2", "2", "1", "3") == [[[0, 1], [], [], [2]]] * 2
+
+
+def test_a_training_resumes_with_its_own_settings_only(tmp_path: Path) -> None:
+    def chosen(*more: str) -> None:
+        settings(build_parser().parse_args(["train", "--checkpoints", str(tmp_path), *more]))
+
+    chosen("--lr", "0.1")  # nothing was saved with these
+    chosen("--model", "cnn")
+    (tmp_path / "cnn" / "step-2.rank-0-of-2.pt").touch()
+    chosen("--model", "cnn", "--steps", "90")
+    chosen("--model", "gpt", "--micro-batch", "2")
+    for option, given, before in (
+        ("--lr", "0.1", "0.01"),
+        ("--workers", "1", "2"),
+        ("--wire", "bf16", "fp32"),
+    ):
+        folder = f"the checkpoints in {tmp_path}/cnn are of a training with {before}"
+        with pytest.raises(Conflict, match=re.escape(f"argument {option}: got {given}, and {folder}")):
+            chosen(option, given)
 
 
 def encoded() -> list[Row]:

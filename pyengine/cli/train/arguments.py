@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import json
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from textwrap import wrap
@@ -90,6 +92,8 @@ class Settings:
 _MICRO_BATCH = {"gpt": 4, "cnn": 8}
 _STEPS = {"gpt": 50, "cnn": 40}
 _LR = {"gpt": 3e-3, "cnn": 1e-2}
+# A training resumes with the same of these only; it may be longer.
+_RESUMED = ("mode", "workers", "accumulate", "micro_batch", "lr", "dtype", "wire", "accumulator", "seed")
 
 
 def add_to(parser: argparse.ArgumentParser) -> None:
@@ -137,7 +141,7 @@ def settings(options: argparse.Namespace) -> Settings:
     def by_model(given: Any, defaults: dict[str, Any]) -> dict[str, Any]:
         return {model: defaults[model] if given is None else given for model in models}
 
-    return fill(
+    made = fill(
         Settings,
         options,
         models=models,
@@ -151,6 +155,29 @@ def settings(options: argparse.Namespace) -> Settings:
         checkpoints=_folders(options.checkpoints, models) if options.checkpoints else {},
         checkpoint_every=options.checkpoint_every or 10,
     )
+    for model, folder in made.checkpoints.items():
+        _check_resumed(made, model, folder)
+    return made
+
+
+def _check_resumed(settings: Settings, model: str, folder: Path) -> None:
+    """Raise `Conflict` if a folder has checkpoints of a training with other settings; write these there."""
+    values = {name: getattr(settings, name) for name in _RESUMED}
+    now = {name: value[model] if isinstance(value, dict) else value for name, value in values.items()}
+    if dist.is_torchelastic_launched():
+        now["workers"] = int(os.environ["WORLD_SIZE"])
+    file = folder / "settings.json"
+    if any(folder.glob("*.pt")) and file.exists():
+        then = json.loads(file.read_text())
+        for name, value in now.items():
+            if value != then[name]:
+                raise Conflict(
+                    f"argument --{name.replace('_', '-')}: got {value}, and the checkpoints in {folder} are "
+                    f"of a training with {then[name]}: give that to resume it, or name another folder"
+                )
+    whole = file.with_name(f".settings-{os.getpid()}")  # other ranks may read the file now
+    whole.write_text(json.dumps(now))
+    whole.replace(file)
 
 
 def _folders(folder: Path, models: tuple[str, ...]) -> dict[str, Path]:
