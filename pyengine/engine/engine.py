@@ -609,8 +609,17 @@ class Engine:
 
     # ---- use ----
 
+    @property
+    def is_void(self) -> bool:
+        """Whether the host knows that a rank gave the window up: that one may not call what others call, so
+        no collective follows, and the norm stays nan.
+        """
+        return not self.is_late and bool(self.final.void != 0)
+
     def renew_norm(self, *, has_changed: bool = False) -> None:
         """Compute the norm again if gradients were written to, or replaced, since it was computed."""
+        if self.is_void:
+            return
         if has_changed := has_changed or self.published.has_changed():
             self.published.read(self.final)
             self.published.record()

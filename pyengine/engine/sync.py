@@ -541,6 +541,8 @@ class Sync:
         Cost: the 2-norm was computed with the finite check; the inf-norm reads the gradients once. One pass
             that reads and writes every gradient; none where the host sees that the norm is within `max_norm`.
             With `per` on an accelerator a launch a parameter; on the host only what is clipped.
+            Where ranks hold different elements one small all-reduce, which every rank calls; on the host none
+            in a window that a rank gave up, since that one does not clip it.
             `error_if_nonfinite` waits for the device.
         """
         limit: Any = max_norm
@@ -554,7 +556,8 @@ class Sync:
         verdict, final = engine.wait(), engine.final
         groups = None if per is None else self._groups_of(per)
         engine.renew_norm()
-        norm = final.grad_norm() if order != math.inf else final.inf_norm(engine.published.largest())
+        is_largest = order == math.inf and not engine.is_void
+        norm = final.inf_norm(engine.published.largest()) if is_largest else final.grad_norm()
         if error_if_nonfinite:
             engine.reach_verdicts()
             # As torch does, for a norm that is the same on every rank.

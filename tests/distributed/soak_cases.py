@@ -4,6 +4,7 @@ process, and what the process holds in between.
 
 from __future__ import annotations
 
+import gc
 import warnings
 from collections import Counter
 from collections.abc import Iterator
@@ -359,4 +360,7 @@ def _short_life(made: Made, places: Places, struck: Counter[str]) -> int:
     struck += subject.struck
     if made.bits % 4:
         subject.sync.close()
+    else:
+        del subject
+        gc.collect()  # its callback is a cycle; until then its engine's group serves no other one
     return windows

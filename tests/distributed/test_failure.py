@@ -9,6 +9,7 @@ import contextlib
 
 import pytest
 import torch
+import torch.distributed as dist
 from cases import Breaks, engine, me, raise_key_error
 from ranks import on_ranks
 from torch import Tensor, nn
@@ -67,6 +68,35 @@ def test_a_failed_backward_voids_a_window_in_which_no_rank_has_used_anything(dty
         sync.abandon()
         sync.synchronize()  # the other compares at the end of its loop
     assert stepped == ([True, True] if rank else [True, True, False])
+
+
+CLIPS = {
+    "2-norm": lambda sync: sync.clip_grad_norm_(1.0),
+    "largest value": lambda sync: sync.clip_grad_norm_(1.0, norm_type=torch.inf),
+    "parameters": lambda sync: sync.clip_grad_norm_(1.0, per="parameter"),
+    "values": lambda sync: sync.clip_grad_value_(1.0),
+}
+
+
+@pytest.mark.parametrize("clip", list(CLIPS))
+@on_ranks(2)
+def test_clipping_a_window_that_another_rank_gave_up_waits_for_no_rank(clip):
+    """Ranks hold other elements, so that the norm of a good window is a collective."""
+    rank, world = me()
+    model = OneUnused()
+    groups = [dist.new_group([each]) for each in range(world)]
+    sync = pe.GradSync(model, accumulate=1, axes=pe.Axes(groups={"second.*": groups[rank]}))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    stepped = []
+    for step in range(3):
+        Breaks.now = (rank, step) == (0, 1)
+        with contextlib.suppress(MemoryError), sync.accumulate():
+            sync.backward(model(torch.ones(1, 3)))
+        if not Breaks.now:
+            CLIPS[clip](sync)
+            assert (step == 1) == sync.grad_norm().isnan()
+            stepped.append(bool(sync.step(optimizer)))
+    assert stepped == ([True, True] if rank == 0 else [True, False, True])
 
 
 def _ends_early(case: str) -> tuple[int, float, list[float]]:

@@ -397,7 +397,8 @@ class DDPReducer(Reducer):
         if not reduction.is_complete:
             raise RuntimeError(
                 "DDP has not reduced the gradients of this backward, which did not run through its hooks "
-                "(for example under compiled autograd: use pe.GradSync on the bare model), or under "
+                "(for example under compiled autograd: use pe.GradSync on the bare model; or after a "
+                "parametrization such as spectral_norm: register it before DDP is made), or under "
                 "static_graph=True reached other parameters than the first one did"
             )
         self.launch_used_flags(reduction)
