@@ -19,9 +19,9 @@ class LoadPlanner(DefaultLoadPlanner):
     """DCP's own planner, which also loads an engine saved by another number of ranks.
 
     On the same number of ranks every rank reads its own entry, as with DCP's planner. On another number every
-    rank reads the entries of all ranks. `sync.load_state_dict` then divides the sums and the remaining
-    micro-batches among the ranks, with accumulator="exact"; it refuses other sums, on every rank. The
-    arguments are those of `DefaultLoadPlanner`.
+    rank reads the entries of all ranks. Of an open window `sync.load_state_dict` then divides the sums and
+    the remaining micro-batches among the ranks, with accumulator="exact"; it refuses other sums of an open
+    window, on every rank. The arguments are those of `DefaultLoadPlanner`.
 
     Entries other than tensors are read as data. They are refused if they have anything but tensors and plain
     values; DCP's own planner would unpickle them. DCP's file `.metadata` is a pickle, which DCP reads before

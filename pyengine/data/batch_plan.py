@@ -8,11 +8,11 @@ from __future__ import annotations
 import math
 import warnings
 from dataclasses import dataclass
+from numbers import Integral, Real
 from typing import Any, Literal, get_args
 
 from torch.optim.lr_scheduler import LinearLR, LRScheduler, SequentialLR
 
-from pyengine.data.rng import whole
 from pyengine.data.sampler import WindowSampler
 from pyengine.window.counter import share
 
@@ -153,6 +153,7 @@ def scale_lr(lr: float, *, from_batch: int, to_batch: int, rule: Rule) -> float:
         0.0006
     """
     _positive(from_batch=from_batch, to_batch=to_batch)
+    _check_number("lr", lr)
     if not (0 < lr < math.inf):
         raise ValueError(f"lr={lr}: need a finite number above 0")
     if rule not in get_args(Rule):
@@ -195,6 +196,9 @@ def warm_up(after: LRScheduler, *, steps: int, start_factor: float) -> Sequentia
         [0.1]
     """
     _positive(steps=steps)
+    if not isinstance(after, LRScheduler):
+        raise TypeError(f"after is a {type(after).__name__}: need a scheduler of torch.optim.lr_scheduler")
+    _check_number("start_factor", start_factor)
     if not 0 < start_factor <= 1:
         raise ValueError(f"start_factor={start_factor}: need a number above 0 and at most 1")
     ramp = LinearLR(after.optimizer, start_factor=start_factor, total_iters=steps)
@@ -211,8 +215,17 @@ def _sampler(
 
 def _positive(**values: Any) -> None:
     for name, value in values.items():
-        if whole(**{name: value}) == [0]:
-            raise ValueError(f"{name}=0: need a whole number of at least 1")
+        if not isinstance(value, Integral) or isinstance(value, bool):
+            raise TypeError(
+                f"{name}={value!r} is a {type(value).__name__}: need a whole number of at least 1"
+            )
+        if value < 1:
+            raise ValueError(f"{name}={value}: need a whole number of at least 1")
+
+
+def _check_number(name: str, value: object) -> None:
+    if not isinstance(value, Real) or isinstance(value, bool):
+        raise TypeError(f"{name}={value!r} is a {type(value).__name__}: need a number")
 
 
 def _not_even(global_batch: int, micro_batch: int, world_size: int) -> str:

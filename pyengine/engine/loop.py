@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import pickle
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -31,6 +32,9 @@ class Lookahead(Generic[Batch]):
     def __init__(self, items: Iterable[Batch]) -> None:
         self._items = iter(items)
         self._read: deque[Batch] = deque()
+        self._is_over = False
+        # What the iterator has raised instead of its last item, as text; empty if it has raised nothing.
+        self._error = ""
         self._read_up_to(1)
 
     @property
@@ -38,10 +42,9 @@ class Lookahead(Generic[Batch]):
         return bool(self._read)
 
     def pop(self) -> Batch:
-        """Return the next item, and read another one."""
-        item = self._read.popleft()
-        self._read_up_to(1)
-        return item
+        """Return the next item, and read another one; where that raises, the next item stays the next."""
+        self._read_up_to(2)
+        return self._read.popleft()
 
     def peek(self, num: int) -> list[Batch]:
         """Return the next `num` items, fewer where the data ends; `pop` gives them again."""
@@ -49,11 +52,24 @@ class Lookahead(Generic[Batch]):
         return list(self._read)[:num]
 
     def _read_up_to(self, num: int) -> None:
-        for _ in range(num - len(self._read)):
+        while len(self._read) < num and not self._is_over:
             try:
                 self._read.append(next(self._items))
             except StopIteration:
-                return
+                self._is_over = True
+                if self._error:
+                    warnings.warn(
+                        f"the loader has ended after it had raised {self._error}, as a generator does: this "
+                        "rank has no further data. Leave the loop over sync.windows on every rank, or let "
+                        "the loader go on after an error",
+                        RuntimeWarning,
+                        stacklevel=2,
+                    )
+            except Exception as error:
+                self._error = repr(error)
+                raise
+            else:
+                self._error = ""
 
 
 def sum_over_ranks(engine: Engine, numbers: Sequence[float]) -> list[float]:

@@ -471,7 +471,7 @@ class Sync:
         engine = self._engine
         engine.wait()
         if not engine.final.is_shared:  # else one rank alone may ask, and the others must not be waited for
-            engine.renew_norm()
+            engine.renew_norm("reads the norm")
         return engine.final.grad_norm()
 
     def grad_norms(self) -> dict[str, Tensor]:
@@ -488,7 +488,7 @@ class Sync:
         engine = self._engine
         engine.wait()
         measured = engine.measured()
-        engine.renew_norm()
+        engine.renew_norm("reads norms by name")
         return trained(measured, engine.final.squares().sqrt().unbind())
 
     def measure(self, *measures: Measure) -> None:
@@ -541,8 +541,8 @@ class Sync:
         Cost: the 2-norm was computed with the finite check; the inf-norm reads the gradients once. One pass
             that reads and writes every gradient; none where the host sees that the norm is within `max_norm`.
             With `per` on an accelerator a launch a parameter; on the host only what is clipped.
-            Where ranks hold different elements one small all-reduce, which every rank calls; on the host none
-            in a window that a rank gave up, since that one does not clip it.
+            Where ranks hold different elements one small all-reduce, which every rank calls, on the host
+            behind a header; neither, on the host, in a window that a rank gave up: that one does not clip it.
             `error_if_nonfinite` waits for the device.
         """
         limit: Any = max_norm
@@ -555,7 +555,7 @@ class Sync:
             raise ValueError(f"norm_type={norm_type!r} with per={per!r}: need 2.0, or leave per out")
         verdict, final = engine.wait(), engine.final
         groups = None if per is None else self._groups_of(per)
-        engine.renew_norm()
+        engine.renew_norm(f"clips to a {order:g}-norm{'' if per is None else ' of each parameter or group'}")
         is_largest = order == math.inf and not engine.is_void
         norm = final.inf_norm(engine.published.largest()) if is_largest else final.grad_norm()
         if error_if_nonfinite:
@@ -603,10 +603,10 @@ class Sync:
         _check_limit("clip_value", clip_value)
         value, engine = float(clip_value), self._engine
         verdict, final = engine.wait(), engine.final
-        engine.renew_norm()
+        engine.renew_norm("clips values")
         final.keep_norm()
         engine.published.clip_values_(value)
-        engine.renew_norm(has_changed=True)
+        engine.renew_clipped_norm()
         # Ranks that clip by another value are found out.
         verdict.use.factors.append(torch.tensor(value, dtype=torch.float64, device=HOST))
 

@@ -55,7 +55,7 @@ class Listener(ABC):
     """
 
     def __init__(self, *, rank: int) -> None:
-        self.writes = rank == (dist.get_rank() if dist.is_initialized() else 0)
+        self.writes = _is_own(rank)
 
     def __call__(self, record: StepRecord) -> None:
         """Write one record."""
@@ -64,6 +64,23 @@ class Listener(ABC):
 
     @abstractmethod
     def _write(self, record: StepRecord) -> None: ...
+
+
+def _is_own(rank: int) -> bool:
+    """Whether this process has a rank; raise ValueError if none has it, so that nothing would be written."""
+    own, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    if type(rank) is not int or not 0 <= rank < world_size:
+        raise ValueError(
+            f"rank={rank!r}: need the rank that writes, a whole number from 0 to {world_size - 1}"
+        )
+    return rank == own
+
+
+def _check_folder(path: str | os.PathLike[str]) -> None:
+    """Raise FileNotFoundError before anything is measured that could not be written."""
+    folder = Path(path).absolute().parent
+    if not folder.is_dir():
+        raise FileNotFoundError(f"path={os.fspath(path)!r}: there is no folder {folder}; make it first")
 
 
 class JsonLines(Listener):
@@ -78,6 +95,10 @@ class JsonLines(Listener):
         path: the file, in an existing folder.
         rank: the rank that writes.
 
+    Raises:
+        FileNotFoundError: there is no such folder, on the rank that writes.
+        ValueError: there is no such rank.
+
     Example:
         >>> sync.on_step(JsonLines("steps.jsonl"))  # doctest: +SKIP
     """
@@ -85,6 +106,8 @@ class JsonLines(Listener):
     def __init__(self, path: str | os.PathLike[str], *, rank: int = 0) -> None:
         super().__init__(rank=rank)
         self._path = Path(path)
+        if self.writes:
+            _check_folder(path)
         if self.writes and self._path.exists() and self._path.stat().st_size > 0:
             with self._path.open("rb") as file:
                 file.seek(-1, os.SEEK_END)
@@ -153,15 +176,20 @@ def chrome_trace(path: str | os.PathLike[str], *, rank: int = 0) -> Iterator[Non
         path: the JSON file to write; compressed if it ends in `.gz`.
         rank: the rank that is profiled.
 
+    Raises:
+        FileNotFoundError: there is no such folder, before the body runs.
+        ValueError: there is no such rank.
+
     Cost: profiling slows every operation down; a few windows are enough.
 
     Example:
         >>> with chrome_trace("trace.json"):  # doctest: +SKIP
         ...     train(sync, model, loader)
     """
-    if rank != (dist.get_rank() if dist.is_initialized() else 0):
+    if not _is_own(rank):
         yield
         return
+    _check_folder(path)
     with profile() as profiler:
         yield
     profiler.export_chrome_trace(os.fspath(path))

@@ -99,6 +99,47 @@ def test_clipping_a_window_that_another_rank_gave_up_waits_for_no_rank(clip):
     assert stepped == ([True, True] if rank == 0 else [True, False, True])
 
 
+@pytest.mark.parametrize("clip", list(CLIPS))
+@on_ranks(2)
+def test_clipping_a_window_that_another_rank_has_abandoned_raises_on_every_rank(clip):
+    """Rank 1's next header is paired with that of the norm, which alone would have another size."""
+    rank, world = me()
+    model = OneUnused()
+    groups = [dist.new_group([each]) for each in range(world)]
+    sync = pe.GradSync(model, accumulate=1, axes=pe.Axes(groups={"second.*": groups[rank]}))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(RuntimeError, match="rank 0: clips .*; rank 1: sends a window"):
+        for step in range(3):
+            with sync.accumulate():
+                sync.backward(model(torch.ones(1, 3)))
+            if (rank, step) == (1, 1):
+                sync.abandon()
+                continue
+            CLIPS[clip](sync)
+            sync.step(optimizer)
+
+
+@pytest.mark.parametrize("done", [1, 2])
+@on_ranks(2)
+def test_a_rank_without_data_sends_zeros_under_ddp_after_a_window_that_it_abandoned(done):
+    """Backwards before the last one leave marks of used parameters in DDP."""
+    rank, _ = me()
+    model = nn.Linear(3, 1)
+    ddp = DistributedDataParallel(model, find_unused_parameters=True)
+    sync = pe.attach(ddp, accumulate=3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    stepped = 0
+    for number, window in enumerate(sync.windows([torch.ones(1, 3)] * (3 if rank else 6))):
+        for index, x in enumerate(window):
+            if (rank, number, index) == (1, 0, done):
+                sync.abandon()
+                break
+            sync.backward(ddp(x).sum())
+        else:
+            stepped += bool(sync.step(optimizer))
+    assert stepped == 2
+
+
 def _ends_early(case: str) -> tuple[int, float, list[float]]:
     """Rank 0 abandons its only window before it is sent, or has none; the other one has more."""
     rank, _ = me()

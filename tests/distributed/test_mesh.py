@@ -66,11 +66,11 @@ def test_data_times_tensor_parallelism_equals_one_process(dtype, options):
     assert sum(record.count for record in records) == total
     assert [record.micro_batches for record in records] == [2 * ACCUMULATE] * 2
     assert all(p.grad.placements == p.placements for p in model.parameters() if hasattr(p, "placements"))
-    # A header, a bucket of a type (two rounds of an exact one), the norm, and that again for clipping.
+    # A header, a bucket of a type (two rounds of an exact one), the norm; for clipping a header and the norm.
     rounds = 2 if options.get("accumulator") == "exact" else 1
     if "bucket_cap_mb" not in options:
         # In the first window also the order of the buckets.
-        assert [record.collectives for record in records] == [4 + rounds, 3 + rounds]
+        assert [record.collectives for record in records] == [5 + rounds, 4 + rounds]
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import json
 import math
 import struct
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from torch import nn
 
 import pyengine as pe
 from pyengine.step.step_record import StepRecord
-from pyengine.telemetry import JsonLines, Wandb, numbers
+from pyengine.telemetry import JsonLines, Wandb, chrome_trace, numbers
 
 
 def _record(step: int, **fields) -> StepRecord:
@@ -60,6 +61,15 @@ def test_a_torn_line_spoils_no_other(tmp_path):
     JsonLines(path)(_record(1))
     assert path.read_text().splitlines()[1] == '{"step": 1, "lo'
     assert json.loads(path.read_text().splitlines()[2])["step"] == 1
+
+
+@pytest.mark.parametrize("rank", ["0", -1, 1])
+def test_a_writer_that_would_write_nothing_is_refused(tmp_path, rank):
+    with pytest.raises(ValueError, match=f"^rank={rank!r}: need the rank that writes, .* from 0 to 0"):
+        JsonLines(tmp_path / "steps.jsonl", rank=rank)
+    for write in (JsonLines, lambda path: chrome_trace(path).__enter__()):
+        with pytest.raises(FileNotFoundError, match="there is no folder .*; make it first"):
+            write(tmp_path / "missing" / "file.json")
 
 
 def _train(folder: str) -> None:
@@ -135,7 +145,8 @@ def test_weights_and_biases_gets_an_axis_of_its_own():
 def test_weights_and_biases_needs_a_run_on_the_rank_that_writes():
     with pytest.raises(ValueError, match=r"need the run that wandb\.init returned"):
         Wandb(None)
-    Wandb(None, rank=1)(_record(0))
+    with mock.patch("pyengine.telemetry._is_own", return_value=False):
+        Wandb(None)(_record(0))
 
 
 def _history(path: Path) -> list[dict[str, float]]:

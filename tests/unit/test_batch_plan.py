@@ -146,6 +146,8 @@ def test_a_ratio_within_what_papers_show_gives_no_warning(from_batch, to_batch):
         ({"rule": "cube"}, ValueError, "rule='cube': need 'linear' .* or 'sqrt'"),
         ({"lr": 0}, ValueError, "lr=0: need a finite number above 0"),
         ({"lr": math.nan}, ValueError, "lr=nan: need"),
+        ({"lr": "0.1"}, TypeError, "lr='0.1' is a str: need a number"),
+        ({"from_batch": -1}, ValueError, "from_batch=-1: need a whole number of at least 1"),
         ({"from_batch": 0}, ValueError, "from_batch=0: need a whole number of at least 1"),
         ({"to_batch": 1.5}, TypeError, "to_batch=1.5 is a float"),
     ],

@@ -57,3 +57,42 @@ def test_an_error_of_the_loader_comes_when_it_is_read_and_leaves_what_was_read()
     with pytest.raises(OSError, match="gone"):
         source.peek(2)
     assert source.peek(1) == [0]
+
+
+class _Fails:
+    """Raises instead of its second item, and goes on."""
+
+    def __init__(self) -> None:
+        self._next = 0
+
+    def __iter__(self) -> Iterator[int]:
+        return self
+
+    def __next__(self) -> int:
+        self._next += 1
+        if self._next == 2:
+            raise OSError("gone")
+        if self._next > 4:
+            raise StopIteration
+        return self._next
+
+
+def test_a_loader_that_goes_on_after_an_error_loses_no_other_item():
+    source = Lookahead(_Fails())
+    with pytest.raises(OSError, match="gone"):
+        source.pop()
+    assert [source.pop() for _ in range(3)] == [1, 3, 4]
+    assert not source.has_next
+
+
+def test_a_loader_that_ends_after_an_error_is_warned_of_once():
+    def items() -> Iterator[int]:
+        yield 0
+        raise OSError("gone")
+
+    source = Lookahead(items())
+    with pytest.raises(OSError, match="gone"):
+        source.pop()
+    with pytest.warns(RuntimeWarning, match=r"ended after it had raised OSError\('gone'\)"):
+        assert source.pop() == 0
+    assert source.peek(2) == []

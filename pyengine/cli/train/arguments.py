@@ -92,8 +92,10 @@ class Settings:
 _MICRO_BATCH = {"gpt": 4, "cnn": 8}
 _STEPS = {"gpt": 50, "cnn": 40}
 _LR = {"gpt": 3e-3, "cnn": 1e-2}
-# A training resumes with the same of these only; it may be longer.
-_RESUMED = ("mode", "workers", "accumulate", "micro_batch", "lr", "dtype", "wire", "accumulator", "seed")
+# A training resumes with the same of these only. The schedule of the learning rate depends on the steps.
+_RESUMED = (
+    "mode", "workers", "accumulate", "micro_batch", "steps", "lr", "dtype", "wire", "accumulator", "seed",
+)  # fmt: skip
 
 
 def add_to(parser: argparse.ArgumentParser) -> None:

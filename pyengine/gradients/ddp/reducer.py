@@ -251,7 +251,9 @@ class DDPReducer(Reducer):
                 "ddp_model.join() around a loop over windows, which already handle ranks without data: leave "
                 "join out; a rank that has run out of data sends zeros"
             )
-        if self._reduction is not None:  # the last window was dropped before `finish`
+        if self._reduction is not None or self._driver.finds_unused:
+            # The last window was dropped before `finish`. Or before it was launched: DDP has noted which
+            # parameters its backwards have used.
             self._driver.reset()
             self.state.reduce = skip_reduction
             self._reduction = None
