@@ -191,3 +191,26 @@ def test_wrong_arguments_are_named_and_bytes_are_not_known():
         _wire("bf16").bytes_on_wire(10, 2)
     name = "torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook.powerSGD_hook"
     assert repr(_wire("powersgd")) == f"FromHook({name}, state=a PowerSGDState)"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@on_ranks(2)
+def test_a_hook_gets_a_bucket_with_the_parameters_of_its_gradients(kind):
+    model, seen = _model(), []
+
+    def hook(state: Any, bucket: Any) -> torch.futures.Future[Tensor]:
+        params = [
+            next(i for i, p in enumerate(model.parameters()) if p is mine) for mine in bucket.parameters()
+        ]
+        seen.append((bucket.index(), bucket.is_last(), sorted(params)))
+        shapes = [gradient.numel() for gradient in bucket.gradients()]
+        assert shapes == [param.numel() for param in bucket.parameters()]
+        return default_hooks.allreduce_hook(state, bucket)
+
+    forward = model if kind == "own" else DistributedDataParallel(model)
+    make = pe.GradSync if kind == "own" else pe.attach
+    sync = make(forward, wire=pe.wire.FromHook(hook))
+    with sync.accumulate():
+        sync.backward(forward(_data(0, me()[0])).square().sum(), count=1)
+    sync.unscale_()
+    assert seen == [(0, True, [0, 1, 2, 3])]
