@@ -31,14 +31,14 @@ def _policy(sync: pe.Sync, **options: Any) -> list[pe.StepRecord]:
     return records_of(sync)
 
 
-def _windows(sync: pe.Sync, forward: nn.Module, wild: list[float], *, of: int = 0) -> None:
+def _windows(sync: pe.Sync, forward: nn.Module, wild: list[float], *, of: int = 0, calm: float = 1.0) -> None:
     """Train a window for each number; rank `of` has the number in `wild`, all others have 1."""
     rank, world = me()
     optimizer = torch.optim.SGD(forward.parameters(), lr=1.0)
     for number in wild:
         with sync.accumulate(last=True):
             value = number if rank == of % world else 1.0
-            sync.backward(forward(torch.ones(4), torch.full((4,), value)), count=1)
+            sync.backward(forward(torch.full((4,), calm), torch.full((4,), value)), count=1)
         sync.step(optimizer)
     sync.synchronize()
 
@@ -66,6 +66,14 @@ def test_a_spike_on_one_rank_in_one_parameter_is_skipped_on_all(kind):
     assert f"{wild:.3g} times its median)" in records[3].reason
     assert all(record.spike is None and not record.reason for record in records if not record.skipped)
     assert_alike([(record.skipped, record.reason, record.grad_norm) for record in records])
+
+
+@on_ranks(1)
+def test_a_spike_may_be_small():
+    sync, forward = engine("own", Pair(), accumulate=1)
+    records = _policy(sync)
+    _windows(sync, forward, [1e-3] * 3 + [1e-1], calm=1e-3)
+    assert [record.spike is not None for record in records] == [False, False, False, True]
 
 
 @pytest.mark.parametrize("kind", ["own", "attach"])
