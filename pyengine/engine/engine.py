@@ -869,6 +869,8 @@ class Engine:
                         raise
             if self.verdict is not None and not self.verdict.was_refused:
                 self._update_scale()  # the others update theirs when they step
+                if not self.is_closed:  # what the wires have kept of a window that is not used
+                    self.reducer.residuals.drop_if(torch.ones((), dtype=torch.float32, device=self.device))
             flush(self.device)
         _log.debug("window %d: abandon, %s", self.counter.index, self.counter.state.value)
         self.batch_norms.close()

@@ -455,7 +455,9 @@ class Sync:
     def unscale_(self) -> None:
         """Mark the window's gradients as used without `step`; `.grad` holds their mean already.
 
-        Gradients that you do not zero are carried into the next window, as in a plain PyTorch loop.
+        Gradients that you do not zero are carried into the next window, as in a plain PyTorch loop. Where
+        `step` would be skipped, for inf or nan or because a rank gave the window up, they hold inf or nan:
+        look at `grad_norm()` before you step yourself.
 
         Raises:
             RuntimeError: the window has not been sent; or as `step`.
