@@ -618,29 +618,25 @@ class Engine:
         """
         return not self.is_late and bool(self.final.void != 0)
 
-    def renew_norm(self, stage: str) -> None:
+    def renew_norm(self, stage: str, *, has_changed: bool = False) -> None:
         """Compute the norm again if gradients were written to, or replaced, since it was computed.
 
         Where ranks hold different elements that is a collective, which on the host a header precedes: a rank
-        that has left the window sends the header of its next one, and all ranks raise. `stage` is what the
-        collective is for.
+        that has left the window sends the header of its next one, and all ranks raise.
+
+        Args:
+            stage: what the collective is for.
+            has_changed: the gradients have just been written to, whatever their versions show.
         """
         if self.is_void:
             return
         if self.final.is_shared and not runs_ahead(self.device):
             header = self.launch_header_all_reduce(self.new_counts(), more=False, stage=stage)
             check_agreement(header, header.totals(), self.comm)
-        if has_changed := self.published.has_changed():
+        if has_changed := has_changed or self.published.has_changed():
             self.published.read(self.final)
             self.published.record()
         self.final.renew_norm(was_read=has_changed)
-
-    def renew_clipped_norm(self) -> None:
-        """Compute the norm again behind `renew_norm`, of gradients that every rank has clipped since."""
-        if not self.is_void:
-            self.published.read(self.final)
-            self.published.record()
-            self.final.renew_norm(was_read=True)
 
     def clip(self, max_norm: float | Tensor, norm: Tensor) -> None:
         """Multiply the gradients by min(1, max_norm / norm), where the host does not see that this is 1."""

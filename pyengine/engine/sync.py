@@ -608,7 +608,7 @@ class Sync:
         engine.renew_norm("clips values")
         final.keep_norm()
         engine.published.clip_values_(value)
-        engine.renew_clipped_norm()
+        engine.renew_norm("has clipped values", has_changed=True)
         # Ranks that clip by another value are found out.
         verdict.use.factors.append(torch.tensor(value, dtype=torch.float64, device=HOST))
 

@@ -78,16 +78,20 @@ CLIPS = {
 }
 
 
-@pytest.mark.parametrize("clip", list(CLIPS))
-@on_ranks(2)
-def test_clipping_a_window_that_another_rank_gave_up_waits_for_no_rank(clip):
-    """Ranks hold other elements, so that the norm of a good window is a collective."""
+def _with_experts() -> tuple[nn.Module, pe.Sync, torch.optim.Optimizer]:
+    """Ranks hold other elements of the model, so the norm of a good window is a collective."""
     rank, world = me()
     model = OneUnused()
     groups = [dist.new_group([each]) for each in range(world)]
     sync = pe.GradSync(model, accumulate=1, axes=pe.Axes(groups={"second.*": groups[rank]}))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    stepped = []
+    return model, sync, torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+@pytest.mark.parametrize("clip", list(CLIPS))
+@on_ranks(2)
+def test_clipping_a_window_that_another_rank_gave_up_waits_for_no_rank(clip):
+    rank, _ = me()
+    (model, sync, optimizer), stepped = _with_experts(), []
     for step in range(3):
         Breaks.now = (rank, step) == (0, 1)
         with contextlib.suppress(MemoryError), sync.accumulate():
@@ -103,11 +107,8 @@ def test_clipping_a_window_that_another_rank_gave_up_waits_for_no_rank(clip):
 @on_ranks(2)
 def test_clipping_a_window_that_another_rank_has_abandoned_raises_on_every_rank(clip):
     """Rank 1's next header is paired with that of the norm, which alone would have another size."""
-    rank, world = me()
-    model = OneUnused()
-    groups = [dist.new_group([each]) for each in range(world)]
-    sync = pe.GradSync(model, accumulate=1, axes=pe.Axes(groups={"second.*": groups[rank]}))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    rank, _ = me()
+    model, sync, optimizer = _with_experts()
     with pytest.raises(RuntimeError, match="rank 0: clips .*; rank 1: sends a window"):
         for step in range(3):
             with sync.accumulate():

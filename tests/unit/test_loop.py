@@ -15,6 +15,11 @@ def _counted(num: int, read: list[int]) -> Iterator[int]:
         yield item
 
 
+def _dies() -> Iterator[int]:
+    yield 0
+    raise OSError("gone")
+
+
 def test_one_item_is_read_ahead():
     read: list[int] = []
     source = Lookahead(_counted(3, read))
@@ -49,11 +54,7 @@ def test_an_empty_loader_shows_nothing():
 
 
 def test_an_error_of_the_loader_comes_when_it_is_read_and_leaves_what_was_read():
-    def items() -> Iterator[int]:
-        yield 0
-        raise OSError("gone")
-
-    source = Lookahead(items())
+    source = Lookahead(_dies())
     with pytest.raises(OSError, match="gone"):
         source.peek(2)
     assert source.peek(1) == [0]
@@ -86,11 +87,7 @@ def test_a_loader_that_goes_on_after_an_error_loses_no_other_item():
 
 
 def test_a_loader_that_ends_after_an_error_is_warned_of_once():
-    def items() -> Iterator[int]:
-        yield 0
-        raise OSError("gone")
-
-    source = Lookahead(items())
+    source = Lookahead(_dies())
     with pytest.raises(OSError, match="gone"):
         source.pop()
     with pytest.warns(RuntimeWarning, match=r"ended after it had raised OSError\('gone'\)"):

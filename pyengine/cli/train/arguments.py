@@ -172,7 +172,7 @@ def _check_resumed(settings: Settings, model: str, folder: Path) -> None:
     if any(folder.glob("*.pt")) and file.exists():
         then = json.loads(file.read_text())
         for name, value in now.items():
-            if value != then[name]:
+            if value != then.get(name, value):
                 raise Conflict(
                     f"argument --{name.replace('_', '-')}: got {value}, and the checkpoints in {folder} are "
                     f"of a training with {then[name]}: give that to resume it, or name another folder"
