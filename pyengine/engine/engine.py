@@ -98,7 +98,15 @@ from pyengine.window.header import (
     make_local_window,
 )
 from pyengine.window.measure import Measure, Measured, ReducedWindow
-from pyengine.window.verdict import Evidence, Outcome, Verdict, VerdictQueue, call_all, check_agreement
+from pyengine.window.verdict import (
+    Evidence,
+    Outcome,
+    Verdict,
+    VerdictQueue,
+    call_all,
+    check_agreement,
+    check_stage,
+)
 
 _log = logging.getLogger("pyengine.engine")
 
@@ -667,6 +675,7 @@ class Engine:
 
     def measure(self, measures: Sequence[Any]) -> None:
         """Measure in every window from the next one on; see `Sync.measure`."""
+        self.assemble("calls sync.measure, as every rank has to")
         problems = (
             [] if self.is_closed else [f"measure in the middle of window {self.counter.index}: {_MEASURE}"]
         )
@@ -979,6 +988,21 @@ class Engine:
             check_agreement(header, totals, self.comm)
             gathered = self.comm.all_gather_object(local.refusals) if totals.invalid_counts else []
         raise_problems(gathered)
+
+    def assemble(self, what: str) -> None:
+        """Raise on every rank unless all ranks have called this with the same `what`, at whatever positions.
+
+        For calls whose own collectives have other sizes than a header: where only some ranks make such a call
+        and the others go on, gloo would end their processes.
+
+        Cost: an all-reduce of 192 bytes, for which the host waits; nothing on a lazy device, nor alone.
+        """
+        self.reach_verdicts()
+        if self.comm.world_size > 1 and not is_lazy(self.device):
+            claims = Claims(what, self.name, accumulate=self.counter.accumulate)
+            local, position = self.new_counts(), self._position()
+            header = Header(self.comm, self.device, local=local, position=position, more=False, claims=claims)
+            check_stage(header, self.comm)
 
     def resize(self, accumulate: int) -> None:
         """Let windows have another size from the next one on; every rank calls this with the same number."""

@@ -104,7 +104,7 @@ def load_states(engine: Engine, states: object) -> list[int]:
     Returns the places of the open window that are done, over all ranks. Raises ValueError, on every rank and
     with nothing changed, if states do not fit the engine, each other, or those of other ranks.
     """
-    engine.reach_verdicts()
+    engine.assemble("calls sync.load_state_dict, as every rank has to")
     found, described, part = _prepare(engine, states)
     gathered = _agree(engine, found, described)
     # What could fail has been tried: from here on every rank does the same.

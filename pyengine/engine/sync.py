@@ -885,6 +885,7 @@ class Sync:
         Raises:
             ValueError: a state is damaged or does not fit, or ranks got different ones; on every rank, and
                 nothing has changed. All of a state is checked before any rank loads it.
+            RuntimeError: some rank is elsewhere in its loop; on every rank.
 
         Example:
             >>> paths = sorted(folder.glob("sync-*.pt"))  # doctest: +SKIP
@@ -928,8 +929,10 @@ class Sync:
         def end() -> None:
             engine.audit = None
 
+        every = check_every(every)
+        engine.assemble("calls sync.audit, as every rank has to")
         engine.audit = made = WindowAudit(
-            engine.reducer, engine.comm, engine.batch, every=check_every(every), module=module, end=end
+            engine.reducer, engine.comm, engine.batch, every=every, module=module, end=end
         )
         return made
 

@@ -343,10 +343,7 @@ def check_agreement(header: Header, totals: Totals, comm: Comm) -> None:
     """Raise RuntimeError on every rank if ranks are at different places or claim different things."""
     if not totals.differ:
         return
-    gathered: Sequence[tuple[tuple[int, int], dict[str, str], int]] = comm.all_gather_object(
-        (header.position, header.claims.describe(), header.claims.accumulate)
-    )
-    positions, described, accumulate = zip(*gathered, strict=True)
+    positions, described, accumulate = _gather_claims(header, comm)
     unlike = f". accumulate={list(accumulate)} by rank" if len(set(accumulate)) > 1 else ""
     if unlike:
         unlike += ": ranks cut windows at other micro-batches, which sync.windows alone evens out"
@@ -357,6 +354,24 @@ def check_agreement(header: Header, totals: Totals, comm: Comm) -> None:
             f"reduced, or stepped without the others. Restore all ranks from one checkpoint{unlike}"
         )
     raise RuntimeError(difference(described) + unlike)
+
+
+def check_stage(header: Header, comm: Comm) -> None:
+    """Raise RuntimeError on every rank unless all of them are at one stage of one engine, at any position."""
+    if not header.totals().differ:
+        return
+    _, described, _ = _gather_claims(header, comm)
+    if len({(claims["engine"], claims["stage"]) for claims in described}) > 1:
+        raise RuntimeError(difference(described))
+
+
+def _gather_claims(
+    header: Header, comm: Comm
+) -> tuple[tuple[tuple[int, int], ...], tuple[dict[str, str], ...], tuple[int, ...]]:
+    """Return, by rank, position, claims as described, and accumulate."""
+    mine = header.position, header.claims.describe(), header.claims.accumulate
+    positions, described, accumulate = zip(*comm.all_gather_object(mine), strict=True)
+    return positions, described, accumulate
 
 
 def check_counts(totals: Totals, comm: Comm, *, local: LocalWindow) -> None:
