@@ -16,7 +16,7 @@ from pyengine.comm.axes import Axes, has_group
 from pyengine.comm.base import Comm
 from pyengine.engine.engine import make_engine
 from pyengine.engine.engine_ranks import EngineRanks, ShardedRanks
-from pyengine.engine.handshake import is_replicated, prepare_wire, sparse_modules, without_fabric
+from pyengine.engine.handshake import is_replicated, prepare_wire, sparse_modules, unwrapped
 from pyengine.engine.misnamed import explained
 from pyengine.engine.sync import Sync
 from pyengine.gradients.ddp.hook import HookState
@@ -91,8 +91,7 @@ def attach(
             DDP that reduces past its buckets, or has a hook; a parameter unfrozen since; a SyncBatchNorm with
             "exact"; a unit's policy, mesh or hook that cannot be driven. Raised on every rank.
     """
-    ddp_model = without_fabric(ddp_model)
-    ddp_model = getattr(ddp_model, "_orig_mod", ddp_model)  # torch.compile has wrapped this
+    ddp_model = unwrapped(ddp_model)
     deferral = Deferral(defer, defer_budget_mb)
     settings = Settings(
         accumulate,

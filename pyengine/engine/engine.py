@@ -847,6 +847,8 @@ class Engine:
                 "sync.step(optimizer) in place of optimizer.step(), or sync.unscale_() to use .grad "
                 "yourself, or sync.abandon()"
             )
+        if self.verdict is not None and not self.stepped:  # handed over
+            self.verdict.use.steps.append(OptimizerStep("a step of the caller's own", (), ()))
         counter.close(completed=counter.is_sent)
 
     @property

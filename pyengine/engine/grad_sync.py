@@ -18,7 +18,7 @@ from pyengine.engine.handshake import (
     group_problems,
     prepare_wire,
     sharded_modules,
-    without_fabric,
+    unwrapped,
     wrapped_problems,
 )
 from pyengine.engine.misnamed import explained
@@ -95,7 +95,7 @@ class GradSync(Sync):
         axes: Axes = Axes(),  # noqa: B008 - frozen
         shared_memory: bool = False,
     ) -> None:
-        params_or_module = without_fabric(params_or_module)
+        params_or_module = unwrapped(params_or_module)
         named, buffers = _named(params_or_module)
         params = [param for _, param in named]
         device = params[0].device if params else torch.get_default_device()

@@ -335,11 +335,12 @@ def sparse_modules(model: nn.Module, reduced: Sequence[tuple[str, nn.Parameter]]
     ]
 
 
-def without_fabric(source: Any) -> Any:
-    """Return what Lightning Fabric's `setup` has wrapped; anything else as it is."""
+def unwrapped(source: Any) -> Any:
+    """Return what Lightning Fabric's `setup` or `torch.compile` has wrapped; anything else as it is."""
     # By name: the import of lightning is slow, and it may be absent.
-    is_wrapper = any(kind.__name__ == "_FabricModule" for kind in type(source).__mro__)
-    return source._forward_module if is_wrapper else source  # noqa: SLF001 - `.module` is the model without DDP
+    if any(kind.__name__ == "_FabricModule" for kind in type(source).__mro__):
+        source = source._forward_module  # noqa: SLF001 - `.module` is the model without DDP
+    return getattr(source, "_orig_mod", source)
 
 
 def wrapped_problems(source: object) -> list[str]:

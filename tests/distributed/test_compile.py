@@ -31,6 +31,12 @@ def test_compiled_models_are_reduced_exactly(kind):
     windows_of_integers(sync, forward, model)
 
 
+def test_parameters_of_a_compiled_model_keep_their_names():
+    model = nn.Linear(2, 2)
+    state = pe.GradSync(torch.compile(model)).state_dict()
+    pe.GradSync(model).load_state_dict(state)
+
+
 @pytest.mark.parametrize("wire", [pe.wire.FP32(), pe.wire.BF16()], ids=["fp32", "bf16"])
 @on_ranks(2)
 def test_the_hook_takes_single_gradients_in_place(wire):
