@@ -285,6 +285,23 @@ def test_stock_ddp_without_a_fault_raises_nothing(clips, reports, every):
         assert watch.step == 4
 
 
+@pytest.mark.parametrize("factor", [3.0, 0.2])
+@on_ranks(2)
+def test_a_gradient_that_grows_apart_from_those_that_were_clipped_is_named(factor):
+    """All gradients are multiplied by one factor, which no argument names, and one of them by another."""
+    model = _net()
+    ddp = DistributedDataParallel(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    pe.audit(ddp, optimizer, every=1)
+    _loss(ddp(_batches(1)[0])).backward()
+    for param in model.parameters():
+        param.grad.mul_(0.5 * factor if param is model[2].bias else 0.5)
+    with pytest.raises(pe.AuditError) as error:
+        optimizer.step()
+    assert str(error.value).startswith("audit: gradient of '2.bias'")
+    assert "'0." not in str(error.value) and "'2.weight'" not in str(error.value)
+
+
 @pytest.mark.parametrize(("shape", "world"), [((2,), 2), ((2, 2), 4)])
 @on_ranks()
 def test_stock_fsdp_without_a_fault_raises_nothing(shape):
