@@ -234,6 +234,8 @@ class Engine:
     def reset(self, resumed: Snapshot | None = None) -> None:
         """Forget the window: the next one starts without counts, or with the sums of `resumed`."""
         self.resumed = resumed
+        if self.scaler is not None:
+            self.scaler.has_scaled = False
         # ---- of this window, on this rank ----
         # Counts and losses.
         self.counts = self.new_counts()
@@ -340,6 +342,7 @@ class Engine:
                 self.counts.refusals.append(text)
         self.clock = Clock(self.device)
         self.kept_grads.keep()
+        self.follow_scale()
         self.reducer.begin()
         if self.dropping is not None:
             self.dropping.begin()
@@ -353,6 +356,12 @@ class Engine:
             self.resumed = None
         self.marks.record()
         self.marks.watch_hooks(self._refuse_taken)
+
+    def follow_scale(self) -> None:
+        """Let the residuals of wires follow the loss scale, whoever has changed it."""
+        if self.reducer.residuals.is_kept:
+            scaler = self.scaler
+            self.reducer.residuals.follow(None if scaler is None else scaler.current_scale())
 
     @contextmanager
     def micro_batch(self, count: Count, *, is_stated: bool) -> Iterator[MicroBatch]:
@@ -762,21 +771,17 @@ class Engine:
 
     def hand_over(self) -> None:
         """Leave the window's gradients to the caller; what is left of them counts into the next window."""
-        self.wait()
+        self.wait().use.is_handed_over = True
+        self._update_scale()
         self.batch_norms.apply(self.final.found_inf == 0)
         self.kept_grads.hand_over()
         flush(self.device)
 
     def _update_scale(self) -> None:
-        """Update the loss scale by the outcome, once, and scale the residuals of wires with it."""
-        scaler = self.scaler
-        if scaler is None or self._is_scale_updated:
-            return
-        before = scaler.current_scale()
-        scaler.follow()
-        self._is_scale_updated = True
-        if self.reducer.residuals.is_kept:
-            self.reducer.residuals.scale_(scaler.current_scale() / before)
+        """Update the loss scale by the outcome, once."""
+        if self.scaler is not None and not self._is_scale_updated:
+            self.scaler.follow()
+            self._is_scale_updated = True
 
     def _report(self, verdict: Verdict, norm: Tensor) -> Callable[[Totals, bool], None]:
         """Stop the clock, and return what makes this window's record once the numbers are known."""
@@ -847,8 +852,6 @@ class Engine:
                 "sync.step(optimizer) in place of optimizer.step(), or sync.unscale_() to use .grad "
                 "yourself, or sync.abandon()"
             )
-        if self.verdict is not None and not self.stepped:  # handed over
-            self.verdict.use.steps.append(OptimizerStep("a step of the caller's own", (), ()))
         counter.close(completed=counter.is_sent)
 
     @property
@@ -866,7 +869,10 @@ class Engine:
         """
         if waits:
             self.check_idle("abandon")
-            if self.counter.state is State.SENT:
+            has_disagreed = (
+                self.header is not None and self.header.disagreement
+            )  # nothing was launched behind
+            if self.counter.state is State.SENT and not has_disagreed:
                 try:
                     self.wait()
                 except (ValueError, FloatingPointError, RuntimeError):
@@ -1034,7 +1040,11 @@ class Engine:
                 stacklevel=3,
             )
         if self.reducer.residuals.is_kept:
-            self.reducer.residuals.load(part.residuals)
+            scale = part.scaler.get("scale")
+            self.reducer.residuals.load(
+                part.residuals,
+                None if scale is None else torch.tensor(scale, dtype=torch.float32, device=self.device),
+            )
         elif part.residuals:
             warnings.warn(
                 "load_state_dict: the state has residuals, of a wire that keeps what it loses, and this "

@@ -43,6 +43,7 @@ def take_snapshot(engine: Engine) -> Snapshot:
     _check_between(engine)
     is_open = counter.state is State.OPEN
     scaler = engine.scaler
+    engine.follow_scale()
     snapshot = Snapshot(
         counter.num_sent,
         engine.verdicts.steps_taken,

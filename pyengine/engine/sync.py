@@ -106,21 +106,27 @@ class Sync:
 
     @property
     def scaler(self) -> GradScaler | None:
-        """The loss scaler, or None. Assign a `pe.GradScaler` to train in fp16, or a stock
+        """The loss scaler, or None. Assign, between windows, a `pe.GradScaler` to train in fp16, or a stock
         `torch.amp.GradScaler`, which becomes one; `backward` scales, `step` updates.
         """
         return self._scaler
 
     @scaler.setter
     def scaler(self, scaler: torch.amp.GradScaler | None) -> None:
+        engine = self._engine
+        if scaler is not self._scaler and engine.has_backward and not engine.is_closed:
+            raise RuntimeError(
+                f"sync.scaler in the middle of window {engine.counter.index}, whose losses have been scaled "
+                "as it was: assign it behind sync.step, or drop the window by sync.abandon() first"
+            )
         ours = None if scaler is None else taken_over(scaler)
         enabled = ours if ours is not None and ours.is_enabled() else None
         if self._scaler is not None and self._scaler is not ours:
             self._scaler.unbind()
         if enabled is not None:
-            enabled.bind(self._engine.final)
-            flush(self._engine.device)
-        self._scaler, self._engine.scaler = ours, enabled
+            enabled.bind(engine.final)
+            flush(engine.device)
+        self._scaler, engine.scaler = ours, enabled
 
     # ---- loops ----
 
@@ -457,7 +463,7 @@ class Sync:
 
         Gradients that you do not zero are carried into the next window, as in a plain PyTorch loop. Where
         `step` would be skipped, for inf or nan or because a rank gave the window up, they hold inf or nan:
-        look at `grad_norm()` before you step yourself.
+        look at `grad_norm()` before you step yourself. The loss scale of `scaler` is updated, as in `step`.
 
         Raises:
             RuntimeError: the window has not been sent; or as `step`.

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, cast
 from weakref import WeakMethod
 
 import torch
@@ -25,12 +25,17 @@ from pyengine.wire.bucket_wire import WireMemory
 
 
 class Residuals:
-    """The residuals that wires keep between windows, of one or more owners of buckets."""
+    """The residuals that wires keep between windows, of one or more owners of buckets.
+
+    They are multiplied by a loss scale as gradients are, by that of the last window.
+    """
 
     def __init__(self, owners: Sequence[tuple[WireMemory, Mapping[str, Hashable]]], wire: Wire) -> None:
         # The memory of each owner, and in it the key of each parameter by name.
         self.owners, self.wire = list(owners), wire
         self.is_kept = wire.keeps_residual
+        # By what they are multiplied, float32, 0-dim; None as long as there has been no loss scale.
+        self._scale: Tensor | None = None
 
     def save(self) -> dict[str, Tensor]:
         """Return copies of the residuals by name, float32 `[numel]` in storage order."""
@@ -40,20 +45,30 @@ class Residuals:
             saved.update({name: parts[key].clone() for name, key in key_of.items() if key in parts})
         return saved
 
-    def load(self, saved: Mapping[str, Tensor]) -> None:
-        """Overwrite all residuals, with zeros where `saved` has none."""
+    def load(self, saved: Mapping[str, Tensor], scale: Tensor | None) -> None:
+        """Overwrite all residuals, with zeros where `saved` has none; `scale` is that of `follow`."""
         for memory, key_of in self.owners:
             memory.load({key: saved[name] for name, key in key_of.items() if name in saved})
+        self._scale = scale
+
+    def follow(self, scale: Tensor | None) -> None:
+        """Multiply the residuals by `scale`, the loss scale from now on, 0-dim, in place of the one before.
+
+        None: losses are not scaled.
+        """
+        if scale is None and self._scale is None:
+            return
+        now = torch.ones_like(cast(Tensor, self._scale)) if scale is None else scale
+        if self._scale is None:
+            self._scale = torch.ones_like(now)
+        for memory, _ in self.owners:
+            memory.scale_(now / self._scale)
+        self._scale.copy_(now)
 
     def drop_if(self, is_unused: Tensor) -> None:
         """Zero the last window's residuals if it must not be used: if `is_unused`, 0-dim, is not 0."""
         for memory, _ in self.owners:
             memory.drop(is_unused)
-
-    def scale_(self, factor: Tensor) -> None:
-        """Multiply all residuals by `factor`, 0-dim, by which gradients grow from now on."""
-        for memory, _ in self.owners:
-            memory.scale_(factor)
 
 
 def not_reduced(details: str = "") -> RuntimeError:

@@ -20,7 +20,7 @@ class GradScaler(torch.amp.GradScaler):
     with equal gradients the parameters stay bit-equal to the stock scaler's (its scales are powers of two).
 
     Attributes:
-        has_scaled: whether it has scaled a loss since the last window was reduced.
+        has_scaled: whether it has scaled a loss of the engine's open window, which has not been reduced.
     """
 
     _final: FinalPass | None = None
@@ -50,7 +50,21 @@ class GradScaler(torch.amp.GradScaler):
         """Update the scale, as stock; refused while it belongs to an engine, but for a scale of yours."""
         if new_scale is None:
             self._check_free("update", "leave it out, sync.step(optimizer) does it")
+        self.check_between("scaler.update")
         super().update(new_scale)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state, as stock; refused in the middle of a window."""
+        self.check_between("scaler.load_state_dict")
+        super().load_state_dict(state_dict)
+
+    def check_between(self, what: str) -> None:
+        """Raise RuntimeError if losses of the engine's open window have been scaled."""
+        if self._final is not None and self.has_scaled:
+            raise RuntimeError(
+                f"{what} in the middle of a window, some of whose losses are scaled already: call it behind "
+                "sync.step, or drop the window by sync.abandon() first"
+            )
 
     def _check_free(self, what: str, instead: str) -> None:
         if self._final is not None:

@@ -51,6 +51,12 @@ class Use:
     # What multiplied the sum of the gradients in each of them, and hyperparameters that are tensors on an
     # accelerator: 0-dim, on the host or on a device, unread.
     factors: list[Tensor] = field(default_factory=list)
+    is_handed_over: bool = False  # whether its gradients are the caller's, by `unscale_`
+
+    @property
+    def is_callers_own(self) -> bool:
+        """Whether the caller alone has used them, as far as is known."""
+        return self.is_handed_over and not self.steps
 
 
 @dataclass(frozen=True)
@@ -68,7 +74,8 @@ class Claims:
     def pieces(self) -> list[int]:
         """Return the number, in pieces of 20 bits, without what is on an accelerator; see `add_to`."""
         steps = [(step.name, _described(step.params), step.numbers) for step in self.use.steps]
-        text = repr((self.stage, self.engine, self.scaler, steps, len(self.use.factors), self.kept)).encode()
+        use = steps, len(self.use.factors), self.use.is_callers_own
+        text = repr((self.stage, self.engine, self.scaler, use, self.kept)).encode()
         here = [struct.pack("<f", float(scalar)) for scalar in self._scalars() if not _is_on_device(scalar)]
         digest = int.from_bytes(hashlib.blake2b(text + b"".join(here), digest_size=8).digest(), "little")
         return [digest >> PIECE_BITS * index & _PIECE - 1 for index in range(NUM_PIECES)]
@@ -94,7 +101,8 @@ class Claims:
         """Describe everything, by the message that applies. Reads devices: for error reports only."""
         scale = "no loss scale" if self.scale is None else f"a loss scale of {float(self.scale):g}"
         factors = ", ".join(f"{float(factor):g}" for factor in self.use.factors)
-        steps = "; ".join(map(str, self.use.steps)) or "no step"
+        none = "the caller's own, by unscale_" if self.use.is_callers_own else "no step"
+        steps = "; ".join(map(str, self.use.steps)) or none
         return {
             "engine": self.engine,
             "stage": self.stage,

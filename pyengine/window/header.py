@@ -310,6 +310,7 @@ class Header:
         self._inv_count: Tensor | None = None
         self._is_visible = _host_may_look(device)
         self.known_totals: Totals | None = None  # if the host has read them
+        self.disagreement = ""  # in what ranks differ, once they have compared it
 
     def again(self, *, local: LocalWindow, position: tuple[int, int], more: bool, claims: Claims) -> Header:
         """Return the header of another window that runs the graph in which this one was captured.

@@ -340,20 +340,30 @@ class VerdictQueue:
 
 
 def check_agreement(header: Header, totals: Totals, comm: Comm) -> None:
-    """Raise RuntimeError on every rank if ranks are at different places or claim different things."""
+    """Raise RuntimeError on every rank if ranks are at different places or claim different things.
+
+    Only the first call for a header gathers: some ranks look at it in the backward and again when they drop
+    the window, and others once.
+    """
     if not totals.differ:
         return
+    if not header.disagreement:
+        header.disagreement = _disagreement(header, comm)
+    raise RuntimeError(header.disagreement)
+
+
+def _disagreement(header: Header, comm: Comm) -> str:
     positions, described, accumulate = _gather_claims(header, comm)
     unlike = f". accumulate={list(accumulate)} by rank" if len(set(accumulate)) > 1 else ""
     if unlike:
         unlike += ": ranks cut windows at other micro-batches, which sync.windows alone evens out"
     if len({claims["engine"] for claims in described}) == 1 and len(set(positions)) > 1:
         places = "; ".join(f"rank {r}: {w} windows, {s} steps" for r, (w, s) in enumerate(positions))
-        raise RuntimeError(
+        return (
             f"ranks are not at the same place ({places}): some rank abandoned a window that was already "
             f"reduced, or stepped without the others. Restore all ranks from one checkpoint{unlike}"
         )
-    raise RuntimeError(difference(described) + unlike)
+    return difference(described) + unlike
 
 
 def check_stage(header: Header, comm: Comm) -> None:

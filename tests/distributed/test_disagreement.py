@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -107,6 +108,26 @@ def test_a_window_used_in_another_way_on_one_rank_is_found_out_on_every_rank(kin
     else:
         assert "have used the last window differently" in message
     assert "rank 1: " in message
+
+
+@on_ranks(2)
+def test_a_rank_that_fails_behind_its_own_step_goes_on_with_the_next_window():
+    rank, _ = me()
+    sync, forward = engine("own", nn.Linear(4, 2), accumulate=1)
+    optimizer = torch.optim.SGD(forward.parameters(), lr=0.1)
+    done = 0
+    while done < 3:
+        with suppress(KeyError):
+            for window in sync.windows([torch.ones(2, 4)] * (3 - done)):
+                for x in window:
+                    sync.backward(forward(x).sum(), count=2)
+                sync.unscale_()
+                optimizer.step()
+                optimizer.zero_grad()
+                done += 1
+                if _odd(rank) and done == 1:
+                    raise KeyError
+    sync.synchronize()
 
 
 @on_ranks(2)

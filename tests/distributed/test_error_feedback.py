@@ -338,6 +338,37 @@ def test_a_window_that_is_not_used_leaves_nothing_behind(kind):
     assert stepped == [True, False, True, kind == "nested", False, True]
 
 
+def _second_window(change: str) -> list[Tensor]:
+    """Return the gradients of a window whose loss scale is another one than that of the window before."""
+    rank, _ = me()
+    model = _Fixed(rank, ["odd", "wide"])
+    sync = pe.GradSync(model, wire=WIRE)
+    sync.scaler = pe.GradScaler("cpu", init_scale=2.0**16)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    for number in range(2):
+        if number and change == "update":
+            sync.scaler.update(4.0)
+        elif number and change == "load_state_dict":
+            sync.scaler.load_state_dict({**sync.scaler.state_dict(), "scale": 4.0})
+        elif number and change == "none":
+            sync.scaler = None
+        elif number and change == "resume":
+            state = sync.state_dict()
+            sync.close()
+            sync = pe.GradSync(model, wire=WIRE)
+            sync.load_state_dict(state)
+        with sync.accumulate():
+            sync.backward(model(1.0))
+        sync.step(optimizer)
+    return [param.grad.clone() for param in model.parameters()]
+
+
+@on_ranks(2)
+def test_residuals_follow_a_loss_scale_that_anybody_changes():
+    kept, *others = map(_second_window, ["keep", "update", "load_state_dict", "none", "resume"])
+    assert all(torch.equal(a, b) for other in others for a, b in zip(kept, other, strict=True))
+
+
 @on_ranks(2)
 def test_a_flushed_window_is_one_of_the_same_residuals():
     """End windows behind their backwards: FSDP reduces in one more, of zeros."""

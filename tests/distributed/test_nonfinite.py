@@ -125,9 +125,9 @@ def test_parameters_and_scale_stay_bit_equal_to_the_stock_scalers(ranks, fused, 
     assert all(torch.equal(a, b) for a, b in zip(ours, stock, strict=True))
 
 
-@pytest.mark.parametrize("kind", ["own-native", "attach"])
+@pytest.mark.parametrize(("kind", "hands_over"), [("own-native", False), ("attach", False), ("own", True)])
 @on_ranks(2)
-def test_an_inf_on_one_rank_backs_every_ranks_scale_off(kind):
+def test_an_inf_on_one_rank_backs_every_ranks_scale_off(kind, hands_over):
     rank, _ = me()
     model = nn.Linear(2, 1)
     sync, forward = engine(kind, model, accumulate=2)
@@ -141,10 +141,44 @@ def test_an_inf_on_one_rank_backs_every_ranks_scale_off(kind):
         norm = sync.clip_grad_norm_(1.0)
         assert bool(torch.isfinite(norm)) != (number == 1)
         assert number == 1 or norm.item() == pytest.approx(3**0.5)  # the loss scale is out of it
-        steps.append(sync.step(optimizer))
+        if hands_over:
+            sync.unscale_()
+        if not hands_over or number == 2:
+            steps.append(sync.step(optimizer))
+        elif is_finite := bool(torch.isfinite(sync.grad_norm())):
+            optimizer.step()
+        if hands_over and number != 2:
+            steps.append(is_finite)
+            optimizer.zero_grad()
         scales.append(sync.scaler.get_scale())
     assert scales == [8.0, 4.0, 4.0, 8.0, 8.0]
     assert steps == [True, False, True, True, True]
+
+
+@pytest.mark.parametrize("how", ["update", "load_state_dict", "another", "none"])
+def test_a_loss_scale_that_changes_within_a_window_is_refused(how):
+    weight = nn.Parameter(torch.ones(2))
+    sync, scaler = pe.GradSync([weight], accumulate=2), pe.GradScaler("cpu", init_scale=4.0)
+    sync.scaler = scaler
+
+    def change() -> None:
+        if how == "update":
+            scaler.update(2.0)
+        elif how == "load_state_dict":
+            scaler.load_state_dict(scaler.state_dict())
+        else:
+            sync.scaler = None if how == "none" else pe.GradScaler("cpu")
+
+    with pytest.raises(RuntimeError, match="in the middle of a? ?window"), sync.accumulate(last=False):
+        sync.backward(weight.sum())
+        change()
+    sync.abandon()
+    change()
+    for _ in range(2):
+        with sync.accumulate():
+            sync.backward(weight.sum())
+    sync.unscale_()
+    assert weight.grad.tolist() == [1.0, 1.0]
 
 
 def _skipped(values: list[float], *, is_scaled: bool = False) -> list[str]:

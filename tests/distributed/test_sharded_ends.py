@@ -73,18 +73,21 @@ def test_the_policy_raise_names_rank_and_micro_batch():
     assert "rank 1, micro-batch 2" in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("kind", "last", "accumulator"), [("flat", 1, "fp32"), ("nested", 2, "fp32"), ("flat", 2, "exact")]
+)
 @on_ranks(2)
-def test_a_rank_that_leaves_between_micro_batches_is_found_out_by_all():
-    """Rank 0 leaves its first window behind its second forward, and goes on with the next one."""
+def test_a_rank_that_leaves_between_micro_batches_is_found_out_by_all(kind, last, accumulator):
+    """Rank 0 leaves its first window behind a forward, and goes on with the next one."""
     rank, _ = me()
-    sync, model = sharded("flat")
+    sync, model = sharded(kind, accumulator=accumulator)
     errors: list[str] = []
     while len(errors) < 3:
         try:
             for window in sync.windows(own_batches(3)):
                 for number, data in enumerate(window):
                     loss = loss_of(model, data)
-                    if (rank, number) == (0, 1) and not errors:
+                    if (rank, number) == (0, last) and not errors:
                         raise KeyError
                     sync.backward(loss, count=3)
                 sync.step(torch.optim.SGD(model.parameters(), lr=0.0))
