@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing import get_all_start_methods, resource_tracker
 from multiprocessing.connection import wait
-from multiprocessing.process import BaseProcess
+from multiprocessing.process import BaseProcess, parent_process
 from pathlib import Path
 from types import FrameType
 from typing import Any, Literal, NoReturn, TypeVar
@@ -40,7 +40,10 @@ import torch.distributed as dist
 import torch.distributed.nn.functional
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.elastic.multiprocessing.errors import record
-from torch.multiprocessing import start_processes
+from torch.multiprocessing import (
+    _prctl_pr_set_pdeathsig,  # type: ignore[attr-defined]
+    start_processes,
+)
 
 _log = logging.getLogger("pyengine.comm")
 T = TypeVar("T")
@@ -412,6 +415,11 @@ def _work(_: int, rank: int, job: _Job) -> None:
         # traceback. A fork has the handlers of its parent. A shell's background job ignores Ctrl-C.
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, signal.SIG_DFL)
+    # End with the launcher: torch asks for SIGINT, which a background job ignores. It may be dead already.
+    _prctl_pr_set_pdeathsig(signal.SIGKILL)
+    launcher = parent_process()
+    if launcher is not None and not launcher.is_alive():
+        os._exit(1)
     faulthandler.enable(file=2)  # the descriptor: a notebook's sys.stderr has none
     with job.file("trace", rank).open("w") as trace:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)

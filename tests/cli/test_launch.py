@@ -151,3 +151,26 @@ def test_interrupt_ends_every_process_with_one_line() -> None:
     assert process.returncode == 130
     assert errors == "interrupted: every worker has ended, nothing was saved\n"
     assert left(living, str(process.pid)) == []
+
+
+@pytest.mark.slow
+def test_workers_end_with_their_launcher_also_in_a_job_that_ignores_interrupts() -> None:
+    command = [
+        "sh",
+        "-c",
+        'trap "" INT; exec "$@"',
+        "sh",
+        *TRAIN,
+        "--model",
+        "gpt",
+        "--json",
+        "--steps",
+        "10000",
+    ]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    assert process.stdout is not None
+    while '"event": "step"' not in process.stdout.readline():
+        assert process.poll() is None
+    process.kill()
+    process.communicate(timeout=20)  # the workers have the pipe, too
+    assert left(living, str(process.pid)) == []
