@@ -26,7 +26,7 @@ _UNDER_TORCHRUN = ("train", "plan")
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line, by default with the arguments of this process; return the exit code."""
-    terminal.replace_unencodable()
+    terminal.prepare_output()
     parser = build_parser()
     options = parser.parse_args(argv)
     if options.command is None:

@@ -7,7 +7,11 @@ import errno
 import io
 import json
 import os
+import signal
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from pyengine.telemetry import without_nan
@@ -17,11 +21,14 @@ _RAISING = ("strict", "surrogateescape")  # Python sets the second one in the C 
 _PLAIN = {"×": "x", "→": "->", "–": "-", "±": "+-", "√": "sqrt ", "Σ": "sum ", "\u00a0": " "}
 
 
-def replace_unencodable() -> None:
-    """Print plain signs for characters that the encoding of stdout lacks, `x` for `×`, or else `?`.
+def prepare_output() -> None:
+    """Print plain signs for characters that the encoding of stdout lacks, `x` for `×`, or else `?`; and
+    nothing where stdout is closed.
 
     Every process that prints calls this.
     """
+    if sys.stdout is None:
+        sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115 - for the rest of the process
     codecs.register_error("pyengine.plain", _plain)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper) and stream.errors in _RAISING:
@@ -64,6 +71,21 @@ def _printable(value: Any) -> Any:
     if isinstance(value, dict):
         return {_printable(name): _printable(item) for name, item in value.items()}
     return [_printable(item) for item in value] if isinstance(value, list) else value
+
+
+@contextmanager
+def ends_with_output() -> Iterator[None]:
+    """End this worker in the body if its output is closed, by SIGPIPE as other programs, or has no room."""
+    try:
+        yield
+    except OSError as error:
+        code = exit_code(error)
+        if code == _CLOSED:
+            signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+            signal.raise_signal(signal.SIGPIPE)
+        if code is not None:
+            sys.exit(code)
+        raise
 
 
 def exit_code(error: OSError) -> int | None:

@@ -69,7 +69,15 @@ class Trackers:
                     f"argument --{name}: {name} is not installed: run pip install '.[telemetry]' in a "
                     "clone of pyengine, or leave it out"
                 )
-        return cls(options.wandb, options.tensorboard and options.tensorboard.absolute())
+        folder = options.tensorboard and options.tensorboard.absolute()
+        if folder is not None:
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise Conflict(
+                    f"argument --tensorboard: cannot create {folder} ({error.strerror}): name a folder"
+                ) from None
+        return cls(options.wandb, folder)
 
     @contextmanager
     def run(self, name: str, *, group: str, config: Mapping[str, Any]) -> Iterator[Run]:

@@ -8,6 +8,7 @@ and replaces this process's signal handlers for good.
 
 from __future__ import annotations
 
+import errno
 import faulthandler
 import gc
 import logging
@@ -40,8 +41,8 @@ import torch.distributed as dist
 import torch.distributed.nn.functional
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.elastic.multiprocessing.errors import record
-from torch.multiprocessing import (
-    _prctl_pr_set_pdeathsig,  # type: ignore[attr-defined]
+from torch.multiprocessing import (  # type: ignore[attr-defined]  # torch's stubs
+    _prctl_pr_set_pdeathsig,
     start_processes,
 )
 
@@ -336,6 +337,8 @@ def _wait(job: _Job, processes: Sequence[BaseProcess]) -> None:
             for rank, code in codes.items()
             if code or (code == 0 and not job.file("result", rank).exists())
         }
+        if -signal.SIGPIPE in failed.values():  # which Python ignores, unless a worker wants to end by it
+            raise BrokenPipeError(errno.EPIPE, "a worker has ended with its output, which was closed")
         if failed:
             raise RuntimeError(_describe_failure(job, processes, failed))
         running = {rank: processes[rank] for rank, code in codes.items() if code is None}

@@ -26,7 +26,8 @@ BAD_TRAIN = [
         ("--mode", "ddp", "--wire", "bf16"),
         "got bf16 with --mode ddp, which has no wire: leave it out, or use",
     ),
-    (("--model", "gpt", "--trace", "/"), "argument --trace: cannot write / ("),
+    (("--model", "gpt", "--trace", "/"), "argument --trace: / is a folder: name a file"),
+    (("--trace", "/tmp"), "argument --trace: /tmp is a folder: name a file"),
     (("--trace", "no/where.json"), "no/where-gpt.json (No such file or directory): name a file in a folder"),
     (("--trace", "/proc/trace.json"), "argument --trace: cannot write /proc/trace-gpt.json ("),
     (

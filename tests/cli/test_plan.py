@@ -169,6 +169,8 @@ KNOWN = '{"count": 4.0, "noise_scale": {"scale": %s, "spread": null, "windows": 
         (KNOWN % "-3", "has a noise scale of -3"),
         (KNOWN % "Infinity", "has a noise scale of inf"),
         (KNOWN.replace("4.0", "0.0") % "9", "at a batch of 0"),
+        (KNOWN.replace("2}", "1e999}") % "9", "is damaged (OverflowError("),
+        (KNOWN.replace("null", "-1") % "9", "a noise scale with a spread of -1"),
     ],
 )
 def test_a_run_without_a_noise_scale_is_refused(

@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 import tempfile
+import traceback
 from pathlib import Path
 
 import pytest
@@ -151,3 +152,13 @@ def test_beats_are_read_on(tmp_path: Path) -> None:
     assert beats.read()
     assert beats.done == 2
     assert not beats.read()
+
+
+def test_a_failure_is_named_by_the_first_line_of_its_exception() -> None:
+    try:
+        raise ValueError("planted\n second line")
+    except ValueError:
+        text = traceback.format_exc()
+    shortened = supervise._shorten(f"worker 1 of 2 failed (exit code 1)\n{text}")
+    assert shortened == "worker 1 of 2 failed (exit code 1): ValueError: planted"
+    assert supervise._shorten("worker 1 of 2 failed") == "worker 1 of 2 failed"

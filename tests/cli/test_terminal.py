@@ -60,6 +60,11 @@ def test_plan_prints_to_a_terminal_of_ascii(monkeypatch: Patch, errors: str) -> 
         assert "64 x 1 = 32 x 2" in stream.buffer.getvalue().decode("ascii")  # type: ignore[attr-defined]
 
 
+def test_plan_prints_nothing_where_stdout_is_closed(monkeypatch: Patch) -> None:
+    monkeypatch.setattr(sys, "stdout", None)
+    assert main(PLAN) == 0
+
+
 @pytest.mark.parametrize("options", [[], ["--json"]], ids=["lines", "json"])
 def test_doctor_prints_to_a_terminal_of_ascii(monkeypatch: Patch, options: list[str]) -> None:
     monkeypatch.setattr(doctor, "CHECKS", {"host": lambda: warn("host", "3 × slower", "mend → it")})
@@ -126,6 +131,24 @@ def test_output_that_nobody_takes_any_more_ends_the_command_quietly(
         assert main([*PLAN, *options]) == 141
         sys.stdout.flush()
     assert capsys.readouterr().err == ""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", ["train", *rest("bench")])
+def test_workers_end_quietly_when_nobody_takes_their_output(command: str) -> None:
+    # More lines than a pipe holds, of which the first is read.
+    arguments = TINY[command].replace("--steps 2", "--steps 2000").replace("--rounds 3", "--rounds 3000")
+    process = subprocess.Popen(
+        [sys.executable, "-m", "pyengine", command, *arguments.split(), "--json"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None and process.stderr is not None
+    assert process.stdout.readline().startswith('{"event"')
+    process.stdout.close()
+    errors = process.stderr.read()
+    assert (process.wait(60), errors) == (141, "")
 
 
 def test_study_on_a_full_disk_reports_that_what_was_measured_stays(

@@ -200,6 +200,28 @@ def test_a_training_resumes_with_its_own_settings_only(tmp_path: Path) -> None:
             chosen(option, given)
 
 
+@pytest.mark.parametrize("damaged", ["", "[1]", None], ids=["empty", "no settings", "a folder"])
+def test_settings_of_a_training_that_cannot_be_read_are_refused(tmp_path: Path, damaged: str | None) -> None:
+    (tmp_path / "cnn").mkdir()
+    (tmp_path / "cnn" / "step-2.rank-0-of-2.pt").touch()
+    file = tmp_path / "cnn" / "settings.json"
+    file.mkdir() if damaged is None else file.write_text(damaged)
+    options = build_parser().parse_args(["train", "--model", "cnn", "--checkpoints", str(tmp_path)])
+    with pytest.raises(Conflict, match=r"settings\.json has no settings of a training .*: delete it"):
+        settings(options)
+
+
+def test_two_trainings_do_not_write_to_one_folder(tmp_path: Path) -> None:
+    with (
+        train_run.locked(tmp_path),
+        pytest.raises(Conflict, match="another training is writing to"),
+        train_run.locked(tmp_path),
+    ):
+        pass
+    with train_run.locked(tmp_path):
+        pass
+
+
 def encoded() -> list[Row]:
     chosen = ["train", "--model", "cnn", "--accumulate", "3", "--wire", "int8-ef"]
     return compare(DigitsTask(), settings(build_parser().parse_args(chosen)))

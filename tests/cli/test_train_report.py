@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 
 from pyengine.cli.noise import Range
-from pyengine.cli.terminal import replace_unencodable
+from pyengine.cli.terminal import prepare_output
 from pyengine.cli.train.compare import Row
 from pyengine.cli.train.report import Report
 from pyengine.step.step_record import StepRecord
@@ -87,7 +87,7 @@ def test_a_run_that_was_complete_before_reports_its_quality(capsys: pytest.Captu
 def test_tables_have_no_signs_that_the_pipe_lacks(monkeypatch: pytest.MonkeyPatch, encoding: str) -> None:
     stream = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
     monkeypatch.setattr(sys, "stdout", stream)
-    replace_unencodable()
+    prepare_output()
     compared(NOISY)
     text = stream.buffer.getvalue().decode(encoding)  # type: ignore[attr-defined]
     assert "+---" in text

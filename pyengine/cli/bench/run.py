@@ -86,13 +86,14 @@ def _steps(steps: Steps, report: Report, *, as_json: bool) -> tuple[dict[str, An
 
 def work(setting: windows.Setting, as_json: bool) -> windows.Outcome:
     """Measure windows on this rank; the first one reports the progress."""
-    terminal.replace_unencodable()
+    terminal.prepare_output()
     report = Report(as_json=as_json, is_silent=dist.get_rank() > 0)
-    report.begin(f"windows, {setting.name}", setting.rounds + windows.WARM_UP)
-    try:
-        return windows.measure(setting, report.advance)
-    finally:
-        report.end()
+    with terminal.ends_with_output():
+        report.begin(f"windows, {setting.name}", setting.rounds + windows.WARM_UP)
+        try:
+            return windows.measure(setting, report.advance)
+        finally:
+            report.end()
 
 
 def _machine(settings: Settings) -> dict[str, Any]:

@@ -220,8 +220,10 @@ def _read(path: Path) -> Noise:
         spread = None if last["spread"] is None else float(last["spread"])
         batch = median(float(step["count"]) for step in steps)
         noise = Noise(float(last["scale"]), spread, int(last["windows"]), batch)
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise Conflict(f"argument --from: a noise_scale of {path} is damaged ({error!r}): {_NEED}") from None
+    if spread is not None and not 0 <= spread < math.inf:
+        raise Conflict(f"argument --from: {path} has a noise scale with a spread of {spread:g}: {_NEED}")
     if not (0 < noise.scale < math.inf and 0 < noise.batch < math.inf):
         raise Conflict(
             f"argument --from: {path} has a noise scale of {noise.scale:g} at a batch of {noise.batch:g}, "

@@ -105,9 +105,13 @@ class Settings:
         return {name: getattr(self, name) for name in ("subject", "fixed", *run)}
 
 
+def _sorted_wholes(text: str) -> tuple[int, ...]:
+    return tuple(sorted(different_wholes(text)))
+
+
 def add_to(parser: argparse.ArgumentParser) -> None:
     add, count = parser.add_argument, counts(parser)
-    several = partial(add, type=lambda text: tuple(sorted(different_wholes(text))), metavar="N,N")
+    several = partial(add, type=_sorted_wholes, metavar="N,N")
     workers, batches = (1, 2, 4, 8), (32, 64, 128, 256)
     several("--workers", default=workers, help="numbers of workers, with 1 among them (default: 1,2,4,8)")
     several("--batch", dest="batches", default=batches, help="batch sizes (default: 32,64,128,256)")

@@ -169,7 +169,7 @@ class Probe:
 
 def work(run: Run) -> Trace:
     """Run the training function on this rank; raise if it returns before its last step."""
-    terminal.replace_unencodable()
+    terminal.prepare_output()
     torch.set_num_threads(run.threads)
     probe = Probe(run)
     with suppress(Enough):

@@ -140,7 +140,7 @@ def _child(run: Run, result: str, log: str, parent: int) -> None:
         answer: list[Trace] | str = launch(work, workers=run.workers, args=(run,))
     except RuntimeError as error:
         answer = _shorten(str(error))
-        terminal.replace_unencodable()
+        terminal.prepare_output()
         print(error, flush=True)
     part = Path(f"{result}.part")
     part.write_bytes(pickle.dumps(answer))
@@ -155,6 +155,9 @@ def _end_with(parent: int) -> None:
 
 
 def _shorten(message: str) -> str:
-    """Return the first and the last line of an error with its traceback."""
+    """Return the first line of an error with its traceback, and that of the exception."""
     lines = [line for line in message.splitlines() if line.strip()]
-    return lines[0] if len(lines) == 1 else f"{lines[0]}: {lines[-1].strip()}"
+    frames = [number for number, line in enumerate(lines) if line.startswith("  File ")]
+    behind = lines[max(frames, default=-1) + 1 :]
+    exception = next((line for line in behind if not line.startswith(" ")), lines[-1])
+    return lines[0] if len(lines) == 1 else f"{lines[0]}: {exception.strip()}"

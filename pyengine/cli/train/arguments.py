@@ -24,6 +24,7 @@ from pyengine.cli.arguments import (
     fill,
 )
 from pyengine.cli.tasks.base import MODELS
+from pyengine.cli.terminal import read_json
 from pyengine.cli.trackers import Trackers
 from pyengine.gradients.settings import Accumulator
 from pyengine.wire.named import WIRES
@@ -170,7 +171,7 @@ def _check_resumed(settings: Settings, model: str, folder: Path) -> None:
         now["workers"] = int(os.environ["WORLD_SIZE"])
     file = folder / "settings.json"
     if any(folder.glob("*.pt")) and file.exists():
-        then = json.loads(file.read_text())
+        then = _read(file)
         for name, value in now.items():
             if value != then.get(name, value):
                 raise Conflict(
@@ -178,8 +179,26 @@ def _check_resumed(settings: Settings, model: str, folder: Path) -> None:
                     f"of a training with {then[name]}: give that to resume it, or name another folder"
                 )
     whole = file.with_name(f".settings-{os.getpid()}")  # other ranks may read the file now
-    whole.write_text(json.dumps(now))
-    whole.replace(file)
+    try:
+        whole.write_text(json.dumps(now))
+        whole.replace(file)
+    except OSError as error:
+        raise Conflict(
+            f"argument --checkpoints: cannot write {file} ({error.strerror}): name a writable folder"
+        ) from None
+
+
+def _read(file: Path) -> dict[str, Any]:
+    try:
+        found = read_json(file.read_text())
+    except (OSError, ValueError) as error:
+        found = error
+    if not isinstance(found, dict):
+        raise Conflict(
+            f"argument --checkpoints: {file} has no settings of a training ({found}): delete it to resume "
+            "with the settings given now, or name another folder"
+        )
+    return found
 
 
 def _folders(folder: Path, models: tuple[str, ...]) -> dict[str, Path]:
@@ -197,6 +216,8 @@ def _folders(folder: Path, models: tuple[str, ...]) -> dict[str, Path]:
 def _traces(file: Path, models: tuple[str, ...]) -> dict[str, Path]:
     """Return the file of each model: "trace.json" itself for one model, else "trace-gpt.json" and so on."""
     file = file.absolute()
+    if file.is_dir():
+        raise Conflict(f"argument --trace: {file} is a folder: name a file, for example {file}/trace.json")
     stem, dot, ending = file.name.partition(".")
     names = [file.name] if len(models) == 1 else [f"{stem}-{model}{dot}{ending}" for model in models]
     files = [file.parent / name for name in names]

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import fcntl
 import itertools
+import os
 import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from types import FrameType
@@ -17,6 +19,7 @@ import torch.distributed as dist
 
 from pyengine.checkpoint.checkpoints import Checkpoints
 from pyengine.cli import terminal
+from pyengine.cli.arguments import Conflict
 from pyengine.cli.gradient_measures import draw
 from pyengine.cli.tasks.base import Task
 from pyengine.cli.tasks.cnn import DigitsTask
@@ -37,19 +40,46 @@ _WARM_UP_WINDOWS = 2  # the first lays the buckets out, the second is the first 
 
 
 def run(settings: Settings) -> int:
-    try:
-        stopped = max(launch(work, workers=settings.workers, args=(settings,)))
-    except RuntimeError as error:
-        print(error, file=sys.stderr)
-        return 1
+    with ExitStack() as locks:
+        for folder in settings.checkpoints.values():
+            locks.enter_context(locked(folder))
+        try:
+            stopped = max(launch(work, workers=settings.workers, args=(settings,)))
+        except RuntimeError as error:
+            print(error, file=sys.stderr)
+            return 1
     if stopped:  # in a worker of torchrun; elsewhere launch raises
         raise SystemExit(128 + stopped)
     return 0
 
 
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Keep other trainings out of a folder of checkpoints; raise `Conflict` if one is there."""
+    if dist.is_torchelastic_launched():  # each worker is a process of its own
+        yield
+        return
+    file = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    except BlockingIOError:
+        raise Conflict(
+            f"argument --checkpoints: another training is writing to {folder}: wait for it, or name another "
+            "folder"
+        ) from None
+    finally:
+        os.close(file)
+
+
 def work(settings: Settings) -> int:
     """Train and compare every model, on each rank; return the signal that has ended it, or 0."""
-    terminal.replace_unencodable()
+    terminal.prepare_output()
+    with terminal.ends_with_output():
+        return _work(settings)
+
+
+def _work(settings: Settings) -> int:
     for name in settings.models:
         task = _TASKS[name]()
         report = Report(as_json=settings.json, is_silent=dist.get_rank() > 0)

@@ -82,7 +82,7 @@ def trace(targets: Sequence[str], run: Run) -> list[Trace]:
 
 
 def _work(targets: Sequence[str], run: Run) -> list[Trace]:
-    terminal.replace_unencodable()
+    terminal.prepare_output()
     os.dup2(2, 1)  # keeps the output of the functions out of tables and JSON lines
     return trace(targets, run)
 
