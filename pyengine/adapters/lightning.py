@@ -109,9 +109,15 @@ class Windows(_Mixed):
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         super().on_train_batch_start(batch, batch_idx)
+        if not self._module.automatic_optimization or self._skips_backward:
+            return
+        sync, planned = self.sync, self._module.trainer.accumulate_grad_batches
         # The module's hook of this name may have ended the epoch: Lightning starts from zero gradients.
-        if batch_idx == 0 and self._module.automatic_optimization:
-            abandon_open_window(self.sync)
+        if batch_idx == 0:
+            abandon_open_window(sync)
+        steps = sync.gradient_accumulation_steps
+        if planned > steps and len(sync.due) == steps:  # a callback has set it
+            sync.gradient_accumulation_steps = planned
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         output = super().training_step(*args, **kwargs)
@@ -161,7 +167,9 @@ class Windows(_Mixed):
     def block_backward_sync(self) -> Iterator[None]:
         """Run micro-batches that are not their window's last."""
         with ExitStack() as stack:
-            if self._module.automatic_optimization:
+            if self._skips_backward:
+                pass
+            elif self._module.automatic_optimization:
                 stack.enter_context(self.sync.accumulate())
             else:  # `optimizer.toggle_model(sync_grad=False)`
                 for sync in self.syncs.values():
@@ -180,6 +188,8 @@ class Windows(_Mixed):
                 f"optimizer_step: got {', '.join(kwargs)}, need the closure only: the engine steps, and "
                 "passes no arguments to optimizer.step"
             )
+        if self._skips_backward:
+            return closure()
         if self._module.automatic_optimization:
             sync = self.sync
             with sync.accumulate(last=True):  # the closure contains the window's last micro-batch
@@ -195,6 +205,11 @@ class Windows(_Mixed):
         self.precision_plugin._after_closure(self._module, optimizer)  # noqa: SLF001 - its hooks before a step
         sync.step(optimizer)
         return result
+
+    @property
+    def _skips_backward(self) -> bool:
+        """Whether batches run forwards alone: StochasticWeightAveraging's last epoch, for BatchNorm."""
+        return bool(getattr(self._module.trainer.fit_loop, "_skip_backward", False))
 
     def _owner(self, index: int, optimizer: Optimizer) -> str:
         named = {

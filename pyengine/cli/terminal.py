@@ -7,6 +7,7 @@ import errno
 import io
 import json
 import os
+import select
 import signal
 import sys
 from collections.abc import Iterator
@@ -79,6 +80,8 @@ def ends_with_output() -> Iterator[None]:
     try:
         yield
     except OSError as error:
+        if isinstance(error, BrokenPipeError) and not _is_closed(sys.stdout.fileno()):
+            raise  # it is of another pipe
         code = exit_code(error)
         if code == _CLOSED:
             signal.signal(signal.SIGPIPE, signal.SIG_DFL)
@@ -86,6 +89,18 @@ def ends_with_output() -> Iterator[None]:
         if code is not None:
             sys.exit(code)
         raise
+
+
+def _is_closed(pipe: int) -> bool:
+    """Whether nobody reads from a pipe any more."""
+    poll = select.poll()
+    poll.register(pipe, 0)
+    return bool(poll.poll(0))
+
+
+def exit_code_of_worker(error: RuntimeError) -> int | None:
+    """Do the same as `exit_code` for what `launch` raises if a worker has ended with its output."""
+    return exit_code(BrokenPipeError()) if "\nSignal 13 (SIGPIPE)" in str(error) else None
 
 
 def exit_code(error: OSError) -> int | None:

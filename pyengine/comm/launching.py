@@ -8,7 +8,6 @@ and replaces this process's signal handlers for good.
 
 from __future__ import annotations
 
-import errno
 import faulthandler
 import gc
 import logging
@@ -337,8 +336,6 @@ def _wait(job: _Job, processes: Sequence[BaseProcess]) -> None:
             for rank, code in codes.items()
             if code or (code == 0 and not job.file("result", rank).exists())
         }
-        if -signal.SIGPIPE in failed.values():  # which Python ignores, unless a worker wants to end by it
-            raise BrokenPipeError(errno.EPIPE, "a worker has ended with its output, which was closed")
         if failed:
             raise RuntimeError(_describe_failure(job, processes, failed))
         running = {rank: processes[rank] for rank, code in codes.items() if code is None}

@@ -7,7 +7,7 @@ groups over which gradients are summed ("buckets"):
 
  1. engine   before the first forward, only where ranks have to know what the others have: the header of
              `Engine.meet`, `sum_over_ranks` of counts that are read ahead, or `max_of` for FSDP2's collective
-             forwards.
+             forwards; between windows that of `Engine.assemble`, and what the call behind it gathers.
  2. FSDP2    all-gathers in every forward and backward, on its units' meshes; reduce-scatters in the window's
              last backward only, unless `defer` differs.
  3. DDP      `Reducer.before_header`: the rebuild of its buckets, and the broadcast of buffers if the window's
@@ -79,7 +79,7 @@ from pyengine.gradients.marks import REMEDY, GradMarks
 from pyengine.gradients.published import Published
 from pyengine.gradients.settings import Settings
 from pyengine.ops.capture import report as report_uncapturable
-from pyengine.ops.device import HOST, Readback, flush, is_lazy, runs_ahead
+from pyengine.ops.device import HOST, Readback, flush, is_lazy, runs_ahead, send
 from pyengine.ops.trace import span
 from pyengine.step.grad_scaler import GradScaler
 from pyengine.step.step_record import Clock, StepCallback, StepRecord
@@ -137,7 +137,7 @@ class Engine:
       `step`: an optimizer uses the gradients (with `hand_over` the caller does).
       `flush`: launched without a last backward, however many micro-batches it has; then as with `step`.
       `abandon`: dropped on this rank. Launched collectives are still waited for, because other ranks wait for
-          this one. After an exception in the last backward the window is void on every rank.
+          this one. After an exception in a last backward that has sent it the window is void on every rank.
       `close_window`: the loop is done with it, and the next one may open; an error if it was not used.
     """
 
@@ -234,8 +234,6 @@ class Engine:
     def reset(self, resumed: Snapshot | None = None) -> None:
         """Forget the window: the next one starts without counts, or with the sums of `resumed`."""
         self.resumed = resumed
-        if self.scaler is not None:
-            self.scaler.has_scaled = False
         # ---- of this window, on this rank ----
         # Counts and losses.
         self.counts = self.new_counts()
@@ -342,7 +340,6 @@ class Engine:
                 self.counts.refusals.append(text)
         self.clock = Clock(self.device)
         self.kept_grads.keep()
-        self.follow_scale()
         self.reducer.begin()
         if self.dropping is not None:
             self.dropping.begin()
@@ -479,6 +476,7 @@ class Engine:
         if self.denominators is not None:
             self.counts.refusals += self.denominators.problems(self.counter.done, handed=self.counter.handed)
         self.counts.has_used_all = self.reducer.has_used_all()
+        self.follow_scale()
         self.header = header = self.launch_header_all_reduce(
             self.counts, more=self.has_more_windows, stage=_SENDS
         )
@@ -546,6 +544,8 @@ class Engine:
                 f"{remedy}: no synchronised gradients: {self.counter.state.value} "
                 f"({self.counter.done} of {self.counter.accumulate} backwards done)"
             )
+        if self.verdict is None and self.header is not None and self.header.disagreement:
+            raise RuntimeError(self.header.disagreement)  # found in the backward: nothing follows
         verdict = self._wait_once() if self.verdict is None else self.verdict
         if not self.is_late:
             self.reach_verdicts()
@@ -869,10 +869,9 @@ class Engine:
         """
         if waits:
             self.check_idle("abandon")
-            has_disagreed = (
-                self.header is not None and self.header.disagreement
-            )  # nothing was launched behind
-            if self.counter.state is State.SENT and not has_disagreed:
+            # Nothing follows a header in which ranks are known to disagree.
+            is_over = self.header is not None and bool(self.header.disagreement)
+            if self.counter.state is State.SENT and not is_over:
                 try:
                     self.wait()
                 except (ValueError, FloatingPointError, RuntimeError):
@@ -1041,10 +1040,8 @@ class Engine:
             )
         if self.reducer.residuals.is_kept:
             scale = part.scaler.get("scale")
-            self.reducer.residuals.load(
-                part.residuals,
-                None if scale is None else torch.tensor(scale, dtype=torch.float32, device=self.device),
-            )
+            known = None if scale is None else send([scale], torch.float32, self.device).reshape(())
+            self.reducer.residuals.load(part.residuals, known)
         elif part.residuals:
             warnings.warn(
                 "load_state_dict: the state has residuals, of a wire that keeps what it loses, and this "

@@ -340,7 +340,9 @@ def unwrapped(source: Any) -> Any:
     # By name: the import of lightning is slow, and it may be absent.
     if any(kind.__name__ == "_FabricModule" for kind in type(source).__mro__):
         source = source._forward_module  # noqa: SLF001 - `.module` is the model without DDP
-    return getattr(source, "_orig_mod", source)
+    # Among the children: a wrapper may forward attributes to a compiled one.
+    children = dict(source.named_children()) if isinstance(source, nn.Module) else {}
+    return children.get("_orig_mod", source)
 
 
 def wrapped_problems(source: object) -> list[str]:

@@ -114,7 +114,7 @@ class Sync:
     @scaler.setter
     def scaler(self, scaler: torch.amp.GradScaler | None) -> None:
         engine = self._engine
-        if scaler is not self._scaler and engine.has_backward and not engine.is_closed:
+        if scaler is not self._scaler and engine.counter.is_accumulating:
             raise RuntimeError(
                 f"sync.scaler in the middle of window {engine.counter.index}, whose losses have been scaled "
                 "as it was: assign it behind sync.step, or drop the window by sync.abandon() first"
@@ -124,9 +124,10 @@ class Sync:
         if self._scaler is not None and self._scaler is not ours:
             self._scaler.unbind()
         if enabled is not None:
-            enabled.bind(engine.final)
+            enabled.bind(engine.final, engine.counter)
             flush(engine.device)
         self._scaler, engine.scaler = ours, enabled
+        engine.follow_scale()
 
     # ---- loops ----
 
@@ -464,6 +465,7 @@ class Sync:
         Gradients that you do not zero are carried into the next window, as in a plain PyTorch loop. Where
         `step` would be skipped, for inf or nan or because a rank gave the window up, they hold inf or nan:
         look at `grad_norm()` before you step yourself. The loss scale of `scaler` is updated, as in `step`.
+        Every rank calls it: the next header compares whether ranks have used a window in this way.
 
         Raises:
             RuntimeError: the window has not been sent; or as `step`.

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import Any, cast
+from typing import Any
 from weakref import WeakMethod
 
 import torch
@@ -47,20 +47,20 @@ class Residuals:
 
     def load(self, saved: Mapping[str, Tensor], scale: Tensor | None) -> None:
         """Overwrite all residuals, with zeros where `saved` has none; `scale` is that of `follow`."""
+        self.follow(scale)
         for memory, key_of in self.owners:
             memory.load({key: saved[name] for name, key in key_of.items() if name in saved})
-        self._scale = scale
 
     def follow(self, scale: Tensor | None) -> None:
         """Multiply the residuals by `scale`, the loss scale from now on, 0-dim, in place of the one before.
 
-        None: losses are not scaled.
+        None: losses are not scaled. (A captured window reads and writes `_scale` where it is.)
         """
-        if scale is None and self._scale is None:
-            return
-        now = torch.ones_like(cast(Tensor, self._scale)) if scale is None else scale
         if self._scale is None:
-            self._scale = torch.ones_like(now)
+            if scale is None:
+                return
+            self._scale = torch.ones_like(scale)
+        now = torch.ones_like(self._scale) if scale is None else scale
         for memory, _ in self.owners:
             memory.scale_(now / self._scale)
         self._scale.copy_(now)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from pyengine.ops.device import send
+from pyengine.window.counter import WindowCounter
 from pyengine.window.final_pass import FinalPass
 
 
@@ -20,19 +21,22 @@ class GradScaler(torch.amp.GradScaler):
     with equal gradients the parameters stay bit-equal to the stock scaler's (its scales are powers of two).
 
     Attributes:
-        has_scaled: whether it has scaled a loss of the engine's open window, which has not been reduced.
+        has_scaled: whether it has scaled a loss since the last window was reduced.
     """
 
     _final: FinalPass | None = None
+    _counter: WindowCounter | None = None
     has_scaled = False
 
-    def bind(self, final: FinalPass) -> None:
-        """Use the finite check of `final` from now on; refuse to belong to two engines."""
+    def bind(self, final: FinalPass, counter: WindowCounter) -> None:
+        """Use the finite check of `final` from now on; refuse to belong to two engines. In the middle of a
+        window of `counter` the scale stays.
+        """
         if self._final is not None and self._final is not final:
             raise ValueError(
                 "scaler belongs to another engine, whose overflows it follows: make one GradScaler an engine"
             )
-        self._final = final
+        self._final, self._counter = final, counter
         if self._enabled and self._scale is None:
             self._lazy_init_scale_growth_tracker(final.sumsq.device)
 
@@ -50,20 +54,19 @@ class GradScaler(torch.amp.GradScaler):
         """Update the scale, as stock; refused while it belongs to an engine, but for a scale of yours."""
         if new_scale is None:
             self._check_free("update", "leave it out, sync.step(optimizer) does it")
-        self.check_between("scaler.update")
+        self._check_between("scaler.update")
         super().update(new_scale)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state, as stock; refused in the middle of a window."""
-        self.check_between("scaler.load_state_dict")
+        self._check_between("scaler.load_state_dict")
         super().load_state_dict(state_dict)
 
-    def check_between(self, what: str) -> None:
-        """Raise RuntimeError if losses of the engine's open window have been scaled."""
-        if self._final is not None and self.has_scaled:
+    def _check_between(self, what: str) -> None:
+        if self._counter is not None and self._counter.is_accumulating:
             raise RuntimeError(
-                f"{what} in the middle of a window, some of whose losses are scaled already: call it behind "
-                "sync.step, or drop the window by sync.abandon() first"
+                f"{what} in the middle of window {self._counter.index}, some of whose losses are scaled "
+                "already: call it behind sync.step, or drop the window by sync.abandon() first"
             )
 
     def _check_free(self, what: str, instead: str) -> None:
@@ -79,7 +82,7 @@ class GradScaler(torch.amp.GradScaler):
 
     def unbind(self) -> None:
         """Belong to no engine any more; scale and its growth stay."""
-        self._final = None
+        self._final = self._counter = None
 
     def follow(self) -> None:
         """Update the scale after a window that was reduced, by whether it overflowed: on every rank alike."""

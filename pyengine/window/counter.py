@@ -98,6 +98,11 @@ class WindowCounter:
         return self.state is State.OPEN and self.handed > self.done
 
     @property
+    def is_accumulating(self) -> bool:
+        """Whether gradients of the open window are there, and have not been reduced."""
+        return self.state is State.SENT or (self.state is State.OPEN and self.done > 0)
+
+    @property
     def is_sent(self) -> bool:
         """Whether the open window's gradients have been sent, whatever has happened to them since."""
         return self.state in (State.SENT, State.REDUCED, State.USED)

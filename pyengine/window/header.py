@@ -310,7 +310,7 @@ class Header:
         self._inv_count: Tensor | None = None
         self._is_visible = _host_may_look(device)
         self.known_totals: Totals | None = None  # if the host has read them
-        self.disagreement = ""  # in what ranks differ, once they have compared it
+        self.disagreement = ""  # in what ranks differ, once they have compared it: once a header
 
     def again(self, *, local: LocalWindow, position: tuple[int, int], more: bool, claims: Claims) -> Header:
         """Return the header of another window that runs the graph in which this one was captured.
@@ -320,7 +320,7 @@ class Header:
         other = copy(self)
         other.position, other.claims = position, claims
         other._numbers = _numbers(local, position, more, claims)  # noqa: SLF001 - a copy of this object
-        other.known_totals = None
+        other.known_totals, other.disagreement = None, ""
         return other
 
     def fill(self) -> None:

@@ -340,16 +340,10 @@ class VerdictQueue:
 
 
 def check_agreement(header: Header, totals: Totals, comm: Comm) -> None:
-    """Raise RuntimeError on every rank if ranks are at different places or claim different things.
-
-    Only the first call for a header gathers: some ranks look at it in the backward and again when they drop
-    the window, and others once.
-    """
-    if not totals.differ:
-        return
-    if not header.disagreement:
+    """Raise RuntimeError on every rank if ranks are at different places or claim different things."""
+    if totals.differ:
         header.disagreement = _disagreement(header, comm)
-    raise RuntimeError(header.disagreement)
+        raise RuntimeError(header.disagreement)
 
 
 def _disagreement(header: Header, comm: Comm) -> str:

@@ -7,14 +7,19 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
-from worlds import CLOSE, Remembering, Weights, items, launched, mean_of_windows, refusal
+from worlds import CLOSE, FEATURES, Remembering, Weights, items, launched, mean_of_windows, refusal
 
 pytest.importorskip("lightning", reason="needs pyengine[adapters]")
 
 from lightning.pytorch import LightningModule
 from lightning.pytorch import Trainer as LightningTrainer
-from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from lightning.pytorch.callbacks import (
+    Callback,
+    GradientAccumulationScheduler,
+    StochasticWeightAveraging,
+)
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins.environments import TorchElasticEnvironment
 from lightning.pytorch.plugins.precision import MixedPrecision
@@ -127,8 +132,15 @@ def test_lightning_clips_the_mean_gradient(ranks):
     torch.testing.assert_close(answers[0][1], expected, rtol=1e-6, atol=0)
 
 
-def _scheduled() -> tuple:
-    module, schedule = Module(), GradientAccumulationScheduler({0: 1, 1: 3})
+class Sets(Callback):
+    """Sets the size of windows itself, where a scheduler would announce it."""
+
+    def on_train_epoch_start(self, trainer, pl_module):
+        trainer.accumulate_grad_batches = 1 + 2 * trainer.current_epoch
+
+
+def _scheduled(is_planned: bool) -> tuple:
+    module, schedule = Module(), GradientAccumulationScheduler({0: 1, 1: 3}) if is_planned else Sets()
     fit(module, WindowStrategy(), 2 * 2 * 4, accumulate_grad_batches=1, callbacks=[schedule], max_epochs=2)
     return module.seen, module.memory.stepped_with
 
@@ -141,13 +153,41 @@ def test_a_window_in_which_the_module_ends_the_epoch_is_dropped(ranks):
         torch.testing.assert_close(gradient, right, **CLOSE)
 
 
-def test_windows_follow_a_schedule_by_epoch(ranks):
-    answers = ranks(2).run(_scheduled)
+@pytest.mark.parametrize("is_planned", [True, False])
+def test_windows_follow_a_schedule_by_epoch(ranks, is_planned):
+    answers = ranks(2).run(_scheduled, is_planned)
     first, second = (
         mean_of_windows([seen[part] for seen, _ in answers], accumulate)
         for part, accumulate in ((slice(0, 4), 1), (slice(4, 8), 3))
     )
     torch.testing.assert_close(answers[0][1], first + second, **CLOSE)
+
+
+class Normalised(LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Sequential(nn.Linear(FEATURES, 3), nn.BatchNorm1d(3), nn.Linear(3, 1))
+
+    def training_step(self, batch, batch_idx):
+        return self.net(batch[0]).square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+
+def _averaged() -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the running mean of a model with averaged weights, and the mean of what they give."""
+    module, swa = Normalised(), StochasticWeightAveraging(swa_lrs=0.01, swa_epoch_start=1)
+    fit(module, WindowStrategy(), 24, accumulate_grad_batches=2, max_epochs=3, callbacks=[swa])
+    linear, norm, _ = module.net
+    return norm.running_mean, linear(items(24)).mean(0).detach()
+
+
+@pytest.mark.slow
+def test_averaged_weights_get_their_batch_norm_statistics(ranks):
+    ((running, whole),) = ranks(1).run(_averaged)
+    torch.testing.assert_close(running, whole, rtol=1e-5, atol=1e-6)
 
 
 def _half(num_fits: int) -> tuple:

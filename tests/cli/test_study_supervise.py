@@ -162,3 +162,5 @@ def test_a_failure_is_named_by_the_first_line_of_its_exception() -> None:
     shortened = supervise._shorten(f"worker 1 of 2 failed (exit code 1)\n{text}")
     assert shortened == "worker 1 of 2 failed (exit code 1): ValueError: planted"
     assert supervise._shorten("worker 1 of 2 failed") == "worker 1 of 2 failed"
+    killed = "worker 1 of 2 failed (exit code -9)\nSignal 9 (SIGKILL) received by PID 7"
+    assert supervise._shorten(killed).endswith("(exit code -9): Signal 9 (SIGKILL) received by PID 7")

@@ -18,7 +18,7 @@ from pyengine.cli.arguments import Conflict
 from pyengine.cli.main import build_parser
 from pyengine.cli.tasks.cnn import DigitsTask
 from pyengine.cli.train import run as train_run
-from pyengine.cli.train.arguments import settings
+from pyengine.cli.train.arguments import check_resumed, settings
 from pyengine.cli.train.compare import Row, compare
 from pyengine.cli.train.report import Report
 from pyengine.cli.train.run import TRACED_WINDOWS
@@ -182,7 +182,9 @@ def test_a_training_that_is_complete_runs_no_further_step(
 
 def test_a_training_resumes_with_its_own_settings_only(tmp_path: Path) -> None:
     def chosen(*more: str) -> None:
-        settings(build_parser().parse_args(["train", "--checkpoints", str(tmp_path), *more]))
+        made = settings(build_parser().parse_args(["train", "--checkpoints", str(tmp_path), *more]))
+        for model, folder in made.checkpoints.items():
+            check_resumed(made, model, folder)
 
     chosen("--lr", "0.1")  # nothing was saved with these
     chosen("--model", "cnn")
@@ -206,9 +208,9 @@ def test_settings_of_a_training_that_cannot_be_read_are_refused(tmp_path: Path, 
     (tmp_path / "cnn" / "step-2.rank-0-of-2.pt").touch()
     file = tmp_path / "cnn" / "settings.json"
     file.mkdir() if damaged is None else file.write_text(damaged)
-    options = build_parser().parse_args(["train", "--model", "cnn", "--checkpoints", str(tmp_path)])
+    made = settings(build_parser().parse_args(["train", "--model", "cnn", "--checkpoints", str(tmp_path)]))
     with pytest.raises(Conflict, match=r"settings\.json has no settings of a training .*: delete it"):
-        settings(options)
+        check_resumed(made, "cnn", made.checkpoints["cnn"])
 
 
 def test_two_trainings_do_not_write_to_one_folder(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from typing import Any
 
 import forked
 import pytest
@@ -35,6 +36,25 @@ def test_parameters_of_a_compiled_model_keep_their_names():
     model = nn.Linear(2, 2)
     state = pe.GradSync(torch.compile(model)).state_dict()
     pe.GradSync(model).load_state_dict(state)
+
+
+class _Forwards(nn.Module):
+    """A wrapper with the attributes of what it wraps."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner, self.head = inner, nn.Linear(2, 1)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self.inner, name)
+
+
+def test_a_wrapper_around_a_compiled_model_is_not_taken_for_one():
+    sync = pe.GradSync(_Forwards(torch.compile(nn.Linear(2, 2))))
+    assert {slot.name for bucket in sync.layout.buckets for slot in bucket.slots} >= {"head.weight"}
 
 
 @pytest.mark.parametrize("wire", [pe.wire.FP32(), pe.wire.BF16()], ids=["fp32", "bf16"])

@@ -88,6 +88,7 @@ def test_a_window_used_in_another_way_on_one_rank_is_found_out_on_every_rank(kin
         if case == "abandon beside own steps":
             sync.unscale_()
             optimizer.step()
+            optimizer.zero_grad()
             return
         sync.step(optimizer)
         if odd and case == "second step":

@@ -38,6 +38,8 @@ def run(settings: Settings) -> int:
             found, conclusions = _steps(settings.steps, report, as_json=settings.json)
             content, sentences = content | found, sentences + conclusions
     except RuntimeError as error:  # the part before is reported
+        if (code := terminal.exit_code_of_worker(error)) is not None:
+            return code
         problems.append(str(error))
     if "rows" in content or "cases" in content:  # a part has ended, if without anything to compare
         out = settings.out

@@ -157,7 +157,9 @@ def _end_with(parent: int) -> None:
 def _shorten(message: str) -> str:
     """Return the first line of an error with its traceback, and that of the exception."""
     lines = [line for line in message.splitlines() if line.strip()]
+    if len(lines) == 1:
+        return lines[0]
     frames = [number for number, line in enumerate(lines) if line.startswith("  File ")]
-    behind = lines[max(frames, default=-1) + 1 :]
+    behind = lines[frames[-1] + 1 :] if frames else []
     exception = next((line for line in behind if not line.startswith(" ")), lines[-1])
-    return lines[0] if len(lines) == 1 else f"{lines[0]}: {exception.strip()}"
+    return f"{lines[0]}: {exception.strip()}"

@@ -144,7 +144,7 @@ def settings(options: argparse.Namespace) -> Settings:
     def by_model(given: Any, defaults: dict[str, Any]) -> dict[str, Any]:
         return {model: defaults[model] if given is None else given for model in models}
 
-    made = fill(
+    return fill(
         Settings,
         options,
         models=models,
@@ -158,12 +158,9 @@ def settings(options: argparse.Namespace) -> Settings:
         checkpoints=_folders(options.checkpoints, models) if options.checkpoints else {},
         checkpoint_every=options.checkpoint_every or 10,
     )
-    for model, folder in made.checkpoints.items():
-        _check_resumed(made, model, folder)
-    return made
 
 
-def _check_resumed(settings: Settings, model: str, folder: Path) -> None:
+def check_resumed(settings: Settings, model: str, folder: Path) -> None:
     """Raise `Conflict` if a folder has checkpoints of a training with other settings; write these there."""
     values = {name: getattr(settings, name) for name in _RESUMED}
     now = {name: value[model] if isinstance(value, dict) else value for name, value in values.items()}

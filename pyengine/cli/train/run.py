@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import fcntl
 import itertools
-import os
 import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,14 +18,14 @@ import torch.distributed as dist
 
 from pyengine.checkpoint.checkpoints import Checkpoints
 from pyengine.cli import terminal
-from pyengine.cli.arguments import Conflict
+from pyengine.cli.arguments import Conflict, check_writable
 from pyengine.cli.gradient_measures import draw
 from pyengine.cli.tasks.base import Task
 from pyengine.cli.tasks.cnn import DigitsTask
 from pyengine.cli.tasks.gpt import TextTask
 from pyengine.cli.trackers import Trackers
 from pyengine.cli.train import modes as train_modes
-from pyengine.cli.train.arguments import Settings
+from pyengine.cli.train.arguments import Settings, check_resumed
 from pyengine.cli.train.compare import compare
 from pyengine.cli.train.report import Report
 from pyengine.comm.launching import launch
@@ -41,11 +40,14 @@ _WARM_UP_WINDOWS = 2  # the first lays the buckets out, the second is the first 
 
 def run(settings: Settings) -> int:
     with ExitStack() as locks:
-        for folder in settings.checkpoints.values():
+        for model, folder in settings.checkpoints.items():
             locks.enter_context(locked(folder))
+            check_resumed(settings, model, folder)
         try:
             stopped = max(launch(work, workers=settings.workers, args=(settings,)))
         except RuntimeError as error:
+            if (code := terminal.exit_code_of_worker(error)) is not None:
+                return code
             print(error, file=sys.stderr)
             return 1
     if stopped:  # in a worker of torchrun; elsewhere launch raises
@@ -55,21 +57,26 @@ def run(settings: Settings) -> int:
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Keep other trainings out of a folder of checkpoints; raise `Conflict` if one is there."""
-    if dist.is_torchelastic_launched():  # each worker is a process of its own
+    """Keep other trainings out of a folder of checkpoints; raise `Conflict` if one is there.
+
+    Not under torchrun, where each worker is a command of its own, nor on file systems without locks.
+    """
+    if dist.is_torchelastic_launched():
         yield
         return
-    file = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    lock = folder / ".lock"
+    check_writable("--checkpoints", lock)
+    with lock.open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise Conflict(
+                f"argument --checkpoints: another training is writing to {folder}: wait for it, or name "
+                "another folder"
+            ) from None
+        except OSError:
+            pass
         yield
-    except BlockingIOError:
-        raise Conflict(
-            f"argument --checkpoints: another training is writing to {folder}: wait for it, or name another "
-            "folder"
-        ) from None
-    finally:
-        os.close(file)
 
 
 def work(settings: Settings) -> int:
