@@ -96,7 +96,7 @@ def above_zero(text: str) -> float:
 def different_wholes(text: str) -> tuple[int, ...]:
     """Parse several different whole numbers."""
     parts = text.split(",")
-    # Python reads at most some thousand digits.
+    # `int` refuses thousands of digits.
     numbers = tuple(int(part) if part.isdecimal() and len(part) < 10 else 0 for part in parts)
     if min(numbers) < 1 or len(set(numbers)) < len(numbers):
         raise argparse.ArgumentTypeError(

@@ -514,8 +514,9 @@ class Sync:
         Raises:
             ValueError: something else; a measure that these gradients cannot give, or another engine has;
                 ranks differ; in the middle of a window. On every rank, and nothing has changed.
+            RuntimeError: some rank is elsewhere in its loop; on every rank.
 
-        Cost: see the measure; and one `all_gather_object`.
+        Cost: see the measure; and once a header, and a gather of objects.
         """
         self._engine.measure(measures)
 
@@ -922,7 +923,8 @@ class Sync:
 
         Raises:
             TypeError, ValueError: an argument is off.
-            RuntimeError: the engine is audited already, or is on an XLA device.
+            RuntimeError: the engine is audited already, or is on an XLA device; or some rank is elsewhere in
+                its loop, on every rank.
             AuditError: later, where a window is reduced (`step`, clipping), on every rank: what differs,
                 where, since when, and the likely cause. Nothing is stepped with the window. On an accelerator
                 when the next window begins.
