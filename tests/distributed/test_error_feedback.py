@@ -363,6 +363,16 @@ def _second_window(change: str) -> list[Tensor]:
     return [param.grad.clone() for param in model.parameters()]
 
 
+def test_a_loaded_state_keeps_the_memory_that_a_captured_window_reads():
+    sync = pe.GradSync([nn.Parameter(torch.ones(2))], wire=WIRE)
+    sync.scaler = pe.GradScaler("cpu", init_scale=8.0)
+    residuals = sync._engine.reducer.residuals
+    memory = residuals._scale
+    sync.load_state_dict(sync.state_dict())
+    sync.scaler = None
+    assert residuals._scale is memory and memory == 1
+
+
 @on_ranks(2)
 def test_residuals_follow_a_loss_scale_that_anybody_changes():
     kept, *others = map(_second_window, ["keep", "update", "load_state_dict", "none", "resume"])

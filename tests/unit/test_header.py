@@ -34,6 +34,14 @@ def _totals(*headers: Header) -> Totals:
     return Totals.of(sum(header.vector() for header in headers).tolist(), len(headers))
 
 
+def test_the_header_of_another_window_of_a_graph_knows_nothing_of_the_first():
+    first = _header([1])
+    first.totals()
+    first.disagreement = "ranks differ"
+    second = first.again(local=LocalWindow(), position=(6, 5), more=False, claims=Claims("sends", "one"))
+    assert (second.disagreement, second.known_totals) == ("", None)
+
+
 @pytest.mark.parametrize("world", [1, 3])
 def test_counts_losses_and_micro_batches_are_summed(world):
     headers = [_header([2, torch.tensor(0.5)], loss=rank + 0.25) for rank in range(world)]
