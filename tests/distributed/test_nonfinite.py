@@ -143,13 +143,13 @@ def test_an_inf_on_one_rank_backs_every_ranks_scale_off(kind, hands_over):
         assert number == 1 or norm.item() == pytest.approx(3**0.5)  # the loss scale is out of it
         if hands_over:
             sync.unscale_()
-        if not hands_over or number == 2:
-            steps.append(sync.step(optimizer))
-        elif is_finite := bool(torch.isfinite(sync.grad_norm())):
-            optimizer.step()
-        if hands_over and number != 2:
-            steps.append(is_finite)
+        if hands_over and number != 2:  # there `step` follows, which updates the scale no second time
+            if torch.isfinite(norm):
+                optimizer.step()
             optimizer.zero_grad()
+            steps.append(bool(torch.isfinite(norm)))
+        else:
+            steps.append(sync.step(optimizer))
         scales.append(sync.scaler.get_scale())
     assert scales == [8.0, 4.0, 4.0, 8.0, 8.0]
     assert steps == [True, False, True, True, True]
