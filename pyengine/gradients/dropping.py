@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from pyengine.comm.base import by_dtype
 from pyengine.gradients.base import Reducer
-from pyengine.gradients.norms import SlotNorms
-from pyengine.gradients.published import norms_by_dtype
+from pyengine.gradients.published import norms_of
 from pyengine.gradients.slots import slot_gradient
 from pyengine.ops.device import is_lazy, runs_ahead
 
@@ -30,9 +30,12 @@ class Dropping:
         self._reducer = reducer
         self._device = params[0].device
         self._one = torch.ones((), dtype=torch.float32, device=self._device)
-        self._norms: list[tuple[list[Parameter], SlotNorms]] = []
+        # By dtype, the parameters whose gradients are read in fused calls.
+        self._groups: list[list[Parameter]] = []
         if reducer.grad_holders() is params and not is_lazy(self._device):
-            self._norms = norms_by_dtype(params, {id(param): index for index, param in enumerate(params)})
+            self._groups = by_dtype(params)
+            index = {id(param): place for place, param in enumerate(params)}
+            self._norms = norms_of(self._groups, index, self._device)
         self.begin()
 
     def begin(self) -> None:
@@ -82,14 +85,16 @@ class Dropping:
         return report
 
     def _nonfinite_flags(self) -> Tensor:
-        if not self._norms:
+        if not self._groups:
             none = torch.zeros((), dtype=torch.bool, device=self._device)
             grads = [None if one is None else one.grad for one in self._reducer.grad_holders()]
             lost = [none if grad is None else ~torch.isfinite(grad).all() for grad in grads]
             return torch.stack(lost).to(torch.uint8)
         flags = torch.zeros(len(self._params), dtype=torch.uint8, device=self._device)
-        for group, norms in self._norms:
-            flags.index_copy_(0, norms.params, norms.flags([slot_gradient(p) for p in group], self._one))
+        self._norms.begin()
+        for place, group in enumerate(self._groups):
+            self._norms.read(place, [slot_gradient(param) for param in group], None, self._one)
+        self._norms.copy_flags_to(flags)
         return flags
 
 

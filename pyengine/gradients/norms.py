@@ -13,48 +13,10 @@ from pyengine.ops.pointers import Pointers, TensorList
 from pyengine.window.final_pass import FinalPass
 
 
-class SlotNorms:
-    """One pass for sums of squares and finite flags of gradients; `params` are registration indices."""
-
-    def __init__(self, plan: BucketPlan, params: Sequence[int], device: torch.device) -> None:
-        self._plan = plan
-        self.params = torch.tensor(params, dtype=torch.int64, device=device)
-        self._sumsq = torch.zeros(len(params), dtype=torch.float64, device=device)
-        self._nonfinite = torch.zeros(len(params), dtype=torch.uint8, device=device)
-
-    def read(
-        self,
-        sources: TensorList | Pointers,
-        out: TensorList | Pointers | None,
-        scale: Tensor,
-        final: FinalPass,
-    ) -> None:
-        """Read the slots once; write norms and finite flags to `final`.
-
-        Args:
-            sources: one entry a slot, `[slot.numel]`.
-            out: written with the products, in its own dtype; may be `sources`. None writes nothing.
-            scale: float32, 0-dim.
-        """
-        self._plan.unscale_norm(sources, out, scale, sumsq=self._sumsq, nonfinite=self._nonfinite.zero_())
-        final.sumsq.index_copy_(0, self.params, self._sumsq)
-        final.nonfinite.index_copy_(0, self.params, self._nonfinite)
-
-    def scale_(self, tensors: TensorList | Pointers, scale: Tensor) -> None:
-        """Multiply the slots in place by `scale`, float32, 0-dim."""
-        self._plan.unscale_norm(tensors, tensors, scale, sumsq=self._sumsq, nonfinite=self._nonfinite)
-
-    def flags(self, sources: TensorList | Pointers, one: Tensor) -> Tensor:
-        """Return which slots are not finite, uint8 `[slots]`; `one` is float32, 0-dim, 1."""
-        flags = torch.zeros_like(self._nonfinite)
-        self._plan.unscale_norm(sources, None, one, sumsq=self._sumsq, nonfinite=flags)
-        return flags
-
-
 class ReducedNorms:
-    """Sums of squares and finite flags of all buckets.
+    """Sums of squares and finite flags of several buckets.
 
-    Each bucket is read as soon as its reduction has completed.
+    Each bucket is read for itself, a reduced one as soon as its reduction has completed.
 
     Args:
         buckets: of each bucket the slots, and the registration indices of their parameters.
@@ -77,7 +39,15 @@ class ReducedNorms:
     def read(
         self, index: int, sources: TensorList | Pointers, out: TensorList | Pointers | None, scale: Tensor
     ) -> None:
-        """Read bucket `index` once, times `scale`; otherwise as `SlotNorms.read`. Cost: one launch."""
+        """Read bucket `index` once.
+
+        Args:
+            sources: one entry a slot, `[slot.numel]`.
+            out: written with the products, in its own dtype; may be `sources`. None writes nothing.
+            scale: float32, 0-dim.
+
+        Cost: one launch.
+        """
         span = self._spans[index]
         self._plans[index].unscale_norm(
             sources, out, scale, sumsq=self._sumsq[span], nonfinite=self._nonfinite[span]
@@ -85,4 +55,8 @@ class ReducedNorms:
 
     def copy_to(self, final: FinalPass) -> None:
         final.sumsq.index_copy_(0, self._params, self._sumsq)
-        final.nonfinite.index_copy_(0, self._params, self._nonfinite)
+        self.copy_flags_to(final.nonfinite)
+
+    def copy_flags_to(self, flags: Tensor) -> None:
+        """Copy which gradients are not finite to `flags`, uint8, by registration index."""
+        flags.index_copy_(0, self._params, self._nonfinite)

@@ -17,7 +17,7 @@ from pyengine.gradients.exact_sums import Terms, exact_over_ranks
 from pyengine.gradients.layout import BucketSpec
 from pyengine.gradients.local_part import LocalPart
 from pyengine.gradients.main_grad import pop_written, set_main_grad
-from pyengine.gradients.norms import ReducedNorms, SlotNorms
+from pyengine.gradients.norms import ReducedNorms
 from pyengine.gradients.settings import Settings, sum_dtype
 from pyengine.gradients.slots import Saved, slots_of, views_of
 from pyengine.gradients.sums import FLAT_SUMS, InPlaceSum, Sum
@@ -280,7 +280,7 @@ class InPlaceBucket(OwnBucket):
         self._flat = _flat(spec, spec.dtype, device, comm if self._is_in_place else None)
         wire_buffer = self._flat if self._is_in_place else _flat(spec, wire.dtype, device, comm)
         plan = plan_of(spec)
-        self._norms = SlotNorms(plan, [slot.param for slot in spec.slots], device)
+        self._sumsq = torch.zeros(len(params), dtype=torch.float64, device=device)
         self._over_wire = wire
         super().__init__(spec, params, InPlaceSum(plan, self._flat), wire_buffer, self._flat)
 
@@ -384,7 +384,9 @@ class InPlaceBucket(OwnBucket):
     def _record_nonfinite(self) -> None:
         """Record which slots are not finite, if they are checked."""
         if self._is_watching:
-            self.flagged.append(self._norms.flags(self._slots, self.one))
+            flags = torch.zeros(len(self.params), dtype=torch.uint8, device=self.device)
+            self.plan.unscale_norm(self._slots, None, self.one, sumsq=self._sumsq, nonfinite=flags)
+            self.flagged.append(flags)
 
     def _store_all(self) -> None:
         """Store every gradient, also after a move of the model."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
@@ -15,7 +16,7 @@ from torch.nn.utils import clip_grad_value_, get_total_norm
 from pyengine.comm.base import by_dtype
 from pyengine.gradients.bucket import packed
 from pyengine.gradients.marks import GradVersions
-from pyengine.gradients.norms import SlotNorms
+from pyengine.gradients.norms import ReducedNorms
 from pyengine.gradients.slots import dense, dense_strides, local
 from pyengine.ops.device import is_lazy, runs_ahead
 from pyengine.ops.pointers import DTYPE_CODES, keeps_elements_elsewhere
@@ -35,7 +36,7 @@ class Published:
         self._device = device = params[0].device
         self._one = torch.ones((), dtype=torch.float32, device=device)
         self._index = {id(param): place for place, param in enumerate(params)}
-        self._groups: list[tuple[list[Parameter], SlotNorms]] = []
+        self._groups: list[list[Parameter]] = []  # by dtype, those in the fused calls
         # A lazy device has no memory addresses for the core.
         self._rest = [] if is_lazy(device) else [param for param in params if param.dtype in DTYPE_CODES]
         self._then = GradVersions(self._params)
@@ -44,16 +45,16 @@ class Published:
 
     def _lay_out(self, params: Sequence[Parameter]) -> None:
         """Add parameters to the fused calls. Frozen ones, which make plans longer, follow with a gradient."""
-        known = [param for group, _ in self._groups for param in group]
-        self._groups = norms_by_dtype([*known, *params], self._index)
+        self._groups = by_dtype([*itertools.chain(*self._groups), *params])
+        self._norms = norms_of(self._groups, self._index, self._device)
         added = set(map(id, params))
         self._rest = [param for param in self._rest if id(param) not in added]
 
-    def _grouped(self) -> list[tuple[SlotNorms, list[Tensor | None]]]:
-        """Return the gradients by dtype, with their `SlotNorms`."""
+    def _grouped(self) -> list[list[Tensor | None]]:
+        """Return the gradients by dtype, in the order of `_norms`."""
         if unfrozen := [param for param in self._rest if param.grad is not None]:
             self._lay_out(unfrozen)
-        return [(slots, _flat_grads(params)) for params, slots in self._groups]
+        return list(map(_flat_grads, self._groups))
 
     def record(self) -> None:
         """Record the gradients as they are, for `has_changed`."""
@@ -81,14 +82,17 @@ class Published:
             norms = self.norms()
             final.sumsq, final.nonfinite = norms.square(), is_not_finite(norms).to(torch.uint8)
             return
-        for slots, grads in self._grouped():
+        groups = self._grouped()
+        self._norms.begin()
+        for place, grads in enumerate(groups):
             if scale is not None:
-                slots.read(grads, grads, scale, final)
+                self._norms.read(place, grads, grads, scale)
                 continue
             try:
-                slots.read(grads, None, self._one, final)
+                self._norms.read(place, grads, None, self._one)
             except (TypeError, ValueError):  # a .grad was replaced by a tensor that the core cannot address
-                slots.read(self._copied(slots.params.tolist()), None, self._one, final)
+                self._norms.read(place, self._copied(self._groups[place]), None, self._one)
+        self._norms.copy_to(final)
 
     @torch.no_grad()
     def scale_(self, scale: Tensor) -> None:
@@ -98,9 +102,9 @@ class Published:
                 if param.grad is not None:
                     param.grad = (param.grad.float() * scale).to(param.dtype)
             return
-        for slots, grads in self._grouped():
+        for place, grads in enumerate(self._grouped()):
             try:
-                slots.scale_(grads, scale)
+                self._norms.read(place, grads, grads, scale)  # the next `read` begins anew
             except (TypeError, ValueError):  # a .grad was replaced by a tensor that the core cannot address
                 for grad in grads:
                     if grad is not None:
@@ -116,15 +120,13 @@ class Published:
             if grad is not None and (runs_ahead(self._device) or float(factor) != 1):
                 grad.mul_(factor)
 
-    def _copied(self, indices: Sequence[int]) -> list[Tensor | None]:
+    def _copied(self, params: Sequence[Parameter]) -> list[Tensor | None]:
         """Return gradients as plain float32 tensors on the device; refuse those that cannot be read."""
         copies: list[Tensor | None] = []
-        for index in indices:
-            param = self._params[index]
-            (grad,) = local_grads([param])
+        for param, grad in zip(params, local_grads(params), strict=True):
             if grad is not None and (keeps_elements_elsewhere(grad) or grad.numel() != local(param).numel()):
                 raise ValueError(
-                    f"set the .grad of {self._names[index]!r} to a plain tensor of {local(param).numel()} "
+                    f"set the .grad of {self._names[self._index[id(param)]]!r} to a plain tensor of {local(param).numel()} "
                     f"elements before its norm is computed: it is a {type(param.grad).__name__} of "
                     f"{grad.numel()} on this rank"
                 )
@@ -169,15 +171,13 @@ class Published:
         clip_grad_value_(held, value)
 
 
-def norms_by_dtype(
-    params: Sequence[Parameter], index: Mapping[int, int]
-) -> list[tuple[list[Parameter], SlotNorms]]:
-    """Return a `SlotNorms` for the parameters of each dtype; `index` has registration indices by id."""
-    found = []
-    for group in by_dtype(params):
-        plan = packed([local(param).numel() for param in group])
-        found.append((group, SlotNorms(plan, [index[id(param)] for param in group], params[0].device)))
-    return found
+def norms_of(
+    groups: Sequence[Sequence[Parameter]], index: Mapping[int, int], device: torch.device
+) -> ReducedNorms:
+    """Return the norms of groups of parameters; `index` has registration indices by id."""
+    plans = [packed([local(param).numel() for param in group]) for group in groups]
+    indices = [[index[id(param)] for param in group] for group in groups]
+    return ReducedNorms(list(zip(plans, indices, strict=True)), device)
 
 
 def _address(grad: Tensor | None) -> int:

@@ -21,7 +21,7 @@ from pyengine.gradients.ddp.bucket_norms import PHASE, ReadNorms
 from pyengine.gradients.ddp.hook import Launched
 from pyengine.gradients.ddp.private import zero_buckets
 from pyengine.gradients.exact_sums import Terms, exact_over_ranks
-from pyengine.gradients.norms import SlotNorms
+from pyengine.gradients.norms import ReducedNorms
 from pyengine.gradients.slots import Saved, saved_flags, slot_gradient, slots_of
 from pyengine.gradients.sums import Fp32Sum
 from pyengine.ops.device import runs_ahead
@@ -183,7 +183,7 @@ class GradSums(Accumulator):
         self._index = {param: index for index, param in enumerate(params)}
         self._device = params[0].device
         self._one = torch.ones((), dtype=torch.float32, device=self._device)
-        self._norms: dict[tuple[int, ...], SlotNorms] = {}
+        self._norms: dict[tuple[int, ...], ReducedNorms] = {}
         self.begin()
 
     def begin(self) -> None:
@@ -237,6 +237,8 @@ class GradSums(Accumulator):
         slots = tuple(self._index[param] for param in params)
         if slots not in self._norms:
             plan = packed([param.numel() for param in params])
-            self._norms[slots] = SlotNorms(plan, slots, self._device)
+            self._norms[slots] = ReducedNorms([(plan, slots)], self._device)
         norms = self._norms[slots]
-        flags.index_copy_(0, norms.params, norms.flags(grads, self._one))
+        norms.begin()
+        norms.read(0, grads, None, self._one)
+        norms.copy_flags_to(flags)

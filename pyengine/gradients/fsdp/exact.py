@@ -20,7 +20,7 @@ from pyengine.gradients.bucket import Bucket, aligned
 from pyengine.gradients.exact_sums import Terms, exact_over_ranks
 from pyengine.gradients.fsdp.places import is_first_on_mesh, shard_of
 from pyengine.gradients.fsdp.reducer import Managed, ShardedReducer
-from pyengine.gradients.norms import SlotNorms
+from pyengine.gradients.norms import ReducedNorms
 from pyengine.gradients.slots import Saved, as_gradient, slots_of
 from pyengine.ops.device import send
 from pyengine.ops.exact_reference import BLOCK
@@ -42,7 +42,6 @@ class UnitBucket(Bucket):
         self._exact = exact_over_ranks(plan, terms=terms, device=device, comm=comm)
         super().__init__(params, indices, plan, self._exact)
         self._one = torch.ones((), dtype=torch.float32, device=device)
-        self._norms = SlotNorms(plan, self.indices, device)
         flat = self._exact.rounded
         if params[0].dtype != torch.float32:
             flat = torch.empty(flat.numel(), dtype=params[0].dtype, device=device)
@@ -57,9 +56,9 @@ class UnitBucket(Bucket):
             self.deposit([None] * len(self.params))
         return self._exact.rounds(poison=poison)
 
-    def publish(self, scale: Tensor | None, final: FinalPass) -> None:
+    def publish(self, scale: Tensor | None, norms: ReducedNorms, place: int) -> None:
         """Read the norms of the rounded sums, times `scale`; set `.grad` to shards, in this memory."""
-        self._norms.read(self._rounded, self._slots, self._one if scale is None else scale, final)
+        norms.read(place, self._rounded, self._slots, self._one if scale is None else scale)
         for param, slot in zip(self.params, self._slots, strict=True):
             param.grad = as_gradient(shard_of(slot.view(param.shape), param), param)
 
@@ -75,6 +74,8 @@ class ExactFSDPReducer(ShardedReducer):
             for unit in managed.units
             if any(param.requires_grad for param in unit.params)
         ]
+        plans = [(bucket.plan, bucket.indices) for bucket in self._buckets]
+        self._norms = ReducedNorms(plans, self.params[0].device)
         self.held_bytes = sum(bucket.num_bytes for bucket in self._buckets)
         self._reports_norm = send(
             [is_first_on_mesh(param) for param in self.params], torch.bool, self.params[0].device
@@ -111,9 +112,11 @@ class ExactFSDPReducer(ShardedReducer):
         for unit in self.units:
             unit.module.reshard()  # reentrant checkpoints may have unsharded it again
         scale = self._divisor.after_wire()
-        for bucket, work in zip(self._buckets, self._works, strict=True):
+        self._norms.begin()
+        for place, (bucket, work) in enumerate(zip(self._buckets, self._works, strict=True)):
             work.wait()
-            bucket.publish(scale, final)
+            bucket.publish(scale, self._norms, place)
+        self._norms.copy_to(final)
         self._used_flags.drop_unused(self.params)
         # Every rank has the norm of the unsharded sums; the first rank of each mesh reports it.
         final.sumsq = torch.where(self._reports_norm, final.sumsq, 0.0)
