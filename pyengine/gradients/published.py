@@ -125,10 +125,11 @@ class Published:
         copies: list[Tensor | None] = []
         for param, grad in zip(params, local_grads(params), strict=True):
             if grad is not None and (keeps_elements_elsewhere(grad) or grad.numel() != local(param).numel()):
+                name = self._names[self._index[id(param)]]
                 raise ValueError(
-                    f"set the .grad of {self._names[self._index[id(param)]]!r} to a plain tensor of {local(param).numel()} "
-                    f"elements before its norm is computed: it is a {type(param.grad).__name__} of "
-                    f"{grad.numel()} on this rank"
+                    f"set the .grad of {name!r} to a plain tensor of {local(param).numel()} elements before "
+                    f"its norm is computed: it is a {type(param.grad).__name__} of {grad.numel()} on this "
+                    "rank"
                 )
             wide = None if grad is None else dense(grad).to(self._device, torch.float32)
             copies.append(None if wide is None else wide.clone(memory_format=torch.contiguous_format))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import atexit
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from contextlib import suppress
 from typing import Any
 from weakref import WeakSet
 
@@ -51,29 +51,6 @@ class Callbacks:
             time.sleep(1e-4)
 
 
-@dataclass
-class _UnderWay:
-    """A launched bucket, and the function that returns its buffer."""
-
-    index: int
-    work: Staged
-    finish: Callable[[], Tensor]
-    ends: Future[Any] = field(default_factory=Future)
-
-    def __post_init__(self) -> None:
-        # DDP reads the value of a future. An exception set as the value would be a value to DDP; an exception
-        # raised in a callback is an error.
-        self.future = self.ends.then(lambda _: self.finish())
-
-    def start_later(self) -> None:
-        """Launch the next collective, if any; the future reports its error."""
-        try:
-            if self.work.rounds_left:
-                self.work.step()
-        except Exception:  # noqa: BLE001 - the work raises it again
-            return
-
-
 class StagedBuckets:
     """The buckets of one backward whose reduction needs several collectives.
 
@@ -82,7 +59,8 @@ class StagedBuckets:
     """
 
     def __init__(self) -> None:
-        self._under_way: list[_UnderWay] = []
+        # Of each launched bucket its number, its reduction, and what to complete when all are launched.
+        self._under_way: list[tuple[int, Staged, Future[Any]]] = []
         self._repeated: int | None = None  # number of the last bucket, if an earlier bucket had the same
 
     def add(self, bucket: Any, work: Staged, finish: Callable[[], Tensor]) -> Future[Tensor]:
@@ -93,20 +71,26 @@ class StagedBuckets:
         """
         index = bucket.index()
         # In the first backward of static_graph every bucket has number 0, and none is marked as the last.
-        repeats = index == self._repeated or any(other.index >= index for other in self._under_way)
+        repeats = index == self._repeated or any(other >= index for other, *_ in self._under_way)
         self._repeated = index if repeats else None
-        new = _UnderWay(index, work, finish)
+        ends: Future[Any] = Future()
+        # DDP reads the value of a future. An exception set as the value would be a value to DDP; an exception
+        # raised in a callback is an error.
+        future = ends.then(lambda _: finish())
         self._start_later()
-        self._under_way.append(new)
+        self._under_way.append((index, work, ends))
         if bucket.is_last() or repeats:
-            for _ in range(max(each.work.rounds_left for each in self._under_way)):
+            for _ in range(max(work.rounds_left for _, work, _ in self._under_way)):
                 self._start_later()
             under_way, self._under_way = self._under_way, []
-            for each in under_way:
-                each.ends.set_result(None)  # waiting for its future raises the error of a collective
-        return new.future
+            for *_, ends in under_way:
+                ends.set_result(None)  # waiting for its future raises the error of a collective
+        return future
 
     def _start_later(self) -> None:
+        """Launch the next collective of every bucket."""
         # The last bucket comes first: its collective runs while the CPU adds up the earlier buckets.
-        for each in reversed(self._under_way):
-            each.start_later()
+        for _, work, _ in reversed(self._under_way):
+            with suppress(Exception):  # the work raises it again when `finish` waits for it
+                if work.rounds_left:
+                    work.step()

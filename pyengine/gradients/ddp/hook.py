@@ -6,9 +6,9 @@ bucket to the window's `Reduction`. No string annotations here: DDP inspects the
 
 import itertools
 import warnings
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -26,6 +26,7 @@ from pyengine.ops.device import runs_ahead
 from pyengine.ops.plan import BucketPlan
 from pyengine.ops.pointers import DTYPE_CODES
 from pyengine.ops.trace import span
+from pyengine.window.divisor import Divisor
 from pyengine.wire import FP32, Wire
 from pyengine.wire.bucket_wire import WireMemory
 from pyengine.wire.memory import Place
@@ -38,20 +39,15 @@ Launched = tuple[Work, WriteBack]
 
 
 class WireBuffer:
-    """Memory of the wire's type for a bucket, whose own buffer is not kept."""
+    """The wire of a bucket, and memory of the wire's type where the bucket's own buffer is not sent."""
 
-    def __init__(self, flat: Tensor, wire: Wire, params: Sequence[Tensor]) -> None:
+    def __init__(self, flat: Tensor, wire: Wire, params: Sequence[Tensor], comm: Comm) -> None:
         self.numel, self.wire = flat.numel(), wire
         self.params = {id(param) for param in params}
         self.plan = BucketPlan([0], [self.numel])  # the buffer, as one slot
         self.one = torch.ones((), dtype=torch.float32, device=flat.device)
-        self._flat: Tensor | None = None
-
-    def flat(self, comm: Comm) -> Tensor:
-        """Return the memory, `[numel]`, which the first `comm` that asks allocates."""
-        if self._flat is None:
-            self._flat = comm.allocate(self.numel, self.wire.dtype, self.one.device)
-        return self._flat
+        is_copied = wire.folds_count or wire.dtype != flat.dtype
+        self.sent = comm.allocate(self.numel, wire.dtype, flat.device) if is_copied else None
 
 
 class HookState:
@@ -140,7 +136,7 @@ class HookState:
         """Use an engine's transport, over the same ranks, for buckets on a device."""
         self._comms[device] = comm
 
-    def wire_buffer(self, bucket: dist.GradBucket) -> WireBuffer:
+    def wire_buffer(self, bucket: dist.GradBucket, comm: Comm) -> WireBuffer:
         """Return the wire buffer of a bucket, a new one when DDP has rebuilt its buckets."""
         # By parameter. DDP numbers the buckets of every model from 0, and in the first backward of
         # static_graph every bucket has number 0.
@@ -152,7 +148,7 @@ class HookState:
             is_last = bucket.is_last()
             # It has the parameters' residuals from other buckets.
             wire = self.memory.wire_for(self.wire, places, flat.numel(), flat.device, is_last=is_last)
-            buffer = WireBuffer(flat, wire, params)
+            buffer = WireBuffer(flat, wire, params, comm)
             others = {key: old for key, old in self._wire_buffers.items() if not old.params & buffer.params}
             self._wire_buffers = others | {id(params[0]): buffer}
         return buffer
@@ -203,30 +199,22 @@ def comm_hook(state: HookState | dist.ProcessGroup | None, bucket: dist.GradBuck
     if not isinstance(state, HookState):
         state = HookState(state)
     if isinstance(bucket, tuple):
-        future = _Mean(state, _SingleGradient(*bucket)).start()
+        future = _Mean(state, _as_bucket(*bucket)).start()
         future.wait()
         return future
     return _Mean(state, bucket).start() if state.reduce is None else state.reduce(bucket)
 
 
-class BucketSum(ABC):
+class BucketSum:
     """The sum of one of DDP's buckets over ranks, and the passes over the bucket before and after it."""
 
     # Reads the result, in the pass that writes it back; None reads none.
     norms: ReadNorms | None = None
 
-    def __init__(self, state: HookState, bucket: Any) -> None:
-        self.state, self.bucket = state, bucket
+    def __init__(self, state: HookState, bucket: Any, divisor: Divisor) -> None:
+        self.state, self.bucket, self.divisor = state, bucket, divisor
         # Exceptions of failed collectives, for callers that do not wait for the future.
         self.failures: list[BaseException] = []
-
-    @abstractmethod
-    def before_wire(self, one: Tensor) -> Tensor | None:
-        """Return the factor before the wire, 0-dim; `one` has the dtype of the pass. None for 1."""
-
-    @abstractmethod
-    def after_wire(self, one: Tensor) -> Tensor | None:
-        """Return the factor after the wire, as `before_wire`."""
 
     def fill(self, sent: Tensor, scale: Tensor) -> bool:
         """Write the bucket times `scale`, float32 0-dim, into `sent`, `[numel]` in the wire's type.
@@ -285,11 +273,11 @@ class BucketSum(ABC):
         flat: Tensor = self.bucket.buffer()
         if flat.dtype not in DTYPE_CODES:
             return self._launch_wide(comm)
-        buffer, norms = self.state.wire_buffer(self.bucket), self.norms
+        buffer, norms = self.state.wire_buffer(self.bucket, comm), self.norms
         wire = buffer.wire
-        into, out_of = self.before_wire(buffer.one), self.after_wire(buffer.one)
-        is_copied = wire.folds_count or wire.dtype != flat.dtype
-        sent = buffer.flat(comm) if is_copied else flat
+        into, out_of = self.divisor.before_wire(), self.divisor.after_wire()
+        sent = flat if buffer.sent is None else buffer.sent
+        is_copied = sent is not flat
         scale = buffer.one if into is None else into
         if not self.fill(sent, scale) and is_copied:
             buffer.plan.pack_(sent, [flat], scale)
@@ -308,12 +296,12 @@ class BucketSum(ABC):
     def _launch_wide(self, comm: Comm) -> Launched:
         """Launch the sum of float64 gradients, sent as they are unless the wire encodes them."""
         flat: Tensor = self.bucket.buffer()
-        one = torch.ones((), dtype=flat.dtype, device=flat.device)
-        into, out_of = self.before_wire(one), self.after_wire(one)
+        into, out_of = self.divisor.before_wire(), self.divisor.after_wire()
         if into is None and not self.state.wire.is_encoded:
             return comm.all_reduce(flat), lambda: flat if out_of is None else flat.mul_(out_of)
-        buffer = self.state.wire_buffer(self.bucket)
-        sent = buffer.flat(comm).copy_(flat if into is None else flat * into)
+        buffer = self.state.wire_buffer(self.bucket, comm)
+        assert buffer.sent is not None  # no wire is of this type
+        sent = buffer.sent.copy_(flat if into is None else flat * into)
 
         def write_back() -> Tensor:
             flat.copy_(sent)
@@ -325,11 +313,13 @@ class BucketSum(ABC):
 class _Mean(BucketSum):
     """The mean over ranks, as DDP's."""
 
-    def before_wire(self, one: Tensor) -> Tensor | None:
-        return one / dist.get_world_size(self.state.group) if self.state.wire.folds_count else None
-
-    def after_wire(self, one: Tensor) -> Tensor | None:
-        return None if self.state.wire.folds_count else one / dist.get_world_size(self.state.group)
+    def __init__(self, state: HookState, bucket: Any) -> None:
+        flat: Tensor = bucket.buffer()
+        # The core multiplies by float32 scalars; other dtypes do not pass through it.
+        dtype = torch.float32 if flat.dtype in DTYPE_CODES else flat.dtype
+        part = 1 / dist.get_world_size(state.group)
+        divisor = Divisor(lambda: torch.full((), part, dtype=dtype, device=flat.device), state.wire)
+        super().__init__(state, bucket, divisor)
 
     def launch(self, comm: Comm) -> Launched:
         work, write_back = super().launch(comm)
@@ -358,23 +348,14 @@ def completed(flat: Tensor) -> Future[torch.Tensor]:
     return future
 
 
-class _SingleGradient:
-    """A gradient that torch.compile's python_reducer passes to the hook, as a bucket."""
-
-    def __init__(self, grad: Tensor, param: Tensor) -> None:
-        self._grad, self._param = grad, param
-
-    def buffer(self) -> Tensor:
-        return self._grad.view(-1)
-
-    def index(self) -> int:
-        return id(self._param)
-
-    def is_last(self) -> bool:
-        return True
-
-    def parameters(self) -> Sequence[Tensor]:
-        return [self._param]
+def _as_bucket(grad: Tensor, param: Tensor) -> Any:
+    """Return a gradient that torch.compile's python_reducer passes to the hook, as a bucket."""
+    return SimpleNamespace(
+        buffer=lambda: grad.view(-1),
+        index=lambda: id(param),
+        is_last=lambda: True,
+        parameters=lambda: [param],
+    )
 
 
 def _checked(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:

@@ -127,15 +127,9 @@ class _SumInWindow(BucketSum):
 
     def __init__(self, reduction: Reduction, bucket: Any) -> None:
         owner = reduction.owner
-        super().__init__(owner.state, bucket)
+        super().__init__(owner.state, bucket, reduction.divisor)
         self.failures, self._reduction, self._owner = reduction.failures, reduction, owner
         self._total = None if owner.ddp_buckets is None else owner.ddp_buckets.of(bucket)
-
-    def before_wire(self, one: Tensor) -> Tensor | None:
-        return self._reduction.divisor.before_wire()
-
-    def after_wire(self, one: Tensor) -> Tensor | None:
-        return self._reduction.divisor.after_wire()
 
     def fill(self, sent: Tensor, scale: Tensor) -> bool:
         if self._reduction.poison:
@@ -154,8 +148,8 @@ class _SumInWindow(BucketSum):
         _log.debug("launch DDP's bucket %d%s", bucket.index(), ", with nan" if reduction.poison else "")
         self.norms = self._owner.norms.of(bucket)
         if isinstance(total, ExactDDPBucket):
-            divisor, poison = reduction.divisor, reduction.poison
-            launched = total.launch(bucket.buffer(), divisor.after_wire, self.norms, poison=poison)
+            poison, after = reduction.poison, self.divisor.after_wire
+            launched = total.launch(bucket.buffer(), after, self.norms, poison=poison)
         else:
             launched = super().launch(comm)
         if bucket.is_last() and not comm.is_stream_ordered:
