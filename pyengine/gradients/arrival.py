@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor
@@ -65,13 +65,9 @@ class Watch:
             self._hook = param.register_post_accumulate_grad_hook(lambda _: self._move())
 
 
-def watching(watches: Sequence[Watch]) -> AbstractContextManager[None]:
-    """Watch during the body, which is a backward."""
-    return _watching(watches) if watches else nullcontext()
-
-
 @contextmanager
-def _watching(watches: Sequence[Watch]) -> Iterator[None]:
+def watching(watches: Sequence[Watch]) -> Iterator[None]:
+    """Watch during the body, which is a backward."""
     try:
         for watch in watches:
             watch.start()

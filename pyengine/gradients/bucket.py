@@ -21,7 +21,7 @@ from torch.nn import Parameter
 from pyengine.gradients.arrival import Watch
 from pyengine.gradients.layout import ALIGN_ELEMENTS
 from pyengine.gradients.local_part import grad_version
-from pyengine.gradients.slots import Saved, load_slot_state, saved_flags, slot_gradient
+from pyengine.gradients.slots import Saved, load_slot_state, saved_flags, saved_sums, slot_gradient
 from pyengine.gradients.sums import Sum
 from pyengine.ops.device import runs_ahead
 from pyengine.ops.plan import BucketPlan
@@ -179,13 +179,8 @@ class Bucket(Accumulator):
         return self.total.slot_state(self.plan.offsets[slot], self.plan.numels[slot])
 
     def save(self, names: Sequence[str]) -> Saved:
-        columns = torch.stack(self.flagged, 1).unbind() if self.flagged else ()
-        flags = [{"nonfinite": column} for column in columns] or [{}] * len(names)
-        return {
-            name: {part: tensor.clone() for part, tensor in {**self.slot_state(slot), **flags[slot]}.items()}
-            for slot, name in enumerate(names)
-            if self.used[slot]
-        }
+        sums = {slot: self.slot_state(slot) for slot, is_used in enumerate(self.used) if is_used}
+        return saved_sums(sums, self.flagged, names)
 
     def load(self, saved: Saved, names: Sequence[str], *, done: int) -> None:
         self.resume()

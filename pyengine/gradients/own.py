@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 
@@ -488,12 +488,12 @@ class BucketReducer(Reducer):
                 "(A rank on which this did not happen may have stepped; the next window reports it)"
             )
 
-    def _record_arrivals_once(self) -> AbstractContextManager[None]:
-        """Record the arrivals of this rank's first backward."""
-        return self._record_arrivals() if self._arrivals is None else nullcontext()
-
     @contextmanager
-    def _record_arrivals(self) -> Iterator[None]:
+    def _record_arrivals_once(self) -> Iterator[None]:
+        """Record the arrivals of this rank's first backward."""
+        if self._arrivals is not None:
+            yield
+            return
         arrivals = Arrivals({index: self.params[index] for index in backward_order(self._specs)})
         with arrivals.recorded():
             yield

@@ -65,6 +65,18 @@ def load_slot_state(parts: Mapping[str, Tensor], kept: Mapping[str, Tensor] | No
         part.zero_() if kept is None else part.copy_(kept[name])
 
 
+def saved_sums(
+    sums: Mapping[int, Mapping[str, Tensor]], flagged: Sequence[Tensor], names: Sequence[str]
+) -> Saved:
+    """Return copies of sums, which `sums` has by slot, with the flags of the micro-batches, if any."""
+    columns = torch.stack(flagged, 1).unbind() if flagged else ()
+    return {
+        names[slot]: {part: tensor.clone() for part, tensor in parts.items()}
+        | ({"nonfinite": columns[slot].clone()} if columns else {})
+        for slot, parts in sums.items()
+    }
+
+
 def saved_flags(saved: Saved, names: Sequence[str], done: int, device: torch.device) -> Tensor:
     """Return the saved flags of the finished micro-batches, uint8 `[done, len(names)]`."""
     rows = torch.zeros(done, len(names), dtype=torch.uint8, device=device)

@@ -20,7 +20,7 @@ from pyengine.comm.base import Comm, Work
 from pyengine.gradients.base import Reducer
 from pyengine.gradients.layout import ParamSpec, backward_order, build
 from pyengine.gradients.settings import Settings, sum_dtype
-from pyengine.gradients.slots import Saved, saved_flags
+from pyengine.gradients.slots import Saved, saved_flags, saved_sums
 from pyengine.ops.device import HOST, flush, is_lazy, send
 from pyengine.step.rollback import RollbackStepper
 from pyengine.step.stepper import Stepper
@@ -161,15 +161,8 @@ class XlaReducer(Reducer):
 
     @torch.no_grad()
     def save(self) -> Saved:
-        saved = {
-            self.names[index]: {"sum": total.reshape(-1).clone()}
-            for index, total in self._sums.items()
-            if self._used[index]
-        }
-        if self._watched:
-            flags = torch.stack(self._watched)
-            for index in filter(self._used.__getitem__, self._order):
-                saved[self.names[index]]["nonfinite"] = flags[:, index].clone()
+        sums = {i: {"sum": total.reshape(-1)} for i, total in self._sums.items() if self._used[i]}
+        saved = saved_sums(sums, self._watched, self.names)
         flush(self._device)
         return saved
 

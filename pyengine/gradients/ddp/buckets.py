@@ -22,7 +22,7 @@ from pyengine.gradients.ddp.hook import Launched
 from pyengine.gradients.ddp.private import zero_buckets
 from pyengine.gradients.exact_sums import Terms, exact_over_ranks
 from pyengine.gradients.norms import ReducedNorms
-from pyengine.gradients.slots import Saved, saved_flags, slot_gradient, slots_of
+from pyengine.gradients.slots import Saved, saved_flags, saved_sums, slot_gradient, slots_of
 from pyengine.gradients.sums import Fp32Sum
 from pyengine.ops.device import runs_ahead
 from pyengine.ops.exact_reference import BLOCK
@@ -212,14 +212,9 @@ class GradSums(Accumulator):
         return lambda slot: flagged_in(rows, slot)[:1] if is_watching else None
 
     def save(self, names: Sequence[str]) -> Saved:
-        saved: Saved = {}
-        for slot, (name, param) in enumerate(zip(names, self.params, strict=True)):
-            grad = slot_gradient(param)
-            if grad is not None:
-                saved[name] = {"sum": grad.clone().reshape(-1)}
-                if self._is_watching and self.flagged:
-                    saved[name]["nonfinite"] = torch.stack(self.flagged)[:, slot]
-        return saved
+        grads = enumerate(map(slot_gradient, self.params))
+        sums = {slot: {"sum": grad.reshape(-1)} for slot, grad in grads if grad is not None}
+        return saved_sums(sums, self.flagged, names)
 
     def load(self, saved: Saved, names: Sequence[str], *, done: int) -> None:
         self.flagged = [*saved_flags(saved, names, done, self._device)] if self._is_watching else []

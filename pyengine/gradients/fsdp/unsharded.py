@@ -17,7 +17,7 @@ from pyengine.gradients.fsdp.private import compute_dtype, reduce_dtype
 from pyengine.gradients.fsdp.units import Unit
 from pyengine.gradients.local_part import in_placements
 from pyengine.gradients.settings import Settings
-from pyengine.gradients.slots import Saved, as_gradient, local, saved_flags
+from pyengine.gradients.slots import Saved, as_gradient, local, saved_flags, saved_sums
 from pyengine.window.nonfinite import flagged_in
 
 
@@ -186,15 +186,9 @@ class Unsharded:
     def save(self, names: Sequence[str]) -> Saved:
         """See `Reducer.save`."""
         grads = {index: param.grad for index, param in self._found.items() if param.grad is not None}
-        saved: Saved = {}
-        for index, total in {**self._sums, **grads}.items():
-            if self.used[index]:
-                saved[names[index]] = {"sum": local(total).reshape(-1).clone()}
-                if self._watches:
-                    none = torch.zeros(0, dtype=torch.uint8, device=self._device)
-                    flags = [none, *(row[index : index + 1] for row in self._rows)]
-                    saved[names[index]]["nonfinite"] = torch.cat(flags)
-        return saved
+        totals = {**self._sums, **grads}.items()
+        sums = {index: {"sum": local(total).reshape(-1)} for index, total in totals if self.used[index]}
+        return saved_sums(sums, self._rows, names)
 
     def sum_forms(self, names: Sequence[str]) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
         """Return dtype and shape of the sums that `save` may return, by name."""
