@@ -80,9 +80,9 @@ class OwnBucket(Bucket):
         if [grad.data_ptr() for grad in self._grads] != self._addresses:
             self.bind()
         super().begin()
-        # Marks of the gradients when the last backward had completed the bucket.
-        self._sealed: list[Mark] | None = None
-        self._late: list[int] = []
+        # Marks of the gradients when the last backward had completed the bucket; of none after `send`.
+        self._sealed: list[Mark] = []
+        self._late: list[int] = []  # slots that had changed by then when `send` began
 
     def clear_main_grad_flags(self) -> None:
         """Clear the layers' `main_grad` flags, but remember that layers write `main_grad`."""
@@ -105,9 +105,7 @@ class OwnBucket(Bucket):
 
     def late(self) -> list[int]:
         """Return the slots that the last backward has written to after `seal`."""
-        if self._sealed is None:
-            return self._late + [slot for slot, param in enumerate(self.params) if param.grad is not None]
-        return self._changed()
+        return self._late + self._changed()
 
     @abstractmethod
     def send(self, inv_count: Tensor | None, comm: Comm, *, poison: bool) -> Work:
@@ -145,11 +143,10 @@ class OwnBucket(Bucket):
 
     def _unseal(self) -> None:
         """Record which gradients have changed since `seal`, before they leave `.grad`."""
-        self._late, self._sealed = self._changed(), None
+        if self._sealed:
+            self._late, self._sealed = self._changed(), [None] * len(self.params)
 
     def _changed(self) -> list[int]:
-        if self._sealed is None:
-            return self._late
         marks = zip(grad_marks(self.params), self._sealed, strict=True)
         return [slot for slot, (now, then) in enumerate(marks) if now != then]
 
@@ -294,17 +291,17 @@ class InPlaceBucket(OwnBucket):
         self._is_first = True
         self._first_row_of_sum = 0  # every row describes the sum so far
         # Versions of the views: at the start of the window or when the views were made; when the sum was
-        # looked at last; before the last backward; when the last backward had completed the bucket.
+        # looked at last, which is before the last backward, and when that has completed the bucket.
         self._begun = self._versions()
         self._stored = list(self._begun)
-        self._versions_armed: list[int] = []
-        self._versions_sealed: list[int] | None = None
+        self._is_sealed = False
         if self.has_fused:
             self._flat.zero_()  # a layer that adds to main_grad reads the sum
             self._is_stale = False
 
     def watches(self) -> list[Watch]:
-        self._store_earlier()
+        if self._is_first:
+            self.arm()
         return super().watches() if self._is_first else []  # later on autograd adds in place
 
     def collect(self) -> None:
@@ -317,34 +314,31 @@ class InPlaceBucket(OwnBucket):
             self._stored = self._versions()
 
     def arm(self) -> None:
-        self._store_earlier()
-        if not self._is_first:
+        """Store the gradients of earlier backwards, if any."""
+        if not self._is_first or any(param.grad is not None for param in self.params):
             self._store_all()
-            self._versions_armed = self._versions()
 
     def has_arrived(self, slot: int) -> bool:
         if self._is_first:
             return self.params[slot].grad is not None
-        return self._grads[slot]._version != self._versions_armed[slot]
+        return self._grads[slot]._version != self._stored[slot]
 
     def seal(self) -> None:
         """Store every gradient in the sum; record the slots' versions."""
         self._store()
-        self._versions_sealed = self._stored
+        self._is_sealed = True
 
     def late(self) -> list[int]:
-        assert self._versions_sealed is not None
-        slots = enumerate(zip(self.params, self._grads, self._versions_sealed, strict=True))
+        slots = enumerate(zip(self.params, self._grads, self._stored, strict=True))
         return [
             slot for slot, (param, grad, then) in slots if param.grad is not grad or grad._version != then
         ]
 
     def send(self, inv_count: Tensor | None, comm: Comm, *, poison: bool) -> Work:
-        if self._versions_sealed is None:
+        if not self._is_sealed:
             self._store_all()
-            self._versions_sealed = self._stored
         self._record_nonfinite()
-        self._note_used(self._versions_sealed)
+        self._note_used()
         if not self._is_in_place:
             self.plan.pack_(self._wire, self._slots, self.one if inv_count is None else inv_count)
         scale = None if self._is_in_place else inv_count
@@ -359,7 +353,7 @@ class InPlaceBucket(OwnBucket):
 
     def save(self, names: Sequence[str]) -> Saved:
         self._store_all()
-        self._note_used(self._versions())
+        self._note_used()
         return super().save(names)
 
     def load(self, saved: Saved, names: Sequence[str], *, done: int) -> None:
@@ -375,11 +369,10 @@ class InPlaceBucket(OwnBucket):
     def _versions(self) -> list[int]:
         return [grad._version for grad in self._grads]
 
-    def _note_used(self, versions: Sequence[int]) -> None:
+    def _note_used(self) -> None:
         """Mark the slots that autograd has added to as used."""
-        self.used = [
-            used or begun != now for used, begun, now in zip(self.used, self._begun, versions, strict=True)
-        ]
+        slots = zip(self.used, self._begun, self._stored, strict=True)
+        self.used = [used or begun != now for used, begun, now in slots]
 
     def _record_nonfinite(self) -> None:
         """Record which slots are not finite, if they are checked."""
@@ -393,11 +386,6 @@ class InPlaceBucket(OwnBucket):
         if not self._is_first:
             self._rebind_moved()
         self._store()
-
-    def _store_earlier(self) -> None:
-        """Store gradients of earlier backwards of the window's first micro-batch."""
-        if self._is_first and [param for param in self.params if param.grad is not None]:
-            self._store()
 
     def _store(self) -> None:
         """Store every gradient in the sum; `.grad` views the sum."""
@@ -456,8 +444,8 @@ class InPlaceBucket(OwnBucket):
         """Make new views of slots that a cast or move has copied."""
         if [grad.data_ptr() for grad in self._grads] == self._addresses:
             return
-        moved = list(self._grads)
-        self._note_used(self._versions())
+        moved, self._stored = list(self._grads), self._versions()
+        self._note_used()
         self.bind()
         for index, (old, view) in enumerate(zip(moved, self._grads, strict=True)):
             if old.data_ptr() == self._addresses[index] and self.params[index].grad is old:
