@@ -219,15 +219,9 @@ def _attach_sharded(model: nn.Module, settings: Settings, deferral: Deferral) ->
     def reducer(specs: list[ParamSpec], terms: Terms) -> FSDPReducer | ExactFSDPReducer:
         del specs
         counted = ranks.counted(units)
-        managed = Managed(
-            model,
-            named,
-            units,
-            choose(units, deferral),
-            [counted[id(param)] for _, param in named],
-            comm,
-            settings,
-        )
+        choose(units, deferral)
+        shares = [counted[id(param)] for _, param in named]
+        managed = Managed(model, named, units, shares, comm, settings)
         if settings.kind == "exact":
             return ExactFSDPReducer(managed, terms=terms)
         return FSDPReducer(managed)

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Real
 
 import torch
-from torch.nn import Parameter
 
-from pyengine.gradients.fsdp.places import whole_shape
 from pyengine.gradients.fsdp.private import compute_dtype, reduce_dtype
-from pyengine.gradients.fsdp.units import Unit
+from pyengine.gradients.fsdp.units import Choice, Unit
 from pyengine.gradients.settings import Settings
 
 # What a mode launches in each micro-batch; see [Note: order of collectives in a window] in engine/engine.py.
@@ -32,29 +29,20 @@ class Deferral:
         return f"defer={given!r}, defer_budget_mb={self.budget_mb}"
 
 
-@dataclass(frozen=True)
-class Choice:
-    """How one unit communicates in a window."""
+def choose(units: Sequence[Unit], deferral: Deferral) -> None:
+    """Choose for every unit how it communicates, its `choice`.
 
-    # "all": gradients are reduced in the last micro-batch only, and held unsharded until then. "outer":
-    # reduce-scattered in every micro-batch, and all-reduced over replicas in the last. "none": reduced in
-    # every micro-batch.
-    mode: str
-    keeps: bool  # parameters stay unsharded from the window's first forward to its last backward
-    held_bytes: int  # that a rank holds for that
-
-
-def choose(units: Sequence[Unit], deferral: Deferral) -> list[Choice]:
-    """Choose for every unit how it communicates.
-
-    Called after `problems_of_deferral` has found nothing. Within a budget, unsharded parameters come before
+    Within a budget, unsharded parameters come before
     sums: over a window of A micro-batches they save 2A - 1 all-gathers, sums A - 1 reductions, for the same
     bytes an element. The saving per byte is equal for all units, so start with units whose communication
     overlaps least: the first ones. The first forward waits for their all-gather, and their gradients are
     complete at the end of the backward.
     """
     if deferral.budget_mb is None:
-        return [_choice(unit, _mode(unit, deferral.defer), keeps=False) for unit in units]
+        for unit in units:
+            defer = deferral.defer
+            unit.choice = _choice(unit, defer if isinstance(defer, str) else defer.get(unit.name, "all"))
+        return
     left = deferral.budget_mb * 2**20
     keeps, defers = set(), set()
     for unit in units:
@@ -65,8 +53,9 @@ def choose(units: Sequence[Unit], deferral: Deferral) -> list[Choice]:
         if _sum_bytes(unit) <= left:
             defers.add(unit)
             left -= _sum_bytes(unit)
-    least = {unit: "outer" if unit.has_replicas_of_shards else "none" for unit in units}
-    return [_choice(unit, "all" if unit in defers else least[unit], keeps=unit in keeps) for unit in units]
+    for unit in units:
+        least = "outer" if unit.has_replicas_of_shards else "none"
+        unit.choice = _choice(unit, "all" if unit in defers else least, keeps=unit in keeps)
 
 
 def problems_of_deferral(units: Sequence[Unit], deferral: Deferral, settings: Settings) -> list[str]:
@@ -87,12 +76,13 @@ def problems_of_deferral(units: Sequence[Unit], deferral: Deferral, settings: Se
     unknown = [name for name in modes if name not in known]
     if unknown:
         return [f"defer has {unknown[0]!r}, which is no unit of the model: need one of {list(known)}"]
-    pairs = zip(units, choose(units, deferral), strict=True)
-    return [text for unit, choice in pairs for text in _choice_problems(unit, choice, settings)]
+    choose(units, deferral)
+    return [text for unit in units for text in _choice_problems(unit, settings)]
 
 
-def _choice_problems(unit: Unit, choice: Choice, settings: Settings) -> Iterator[str]:
+def _choice_problems(unit: Unit, settings: Settings) -> Iterator[str]:
     """Yield the reasons why a unit cannot communicate as chosen."""
+    choice = unit.choice
     if choice.mode == "outer" and not unit.has_replicas_of_shards:
         yield (
             f"defer='outer' for unit {unit.name!r}, which has no replicas of shards (a mesh of two "
@@ -125,24 +115,16 @@ def _choice_problems(unit: Unit, choice: Choice, settings: Settings) -> Iterator
         )
 
 
-def _mode(unit: Unit, defer: Defer) -> str:
-    return defer if isinstance(defer, str) else defer.get(unit.name, "all")
-
-
-def _choice(unit: Unit, mode: str, *, keeps: bool) -> Choice:
+def _choice(unit: Unit, mode: str, *, keeps: bool = False) -> Choice:
     held = _sum_bytes(unit) if mode == "all" else 0
     return Choice(mode, keeps, held + (_gathered_bytes(unit) if keeps else 0))
 
 
-def _whole_numel(unit: Unit, param: Parameter) -> int:
-    return math.prod(whole_shape(param, unit.data_ndim))
-
-
 def _gathered_bytes(unit: Unit) -> int:
-    return sum(_whole_numel(unit, p) * compute_dtype(unit.module, p).itemsize for p in unit.params)
+    return sum(unit.whole_numel(p) * compute_dtype(unit.module, p).itemsize for p in unit.params)
 
 
 def _sum_bytes(unit: Unit) -> int:
     dtype = reduce_dtype(unit.module)
-    trained = sum(_whole_numel(unit, p) for p in unit.params if p.requires_grad)
+    trained = sum(unit.whole_numel(p) for p in unit.params if p.requires_grad)
     return 0 if dtype is None else trained * dtype.itemsize

@@ -22,7 +22,6 @@ from torch.nn import Parameter
 from pyengine.comm.base import Comm
 from pyengine.gradients.arrival import graph_leaves
 from pyengine.gradients.base import Reducer, Residuals
-from pyengine.gradients.fsdp.deferral import Choice
 from pyengine.gradients.fsdp.private import has_run, reduce_dtype, reset_iter_state
 from pyengine.gradients.fsdp.replay import Replay, copy_buffers
 from pyengine.gradients.fsdp.traffic import ShardWire
@@ -55,7 +54,6 @@ class Managed:
     model: nn.Module  # the outermost unit
     named: Sequence[tuple[str, Parameter]]  # its managed parameters, sharded, in registration order
     units: Sequence[Unit]
-    choices: Sequence[Choice]  # by unit, when it communicates
     counted: Sequence[bool]  # by parameter, whether this rank counts its local tensor in the norm
     comm: Comm  # over all ranks of the engine
     settings: Settings
@@ -72,8 +70,8 @@ class ShardedReducer(Reducer):
         self.names: Sequence[str] = [name for name, _ in managed.named]
         self.params: Sequence[Parameter] = [param for _, param in managed.named]
         self.counted: Sequence[bool] = managed.counted
-        self.units, self.comm, self.choices = managed.units, managed.comm, managed.choices
-        self.held_bytes = sum(choice.held_bytes for choice in self.choices)
+        self.units, self.comm = managed.units, managed.comm
+        self.held_bytes = sum(unit.choice.held_bytes for unit in self.units)
         self.model: Any = managed.model
         self._is_separate = managed.settings.drops
         self.wire = ShardWire(managed.settings.wire, managed.comm)
@@ -81,10 +79,7 @@ class ShardedReducer(Reducer):
         names = {id(param): name for name, param in managed.named}
         for unit in self.units:
             unit.attach(self.wire, names)
-        deferred = [choice.mode == "all" for choice in self.choices]
-        self.unsharded = Unsharded(
-            managed.model, self.units, self.params, deferred=deferred, settings=managed.settings
-        )
+        self.unsharded = Unsharded(managed.model, self.units, self.params, settings=managed.settings)
         self.is_clean = True  # FSDP has no state of an unfinished window
         self._divisor: Divisor | None = None
         self._used_flags: UsedFlags | None = None
@@ -103,8 +98,8 @@ class ShardedReducer(Reducer):
         self.reset()
         self.end_padding()
         self.is_clean, self._divisor, self._used_flags = False, None, None
-        for unit, choice in zip(self.units, self.choices, strict=True):
-            unit.open(choice.mode, keeps=choice.keeps)
+        for unit in self.units:
+            unit.open()
 
     def begin(self) -> None:
         for param in self.params:
@@ -190,8 +185,8 @@ class FSDPReducer(ShardedReducer):
         # 1/count is multiplied in before a wire that needs means, if all gradients wait for the window's end,
         # else after the sum.
         waits = all(
-            choice.mode == "all" and (unit.narrows(settings.wire) or reduce_dtype(unit.module) is None)
-            for unit, choice in zip(self.units, self.choices, strict=True)
+            unit.choice.mode == "all" and (unit.narrows(settings.wire) or reduce_dtype(unit.module) is None)
+            for unit in self.units
         )
         keys = {name: name for name, param in managed.named if param.requires_grad}
         self.residuals = Residuals([(self.wire.memory, keys)], settings.wire)
@@ -277,11 +272,11 @@ class FSDPReducer(ShardedReducer):
         Such sums are in FSDP's memory, and a checkpoint for another mesh cannot hold them.
         """
         return [
-            f"unit {unit.name!r} has defer={choice.mode!r}, so the sums of an open window are in FSDP's "
+            f"unit {unit.name!r} has defer={unit.choice.mode!r}, so the sums of an open window are in FSDP's "
             "reduced shards: save and load between windows, after sync.step, or attach with defer='all', "
             "which keeps unsharded sums until the window ends"
-            for unit, choice in zip(self.units, self.choices, strict=True)
-            if choice.mode != "all" and any(param.requires_grad for param in unit.params)
+            for unit in self.units
+            if unit.choice.mode != "all" and any(param.requires_grad for param in unit.params)
         ][:1]
 
     def release(self, *, keeps_grad: bool) -> None:

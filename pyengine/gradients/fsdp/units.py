@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
+from torch.nn import Parameter
 
 from pyengine.comm.base import ring_bytes
-from pyengine.gradients.fsdp.places import replicas_and_shards, scattered_places
+from pyengine.gradients.fsdp.places import replicas_and_shards, scattered_places, whole_shape
 from pyengine.gradients.fsdp.private import (
     SavedSettings,
     allow_unused_units,
@@ -25,8 +28,22 @@ from pyengine.gradients.fsdp.traffic import CountedAllGather, ReduceScatterOverW
 from pyengine.wire import Wire
 
 
+@dataclass(frozen=True)
+class Choice:
+    """How one unit communicates in a window."""
+
+    # "all": gradients are reduced in the last micro-batch only, and held unsharded until then. "outer":
+    # reduce-scattered in every micro-batch, and all-reduced over replicas in the last. "none": reduced in
+    # every micro-batch.
+    mode: str
+    keeps: bool  # parameters stay unsharded from the window's first forward to its last backward
+    held_bytes: int  # that a rank holds for that
+
+
 class Unit:
     """A module that `fully_shard` or `replicate` was called on."""
+
+    choice: Choice  # set by `choose` in deferral.py
 
     def __init__(self, name: str, module: Any) -> None:
         self.name, self.module = name, module  # the name is empty for the model itself
@@ -58,15 +75,19 @@ class Unit:
         is_other = dtype is not None and (dtype != wire.dtype or wire.is_encoded)
         return is_other and self.is_sharded and self.shards > 1
 
-    def open(self, mode: str, *, keeps: bool) -> None:
-        """Open a window; `mode` and `keeps` are those of `Choice`."""
-        module = self.module
+    def whole_numel(self, param: Parameter) -> int:
+        """Return the number of elements of a parameter, unsharded."""
+        return math.prod(whole_shape(param, self.data_ndim))
+
+    def open(self) -> None:
+        """Open a window, in which the unit communicates as chosen."""
+        module, mode = self.module, self.choice.mode
         # A forward outside of windows may have unsharded the parameters; an optimizer may have stepped since.
         module.reshard()
         module.set_requires_gradient_sync(mode != "all", recurse=False)
         if mode == "outer":
             module.set_requires_all_reduce(False, recurse=False)
-        if keeps and self.is_sharded:
+        if self.choice.keeps and self.is_sharded:
             module.set_reshard_after_forward(False, recurse=False)
             module.set_reshard_after_backward(False, recurse=False)
 

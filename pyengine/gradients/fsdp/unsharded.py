@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -12,7 +11,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from pyengine.gradients.fsdp.places import whole_shape
 from pyengine.gradients.fsdp.private import compute_dtype, reduce_dtype
 from pyengine.gradients.fsdp.units import Unit
 from pyengine.gradients.local_part import in_placements
@@ -30,7 +28,6 @@ class Unsharded:
 
     Args:
         params: the sharded parameters, in registration order; all indices here refer to it.
-        deferred: by unit, whether sums of earlier micro-batches stay here.
         settings: with `drops`, `.grad` holds only the current micro-batch's gradient until `add_to_sums` or
             `pop_grads`.
     """
@@ -41,7 +38,6 @@ class Unsharded:
         units: Sequence[Unit],
         params: Sequence[Parameter],
         *,
-        deferred: Sequence[bool],
         settings: Settings,
     ) -> None:
         self._is_separate = settings.drops
@@ -75,9 +71,9 @@ class Unsharded:
         places = _places(model, self._index)
         self._units: list[list[int]] = []
         self._sum_types: dict[int, tuple[torch.dtype, tuple[int]]] = {}  # dtypes and sizes of deferred sums
-        for unit, is_here in zip(units, deferred, strict=True):
+        for unit in units:
             indices = [self._index[id(param)] for param in unit.params]
-            if is_here:
+            if unit.choice.mode == "all":  # sums of earlier micro-batches stay here
                 self._units.append(indices)
                 self._sum_types |= {index: _sum_of(params[index], unit) for index in indices}
             self._register_in_forward(unit.module, [(index, *places[index]) for index in indices])
@@ -295,7 +291,7 @@ def _sum_of(param: Parameter, unit: Unit) -> tuple[torch.dtype, tuple[int]]:
     """Return dtype and size of a parameter's unsharded sum."""
     dtype, reduced = compute_dtype(unit.module, param), reduce_dtype(unit.module)
     is_widened = reduced is not None and reduced.itemsize > dtype.itemsize
-    return reduced if reduced and is_widened else dtype, (math.prod(whole_shape(param, unit.data_ndim)),)
+    return reduced if reduced and is_widened else dtype, (unit.whole_numel(param),)
 
 
 def _places(model: nn.Module, index: Mapping[int, int]) -> dict[int, tuple[nn.Module, str]]:
