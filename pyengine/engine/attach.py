@@ -161,14 +161,13 @@ def _attach_ddp(
 
 def _travel_by(state: HookState, ranks: EngineRanks, settings: Settings) -> None:
     """Reduce DDP's buckets over a transport of the engine."""
-    state.set_wire(settings.wire)
     device = ranks.device
     comm: Comm = ranks.comm
     if ranks.takes_dtensors:
         comm = TorchDist(state.group, device)  # the ranks of DDP are some of the engine's
         comm.join(ranks.comm)
     comm = ranks.for_buckets(comm, shared_memory=settings.shared_memory)
-    state.set_comm(comm, device)
+    state.use(settings.wire, comm, device)
     prepare_wire(settings.wire, [comm], ranks.comm)
 
 

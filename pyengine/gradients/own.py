@@ -327,15 +327,8 @@ class BucketReducer(Reducer):
         return all(all(bucket.used) for bucket in self._buckets)
 
     def reduce(self, header: Header) -> None:
-        with self.reducing(header):
-            pass
-
-    @contextmanager
-    def reducing(self, header: Header) -> Iterator[None]:
-        """Do as `reduce`, but launch the buckets after the body."""
-        self._prepare(header)
-        yield
-        self._launch_rest(poison=False)
+        self.prepare(header)
+        self.launch_rest()
 
     @contextmanager
     def overlap(self, header: Header, roots: Sequence[Tensor]) -> Iterator[None]:
@@ -344,7 +337,7 @@ class BucketReducer(Reducer):
         if self._arrivals is None and (not roots or any(map(may_nest, roots))):
             # Not known yet whether a gradient arrives more than once.
             waiting = set(range(len(self._buckets)))
-        transfers = self._prepare(header)
+        transfers = self.prepare(header)
         for bucket in self._buckets:
             bucket.arm()
         watches = [
@@ -355,18 +348,18 @@ class BucketReducer(Reducer):
         with self._record_arrivals_once(), watching(watches):
             yield
         self._raise_if_late(transfers)
-        self._launch_rest(poison=False)
+        self.launch_rest()
 
     def give_up(self) -> None:
-        self._launch_rest(poison=True)
+        self.launch_rest(poison=True)
 
     def finish(self, final: FinalPass) -> None:
-        if self._transfers is not None:
-            # Waits. Raises the reason, where collectives after the header cannot complete.
-            self._transfers.header.vector()
-        transfers, self._transfers = self._transfers, None
+        transfers = self._transfers
         if transfers is None:
             raise not_reduced(" after some buckets had been reduced")
+        # Waits. Raises the reason, where collectives after the header cannot complete.
+        transfers.header.vector()
+        self._transfers = None
         self._norms.begin()
         for bucket in transfers.wait_in_order():
             bucket.from_wire(self._divisor.after_wire(), self._norms)
@@ -414,8 +407,8 @@ class BucketReducer(Reducer):
             for bucket in self._buckets:
                 bucket.has_fused = not fused.isdisjoint(bucket.indices)
 
-    def _prepare(self, header: Header) -> Transfers:
-        """Prepare the reductions of a window."""
+    def prepare(self, header: Header) -> Transfers:
+        """Prepare the reductions of a window; `launch_rest` follows."""
         self._drop_transfers()  # left over from a window that was given up
         self._used_flags = {}
         self._divisor = Divisor(header.inv_count, self._wire, header.inv_scale)
@@ -428,31 +421,27 @@ class BucketReducer(Reducer):
         if transfers is not None:
             transfers.drop()
 
-    def _launch_rest(self, *, poison: bool) -> None:
+    def launch_rest(self, *, poison: bool = False) -> None:
         """Launch the buckets that the backward has not; then the used flags.
 
         After this call either all ranks have reduced a first window, or none has.
         """
-        if self._transfers is not None:
-            self._transfers.launch_rest(poison=poison)
-            if self._transfers.header.is_refused():
-                return
-            self._launch_used_flags(self._transfers.header, poison=poison)
-            if not self._has_launched:
-                self._has_launched = True
-                if not self._order_is_final:
-                    # After the buckets' collectives all ranks are at the same point of this engine.
-                    self._agreed = self._comm.all_gather_object(self.order())[0]
-
-    def _launch_used_flags(self, header: Header, *, poison: bool) -> None:
-        """Launch the per-window all-reduce of used-parameter flags.
-
-        A poisoned rank reports every parameter as used, so that the nan it has sent is not dropped.
-        """
+        if self._transfers is None:
+            return
+        self._transfers.launch_rest(poison=poison)
+        header = self._transfers.header
+        if header.is_refused():
+            return
         for group, used in self._used.items():
             if group not in self._used_flags:
+                # A poisoned rank reports every parameter as used, so that the nan it has sent is not dropped.
                 mine = [each or poison for bucket in self._buckets_of(group) for each in bucket.used]
                 self._used_flags[group] = used.all_reduce(mine, are_all=header.all_used())
+        if not self._has_launched:
+            self._has_launched = True
+            if not self._order_is_final:
+                # After the buckets' collectives all ranks are at the same point of this engine.
+                self._agreed = self._comm.all_gather_object(self.order())[0]
 
     def _buckets_of(self, group: int) -> list[OwnBucket]:
         return [bucket for bucket in self._buckets if bucket.spec.group == group]

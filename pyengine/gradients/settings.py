@@ -12,6 +12,7 @@ import torch
 from pyengine.comm.shared_memory import wrong_choice
 from pyengine.window.counter import check_accumulate
 from pyengine.wire import FP32, Wire
+from pyengine.wire.base import Spelled
 from pyengine.wire.named import wire_problems
 
 # Dtypes of parameters that are trained. A new dtype of a wire is none of these by itself.
@@ -24,8 +25,8 @@ KINDS = get_args(Accumulator)
 NONFINITE_POLICIES = get_args(NonFinite)
 
 
-@dataclass(frozen=True)
-class Exact:
+@dataclass(frozen=True, repr=False)
+class Exact(Spelled):
     """accumulator="exact", with a given window size and slots.
 
     Needed where the size of a window is not the sum of `accumulate` over the ranks, or where sums need not be
@@ -51,10 +52,6 @@ class Exact:
     def run(self) -> int:
         """Micro-batches of a slot."""
         return 1 if self.slots is None else self.micro_batches // self.slots
-
-    def __repr__(self) -> str:
-        slots = "" if self.slots is None else f", slots={self.slots!r}"
-        return f"Exact(micro_batches={self.micro_batches!r}{slots})"
 
 
 def as_accumulator(accumulator: Accumulator | Exact | torch.dtype) -> Accumulator | Exact:

@@ -125,8 +125,9 @@ class TwoOwners(Reducer):
             yield
 
     def reduce(self, header: Header) -> None:
-        with self._own.reducing(header):
-            self._ddp.reduce(header)
+        self._own.prepare(header)
+        self._ddp.reduce(header)
+        self._own.launch_rest()
 
     @contextmanager
     def overlap(self, header: Header, roots: Sequence[Tensor]) -> Iterator[None]:

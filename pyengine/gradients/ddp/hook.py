@@ -96,9 +96,13 @@ class HookState:
         self._wire_buffers: dict[int, WireBuffer] = {}
         self._comms: dict[torch.device, Comm] = {}
 
-    def set_wire(self, wire: Wire) -> None:
-        """Set the wire of an engine, which sets `reduce`, too."""
+    def use(self, wire: Wire, comm: Comm, device: torch.device) -> None:
+        """Use an engine's wire, and its transport over the same ranks for buckets on a device.
+
+        The engine sets `reduce`, too.
+        """
         self.wire, self.is_released = wire, False
+        self._comms[device] = comm
         self._forget()
 
     def release(self) -> None:
@@ -131,10 +135,6 @@ class HookState:
                 comm = share_memory(comm)
             self._comms[device] = comm
         return self._comms[device]
-
-    def set_comm(self, comm: Comm, device: torch.device) -> None:
-        """Use an engine's transport, over the same ranks, for buckets on a device."""
-        self._comms[device] = comm
 
     def wire_buffer(self, bucket: dist.GradBucket, comm: Comm) -> WireBuffer:
         """Return the wire buffer of a bucket, a new one when DDP has rebuilt its buckets."""

@@ -415,9 +415,11 @@ class DDPReducer(Reducer):
         """Copy the norms of the reduced buckets: DDP has waited and written `.grad`."""
         reduction = self._reduction
         self.state.reduce = skip_reduction
-        if reduction is not None and reduction.failures:
+        if reduction is None:
+            raise not_reduced()
+        if reduction.failures:
             raise not_reduced(f" ({reduction.failures[0]})") from reduction.failures[0]
-        if reduction is not None and reduction.used is not None and self._shares_used:
+        if reduction.used is not None and self._shares_used:
             missing = [*reduction.without_grad, *reduction.earlier]
             for bucket, _ in reduction.under_way:
                 publish(
@@ -425,14 +427,13 @@ class DDPReducer(Reducer):
                 )
             # Set `.grad` to None where no rank has used a parameter.
             reduction.used.drop_unused(self.params)
-        if reduction is not None:
-            self._keep_slices(reduction)
-        self._reduction = None
-        if reduction is None or not self.norms.copy_if_complete(final):
+        self._keep_slices(reduction)
+        if not self.norms.copy_if_complete(final):
             self._published.read(final)
-        if reduction is not None and reduction.without_grad:
+        if reduction.without_grad:
             final.leave_out([index for index, param in enumerate(self.params) if param.grad is None])
         self._was_rebuilt = self._ddp._has_rebuilt_buckets
+        self._reduction = None
         self.state.callbacks.await_threads()
 
     @property

@@ -32,11 +32,10 @@ class Deferral:
 def choose(units: Sequence[Unit], deferral: Deferral) -> None:
     """Choose for every unit how it communicates, its `choice`.
 
-    Within a budget, unsharded parameters come before
-    sums: over a window of A micro-batches they save 2A - 1 all-gathers, sums A - 1 reductions, for the same
-    bytes an element. The saving per byte is equal for all units, so start with units whose communication
-    overlaps least: the first ones. The first forward waits for their all-gather, and their gradients are
-    complete at the end of the backward.
+    Within a budget, unsharded parameters come before sums: over a window of A micro-batches they save 2A - 1
+    all-gathers, sums A - 1 reductions, for the same bytes an element. The saving per byte is equal for all
+    units, so start with units whose communication overlaps least: the first ones. The first forward waits for
+    their all-gather, and their gradients are complete at the end of the backward.
     """
     if deferral.budget_mb is None:
         for unit in units:

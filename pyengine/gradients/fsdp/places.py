@@ -53,19 +53,12 @@ def scattered_places(params: Sequence[Any], names: Mapping[int, str], data_ndim:
     places, offset = [], 0
     for param in params:
         dim = next(place.dim for place in param.placements[:data_ndim] if not place.is_replicate())
-        shape, padded = whole_shape(param, data_ndim), padded_numel(param, data_ndim)
+        shape = whole_shape(param, data_ndim)
         _, shards = replicas_and_shards([param], data_ndim)
-        places.append(
-            ScatteredPlace(
-                names[id(param)],
-                offset,
-                math.prod(shape),
-                shape=tuple(shape),
-                dim=dim,
-                shards=shards,
-                padded=padded,
-            )
-        )
+        rows = -(-shape[dim] // shards)  # of a padded shard
+        padded, numel = math.prod([*shape[:dim], rows, *shape[dim + 1 :]]), math.prod(shape)
+        name, whole = names[id(param)], tuple(shape)
+        places.append(ScatteredPlace(name, offset, numel, shape=whole, dim=dim, shards=shards, padded=padded))
         offset += padded
     return places
 
@@ -91,16 +84,6 @@ def whole_shape(param: Any, data_ndim: int) -> list[int]:
             chunk = -(-size // parts)
             shape[placement.dim] = max(0, min(chunk, size - chunk * coordinate[axis]))
     return shape
-
-
-def padded_numel(param: Any, data_ndim: int) -> int:
-    """Return the elements of a shard, padded for the reduce-scatter."""
-    shape = whole_shape(param, data_ndim)
-    _, shards = replicas_and_shards([param], data_ndim)
-    for placement in param.placements[:data_ndim]:
-        if not placement.is_replicate():
-            shape[placement.dim] = -(-shape[placement.dim] // shards)
-    return math.prod(shape)
 
 
 def is_counted(param: Any) -> bool:
