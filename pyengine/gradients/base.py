@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 from weakref import WeakMethod
 
@@ -17,7 +17,7 @@ from torch.nn import Parameter
 from pyengine.comm.base import Comm
 from pyengine.gradients.bucket import Accumulator, Observer
 from pyengine.gradients.slots import Saved
-from pyengine.step.stepper import Stepper
+from pyengine.step.stepper import PlainStepper, Stepper
 from pyengine.window.final_pass import FinalPass
 from pyengine.window.header import Header
 from pyengine.wire import FP32, Wire
@@ -106,8 +106,6 @@ class Reducer(ABC):
     # In registration order, or in DDP's order. Every parameter index below refers to this order.
     params: Sequence[Parameter]
     names: Sequence[str]
-    # Steps an optimizer over these gradients, or skips the step.
-    stepper: Stepper
 
     # ---- properties of the owner ----
 
@@ -133,6 +131,11 @@ class Reducer(ABC):
     observers: list[Observer] | None = None
     # Windows that have to run before one is captured as a graph, whatever their form.
     min_warm_up = 0
+
+    @cached_property
+    def stepper(self) -> Stepper:
+        """Steps an optimizer over these gradients, or skips the step."""
+        return PlainStepper()
 
     @property
     def has_replaced_grad(self) -> bool:

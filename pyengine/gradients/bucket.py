@@ -129,7 +129,11 @@ class Bucket(Accumulator):
         """
         self.arm()
         return [
-            Watch(group.params, partial(self._has_arrived_in, group), partial(self._accumulate, group))
+            Watch(
+                group.params,
+                lambda index, start=group.start: self.has_arrived(start + index),
+                partial(self._accumulate, group),
+            )
             for group in self._groups
         ]
 
@@ -205,9 +209,6 @@ class Bucket(Accumulator):
             self.flagged.append(row)
             self._row = row
         return self._row
-
-    def _has_arrived_in(self, group: SlotGroup, index: int) -> bool:
-        return self.has_arrived(group.start + index)
 
     def _set_first(self, is_first: bool) -> None:
         for group in self._groups:

@@ -27,7 +27,6 @@ from pyengine.gradients.used_anywhere import UsedAnywhere, UsedFlags
 from pyengine.ops.capture import is_capturing
 from pyengine.ops.device import has_events, recorded_event
 from pyengine.ops.trace import span
-from pyengine.step.stepper import PlainStepper, Stepper
 from pyengine.window.divisor import Divisor
 from pyengine.window.final_pass import FinalPass
 from pyengine.window.header import Header
@@ -195,7 +194,6 @@ class BucketReducer(Reducer):
         settings: Settings,
         terms: Terms,
     ) -> None:
-        self.stepper: Stepper = PlainStepper()
         self.params: Sequence[Parameter] = list(params)
         self.names: Sequence[str] = [spec.name for spec in specs]
         self._specs, self._settings, self._terms = list(specs), settings, terms

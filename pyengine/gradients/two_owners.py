@@ -22,7 +22,6 @@ from pyengine.gradients.exact_sums import Terms
 from pyengine.gradients.layout import ParamSpec
 from pyengine.gradients.own import BucketReducer, Groups
 from pyengine.gradients.settings import Settings
-from pyengine.step.stepper import PlainStepper, Stepper
 from pyengine.window.header import Header
 
 
@@ -59,7 +58,6 @@ class TwoOwners(Reducer):
         settings: Settings,
         terms: Terms,
     ) -> None:
-        self.stepper: Stepper = PlainStepper()
         self._ddp, self._num_ddp = ddp, len(ddp.params)
         # The bucket reducer gets DDP's parameters as frozen ones, so that both owners use the same indices.
         ddp_specs = [

@@ -23,7 +23,6 @@ from pyengine.gradients.settings import Settings, sum_dtype
 from pyengine.gradients.slots import Saved, saved_flags, saved_sums
 from pyengine.ops.device import HOST, flush, is_lazy, send
 from pyengine.step.rollback import RollbackStepper
-from pyengine.step.stepper import Stepper
 from pyengine.window.divisor import Divisor
 from pyengine.window.final_pass import FinalPass
 from pyengine.window.header import Header
@@ -72,7 +71,7 @@ class XlaReducer(Reducer):
         self._comm, self._wire = comm, settings.wire
         self._order = backward_order(specs)
         self.layout = build(specs, self._order, cap_bytes=sys.maxsize)
-        self.stepper: Stepper = RollbackStepper(
+        self.stepper = RollbackStepper(
             {id(params[index]): index for index in self._order}, always_waits=settings.raises
         )
         self._device = device = params[0].device

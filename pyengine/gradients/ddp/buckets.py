@@ -71,10 +71,10 @@ class DDPBuckets:
 
     def lay_out(self) -> None:
         """Make the buckets for DDP's current ones, and copy the old sums. DDP rebuilds its buckets once."""
-        old = list(self)
-        place = {id(param): (bucket, slot) for bucket in old for slot, param in enumerate(bucket.params)}
-        has_sums, used = any(not bucket.is_empty for bucket in old), self.used
-        num_rows = max((len(bucket.flagged) for bucket in old), default=0)
+        saved: Saved = {}
+        for old in self:
+            saved |= old.save(_keys(old))
+        done = max((len(old.flagged) for old in self), default=0)
         self._is_rebuilt = self._ddp._has_rebuilt_buckets
         self._buckets = {
             id(bucket.parameters()[0]): self._make(
@@ -83,19 +83,12 @@ class DDPBuckets:
             for bucket in zero_buckets(self._ddp)
             if bucket.buffer().dtype in self._dtypes
         }
-        for new in self:
-            if has_sums:
-                new.resume()
-            new.used = [param in used for param in new.params]
-            rows = torch.zeros(num_rows, len(new.params), dtype=torch.uint8, device=new.device)
-            for slot, param in enumerate(new.params):
-                if id(param) in place:
-                    before, old_slot = place[id(param)]
-                    for name, part in before.slot_state(old_slot).items():
-                        new.slot_state(slot)[name].copy_(part)
-                    for row, flags in zip(rows, before.flagged, strict=False):
-                        row[slot] = flags[old_slot]
-            new.flagged = [*rows]
+        for new in self if done else ():
+            new.load(saved, _keys(new), done=done)
+
+
+def _keys(bucket: Bucket) -> list[str]:
+    return list(map(str, bucket.indices))
 
 
 class Fp32DDPBucket(Bucket):

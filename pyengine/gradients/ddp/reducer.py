@@ -52,7 +52,6 @@ from pyengine.gradients.used_anywhere import UsedAnywhere, UsedFlags
 from pyengine.ops.capture import report as report_uncapturable
 from pyengine.ops.capture import section
 from pyengine.ops.device import current_stream, is_on_default_stream, runs_ahead
-from pyengine.step.stepper import PlainStepper, Stepper
 from pyengine.window.divisor import Divisor
 from pyengine.window.final_pass import FinalPass
 from pyengine.window.header import Header
@@ -178,7 +177,6 @@ class DDPReducer(Reducer):
         terms: Terms,
     ) -> None:
         # ---- parameters ----
-        self.stepper: Stepper = PlainStepper()
         named = reduced_parameters(ddp)
         self.names: Sequence[str] = [name for name, _ in named]
         self.params: Sequence[Parameter] = [p for _, p in named]

@@ -32,7 +32,6 @@ from pyengine.gradients.published import Published
 from pyengine.gradients.settings import Settings
 from pyengine.gradients.slots import Saved
 from pyengine.gradients.used_anywhere import UsedAnywhere, UsedFlags
-from pyengine.step.stepper import PlainStepper, Stepper
 from pyengine.window.divisor import Divisor
 from pyengine.window.final_pass import FinalPass
 from pyengine.window.header import Header
@@ -40,11 +39,6 @@ from pyengine.window.verdict import check_agreement
 from pyengine.wire import FP32, Wire
 
 _log = logging.getLogger("pyengine.gradients")
-
-_EXCEPTION_IN_BACKWARD = (
-    "an exception has ended the window's last backward on this rank; FSDP cannot resume it, and other ranks "
-    "wait in it"
-)
 
 
 @dataclass(frozen=True)
@@ -66,7 +60,6 @@ class ShardedReducer(Reducer):
     saves_local_sums = False  # checkpoints hold unsharded sums and residuals
 
     def __init__(self, managed: Managed) -> None:
-        self.stepper: Stepper = PlainStepper()
         self.names: Sequence[str] = [name for name, _ in managed.named]
         self.params: Sequence[Parameter] = [param for _, param in managed.named]
         self.counted: Sequence[bool] = managed.counted
@@ -246,8 +239,11 @@ class FSDPReducer(ShardedReducer):
             try:
                 self._used_flags.drop_unused(self.params, waits=self._gave_up)
             except RuntimeError as error:
+                if not self._gave_up:
+                    raise
                 raise RuntimeError(
-                    f"{_EXCEPTION_IN_BACKWARD}: {error}" if self._gave_up else str(error)
+                    "an exception has ended the window's last backward on this rank; FSDP cannot resume it, "
+                    f"and other ranks wait in it: {error}"
                 ) from error
         self._used_flags = None
         self._published.read(final, None if self._divisor is None else self._divisor.after_wire())
