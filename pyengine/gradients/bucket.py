@@ -21,7 +21,7 @@ from torch.nn import Parameter
 from pyengine.gradients.arrival import Watch
 from pyengine.gradients.layout import ALIGN_ELEMENTS
 from pyengine.gradients.local_part import grad_version
-from pyengine.gradients.slots import Saved, load_slot_state, saved_flags, saved_sums, slot_gradient
+from pyengine.gradients.slots import Saved, saved_flags, saved_sums, slot_gradient
 from pyengine.gradients.sums import Sum
 from pyengine.ops.device import runs_ahead
 from pyengine.ops.plan import BucketPlan
@@ -115,11 +115,6 @@ class Bucket(Accumulator):
         """Whether the sum holds nothing of this window yet."""
         return self._groups[0].is_first
 
-    def resume(self) -> None:
-        """Start a window with a sum of zero, to load into."""
-        self.total.resume()
-        self._set_first(False)
-
     def watches(self) -> list[Watch]:
         """Return watches for the last backward of an earlier micro-batch.
 
@@ -129,11 +124,7 @@ class Bucket(Accumulator):
         """
         self.arm()
         return [
-            Watch(
-                group.params,
-                lambda index, start=group.start: self.has_arrived(start + index),
-                partial(self._accumulate, group),
-            )
+            Watch(group.params, partial(self._has_arrived_in, group), partial(self._accumulate, group))
             for group in self._groups
         ]
 
@@ -187,9 +178,11 @@ class Bucket(Accumulator):
         return saved_sums(sums, self.flagged, names)
 
     def load(self, saved: Saved, names: Sequence[str], *, done: int) -> None:
-        self.resume()
+        self.total.resume()
+        self._set_first(False)
         for slot, name in enumerate(names):
-            load_slot_state(self.slot_state(slot), saved.get(name))
+            for part, tensor in self.slot_state(slot).items():
+                tensor.copy_(saved[name][part]) if name in saved else tensor.zero_()
         self.used = [name in saved for name in names]
         self.flagged = [*saved_flags(saved, names, done, self.device)]
 
@@ -209,6 +202,9 @@ class Bucket(Accumulator):
             self.flagged.append(row)
             self._row = row
         return self._row
+
+    def _has_arrived_in(self, group: SlotGroup, index: int) -> bool:
+        return self.has_arrived(group.start + index)
 
     def _set_first(self, is_first: bool) -> None:
         for group in self._groups:

@@ -59,14 +59,8 @@ def views_of(flat: Tensor, params: Sequence[Parameter], plan: BucketPlan) -> lis
     ]
 
 
-def load_slot_state(parts: Mapping[str, Tensor], kept: Mapping[str, Tensor] | None) -> None:
-    """Overwrite a slot's sum, `parts`, with the saved one, or zeros."""
-    for name, part in parts.items():
-        part.zero_() if kept is None else part.copy_(kept[name])
-
-
 def saved_sums(
-    sums: Mapping[int, Mapping[str, Tensor]], flagged: Sequence[Tensor], names: Sequence[str]
+    sums: Mapping[int, Mapping[str, Tensor]], flagged: list[Tensor], names: Sequence[str]
 ) -> Saved:
     """Return copies of sums, which `sums` has by slot, with the flags of the micro-batches, if any."""
     columns = torch.stack(flagged, 1).unbind() if flagged else ()

@@ -35,7 +35,7 @@ class DDPBuckets:
     Args:
         make: makes a bucket from its parameters and their indices.
         index: of the reduced parameters, in DDP's order.
-        dtypes: of the parameters that are summed here.
+        dtypes: of the parameters that are summed here; there may be none.
     """
 
     def __init__(
@@ -63,8 +63,12 @@ class DDPBuckets:
 
     def match_buckets(self) -> None:
         """Make the buckets, or make them again after DDP has rebuilt its buckets."""
-        if not self._buckets or self._is_rebuilt != self._ddp._has_rebuilt_buckets:
+        is_current = bool(self._buckets) and self._is_rebuilt == self._ddp._has_rebuilt_buckets
+        if self._dtypes and not is_current:
             self.lay_out()
+
+    def clear(self) -> None:
+        self._buckets = {}
 
     def of(self, bucket: Any) -> Bucket | None:
         return self._buckets.get(id(bucket.parameters()[0]))
@@ -169,13 +173,15 @@ class ExactDDPBucket(Bucket):
 
 
 class GradSums(Accumulator):
-    """Sums that autograd keeps in `.grad`, of parameters without a bucket of ours."""
+    """Sums that autograd keeps in `.grad`, of parameters without a bucket of ours, if any."""
 
-    def __init__(self, params: Sequence[Any], indices: Sequence[int], *, watch: bool) -> None:
+    def __init__(
+        self, params: Sequence[Any], indices: Sequence[int], device: torch.device, *, watch: bool
+    ) -> None:
         self.params, self.indices, self._is_watching = list(params), list(indices), watch
         self._index = {param: index for index, param in enumerate(params)}
-        self._device = params[0].device
-        self._one = torch.ones((), dtype=torch.float32, device=self._device)
+        self._device = device
+        self._one = torch.ones((), dtype=torch.float32, device=device)
         self._norms: dict[tuple[int, ...], ReducedNorms] = {}
         self.begin()
 

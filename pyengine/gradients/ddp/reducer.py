@@ -87,8 +87,7 @@ class Reduction:
     def reduce(self, bucket: Any) -> Future[Tensor]:
         """Launch the sum of a bucket, and of those delayed before it; after the last, the used flags."""
         self.without_grad += [param for param in bucket.parameters() if param.grad is None]
-        if self.owner.in_grad is not None:
-            self.owner.in_grad.check_last(bucket)
+        self.owner.in_grad.check_last(bucket)
         flat = bucket.buffer()
         if section() is not None and current_stream(flat.device) != self._stream:
             report_uncapturable(f"DDP was made on another stream than windows run on: {_ON_ONE_STREAM}")
@@ -128,7 +127,7 @@ class _SumInWindow(BucketSum):
         owner = reduction.owner
         super().__init__(owner.state, bucket, reduction.divisor)
         self.failures, self._reduction, self._owner = reduction.failures, reduction, owner
-        self._total = None if owner.ddp_buckets is None else owner.ddp_buckets.of(bucket)
+        self._total = owner.ddp_buckets.of(bucket)
 
     def fill(self, sent: Tensor, scale: Tensor) -> bool:
         if self._reduction.poison:
@@ -199,14 +198,13 @@ class DDPReducer(Reducer):
             if self._is_exact or settings.drops or sum_dtype(settings.kind, p.dtype) != p.dtype
         }
         make = partial(ExactDDPBucket, terms=terms, comm=self._comm) if self._is_exact else Fp32DDPBucket
-        self.ddp_buckets = DDPBuckets(ddp, make, index, summed) if summed else None
+        self.ddp_buckets = DDPBuckets(ddp, make, index, summed)
         rest = [p for p in self.params if p.dtype not in summed]
-        self.in_grad = GradSums(rest, [index[p] for p in rest], watch=settings.raises) if rest else None
+        indices = [index[p] for p in rest]
+        self.in_grad = GradSums(rest, indices, self._one.device, watch=settings.raises)
         # DDP itself finds unused parameters with find_unused_parameters, but it does not know the sums in our
         # buckets.
-        self._shares_used = self.ddp_buckets is not None or not (
-            ddp.find_unused_parameters and not ddp.static_graph
-        )
+        self._shares_used = bool(summed) or ddp.static_graph or not ddp.find_unused_parameters
         self._used = UsedAnywhere(self._comm, self._one.device)
         # The used flags of the last window that was launched, by parameter.
         self._used_flags: list[bool] = []
@@ -234,7 +232,7 @@ class DDPReducer(Reducer):
         return [self._comm], [0] * len(self.params)
 
     def buckets(self) -> Sequence[Accumulator]:
-        return [*([] if self.in_grad is None else [self.in_grad]), *(self.ddp_buckets or ())]
+        return [self.in_grad, *self.ddp_buckets]
 
     def open(self) -> None:
         """Open a window, whose buffer broadcast has not run yet."""
@@ -272,7 +270,7 @@ class DDPReducer(Reducer):
 
     def has_used_all(self) -> bool:
         # Our buckets are made with the first gradient that comes into them.
-        summed = set() if self.ddp_buckets is None else self.ddp_buckets.used
+        summed = self.ddp_buckets.used
         return all(param.grad is not None or param in summed for param in self.params)
 
     def before_header(self) -> None:
@@ -291,15 +289,15 @@ class DDPReducer(Reducer):
         self._ddp.require_forward_param_sync = False
 
     def _rebuild_buckets(self) -> None:
-        if self._driver.rebuild_buckets() and self.ddp_buckets is not None:
-            self.ddp_buckets.lay_out()
+        if self._driver.rebuild_buckets():
+            self.ddp_buckets.match_buckets()
 
     @contextmanager
     def add(self) -> Iterator[None]:
         """Run the body as under `no_sync`, and accumulate its gradients."""
         # While DDP learns a static graph it reads `.grad` itself, so no watch may empty it.
         watches: list[Watch] = []
-        if self._driver.is_ready and self.ddp_buckets is not None:
+        if self._driver.is_ready:
             self.ddp_buckets.match_buckets()
             watches = [watch for bucket in self.ddp_buckets for watch in bucket.watches()]
         with self._driver.learning_graph(), watching(watches):
@@ -310,8 +308,7 @@ class DDPReducer(Reducer):
         return self._driver.learning_graph()
 
     def collect(self) -> None:
-        if self.ddp_buckets is not None:
-            self.ddp_buckets.match_buckets()
+        self.ddp_buckets.match_buckets()
         super().collect()
 
     def reduce(self, header: Header) -> None:
@@ -358,7 +355,7 @@ class DDPReducer(Reducer):
         """Keep the slices of the buckets that DDP has handed out, once it has rebuilt them."""
         ddp = self._ddp
         is_final = ddp.gradient_as_bucket_view and ddp._has_rebuilt_buckets
-        if self._slices or self.in_grad is None or not is_final or not self._moves_sums:
+        if self._slices or not self.in_grad.params or not is_final or not self._moves_sums:
             return
         here = set(self.in_grad.params)
         pairs = [pair for bucket, _ in reduction.under_way for pair in slots_of(bucket)]
@@ -372,7 +369,7 @@ class DDPReducer(Reducer):
 
     def _prepare(self, header: Header) -> Reduction:
         """Make the hook reduce the buckets that DDP hands out from now on."""
-        if self.ddp_buckets is not None and self._is_exact:
+        if self._is_exact:
             # Also without an earlier micro-batch: every rank has to reduce the same way.
             self.ddp_buckets.match_buckets()
         self.state.memory.begin(header.position[0])
@@ -461,8 +458,7 @@ class DDPReducer(Reducer):
             self.before_forward(syncs=True)
 
     def load(self, saved: Saved, *, done: int) -> None:
-        if self.ddp_buckets is not None:
-            self.ddp_buckets.match_buckets()
+        self.ddp_buckets.match_buckets()
         super().load(saved, done=done)
 
     def load_problems(self) -> list[str]:
@@ -478,8 +474,8 @@ class DDPReducer(Reducer):
         """Restore DDP: it reduces in every backward, as the fp32 mean over ranks. The hook stays."""
         if self._reduction is not None and not self._reduction.failures:
             self._driver.reset()
-        self.ddp_buckets = self.in_grad = self._reduction = None
-        self._slices = []
+        self.ddp_buckets.clear()
+        self._reduction, self._slices = None, []
         if not keeps_grad:
             for param in self.params:
                 param.grad = None
@@ -513,7 +509,7 @@ class DDPReducer(Reducer):
         exchanges = self._shares_used or self._used.on_hosts
         if not exchanges or reduction.used is not None or reduction.header.is_refused():
             return
-        used = set() if self.ddp_buckets is None else self.ddp_buckets.used
+        used = self.ddp_buckets.used
         # A poisoned rank reports every parameter as used, so that its nan is not dropped.
         without = [] if reduction.poison else reduction.without_grad
         unused = {id(param) for param in without if param not in used}
