@@ -183,10 +183,10 @@ class Engine:
         self.kept_grads = KeptGrads(names, params)
         # Detects gradients that were written past the engine.
         self.marks = GradMarks(reducer)
-        # The gradients in `.grad` of a window that has been reduced.
+        # The gradients in `.grad`, for example of a window that has been reduced.
         self.published = Published(names, params)
         # Checks micro-batches before they are accumulated; None where none is ever dropped.
-        self.dropping = Dropping(reducer) if settings.drops else None
+        self.dropping = Dropping(reducer, self.published) if settings.drops else None
         # Norm and finite flags of the mean gradients.
         holdings = None if reducer.counted is None else Holdings(reducer.counted, comm, device)
         self.final = FinalPass(len(params), device, holdings)

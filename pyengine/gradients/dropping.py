@@ -6,12 +6,9 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 
-from pyengine.comm.base import by_dtype
 from pyengine.gradients.base import Reducer
-from pyengine.gradients.published import norms_of
-from pyengine.gradients.slots import slot_gradient
+from pyengine.gradients.published import Published
 from pyengine.ops.device import is_lazy, runs_ahead
 
 
@@ -24,18 +21,9 @@ class Dropping:
     result, another read and a write.
     """
 
-    def __init__(self, reducer: Reducer) -> None:
-        params = reducer.params
-        self._names, self._params = reducer.names, params
-        self._reducer = reducer
-        self._device = params[0].device
-        self._one = torch.ones((), dtype=torch.float32, device=self._device)
-        # By dtype, the parameters whose gradients are read in fused calls.
-        self._groups: list[list[Parameter]] = []
-        if reducer.grad_holders() is params and not is_lazy(self._device):
-            self._groups = by_dtype(params)
-            index = {id(param): place for place, param in enumerate(params)}
-            self._norms = norms_of(self._groups, index, self._device)
+    def __init__(self, reducer: Reducer, published: Published) -> None:
+        self._names, self._device = reducer.names, reducer.params[0].device
+        self._reducer, self._published = reducer, published
         self.begin()
 
     def begin(self) -> None:
@@ -85,17 +73,13 @@ class Dropping:
         return report
 
     def _nonfinite_flags(self) -> Tensor:
-        if not self._groups:
-            none = torch.zeros((), dtype=torch.bool, device=self._device)
-            grads = [None if one is None else one.grad for one in self._reducer.grad_holders()]
-            lost = [none if grad is None else ~torch.isfinite(grad).all() for grad in grads]
-            return torch.stack(lost).to(torch.uint8)
-        flags = torch.zeros(len(self._params), dtype=torch.uint8, device=self._device)
-        self._norms.begin()
-        for place, group in enumerate(self._groups):
-            self._norms.read(place, [slot_gradient(param) for param in group], None, self._one)
-        self._norms.copy_flags_to(flags)
-        return flags
+        holders = self._reducer.grad_holders()
+        if holders is self._reducer.params and not is_lazy(self._device):
+            return self._published.flags()
+        none = torch.zeros((), dtype=torch.bool, device=self._device)
+        grads = [None if one is None else one.grad for one in holders]
+        lost = [none if grad is None else ~torch.isfinite(grad).all() for grad in grads]
+        return torch.stack(lost).to(torch.uint8)
 
 
 def _zeroed_if(grad: Tensor, bad: Tensor) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -46,7 +46,9 @@ class Published:
     def _lay_out(self, params: Sequence[Parameter]) -> None:
         """Add parameters to the fused calls. Frozen ones, which make plans longer, follow with a gradient."""
         self._groups = by_dtype([*itertools.chain(*self._groups), *params])
-        self._norms = norms_of(self._groups, self._index, self._device)
+        plans = [packed([local(param).numel() for param in group]) for group in self._groups]
+        indices = [[self._index[id(param)] for param in group] for group in self._groups]
+        self._norms = ReducedNorms(list(zip(plans, indices, strict=True)), self._device)
         added = set(map(id, params))
         self._rest = [param for param in self._rest if id(param) not in added]
 
@@ -82,6 +84,21 @@ class Published:
             norms = self.norms()
             final.sumsq, final.nonfinite = norms.square(), is_not_finite(norms).to(torch.uint8)
             return
+        self._read(scale)
+        self._norms.copy_to(final)
+
+    def flags(self) -> Tensor:
+        """Return which gradients hold inf or nan, uint8 `[parameters]`; not on a lazy device.
+
+        Cost: reads one element.
+        """
+        flags = torch.zeros(len(self._params), dtype=torch.uint8, device=self._device)
+        self._read(None)
+        self._norms.copy_flags_to(flags)
+        return flags
+
+    def _read(self, scale: Tensor | None) -> None:
+        """Read the norms and flags of the gradients; multiply the gradients by `scale`."""
         groups = self._grouped()
         self._norms.begin()
         for place, grads in enumerate(groups):
@@ -92,7 +109,6 @@ class Published:
                 self._norms.read(place, grads, None, self._one)
             except (TypeError, ValueError):  # a .grad was replaced by a tensor that the core cannot address
                 self._norms.read(place, self._copied(self._groups[place]), None, self._one)
-        self._norms.copy_to(final)
 
     @torch.no_grad()
     def scale_(self, scale: Tensor) -> None:
@@ -170,15 +186,6 @@ class Published:
         """Clip every element to [-value, value], in place."""
         held: list[Any] = [SimpleNamespace(grad=grad) for grad in local_grads(self._params)]
         clip_grad_value_(held, value)
-
-
-def norms_of(
-    groups: Sequence[Sequence[Parameter]], index: Mapping[int, int], device: torch.device
-) -> ReducedNorms:
-    """Return the norms of groups of parameters; `index` has registration indices by id."""
-    plans = [packed([local(param).numel() for param in group]) for group in groups]
-    indices = [[index[id(param)] for param in group] for group in groups]
-    return ReducedNorms(list(zip(plans, indices, strict=True)), device)
 
 
 def _address(grad: Tensor | None) -> int:
