@@ -79,7 +79,12 @@ class HookState:
         wire: WireLike = FP32(),  # noqa: B008 - frozen
         shared_memory: bool = False,
     ) -> None:
-        self.group = _checked(process_group)
+        if process_group is not None and not isinstance(process_group, dist.ProcessGroup):
+            raise TypeError(
+                f"process_group={process_group!r} is a {type(process_group).__name__}: need a "
+                "torch.distributed.ProcessGroup, or None for the default group; a wire goes in as wire="
+            )
+        self.group = process_group
         self.wire, self.shared_memory = as_wire(wire), shared_memory
         if problems := [*wire_problems(self.wire), *wrong_choice(shared_memory)]:
             raise ValueError(problems[0])
@@ -356,12 +361,3 @@ def _as_bucket(grad: Tensor, param: Tensor) -> Any:
         is_last=lambda: True,
         parameters=lambda: [param],
     )
-
-
-def _checked(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
-    if process_group is not None and not isinstance(process_group, dist.ProcessGroup):
-        raise TypeError(
-            f"process_group={process_group!r} is a {type(process_group).__name__}: need a "
-            "torch.distributed.ProcessGroup, or None for the default group; a wire goes in as wire="
-        )
-    return process_group

@@ -182,10 +182,10 @@ class DDPReducer(Reducer):
         self._ddp, self.state = ddp, state
         keys = {name: p for name, p in named}
         self.residuals = Residuals([(state.memory, keys)], state.wire)
-        self._comm = state.comm(self.params[0].device)
-        self._one = torch.ones((), dtype=torch.float32, device=self.params[0].device)
+        self._device = device = self.params[0].device
+        self._comm = state.comm(device)
         self.index = index = {p: i for i, p in enumerate(self.params)}
-        self.norms = BucketNorms(index, self._one.device)
+        self.norms = BucketNorms(index, device)
         self._lay_out_norms()
         self._published = Published(self.names, self.params)
         self._before_backward = GradVersions(self.params)
@@ -201,18 +201,18 @@ class DDPReducer(Reducer):
         self.ddp_buckets = DDPBuckets(ddp, make, index, summed)
         rest = [p for p in self.params if p.dtype not in summed]
         indices = [index[p] for p in rest]
-        self.in_grad = GradSums(rest, indices, self._one.device, watch=settings.raises)
+        self.in_grad = GradSums(rest, indices, device, watch=settings.raises)
         # DDP itself finds unused parameters with find_unused_parameters, but it does not know the sums in our
         # buckets.
         self._shares_used = bool(summed) or ddp.static_graph or not ddp.find_unused_parameters
-        self._used = UsedAnywhere(self._comm, self._one.device)
+        self._used = UsedAnywhere(self._comm, device)
         # The used flags of the last window that was launched, by parameter.
         self._used_flags: list[bool] = []
         # The window's reductions, from the last backward until `finish`.
         self._reduction: Reduction | None = None
         # Whether sums move into DDP's buckets in one call. On an accelerator each of DDP's own copies is a
         # launch; on the host it reads from the cache what autograd has just added up, and one call would not.
-        self._moves_sums = runs_ahead(self._one.device)
+        self._moves_sums = runs_ahead(device)
         # Slices of DDP's buckets of parameters summed in `.grad`; none where `.grad` is other memory.
         self._slices: list[tuple[Parameter, Tensor]] = []
         # ---- DDP, whose own synchronization is switched off ----
@@ -439,7 +439,7 @@ class DDPReducer(Reducer):
                 "DDP with find_unused_parameters=True has the host look for them in every window: need "
                 "static_graph=True, or neither"
             )
-        if is_on_default_stream(self._one.device):
+        if is_on_default_stream(self._device):
             problems.append(f"the default stream of a device cannot be captured: {_ON_ONE_STREAM}")
         return problems
 
