@@ -35,14 +35,7 @@ class ExactOverRanks(ExactSum, Sum):
     all-reduced. Where ranks reduce in shared memory, the sum is in that memory and is added up in place.
     """
 
-    def __init__(
-        self,
-        plan: BucketPlan,
-        *,
-        terms: Terms,
-        device: torch.device,
-        comm: Comm,
-    ) -> None:
+    def __init__(self, plan: BucketPlan, *, terms: Terms, device: torch.device, comm: Comm) -> None:
         whole = comm.world_size * BLOCK  # whole blocks for every rank
         numel = -(-max(plan.flat_numel, 1) // whole) * whole
         limbs = comm.allocate(2 * numel, torch.int32, device)
@@ -123,14 +116,7 @@ class TermsOverRanks(ExactOverRanks):
     than that of `ExactOverRanks`.
     """
 
-    def __init__(
-        self,
-        plan: BucketPlan,
-        *,
-        terms: Terms,
-        device: torch.device,
-        comm: Comm,
-    ) -> None:
+    def __init__(self, plan: BucketPlan, *, terms: Terms, device: torch.device, comm: Comm) -> None:
         super().__init__(plan, terms=terms, device=device, comm=comm)
         self._num_rounds = 3
         self._exchanges = False  # integers are rare here: one all-reduce, no further buffers

@@ -138,7 +138,6 @@ class WireMemory:
         _log.debug("load the residuals of %d parameters", len(parts))
         self._loaded = {key: part for key, part in parts.items() if key not in self._memory_of}
         for memory in self._memories():
-            memory.clear()
             memory.load(parts)
 
     def drop(self, is_bad: Tensor) -> None:

@@ -34,10 +34,8 @@ class Place:
     def of(self, flat: Tensor) -> Tensor:
         """Return the parameter's elements of a bucket, a view with the parameter's shape and strides."""
         if self.param is None:
-            return flat[self.offset : self.offset + self.numel]
+            return self.read(flat)
         begin = flat.storage_offset() + self.offset
-        if self.param.is_contiguous():
-            return flat[self.offset : self.offset + self.numel].view(self.param.shape)
         return flat.as_strided(self.param.shape, self.param.stride(), begin)
 
 
@@ -114,15 +112,12 @@ class BucketMemory:
         return None if self._residual is None else self._place_of[key].read(self._residual)
 
     def load(self, parts: Mapping[Hashable, Tensor]) -> None:
-        """Overwrite the residuals of the parameters that are in `parts`."""
+        """Overwrite the residuals, with zeros where `parts` has none."""
+        if self._residual is not None:
+            self._residual.zero_()
         for key, place in self._place_of.items():
             if key in parts:
                 place.write(self.residual, parts[key])
-
-    def clear(self) -> None:
-        """Set the residual to zero."""
-        if self._residual is not None:
-            self._residual.zero_()
 
     def drop(self, is_bad: Tensor) -> None:
         """Set the residual to zero if `is_bad`, 0-dim, is not 0.

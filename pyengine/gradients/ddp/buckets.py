@@ -62,19 +62,10 @@ class DDPBuckets:
         }
 
     def match_buckets(self) -> None:
-        """Make the buckets, or make them again after DDP has rebuilt its buckets."""
+        """Make the buckets, or make them again, with the old sums, after DDP has rebuilt its own once."""
         is_current = bool(self._buckets) and self._is_rebuilt == self._ddp._has_rebuilt_buckets
-        if self._dtypes and not is_current:
-            self.lay_out()
-
-    def clear(self) -> None:
-        self._buckets = {}
-
-    def of(self, bucket: Any) -> Bucket | None:
-        return self._buckets.get(id(bucket.parameters()[0]))
-
-    def lay_out(self) -> None:
-        """Make the buckets for DDP's current ones, and copy the old sums. DDP rebuilds its buckets once."""
+        if not self._dtypes or is_current:
+            return
         saved: Saved = {}
         for old in self:
             saved |= old.save(_keys(old))
@@ -89,6 +80,12 @@ class DDPBuckets:
         }
         for new in self if done else ():
             new.load(saved, _keys(new), done=done)
+
+    def clear(self) -> None:
+        self._buckets = {}
+
+    def of(self, bucket: Any) -> Bucket | None:
+        return self._buckets.get(id(bucket.parameters()[0]))
 
 
 def _keys(bucket: Bucket) -> list[str]:
