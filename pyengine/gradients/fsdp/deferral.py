@@ -8,8 +8,7 @@ from numbers import Real
 
 import torch
 
-from pyengine.gradients.fsdp.private import compute_dtype, reduce_dtype
-from pyengine.gradients.fsdp.units import Choice, Unit
+from pyengine.gradients.fsdp.units import Unit
 from pyengine.gradients.settings import Settings
 
 # What a mode launches in each micro-batch; see [Note: order of collectives in a window] in engine/engine.py.
@@ -30,7 +29,7 @@ class Deferral:
 
 
 def choose(units: Sequence[Unit], deferral: Deferral) -> None:
-    """Choose for every unit how it communicates, its `choice`.
+    """Choose for every unit how it communicates: its `mode` and `keeps`.
 
     Within a budget, unsharded parameters come before sums: over a window of A micro-batches they save 2A - 1
     all-gathers, sums A - 1 reductions, for the same bytes an element. The saving per byte is equal for all
@@ -40,21 +39,18 @@ def choose(units: Sequence[Unit], deferral: Deferral) -> None:
     if deferral.budget_mb is None:
         for unit in units:
             defer = deferral.defer
-            unit.choice = _choice(unit, defer if isinstance(defer, str) else defer.get(unit.name, "all"))
+            unit.mode = defer if isinstance(defer, str) else defer.get(unit.name, "all")
         return
     left = deferral.budget_mb * 2**20
-    keeps, defers = set(), set()
     for unit in units:
-        if unit.is_sharded and _gathered_bytes(unit) <= left:
-            keeps.add(unit)
-            left -= _gathered_bytes(unit)
+        unit.keeps = unit.is_sharded and unit.gathered_bytes <= left
+        left -= unit.gathered_bytes if unit.keeps else 0
     for unit in units:
-        if _sum_bytes(unit) <= left:
-            defers.add(unit)
-            left -= _sum_bytes(unit)
-    for unit in units:
-        least = "outer" if unit.has_replicas_of_shards else "none"
-        unit.choice = _choice(unit, "all" if unit in defers else least, keeps=unit in keeps)
+        if unit.sum_bytes <= left:
+            unit.mode = "all"
+            left -= unit.sum_bytes
+        else:
+            unit.mode = "outer" if unit.has_replicas_of_shards else "none"
 
 
 def problems_of_deferral(units: Sequence[Unit], deferral: Deferral, settings: Settings) -> list[str]:
@@ -81,49 +77,33 @@ def problems_of_deferral(units: Sequence[Unit], deferral: Deferral, settings: Se
 
 def _choice_problems(unit: Unit, settings: Settings) -> Iterator[str]:
     """Yield the reasons why a unit cannot communicate as chosen."""
-    choice = unit.choice
-    if choice.mode == "outer" and not unit.has_replicas_of_shards:
+    if unit.mode == "outer" and not unit.has_replicas_of_shards:
         yield (
             f"defer='outer' for unit {unit.name!r}, which has no replicas of shards (a mesh of two "
             "dimensions): use 'all' or 'none'"
         )
-    if choice.mode != "all" and settings.drops:
+    if unit.mode != "all" and settings.drops:
         yield (
-            f"defer={choice.mode!r} for unit {unit.name!r}, which reduces a micro-batch before it is known "
+            f"defer={unit.mode!r} for unit {unit.name!r}, which reduces a micro-batch before it is known "
             "to be finite, so that nonfinite='drop_micro_batch' could not drop it: use 'all'"
         )
     narrow = any(p.dtype.itemsize < torch.float32.itemsize for p in unit.params if p.requires_grad)
-    if choice.mode == "none" and narrow and settings.kind == "fp32":
+    if unit.mode == "none" and narrow and settings.kind == "fp32":
         yield (
             f"defer='none' for unit {unit.name!r}, whose parameters are narrow: torch sums reduced "
             "gradients in their type, and accumulator='fp32' asks for float32; keep float32 parameters, "
             "with MixedPrecisionPolicy(param_dtype=...)"
         )
-    if choice.mode != "all" and settings.wire.keeps_residual and unit.narrows(settings.wire):
+    if unit.mode != "all" and settings.wire.keeps_residual and unit.narrows(settings.wire):
         yield (
             f"wire={settings.wire} for unit {unit.name!r}, which sends gradients before the window's count "
-            f"is known (defer={choice.mode!r}), while residuals are of mean gradients: use defer='all', or "
+            f"is known (defer={unit.mode!r}), while residuals are of mean gradients: use defer='all', or "
             "the wire without ErrorFeedback"
         )
     largest = torch.finfo(settings.wire.dtype).max
-    if choice.mode != "all" and unit.narrows(settings.wire) and largest < torch.finfo(torch.bfloat16).max:
+    if unit.mode != "all" and unit.narrows(settings.wire) and largest < torch.finfo(torch.bfloat16).max:
         yield (
             f"wire={settings.wire} for unit {unit.name!r}, which sends gradients before the window's count "
-            f"is known (defer={choice.mode!r}), and undivided gradients may exceed {largest:g}: use "
+            f"is known (defer={unit.mode!r}), and undivided gradients may exceed {largest:g}: use "
             "defer='all', or pe.wire.BF16()"
         )
-
-
-def _choice(unit: Unit, mode: str, *, keeps: bool = False) -> Choice:
-    held = _sum_bytes(unit) if mode == "all" else 0
-    return Choice(mode, keeps, held + (_gathered_bytes(unit) if keeps else 0))
-
-
-def _gathered_bytes(unit: Unit) -> int:
-    return sum(unit.whole_numel(p) * compute_dtype(unit.module, p).itemsize for p in unit.params)
-
-
-def _sum_bytes(unit: Unit) -> int:
-    dtype = reduce_dtype(unit.module)
-    trained = sum(unit.whole_numel(p) for p in unit.params if p.requires_grad)
-    return 0 if dtype is None else trained * dtype.itemsize

@@ -64,7 +64,7 @@ class ShardedReducer(Reducer):
         self.params: Sequence[Parameter] = [param for _, param in managed.named]
         self.counted: Sequence[bool] = managed.counted
         self.units, self.comm = managed.units, managed.comm
-        self.held_bytes = sum(unit.choice.held_bytes for unit in self.units)
+        self.held_bytes = sum(unit.held_bytes for unit in self.units)
         self.model: Any = managed.model
         self._is_separate = managed.settings.drops
         self.wire = ShardWire(managed.settings.wire, managed.comm)
@@ -178,7 +178,7 @@ class FSDPReducer(ShardedReducer):
         # 1/count is multiplied in before a wire that needs means, if all gradients wait for the window's end,
         # else after the sum.
         waits = all(
-            unit.choice.mode == "all" and (unit.narrows(settings.wire) or reduce_dtype(unit.module) is None)
+            unit.mode == "all" and (unit.narrows(settings.wire) or reduce_dtype(unit.module) is None)
             for unit in self.units
         )
         keys = {name: name for name, param in managed.named if param.requires_grad}
@@ -268,11 +268,11 @@ class FSDPReducer(ShardedReducer):
         Such sums are in FSDP's memory, and a checkpoint for another mesh cannot hold them.
         """
         return [
-            f"unit {unit.name!r} has defer={unit.choice.mode!r}, so the sums of an open window are in FSDP's "
+            f"unit {unit.name!r} has defer={unit.mode!r}, so the sums of an open window are in FSDP's "
             "reduced shards: save and load between windows, after sync.step, or attach with defer='all', "
             "which keeps unsharded sums until the window ends"
             for unit in self.units
-            if unit.choice.mode != "all" and any(param.requires_grad for param in unit.params)
+            if unit.mode != "all" and any(param.requires_grad for param in unit.params)
         ][:1]
 
     def release(self, *, keeps_grad: bool) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
@@ -15,6 +14,7 @@ from pyengine.gradients.fsdp.places import replicas_and_shards, scattered_places
 from pyengine.gradients.fsdp.private import (
     SavedSettings,
     allow_unused_units,
+    compute_dtype,
     data_ndim,
     is_unit,
     parameters_of,
@@ -28,22 +28,17 @@ from pyengine.gradients.fsdp.traffic import CountedAllGather, ReduceScatterOverW
 from pyengine.wire import Wire
 
 
-@dataclass(frozen=True)
-class Choice:
-    """How one unit communicates in a window."""
+class Unit:
+    """A module that `fully_shard` or `replicate` was called on."""
+
+    # ---- how it communicates in a window, set by `choose` in deferral.py ----
 
     # "all": gradients are reduced in the last micro-batch only, and held unsharded until then. "outer":
     # reduce-scattered in every micro-batch, and all-reduced over replicas in the last. "none": reduced in
     # every micro-batch.
-    mode: str
-    keeps: bool  # parameters stay unsharded from the window's first forward to its last backward
-    held_bytes: int  # that a rank holds for that
-
-
-class Unit:
-    """A module that `fully_shard` or `replicate` was called on."""
-
-    choice: Choice  # set by `choose` in deferral.py
+    mode = "all"
+    # Whether parameters stay unsharded from the window's first forward to its last backward.
+    keeps = False
 
     def __init__(self, name: str, module: Any) -> None:
         self.name, self.module = name, module  # the name is empty for the model itself
@@ -79,15 +74,32 @@ class Unit:
         """Return the number of elements of a parameter, unsharded."""
         return math.prod(whole_shape(param, self.data_ndim))
 
+    @property
+    def gathered_bytes(self) -> int:
+        """Bytes of the unsharded parameters."""
+        return sum(self.whole_numel(p) * compute_dtype(self.module, p).itemsize for p in self.params)
+
+    @property
+    def sum_bytes(self) -> int:
+        """Bytes of the unsharded sums."""
+        dtype = reduce_dtype(self.module)
+        trained = sum(self.whole_numel(p) for p in self.params if p.requires_grad)
+        return 0 if dtype is None else trained * dtype.itemsize
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes that a rank holds through a window for `mode` and `keeps`."""
+        return (self.sum_bytes if self.mode == "all" else 0) + (self.gathered_bytes if self.keeps else 0)
+
     def open(self) -> None:
-        """Open a window, in which the unit communicates as chosen."""
-        module, mode = self.module, self.choice.mode
+        """Open a window."""
+        module, mode = self.module, self.mode
         # A forward outside of windows may have unsharded the parameters; an optimizer may have stepped since.
         module.reshard()
         module.set_requires_gradient_sync(mode != "all", recurse=False)
         if mode == "outer":
             module.set_requires_all_reduce(False, recurse=False)
-        if self.choice.keeps and self.is_sharded:
+        if self.keeps and self.is_sharded:
             module.set_reshard_after_forward(False, recurse=False)
             module.set_reshard_after_backward(False, recurse=False)
 

@@ -73,7 +73,7 @@ class Unsharded:
         self._sum_types: dict[int, tuple[torch.dtype, tuple[int]]] = {}  # dtypes and sizes of deferred sums
         for unit in units:
             indices = [self._index[id(param)] for param in unit.params]
-            if unit.choice.mode == "all":  # sums of earlier micro-batches stay here
+            if unit.mode == "all":  # sums of earlier micro-batches stay here
                 self._units.append(indices)
                 self._sum_types |= {index: _sum_of(params[index], unit) for index in indices}
             self._register_in_forward(unit.module, [(index, *places[index]) for index in indices])
