@@ -88,16 +88,27 @@ class OwnBucket(Bucket):
         """Clear the layers' `main_grad` flags, but remember that layers write `main_grad`."""
         self.has_fused = bool(pop_written(self.params)) or self.has_fused
 
-    def _check_fresh(self, slot: int) -> None:
-        """Raise if a layer is the first to add to a sum, and nothing of this window has overwritten it."""
-        if self.has_fused or not self._is_stale:
-            return
-        if any(group.is_first for group in self._groups if group.start <= slot < group.stop):
-            self.has_fused = True  # from the next window on the sum is zero at the start
-            raise RuntimeError(
-                f"the layer of {self.spec.slots[slot].name!r} has added to main_grad for the first time in "
-                "this window, whose sum held the last one's: call sync.abandon(), and run the window again"
-            )
+    def _find_fused(self, slots: range) -> None:
+        """Record which layers have added to the sum through `main_grad`.
+
+        Raises:
+            RuntimeError: a layer is the first to add to a sum, and nothing of this window has overwritten it.
+        """
+        for index in pop_written(self.params[slots.start : slots.stop]):
+            slot = slots.start + index
+            is_first = any(group.is_first for group in self._groups if group.start <= slot < group.stop)
+            if self._is_stale and is_first and not self.has_fused:
+                self.has_fused = True  # from the next window on the sum is zero at the start
+                raise RuntimeError(
+                    f"the layer of {self.spec.slots[slot].name!r} has added to main_grad for the first time "
+                    "in this window, whose sum held the last one's: call sync.abandon(), and run the window "
+                    "again"
+                )
+            self._drop_returned(slot)
+            self.has_fused = self.used[slot] = True
+
+    def _drop_returned(self, slot: int) -> None:
+        """Drop the gradient that a layer has returned, besides the one that it has added to `main_grad`."""
 
     def seal(self) -> None:
         """Record the gradients; the last backward, which may still run, has accumulated all of them."""
@@ -216,17 +227,11 @@ class FlatBucket(OwnBucket):
         self._start_row()
         return [*super().sent_tensors(), self._sum.flat]
 
-    def _find_fused(self, slots: range) -> None:
-        """Record which layers have added to the sum through `main_grad`; drop the gradients that they have
-        returned as well: Megatron's and TransformerEngine's return memory that nobody has written to, so that
-        autograd's hooks run.
-        """
-        for index in pop_written(self.params[slots.start : slots.stop]):
-            slot = slots.start + index
-            self._check_fresh(slot)
-            self.has_fused = self.used[slot] = True
-            self.params[slot].grad = None
-            self._set_first(False)  # the sum was zero and now holds the layer's gradient
+    def _drop_returned(self, slot: int) -> None:
+        # Megatron's and TransformerEngine's layers return memory that nobody has written to, so that
+        # autograd's hooks run.
+        self.params[slot].grad = None
+        self._set_first(False)  # the sum was zero and now holds the layer's gradient
 
 
 class ExactBucket(OwnBucket):
@@ -409,21 +414,16 @@ class InPlaceBucket(OwnBucket):
             param.grad = view
         group.is_first = False
 
-    def _find_fused(self, slots: range) -> None:
-        """Record which layers have added to the sum through `main_grad`."""
-        for index in pop_written(self.params[slots.start : slots.stop]):
-            slot = slots.start + index
-            self._check_fresh(slot)
-            grad, view = self.params[slot].grad, self._grads[slot]
-            if grad is not None and (grad is not view or view._version != self._stored[slot]):
-                raise RuntimeError(
-                    f"the layer of {self.spec.slots[slot].name!r} has added to main_grad and returned a "
-                    "gradient as well, which autograd adds to the same sum from the second micro-batch on: "
-                    "let it return None, or give the engine bfloat16 parameters with accumulator='fp32', "
-                    "where the returned one is dropped"
-                )
-            self.has_fused = self.used[slot] = True
-            self.params[slot].grad = view  # in the sum already: stored onto itself
+    def _drop_returned(self, slot: int) -> None:
+        grad, view = self.params[slot].grad, self._grads[slot]
+        if grad is not None and (grad is not view or view._version != self._stored[slot]):
+            raise RuntimeError(
+                f"the layer of {self.spec.slots[slot].name!r} has added to main_grad and returned a "
+                "gradient as well, which autograd adds to the same sum from the second micro-batch on: "
+                "let it return None, or give the engine bfloat16 parameters with accumulator='fp32', "
+                "where the returned one is dropped"
+            )
+        self.params[slot].grad = view  # in the sum already: stored onto itself
 
     def _store_replaced(self) -> None:
         """Store gradients whose `.grad` was replaced by another tensor."""

@@ -91,10 +91,11 @@ class ExactFSDPReducer(ShardedReducer):
 
     def collect(self) -> None:
         """Deposit the gradients in the unsharded parameters' `.grad`."""
-        is_void, grads = self.unsharded.is_void, self.unsharded.pop_grads()
+        is_void, popped = self.unsharded.is_void, self.unsharded.pop_grads()
         self.end_padding()
+        grads = {index: grad.detach().reshape(-1) for index, grad in popped.items()}
         for bucket in self._buckets if not is_void else []:
-            bucket.deposit([_flat(grads.get(index)) for index in bucket.indices])
+            bucket.deposit([grads.get(index) for index in bucket.indices])
 
     def reduce(self, header: Header) -> None:
         self.make_divisor(header, FP32())
@@ -141,7 +142,3 @@ class ExactFSDPReducer(ShardedReducer):
                 work.step()
         if self._used_flags is None:
             self._used_flags = self.used.all_reduce([poison or is_used for is_used in self.unsharded.used])
-
-
-def _flat(grad: Tensor | None) -> Tensor | None:
-    return None if grad is None else grad.detach().reshape(-1)
