@@ -117,11 +117,6 @@ class Transfers:
         for _ in range(1 + max((work.rounds_left for work in staged), default=0)):
             self._launch_later_rounds(self.all)
 
-    def late(self) -> list[tuple[OwnBucket, int]]:
-        """Return the slots that were written to after their bucket was complete."""
-        complete = [transfer.bucket for transfer in self.all if transfer.is_complete]
-        return [(bucket, slot) for bucket in complete for slot in bucket.late()]
-
     def wait_in_order(self) -> Iterator[OwnBucket]:
         """Wait for each bucket in turn; later reductions still run."""
         for index, transfer in enumerate(self.all[: self._next]):
@@ -237,30 +232,22 @@ class BucketReducer(Reducer):
         for group, comm in enumerate(self._groups.comms):
             numels = [bucket.numel for bucket in self.layout.buckets if bucket.group == group]
             comm.reserve([numel * self._wire.dtype.itemsize for numel in numels])
-        made = []
-        for bucket in self.layout.buckets:
-            mine = [self._local_params[slot.param] for slot in bucket.slots]
-            slots = zip(bucket.slots, mine, strict=True)
+        for spec in self.layout.buckets:
+            mine = [self._local_params[slot.param] for slot in spec.slots]
+            slots = zip(spec.slots, mine, strict=True)
             places = [Place(slot.name, slot.offset, slot.numel, part) for slot, part in slots]
-            is_last = bucket is self.layout.buckets[-1]
-            wire = self._memory.wire_for(self._wire, places, bucket.numel, mine[0].device, is_last=is_last)
-            made.append(
-                own_bucket(
-                    bucket,
-                    mine,
-                    self._settings,
-                    wire=wire,
-                    terms=self._terms,
-                    comm=self._groups.comms[bucket.group],
-                )
-            )
-        for each in made:
-            each.observers = self.observers
-        self._buckets = made
-        self._norms = ReducedNorms([(bucket.plan, bucket.indices) for bucket in made], self.params[0].device)
-        self._slot_locals = [param for bucket in made for param in bucket.params]
+            is_last = spec is self.layout.buckets[-1]
+            wire = self._memory.wire_for(self._wire, places, spec.numel, mine[0].device, is_last=is_last)
+            comm = self._groups.comms[spec.group]
+            bucket = own_bucket(spec, mine, self._settings, wire=wire, terms=self._terms, comm=comm)
+            bucket.observers = self.observers
+            self._buckets.append(bucket)
+        buckets = self._buckets
+        plans = [(bucket.plan, bucket.indices) for bucket in buckets]
+        self._norms = ReducedNorms(plans, self.params[0].device)
+        self._slot_locals = [param for bucket in buckets for param in bucket.params]
         # By registration index, in the order of the buckets, the index of the parameter's bucket.
-        self._bucket_of = {index: bucket.spec.index for bucket in made for index in bucket.indices}
+        self._bucket_of = {index: bucket.spec.index for bucket in buckets for index in bucket.indices}
 
     def local_params(self) -> Sequence[Parameter]:
         return self._local_params
@@ -456,7 +443,8 @@ class BucketReducer(Reducer):
 
     def _raise_if_late(self, transfers: Transfers) -> None:
         """Raise if a bucket has changed after it may have been launched; from now on it waits."""
-        late = {bucket.spec.slots[slot].param for bucket, slot in transfers.late()}
+        complete = [transfer.bucket for transfer in transfers.all if transfer.is_complete]
+        late = {bucket.indices[slot] for bucket in complete for slot in bucket.late()}
         if late:
             names = ", ".join(repr(self.names[param]) for param in sorted(late)[:5])
             if all(self.params[param].grad is None for param in late):
