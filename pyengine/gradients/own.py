@@ -58,8 +58,8 @@ class Transfer:
 
     work: Work  # the sum over ranks, once it has been launched
 
-    def __init__(self, bucket: OwnBucket) -> None:
-        self.bucket = bucket
+    def __init__(self, bucket: OwnBucket, comm: Comm) -> None:
+        self.bucket, self.comm = bucket, comm
         # Whether the running backward has accumulated every gradient of the bucket.
         self.is_complete = False
         # Tensors kept alive while a side stream may read them for the reduction, and the event after which it
@@ -89,8 +89,8 @@ class Transfers:
         *,
         groups: Groups,
     ) -> None:
-        self.all = [Transfer(bucket) for bucket in buckets]
-        self.header, self._divisor, self._groups = header, divisor, groups
+        self.all = [Transfer(bucket, groups.comms[bucket.spec.group]) for bucket in buckets]
+        self.header, self._divisor, self._are_alike = header, divisor, groups.are_alike
         self._next = 0
 
     def complete(self, transfer: Transfer) -> None:
@@ -129,14 +129,14 @@ class Transfers:
         """Release the buckets of a window that was given up, whose tensors launched collectives may use."""
         for transfer in self.all[: self._next]:
             if transfer.held:
-                with self._comm(transfer).side_stream(transfer.held):
+                with transfer.comm.side_stream(transfer.held):
                     transfer.held = []
 
     def _launch(self, *, poison: bool) -> None:
         transfer = self.all[self._next]
         # 1/count is computed from the header. On a side stream, waiting for the header does not stall the
         # backward.
-        comm = self._comm(transfer)
+        comm = transfer.comm
         tensors = transfer.bucket.sent_tensors() if comm.is_stream_ordered else []
         _log.debug("launch bucket %d of %d%s", self._next, len(self.all), ", with nan" if poison else "")
         with span("launch bucket", self._next), comm.side_stream([]):
@@ -150,11 +150,8 @@ class Transfers:
             if earlier.is_read is not None and earlier.is_read.query():
                 earlier.held, earlier.is_read = [], None
         self._next += 1
-        if self._groups.are_alike:
+        if self._are_alike:
             self._launch_later_rounds(self.all[: self._next - 1])
-
-    def _comm(self, transfer: Transfer) -> Comm:
-        return self._groups.comms[transfer.bucket.spec.group]
 
     def _launch_later_rounds(self, transfers: Sequence[Transfer]) -> None:
         """Launch the next collective of buckets that need several.
@@ -163,7 +160,7 @@ class Transfers:
         stream waits instead of the host, the last step also finishes the bucket on that stream.
         """
         for transfer in reversed(transfers):
-            comm, work = self._comm(transfer), transfer.work
+            comm, work = transfer.comm, transfer.work
             if isinstance(work, Staged) and (work.rounds_left or comm.is_stream_ordered):
                 with comm.side_stream([]):
                     work.step()

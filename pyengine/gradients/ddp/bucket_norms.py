@@ -91,15 +91,12 @@ class BucketNorms:
         return None not in self._indices_of(bucket.parameters()) and all(x % PHASE == 0 for x in offsets)
 
     def _add(self, buckets: Sequence[Any]) -> None:
-        slots = []
-        for bucket in buckets:
-            params = bucket.parameters()
-            plan = packed([param.numel() for param in params])
-            slots.append((plan, [self._index[param] for param in params]))
+        params = [bucket.parameters() for bucket in buckets]
+        slots = [(packed([p.numel() for p in each]), [self._index[p] for p in each]) for each in params]
         norms = ReducedNorms(slots, self._device)
         self._norms.append(norms)
-        for index, bucket in enumerate(buckets):
-            self._by_indices[self._indices_of(bucket.parameters())] = norms, index
+        for place, (_, indices) in enumerate(slots):
+            self._by_indices[tuple(indices)] = norms, place
 
     def _indices_of(self, params: Sequence[Any]) -> tuple[int | None, ...]:
         return tuple(map(self._index.get, params))
