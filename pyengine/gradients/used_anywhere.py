@@ -45,19 +45,14 @@ class UsedFlags:
         Cost: a rank that has not used a parameter waits for the flags of all ranks. Where devices exchange
         the flags it waits for all work queued on its device. Other ranks do not wait.
         """
-        asked = [i for i, used in enumerate(self._mine) if not used and params[i].grad is not None]
-        if asked or waits or self._on_stream:  # waiting for a stream costs the host nothing
+        dropped = [i for i, used in enumerate(self._mine) if not used and params[i].grad is not None]
+        if dropped or waits or self._on_stream:  # waiting for a stream costs the host nothing
             self._work.wait()
-        if is_capturing():
-            for index in asked:
-                params[index].grad = None
-            return asked
-        if not asked:
-            return []
-        used = [*map(int, Readback(self._flags).get())]
-        if self._flags.dtype == torch.int64:
-            used = [used[index // _BITS] >> index % _BITS & 1 for index in range(len(self._mine))]
-        dropped = [index for index in asked if not used[index]]
+        if dropped and not is_capturing():
+            used = [*map(int, Readback(self._flags).get())]
+            if self._flags.dtype == torch.int64:
+                used = [used[index // _BITS] >> index % _BITS & 1 for index in range(len(self._mine))]
+            dropped = [index for index in dropped if not used[index]]
         for index in dropped:
             params[index].grad = None
         return dropped
