@@ -168,19 +168,18 @@ def sum_encoded(
     if comm.world_size == 1:
         return Staged(iter(()), 0, flat.device)
     _log.debug("sum a bucket of %d elements in two exchanges as %s", flat.numel(), codec)
-    is_wide = flat.dtype == torch.float32
-    rounds = _encoded(flat, comm, codec, rounding, memory) if is_wide else _narrow(flat, comm, codec, memory)
+    parts, is_wide = Parts(codec, flat.numel(), comm.world_size), flat.dtype == torch.float32
+    rounds = _encoded(flat, comm, parts, rounding, memory) if is_wide else _narrow(flat, comm, parts, memory)
     return Staged(rounds, _ROUNDS, flat.device)
 
 
 def _encoded(
-    flat: Tensor, comm: Comm, codec: Codec, rounding: Rounding, memory: PayloadMemory
+    flat: Tensor, comm: Comm, parts: Parts, rounding: Rounding, memory: PayloadMemory
 ) -> Iterator[Work]:
-    parts = Parts(codec, flat.numel(), comm.world_size)
     exchange = Exchange(parts, flat.device, memory)
     yield exchange.send_parts(flat, comm, rounding)
     mine = parts.bounds(comm.rank)
-    codec.sum_encode_(
+    parts.codec.sum_encode_(
         parts.payload(exchange.sent, comm.rank),
         parts.payloads_of(exchange.received, comm.rank),
         parts.numel_of(comm.rank),
@@ -191,8 +190,7 @@ def _encoded(
     yield from exchange.send_round(flat, comm)
 
 
-def _narrow(flat: Tensor, comm: Comm, codec: Codec, memory: PayloadMemory) -> Iterator[Work]:
-    parts = Parts(codec, flat.numel(), comm.world_size)
+def _narrow(flat: Tensor, comm: Comm, parts: Parts, memory: PayloadMemory) -> Iterator[Work]:
     num_bytes, given = comm.world_size * parts.num_bytes, flat.view(torch.uint8)
     received = memory.allocate("received", num_bytes, flat.device)
     is_whole = num_bytes == given.numel()
@@ -201,7 +199,7 @@ def _narrow(flat: Tensor, comm: Comm, codec: Codec, memory: PayloadMemory) -> It
         rows[: given.numel()].copy_(given)
     yield comm.all_to_all(received.view(flat.dtype), rows.view(flat.dtype))
     own = parts.padded_payload(rows, comm.rank)  # has been sent, and may be overwritten
-    codec.sum_encode_(own, received.view(comm.world_size, -1), parts.size)
+    parts.codec.sum_encode_(own, received.view(comm.world_size, -1), parts.size)
     yield comm.all_gather(rows.view(flat.dtype), own.view(flat.dtype))
     memory.free(received=received)
     if not is_whole:

@@ -204,23 +204,17 @@ class FSDPReducer(ShardedReducer):
 
         FSDP reduces only in a backward.
         """
-        self._prepare(header)
         if self._is_separate:
             self.unsharded.move_sums_to_grad()
-        with self._reducing():
+        with self._reducing(header):
             pass
-        self.end_padding()
-        self._check_complete(header)
 
     @contextmanager
     def overlap(self, header: Header, roots: Sequence[Tensor]) -> Iterator[None]:
         del roots
-        self._prepare(header)
-        with self._reducing():
+        with self._reducing(header):
             yield
-        self.unsharded.count_micro_batch()
-        self.end_padding()
-        self._check_complete(header)
+            self.unsharded.count_micro_batch()
 
     def give_up(self) -> None:
         """Launch the used flags if FSDP had finished; it cannot resume a backward."""
@@ -279,15 +273,12 @@ class FSDPReducer(ShardedReducer):
         super().release(keeps_grad=keeps_grad)
         self._replay.release()
 
-    def _prepare(self, header: Header) -> None:
-        """Prepare the reduction."""
+    @contextmanager
+    def _reducing(self, header: Header) -> Iterator[None]:
+        """Reduce in the body's backward; if the body has none, a replayed backward reduces."""
         self.wire.before = self.make_divisor(header, self._divisor_wire).before_wire
         self.wire.memory.begin(header.position[0])
         _log.debug("reduce %d units in the next backward", len(self.units))
-
-    @contextmanager
-    def _reducing(self) -> Iterator[None]:
-        """Reduce in the body's backward; if the body has none, a replayed backward reduces."""
         if not self._replay.has_batch and not self.unsharded.has_run:
             self._replay.run(self.preserve_grads)  # raises
         for unit in self.units:
@@ -304,6 +295,8 @@ class FSDPReducer(ShardedReducer):
                     "be lost: reentrant checkpointing of a unit that a forward calls twice; pass "
                     "use_reentrant=False to torch.utils.checkpoint"
                 )
+        self.end_padding()
+        self._check_complete(header)
 
     def _check_complete(self, header: Header) -> None:
         """Check that every gradient was reduced; launch the used flags."""
