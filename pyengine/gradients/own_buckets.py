@@ -96,8 +96,8 @@ class OwnBucket(Bucket):
         """
         for index in pop_written(self.params[slots.start : slots.stop]):
             slot = slots.start + index
-            is_first = any(group.is_first for group in self._groups if group.start <= slot < group.stop)
-            if self._is_stale and is_first and not self.has_fused:
+            mine = (group for group in self._groups if group.start <= slot < group.stop)
+            if self._is_stale and not self.has_fused and any(group.is_first for group in mine):
                 self.has_fused = True  # from the next window on the sum is zero at the start
                 raise RuntimeError(
                     f"the layer of {self.spec.slots[slot].name!r} has added to main_grad for the first time "
