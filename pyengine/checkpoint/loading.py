@@ -19,7 +19,7 @@ _ZIP = b"PK\3\4"  # what torch.save begins with; torch.load reads other, older f
 
 
 def load(file: BinaryIO) -> Any:
-    """Return what `torch.save` wrote, on the CPU.
+    """Return what `torch.save` wrote from the file's position to its end, on the CPU.
 
     Raises ValueError if the file holds anything but tensors and plain values, a tensor that `check_tensors`
     refuses, or more bytes than it has; where the bytes are damaged, whatever torch raises.
@@ -32,10 +32,11 @@ def load(file: BinaryIO) -> Any:
 
 def check_loads(file: BinaryIO) -> None:
     """Raise ValueError if `load` could not read what `torch.save` has written; reads no tensor if it can."""
+    start = file.tell()
     try:
         _unpickled(file, "meta")
     except Exception:  # noqa: BLE001 - a quantized tensor, for example
-        file.seek(0)
+        file.seek(start)
         _unpickled(file, "cpu")
 
 
@@ -86,16 +87,17 @@ def _unpickled(file: BinaryIO, device: str) -> Any:
 
 
 def _check_size(file: BinaryIO) -> None:
-    """Raise ValueError unless a file is an archive that holds no more than its bytes."""
+    """Raise ValueError unless a file is, from here on, an archive that holds no more than its bytes."""
+    start = file.tell()
     is_zip = file.read(len(_ZIP)) == _ZIP
-    size = file.seek(0, os.SEEK_END)
+    size = file.seek(0, os.SEEK_END) - start
     if not (is_zip and zipfile.is_zipfile(file)):
         raise ValueError("the state is not what torch.save writes: it is damaged, or of another program")
     with zipfile.ZipFile(file) as archive:
         held = sum(entry.file_size for entry in archive.infolist())
     if held > size:
         raise ValueError(f"the state holds {held} bytes in {size}: torch.save compresses nothing")
-    file.seek(0)
+    file.seek(start)
 
 
 def _leaves(value: Any, path: str = "", seen: set[int] | None = None) -> Iterator[tuple[str, Any]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import stat
@@ -50,7 +49,8 @@ def write(path: Path, origin: Origin, state: Any) -> None:
             with naming_foreign(state):
                 check_tensors(state)
                 torch.save(state, payload)  # type: ignore[arg-type]
-                check_loads(_Payload(file))  # type: ignore[arg-type]
+                file.seek(_HEADER_BYTES)
+                check_loads(file)
             fields = {"format": FORMAT, **asdict(origin), "bytes": payload.num_bytes, "crc32": payload.crc}
             file.seek(0)
             text = json.dumps(fields).encode()
@@ -87,7 +87,8 @@ def check(path: Path) -> Origin:
 def read(path: Path) -> Any:
     """Return the state in a file that has been checked, on the CPU; raise as `load`."""
     with _open(path) as file:
-        return load(_Payload(file))  # type: ignore[arg-type]
+        file.seek(_HEADER_BYTES)
+        return load(file)
 
 
 class NewerFormat(ValueError):
@@ -148,27 +149,3 @@ class _Summed:
 
     def flush(self) -> None:
         self._file.flush()
-
-
-class _Payload(io.RawIOBase):
-    """A file from behind its header."""
-
-    def __init__(self, file: BinaryIO) -> None:
-        self._file = file
-        file.seek(_HEADER_BYTES)
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        return self._file.readinto(buffer)  # type: ignore[attr-defined, no-any-return]
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        ahead = _HEADER_BYTES if whence == io.SEEK_SET else 0
-        return self._file.seek(offset + ahead, whence) - _HEADER_BYTES
-
-    def tell(self) -> int:
-        return self._file.tell() - _HEADER_BYTES
