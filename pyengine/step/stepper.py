@@ -35,39 +35,57 @@ class PlainStepper:
     """Skips a step on the device: a fused optimizer does so itself, and torch's others are undone.
 
     For every other optimizer the host waits for the decision.
+
+    Cost: of an undone step two launches a dtype that read the flag. Only where it is set they read and write
+    parameters and state. Memory as large as both during the step: 12 bytes a parameter for Adam in float32.
     """
 
     def __init__(self) -> None:
-        self._undo = Undo()
+        # What a step of an optimizer wrote last time, as its own objects, and as targets.
+        self._seen: WeakKeyDictionary[Optimizer, tuple[list[Any], _Targets | None]] = WeakKeyDictionary()
 
     def needs_host(self, optimizer: Optimizer) -> bool:
-        return not skips_on_device(optimizer) and self._undo.targets(optimizer) is None
+        return not skips_on_device(optimizer) and self.targets(optimizer) is None
 
     def step(self, optimizer: Optimizer, final: FinalPass) -> None:
+        name, found_inf = type(optimizer).__name__, final.found_inf
         if skips_on_device(optimizer):
-            _log.debug("step %s, which skips by itself", type(optimizer).__name__)
+            _log.debug("step %s, which skips by itself", name)
             fused: Any = optimizer
-            fused.found_inf = final.found_inf
+            fused.found_inf = found_inf
             try:
                 optimizer.step()
             finally:
                 del fused.found_inf
-        elif not self._steps_and_undoes(optimizer, final.found_inf) and not bool(final.found_inf):
-            _log.debug("step %s after the host has read the decision", type(optimizer).__name__)
+            return
+        is_undone = runs_ahead(found_inf.device) and not runs_user_code(optimizer)
+        targets = self.targets(optimizer) if is_undone else None
+        if targets is not None and (copies := allocate(targets)) is not None:
+            _log.debug("step %s, undone on the device where the step is skipped", name)
+            with undoing(targets, copies, found_inf):
+                optimizer.step()
+        elif not bool(found_inf):
+            _log.debug("step %s after the host has read the decision", name)
             optimizer.step()
 
-    def _steps_and_undoes(self, optimizer: Optimizer, found_inf: Tensor) -> bool:
-        """Step without a look at the decision; return False, with nothing done, where that cannot be."""
-        if not runs_ahead(found_inf.device) or runs_user_code(optimizer):
-            return False
-        targets = self._undo.targets(optimizer)
-        copies = None if targets is None else allocate(targets)
-        if targets is None or copies is None:
-            return False
-        _log.debug("step %s, undone on the device where the step is skipped", type(optimizer).__name__)
-        with self._undo.around(targets, copies, found_inf):
-            optimizer.step()
-        return True
+    def targets(self, optimizer: Optimizer) -> _Targets | None:
+        """Return what a step writes, a plan and its tensors for each dtype; None if it cannot be undone.
+
+        The answer is the same on every rank. It is known for torch's own optimizers only. The first step
+        creates state, which cannot be undone, and `capturable=False` counts steps on the host.
+
+        Cost: a look at every parameter; the tensors are checked again when they are not those of last time.
+        """
+        if not is_torchs(optimizer) or not all(g.get("capturable", True) for g in optimizer.param_groups):
+            return None
+        tensors = _written(optimizer)
+        if tensors is None:
+            return None
+        seen, targets = self._seen.get(optimizer, ([], None))
+        if len(seen) != len(tensors) or not all(map(is_, seen, tensors)):
+            targets = _planned(tensors)
+            self._seen[optimizer] = tensors, targets
+        return targets
 
 
 def skips_on_device(optimizer: Optimizer) -> bool:
@@ -114,47 +132,17 @@ def runs_user_code(optimizer: Optimizer) -> bool:
     )
 
 
-class Undo:
-    """Copies parameters and state before a step, and back behind it, if a flag on the device is set.
-
-    Cost: two launches a dtype that read the flag. Only where it is set they read and write parameters and
-    state. Memory as large as both during the step: 12 bytes a parameter for Adam in float32.
-    """
-
-    def __init__(self) -> None:
-        # What a step of an optimizer wrote last time, as its own objects, and as targets.
-        self._seen: WeakKeyDictionary[Optimizer, tuple[list[Any], _Targets | None]] = WeakKeyDictionary()
-
-    def targets(self, optimizer: Optimizer) -> _Targets | None:
-        """Return what a step writes, a plan and its tensors for each dtype; None if it cannot be undone.
-
-        The answer is the same on every rank. It is known for torch's own optimizers only. The first step
-        creates state, which cannot be undone, and `capturable=False` counts steps on the host.
-
-        Cost: a look at every parameter; the tensors are checked again when they are not those of last time.
-        """
-        if not is_torchs(optimizer) or not all(g.get("capturable", True) for g in optimizer.param_groups):
-            return None
-        tensors = _written(optimizer)
-        if tensors is None:
-            return None
-        seen, targets = self._seen.get(optimizer, ([], None))
-        if len(seen) != len(tensors) or not all(map(is_, seen, tensors)):
-            targets = _planned(tensors)
-            self._seen[optimizer] = tensors, targets
-        return targets
-
-    @contextmanager
-    def around(self, targets: _Targets, copies: Sequence[Tensor], found_inf: Tensor) -> Iterator[None]:
-        """Undo, behind the body, what it wrote to `targets` if `found_inf`, unread, is not 0."""
-        one = torch.ones_like(found_inf)
+@contextmanager
+def undoing(targets: _Targets, copies: Sequence[Tensor], found_inf: Tensor) -> Iterator[None]:
+    """Undo, behind the body, what it wrote to `targets` if `found_inf`, unread, is not 0."""
+    one = torch.ones_like(found_inf)
+    for (plan, tensors), copy in zip(targets, copies, strict=True):
+        plan.pack_(copy, tensors, one, only_if=found_inf)
+    try:
+        yield
+    finally:
         for (plan, tensors), copy in zip(targets, copies, strict=True):
-            plan.pack_(copy, tensors, one, only_if=found_inf)
-        try:
-            yield
-        finally:
-            for (plan, tensors), copy in zip(targets, copies, strict=True):
-                plan.unpack_(tensors, copy, one, only_if=found_inf)
+            plan.unpack_(tensors, copy, one, only_if=found_inf)
 
 
 def allocate(targets: _Targets) -> list[Tensor] | None:

@@ -9,7 +9,7 @@ from torch.optim import SGD, Adadelta, Adagrad, Adam, AdamW, Muon
 from torch.optim.lr_scheduler import LambdaLR
 
 from pyengine.step import stepper
-from pyengine.step.stepper import Undo, _planned, _written, allocate, runs_user_code
+from pyengine.step.stepper import PlainStepper, _planned, _written, allocate, runs_user_code, undoing
 
 MAKE = {
     "SGD": lambda params: SGD(params, lr=0.1),
@@ -45,7 +45,7 @@ def bits(optimizer):
 
 def step_with_undo(optimizer, found_inf):
     targets = _planned(_written(optimizer))
-    with Undo().around(targets, allocate(targets), torch.tensor(found_inf)):
+    with undoing(targets, allocate(targets), torch.tensor(found_inf)):
         optimizer.step()
 
 
@@ -97,7 +97,7 @@ def test_a_step_without_state_on_the_host_can_be_undone_once_its_state_is_there(
     optimizer = make(params)
     fill_gradients(params)
     optimizer.step()
-    assert Undo().targets(optimizer) is not None
+    assert PlainStepper().targets(optimizer) is not None
 
 
 def _first_step_with_momentum(params):
@@ -128,14 +128,14 @@ def _stepped(make):
 def test_a_step_that_could_not_be_undone_whole_is_not(make):
     params = parameters()
     fill_gradients(params)
-    assert Undo().targets(make(params)) is None
+    assert PlainStepper().targets(make(params)) is None
 
 
 def test_state_on_the_host_cannot_be_undone():
     weight = nn.Parameter(torch.ones(2, device="meta"))
     weight.grad = torch.ones(2, device="meta")
     optimizer = Adagrad([weight])  # its `step` lies on the host
-    assert Undo().targets(optimizer) is None
+    assert PlainStepper().targets(optimizer) is None
 
 
 def _hooked(optimizer):
@@ -157,7 +157,7 @@ def test_a_step_with_code_of_the_user_s_inside_waits(change):
 
 def test_other_state_is_looked_at_again():
     params = parameters()[:1]
-    optimizer, undo = SGD(params, lr=0.1, momentum=0.9), Undo()
+    optimizer, undo = SGD(params, lr=0.1, momentum=0.9), PlainStepper()
     fill_gradients(params)
     optimizer.step()
     assert undo.targets(optimizer) is undo.targets(optimizer)
@@ -183,7 +183,7 @@ def changed_by_a_step(found_inf):
     params = parameters()
     optimizer, before = SGD(params, lr=0.1), [p.detach().clone() for p in params]
     fill_gradients(params)
-    plain = stepper.PlainStepper()
+    plain = PlainStepper()
     assert not plain.needs_host(optimizer)
     plain.step(optimizer, SimpleNamespace(found_inf=found_inf))
     return {not torch.equal(p, old) for p, old in zip(params, before, strict=True) if p.numel()}
