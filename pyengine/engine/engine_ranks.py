@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any
@@ -59,20 +59,18 @@ class Membership:
         return cls("", (range(world_size),), SharedBatch(rank, 1, True), world_size)
 
 
-def memberships_differ(memberships: Sequence[Membership], specs: Sequence[Sequence[ParamSpec]]) -> list[str]:
-    """Report in what the memberships of ranks, and their parameters, contradict each other."""
+def memberships_differ(memberships: Sequence[Membership], specs: Sequence[Sequence[ParamSpec]]) -> str:
+    """Report in what ranks' memberships, or their parameters, contradict each other; empty if in nothing."""
     described = [membership.described for membership in memberships]
     if len(set(described)) > 1:
         values = "; ".join(f"rank {rank} has {text or 'no mesh'}" for rank, text in enumerate(described))
-        return [f"ranks have different meshes or axes: {values}. Pass the same ones on every rank"]
+        return f"ranks have different meshes or axes: {values}. Pass the same ones on every rank"
     for pattern in memberships[0].unmatched:
         if all(pattern in membership.unmatched for membership in memberships):
-            return [
-                (
-                    f"axes.groups[{pattern!r}] matches no parameter on any rank (the first is "
-                    f"{specs[0][0].name!r}): patterns are of whole names, as fnmatch has them"
-                )
-            ]
+            return (
+                f"axes.groups[{pattern!r}] matches no parameter on any rank (the first is "
+                f"{specs[0][0].name!r}): patterns are of whole names, as fnmatch has them"
+            )
     members: dict[Sequence[int], dict[int, list[ParamSpec]]] = {}
     in_group: dict[tuple[int, int], list[ParamSpec]] = {}  # ranks that sent the same share one list
     for rank, (membership, mine) in enumerate(zip(memberships, specs, strict=True)):
@@ -80,7 +78,7 @@ def memberships_differ(memberships: Sequence[Membership], specs: Sequence[Sequen
             if (id(mine), index) not in in_group:
                 in_group[id(mine), index] = [spec for spec in mine if spec.group == index]
             members.setdefault(ranks, {})[rank] = in_group[id(mine), index]
-    return [text for ranks, have in members.items() if (text := _difference(ranks, have))]
+    return next((text for ranks, have in members.items() if (text := _difference(ranks, have))), "")
 
 
 def most_parts(memberships: Sequence[Membership]) -> int:
@@ -138,7 +136,7 @@ class EngineRanks:
         self._group_of = dict.fromkeys((name for name, _ in named), 0)
         self._patterns: list[tuple[int, str]] = []
         # What is wrong with the arguments here; then nothing but `comm` may be used.
-        self.problems = self._problems(mesh, axes)
+        self.problems = list(self._problems(mesh, axes))
         if not self.problems and (self._mesh is not None or axes.groups):
             self._join(named, axes)
 
@@ -171,7 +169,9 @@ class EngineRanks:
         """
         mine = self.groups_named(names)
         comms = [
-            self._beside_ddp(ranks, shared_memory=shared_memory) if index in mine else self.comm
+            self.for_buckets(self._transport(ranks, beside_ddp=True), shared_memory=shared_memory)
+            if index in mine
+            else self.comm
             for index, ranks in enumerate(self.membership.groups)
         ]
         return Groups(self.comm, comms, are_alike=False)
@@ -199,49 +199,44 @@ class EngineRanks:
                 stacklevel=2,
             )
 
-    def problems_with(self, named: Named, settings: Settings, *, num_batch_norms: int) -> list[str]:
-        found = list(self.problems)
+    def problems_with(self, named: Named, settings: Settings, *, num_batch_norms: int) -> Iterator[str]:
+        yield from self.problems
         if settings.shared_memory is True:
-            found += problems_of_sharing(self.comm, self.device)
+            yield from problems_of_sharing(self.comm, self.device)
         narrow = [name for name, param in named if is_dtensor(param) and param.dtype.itemsize < 4]
         if narrow and settings.kind == "native":
-            found.append(
+            yield (
                 f"parameter {narrow[0]!r} is a narrow DTensor, and accumulator='native' would sum it in its "
                 "own type, which autograd cannot do in a buffer of ours: use accumulator='fp32'"
             )
         if num_batch_norms and settings.kind == "exact" and self.membership.shared_batch is not None:
-            found.append(
+            yield (
                 "accumulator='exact' replays BatchNorm's running statistics of every rank, and here ranks "
                 "share batches: use GroupNorm, or pass the parameters instead of the module and keep "
                 "statistics alike yourself"
             )
-        return found + _problems_of_drops(self.membership, settings)
+        yield from _problems_of_drops(self.membership, settings)
 
-    def problems_under_ddp(self, named: Named, group: dist.ProcessGroup) -> list[str]:
+    def problems_under_ddp(self, named: Named, group: dist.ProcessGroup) -> Iterator[str]:
         """Report what DDP, with one group for all that it does not ignore, cannot do over these ranks."""
         if self.problems or not self.membership.described:
-            return []
+            return
         summed = sorted(dist.get_process_group_ranks(group))
         mine = sorted(self._ranks[rank] for rank in self.membership.groups[0])
-        if summed != mine:
-            return [
-                (
-                    f"ddp_model reduces over ranks {summed}, and axes.replicate means {mine}: pass DDP the "
-                    "group of those axes, process_group=mesh['dp'].get_group()"
-                )
-            ]
         elsewhere = next((name for name, _ in named if self.group_named(name)), None)
-        if elsewhere is not None:
-            return [
-                (
-                    f"axes.groups gives {elsewhere!r} a group of its own, and DDP sums it over all of its "
-                    "ranks: have DDP ignore it, by DistributedDataParallel."
-                    "_set_params_and_buffers_to_ignore_for_model(module, names) before it is made"
-                )
-            ]
-        if any(is_dtensor(param) for _, param in named):
-            return ["ddp_model has DTensor parameters, which its buckets cannot hold: use pe.GradSync"]
-        return []
+        if summed != mine:
+            yield (
+                f"ddp_model reduces over ranks {summed}, and axes.replicate means {mine}: pass DDP the "
+                "group of those axes, process_group=mesh['dp'].get_group()"
+            )
+        elif elsewhere is not None:
+            yield (
+                f"axes.groups gives {elsewhere!r} a group of its own, and DDP sums it over all of its "
+                "ranks: have DDP ignore it, by DistributedDataParallel."
+                "_set_params_and_buffers_to_ignore_for_model(module, names) before it is made"
+            )
+        elif any(is_dtensor(param) for _, param in named):
+            yield "ddp_model has DTensor parameters, which its buckets cannot hold: use pe.GradSync"
 
     def groups_named(self, names: Collection[str]) -> set[int]:
         return {self._group_of[name] for name in names}
@@ -250,35 +245,47 @@ class EngineRanks:
         """Return the group to which a tensor of this name, for example a buffer, belongs."""
         return next((index for index, pattern in self._patterns if fnmatchcase(name, pattern)), 0)
 
-    def _problems(self, mesh: Any, axes: Any) -> list[str]:
+    def _problems(self, mesh: Any, axes: Any) -> Iterator[str]:
         if mesh is not None and self._mesh is None:
-            return [
-                (
-                    f"device_mesh is a {type(mesh).__name__}: need a "
-                    "torch.distributed.device_mesh.DeviceMesh, as init_device_mesh makes it"
-                )
-            ]
-        if not isinstance(axes, Axes):
-            return [f"axes is a {type(axes).__name__}: need a pe.Axes(replicate=...)"]
-        if self._mesh is not None:
-            return _mesh_problems(mesh, self._mesh, axes, self.device)
-        if axes.replicate or axes.shard or axes.count is not None:
-            return [f"axes={axes} without device_mesh: only a mesh has axes; pass device_mesh=, too"]
-        found = process_groups(axes.groups)
-        for pattern, group in [] if found else axes.groups.items():
-            other = set(dist.get_process_group_ranks(group)) - set(self._ranks)  # type: ignore[arg-type]
-            if other:
-                found.append(
-                    f"axes.groups[{pattern!r}] has rank {min(other)}, which the engine's process group has "
-                    "not: need a part of it"
-                )
-        return found
+            yield (
+                f"device_mesh is a {type(mesh).__name__}: need a torch.distributed.device_mesh.DeviceMesh, "
+                "as init_device_mesh makes it"
+            )
+        elif not isinstance(axes, Axes):
+            yield f"axes is a {type(axes).__name__}: need a pe.Axes(replicate=...)"
+        elif self._mesh is not None:
+            yield from _mesh_problems(mesh, self._mesh, axes, self.device)
+        elif axes.replicate or axes.shard or axes.count is not None:
+            yield f"axes={axes} without device_mesh: only a mesh has axes; pass device_mesh=, too"
+        elif found := process_groups(axes.groups):
+            yield from found
+        else:
+            for pattern, group in axes.groups.items():
+                other = set(dist.get_process_group_ranks(group)) - set(self._ranks)  # type: ignore[arg-type]
+                if other:
+                    yield (
+                        f"axes.groups[{pattern!r}] has rank {min(other)}, which the engine's process group "
+                        "has not: need a part of it"
+                    )
 
     def _join(self, named: Named, axes: Axes) -> None:
         """Find this rank's place, and the group of every parameter."""
         mesh, wrong = self._mesh, list[str]()
-        along = {pattern: self._along(group) for pattern, group in axes.groups.items()}
-        everywhere = self._ranks if mesh is None else mesh.along(_replicate(axes, mesh))
+        batch, num_batches = self.membership.batch, self.membership.num_batches
+        group_along: Mapping[str, Any] = axes.groups  # by pattern, a process group, or axes of the mesh
+        if mesh is None:
+            described, everywhere = _described(axes), self._ranks
+            along = {p: tuple(sorted(dist.get_process_group_ranks(g))) for p, g in group_along.items()}
+        else:
+            described = f"device_mesh {list(mesh.shape.items())}, {_described(axes)}"
+            replicate = _replicate(axes, mesh)
+            everywhere = mesh.along(replicate)
+            along = {pattern: mesh.along(as_tuple(names)) for pattern, names in group_along.items()}
+            count = replicate if axes.count is None else as_tuple(axes.count)
+            sharing = mesh.along([axis for axis in mesh.shape if axis not in count])
+            # The last of them: the last stage of a pipeline has the loss.
+            batch = SharedBatch(mesh.index(count), len(sharing), sharing[-1] == dist.get_rank())
+            num_batches = mesh.size(count)
         groups = list(dict.fromkeys([everywhere, *along.values()]))
         self._patterns = [(groups.index(ranks), pattern) for pattern, ranks in along.items()]
         self._group_of = {name: self.group_named(name) for name, _ in named}
@@ -288,21 +295,15 @@ class EngineRanks:
             counted.append(not same or min(same) == dist.get_rank())
         self.problems += wrong[:1]  # most DTensors of a model have the same one
         unmatched = [p for p in along if not any(fnmatchcase(name, p) for name, _ in named)]
-        batch, num_batches = self._batch(axes)
         holds_parts = len(groups) > 1 or len(everywhere) < len(self._ranks)
         self.membership = Membership(
-            f"device_mesh {list(mesh.shape.items())}, {_described(axes)}" if mesh else _described(axes),
+            described,
             tuple(tuple(map(self._ranks.index, ranks)) for ranks in groups),
             batch,
             num_batches,
             tuple(unmatched),
             tuple(counted) if holds_parts else None,
         )
-
-    def _along(self, group: Any) -> tuple[int, ...]:
-        if self._mesh is not None:
-            return self._mesh.along(as_tuple(group))
-        return tuple(sorted(dist.get_process_group_ranks(group)))
 
     def _held_by(
         self, name: str, param: Parameter, summed: tuple[int, ...], axes: Axes, found: list[str]
@@ -325,43 +326,24 @@ class EngineRanks:
                     same.remove(axis)
         return mesh.along(same)
 
-    def _batch(self, axes: Axes) -> tuple[SharedBatch, int]:
-        mesh = self._mesh
-        if mesh is None:
-            return self.membership.batch, self.membership.num_batches
-        count = _replicate(axes, mesh) if axes.count is None else as_tuple(axes.count)
-        sharing = mesh.along([axis for axis in mesh.shape if axis not in count])
-        # The last of them: the last stage of a pipeline has the loss.
-        batch = SharedBatch(mesh.index(count), len(sharing), sharing[-1] == dist.get_rank())
-        return batch, mesh.size(count)
-
-    def _transport(self, ranks: Sequence[int]) -> Comm:
-        if len(ranks) == self.comm.world_size:
+    def _transport(self, ranks: Sequence[int], *, beside_ddp: bool = False) -> Comm:
+        # Where a stream orders collectives, DDP's would come between ours on a group of both.
+        is_apart = beside_ddp and self.comm.is_stream_ordered and len(ranks) > 1
+        if len(ranks) == self.comm.world_size and not is_apart:
             return self.comm
         members = sorted(self._ranks[rank] for rank in ranks)
-        comm = Local() if len(ranks) == 1 else TorchDist(group_of(members, self.device), self.device)
+        make = group_beside_ddp if is_apart else group_of
+        comm = Local() if len(ranks) == 1 else TorchDist(make(members, self.device), self.device)
         comm.join(self.comm)
         return comm
 
-    def _beside_ddp(self, ranks: Sequence[int], *, shared_memory: bool) -> Comm:
-        """Return a transport for gradients over ranks of the engine that DDP does not use."""
-        if len(ranks) == 1 or not self.comm.is_stream_ordered:
-            return self.for_buckets(self._transport(ranks), shared_memory=shared_memory)
-        members = sorted(self._ranks[rank] for rank in ranks)
-        comm = TorchDist(group_beside_ddp(members, self.device), self.device)
-        comm.join(self.comm)
-        return share_memory(comm) if shared_memory else comm
 
-
-def _problems_of_drops(membership: Membership, settings: Settings) -> list[str]:
-    if not settings.drops or membership.shared_batch is None:
-        return []
-    return [
-        (
+def _problems_of_drops(membership: Membership, settings: Settings) -> Iterator[str]:
+    if settings.drops and membership.shared_batch is not None:
+        yield (
             "nonfinite='drop_micro_batch' where ranks share a batch: each of them sees its part of the "
             "gradients, and would drop other micro-batches: use nonfinite='skip'"
         )
-    ]
 
 
 def _replicate(axes: Axes, mesh: MeshRanks) -> tuple[str, ...]:
@@ -379,17 +361,17 @@ def _described(axes: Axes) -> str:
     )
 
 
-def _mesh_problems(mesh: DeviceMesh, ranks: MeshRanks, axes: Axes, device: torch.device) -> list[str]:
-    found = axes_problems(axes, ranks.shape)
-    if not found and not _replicate(axes, ranks):
+def _mesh_problems(mesh: DeviceMesh, ranks: MeshRanks, axes: Axes, device: torch.device) -> Iterator[str]:
+    if found := axes_problems(axes, ranks.shape):
+        yield from found
+    elif not _replicate(axes, ranks):
         names = ", ".join(map(repr, ranks.shape))
-        found.append(
+        yield (
             f"device_mesh has axes {names}, and axes.replicate names none: name those along which ranks have "
             "the same parameters and different data, axes=pe.Axes(replicate='dp')"
         )
     if mesh.device_type != device.type:
-        found.append(f"device_mesh is of {mesh.device_type}, and parameters are on {device}: make both alike")
-    return found
+        yield f"device_mesh is of {mesh.device_type}, and parameters are on {device}: make both alike"
 
 
 def _dtensor_problem(
@@ -488,15 +470,15 @@ class ShardedRanks:
     def specs(self, named: Named) -> list[ParamSpec]:
         return [ParamSpec.of(name, param) for name, param in named]
 
-    def problems_with(self, named: Named, settings: Settings, *, num_batch_norms: int) -> list[str]:
+    def problems_with(self, named: Named, settings: Settings, *, num_batch_norms: int) -> Iterator[str]:
         del named, num_batch_norms
-        found = list(self._problems)
+        yield from self._problems
         if self._is_cut and settings.kind == "exact":
-            found.append(
+            yield (
                 "accumulator='exact' with tensor parallelism below FSDP: a micro-batch's own bits depend on "
                 "how parameters are cut there, so that no sum has them on every mesh; use 'fp32'"
             )
-        return found + _problems_of_drops(self.membership, settings)
+        yield from _problems_of_drops(self.membership, settings)
 
     def counted(self, units: Sequence[Unit]) -> dict[int, bool]:
         """Return by id whether this rank counts what it holds: over all ranks each element once."""
@@ -512,17 +494,14 @@ def _dtensors_of(unit: Unit) -> Sequence[Any]:
     return unit.params
 
 
-def _unit_problems(unit: Unit, mesh: Any, wanted: Tensor) -> list[str]:
-    if sorted(mesh.mesh.flatten().tolist()) == sorted(wanted.flatten().tolist()):
-        return []
-    where = f"FSDP unit {unit.name!r}" if unit.name else "ddp_model"
-    ranks = mesh.mesh.flatten().tolist()
-    return [
-        (
-            f"{where} is on a mesh of ranks {ranks}: need one of {wanted.flatten().tolist()}, which are all "
-            "ranks of the default process group, or under tensor parallelism those that have its part"
+def _unit_problems(unit: Unit, mesh: Any, wanted: Tensor) -> Iterator[str]:
+    ranks, needed = mesh.mesh.flatten().tolist(), wanted.flatten().tolist()
+    if sorted(ranks) != sorted(needed):
+        where = f"FSDP unit {unit.name!r}" if unit.name else "ddp_model"
+        yield (
+            f"{where} is on a mesh of ranks {ranks}: need one of {needed}, which are all ranks of the "
+            "default process group, or under tensor parallelism those that have its part"
         )
-    ]
 
 
 def _sharing(plain: Membership, mesh: Any, data_ndim: int) -> Membership:

@@ -99,7 +99,7 @@ class GradSync(Sync):
         named, buffers = _named(params_or_module)
         params = [param for _, param in named]
         device = params[0].device if params else torch.get_default_device()
-        wrong_group = group_problems(process_group, device_mesh)
+        wrong_group = list(group_problems(process_group, device_mesh))
         group = None if wrong_group else process_group
         ranks = EngineRanks(named, device, group=group, mesh=device_mesh, axes=axes)
         comm = ranks.comm

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 from uuid import uuid4
@@ -60,9 +60,8 @@ def agree(
         member or Membership.plain(rank=rank, world_size=world_size)
         for rank, (_, member) in enumerate(places)
     ]
-    differences = memberships_differ(members, specs_of)
-    if differences:
-        raise ValueError(differences[0])
+    if difference := memberships_differ(members, specs_of):
+        raise ValueError(difference)
     windows, shared = map(list, zip(*[sent for *_, sent, _ in gathered], strict=True))
     if host is not None:
         comm.host_of = {rank: its_host for rank, (its_host, _) in zip(comm.ranks, places, strict=True)}
@@ -211,61 +210,55 @@ def _places(by_rank: Sequence[int], total: int) -> list[range]:
 
 def problems_of(
     named: Sequence[tuple[str, nn.Parameter]], settings: Settings, *, takes_shards: bool
-) -> list[str]:
+) -> Iterator[str]:
     """Report which parameters no engine can take, or only one that takes DTensors, or sums in another way."""
     if not named:
-        return ["params_or_module: got no parameter; pass a module or its parameters (a generator only once)"]
+        yield "params_or_module: got no parameter; pass a module or its parameters (a generator only once)"
+        return
+    trained = [(name, p) for name, p in named if p.requires_grad]
+    if not trained:
+        yield f"params_or_module: none of {len(named)} parameters requires a gradient; pass trainable ones"
     devices = sorted({str(p.device) for _, p in named})
-    found = []
-    if not any(p.requires_grad for _, p in named):
-        found.append(
-            f"params_or_module: none of {len(named)} parameters requires a gradient; pass trainable ones"
-        )
     if len(devices) > 1:
-        found.append(
-            f"params_or_module: parameters on {', '.join(devices)}; need one device an engine: make one each"
-        )
+        on = ", ".join(devices)
+        yield f"params_or_module: parameters on {on}; need one device an engine: make one each"
     plain = [(name, p) for name, p in named if not (takes_shards and is_dtensor(p))]
-    found += [*_repeated(named), *_not_plain(plain)]
-    known = ", ".join(str(dtype).removeprefix("torch.") for dtype in PARAM_DTYPES)
-    other = [(name, p.dtype) for name, p in named if p.requires_grad and p.dtype not in PARAM_DTYPES]
-    more = f" (and {len(other) - 1} more parameters)" if len(other) > 1 else ""
-    found += [
-        f"parameter {name!r} is {dtype}{more}: need one of {known}; convert it or freeze it"
-        for name, dtype in other[:1]
-    ]
-    found += [
-        f"parameter {name!r} is {p.dtype} and has grad_dtype={p.grad_dtype}: leave grad_dtype as it was; "
-        "accumulator='fp32' sums narrow gradients in float32"
-        for name, p in plain
-        if p.requires_grad and p.is_leaf and getattr(p, "grad_dtype", p.dtype) not in (p.dtype, None)
-    ]
+    yield from _repeated(named)
+    yield from _not_plain(plain)
+    other = [(name, p.dtype) for name, p in trained if p.dtype not in PARAM_DTYPES]
+    if other:
+        known = ", ".join(str(dtype).removeprefix("torch.") for dtype in PARAM_DTYPES)
+        yield (
+            f"parameter {other[0][0]!r} is {other[0][1]}{_and_more(other)}: need one of {known}; convert it "
+            "or freeze it"
+        )
+    for name, p in plain:
+        if p.requires_grad and p.is_leaf and getattr(p, "grad_dtype", p.dtype) not in (p.dtype, None):
+            yield (
+                f"parameter {name!r} is {p.dtype} and has grad_dtype={p.grad_dtype}: leave grad_dtype as it "
+                "was; accumulator='fp32' sums narrow gradients in float32"
+            )
     if not settings.problems() and settings.run > 1:  # else they are reported elsewhere
-        narrow = [(name, p) for name, p in named if p.requires_grad and p.dtype.itemsize < 4]
-        found += [
-            f"accumulator={settings.accumulator}, and parameter {name!r} is {p.dtype}: PyTorch would add up "
-            f"the {settings.run} micro-batches of a slot in that type; keep float32 parameters, for example "
-            "under torch.autocast, or leave slots out"
-            for name, p in narrow[:1]
-        ]
-    return found
+        for name, p in [(name, p) for name, p in trained if p.dtype.itemsize < 4][:1]:
+            yield (
+                f"accumulator={settings.accumulator}, and parameter {name!r} is {p.dtype}: PyTorch would add "
+                f"up the {settings.run} micro-batches of a slot in that type; keep float32 parameters, for "
+                "example under torch.autocast, or leave slots out"
+            )
 
 
-def _repeated(named: Sequence[tuple[str, nn.Parameter]]) -> list[str]:
+def _repeated(named: Sequence[tuple[str, nn.Parameter]]) -> Iterator[str]:
     """Report which parameters come twice, and which are results of others."""
     first: dict[int, str] = {}
-    found = []
     for name, param in named:
         if not param.is_leaf:
-            found.append(
-                f"parameter {name!r} is not a leaf: it is computed from others, and gets no .grad; pass those"
-            )
+            why = "it is computed from others, and gets no .grad"
+            yield f"parameter {name!r} is not a leaf: {why}; pass those"
         if first.setdefault(id(param), name) != name:
-            found.append(f"parameter {name!r} is {first[id(param)]!r} once more: pass each once")
-    return found
+            yield f"parameter {name!r} is {first[id(param)]!r} once more: pass each once"
 
 
-def _not_plain(named: Sequence[tuple[str, nn.Parameter]]) -> list[str]:
+def _not_plain(named: Sequence[tuple[str, nn.Parameter]]) -> Iterator[str]:
     """Report whether trained parameters are tensors within tensors, or any are shards of a DTensor.
 
     A frozen one needs no bucket, but the shards of a frozen DTensor differ from rank to rank: nothing here
@@ -276,16 +269,16 @@ def _not_plain(named: Sequence[tuple[str, nn.Parameter]]) -> list[str]:
         for name, param in named
         if is_traceable_wrapper_subclass(param) and (param.requires_grad or is_dtensor(param))
     ]
-    if not odd:
-        return []
-    more = f" (and {len(odd) - 1} more parameters)" if len(odd) > 1 else ""
-    return [
-        (
-            f"parameter {odd[0][0]!r} is a {odd[0][1]}{more}, which no bucket here can hold: need plain "
-            f"tensors. {_SHARDED}. One under tensor parallelism needs the mesh of all ranks: "
+    if odd:
+        yield (
+            f"parameter {odd[0][0]!r} is a {odd[0][1]}{_and_more(odd)}, which no bucket here can hold: need "
+            f"plain tensors. {_SHARDED}. One under tensor parallelism needs the mesh of all ranks: "
             "pe.GradSync(model, device_mesh=mesh, axes=pe.Axes(replicate='dp'))"
         )
-    ]
+
+
+def _and_more(parameters: Sequence[object]) -> str:
+    return f" (and {len(parameters) - 1} more parameters)" if len(parameters) > 1 else ""
 
 
 _SHARDED = (
@@ -306,22 +299,18 @@ def sharded_modules(source: Any) -> list[str]:
     return [f"params_or_module has a {wrapper}{where}: {_SHARDED}"] if names else []
 
 
-def group_problems(process_group: Any, device_mesh: Any) -> list[str]:
+def group_problems(process_group: Any, device_mesh: Any) -> Iterator[str]:
     """Report whether a group and a mesh were both given, or something else for a group."""
-    if process_group is None:
-        return []
-    if device_mesh is not None:
-        text = (
-            "process_group and device_mesh were both given, and each defines the ranks to sum over; pass one"
+    is_none = process_group is None or process_group is dist.GroupMember.NON_GROUP_MEMBER
+    if process_group is not None and device_mesh is not None:
+        why = "each defines the ranks to sum over"
+        yield f"process_group and device_mesh were both given, and {why}; pass one"
+    elif not is_none and not isinstance(process_group, dist.ProcessGroup):
+        yield (
+            f"process_group={process_group!r} is a {type(process_group).__name__}: need a "
+            "torch.distributed.ProcessGroup (of a DeviceMesh: mesh.get_group()), or None for the default "
+            "group"
         )
-        return [text]
-    if not dist.is_available() or process_group is dist.GroupMember.NON_GROUP_MEMBER:
-        return []
-    text = (
-        f"process_group={process_group!r} is a {type(process_group).__name__}: need a "
-        "torch.distributed.ProcessGroup (of a DeviceMesh: mesh.get_group()), or None for the default group"
-    )
-    return [] if isinstance(process_group, dist.ProcessGroup) else [text]
 
 
 def sparse_modules(model: nn.Module, reduced: Sequence[tuple[str, nn.Parameter]]) -> list[str]:

@@ -15,7 +15,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from pyengine.comm.axes import Axes, MeshRanks
-from pyengine.engine.engine_ranks import EngineRanks, ShardedRanks
+from pyengine.engine.engine_ranks import EngineRanks, Membership, ShardedRanks
 from pyengine.window.final_pass import Holdings
 
 AXES = ("a", "b", "c")
@@ -174,6 +174,7 @@ def _counted(shape: Mapping[str, int], place: Place, named: Any, axes: Axes) -> 
     ranks._mesh, ranks.problems = MeshRanks(mesh), []
     ranks._ranks = ranks._mesh.all_ranks()
     (rank,) = ranks._mesh.along([])
+    ranks.membership = Membership.plain(rank=rank, world_size=len(ranks._ranks))
     with mock.patch("torch.distributed.get_rank", lambda: rank):
         ranks._join(named, axes)
     assert not ranks.problems
