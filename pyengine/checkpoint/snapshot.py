@@ -108,12 +108,7 @@ class Snapshot:
 
 
 _CONTENT = [f.name for f in fields(Snapshot) if f.name != "checksum"]
-_OPTIONAL: dict[str, Callable[[], Any]] = {
-    "dropped": list,
-    "totals": dict,
-    "residuals": dict,
-    "measured": dict,
-}
+_OPTIONAL = {"dropped", "totals", "residuals", "measured"}
 _NEED = f"need what sync.state_dict() returned, version {VERSION} or {_FLAT}"
 
 
@@ -151,15 +146,19 @@ def _checksum(content: dict[str, Any], largest: int | None) -> int:
 
 def _of(content: dict[str, Any], found: int) -> Snapshot:
     """Make a snapshot of its content, if every field is of its kind."""
-    content = {name: make() for name, make in _OPTIONAL.items()} | content
+    content = dict(content)
     content.pop("factors", None)  # of 0.1.0's PowerSGD, which nothing reads any more; its residuals load
-    differ = sorted(set(_CONTENT) ^ set(content), key=str)
+    differ = sorted(set(_CONTENT) ^ (content.keys() | _OPTIONAL), key=str)
     if differ:
         what = ", ".join(f"{name!r} {'is too much' if name in content else 'is missing'}" for name in differ)
         raise ValueError(f"state is not whole ({what}): {_NEED}")
-    wrong = unlike_saved(content)
+    wrong = [
+        f"state has {name}={reprlib.repr(content[name])}, need {need}"
+        for name, (is_one, need) in _KINDS.items()
+        if name in content and not is_one(content[name])
+    ]
     if wrong:
-        raise ValueError("; ".join(f"state has {text}" for text in wrong))
+        raise ValueError("; ".join(wrong))
     params = [(name, shape, strides, dtype) for name, shape, strides, dtype in content["identity"]["params"]]
     identity = Identity(**{**content["identity"], "params": params})
     return Snapshot(**{**content, "identity": identity}, checksum=found)
@@ -264,15 +263,6 @@ def _exact(parts: dict[str, Tensor], terms: int) -> ExactSum:
 
 
 # ---- what kind of value every field has, whatever engine it belongs to ----
-
-
-def unlike_saved(content: dict[str, Any]) -> list[str]:
-    """Report which fields are not of the kind that an engine saves."""
-    return [
-        f"{name}={reprlib.repr(content[name])}, need {need}"
-        for name, (is_one, need) in _KINDS.items()
-        if not is_one(content[name])
-    ]
 
 
 def is_whole(value: Any, least: int = 0) -> bool:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.nn import Parameter
 from torch.nn.parallel import DistributedDataParallel
 
 from pyengine.comm import TorchDist, comm_for
@@ -145,10 +143,23 @@ def _attach_ddp(
         try:
             _travel_by(state, ranks, settings)
             ddp = DDPReducer(ddp_model, state, settings=settings, terms=terms)
-            if own:
-                return _two_owners(ddp, specs[len(visible) :], own, ranks, settings, terms)
-            ddp.counted = ranks.counted(ddp.names)
-            return ddp
+            if not own:
+                ddp.counted = ranks.counted(ddp.names)
+                return ddp
+            names, params = zip(*own, strict=True)
+            groups = ranks.own_groups(names, shared_memory=settings.shared_memory)
+            comms = [groups.comms[index] for index in ranks.groups_named(names)]
+            prepare_wire(settings.wire, comms, ranks.comm)
+            ranks.broadcast(own, groups)
+            return TwoOwners(
+                ddp,
+                specs[len(visible) :],
+                params,
+                groups=groups,
+                counted=ranks.counted([*ddp.names, *names]),
+                settings=settings,
+                terms=terms,
+            )
         except BaseException:  # DDP works as before
             state.release() if ddp is None else ddp.release(keeps_grad=True)
             raise
@@ -169,30 +180,6 @@ def _travel_by(state: HookState, ranks: EngineRanks, settings: Settings) -> None
     comm = ranks.for_buckets(comm, shared_memory=settings.shared_memory)
     state.use(settings.wire, comm, device)
     prepare_wire(settings.wire, [comm], ranks.comm)
-
-
-def _two_owners(
-    ddp: DDPReducer,
-    specs: list[ParamSpec],
-    own: Sequence[tuple[str, Parameter]],
-    ranks: EngineRanks,
-    settings: Settings,
-    terms: Terms,
-) -> TwoOwners:
-    """Return what reduces DDP's parameters, and in buckets of ours those of `own`, as `specs` has them."""
-    names, params = zip(*own, strict=True)
-    groups = ranks.own_groups(names, shared_memory=settings.shared_memory)
-    prepare_wire(settings.wire, [groups.comms[index] for index in ranks.groups_named(names)], ranks.comm)
-    ranks.broadcast(own, groups)
-    return TwoOwners(
-        ddp,
-        specs,
-        params,
-        groups=groups,
-        counted=ranks.counted([*ddp.names, *names]),
-        settings=settings,
-        terms=terms,
-    )
 
 
 # ---- FSDP2 and replicate ----

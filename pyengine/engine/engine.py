@@ -893,6 +893,14 @@ class Engine:
         self.marks.record()
         self.reset()
 
+    def whereabouts(self) -> str:
+        """Describe the engine's position to any thread."""
+        counter, left = self.counter, f", left by {self.gave_up}" if self.gave_up else ""
+        return (
+            f"step {self.verdicts.steps_taken}, window {counter.index}, micro-batch {counter.handed} of "
+            f"{counter.accumulate} ({counter.state.value}{left})"
+        )
+
     # ---- the same work again, as a graph ----
 
     def is_regular(self) -> bool:
@@ -1424,22 +1432,6 @@ def make_engine(
     except BaseException:
         comm.release()
         raise
-    comm.report_position(whereabouts_of(engine))
+    whereabouts = weakref.WeakMethod(engine.whereabouts)  # the stall watch must not keep the engine alive
+    comm.report_position(lambda: "the end of its engine" if (find := whereabouts()) is None else find())
     return engine
-
-
-def whereabouts_of(engine: Engine) -> Callable[[], str]:
-    """Return a function that describes the engine's position to any thread, and does not keep it alive."""
-    ref = weakref.ref(engine)
-
-    def describe() -> str:
-        engine = ref()
-        if engine is None:
-            return "the end of its engine"
-        counter, gave_up = engine.counter, engine.gave_up
-        return (
-            f"step {engine.verdicts.steps_taken}, window {counter.index}, micro-batch {counter.handed} of "
-            f"{counter.accumulate} ({counter.state.value}{f', left by {gave_up}' if gave_up else ''})"
-        )
-
-    return describe

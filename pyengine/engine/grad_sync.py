@@ -14,13 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from pyengine.comm.axes import Axes
 from pyengine.engine.engine import make_engine
 from pyengine.engine.engine_ranks import EngineRanks
-from pyengine.engine.handshake import (
-    group_problems,
-    prepare_wire,
-    sharded_modules,
-    unwrapped,
-    wrapped_problems,
-)
+from pyengine.engine.handshake import group_problems, prepare_wire, problems_of_source, unwrapped
 from pyengine.engine.misnamed import explained
 from pyengine.engine.sync import Sync
 from pyengine.gradients.exact_sums import Terms
@@ -112,7 +106,7 @@ class GradSync(Sync):
             stall_after_s=stall_after_s,
             shared_memory=shared_memory,
         )
-        problems = [*sharded_modules(params_or_module), *wrong_group, *wrapped_problems(params_or_module)]
+        problems = [*wrong_group, *problems_of_source(params_or_module)]
         problems += problems_of_device(device, comm, settings)
 
         def reducer(specs: list[ParamSpec], terms: Terms) -> BucketReducer | XlaReducer:
@@ -135,18 +129,16 @@ class GradSync(Sync):
 
 
 def _named(source: Any) -> tuple[list[tuple[str, nn.Parameter]], list[tuple[str, Tensor]]]:
+    """Return parameters and buffers by name; a name that comes again, as of two modules, gets a number."""
     if isinstance(source, nn.Module):
         return list(source.named_parameters()), list(source.named_buffers())
-    return _unique(_pairs(source)), []
-
-
-def _pairs(source: Any) -> list[tuple[str, nn.Parameter]]:
     if isinstance(source, Tensor) or not isinstance(source, Iterable):
         raise TypeError(
             f"params_or_module is a {type(source).__name__}: need a module, its parameters, or (name, "
             "parameter) pairs"
         )
-    pairs = []
+    named = []
+    seen: Counter[str] = Counter()
     for index, item in enumerate(source):
         pair = item if isinstance(item, tuple) else (f"param{index}", item)
         if len(pair) != 2 or not isinstance(pair[0], str) or not isinstance(pair[1], Tensor):
@@ -154,15 +146,7 @@ def _pairs(source: Any) -> list[tuple[str, nn.Parameter]]:
                 f"params_or_module: got a {type(item).__name__} at index {index}; need parameters or (name, "
                 "parameter) pairs: for example model.parameters(), not a state_dict or param_groups"
             )
-        pairs.append(pair)
-    return pairs
-
-
-def _unique(named: list[tuple[str, nn.Parameter]]) -> list[tuple[str, nn.Parameter]]:
-    """Number names that come again, as those of two modules do."""
-    seen: Counter[str] = Counter()
-    unique = []
-    for name, param in named:
+        name, param = pair
         seen[name] += 1
-        unique.append((name if seen[name] == 1 else f"{name}#{seen[name]}", param))
-    return unique
+        named.append((name if seen[name] == 1 else f"{name}#{seen[name]}", param))
+    return named, []

@@ -287,16 +287,22 @@ _SHARDED = (
 )
 
 
-def sharded_modules(source: Any) -> list[str]:
-    """Report whether a module is sharded by FSDP1, whose parameters do not show it."""
-    if not isinstance(source, nn.Module):
-        return []
-    wrapper = "FullyShardedDataParallel"  # by name: its import is slower than that of this package
-    names = [
-        name for name, m in source.named_modules() if any(c.__name__ == wrapper for c in type(m).__mro__)
-    ]
-    where = f" at {names[0]!r}" if names and names[0] else ""
-    return [f"params_or_module has a {wrapper}{where}: {_SHARDED}"] if names else []
+def problems_of_source(source: object) -> Iterator[str]:
+    """Report which wrappers shard the parameters that `GradSync` is to own, or reduce their gradients."""
+    modules = list(source.named_modules()) if isinstance(source, nn.Module) else []
+    fsdp1 = "FullyShardedDataParallel"  # by name: its import is slower than that of this package
+    sharded = [name for name, m in modules if any(kind.__name__ == fsdp1 for kind in type(m).__mro__)]
+    if sharded:  # its parameters do not show it
+        where = f" at {sharded[0]!r}" if sharded[0] else ""
+        yield f"params_or_module has a {fsdp1}{where}: {_SHARDED}"
+    for _, module in modules:
+        if isinstance(module, DistributedDataParallel | nn.DataParallel) or is_replicated(module):
+            unwrap = "pass ddp_model.module, or keep the wrapper and use pe.attach(ddp_model)"
+            yield (
+                f"params_or_module holds a {type(module).__name__}, which reduces gradients by itself, so "
+                "that they would be summed twice: "
+                f"{'do not call replicate on it' if is_replicated(module) else unwrap}"
+            )
 
 
 def group_problems(process_group: Any, device_mesh: Any) -> Iterator[str]:
@@ -332,19 +338,6 @@ def unwrapped(source: Any) -> Any:
     # Among the children: a wrapper may forward attributes to a compiled one.
     children = dict(source.named_children()) if isinstance(source, nn.Module) else {}
     return children.get("_orig_mod", source)
-
-
-def wrapped_problems(source: object) -> list[str]:
-    """Report which wrapper already reduces the gradients that `GradSync` is asked to own."""
-    modules = source.modules() if isinstance(source, nn.Module) else ()
-    kinds = (DistributedDataParallel, nn.DataParallel)
-    unwrap = "pass ddp_model.module, or keep the wrapper and use pe.attach(ddp_model)"
-    return [
-        f"params_or_module holds a {type(module).__name__}, which reduces gradients by itself, so that they "
-        f"would be summed twice: {'do not call replicate on it' if is_replicated(module) else unwrap}"
-        for module in modules
-        if isinstance(module, kinds) or is_replicated(module)
-    ]
 
 
 def is_replicated(module: object) -> bool:

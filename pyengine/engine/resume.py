@@ -69,11 +69,13 @@ def take_snapshot(engine: Engine) -> Snapshot:
         snapshot.dropped = dropped if any(dropped) else []
         known = engine.denominators
         snapshot.totals = dict(known.totals if known else loaded.totals if loaded else {})
-        snapshot.sums = engine.reducer.save() if loaded is None else loaded.sums
-        for parts in snapshot.sums.values() if loaded is None else ():
+        if loaded is not None:
+            snapshot.sums, snapshot.batch_norm = loaded.sums, loaded.batch_norm
+            return snapshot
+        snapshot.sums, snapshot.batch_norm = engine.reducer.save(), engine.batch_norms.save()
+        for parts in snapshot.sums.values():
             if "nonfinite" in parts:  # by run
                 parts["nonfinite"] = engine.runs.spread(parts["nonfinite"])
-        snapshot.batch_norm = engine.batch_norms.save() if loaded is None else loaded.batch_norm
     return snapshot
 
 
@@ -199,16 +201,17 @@ def _loads_own(engine: Engine, states: object, snapshots: Sequence[Snapshot]) ->
 
 
 def _put_together(engine: Engine, parts: list[Snapshot], own: list[Snapshot], *, is_own: bool) -> Snapshot:
-    mine = own if is_own else _mine(engine, disjoint(parts))
-    part = merge([s for s in mine if s.places], parts[0], engine.device)
-    part.rng = own[0].rng if own else {}
+    rank, world_size = engine.comm.rank, engine.comm.world_size
     if is_own:
-        part.residuals = own[0].residuals
+        mine, residuals = own, own[0].residuals
     else:
-        comm = engine.comm
-        part.residuals = share_residuals(
-            parts, rank=comm.rank, world_size=comm.world_size, device=engine.device
-        )
+        # This rank's own part, if it has one, and some of those whose ranks are gone.
+        kept = disjoint(parts)
+        mine = [s for s in kept if (s.rank, s.world_size) == (rank, world_size)]
+        mine += [s for s in kept if s.world_size != world_size][rank::world_size]
+        residuals = share_residuals(parts, rank=rank, world_size=world_size, device=engine.device)
+    part = merge([s for s in mine if s.places], parts[0], engine.device)
+    part.rng, part.residuals = own[0].rng if own else {}, residuals
     return part
 
 
@@ -277,13 +280,6 @@ def _agree(engine: Engine, found: list[str], described: _Described | None) -> li
             "state, or all of them the same list"
         )
     return by_rank
-
-
-def _mine(engine: Engine, parts: Sequence[Snapshot]) -> list[Snapshot]:
-    """Return this rank's share: its own part, if it has one, and some of those whose ranks are gone."""
-    rank, world_size = engine.comm.rank, engine.comm.world_size
-    orphans = [s for s in parts if s.world_size != world_size]
-    return [s for s in parts if (s.rank, s.world_size) == (rank, world_size)] + orphans[rank::world_size]
 
 
 def _due(engine: Engine, done: list[int], part: Snapshot, *, is_own: bool) -> list[int] | None:
@@ -376,33 +372,40 @@ class Form:
         rows = {table.shape[0] if table.dim() else None for table in tables}
         if {len(s.counts), len(s.losses), len(s.dropped) or done, *rows} - {done}:
             return [f"state of {s.owner} has parts of other numbers of micro-batches than {done}"]
-        looks = (
-            *(self._place, self._count, self._totals, self._sum, self._row),
-            *(self._carry, self._residual, self._order, self._scaler),
-        )
+        looks = self._numbers, self._sum, self._row, self._carry, self._residual
         found = [text for look in looks for text in look(snapshot)]
         found += [problem] if (problem := rng_problem(s.rng)) else []
         return [f"state of {s.owner} has {text}" for text in found]
 
-    def _place(self, s: Snapshot) -> Iterator[str]:
+    def _numbers(self, s: Snapshot) -> Iterator[str]:
         total = self.engine.shares.total
         if s.rank >= s.world_size:
             yield f"rank={s.rank}, need less than world_size={s.world_size}"
         if s.places and max(s.places) >= total:
             yield f"places={s.places}, need indices from 0 to {total - 1}, the micro-batches of a window"
-
-    def _count(self, s: Snapshot) -> Iterator[str]:
         for place, count in zip(s.places, s.counts, strict=True):
             if not self.engine.counts.is_valid(count):
                 yield (
                     f"count={count} at place {place}: no step could use this window, so go on from an "
                     "earlier state"
                 )
-
-    def _totals(self, s: Snapshot) -> Iterator[str]:
-        for name, total in s.totals.items():
-            if not (math.isfinite(total) and total >= 0):
-                yield f"totals[{name!r}]={total}, need a finite number of at least 0"
+        for name, total_count in s.totals.items():
+            if not (math.isfinite(total_count) and total_count >= 0):
+                yield f"totals[{name!r}]={total_count}, need a finite number of at least 0"
+        reducer, scaler = self.engine.reducer, self.engine.scaler
+        trained = (index for index, name in enumerate(reducer.names) if name in self.sums)
+        if not set(s.order).issubset(trained):
+            yield f"order={s.order}, need indices of parameters that are trained"
+        if scaler is None or not s.scaler:
+            return
+        needed = scaler.state_dict().keys()
+        if s.scaler.keys() != needed:
+            yield f"{sorted(s.scaler)} of the loss scaler, need {sorted(needed)}"
+        for name, value in s.scaler.items():
+            if not (math.isfinite(value) and value >= 0):
+                yield f"scaler[{name!r}]={value}, need a finite number"
+            elif name in _WHOLE and not is_whole(value):
+                yield f"scaler[{name!r}]={value}, need a whole number"
 
     def _sum(self, s: Snapshot) -> Iterator[str]:
         if s.sums and not s.places:
@@ -453,25 +456,6 @@ class Form:
         yield from _unlike("residuals", {name: s.residuals[name] for name in known}, needed)
         if any(not bool(s.residuals[name].isfinite().all()) for name in known):
             yield "residuals that are not finite"
-
-    def _order(self, s: Snapshot) -> Iterator[str]:
-        reducer = self.engine.reducer
-        trained = (index for index, name in enumerate(reducer.names) if name in self.sums)
-        if not set(s.order).issubset(trained):
-            yield f"order={s.order}, need indices of parameters that are trained"
-
-    def _scaler(self, s: Snapshot) -> Iterator[str]:
-        scaler = self.engine.scaler
-        if scaler is None or not s.scaler:
-            return
-        needed = scaler.state_dict().keys()
-        if s.scaler.keys() != needed:
-            yield f"{sorted(s.scaler)} of the loss scaler, need {sorted(needed)}"
-        for name, value in s.scaler.items():
-            if not (math.isfinite(value) and value >= 0):
-                yield f"scaler[{name!r}]={value}, need a finite number"
-            elif name in _WHOLE and not is_whole(value):
-                yield f"scaler[{name!r}]={value}, need a whole number"
 
 
 def _parts(numel: int, dtype: torch.dtype, accumulator: str) -> dict[str, _Like]:
