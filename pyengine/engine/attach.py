@@ -135,7 +135,14 @@ def _attach_ddp(
     problems = problems_of_ddp(ddp_model)
     problems += sparse_modules(ddp_model.module, visible) or outside_buckets(ddp_model)
 
-    ranks = EngineRanks(named, named[0][1].device, group=state.group, mesh=device_mesh, axes=axes)
+    ranks = EngineRanks(
+        named,
+        named[0][1].device,
+        group=state.group,
+        mesh=device_mesh,
+        axes=axes,
+        shared_memory=settings.shared_memory,
+    )
     problems += ranks.problems_under_ddp(visible, ddp_model.process_group)
 
     def reducer(specs: list[ParamSpec], terms: Terms) -> DDPReducer | TwoOwners:
@@ -147,7 +154,7 @@ def _attach_ddp(
                 ddp.counted = ranks.counted(ddp.names)
                 return ddp
             names, params = zip(*own, strict=True)
-            groups = ranks.own_groups(names, shared_memory=settings.shared_memory)
+            groups = ranks.own_groups(names)
             comms = [groups.comms[index] for index in ranks.groups_named(names)]
             prepare_wire(settings.wire, comms, ranks.comm)
             ranks.broadcast(own, groups)
@@ -177,7 +184,7 @@ def _travel_by(state: HookState, ranks: EngineRanks, settings: Settings) -> None
     if ranks.takes_dtensors:
         comm = TorchDist(state.group, device)  # the ranks of DDP are some of the engine's
         comm.join(ranks.comm)
-    comm = ranks.for_buckets(comm, shared_memory=settings.shared_memory)
+    comm = ranks.for_buckets(comm)
     state.use(settings.wire, comm, device)
     prepare_wire(settings.wire, [comm], ranks.comm)
 

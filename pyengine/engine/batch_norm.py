@@ -38,22 +38,21 @@ def _mean(module: _BatchNorm) -> Tensor:
     return module.running_mean
 
 
-def batch_norm_problems(module: nn.Module) -> list[str]:
+def batch_norm_problems(module: nn.Module) -> Iterator[str]:
     """Report which BatchNorms cannot be made independent of the world size."""
-    found = [
-        f"{name or 'the module'} is a SyncBatchNorm: with accumulator='exact' a micro-batch's statistics "
-        "must not depend on what other ranks compute at the same time. Use BatchNorm, whose running "
-        "statistics the engine replays, or GroupNorm"
-        for name, m in module.named_modules()
-        if isinstance(m, nn.SyncBatchNorm)
-    ]
+    for name, m in module.named_modules():
+        if isinstance(m, nn.SyncBatchNorm):
+            yield (
+                f"{name or 'the module'} is a SyncBatchNorm: with accumulator='exact' a micro-batch's "
+                "statistics must not depend on what other ranks compute at the same time. Use BatchNorm, "
+                "whose running statistics the engine replays, or GroupNorm"
+            )
     kinds = sorted({str(_mean(m).dtype).removeprefix("torch.") for m in batch_norms(module)})
     if len(kinds) > 1:
-        found.append(
+        yield (
             f"running statistics are {' and '.join(kinds)}: accumulator='exact' needs one type for all "
             "BatchNorms"
         )
-    return found
 
 
 class BatchNormReplay:

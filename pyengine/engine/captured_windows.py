@@ -14,10 +14,10 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from pyengine.engine.engine import Engine, Stepped
-from pyengine.engine.window_graph import CaptureStream, DeviceGraph, WindowGraph
+from pyengine.engine.window_graph import DeviceGraph, WindowGraph
 from pyengine.ops import capture
 from pyengine.ops.capture import CaptureError, Rehearsal, Section, difference
-from pyengine.ops.device import runs_ahead
+from pyengine.ops.device import is_on_default_stream, runs_ahead
 from pyengine.step.step_record import StepRecord
 from pyengine.step.window_optimizer import hyperparameters
 from pyengine.window.claims import OptimizerStep
@@ -59,7 +59,10 @@ class CapturedWindows:
     ) -> None:
         self._engine_of, self._train, self._warm_up = engine, train_window, warm_up
         self._forms: dict[object, _Form] = {}
-        self._stream = CaptureStream()
+        # On which captures run: the one on which the caller trains, or another one where that is the default
+        # stream, of which nothing is captured. Windows before them run on it, too, since autograd keeps to
+        # one stream.
+        self._stream: torch.cuda.Stream | None = None
         self._has_warned = self._has_too_many = False
         self.num_captured = self.num_replayed = self.num_eager = 0
         self.unused: list[str] = []
@@ -207,7 +210,7 @@ class CapturedWindows:
             self._run(engine, leaves, structure)
             return
         graph.collectives, graph.bytes_sent = traffic.collectives - sent[0], traffic.bytes_sent - sent[1]
-        graph.tensors, graph.addresses, graph.layout = _memory_of(graph.stepped, engine)
+        graph.memory = _memory_of(graph.stepped, engine)
         form.graph = graph
         self.num_captured += 1
         engine.run_captured(graph)
@@ -216,7 +219,7 @@ class CapturedWindows:
 
     def _is_stale(self, graph: WindowGraph, engine: Engine) -> bool:
         """Whether the graph uses other memory than the model, its sums and its optimizers, or old numbers."""
-        if not graph.fits(*_memory_of(graph.stepped, engine)):
+        if not graph.fits(_memory_of(graph.stepped, engine)):
             _log.debug("memory of the captured window has changed: capture again")
             return True
         for step in graph.stepped:
@@ -242,28 +245,38 @@ class CapturedWindows:
 
     @contextmanager
     def _on_stream(self, engine: Engine) -> Iterator[None]:
-        """Run the body on the stream of the capture, on which autograd then accumulates gradients."""
-        with self._stream.current(engine.device):
+        """Run the body on the stream of captures, on which autograd then accumulates gradients: behind the
+        work of the current stream, which then waits for the body's.
+        """
+        device = engine.device
+        if device.type != "cuda":  # that has no graphs
             engine.ownership.follow()
             yield
+            return
+        around = torch.cuda.current_stream(device)
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(device) if is_on_default_stream(device) else around
+        self._stream.wait_stream(around)
+        with torch.cuda.stream(self._stream):
+            engine.ownership.follow()
+            yield
+        around.wait_stream(self._stream)
 
 
-def capture_problems(engine: Engine) -> list[str]:
-    """Return why windows of an engine cannot be captured; the same on every rank."""
-    problems = [*DeviceGraph.problems(engine.device), *engine.reducer.capture_problems]
+def capture_problems(engine: Engine) -> Iterator[str]:
+    """Yield why windows of an engine cannot be captured; the same on every rank."""
+    yield from DeviceGraph.problems(engine.device)
+    yield from engine.reducer.capture_problems
     if engine.measures:
-        problems.append(f"sync.measure has the host look at every window: leave out {engine.measures}")
+        yield f"sync.measure has the host look at every window: leave out {engine.measures}"
     if engine.raises:
-        problems.append("nonfinite='raise' has the host wait for every window: need 'skip'")
+        yield "nonfinite='raise' has the host wait for every window: need 'skip'"
     if engine.dropping is not None:
-        problems.append("nonfinite='drop_micro_batch' notes on the host what it drops: need 'skip'")
+        yield "nonfinite='drop_micro_batch' notes on the host what it drops: need 'skip'"
     if engine.runs.size > 1:
-        problems.append("accumulator=pe.Exact(slots=...) takes micro-batches one by one: leave slots out")
+        yield "accumulator=pe.Exact(slots=...) takes micro-batches one by one: leave slots out"
     if engine.batch_norms.num_modules:
-        problems.append(
-            "accumulator='exact' replays BatchNorms by the places of micro-batches: need another one"
-        )
-    return problems
+        yield "accumulator='exact' replays BatchNorms by the places of micro-batches: need another one"
 
 
 def _keep(engine: Engine, graph: WindowGraph) -> None:
@@ -284,7 +297,7 @@ def _keep(engine: Engine, graph: WindowGraph) -> None:
 def _memory_of(
     stepped: Sequence[Stepped], engine: Engine
 ) -> tuple[list[Tensor], list[tuple[int, bool]], object]:
-    """Return `tensors`, `addresses` and `layout` of a `WindowGraph`, as they are now."""
+    """Return the `memory` of a `WindowGraph` as it is now."""
     tensors: list[Tensor] = []
     for optimizer in (step.optimizer for step in stepped):
         for group in optimizer.param_groups:

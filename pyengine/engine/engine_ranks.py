@@ -122,8 +122,9 @@ class EngineRanks:
         group: dist.ProcessGroup | None = None,
         mesh: DeviceMesh | None = None,
         axes: Axes = Axes(),  # noqa: B008 - frozen
+        shared_memory: bool = False,
     ) -> None:
-        self.device = device
+        self.device, self._shared_memory = device, shared_memory
         self._mesh = MeshRanks(mesh) if isinstance(mesh, DeviceMesh) else None
         # Whether it is known which ranks hold which parts of DTensors.
         self.takes_dtensors = self._mesh is not None
@@ -143,35 +144,30 @@ class EngineRanks:
     def specs(self, named: Named) -> list[ParamSpec]:
         return [_spec(name, param, self._group_of[name]) for name, param in named]
 
-    def groups(self, *, shared_memory: bool) -> Groups:
+    def groups(self) -> Groups:
         """Return the transports, with new process groups if need be; every rank calls this behind `agree`."""
         if not self.membership.described:
-            return Groups(self.comm, [self.for_buckets(self.comm, shared_memory=shared_memory)])
-        comms = [
-            self.for_buckets(self._transport(ranks), shared_memory=shared_memory)
-            for ranks in self.membership.groups
-        ]
+            return Groups(self.comm, [self.for_buckets(self.comm)])
+        comms = [self.for_buckets(self._transport(ranks)) for ranks in self.membership.groups]
         by_rank = self.comm.all_gather_object([*self._group_of.items()])
         are_alike = all(other == by_rank[0] for other in by_rank)
         return Groups(self.comm, comms, self.membership.counted, are_alike)
 
-    def for_buckets(self, comm: Comm, *, shared_memory: bool) -> Comm:
+    def for_buckets(self, comm: Comm) -> Comm:
         """Return a transport for gradients, over the ranks of another one, all of which call this. What is
         not gradients goes by `comm` itself, in the order of the program.
         """
         # [Note: order of collectives in a window] in engine.py: a bucket is launched when it is complete.
         comm = comm.with_own_group()
-        return share_memory(comm) if shared_memory else comm
+        return share_memory(comm) if self._shared_memory else comm
 
-    def own_groups(self, names: Collection[str], *, shared_memory: bool) -> Groups:
+    def own_groups(self, names: Collection[str]) -> Groups:
         """Return transports of the groups of some parameters that DDP does not use: where another owner
         reduces the rest, the order of what the two send is no matter.
         """
         mine = self.groups_named(names)
         comms = [
-            self.for_buckets(self._transport(ranks, beside_ddp=True), shared_memory=shared_memory)
-            if index in mine
-            else self.comm
+            self.for_buckets(self._transport(ranks, beside_ddp=True)) if index in mine else self.comm
             for index, ranks in enumerate(self.membership.groups)
         ]
         return Groups(self.comm, comms, are_alike=False)

@@ -95,7 +95,9 @@ class GradSync(Sync):
         device = params[0].device if params else torch.get_default_device()
         wrong_group = list(group_problems(process_group, device_mesh))
         group = None if wrong_group else process_group
-        ranks = EngineRanks(named, device, group=group, mesh=device_mesh, axes=axes)
+        ranks = EngineRanks(
+            named, device, group=group, mesh=device_mesh, axes=axes, shared_memory=shared_memory
+        )
         comm = ranks.comm
         settings = Settings(
             accumulate,
@@ -110,7 +112,7 @@ class GradSync(Sync):
         problems += problems_of_device(device, comm, settings)
 
         def reducer(specs: list[ParamSpec], terms: Terms) -> BucketReducer | XlaReducer:
-            groups = ranks.groups(shared_memory=shared_memory)
+            groups = ranks.groups()
             prepare_wire(settings.wire, groups.comms, comm)
             ranks.broadcast([*named, *buffers], groups)
             if is_lazy(device):

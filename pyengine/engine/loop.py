@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_map_only
 
 from pyengine.data.sampler import Dealer, Dealt
 from pyengine.engine.engine import Engine
+from pyengine.engine.misnamed import check_function
 from pyengine.ops.device import is_lazy, runs_ahead, send
 from pyengine.window.counter import State, WindowCounter
 from pyengine.window.denominators import ONLY, Denominators, base_of
@@ -97,11 +98,10 @@ class Counting:
     """The counts of one loop over windows; `count` as for `Sync.windows`."""
 
     def __init__(self, engine: Engine, loader: object, count: CountOf) -> None:
-        if not callable(count):
-            raise TypeError(
-                f"count is a {type(count).__name__}: need a function that returns how many items a "
-                'micro-batch has, for example lambda batch: batch["labels"].ne(-100).sum()'
-            )
+        example = 'lambda batch: batch["labels"].ne(-100).sum()'
+        check_function(
+            "count", count, f"that returns how many items a micro-batch has, for example {example}"
+        )
         if isinstance(loader, Dealer):
             raise TypeError(
                 "count= with a Dealer: its micro-batches go to the next free rank, so no rank can read its "
@@ -314,6 +314,7 @@ def _cut(engine: Engine, loader: Iterable[Batch], counting: Counting | None) -> 
     others = engine.comm.world_size > 1 or engine.counter.is_resumed
     while source.has_next or others:
         engine.open()
+        index = engine.counter.index
         if source.has_next and not (engine.counter.share or engine.counter.due):
             raise ValueError(_NO_SHARE)
         _begin_counts(engine, counting, source)
@@ -321,7 +322,7 @@ def _cut(engine: Engine, loader: Iterable[Batch], counting: Counting | None) -> 
         engine.close_window()
         # Other ranks need this one for a window that was dropped before it was sent, or for further ones.
         others = (not source.has_next and engine.comm.world_size > 1) and (
-            engine.counter.index == engine.opened_at or engine.verdicts.some_rank_has_more()
+            engine.counter.index == index or engine.verdicts.some_rank_has_more()
         )
 
 
@@ -337,15 +338,14 @@ def _dealt(engine: Engine, dealer: Dealer) -> Iterator[Iterator[Dealt]]:
             f"accumulate={engine.counter.accumulate} with a Dealer of {dealer.micro_batches} micro-batches a "
             f"window: a rank may get all of them; make the engine with accumulate={dealer.micro_batches}"
         )
-    if engine.batch is not None:
-        raise TypeError(
-            "loader is a Dealer, which hands each micro-batch to the next free rank, and here ranks share "
-            "batches: pass the loader of a WindowSampler, sharded along the axes that count"
+    if engine.batch is not None or engine.reducer.has_collective_forwards:
+        shared = "here ranks share batches", ", sharded along the axes that count"
+        why, more = (
+            shared if engine.batch is not None else ("the forwards of a sharded model are collective", "")
         )
-    if engine.reducer.has_collective_forwards:
         raise TypeError(
-            "loader is a Dealer, which hands each micro-batch to the next free rank, and the forwards of a "
-            "sharded model are collective: pass the loader of a WindowSampler"
+            f"loader is a Dealer, which hands each micro-batch to the next free rank, and {why}: pass the "
+            f"loader of a WindowSampler{more}"
         )
     for window in dealer.windows():
         engine.open()

@@ -1,4 +1,4 @@
-"""Answers to arguments under another name, or without one."""
+"""Answers to arguments under another name, without one, or of another kind."""
 
 from __future__ import annotations
 
@@ -55,3 +55,9 @@ def _answer(signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[st
             return f"{name}={kwargs[name]!r}: this argument is {close[0]}= here"
         return f"{name}={kwargs[name]!r}: there is no such argument; there are {', '.join(named)}"
     return ""
+
+
+def check_function(name: str, value: object, of: str) -> None:
+    """Raise TypeError for an argument that cannot be called; `of`: what it is called with."""
+    if not callable(value):
+        raise TypeError(f"{name} is a {type(value).__name__}: need a function {of}")

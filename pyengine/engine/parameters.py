@@ -6,7 +6,7 @@ import gc
 import warnings
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from functools import partial
 from itertools import chain
@@ -87,20 +87,18 @@ def owner(param: Parameter) -> object | None:
     return None if mark is None else mark()
 
 
-def owned_problems(named: Sequence[tuple[str, Parameter]]) -> list[str]:
+def owned_problems(named: Sequence[tuple[str, Parameter]]) -> Iterator[str]:
     """Report which parameters belong to another engine that is still there."""
     taken = [name for name, param in named if owner(param) is not None]
     if taken:
         gc.collect()  # engines that are no longer referenced
         taken = [name for name, param in named if owner(param) is not None]
-    if not taken:
-        return []
-    more = f" and {len(taken) - 1} more" if len(taken) > 1 else ""
-    text = (
-        f"parameter {taken[0]!r}{more} belongs to an engine that is still there: two would write the same "
-        "gradients. "
-    )
-    return [text + "Call sync.close() on the old one first, or use that"]
+    if taken:
+        more = f" and {len(taken) - 1} more" if len(taken) > 1 else ""
+        yield (
+            f"parameter {taken[0]!r}{more} belongs to an engine that is still there: two would write the "
+            "same gradients. Call sync.close() on the old one first, or use that"
+        )
 
 
 # ---- whether the model still trains them ----

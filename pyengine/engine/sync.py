@@ -18,6 +18,7 @@ from pyengine.engine.backward import checked_backward
 from pyengine.engine.captured_windows import MIN_WARM_UP, CapturedWindows, capture_problems
 from pyengine.engine.engine import Engine, MicroBatch
 from pyengine.engine.loop import Batch, CountOf, MicroBatches, single_micro_batch, windows
+from pyengine.engine.misnamed import check_function
 from pyengine.engine.resume import load_states, take_snapshot
 from pyengine.engine.retry import Items, Retries
 from pyengine.engine.window_audit import WindowAudit
@@ -367,10 +368,7 @@ class Sync:
             ...         sync.retry_smaller(batch, train_micro_batch)
             ...     sync.step(optimizer)
         """
-        if not callable(fn):
-            raise TypeError(
-                f"fn is a {type(fn).__name__}: need a function of a part that returns (loss, count)"
-            )
+        check_function("fn", fn, "of a part that returns (loss, count)")
         items = Items(batch)
         if self._retries is None:
             self._retries = Retries(self._engine)
@@ -712,8 +710,7 @@ class Sync:
             A handle like those of PyTorch's hooks: `handle.remove()` removes the callback. Callable as the
             callback.
         """
-        if not callable(callback):
-            raise TypeError(f"callback is a {type(callback).__name__}: need a function of a StepRecord")
+        check_function("callback", callback, "of a StepRecord")
         return StepHandle(self._engine.callbacks, callback)
 
     # ---- windows as graphs ----
@@ -763,13 +760,10 @@ class Sync:
             >>> for window in sync.windows(loader):  # doctest: +SKIP
             ...     record = step(window)
         """
-        if not callable(train_window):
-            raise TypeError(
-                f"train_window is a {type(train_window).__name__}: need a function of a window's batches"
-            )
+        check_function("train_window", train_window, "of a window's batches")
         if type(warm_up) is not int or warm_up < MIN_WARM_UP:
             raise TypeError(f"warm_up={warm_up!r}: need a whole number of windows, at least {MIN_WARM_UP}")
-        if problems := capture_problems(self._engine):
+        if problems := list(capture_problems(self._engine)):
             raise ValueError(f"capture: {'; '.join(problems)}")
         return CapturedWindows(lambda: self._engine, train_window, warm_up=warm_up)
 

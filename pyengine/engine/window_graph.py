@@ -12,34 +12,9 @@ import torch
 from torch import Tensor
 
 from pyengine.ops.capture import Section
-from pyengine.ops.device import is_on_default_stream
 from pyengine.window.claims import Use
 from pyengine.window.header import Header, LocalWindow
 from pyengine.window.verdict import Evidence, Outcome
-
-
-class CaptureStream:
-    """The stream of captures: the one on which the caller trains, or another one where that is the default
-    stream, of which nothing is captured. Windows before them run on it, too, since autograd keeps to one
-    stream.
-    """
-
-    def __init__(self) -> None:
-        self.stream: torch.cuda.Stream | None = None
-
-    @contextmanager
-    def current(self, device: torch.device) -> Iterator[None]:
-        """Run the body on it, behind the work of the current stream, which then waits for the body's."""
-        if device.type != "cuda":  # that has no graphs
-            yield
-            return
-        around = torch.cuda.current_stream(device)
-        if self.stream is None:
-            self.stream = torch.cuda.Stream(device) if is_on_default_stream(device) else around
-        self.stream.wait_stream(around)
-        with torch.cuda.stream(self.stream):
-            yield
-        around.wait_stream(self.stream)
 
 
 class DeviceGraph:
@@ -49,10 +24,10 @@ class DeviceGraph:
         self._graph = torch.cuda.CUDAGraph()
 
     @contextmanager
-    def capture(self, on: CaptureStream) -> Iterator[None]:
-        """Record what the body gives to the device on that stream; nothing of it runs."""
+    def capture(self, stream: torch.cuda.Stream | None) -> Iterator[None]:
+        """Record what the body gives to the device on a stream; nothing of it runs."""
         # By thread: another one may look at events, such as NCCL's watchdog.
-        with torch.cuda.graph(self._graph, stream=on.stream, capture_error_mode="thread_local"):
+        with torch.cuda.graph(self._graph, stream=stream, capture_error_mode="thread_local"):
             yield
 
     def replay(self) -> None:
@@ -80,10 +55,9 @@ class WindowGraph:
     # graph, which may be overwritten before the header reads it.
     factors: list[Tensor]
     # ---- what has to stay as it was ----
-    # Which steps of the optimizers read or write: parameters, state, hyperparameters.
-    tensors: Sequence[Tensor] = field(init=False)
-    addresses: Sequence[tuple[int, bool]] = field(init=False)  # by parameter, and whether it is trained
-    layout: object = field(init=False)  # of the engine's sums
+    # Tensors that the optimizers' steps read or write: parameters, state, hyperparameters; by parameter its
+    # address, and whether it is trained; the layout of the engine's sums.
+    memory: tuple[Sequence[Tensor], Sequence[tuple[int, bool]], object] = field(init=False)
     # ---- of the window in which it was captured ----
     header: Header = field(init=False)
     outcome: Outcome = field(init=False)
@@ -106,11 +80,8 @@ class WindowGraph:
         for mine, given in zip(self.inputs, inputs, strict=True):
             mine.copy_(given, non_blocking=True)
 
-    def fits(self, tensors: Sequence[Tensor], addresses: Sequence[tuple[int, bool]], layout: object) -> bool:
+    def fits(self, memory: tuple[Sequence[Tensor], Sequence[tuple[int, bool]], object]) -> bool:
         """Whether the graph still reads and writes the memory that is trained."""
-        return (
-            layout is self.layout
-            and len(tensors) == len(self.tensors)
-            and all(map(is_, tensors, self.tensors))
-            and addresses == self.addresses
-        )
+        (tensors, addresses, layout), (tensors_now, addresses_now, layout_now) = self.memory, memory
+        are_same = len(tensors) == len(tensors_now) and all(map(is_, tensors, tensors_now))
+        return are_same and addresses == addresses_now and layout is layout_now

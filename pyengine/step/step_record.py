@@ -106,16 +106,12 @@ class Clock:
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._has_events = device, has_events(device)
-        self._phases: list[tuple[str, Any, Any]] = []
+        self.phases: list[tuple[str, Any, Any]] = []  # name, start and stop, as `now` gives them
         self._start = self._stop = self.now()
 
     def phase(self, name: str) -> AbstractContextManager[None]:
         """Add the time of the body to a phase, and show it to profilers."""
         return _Phase(self, name)
-
-    def add(self, name: str, start: Any) -> None:
-        """Add the time from `start`, a result of `now`, to a phase."""
-        self._phases.append((name, start, self.now()))
 
     def start(self) -> None:
         self._start = self.now()
@@ -125,7 +121,7 @@ class Clock:
 
     def seconds(self, phase: str) -> float:
         """Return the seconds spent in a phase; after `stop`."""
-        return sum(self._between(start, stop) for name, start, stop in self._phases if name == phase)
+        return sum(self._between(start, stop) for name, start, stop in self.phases if name == phase)
 
     def elapsed(self) -> float:
         """Return the seconds from the window's first backward to `stop`."""
@@ -160,4 +156,4 @@ class _Phase(AbstractContextManager[None]):
 
     def __exit__(self, *error: object) -> None:
         self._span.__exit__(*error)
-        self._clock.add(self._name, self._start)
+        self._clock.phases.append((self._name, self._start, self._clock.now()))

@@ -163,7 +163,14 @@ class OptimizerCheck:
         ids = [id(param) for group in optimizer.param_groups for param in group["params"]]
         looked = self._looked.get(optimizer)
         if looked is None or looked.ids != ids:
-            looked = self._looked[optimizer] = self._look(optimizer, ids)
+            params = [param for group in optimizer.param_groups for param in group["params"]]
+            # Sorted: sets and dicts of parameters have another order in every process.
+            indices = tuple(
+                tuple(sorted(self._index[id(param)] for param in group["params"] if id(param) in self._index))
+                for group in optimizer.param_groups
+            )
+            foreign = [param for param in params if id(param) not in self._index]
+            looked = self._looked[optimizer] = _Looked(ids, indices, foreign)
         if ids and not any(looked.indices) and any(key not in self._ignored for key in ids):
             raise ValueError(
                 "optimizer holds none of this engine's parameters, so that its step would change nothing: "
@@ -192,15 +199,6 @@ class OptimizerCheck:
                 "others are means. Give such parameters an optimizer of their own, or call sync.unscale_() "
                 "first and bring their gradients to the same scale yourself"
             )
-
-    def _look(self, optimizer: torch.optim.Optimizer, ids: list[int]) -> _Looked:
-        params = [param for group in optimizer.param_groups for param in group["params"]]
-        # Sorted: sets and dicts of parameters have another order in every process.
-        indices = tuple(
-            tuple(sorted(self._index[id(param)] for param in group["params"] if id(param) in self._index))
-            for group in optimizer.param_groups
-        )
-        return _Looked(ids, indices, [param for param in params if id(param) not in self._index])
 
 
 @dataclass(frozen=True)

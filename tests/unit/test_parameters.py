@@ -32,7 +32,7 @@ def test_an_engine_that_nobody_has_any_more_owns_nothing():
     engine.itself = engine  # waits for a collection
     _mark = Ownership([param for _, param in named], engine)
     del engine
-    assert owned_problems(named) == []
+    assert list(owned_problems(named)) == []
 
 
 def test_a_copy_belongs_to_nobody():
