@@ -20,7 +20,6 @@ from pyengine.ops.capture import CaptureError, Rehearsal, Section, difference
 from pyengine.ops.device import is_on_default_stream, runs_ahead
 from pyengine.step.step_record import StepRecord
 from pyengine.step.window_optimizer import hyperparameters
-from pyengine.window.claims import OptimizerStep
 from pyengine.window.counter import State
 from pyengine.window.header import Count
 
@@ -225,23 +224,19 @@ class CapturedWindows:
         for step in graph.stepped:
             now, _ = hyperparameters(step.optimizer)
             if now != step.done.numbers:
-                self._warn_of_number(step.done, now)
+                if not self._has_warned:
+                    self._has_warned = True
+                    pairs = zip(now, step.done.numbers, strict=True)
+                    (name, value), (_, was) = next((new, old) for new, old in pairs if new != old)
+                    # A number is a value of the host, which a graph keeps.
+                    warnings.warn(
+                        f"sync.capture: {name} of {step.done.name} is {value}, and was {was} in the captured "
+                        "window, which is captured again. If a number changes often, make it a tensor: "
+                        f"{name}=torch.tensor({was}, device=...), to which schedulers write",
+                        stacklevel=4,
+                    )
                 return True
         return False
-
-    def _warn_of_number(self, done: OptimizerStep, now: Sequence[tuple[str, float | str]]) -> None:
-        """Warn once that a hyperparameter is a value of the host, which a graph keeps."""
-        if self._has_warned:
-            return
-        self._has_warned = True
-        pairs = zip(now, done.numbers, strict=True)
-        (name, value), (_, was) = next(pair for pair in pairs if pair[0] != pair[1])
-        warnings.warn(
-            f"sync.capture: {name} of {done.name} is {value}, and was {was} in the captured window, which is "
-            f"captured again. If a number changes often, make it a tensor: {name}=torch.tensor({was}, "
-            "device=...), to which schedulers write",
-            stacklevel=5,
-        )
 
     @contextmanager
     def _on_stream(self, engine: Engine) -> Iterator[None]:

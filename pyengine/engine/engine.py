@@ -268,13 +268,10 @@ class Engine:
         self.marks.release()  # hooks of the last window would refuse this one
         if resumed is not None:
             self.counts.is_silent = True  # whether it was is not saved
-            losses = [
-                None if loss is None else torch.tensor(loss, dtype=torch.float64, device=HOST)
-                for loss in resumed.losses
-            ]
-            dropped = resumed.dropped or [False] * len(losses)
-            for loss, count, is_dropped in zip(losses, resumed.counts, dropped, strict=True):
-                self.counts.append(loss, count, is_dropped=is_dropped)
+            dropped = resumed.dropped or [False] * len(resumed.losses)
+            for loss, count, is_dropped in zip(resumed.losses, resumed.counts, dropped, strict=True):
+                known = None if loss is None else torch.tensor(loss, dtype=torch.float64, device=HOST)
+                self.counts.append(known, count, is_dropped=is_dropped)
 
     # ---- open ----
 
@@ -562,8 +559,8 @@ class Engine:
                 raise
             if self.audit is not None:
                 self.audit.sample(self.scaler)
-            grads = (param.grad for param in self.reducer.params)
-            has_gradient = is_lazy(self.device) or any(grad is not None for grad in grads)
+            params = self.reducer.params
+            has_gradient = is_lazy(self.device) or any(param.grad is not None for param in params)
             has_kept = bool(self.kept_grads.pending())
             if has_kept:
                 self.kept_grads.add()
@@ -1066,11 +1063,11 @@ class Engine:
         """Release the parameters, without a collective; what is open is abandoned."""
         counter = self.counter
         if counter.state is State.OPEN and counter.done:
-            text = (
+            warnings.warn(
                 f"close: {counter.done} micro-batches of window {counter.index} had been accumulated and "
-                "were never stepped"
+                "were never stepped; sync.flush() and sync.step(optimizer) use them",
+                stacklevel=3,
             )
-            warnings.warn(f"{text}; sync.flush() and sync.step(optimizer) use them", stacklevel=3)
         if self.is_late:
             self.verdicts.read_all()
         keeps = self.kept_grads.is_handed_over and not self.stepped

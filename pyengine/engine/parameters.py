@@ -121,8 +121,8 @@ class TrainedParameters:
         self._has_warned = False
         self._remember()
 
-    def problems(self) -> list[str]:
-        """Return which parameters were exchanged or added, or step by themselves; outside of forwards."""
+    def problems(self) -> Iterator[str]:
+        """Yield which parameters were exchanged or added, or step by themselves; outside of forwards."""
         if self._module is not None:
             now = self._members()
             if len(now) != len(self._tree) or not all(map(is_, now, self._tree)):
@@ -132,10 +132,10 @@ class TrainedParameters:
         if tensors != self._tensors:
             each = zip(self._names, tensors, self._tensors, strict=True)
             exchanged += [name for name, now, before in each if now != before]
-        found = in_backward_problems(zip(self._names, self._params, strict=True))
+        yield from in_backward_problems(zip(self._names, self._params, strict=True))
         if exchanged:
             more = f" and {len(exchanged) - 1} more" if len(exchanged) > 1 else ""
-            found.append(
+            yield (
                 f"parameter {exchanged[0]!r}{more} has been exchanged since the engine was made: close it "
                 "(sync.close()), and make engine and optimizer anew over the model as it is now. What "
                 "exchanges parameters (load_state_dict(assign=True), swap_tensors, weight_norm and other "
@@ -143,11 +143,10 @@ class TrainedParameters:
             )
         late = [name for name, param in self._added if param.grad is not None]
         if late and not exchanged:
-            found.append(
+            yield (
                 f"parameter {late[0]!r} was added to the model after the engine was made, and has a gradient "
                 "that nobody reduces: make the engine anew (sync.close() lets the old one go), or freeze it"
             )
-        return found
 
     def notice_step(self, stepped: AbstractSet[int]) -> None:
         """Warn once of parameters that several steps in a row had no gradient for, while they had others.
