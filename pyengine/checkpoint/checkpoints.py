@@ -273,21 +273,17 @@ class Checkpoints:
         return {(step, world_size) for _, (step, _, world_size) in self._files()}
 
     def _files(self) -> Iterator[tuple[Path, tuple[int, int, int]]]:
-        """Give the files of checkpoints, each with step, rank and number of ranks, by their names."""
-        self._make_folder()
+        """Yield the files of checkpoints, each with step, rank and number of ranks, by their names."""
+        missing = [each for each in (self._folder, *self._folder.parents) if not each.exists()]
+        self._folder.mkdir(parents=True, exist_ok=True)
+        for each in missing:  # so that the new folders are on the disk, too
+            with suppress(PermissionError):  # of a folder that may be written to and not be listed
+                state_file.sync_folder(each.parent)
         for path in sorted(self._folder.iterdir()):
             if (match := _NAME.fullmatch(path.name)) is not None:
                 step, rank, world_size = map(int, match.groups())
                 if rank < world_size and path == self._path(step, rank, world_size):
                     yield path, (step, rank, world_size)
-
-    def _make_folder(self) -> None:
-        """Make the folder and its parents, all of them on the disk."""
-        missing = [each for each in (self._folder, *self._folder.parents) if not each.exists()]
-        self._folder.mkdir(parents=True, exist_ok=True)
-        for each in missing:
-            with suppress(PermissionError):  # of a folder that may be written to and not be listed
-                state_file.sync_folder(each.parent)
 
     def _path(self, step: int, rank: int, world_size: int) -> Path:
         return self._folder / f"step-{step:010}.rank-{rank}-of-{world_size}.pt"

@@ -14,10 +14,10 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from pyengine.engine.engine import Engine, Stepped
-from pyengine.engine.window_graph import DeviceGraph, WindowGraph
+from pyengine.engine.window_graph import CaptureStream, DeviceGraph, WindowGraph
 from pyengine.ops import capture
 from pyengine.ops.capture import CaptureError, Rehearsal, Section, difference
-from pyengine.ops.device import is_on_default_stream, runs_ahead
+from pyengine.ops.device import runs_ahead
 from pyengine.step.step_record import StepRecord
 from pyengine.step.window_optimizer import hyperparameters
 from pyengine.window.counter import State
@@ -58,10 +58,7 @@ class CapturedWindows:
     ) -> None:
         self._engine_of, self._train, self._warm_up = engine, train_window, warm_up
         self._forms: dict[object, _Form] = {}
-        # On which captures run: the one on which the caller trains, or another one where that is the default
-        # stream, of which nothing is captured. Windows before them run on it, too, since autograd keeps to
-        # one stream.
-        self._stream: torch.cuda.Stream | None = None
+        self._stream = CaptureStream()
         self._has_warned = self._has_too_many = False
         self.num_captured = self.num_replayed = self.num_eager = 0
         self.unused: list[str] = []
@@ -240,22 +237,10 @@ class CapturedWindows:
 
     @contextmanager
     def _on_stream(self, engine: Engine) -> Iterator[None]:
-        """Run the body on the stream of captures, on which autograd then accumulates gradients: behind the
-        work of the current stream, which then waits for the body's.
-        """
-        device = engine.device
-        if device.type != "cuda":  # that has no graphs
+        """Run the body on the stream of the capture, on which autograd then accumulates gradients."""
+        with self._stream.current(engine.device):
             engine.ownership.follow()
             yield
-            return
-        around = torch.cuda.current_stream(device)
-        if self._stream is None:
-            self._stream = torch.cuda.Stream(device) if is_on_default_stream(device) else around
-        self._stream.wait_stream(around)
-        with torch.cuda.stream(self._stream):
-            engine.ownership.follow()
-            yield
-        around.wait_stream(self._stream)
 
 
 def capture_problems(engine: Engine) -> Iterator[str]:

@@ -175,27 +175,22 @@ def _checked_total(settings: Settings, by_rank: Sequence[int], parts: int) -> in
             f"{origin} makes {slots} {what} a window over all ranks{cut}: accumulator='exact' takes 1 to "
             f"{MAX_TERMS}; make micro-batches larger or windows shorter"
         )
-    if settings.run > 1:
-        _check_runs(by_rank, slots, settings.run, origin)
-    return total
-
-
-def _check_runs(by_rank: Sequence[int], slots: int, run: int, origin: str) -> None:
-    """Raise unless every rank gets whole slots, as many as any other."""
-    world_size = len(by_rank)
-    if slots % world_size:
+    # Of slots every rank gets whole ones, as many as any other.
+    run, world_size = settings.run, len(by_rank)
+    if run > 1 and slots % world_size:
         fits = ", ".join(str(n) for n in range(1, slots + 1) if slots % n == 0)
         raise ValueError(
             f"{origin} on {world_size} ranks with batches of their own: a slot is added up on one rank, so "
             f"that number has to divide slots; {slots} slots can be dealt to {fits} ranks"
         )
     mine = slots // world_size * run
-    if any(accumulate != mine for accumulate in by_rank):
+    if run > 1 and any(accumulate != mine for accumulate in by_rank):
         raise ValueError(
             f"{origin} with accumulate={list(by_rank)} by rank: every rank gets {slots // world_size} whole "
             f"slots of {run} micro-batches, so need accumulate={mine}, which is WindowSampler's (a Dealer "
             "deals single micro-batches: leave slots out)"
         )
+    return total
 
 
 def _places(by_rank: Sequence[int], total: int) -> list[range]:

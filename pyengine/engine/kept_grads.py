@@ -25,11 +25,15 @@ class KeptGrads:
 
     def __init__(self, names: Sequence[str], params: Sequence[Parameter]) -> None:
         self._names, self._params = names, params
-        self._used: set[int] | None = None  # parameters of the last window; None: it was not used
         self._known: set[int] = set()  # parameters that an optimizer has ever stepped
+        self._has_warned = False
+        self.clear()
+
+    def clear(self) -> None:
+        self._used: set[int] | None = None  # parameters of the last window; None: it was not used
         self._found_inf: Tensor | None = None  # of the step that used the window
-        self._kept: dict[int, Tensor] = {}  # by parameter
-        self._is_added = self._has_warned = False
+        self._kept: dict[int, Tensor] = {}  # by parameter, what counts into this window
+        self._is_added = False
         self.is_handed_over = False  # whether the window's gradients are the user's, by `unscale_`
 
     @property
@@ -66,8 +70,9 @@ class KeptGrads:
         """Copy what is left in `.grad`, before the next window's gradients replace it."""
         if self._used is None:
             return  # a resumed window has loaded them
-        self._kept = self._left()
-        self._used, self._found_inf, self._is_added, self.is_handed_over = None, None, False, False
+        left = self._left()
+        self.clear()
+        self._kept = left
         unknown = [index for index in self._kept if index not in self._known]
         if unknown and self._known and not self._has_warned:
             self._has_warned = True
@@ -89,10 +94,6 @@ class KeptGrads:
             else:
                 local(param.grad).add_(kept)
         self._is_added = True
-
-    def clear(self) -> None:
-        self._used, self._found_inf, self._kept = None, None, {}
-        self._is_added = self.is_handed_over = False
 
     def save(self) -> dict[str, Tensor]:
         """Return copies of what counts into a window still to be sent, by name: this rank's part."""

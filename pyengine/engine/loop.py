@@ -502,12 +502,18 @@ def _handed_out(
 
     `fewest` and `most` are the numbers of the ranks that have fewest and most.
     """
-    places = list(engine.counter.due)
+    counter, places = engine.counter, list(engine.counter.due)
     engine.has_more_windows = source.has_next
     for index in range(most):
         last = index == most - 1
-        if index >= fewest:
-            _check_order(engine)
+        if index >= fewest and counter.done < counter.handed:
+            # Padding could not be distinguished from an earlier micro-batch. Every rank raises alike.
+            raise RuntimeError(
+                f"{counter.handed} micro-batches of window {counter.index} have been handed out and "
+                f"{counter.done} backwards run, where a rank has run out of data and repeats its last batch: "
+                "run the backward of every micro-batch before the next one's forward, or give every rank as "
+                "many micro-batches"
+            )
         if not runs_ahead(engine.device) and index:
             meet_at_micro_batch(engine, last=last)
         if index < mine:
@@ -517,15 +523,3 @@ def _handed_out(
             engine.pad(last=last)
         yield old[0]
     engine.end_hand_out()
-
-
-def _check_order(engine: Engine) -> None:
-    """Raise, on every rank alike, where padding could not be distinguished from an earlier micro-batch."""
-    counter = engine.counter
-    if counter.done < counter.handed:
-        raise RuntimeError(
-            f"{counter.handed} micro-batches of window {counter.index} have been handed out and "
-            f"{counter.done} backwards run, where a rank has run out of data and repeats its last batch: "
-            "run the backward of every micro-batch before the next one's forward, or give every rank as many "
-            "micro-batches"
-        )

@@ -104,7 +104,9 @@ class Retries:
                 counts.append(done[1])
                 start += num
                 continue
-            self._free()
+            gc.collect()  # the memory of the failed attempt goes back to the device, for parts of other sizes
+            if runs_ahead(engine.device):
+                torch.get_device_module(engine.device).empty_cache()
             if num <= 1:
                 raise torch.OutOfMemoryError(
                     f"retry_smaller: {num} item of a micro-batch does not fit into memory: need room for the "
@@ -199,12 +201,6 @@ class Retries:
                     buffer.data.copy_(values)
 
         return undo
-
-    def _free(self) -> None:
-        """Return the memory of the failed attempt to the device, for parts of other sizes."""
-        gc.collect()
-        if runs_ahead(self._engine.device):
-            torch.get_device_module(self._engine.device).empty_cache()
 
 
 def _merged(old: Tensor | None, new: Tensor | None) -> tuple[Tensor | None, Tensor | None]:

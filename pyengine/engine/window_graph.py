@@ -12,9 +12,34 @@ import torch
 from torch import Tensor
 
 from pyengine.ops.capture import Section
+from pyengine.ops.device import is_on_default_stream
 from pyengine.window.claims import Use
 from pyengine.window.header import Header, LocalWindow
 from pyengine.window.verdict import Evidence, Outcome
+
+
+class CaptureStream:
+    """The stream of captures: the one on which the caller trains, or another one where that is the default
+    stream, of which nothing is captured. Windows before them run on it, too, since autograd keeps to one
+    stream.
+    """
+
+    def __init__(self) -> None:
+        self.stream: torch.cuda.Stream | None = None
+
+    @contextmanager
+    def current(self, device: torch.device) -> Iterator[None]:
+        """Run the body on it, behind the work of the current stream, which then waits for the body's."""
+        if device.type != "cuda":  # that has no graphs
+            yield
+            return
+        around = torch.cuda.current_stream(device)
+        if self.stream is None:
+            self.stream = torch.cuda.Stream(device) if is_on_default_stream(device) else around
+        self.stream.wait_stream(around)
+        with torch.cuda.stream(self.stream):
+            yield
+        around.wait_stream(self.stream)
 
 
 class DeviceGraph:
@@ -24,10 +49,10 @@ class DeviceGraph:
         self._graph = torch.cuda.CUDAGraph()
 
     @contextmanager
-    def capture(self, stream: torch.cuda.Stream | None) -> Iterator[None]:
-        """Record what the body gives to the device on a stream; nothing of it runs."""
+    def capture(self, on: CaptureStream) -> Iterator[None]:
+        """Record what the body gives to the device on that stream; nothing of it runs."""
         # By thread: another one may look at events, such as NCCL's watchdog.
-        with torch.cuda.graph(self._graph, stream=stream, capture_error_mode="thread_local"):
+        with torch.cuda.graph(self._graph, stream=on.stream, capture_error_mode="thread_local"):
             yield
 
     def replay(self) -> None:

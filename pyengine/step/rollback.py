@@ -15,6 +15,11 @@ from torch.optim import Optimizer
 
 from pyengine.window.final_pass import FinalPass
 
+_NOT_TAKEN_BACK = (
+    "so that a skipped step cannot be taken back on this device: use another optimizer, or "
+    "GradSync(nonfinite='raise'), where the host reads every window"
+)
+
 
 class RollbackStepper:
     """Steps any optimizer, then lets every parameter and its state keep the old values where they should.
@@ -80,11 +85,8 @@ class RollbackStepper:
         self._step(optimizer, mine)
         for param, tensors in before.items():
             if len(_tensors(optimizer, param)) != len(tensors):
-                raise RuntimeError(
-                    f"{type(optimizer).__name__} made state in a later step than its first: it cannot be "
-                    "taken back on this device; use GradSync(nonfinite='raise'), where the host reads "
-                    "every window"
-                )
+                name = type(optimizer).__name__
+                raise RuntimeError(f"{name} made state in a later step than its first, {_NOT_TAKEN_BACK}")
             keeps_new = is_good[self._index[id(param)]]
             for tensor, kept in zip(tensors, old[param], strict=True):
                 torch.where(keeps_new, tensor, kept, out=tensor)
@@ -101,11 +103,8 @@ class RollbackStepper:
         optimizer.step()
         _check_state(optimizer, new)
         if _numbers(optimizer) != numbers:
-            raise ValueError(
-                f"{type(optimizer).__name__} counts in its param_groups, on the host, so that a skipped "
-                "step cannot be taken back on this device: use GradSync(nonfinite='raise'), where the host "
-                "reads every window"
-            )
+            name = type(optimizer).__name__
+            raise ValueError(f"{name} counts in its param_groups, on the host, {_NOT_TAKEN_BACK}")
         met.update(map(id, new))
 
 
@@ -125,11 +124,7 @@ def _check_state(optimizer: Optimizer, mine: list[Parameter]) -> None:
     for param in mine:
         for key, value in optimizer.state.get(param, {}).items():
             if isinstance(value, int | float) or (isinstance(value, Tensor) and value.device != param.device):
-                raise ValueError(
-                    f"{name} keeps {key!r} on the host, so that a skipped step cannot be taken back on this "
-                    "device: use another optimizer, or GradSync(nonfinite='raise'), where the host reads "
-                    "every window"
-                )
+                raise ValueError(f"{name} keeps {key!r} on the host, {_NOT_TAKEN_BACK}")
 
 
 def _numbers(optimizer: Optimizer) -> list[dict[str, Any]]:

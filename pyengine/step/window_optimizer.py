@@ -178,27 +178,24 @@ class OptimizerCheck:
                 "model.parameters()"
             )
         for param in looked.foreign:
-            if param.grad is not None:
-                self._refuse(param, is_alone=not any(looked.indices) or is_handed_over)
+            if param.grad is None:
+                continue
+            if id(param) not in self._ignored:
+                raise ValueError(
+                    f"optimizer has a parameter of shape {list(param.shape)} with a gradient that this "
+                    "engine does not reduce (added, exchanged or unfrozen after it was made): make the "
+                    "GradSync after the model is complete"
+                )
+            if any(looked.indices) and not is_handed_over:
+                raise ValueError(
+                    f"optimizer has a parameter of shape {list(param.shape)} that DDP ignores: its gradient "
+                    "is yours, a sum over this rank's micro-batches, with the loss scale in it, and the "
+                    "others are means. Give such parameters an optimizer of their own, or call "
+                    "sync.unscale_() first and bring their gradients to the same scale yourself"
+                )
         numbers, tensors = hyperparameters(optimizer)
         copies = [tensor.clone() for tensor in tensors]
         return OptimizerStep(type(optimizer).__name__, looked.indices, numbers), copies
-
-    def _refuse(self, param: Parameter, *, is_alone: bool) -> None:
-        """Raise ValueError for a gradient that the engine does not own, unless it comes to no harm."""
-        if id(param) not in self._ignored:
-            raise ValueError(
-                f"optimizer has a parameter of shape {list(param.shape)} with a gradient that this engine "
-                "does not reduce (added, exchanged or unfrozen after it was made): make the GradSync after "
-                "the model is complete"
-            )
-        if not is_alone:
-            raise ValueError(
-                f"optimizer has a parameter of shape {list(param.shape)} that DDP ignores: its "
-                "gradient is yours, a sum over this rank's micro-batches, with the loss scale in it, and the "
-                "others are means. Give such parameters an optimizer of their own, or call sync.unscale_() "
-                "first and bring their gradients to the same scale yourself"
-            )
 
 
 @dataclass(frozen=True)
