@@ -166,7 +166,9 @@ def _prepare(engine: Engine, states: object) -> tuple[list[str], _Described | No
         snapshots = _read(engine, states)
         is_own = _loads_own(engine, states, snapshots)
         own = [s for s in snapshots if (s.rank, s.world_size) == (engine.comm.rank, engine.comm.world_size)]
-        found = _misfits(engine, snapshots, own, is_own=is_own)
+        found = list(_misfits(engine, snapshots, own, is_own=is_own))
+        if own and not found and (refusal := rng_refusal(own[0].rng)):
+            found = [f"state of {own[0].owner} has {refusal}"]
         if not found:
             parts = own if is_own else in_order(snapshots)
             return [], _Described.of(parts, is_own=is_own), _put_together(engine, parts, own, is_own=is_own)
@@ -215,20 +217,22 @@ def _put_together(engine: Engine, parts: list[Snapshot], own: list[Snapshot], *,
     return part
 
 
-def _misfits(engine: Engine, snapshots: list[Snapshot], own: list[Snapshot], *, is_own: bool) -> list[str]:
-    found = problems(engine, snapshots)
+def _misfits(
+    engine: Engine, snapshots: list[Snapshot], own: list[Snapshot], *, is_own: bool
+) -> Iterator[str]:
+    yield from problems(engine, snapshots)
     here = f"rank {engine.comm.rank} of {engine.comm.world_size}"
+    owners = ", ".join(s.owner for s in snapshots)
     if is_own and len(own) != 1:
-        owners = ", ".join(s.owner for s in snapshots)
         hint = (
             "pass the states of all ranks in a list"
             if engine.is_exact
             else "start as many ranks as there were, or pass the states of all ranks in a list, of a window "
             "that was not begun; only accumulator='exact' shares out an open one"
         )
-        found.append(f"states of {owners or 'nobody'} on {here}: {hint}")
+        yield f"states of {owners or 'nobody'} on {here}: {hint}"
     elif is_own and own[0].places and own[0].accumulate != engine.counter.accumulate:
-        found.append(
+        yield (
             f"state of accumulate={own[0].accumulate}, and this engine has "
             f"accumulate={engine.counter.accumulate}: the open window ends as it began; make the engine as "
             "it was, or load between windows"
@@ -236,32 +240,26 @@ def _misfits(engine: Engine, snapshots: list[Snapshot], own: list[Snapshot], *, 
     if not is_own and not engine.is_exact:
         worlds = sorted({s.world_size for s in snapshots})
         if len(worlds) > 1 or sorted(s.rank for s in snapshots) != list(range(worlds[0])):
-            owners = ", ".join(s.owner for s in snapshots)
-            found.append(
+            yield (
                 f"states of {owners} on {here}: need those of all ranks of one save, each once, to share out "
                 "what they keep"
             )
     if not is_own and engine.holds_parts:
-        found.append(
+        yield (
             "states in a list, and ranks here hold other parameters or share batches: pass each rank its own "
             "state, on a mesh of the same shape"
         )
     has_scaler = engine.scaler is not None
-    scaled = [bool(s.scaler) for s in snapshots if s.places]
-    if any(is_scaled != has_scaler for is_scaled in scaled):
+    if any(bool(s.scaler) != has_scaler for s in snapshots if s.places):
         with_it = "no loss scale and this engine one" if has_scaler else "a loss scale and this engine none"
-        found.append(f"states have {with_it}: set sync.scaler as it was before sync.load_state_dict")
+        yield f"states have {with_it}: set sync.scaler as it was before sync.load_state_dict"
     if any(s.places for s in snapshots):
-        found += engine.reducer.load_problems()
+        yield from engine.reducer.load_problems()
     for measure in engine.measures:
-        states = {s.owner: s.measured[measure.field] for s in snapshots if measure.field in s.measured}
-        found += [
-            f"state of {o} has {text}" for o, state in states.items() for text in measure.load_problems(state)
-        ]
-    if own and not found:
-        refusal = rng_refusal(own[0].rng)
-        found += [f"state of {own[0].owner} has {refusal}"] if refusal else []
-    return found
+        for s in snapshots:
+            if measure.field in s.measured:
+                wrong = measure.load_problems(s.measured[measure.field])
+                yield from (f"state of {s.owner} has {text}" for text in wrong)
 
 
 def _agree(engine: Engine, found: list[str], described: _Described | None) -> list[_Described]:
@@ -306,23 +304,22 @@ _Like: TypeAlias = tuple[torch.dtype, tuple[int, ...]]
 _WHOLE = ("growth_interval", "_growth_tracker")
 
 
-def problems(engine: Engine, snapshots: Sequence[Snapshot]) -> list[str]:
+def problems(engine: Engine, snapshots: Sequence[Snapshot]) -> Iterator[str]:
     """Report why snapshots cannot be parts of one window of this engine."""
     if not snapshots:
-        return ["states: got none; pass this rank's state, or those of all ranks"]
+        yield "states: got none; pass this rank's state, or those of all ranks"
+        return
     form = Form(engine)
-    found: list[str] = []
     for snapshot in snapshots:
         misfit = _misfit(snapshot, engine.identity)
-        found += [misfit] if misfit else form.problems(snapshot)
+        yield from [misfit] if misfit else form.problems(snapshot)
     positions = sorted({(s.window, s.steps) for s in snapshots})
     if len(positions) > 1:
         listed = ", ".join(f"{window} windows and {steps} steps" for window, steps in positions)
-        found.append(
+        yield (
             f"states are of different windows ({listed}): keep those whose state['window'] is that of the "
             "parameters"
         )
-    return found
 
 
 def _misfit(snapshot: Snapshot, identity: Identity) -> str:

@@ -577,11 +577,11 @@ class Sync:
                     f"({why}): nothing was clipped; call sync.step, which skips this step on every rank, or "
                     "sync.abandon()"
                 )
-        if per is not None:
+        if per is None:
+            engine.clip(max_norm, norm)
+        else:
             engine.published.scale_each_(final.clip_each(max_norm, groups).float())
             engine.published.record()
-            return norm
-        engine.clip(max_norm, norm)
         return norm
 
     def _groups_of(self, per: ClipPer) -> Sequence[Tensor] | None:
