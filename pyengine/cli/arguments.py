@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
@@ -25,16 +26,20 @@ def fill(settings: type[_Settings], options: argparse.Namespace, **values: Any) 
     return settings(**values, **{name: getattr(options, name) for name in names})
 
 
+@contextmanager
+def writing(argument: str, what: str, remedy: str = "name a writable folder") -> Iterator[None]:
+    """Raise `Conflict` if the system refuses the body, which does `what` for an argument."""
+    try:
+        yield
+    except OSError as error:
+        raise Conflict(f"argument {argument}: cannot {what} ({error.strerror}): {remedy}") from None
+
+
 def check_writable(argument: str, file: Path) -> None:
     """Raise `Conflict` if a file cannot be written; do not create it."""
     existed = file.exists()
-    try:
+    with writing(argument, f"write {file}", "name a file in a folder that exists and is writable"):
         file.open("ab").close()
-    except OSError as error:
-        raise Conflict(
-            f"argument {argument}: cannot write {file} ({error.strerror}): name a file in a folder that "
-            "exists and is writable"
-        ) from None
     if not existed:
         file.unlink(missing_ok=True)  # every worker of torchrun checks
 

@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from pyengine.cli.arguments import Conflict
+from pyengine.cli.arguments import Conflict, writing
 from pyengine.step.step_record import StepRecord
 from pyengine.telemetry import Listener, Wandb
 
@@ -71,12 +71,8 @@ class Trackers:
                 )
         folder = options.tensorboard and options.tensorboard.absolute()
         if folder is not None:
-            try:
+            with writing("--tensorboard", f"create {folder}", "name a folder"):
                 folder.mkdir(parents=True, exist_ok=True)
-            except OSError as error:
-                raise Conflict(
-                    f"argument --tensorboard: cannot create {folder} ({error.strerror}): name a folder"
-                ) from None
         return cls(options.wandb, folder)
 
     @contextmanager

@@ -22,6 +22,7 @@ from pyengine.cli.arguments import (
     counts,
     each,
     fill,
+    writing,
 )
 from pyengine.cli.tasks.base import MODELS
 from pyengine.cli.terminal import read_json
@@ -176,13 +177,9 @@ def check_resumed(settings: Settings, model: str, folder: Path) -> None:
                     f"of a training with {then[name]}: give that to resume it, or name another folder"
                 )
     whole = file.with_name(f".settings-{os.getpid()}")  # other ranks may read the file now
-    try:
+    with writing("--checkpoints", f"write {file}"):
         whole.write_text(json.dumps(now))
         whole.replace(file)
-    except OSError as error:
-        raise Conflict(
-            f"argument --checkpoints: cannot write {file} ({error.strerror}): name a writable folder"
-        ) from None
 
 
 def _read(file: Path) -> dict[str, Any]:
@@ -200,13 +197,9 @@ def _read(file: Path) -> dict[str, Any]:
 
 def _folders(folder: Path, models: tuple[str, ...]) -> dict[str, Path]:
     folders = {model: folder.absolute() / model for model in models}
-    try:
-        for path in folders.values():
+    for path in folders.values():
+        with writing("--checkpoints", f"create {path}"):
             path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise Conflict(
-            f"argument --checkpoints: cannot create {path} ({error.strerror}): name a writable folder"
-        ) from None
     return folders
 
 

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from pyengine.checkpoint.checkpoints import Checkpoints
 from pyengine.cli import terminal
-from pyengine.cli.arguments import Conflict
+from pyengine.cli.arguments import Conflict, writing
 from pyengine.cli.gradient_measures import draw
 from pyengine.cli.tasks.base import Task
 from pyengine.cli.tasks.cnn import DigitsTask
@@ -64,12 +64,8 @@ def locked(folder: Path) -> Iterator[None]:
     if dist.is_torchelastic_launched():
         yield
         return
-    try:
+    with writing("--checkpoints", f"write to {folder}"):
         file = (folder / ".lock").open("w")
-    except OSError as error:
-        raise Conflict(
-            f"argument --checkpoints: cannot write to {folder} ({error.strerror}): name a writable folder"
-        ) from None
     with file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -19,62 +19,52 @@ def causes(
         gradient: how the whole gradient of that step differs, if it does.
     """
     differs = {kind for kind, (differ, _) in first.counts.items() if differ}
-    if first.step == START and repeats:
-        text = "The initial parameters differ in each run: call pe.seed_everything before the model is built."
-        return [("seed", text)]
     if first.step == START:
-        text = (
-            "The initial parameters differ: use the same seed in every world size and on every rank before "
-            "the model is built; a model in neither GradSync nor DDP needs a broadcast of rank 0's "
-            "parameters."
-        )
-        return [("initial values", text)]
+        return _known("seed" if repeats else "initial values")
     if repeats or not came_back:
-        text = (
-            "The same run has other bits each time, whatever the world size: look for randomness without a "
-            "seed (pe.seed_everything, pe.micro_batch_rng), the order of a set or of finished workers, or "
-            "nondeterministic operations (torch.use_deterministic_algorithms finds them)."
-        )
-        return [("nondeterminism", text)]
+        return _known("nondeterminism")
     if first.kind == "window":
-        text = (
-            "The windows have different items: use the same micro-batches in every world size "
-            "(pe.WindowSampler), and let each rank accumulate its share of them "
-            "(accumulate=sampler.accumulate)."
-        )
-        return [("windows", text)]
+        return _known("windows")
+    found = []
     # A gradient does not depend on running statistics: both can be wrong independently.
-    found = [_buffers(first.name)] if first.kind == "buffer" else []
+    if first.kind == "buffer":
+        found += _known("BatchNorm" if first.name.endswith(_STATISTICS) else "buffers")
     if "gradient" in differs:
         found.append(_gradient(first, micro_batches, gradient))
     elif "norm" in differs:
-        text = (
-            "The gradients are equal and their norm is not: it is summed in an order that depends on ranks "
-            "or buckets, or before the gradients are complete. Use sync.clip_grad_norm_ or sync.grad_norm."
-        )
-        found.append(("norm", text))
+        found += _known("norm")
     elif differs & {"parameter", "state"}:
-        text = (
-            "The gradients are equal and the optimizer computes other values: its settings (learning rate, "
-            "schedule) depend on the rank or the world size, or its kernel on the split of parameters, or "
-            "parameters are written on some ranks only. Derive the settings from the global batch."
-        )
-        found.append(("optimizer", text))
-    return found or [("unknown", "No rule knows this difference.")]
+        found += _known("optimizer")
+    return found or _known("unknown")
 
 
-def _buffers(name: str) -> tuple[str, str]:
-    if name.endswith(("running_mean", "running_var", "num_batches_tracked")):
-        return "BatchNorm", (
-            "Running statistics are averages over the micro-batches of a rank, which depend on the world "
-            "size: make the engine over the module itself (not its parameters) with "
-            'accumulator="exact", which '
-            "replays them in the window's order, or use a norm without them (GroupNorm, LayerNorm)."
-        )
-    return "buffers", (
-        "The forward writes a buffer from the micro-batches of its rank: gather its inputs over the whole "
-        "window, in the window's order."
-    )
+_STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
+_TEXTS = {
+    "seed": "The initial parameters differ in each run: call pe.seed_everything before the model is built.",
+    "initial values": "The initial parameters differ: use the same seed in every world size and on every "
+    "rank before the model is built; a model in neither GradSync nor DDP needs a broadcast of rank 0's "
+    "parameters.",
+    "nondeterminism": "The same run has other bits each time, whatever the world size: look for randomness "
+    "without a seed (pe.seed_everything, pe.micro_batch_rng), the order of a set or of finished workers, or "
+    "nondeterministic operations (torch.use_deterministic_algorithms finds them).",
+    "windows": "The windows have different items: use the same micro-batches in every world size "
+    "(pe.WindowSampler), and let each rank accumulate its share of them (accumulate=sampler.accumulate).",
+    "BatchNorm": "Running statistics are averages over the micro-batches of a rank, which depend on the "
+    'world size: make the engine over the module itself (not its parameters) with accumulator="exact", which '
+    "replays them in the window's order, or use a norm without them (GroupNorm, LayerNorm).",
+    "buffers": "The forward writes a buffer from the micro-batches of its rank: gather its inputs over the "
+    "whole window, in the window's order.",
+    "norm": "The gradients are equal and their norm is not: it is summed in an order that depends on ranks "
+    "or buckets, or before the gradients are complete. Use sync.clip_grad_norm_ or sync.grad_norm.",
+    "optimizer": "The gradients are equal and the optimizer computes other values: its settings (learning "
+    "rate, schedule) depend on the rank or the world size, or its kernel on the split of parameters, or "
+    "parameters are written on some ranks only. Derive the settings from the global batch.",
+    "unknown": "No rule knows this difference.",
+}
+
+
+def _known(name: str) -> list[tuple[str, str]]:
+    return [(name, _TEXTS[name])]
 
 
 def _gradient(first: Difference, micro_batches: int, gradient: Change | None) -> tuple[str, str]:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -31,6 +31,7 @@ _AGREEMENT = 0.04
 _TIMEOUT = timedelta(seconds=60)
 _ELSEWHERE = "it failed on another rank"
 
+_Found = TypeVar("_Found")
 # Seconds by phase of every window, by variant.
 Times = dict[str, list[dict[str, float]]]
 
@@ -74,82 +75,71 @@ class Outcome:
 
 def measure(setting: Setting, on_round: Callable[[int], None]) -> Outcome:
     """Measure on this rank of a process group, with one thread; `on_round` gets the number of rounds done."""
-    device = DEVICES[setting.device]()
-    with device.entered():
-        return _Measurement(setting, device).run(on_round)
+    device, outcome = DEVICES[setting.device](), Outcome()
+    variants: dict[str, Variant] = {}
 
-
-class _Measurement:
-    def __init__(self, setting: Setting, device: Processor) -> None:
-        self._setting, self._device = setting, device
-        self._flags = dist.new_group(backend="gloo", timeout=_TIMEOUT)
-        self._variants: dict[str, Variant] = {}
-        self._outcome = Outcome()
-
-    def run(self, on_round: Callable[[int], None]) -> Outcome:
-        outcome = self._outcome
-        for name in self._setting.variants:
-            if why := self._try(partial(self._make, name))[1]:
-                self._leave_out(name, why)
-        outcome.times = {name: [] for name in self._variants}
-        for done in range(self._setting.rounds + WARM_UP):
-            self._round(done)
-            if done == WARM_UP - 1:  # a loss scale that was too large has been reduced by now
-                for name, why in odd_ones(self._variants, self._flags).items():
-                    self._leave_out(name, why)
-            on_round(done + 1)
-        return outcome
-
-    def _make(self, name: str) -> None:
-        self._variants[name] = self._setting.make(name, self._device)
-        torch.set_num_threads(1)  # Accelerate sets more
-
-    def _round(self, done: int) -> None:
-        names = list(self._variants)
-        if not names:
-            raise RuntimeError(f"no variant could be measured: {self._outcome.failed}")
-        turn = done % len(names)  # no variant always follows the same one
-        for name in names[turn:] + names[:turn]:
-            taken, why = self._try(partial(self._window, name))
-            if why:
-                self._leave_out(name, why)
-            elif done >= WARM_UP:
-                self._outcome.times[name].append(taken)
-
-    def _window(self, name: str) -> dict[str, float]:
-        device = self._device
-        device.synchronize()
-        marks = self._variants[name].marks(device.now)
-        device.synchronize()
-        return by_phase(marks, device.seconds)
-
-    def _try(self, run: Callable[[], Any]) -> tuple[Any, str]:
-        """Run on every rank; return the result, and the reason where some rank has failed.
-
-        Raises:
-            Exception: the error itself, if it occurred on this rank alone: the others wait in a collective.
-        """
-        failure: Exception | None = None
-        found = None
-        try:
-            found = run()
-        except Exception as error:  # noqa: BLE001 - the row of the variant has the reason, whatever it is
-            traceback.print_exc()
-            failure = error.with_traceback(None)  # the frames refer to the variant's memory
-        number = torch.tensor([int(failure is not None)])
-        try:
-            dist.all_reduce(number, group=self._flags)
-        except RuntimeError:
-            raise failure or RuntimeError("another rank has failed, and has not reported why") from None
-        if not number:
-            return found, ""
-        return None, f"{type(failure).__name__}: {failure}" if failure else _ELSEWHERE
-
-    def _leave_out(self, name: str, why: str) -> None:
-        self._outcome.failed[name] = why
-        self._variants.pop(name, None)
-        self._outcome.times.pop(name, None)
+    def leave_out(name: str, why: str) -> None:
+        outcome.failed[name] = why
+        variants.pop(name, None)
+        outcome.times.pop(name, None)
         gc.collect()
+
+    with device.entered():
+        flags = dist.new_group(backend="gloo", timeout=_TIMEOUT)
+        for name in setting.variants:
+            variant, why = _try(partial(setting.make, name, device), flags)
+            torch.set_num_threads(1)  # Accelerate sets more
+            if variant is None:
+                leave_out(name, why)
+            else:
+                variants[name], outcome.times[name] = variant, []
+            variant = None  # a variant that is left out later has to free its memory
+        for done in range(setting.rounds + WARM_UP):
+            names = list(variants)
+            if not names:
+                raise RuntimeError(f"no variant could be measured: {outcome.failed}")
+            turn = done % len(names)  # no variant always follows the same one
+            for name in names[turn:] + names[:turn]:
+                taken, why = _try(partial(_window, variants[name], device), flags)
+                if taken is None:
+                    leave_out(name, why)
+                elif done >= WARM_UP:
+                    outcome.times[name].append(taken)
+            if done == WARM_UP - 1:  # a loss scale that was too large has been reduced by now
+                for name, why in odd_ones(variants, flags).items():
+                    leave_out(name, why)
+            on_round(done + 1)
+    return outcome
+
+
+def _window(variant: Variant, device: Processor) -> dict[str, float]:
+    device.synchronize()
+    marks = variant.marks(device.now)
+    device.synchronize()
+    return by_phase(marks, device.seconds)
+
+
+def _try(run: Callable[[], _Found], flags: dist.ProcessGroup) -> tuple[_Found | None, str]:
+    """Run on every rank; return the result, or None and the reason where some rank has failed.
+
+    Raises:
+        Exception: the error itself, if it occurred on this rank alone: the others wait in a collective.
+    """
+    failure: Exception | None = None
+    found = None
+    try:
+        found = run()
+    except Exception as error:  # noqa: BLE001 - the row of the variant has the reason, whatever it is
+        traceback.print_exc()
+        failure = error.with_traceback(None)  # the frames refer to the variant's memory
+    number = torch.tensor([int(failure is not None)])
+    try:
+        dist.all_reduce(number, group=flags)
+    except RuntimeError:
+        raise failure or RuntimeError("another rank has failed, and has not reported why") from None
+    if not number:
+        return found, ""
+    return None, f"{type(failure).__name__}: {failure}" if failure else _ELSEWHERE
 
 
 def odd_ones(variants: Mapping[str, Variant], group: dist.ProcessGroup | None) -> dict[str, str]:
