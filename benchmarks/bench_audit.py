@@ -36,7 +36,7 @@ from pyengine.comm.launching import launch
 
 EVERY = {"none": 0, "every=1": 1, "every=100": 100}
 WARM_UP = 2
-CALLS = ((Auditor, "begin"), (Auditor, "sample"), (Auditor, "check"), (Auditor, "settle"))
+CALLS = ((Auditor, "begin"), (Auditor, "sample"), (Auditor, "check"), (Auditor, "conclude"))
 
 
 class _Inside:

@@ -130,8 +130,8 @@ class Auditor:
         self._checksums = checksums_on(device, numel)
         self.probe = Probe(self._subjects, leaves, device)
         self.optimizers: list[Any] = []  # whose state and hyperparameters are compared
-        self._under_way: Check | None = None
-        self._checks, self._since = 0, 0
+        self._under_way: tuple[LocalCheck, list[Readback]] | None = None
+        self._checks, self._since = 0, 0  # the second is the window after the last clean check
         self._listens_on = every == 1
 
     def begin(self) -> None:
@@ -165,25 +165,41 @@ class Auditor:
         Raises:
             AuditError: something differs; where the host runs ahead of the device, at the next `begin` or
                 `conclude`.
+
+        Cost: one all-reduce a group, of 160 bytes a subject and 48 more.
         """
         if not self._listens_on:
             self.probe.disarm()
         local = self._look(step, samples, counted)
-        self._under_way = Check(
-            self._subjects, self._comms, local, self._tolerance, is_one_group=self._is_one_group
-        )
+        vectors = [self._pack(local, group) for group in range(len(self._comms))]
+        works = [comm.all_reduce(vector) for comm, vector in zip(self._comms, vectors, strict=True)]
+        for work in works:
+            work.wait()
+        self._under_way = local, [Readback(vector) for vector in vectors]
         self._checks += 1
         if not runs_ahead(self.device):
             self.conclude()
 
     def conclude(self) -> None:
-        """Wait for the check that is under way, if one is; raise on every rank if something differs."""
-        check, self._under_way = self._under_way, None
-        if check is not None:
-            if findings := check.conclude():
-                more = "".join(f"; {finding}" for finding in findings[1:4])
-                raise AuditError(f"audit: {findings[0]}{more}", findings)
-            self._since = check.step + 1
+        """Wait for the check that is under way, if one is; raise on every rank if something differs.
+
+        Cost: nothing but the wait where all is well, and with several groups one all-reduce of 8 bytes; else
+            a gather of what each rank knows.
+        """
+        if self._under_way is None:
+            return
+        (local, readbacks), self._under_way = self._under_way, None
+        read = [torch.tensor(numbers.get(), dtype=torch.float64, device=HOST) for numbers in readbacks]
+        suspects = self._suspects(local, read)
+        is_bad = bool(suspects)
+        if not self._is_one_group:
+            flag = torch.tensor([is_bad], dtype=torch.float32, device=self.device)
+            self._comms[0].all_reduce(flag).wait()
+            is_bad = bool(flag > 0)
+        if is_bad and (findings := self._explain(local, suspects)):
+            more = "".join(f"; {finding}" for finding in findings[1:4])
+            raise AuditError(f"audit: {findings[0]}{more}", findings)
+        self._since = local.step + 1
 
     def _look(self, step: int, samples: Samples, counted: Counted) -> LocalCheck:
         numbers, tensors = numbers_of(self.optimizers)
@@ -191,7 +207,7 @@ class Auditor:
         for tensor in tensors:
             hyper = hyper * 31 + self._checksums.of(words_of(tensor))
         bits, has = self._bits()
-        return LocalCheck(step, self._since, bits, has, samples, counted, hyper, numbers)
+        return LocalCheck(step, bits, has, samples, counted, hyper, numbers)
 
     def _bits(self) -> tuple[Tensor, list[tuple[bool, bool, bool]]]:
         """Return the checksums of all subjects, int64 `[subjects, 3]`, and which of them there are."""
@@ -218,6 +234,113 @@ class Auditor:
         places = torch.tensor([place for place, _, _ in reads], dtype=torch.int64, device=self.device)
         bits.index_add_(0, places, self._checksums.of_all([part for _, _, part in reads]) * weights)
         return bits.view(-1, 3), has
+
+    # ---- what all ranks find together ----
+
+    def _pack(self, local: LocalCheck, group: int) -> Tensor:
+        """Return what is summed over a group, float64: 160 bytes a subject and 48 more."""
+        came = local.samples.came
+        head = torch.zeros(_HEAD, dtype=torch.float64, device=self.device)
+        if group == 0:
+            head[0], head[1] = local.counted.count, local.counted.void
+            head[2:] = pieces(local.hyper.reshape(1))[0]
+        same = self._indices("replicas", group)
+        summed = self._indices("summed", group)
+        # What the samples of a gradient are added up with, of size 1 at most: float64 [n, _PROBES].
+        places = torch.arange(came.shape[1] * _PROBES, dtype=torch.float64, device=came.device)
+        weights = torch.cos(1 + 2.4 * places).reshape(-1, _PROBES)
+        scale = came.abs().sum(1, keepdim=True)
+        counts = torch.zeros_like(scale) if local.counted.counts is None else local.counted.counts[:, None]
+        parts = [came @ weights, local.samples.left @ weights, scale, counts]
+        probed = torch.cat(parts, 1)[summed]
+        return torch.cat([head, pieces(local.bits[same].reshape(-1)).reshape(-1), probed.reshape(-1)])
+
+    def _indices(self, which: str, group: int) -> list[int]:
+        return [i for i, subject in enumerate(self._subjects) if getattr(subject, which) == group]
+
+    def _suspects(self, local: LocalCheck, read: Sequence[Tensor]) -> dict[int, set[str]]:
+        """Return what is wrong, by subject (-1: hyperparameters, -2: the count); `read` is by group."""
+        found: dict[int, set[str]] = defaultdict(set)
+        self._total, void = float(read[0][0]), float(read[0][1])
+        if bool(differ(read[0][2:_HEAD].reshape(1, 4), self._comms[0].world_size)):
+            found[-1].add("hyperparameters")
+        off = abs(float(local.counted.claimed) - self._total)
+        if not void and off > 1e-9 * max(1.0, self._total):
+            found[-2].add("divisor")
+        rows = []
+        for group, (numbers, comm) in enumerate(zip(read, self._comms, strict=True)):
+            same = self._indices("replicas", group)
+            end = _HEAD + 12 * len(same)
+            unequal = differ(numbers[_HEAD:end].reshape(-1, 4), comm.world_size).reshape(-1, 3)
+            for place, column in unequal.nonzero().tolist():
+                if not (void and column == _GRADIENT):
+                    found[same[place]].add(_KINDS[column])
+            sums = numbers[end:].reshape(-1, 2 * _PROBES + 2)
+            sums[:, -1].masked_fill_(sums[:, -1] == 0, comm.world_size)  # means over ranks
+            rows.append(sums)
+        for index in self._badly_reduced(local.samples, torch.cat(rows), is_used=not void):
+            found[index].add("gradient")
+        return found
+
+    def _badly_reduced(self, samples: Samples, rows: Tensor, *, is_used: bool) -> list[int]:
+        """Return the subjects whose reduced gradient is not what came, divided by the count.
+
+        `rows`, float64 `[subjects, 2 * _PROBES + 2]`, has sums over samples of what came, the same of what is
+        left, their magnitude, and the count.
+        """
+        indices = [index for group in range(len(self._comms)) for index in self._indices("summed", group)]
+        came, left, scale, count = rows.split((_PROBES, _PROBES, 1, 1), 1)
+        factors = 1.0 / count
+        due, scale = factors * came, factors * scale
+        self._factors = torch.ones(len(self._subjects), dtype=torch.float64, device=HOST)
+        self._factors[indices] = factors.flatten()
+        # Gradients to which something came, and all of it is finite.
+        is_known = (scale > 0).flatten() & torch.cat([due, left, scale], 1).isfinite().all(1) & is_used
+        common = 1.0
+        if not samples.is_strict:
+            # Rounding hides the factor of a small sum.
+            ratios = (left / due)[(due.abs() > 0.05 * scale) & is_known.unsqueeze(1)]
+            common = float(ratios.median()) if len(ratios) else 1.0
+        slack = self._tolerance * abs(common) * scale
+        is_off = ((left - common * due).abs() > slack).any(1) & is_known
+        return [indices[place] for place in is_off.nonzero().flatten().tolist()]
+
+    def _explain(self, local: LocalCheck, suspects: dict[int, set[str]]) -> list[Finding]:
+        """Gather what every rank knows of its suspects, and find causes; the same on every rank."""
+        gathered = {}
+        for index, kinds in [(index, kinds) for index, kinds in suspects.items() if index >= 0][:_MOST]:
+            subject, factor = self._subjects[index], float(self._factors[index])
+            gathered[subject.name] = _Suspect(kinds, subject.kind, self._evidence(local, index), factor)
+        general = [index for index in suspects if index < 0]
+        by_rank = self._comms[0].all_gather_object((gathered, general, local.numbers))
+        found = []
+        for name in dict.fromkeys(name for names, _, _ in by_rank for name in names):
+            found += _findings_of(name, [names.get(name) for names, _, _ in by_rank])
+        if any(-1 in kinds for _, kinds, _ in by_rank):
+            text = f"{difference([numbers for _, _, numbers in by_rank])}: set it alike on every rank"
+            found.append(("hyperparameters", "", (), text))
+        if any(-2 in kinds for _, kinds, _ in by_rank):
+            text = f"the sum was divided by {float(local.counted.claimed):g}, and {self._total:g} was counted"
+            found.append(("divisor", "", (), text))
+        return _grouped(found, local.step, self._since)
+
+    def _evidence(self, local: LocalCheck, index: int) -> SubjectEvidence:
+        samples = local.samples
+        bits = [
+            int(value) if has else None
+            for value, has in zip(local.bits[index].tolist(), local.has[index], strict=True)
+        ]
+        subject = self._subjects[index]
+        is_whole = not hasattr(subject.tensor, "to_local")
+        return SubjectEvidence(
+            bits=(bits[0], bits[1], bits[2]),
+            came=samples.came[index].cpu(),
+            last=samples.last[index].cpu(),
+            left=samples.left[index].cpu() * (subject.shard.copies if is_whole else 1),
+            count=0.0 if local.counted.counts is None else float(local.counted.counts[index]),
+            arrivals=samples.arrivals[index],
+            is_whole=is_whole,
+        )
 
 
 # ---- the numbers of an optimizer, which every rank has to set alike ----
@@ -277,158 +400,12 @@ class LocalCheck:
     """What one rank found in one window."""
 
     step: int
-    since: int  # the window after the last clean check
     bits: Tensor  # int64 [subjects, 3], checksums of parameter, gradient and optimizer state
     has: Sequence[tuple[bool, bool, bool]]  # which of them there are
     samples: Samples
     counted: Counted
     hyper: Tensor  # int64 0-dim, a digest of the numbers
     numbers: Numbers
-
-
-class Check:
-    """The check of one window, under way; `is_one_group` where no rank has a group but that of all.
-
-    Cost: one all-reduce a group, of 160 bytes a subject and 48 more; where there are several groups, one of 8
-    bytes behind them, waited for.
-    """
-
-    def __init__(
-        self,
-        subjects: Sequence[Subject],
-        comms: Sequence[Comm],
-        local: LocalCheck,
-        tolerance: float,
-        *,
-        is_one_group: bool,
-    ) -> None:
-        self._is_one_group = is_one_group
-        self._subjects, self._comms, self._local, self._tolerance = subjects, comms, local, tolerance
-        self.step = local.step
-        self._vectors = [self._pack(group) for group in range(len(comms))]
-        works = [comm.all_reduce(vector) for comm, vector in zip(comms, self._vectors, strict=True)]
-        for work in works:
-            work.wait()
-        self._numbers = [Readback(vector) for vector in self._vectors]
-
-    def conclude(self) -> list[Finding]:
-        """Wait for the numbers, and return what all ranks find together: the same everywhere.
-
-        Cost: nothing but the wait where all is well; else a gather of what each rank knows.
-        """
-        suspects = self._suspects()
-        is_bad = bool(suspects)
-        if not self._is_one_group:
-            flag = torch.tensor([is_bad], dtype=torch.float32, device=self._local.bits.device)
-            self._comms[0].all_reduce(flag).wait()
-            is_bad = bool(flag > 0)
-        return self._explain(suspects) if is_bad else []
-
-    def _pack(self, group: int) -> Tensor:
-        local, came = self._local, self._local.samples.came
-        head = torch.zeros(_HEAD, dtype=torch.float64, device=local.bits.device)
-        if group == 0:
-            head[0], head[1] = local.counted.count, local.counted.void
-            head[2:] = pieces(local.hyper.reshape(1))[0]
-        same = self._indices("replicas", group)
-        summed = self._indices("summed", group)
-        # What the samples of a gradient are added up with, of size 1 at most: float64 [n, _PROBES].
-        places = torch.arange(came.shape[1] * _PROBES, dtype=torch.float64, device=came.device)
-        weights = torch.cos(1 + 2.4 * places).reshape(-1, _PROBES)
-        scale = came.abs().sum(1, keepdim=True)
-        counts = torch.zeros_like(scale) if local.counted.counts is None else local.counted.counts[:, None]
-        parts = [came @ weights, local.samples.left @ weights, scale, counts]
-        probed = torch.cat(parts, 1)[summed]
-        return torch.cat([head, pieces(local.bits[same].reshape(-1)).reshape(-1), probed.reshape(-1)])
-
-    def _indices(self, which: str, group: int) -> list[int]:
-        return [i for i, subject in enumerate(self._subjects) if getattr(subject, which) == group]
-
-    def _suspects(self) -> dict[int, set[str]]:
-        """Return what is wrong, by subject (-1: hyperparameters, -2: the count)."""
-        found: dict[int, set[str]] = defaultdict(set)
-        read = [torch.tensor(numbers.get(), dtype=torch.float64, device=HOST) for numbers in self._numbers]
-        self._total, void = float(read[0][0]), float(read[0][1])
-        if bool(differ(read[0][2:_HEAD].reshape(1, 4), self._comms[0].world_size)):
-            found[-1].add("hyperparameters")
-        off = abs(float(self._local.counted.claimed) - self._total)
-        if not void and off > 1e-9 * max(1.0, self._total):
-            found[-2].add("divisor")
-        rows = []
-        for group, (numbers, comm) in enumerate(zip(read, self._comms, strict=True)):
-            same = self._indices("replicas", group)
-            end = _HEAD + 12 * len(same)
-            unequal = differ(numbers[_HEAD:end].reshape(-1, 4), comm.world_size).reshape(-1, 3)
-            for place, column in unequal.nonzero().tolist():
-                if not (void and column == _GRADIENT):
-                    found[same[place]].add(_KINDS[column])
-            sums = numbers[end:].reshape(-1, 2 * _PROBES + 2)
-            sums[:, -1].masked_fill_(sums[:, -1] == 0, comm.world_size)  # means over ranks
-            rows.append(sums)
-        for index in self._badly_reduced(torch.cat(rows), is_used=not void):
-            found[index].add("gradient")
-        return found
-
-    def _badly_reduced(self, rows: Tensor, *, is_used: bool) -> list[int]:
-        """Return the subjects whose reduced gradient is not what came, divided by the count.
-
-        `rows`, float64 `[subjects, 2 * _PROBES + 2]`, has sums over samples of what came, the same of what is
-        left, their magnitude, and the count.
-        """
-        indices = [index for group in range(len(self._comms)) for index in self._indices("summed", group)]
-        came, left, scale, count = rows.split((_PROBES, _PROBES, 1, 1), 1)
-        factors = 1.0 / count
-        due, scale = factors * came, factors * scale
-        self._factors = torch.ones(len(self._subjects), dtype=torch.float64, device=HOST)
-        self._factors[indices] = factors.flatten()
-        # Gradients to which something came, and all of it is finite.
-        is_known = (scale > 0).flatten() & torch.cat([due, left, scale], 1).isfinite().all(1) & is_used
-        common = 1.0
-        if not self._local.samples.is_strict:
-            # Rounding hides the factor of a small sum.
-            ratios = (left / due)[(due.abs() > 0.05 * scale) & is_known.unsqueeze(1)]
-            common = float(ratios.median()) if len(ratios) else 1.0
-        slack = self._tolerance * abs(common) * scale
-        is_off = ((left - common * due).abs() > slack).any(1) & is_known
-        return [indices[place] for place in is_off.nonzero().flatten().tolist()]
-
-    def _explain(self, suspects: dict[int, set[str]]) -> list[Finding]:
-        """Gather what every rank knows of its suspects, and find causes; the same on every rank."""
-        local = self._local
-        gathered = {}
-        for index, kinds in [(index, kinds) for index, kinds in suspects.items() if index >= 0][:_MOST]:
-            subject, factor = self._subjects[index], float(self._factors[index])
-            gathered[subject.name] = _Suspect(kinds, subject.kind, self._evidence(index), factor)
-        general = [index for index in suspects if index < 0]
-        by_rank = self._comms[0].all_gather_object((gathered, general, local.numbers))
-        found = []
-        for name in dict.fromkeys(name for names, _, _ in by_rank for name in names):
-            found += _findings_of(name, [names.get(name) for names, _, _ in by_rank])
-        if any(-1 in kinds for _, kinds, _ in by_rank):
-            text = f"{difference([numbers for _, _, numbers in by_rank])}: set it alike on every rank"
-            found.append(("hyperparameters", "", (), text))
-        if any(-2 in kinds for _, kinds, _ in by_rank):
-            text = f"the sum was divided by {float(local.counted.claimed):g}, and {self._total:g} was counted"
-            found.append(("divisor", "", (), text))
-        return _grouped(found, local.step, local.since)
-
-    def _evidence(self, index: int) -> SubjectEvidence:
-        local, samples = self._local, self._local.samples
-        bits = [
-            int(value) if has else None
-            for value, has in zip(local.bits[index].tolist(), local.has[index], strict=True)
-        ]
-        subject = self._subjects[index]
-        is_whole = not hasattr(subject.tensor, "to_local")
-        return SubjectEvidence(
-            bits=(bits[0], bits[1], bits[2]),
-            came=samples.came[index].cpu(),
-            last=samples.last[index].cpu(),
-            left=samples.left[index].cpu() * (subject.shard.copies if is_whole else 1),
-            count=0.0 if local.counted.counts is None else float(local.counted.counts[index]),
-            arrivals=samples.arrivals[index],
-            is_whole=is_whole,
-        )
 
 
 @dataclass(frozen=True)
