@@ -9,7 +9,7 @@ loader passed to `prepare` decides where a window ends, and the divisor is the n
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
@@ -131,12 +131,7 @@ class WindowAccelerator:
         sync: the model's engine, after `prepare` of the model: `on_step`, `state_dict`, `flush`.
     """
 
-    def __init__(
-        self,
-        accelerator: Accelerator,
-        settings: Settings,
-        deferral: Deferral = Deferral(),  # noqa: B008 - frozen
-    ) -> None:
+    def __init__(self, accelerator: Accelerator, settings: Settings, deferral: Deferral) -> None:
         check_accelerator(accelerator, settings)
         self._accelerator, self._settings, self._deferral = accelerator, settings, deferral
         self._model: nn.Module | None = None
@@ -182,9 +177,8 @@ class WindowAccelerator:
             if isinstance(item, nn.Module):
                 self._check_model(item, is_old=any(item is other for other in evaluated))
                 if self._model is None:
-                    self.sync: Sync = engine_for(
-                        item, self._settings, self._accelerator.scaler, self._deferral
-                    )
+                    scaler, deferral = self._accelerator.scaler, self._deferral
+                    self.sync: Sync = engine_for(item, self._settings, scaler=scaler, deferral=deferral)
                     self._model = item
                     if self.sync.scaler is not None:
                         self._accelerator.register_for_checkpointing(self.sync.scaler)
@@ -454,10 +448,8 @@ def check_accelerator(accelerator: Accelerator, settings: Settings) -> None:
                 "to be counted once: Accelerate's loop counts it on each rank; use your own loop with "
                 "pe.GradSync(model, device_mesh=mesh, axes=pe.Axes(...)) (docs/mesh.md)"
             )
-    if kind == DistributedType.FSDP:
-        problem = next(_plugin_problems(accelerator.state.fsdp_plugin, settings), "")
-        if problem:
-            raise ValueError(f"accelerator: {problem}")
+    if kind == DistributedType.FSDP and (problem := _plugin_problem(accelerator.state.fsdp_plugin, settings)):
+        raise ValueError(f"accelerator: {problem}")
     if accelerator.scaler is not None and accelerator.mixed_precision != "fp16":
         raise ValueError(
             f"accelerator: mixed_precision={accelerator.mixed_precision!r} has its own rules of loss "
@@ -482,31 +474,31 @@ def check_accelerator(accelerator: Accelerator, settings: Settings) -> None:
         )
 
 
-def _plugin_problems(plugin: Any, settings: Settings) -> Iterator[str]:
-    """Yield messages for FSDP plugin options that `attach` refuses, before the model is sharded."""
+def _plugin_problem(plugin: Any, settings: Settings) -> str:
+    """Return why `attach` would refuse FSDP plugin options, before the model is sharded; empty if not."""
     where = "FullyShardedDataParallelPlugin"
     if plugin.fsdp_version != 2:
-        yield (
+        return (
             f"{where} has fsdp_version={plugin.fsdp_version}, and FSDP1 reduces gradients itself in every "
             "backward; pass fsdp_version=2"
         )
-        return
     if isinstance(plugin.cpu_offload, CPUOffloadPolicy):
-        yield f"{where} has cpu_offload, and gradients are needed on the model's device; leave it out"
+        return f"{where} has cpu_offload, and gradients are needed on the model's device; leave it out"
     policy = plugin.mixed_precision_policy
     dtype = None if policy is None else policy.reduce_dtype or policy.param_dtype
     if dtype is None or settings.problems() or settings.kind == "exact":  # exact sums bypass FSDP
-        return
+        return ""
     if settings.kind == "fp32" and dtype.itemsize < torch.float32.itemsize:
-        yield (
+        return (
             f"{where} sums gradients in {dtype} (mixed_precision sets one dtype for everything), and "
             f"accumulator='fp32' asks for float32: pass it mixed_precision_policy=MixedPrecisionPolicy("
             f"param_dtype={policy.param_dtype}, reduce_dtype=torch.float32), or prepare accumulator='native' "
             f"with wire={dtype}"
         )
-    elif dtype != settings.wire.dtype and dtype.itemsize <= settings.wire.dtype.itemsize:
-        yield (
+    if dtype != settings.wire.dtype and dtype.itemsize <= settings.wire.dtype.itemsize:
+        return (
             f"{where} reduces in {dtype}, and wire={settings.wire}: need a wire of the dtype of its "
             f"policy's reduce_dtype, or a narrower one; pass wire={dtype}, or a "
             f"mixed_precision_policy with reduce_dtype={settings.wire.dtype}"
         )
+    return ""

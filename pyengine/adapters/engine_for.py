@@ -14,23 +14,39 @@ from pyengine.engine.attach import attach
 from pyengine.engine.grad_sync import GradSync
 from pyengine.engine.sync import Sync
 from pyengine.gradients.fsdp.deferral import Deferral
-from pyengine.gradients.settings import Settings
+from pyengine.gradients.settings import Accumulator, NonFinite, Settings, as_accumulator
 from pyengine.step.grad_scaler import copy_of
 from pyengine.window.header import Count
+from pyengine.wire import FP32
+from pyengine.wire.named import WireLike, as_wire
 
 _OPTIONS = ("gradient", "retain_graph", "create_graph", "inputs")
+
+
+class EngineSettings:
+    """The settings of engines as attributes of a class; see `pe.GradSync`."""
+
+    wire: WireLike = FP32()
+    accumulator: Accumulator | torch.dtype = "fp32"
+    nonfinite: NonFinite = "skip"
+
+    def _settings(self, accumulate: int) -> Settings:
+        return Settings(accumulate, as_wire(self.wire), as_accumulator(self.accumulator), self.nonfinite)
 
 
 def engine_for(
     model: nn.Module,
     settings: Settings,
-    scaler: torch.amp.GradScaler | None,
+    *,
+    scaler: torch.amp.GradScaler | None = None,
     deferral: Deferral = Deferral(),  # noqa: B008 - frozen
+    is_bare: bool = False,
 ) -> Sync:
     """Make the engine of a prepared model.
 
-    It attaches to DDP and to FSDP2, and owns the gradients of a bare model, which only a single process has.
-    The engine has its own loss scaler, which starts from the state of the library's.
+    It attaches to DDP and to FSDP2, and owns the gradients of a bare model, which only a single process has
+    unless the library leaves the model to the engine (`is_bare`). The engine has its own loss scaler, which
+    starts from the state of the library's.
     """
     options: dict[str, Any] = {
         "accumulate": settings.accumulate,
@@ -47,7 +63,7 @@ def engine_for(
         )
     elif isinstance(model, DistributedDataParallel):
         sync = attach(model, **options)
-    elif dist.is_initialized() and dist.get_world_size() > 1:
+    elif not is_bare and dist.is_initialized() and dist.get_world_size() > 1:
         raise TypeError(
             f"the prepared model is a {type(model).__name__}: need a DistributedDataParallel, a model "
             "sharded by FSDP2 (or one process). Compile the module before it is prepared; "

@@ -13,21 +13,16 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from pyengine.adapters.engine_for import abandon_open_window, backward, engine_for
-from pyengine.engine.grad_sync import GradSync
+from pyengine.adapters.engine_for import EngineSettings, abandon_open_window, backward, engine_for
 from pyengine.engine.sync import Sync
 from pyengine.gradients.fsdp.deferral import Defer, Deferral
 from pyengine.gradients.fsdp.private import is_unit
-from pyengine.gradients.settings import Accumulator, NonFinite, Settings, as_accumulator
 from pyengine.step.grad_scaler import copy_of
 from pyengine.step.step_record import StepRecord
 from pyengine.telemetry import numbers
-from pyengine.wire import FP32
-from pyengine.wire.named import WireLike, as_wire
 
 try:
     from lightning.pytorch import Callback, LightningModule, Trainer
@@ -51,7 +46,7 @@ else:
 Accumulate = int | Mapping[str, int]
 
 
-class Windows(_Mixed):
+class Windows(EngineSettings, _Mixed):
     """Mixin for a strategy: runs Lightning's micro-batches in windows of engines.
 
     Attributes:
@@ -62,9 +57,6 @@ class Windows(_Mixed):
         syncs: the engines by the name of a submodule; the engine of the whole module is under "".
     """
 
-    wire: WireLike = FP32()
-    accumulator: Accumulator | torch.dtype = "fp32"
-    nonfinite: NonFinite = "skip"
     accumulate: Accumulate = 1
     syncs: Mapping[str, Sync] = {}
     _output: Mapping[str, Any] = {}
@@ -256,9 +248,6 @@ class Windows(_Mixed):
         """Make the engine of the module, or of a submodule by its name."""
         raise NotImplementedError
 
-    def _settings(self, accumulate: int) -> Settings:
-        return Settings(accumulate, as_wire(self.wire), as_accumulator(self.accumulator), self.nonfinite)
-
     def _replace_scaler(self) -> None:
         """Replace Lightning's loss scaler, whose state is in its checkpoints, by the engine's."""
         precision = self.precision_plugin
@@ -324,17 +313,10 @@ class WindowStrategy(Windows, DDPStrategy):
             )
 
     def _engine(self, name: str, accumulate: int) -> Sync:
-        settings = self._settings(accumulate)
-        if self._module.automatic_optimization:
-            assert self.model is not None
-            return engine_for(self.model, settings, None)
-        return GradSync(
-            self._module.get_submodule(name),
-            accumulate=accumulate,
-            wire=settings.wire,
-            accumulator=settings.accumulator,
-            nonfinite=settings.nonfinite,
-        )
+        is_bare = not self._module.automatic_optimization
+        model = self._module.get_submodule(name) if is_bare else self.model
+        assert model is not None
+        return engine_for(model, self._settings(accumulate), is_bare=is_bare)
 
     def _register_ddp_hooks(self) -> None:
         """Do nothing: the engine registers its own hook."""
@@ -398,7 +380,7 @@ class ShardedWindowStrategy(Windows, ModelParallelStrategy):
         del name  # one engine for the whole module
         deferral = Deferral(self.defer, self.defer_budget_mb)
         self._trained = [param.requires_grad for param in self._module.parameters()]
-        return engine_for(sharded_part(self._module), self._settings(accumulate), None, deferral)
+        return engine_for(sharded_part(self._module), self._settings(accumulate), deferral=deferral)
 
 
 class LogSteps(Callback):

@@ -19,8 +19,6 @@ from torch import Tensor, nn
 from pyengine.engine.sync import Sync
 from pyengine.step.step_record import StepRecord
 from pyengine.window.header import Count
-from pyengine.wire import FP32
-from pyengine.wire.named import WireLike, as_wire
 
 try:
     import transformers
@@ -33,9 +31,8 @@ except ImportError as error:
     ) from error
 
 from pyengine.adapters.accelerate import WindowAccelerator
-from pyengine.adapters.engine_for import abandon_open_window
+from pyengine.adapters.engine_for import EngineSettings, abandon_open_window
 from pyengine.gradients.fsdp.deferral import Defer, Deferral
-from pyengine.gradients.settings import Accumulator, NonFinite, Settings, as_accumulator
 
 if TYPE_CHECKING:
     _Mixed = transformers.Trainer  # the class that the mixin extends
@@ -43,7 +40,7 @@ else:
     _Mixed = object
 
 
-class Windows(_Mixed):
+class Windows(EngineSettings, _Mixed):
     """Mixin for a Trainer: `class MyTrainer(Windows, Seq2SeqTrainer)`.
 
     Set the attributes below in the class body. `gradient_accumulation_steps`, `max_grad_norm`, `bf16` and the
@@ -58,9 +55,6 @@ class Windows(_Mixed):
         sync: the engine, from `on_train_begin` on: `on_step`.
     """
 
-    wire: WireLike = FP32()
-    accumulator: Accumulator | torch.dtype = "fp32"
-    nonfinite: NonFinite = "skip"
     defer: Defer = "all"
     defer_budget_mb: float | None = None
     _listens_to: Sync | None = None
@@ -89,12 +83,7 @@ class Windows(_Mixed):
                 f"args: optim={OptimizerNames(args.optim).value!r} steps inside the backward, where no "
                 "window has ended; choose another"
             )
-        settings = Settings(
-            args.gradient_accumulation_steps,
-            as_wire(self.wire),
-            as_accumulator(self.accumulator),
-            self.nonfinite,
-        )
+        settings = self._settings(args.gradient_accumulation_steps)
         deferral = Deferral(self.defer, self.defer_budget_mb)
         self.accelerator = _TrainerAccelerator(self.accelerator, settings, deferral)
         self.accelerator.wraps_anew = args.auto_find_batch_size

@@ -52,7 +52,7 @@ def group_of_hosts(parent: dist.ProcessGroup | None) -> dist.ProcessGroup:
     All engines over `parent` share it: if ranks send windows of different engines, the collectives of hosts
     are paired as the buckets are, and the next window of the same engine is paired right again.
     """
-    parent = c10d._get_default_group() if parent is None else parent
+    parent = group_or_default(parent)
     ranks, limit = dist.get_process_group_ranks(parent), timeout_of(parent, HOST)
     return find_or_make(ranks, f"hosts of group {parent.group_name}", limit, backend="gloo")
 
@@ -75,11 +75,13 @@ def find_or_make(
 # ---- facts about a group ----
 
 
+def group_or_default(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    return c10d._get_default_group() if group is None else group
+
+
 def backend_of(group: dist.ProcessGroup | None, device: torch.device) -> Any:
     """Return the backend that a group has for a device; None is the default group."""
-    group = dist.group.WORLD if group is None else group
-    assert group is not None  # there is a default group: this rank is a member
-    return group._get_backend(device)
+    return group_or_default(group)._get_backend(device)
 
 
 def name_of_backend(group: dist.ProcessGroup | None, device: torch.device) -> str:

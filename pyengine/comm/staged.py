@@ -77,21 +77,12 @@ class Staged:
             torch.accelerator.current_stream(self._device).wait_event(self._event)
 
     def is_completed(self) -> bool:
-        is_last = self.rounds_left == 0 and self._work is not None
+        is_last = self.rounds_left == 0
         return self._is_over or (is_last and self._work is not None and self._work.is_completed())
 
     def get_future(self) -> Future[Any]:
         """Return a future; the `step` or `wait` after the last collective completes it or sets its error."""
         return self._future
-
-    def break_off(self, error: Exception) -> None:
-        """Start no further collective on the transport of the launched one, if it can refuse them.
-
-        This rank skips some that follow this one on other ranks.
-        """
-        break_off = getattr(self._work, "break_off", None)
-        if break_off is not None:
-            break_off(error)
 
     def _advance(self) -> None:
         try:
@@ -100,7 +91,9 @@ class Staged:
             self._work = next(self._rounds, None)
         except Exception as error:
             self._error, self._is_over = error, True
-            self.break_off(error)
+            # This rank skips collectives that follow this one on other ranks, so it starts no further one.
+            if (break_off := getattr(self._work, "break_off", None)) is not None:
+                break_off(error)
             self._future.set_exception(error)
             raise
         if self._work is not None:

@@ -49,6 +49,7 @@ from pyengine.comm.groups import (
     choose_own_group,
     find_or_make,
     group_of_hosts,
+    group_or_default,
     has_gloo,
     name_of_backend,
     offer_groups,
@@ -435,9 +436,8 @@ class SwapWork:
         self._rows = [torch.empty_like(flat), torch.empty_like(flat)]
         self._is_reduced = False
         self._lock = threading.Lock()  # the future completes on a thread of gloo
-        group = dist.group.WORLD if group is None else group
-        assert group is not None  # this rank is a member
-        self._work = group.allgather([self._rows], [flat])  # `dist.all_gather` checks what is certain here
+        # `dist.all_gather` checks what is certain here.
+        self._work = group_or_default(group).allgather([self._rows], [flat])
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         self._work.wait() if timeout is None else self._work.wait(timeout)
@@ -634,8 +634,7 @@ _launched_in: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKe
 
 def _next_tree_tag(group: dist.ProcessGroup | None) -> int:
     """Return the tag of the next reduction over a tree in a group: the same on every rank."""
-    group = dist.group.WORLD if group is None else group
-    assert group is not None
+    group = group_or_default(group)
     _launched_in[group] = number = _launched_in.get(group, 0) + 1
     return _TREE_TAG + number % _NUM_TREE_TAGS
 

@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_process_group_store
 from torch.futures import Future
 
-from pyengine.comm.groups import GroupUsage
+from pyengine.comm.groups import GroupUsage, group_or_default
 from pyengine.comm.process_state import ProcessId
 from pyengine.ops.trace import find_caller
 
@@ -251,7 +251,8 @@ class StallWatch:
         self.position: Callable[[], str] = lambda: "making an engine"
         self.pending = Pending()  # the transports add their collectives
         self.verdict = ""  # error of every collective of this engine from now on; empty if there is none
-        self._promises: dict[int, Promise] = {}  # futures that a verdict ends
+        # Futures that a verdict ends, each as long as the callback that may complete it.
+        self._promises: weakref.WeakValueDictionary[int, Promise] = weakref.WeakValueDictionary()
         # ---- heartbeats of this rank ----
         self._num_posted, self._posted_at = 0, time.monotonic()
         self._posted: Launch | None = None  # collective that the last heartbeat waits in
@@ -300,15 +301,7 @@ class StallWatch:
         """Return a future that completes as `future` does, or fails with the verdict if that comes first."""
         promise = Promise()
         self._promises[id(promise)] = promise
-
-        def keep(done: Future[Any]) -> None:
-            self_or_none = watch()
-            if self_or_none is not None:
-                self_or_none._promises.pop(id(promise), None)  # noqa: SLF001 - of this object, if it still exists
-            promise.keep(done)
-
-        watch = weakref.ref(self)
-        call_back(future, keep)
+        call_back(future, promise.keep)
         if self.verdict:
             promise.break_(RuntimeError(failure(self.verdict)))
         return promise.future
@@ -375,8 +368,9 @@ class StallWatch:
     def _fail(self, verdict: str) -> None:
         self.verdict = verdict
         _log.debug("collectives of ranks %s fail: %s", self._ranks, verdict)
-        for promise in list(self._promises.values()):
-            promise.break_(RuntimeError(failure(verdict)))
+        for ref in self._promises.valuerefs():  # a copy: another thread may add one
+            if (promise := ref()) is not None:
+                promise.break_(RuntimeError(failure(verdict)))
 
     def _post_heartbeat(self, launch: Launch | None) -> None:
         """Post a heartbeat if one is due, and at once where this rank begins or ends to wait."""
@@ -478,10 +472,8 @@ class StoreRollCall(RollCall):
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         super().__init__()
-        pg = dist.group.WORLD if group is None else group
-        assert pg is not None  # this rank is a member
-        self._rank, self._ranks = dist.get_rank(), dist.get_process_group_ranks(pg)
-        self.store: dist.Store = _get_process_group_store(pg)
+        self._rank, self._ranks = dist.get_rank(), dist.get_process_group_ranks(group)
+        self.store: dist.Store = _get_process_group_store(group_or_default(group))
         # Of an engine's own group, which serves no other engine once a collective has failed.
         self.usage: GroupUsage | None = None
         self._found: str | None = None

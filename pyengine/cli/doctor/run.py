@@ -25,7 +25,9 @@ def run(options: argparse.Namespace) -> int:
         if options.json:
             print_json("finding", **asdict(finding))
         else:
-            _print_lines(finding)
+            _print_wrapped(f"{_LABELS[finding.status]:<5} {finding.name:<14} ", finding.text)
+            if finding.remedy:
+                _print_wrapped(" " * (_INDENT - 2) + "→ ", finding.remedy)
     broken, warned = (
         [each.name for each in findings if each.status == status] for status in ("fail", "warn")
     )
@@ -46,13 +48,6 @@ def examine(checks: dict[str, Callable[[], Finding | list[Finding]]]) -> Iterato
             text = f"the check itself failed: {type(error).__name__}: {error}"
             found = fail(name, text, "report this output as a bug")
         yield from found if isinstance(found, list) else [found]
-
-
-def _print_lines(finding: Finding) -> None:
-    head = f"{_LABELS[finding.status]:<5} {finding.name:<14} "
-    _print_wrapped(head, finding.text)
-    if finding.remedy:
-        _print_wrapped(" " * (_INDENT - 2) + "→ ", finding.remedy)
 
 
 def _print_wrapped(head: str, text: str) -> None:

@@ -118,18 +118,42 @@ def analyse(
     goal_from = None
     if goal is None and any(curves.values()):
         goal, goal_from = min((max(one.accuracy), cell) for cell, some in curves.items() for one in some)
+
+    def figures(cell: Cell, runs: Sequence[Record]) -> Figures:
+        single = done.get(Cell(1, cell.batch), [])
+        samples_s = Range.of(map(throughput, runs))
+        base = Range.of(map(throughput, single)) if single else None
+        speed_up = samples_s.over(base.mid) if base else None
+        is_known = min(len(runs), len(single)) > 1
+        times = [time_to(one, goal) for one in curves[cell]] if goal is not None else []
+        reached = [at for at in times if at is not None]
+        scales = [record.noise_scale for record in runs if record.noise_scale is not None]
+        spreads = [record.noise_spread for record in runs if record.noise_spread is not None]
+        has_scale = len(scales) == len(runs)
+        is_noise = cell.workers > 1 and base is not None and (samples_s.overlaps(base) or not is_known)
+        return Figures(
+            cell=cell,
+            samples_s=samples_s,
+            batches_s=Range.of(throughput(record) / record.global_batch for record in runs),
+            speed_up=speed_up,
+            is_within_noise=is_noise,
+            efficiency=speed_up.over(cell.workers) if speed_up else None,
+            sync_share=Range.of(map(sync_share, runs)),
+            stalls=Range.of(len(stalls(record)) for record in runs),
+            memory_bytes=Range.of(float(max(record.peak_rss_bytes)) for record in runs),
+            cpu_share=Range.of(statistics.fmean(record.cpu_share) for record in runs),
+            accuracy=Range.of(max(one.accuracy) for one in curves[cell]) if curves[cell] else None,
+            goal_s=Range.of(reached) if len(reached) == len(runs) else None,
+            noise_scale=Range.of(scales) if has_scale else None,
+            noise_spread=statistics.median(spreads) if has_scale and spreads else None,
+            worker_batch=runs[0].micro_batch * runs[0].accumulate,
+            is_oversubscribed=threads * cell.workers > cores,
+            runs=len(runs),
+        )
+
     return Analysis(
         fixed=fixed,
-        cells={
-            cell: _figures(
-                runs,
-                single=done.get(Cell(1, cell.batch), []),
-                curves=curves[cell],
-                goal=goal,
-                is_oversubscribed=threads * cell.workers > cores,
-            )
-            for cell, runs in done.items()
-        },
+        cells={cell: figures(cell, runs) for cell, runs in done.items()},
         stalls=[stall for runs in done.values() for record in runs for stall in stalls(record)],
         ended=[record for record in records if not record.is_done],
         curves={cell: some for cell, some in curves.items() if some},
@@ -207,46 +231,6 @@ def time_to(curve: Curve, goal: float) -> float | None:
 
 def _points(record: Record) -> list[tuple[int, float]]:
     return [(step, value) for step, value in record.accuracy if value is not None]
-
-
-def _figures(
-    runs: Sequence[Record],
-    *,
-    single: Sequence[Record],
-    curves: Sequence[Curve],
-    goal: float | None,
-    is_oversubscribed: bool,
-) -> Figures:
-    """Compute the figures of a cell; `single` are the runs of one worker with the same batch."""
-    cell = runs[0].cell
-    samples_s = Range.of(map(throughput, runs))
-    base = Range.of(map(throughput, single)) if single else None
-    speed_up = samples_s.over(base.mid) if base else None
-    is_known = min(len(runs), len(single)) > 1
-    times = [time_to(one, goal) for one in curves] if goal is not None else []
-    reached = [at for at in times if at is not None]
-    scales = [record.noise_scale for record in runs if record.noise_scale is not None]
-    spreads = [record.noise_spread for record in runs if record.noise_spread is not None]
-    has_scale = len(scales) == len(runs)
-    return Figures(
-        cell=cell,
-        samples_s=samples_s,
-        batches_s=Range.of(throughput(record) / record.global_batch for record in runs),
-        speed_up=speed_up,
-        is_within_noise=cell.workers > 1 and base is not None and (samples_s.overlaps(base) or not is_known),
-        efficiency=speed_up.over(cell.workers) if speed_up else None,
-        sync_share=Range.of(map(sync_share, runs)),
-        stalls=Range.of(len(stalls(record)) for record in runs),
-        memory_bytes=Range.of(float(max(record.peak_rss_bytes)) for record in runs),
-        cpu_share=Range.of(statistics.fmean(record.cpu_share) for record in runs),
-        accuracy=Range.of(max(one.accuracy) for one in curves) if curves else None,
-        goal_s=Range.of(reached) if len(reached) == len(runs) else None,
-        noise_scale=Range.of(scales) if has_scale else None,
-        noise_spread=statistics.median(spreads) if has_scale and spreads else None,
-        worker_batch=runs[0].micro_batch * runs[0].accumulate,
-        is_oversubscribed=is_oversubscribed,
-        runs=len(runs),
-    )
 
 
 def throughput(record: Record) -> float:

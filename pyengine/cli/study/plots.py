@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -108,7 +109,10 @@ def _accuracy(analysis: Analysis, label: str, along: Callable[[Curve], Sequence[
 
 
 def _heat_map(analysis: Analysis) -> Figure:
-    """Draw throughput and, if it was reached, the time to the goal: workers over batch."""
+    """Draw throughput and, if it was reached, the time to the goal: workers over batch.
+
+    A cell is a tile with its figure; light is good.
+    """
     maps = [
         (
             "throughput (samples/s)",
@@ -119,45 +123,32 @@ def _heat_map(analysis: Analysis) -> Figure:
     ]
     if any(figures.goal_s for figures in analysis.cells.values()):
         maps.append((f"time to {analysis.goal:.1%}", lambda figures: figures.goal_s, duration, "cividis_r"))
-    figure, each = _panels(len(maps), len(maps))
-    for (title, pick, text_of, colours), axes in zip(maps, each, strict=True):
-        _map(axes, analysis, pick, text_of, colours)
-        axes.set_title(title)
-    return figure
-
-
-def _map(
-    axes: Axes,
-    analysis: Analysis,
-    pick: Callable[[Figures], Range | None],
-    text_of: Callable[[float], str],
-    colours: str,
-) -> None:
-    """Draw a tile with its figure for each cell; light is good."""
     all_cells = {*analysis.cells, *(record.cell for record in analysis.ended)}
     workers = sorted({cell.workers for cell in all_cells})
     batches = sorted({cell.batch for cell in all_cells})
-    values = {cell: figure.mid for cell, each in analysis.cells.items() if (figure := pick(each))}
-    low, high = min(values.values()), max(values.values())
-    for x, batch in enumerate(batches):
-        for y, count in enumerate(workers):
+    figure, panels = _panels(len(maps), len(maps))
+    for (title, pick, text_of, colours), axes in zip(maps, panels, strict=True):
+        values = {cell: found.mid for cell, each in analysis.cells.items() if (found := pick(each))}
+        low, high = min(values.values()), max(values.values())
+        for (x, batch), (y, count) in itertools.product(enumerate(batches), enumerate(workers)):
             cell = Cell(count, batch)
-            share = (values[cell] - low) / (high - low) if cell in values and high > low else 0.5
-            colour = matplotlib.colormaps[colours](share) if cell in values else _ABSENT
-            text = text_of(values[cell]) if cell in values else _why_absent(analysis, cell)
-            if cell in values and analysis.cells[cell].is_oversubscribed:
-                text += "\n(shared cores)"
+            colour, text = _ABSENT, _why_absent(analysis, cell)
+            if cell in values:
+                share = (values[cell] - low) / (high - low) if high > low else 0.5
+                colour, text = matplotlib.colormaps[colours](share), text_of(values[cell])
+                text += "\n(shared cores)" if analysis.cells[cell].is_oversubscribed else ""
             axes.fill_between([x - 0.49, x + 0.49], y - 0.49, y + 0.49, color=colour, linewidth=0)
             red, green, blue = to_rgb(colour)
             ink = "white" if 0.299 * red + 0.587 * green + 0.114 * blue < 0.5 else INK  # on dark colors
             axes.text(x, y, text, ha="center", va="center", fontsize=10, color=ink)
-    axes.grid(visible=False)
-    axes.spines[:].set_visible(False)
-    axes.tick_params(length=0)
-    axes.set_xticks(range(len(batches)), map(str, batches))
-    axes.set_yticks(range(len(workers)), map(str, workers))
-    axes.set(xlabel=_batch_axis(analysis), xlim=(-0.5, len(batches) - 0.5))
-    axes.set(ylabel="workers", ylim=(-0.5, len(workers) - 0.5))
+        axes.grid(visible=False)
+        axes.spines[:].set_visible(False)
+        axes.tick_params(length=0)
+        axes.set_xticks(range(len(batches)), map(str, batches))
+        axes.set_yticks(range(len(workers)), map(str, workers))
+        axes.set(title=title, xlabel=_batch_axis(analysis), xlim=(-0.5, len(batches) - 0.5))
+        axes.set(ylabel="workers", ylim=(-0.5, len(workers) - 0.5))
+    return figure
 
 
 def _why_absent(analysis: Analysis, cell: Cell) -> str:

@@ -62,14 +62,12 @@ def execute(run: Run, log: Path, watch: Watch) -> Outcome:
             _end(child)
         wall_s = time.perf_counter() - begin
         beats.read()
-        answer: list[Trace] | str = []
+        traces: list[Trace] = []
         if status == "done" and result.exists():
-            answer = pickle.loads(result.read_bytes())  # noqa: S301 - SECURITY.md: a run of this process
+            status, reason, traces = pickle.loads(result.read_bytes())  # noqa: S301 - SECURITY.md: a run of this process
         elif status == "done":
-            answer = f"its launcher ended with exit code {child.exitcode} and no result"
-    if isinstance(answer, str):
-        return Outcome("failed", answer, beats.done, [], wall_s, busy)
-    return Outcome(status, reason, beats.done, answer, wall_s, busy)
+            status, reason = "failed", f"its launcher ended with exit code {child.exitcode} and no result"
+    return Outcome(status, reason, beats.done, traces, wall_s, busy)
 
 
 class Beats:
@@ -128,7 +126,7 @@ def _end(child: mp.process.BaseProcess) -> None:
 
 
 def _child(run: Run, result: str, log: str, parent: int) -> None:
-    """Launch the workers, and write their traces, or the error, to a file."""
+    """Launch the workers, and write status, reason and their traces to a file."""
     os.setsid()
     # Processes that are killed leave their temporary files in a folder that the study deletes.
     tempfile.tempdir = str(Path(result).parent)
@@ -137,13 +135,13 @@ def _child(run: Run, result: str, log: str, parent: int) -> None:
         os.dup2(file.fileno(), 2)
     threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
     try:
-        answer: list[Trace] | str = launch(work, workers=run.workers, args=(run,))
+        ended: tuple[str, str, list[Trace]] = ("done", "", launch(work, workers=run.workers, args=(run,)))
     except RuntimeError as error:
-        answer = _shorten(str(error))
+        ended = "failed", _shorten(str(error)), []
         terminal.prepare_output()
         print(error, flush=True)
     part = Path(f"{result}.part")
-    part.write_bytes(pickle.dumps(answer))
+    part.write_bytes(pickle.dumps(ended))
     part.replace(result)
 
 

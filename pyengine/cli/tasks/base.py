@@ -5,11 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Protocol
 
+import torch
 from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
 from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 MODELS = ("gpt", "cnn")
+
+IGNORED = -100  # the target of no item: the default ignore_index of cross_entropy
 
 Batch = tuple[Tensor, Tensor]
 
@@ -45,6 +49,10 @@ class Task(Protocol):
 
     def loss(self, model: nn.Module, batch: Batch) -> tuple[Tensor, int]:
         """Return the sum of the loss over the items of the micro-batch, and their number."""
+        x, y = batch
+        logits = model(x).flatten(0, -2)
+        logits = logits.float() if logits.dtype is torch.bfloat16 else logits
+        return cross_entropy(logits, y.flatten(), reduction="sum"), int((y != IGNORED).sum())
 
     def quality(self, model: nn.Module) -> dict[str, float]:
         """Return metrics on held-out data, by name."""

@@ -7,9 +7,8 @@ from collections.abc import Iterator
 import torch
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
 
-from pyengine.cli.tasks.base import Batch
+from pyengine.cli.tasks.base import Batch, Task
 
 _TEST_IMAGES = 360  # of 1797
 
@@ -36,7 +35,7 @@ class ConvNet(nn.Module):
         return logits
 
 
-class DigitsTask:
+class DigitsTask(Task):
     name = "cnn"
     unit = "images"
 
@@ -71,12 +70,6 @@ class DigitsTask:
         x, y = batch
         keep = max(1, len(y) // (4 + 2 * rank))
         return x[:keep], y[:keep]
-
-    def loss(self, model: nn.Module, batch: Batch) -> tuple[Tensor, int]:
-        x, y = batch
-        logits = model(x)
-        logits = logits.float() if logits.dtype is torch.bfloat16 else logits
-        return cross_entropy(logits, y, reduction="sum"), len(y)
 
     @torch.no_grad()
     def quality(self, model: nn.Module) -> dict[str, float]:

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import sysconfig
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, linear, scaled_dot_product_attention
 
-from pyengine.cli.tasks.base import Batch
+from pyengine.cli.tasks.base import IGNORED, Batch, Task
 
 VOCAB = 256  # bytes
 CONTEXT = 64
 _TEXT_BYTES = 2 * 2**20
 _HELD_OUT_BYTES = 64 * 2**10
-_IGNORED = -100  # the default ignore_index of cross_entropy
 
 
 class Block(nn.Module):
@@ -40,29 +40,33 @@ class Block(nn.Module):
         return x
 
 
+@dataclass(frozen=True)
+class Shape:
+    """The size of a GPT, and the sequences of a micro-batch."""
+
+    width: int = 384
+    layers: int = 8
+    heads: int = 6
+    vocabulary: int = 8192
+    context: int = 32
+    sequences: int = 1
+
+
 class GPT(nn.Module):
-    """Tokens `[batch, time]` to logits `[batch, time, vocabulary]`; about 1.4 million parameters by default.
+    """Tokens `[batch, time]` to logits `[batch, time, vocabulary]`.
 
     Args:
         is_tied: whether the head is the embedding of the tokens.
     """
 
-    def __init__(
-        self,
-        *,
-        vocabulary: int = VOCAB,
-        context: int = CONTEXT,
-        width: int = 192,
-        heads: int = 6,
-        layers: int = 3,
-        is_tied: bool = False,
-    ) -> None:
+    def __init__(self, shape: Shape, *, is_tied: bool = False) -> None:
         super().__init__()
-        self.tokens = nn.Embedding(vocabulary, width)
-        self.places = nn.Embedding(context, width)
-        self.blocks = nn.Sequential(*(Block(width, heads) for _ in range(layers)))
+        width = shape.width
+        self.tokens = nn.Embedding(shape.vocabulary, width)
+        self.places = nn.Embedding(shape.context, width)
+        self.blocks = nn.Sequential(*(Block(width, shape.heads) for _ in range(shape.layers)))
         self.norm = nn.LayerNorm(width)
-        self.head = None if is_tied else nn.Linear(width, vocabulary, bias=False)
+        self.head = None if is_tied else nn.Linear(width, shape.vocabulary, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         places = torch.arange(x.shape[1], device=x.device)
@@ -70,8 +74,8 @@ class GPT(nn.Module):
         return linear(out, self.tokens.weight if self.head is None else self.head.weight)
 
 
-class TextTask:
-    """Predict the next byte of Python source."""
+class TextTask(Task):
+    """Predict the next byte of Python source, by about 1.4 million parameters."""
 
     name = "gpt"
     unit = "tokens"
@@ -82,7 +86,7 @@ class TextTask:
         self.num_samples = (len(self._text) - 1) // CONTEXT
 
     def build(self) -> nn.Module:
-        model = GPT()
+        model = GPT(Shape(width=192, layers=3, vocabulary=VOCAB, context=CONTEXT))
         for embedding in (model.tokens, model.places):
             nn.init.normal_(embedding.weight, std=0.02)
         return model
@@ -102,14 +106,8 @@ class TextTask:
         """Ignore all but the first targets of each piece, as in a padded batch."""
         x, y = batch
         y = y.clone()
-        y[:, CONTEXT // (4 + 2 * rank) :] = _IGNORED
+        y[:, CONTEXT // (4 + 2 * rank) :] = IGNORED
         return x, y
-
-    def loss(self, model: nn.Module, batch: Batch) -> tuple[Tensor, int]:
-        x, y = batch
-        logits = model(x).flatten(0, 1)
-        logits = logits.float() if logits.dtype is torch.bfloat16 else logits
-        return cross_entropy(logits, y.flatten(), reduction="sum", ignore_index=_IGNORED), int((y >= 0).sum())
 
     @torch.no_grad()
     def quality(self, model: nn.Module) -> dict[str, float]:

@@ -83,19 +83,15 @@ def work(settings: Settings) -> int:
     """Train and compare every model, on each rank; return the signal that has ended it, or 0."""
     terminal.prepare_output()
     with terminal.ends_with_output():
-        return _work(settings)
-
-
-def _work(settings: Settings) -> int:
-    for name in settings.models:
-        task = _TASKS[name]()
-        report = Report(as_json=settings.json, is_silent=dist.get_rank() > 0)
-        if stopped := train(task, settings, report):
-            return stopped
-        report.compare(*compare(task, settings))
-        if name in settings.traces:
-            write_trace(task, settings, settings.traces[name])
-            report.trace(settings.traces[name], windows=TRACED_WINDOWS)
+        for name in settings.models:
+            task = _TASKS[name]()
+            report = Report(as_json=settings.json, is_silent=dist.get_rank() > 0)
+            if stopped := train(task, settings, report):
+                return stopped
+            report.compare(*compare(task, settings))
+            if name in settings.traces:
+                write_trace(task, settings, settings.traces[name])
+                report.trace(settings.traces[name], windows=TRACED_WINDOWS)
     return 0
 
 

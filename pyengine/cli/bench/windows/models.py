@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -10,22 +10,9 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from pyengine.cli.tasks import gpt
+from pyengine.cli.tasks.gpt import Shape
 
-GPT_WIDTH, GPT_LAYERS, GPT_VOCABULARY, GPT_CONTEXT = 384, 8, 8192, 32
-
-
-@dataclass(frozen=True)
-class Shape:
-    """The size of a GPT, and the sequences of a micro-batch."""
-
-    width: int = GPT_WIDTH
-    layers: int = GPT_LAYERS
-    heads: int = 6
-    vocabulary: int = GPT_VOCABULARY
-    context: int = GPT_CONTEXT
-    sequences: int = 1
-
-
+GPT_VOCABULARY, GPT_CONTEXT = Shape.vocabulary, Shape.context
 # GPT-2 with half its context; the vocabulary is rounded up to a multiple of 128, as usual.
 GPT2 = Shape(width=768, layers=12, heads=12, vocabulary=50304, context=512, sequences=4)
 # Micro-batches that a GPU computes faster than a host launches them, and those that fill it.
@@ -39,15 +26,8 @@ class GPT(gpt.GPT):
     Its output is the loss, so that every variant wraps all of the work.
     """
 
-    def __init__(self, shape: Shape = Shape()) -> None:
-        super().__init__(
-            vocabulary=shape.vocabulary,
-            context=shape.context,
-            width=shape.width,
-            heads=shape.heads,
-            layers=shape.layers,
-            is_tied=True,
-        )
+    def __init__(self, shape: Shape = Shape()) -> None:  # noqa: B008 - frozen
+        super().__init__(shape, is_tied=True)
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Return the mean loss of predicting the tokens from each other, in float32 or wider; tokens int64
