@@ -80,22 +80,22 @@ class Claims:
         digest = int.from_bytes(hashlib.blake2b(text + b"".join(here), digest_size=8).digest(), "little")
         return [digest >> PIECE_BITS * index & _PIECE - 1 for index in range(NUM_PIECES)]
 
-    @property
-    def has_device_values(self) -> bool:
-        """Whether some of it is on an accelerator."""
-        return any(map(_is_on_device, self._scalars()))
+    def add_to(self, lanes: Tensor) -> None:
+        """Add what is on an accelerator, unread, to the pieces, each with its square: float64 `[pieces * 2]`.
 
-    def add_to(self, pieces: Tensor) -> None:
-        """Add what is on an accelerator, unread, to `pieces`, float64 `[NUM_PIECES]`: still of 20 bits."""
+        The pieces still have 20 bits.
+        """
         far = [scalar for scalar in self._scalars() if _is_on_device(scalar)]
         if not far:
             return
+        pieces = lanes[::2]
         bits = torch.stack([scalar.to(pieces.device).float().reshape(()) for scalar in far]).view(torch.int32)
         total = pieces.new_zeros(())
         for word in bits.double():
             total = torch.remainder(total * _FACTOR + word, _WORD)
         pieces[0] = torch.remainder(pieces[0] + total, _PIECE)
         pieces[1] = torch.remainder(pieces[1] + torch.floor(total / _PIECE), _PIECE)
+        lanes[1::2] = pieces * pieces
 
     def describe(self) -> dict[str, str]:
         """Describe everything, by the message that applies. Reads devices: for error reports only."""

@@ -413,10 +413,7 @@ def _numbers(local: LocalWindow, position: tuple[int, int], more: bool, claims: 
 def _with_device_values(vector: Tensor, local: LocalWindow, claims: Claims) -> Tensor:
     """Add what is on the device, unread, in place; append lanes where ranks share a batch."""
     local.add_to(vector)
-    if claims.has_device_values:
-        pieces = vector[_CLAIMS:_LOSSES:2]
-        claims.add_to(pieces)
-        vector[_CLAIMS + 1 : _LOSSES : 2] = pieces * pieces
+    claims.add_to(vector[_CLAIMS:_LOSSES])
     if local.batch is None:
         return vector
     batch = local.batch  # one of the ranks that share it counts it

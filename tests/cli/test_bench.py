@@ -14,8 +14,8 @@ import forked
 import pytest
 from torch import Tensor, nn
 
+from pyengine.cli.bench import report as bench_report
 from pyengine.cli.bench import run as bench
-from pyengine.cli.bench import verdict as bench_verdict
 from pyengine.cli.bench.windows import measure as windows
 from pyengine.cli.bench.windows import models
 from pyengine.cli.bench.windows.variants import VARIANTS, Floor, NoSync
@@ -175,7 +175,7 @@ def test_variants_with_other_gradients_stop_the_run_on_every_rank(
 def test_an_order_is_clear_only_when_nearly_all_rounds_agree(
     ours: list[float], theirs: list[float], is_clear: bool
 ) -> None:
-    found = bench_verdict.ratio({"engine": times(*ours), "ddp": times(*theirs)}, "ddp", "engine")
+    found = bench_report.ratio({"engine": times(*ours), "ddp": times(*theirs)}, "ddp", "engine")
     assert found.is_clear is is_clear
     assert ("within noise" in str(found)) is not is_clear
 
@@ -187,13 +187,13 @@ def test_the_floor_is_no_winner_and_noise_is_named() -> None:
         "engine": times(2.0, 2.0, 2.0, 2.0, 2.0),
         "attach": times(1.9, 2.1, 2.2, 2.1, 2.1),
     }
-    fastest, against = bench_verdict.on_windows(measured)
+    fastest, against = bench_report.on_windows(measured)
     assert fastest == "GradSync had the shortest windows, 2000 ms in the median; within noise of it: attach."
     assert against == (
         "Against GradSync in the same rounds a window took: DDP, sync every micro-batch 1.50 × as long "
         "(1.50 to 1.50)."
     )
-    (noise,) = bench_verdict.on_windows({"ddp": times(1.0, 2.0, 2.0)})
+    (noise,) = bench_report.on_windows({"ddp": times(1.0, 2.0, 2.0)})
     assert noise.startswith("Windows of one variant differ by 50% between rounds")
 
 

@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from pyengine.cli.verify.cause import causes
-from pyengine.cli.verify.compare import Difference, change, compare, first_difference
+from pyengine.cli.verify.compare import Difference, causes, change, compare, first_difference
 from pyengine.cli.verify.probe import Trace, digest
 
 SAME = [torch.tensor([math.nan, 1.0]), torch.tensor(3), torch.tensor([]), torch.tensor([True])]

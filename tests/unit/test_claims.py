@@ -22,8 +22,10 @@ def _claims(**changes: object) -> Claims:
 def _number(claims: Claims, *, far: bool) -> list[float]:
     """Return the pieces as a header holds them; `far`: as if scalars lay on an accelerator."""
     with mock.patch("pyengine.window.claims._is_on_device", lambda _: far):
-        pieces = torch.tensor(claims.pieces(), dtype=torch.float64)
-        claims.add_to(pieces)
+        lanes = torch.tensor([[piece, piece**2] for piece in claims.pieces()], dtype=torch.float64).flatten()
+        claims.add_to(lanes)
+    pieces = lanes[::2]
+    assert torch.equal(lanes[1::2], pieces * pieces)
     return pieces.tolist()
 
 
@@ -57,8 +59,8 @@ def test_pieces_are_whole_numbers_whose_squares_a_header_can_sum(far):
 
 @pytest.mark.parametrize("index", range(NUM_PIECES))
 def test_what_is_on_an_accelerator_leaves_a_difference_in_any_piece(index):
-    one, other = torch.zeros(2, NUM_PIECES, dtype=torch.float64)
-    other[index] = 1
+    one, other = torch.zeros(2, 2 * NUM_PIECES, dtype=torch.float64)
+    other[2 * index] = 1
     with mock.patch("pyengine.window.claims._is_on_device", lambda _: True):
         _claims().add_to(one)
         _claims().add_to(other)

@@ -12,10 +12,9 @@ import torch
 import torch.distributed as dist
 
 from pyengine.cli import terminal
-from pyengine.cli.bench import verdict as bench_verdict
 from pyengine.cli.bench.arguments import Kernels, Settings, Steps
 from pyengine.cli.bench.kernels.measure import OPS, measure, measure_roofs
-from pyengine.cli.bench.report import Report
+from pyengine.cli.bench.report import Report, on_kernels, on_windows
 from pyengine.cli.bench.windows import measure as windows
 from pyengine.cli.bench.windows.variants import VARIANTS
 from pyengine.cli.machine import card, hold_memory
@@ -73,7 +72,7 @@ def _kernels(kernels: Kernels, report: Report) -> tuple[dict[str, Any], list[str
         torch.set_num_threads(threads)
         report.end()
     report.kernels(roofs, rows)
-    return {"roofs_gb_per_s": roofs, "rows": rows}, bench_verdict.on_kernels(rows)
+    return {"roofs_gb_per_s": roofs, "rows": rows}, on_kernels(rows)
 
 
 def _steps(steps: Steps, report: Report, *, as_json: bool) -> tuple[dict[str, Any], list[str]]:
@@ -81,7 +80,7 @@ def _steps(steps: Steps, report: Report, *, as_json: bool) -> tuple[dict[str, An
     outcome = windows.merged(launch(work, workers=steps.workers, args=(steps.setting, as_json)))
     rows = windows.rows(outcome)
     report.windows(steps.setting.name, outcome.times, rows)
-    sentences = bench_verdict.on_windows(outcome.times)
+    sentences = on_windows(outcome.times)
     sentences += [f"{VARIANTS[name].label} failed: {why}" for name, why in outcome.failed.items()]
     return {"cases": {steps.setting.name: rows}}, sentences
 

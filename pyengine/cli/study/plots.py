@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import matplotlib
 from matplotlib.axes import Axes
@@ -113,13 +114,8 @@ def _heat_map(analysis: Analysis) -> Figure:
 
     A cell is a tile with its figure; light is good.
     """
-    maps = [
-        (
-            "throughput (samples/s)",
-            lambda figures: figures.samples_s,
-            lambda value: f"{value:,.0f}",
-            "cividis",
-        )
+    maps: list[tuple[str, Callable[[Figures], Range | None], Callable[[float], str], str]] = [
+        ("throughput (samples/s)", lambda figures: figures.samples_s, "{:,.0f}".format, "cividis")
     ]
     if any(figures.goal_s for figures in analysis.cells.values()):
         maps.append((f"time to {analysis.goal:.1%}", lambda figures: figures.goal_s, duration, "cividis_r"))
@@ -132,7 +128,8 @@ def _heat_map(analysis: Analysis) -> Figure:
         low, high = min(values.values()), max(values.values())
         for (x, batch), (y, count) in itertools.product(enumerate(batches), enumerate(workers)):
             cell = Cell(count, batch)
-            colour, text = _ABSENT, _why_absent(analysis, cell)
+            colour: Any = _ABSENT
+            text = _why_absent(analysis, cell)
             if cell in values:
                 share = (values[cell] - low) / (high - low) if high > low else 0.5
                 colour, text = matplotlib.colormaps[colours](share), text_of(values[cell])

@@ -15,8 +15,7 @@ from torch import Tensor
 from pyengine.cli import terminal
 from pyengine.cli.target import Enough, check
 from pyengine.cli.verify.arguments import Settings
-from pyengine.cli.verify.cause import causes
-from pyengine.cli.verify.compare import Difference, change, compare, first_difference
+from pyengine.cli.verify.compare import Difference, causes, change, compare, first_difference
 from pyengine.cli.verify.probe import WRAPS, Probe, Run, Trace, needs
 from pyengine.cli.verify.report import Finding, Report
 from pyengine.comm.launching import launch
