@@ -31,7 +31,7 @@ def comm_for(device: torch.device, group: dist.ProcessGroup | None) -> Comm:
         from pyengine.comm.xla import Xla
 
         return Xla(device)
-    if group is None and not (dist.is_available() and dist.is_initialized()):
+    if group is None and not dist.is_initialized():
         _check_alone()
         return Local()
     return TorchDist(group, device)

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pyengine.comm.base import Work
 from pyengine.comm.process_state import ProcessId, own_network
 from pyengine.comm.watch import listed
 from pyengine.ops import native
@@ -169,7 +170,7 @@ class Arena:
             self._core.fail(f"shared memory: {which} launched no such collective in {self._timeout_s:g} s")
 
 
-class SharedWork:
+class SharedWork(Work):
     """A collective under way, with the methods of `dist.Work`; it keeps the tensor alive until it is done."""
 
     def __init__(self, works: dict[Any, SharedWork], core: Any, job: Any, flat: Tensor) -> None:

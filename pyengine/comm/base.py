@@ -55,13 +55,15 @@ class Work(Protocol):
         """Block until the result is there; on an accelerator, let the current stream wait for it."""
 
     def get_future(self) -> torch.futures.Future[Any]:
-        """Return a future that completes with the collective."""
+        """Return a future that completes with the collective. Default: there is none."""
+        raise RuntimeError(f"a {type(self).__name__} has no future: wait for it")
 
     def is_completed(self) -> bool:
-        """Whether waiting would not block."""
+        """Whether waiting would not block. Default: it never does."""
+        return True
 
 
-class Done:
+class Done(Work):
     """A collective that was complete when it was launched; its future holds `result`."""
 
     def __init__(self, result: Tensor) -> None:
@@ -74,9 +76,6 @@ class Done:
         future: torch.futures.Future[Any] = torch.futures.Future()
         future.set_result([self._result])
         return future
-
-    def is_completed(self) -> bool:
-        return True
 
 
 class Comm(ABC):

@@ -214,9 +214,14 @@ def _meet(
 # --- On new workers of this machine ---
 
 
+def num_cores() -> int:
+    """Return the number of logical processors that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def check_number(workers: int) -> None:
     """Raise ValueError if this machine has too few cores for so many workers, before any is started."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = num_cores()
     if workers > cores * _MAX_WORKERS_PER_CORE:
         raise ValueError(
             f"workers={workers}: need at most {cores * _MAX_WORKERS_PER_CORE} on the {cores} cores of this "

@@ -9,9 +9,9 @@ from __future__ import annotations
 import logging
 import os
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -25,53 +25,65 @@ from pyengine.comm.torch_dist import TorchDist
 from pyengine.ops.device import runs_ahead
 
 _log = logging.getLogger("pyengine.comm")
+_Memory = TypeVar("_Memory", "Arena", "NcclPool")
 
 _GROUP = "through their process group, not in shared memory, which is slower"
 # torch's allocator rounds sizes up to a multiple of this.
 _ALIGN_BYTES = 512
 
 
-class SharedMemory(TorchDist):
+class _WithMemory(TorchDist, Generic[_Memory]):
+    """Collectives of one process group, on buffers in a memory that `release` ends.
+
+    Buffers come from torch's allocator from then on.
+    """
+
+    has_own_memory = True
+
+    def __init__(self, group: dist.ProcessGroup | None, device: torch.device, memory: _Memory) -> None:
+        super().__init__(group, device)
+        self._memory: _Memory | None = memory
+
+    def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        if self._memory is None:
+            return super().allocate(numel, dtype, device)
+        return self._memory.allocate(numel, dtype)
+
+    def release(self) -> None:
+        if self._memory is not None:
+            self._memory.close()
+            self._memory = None
+        super().release()
+
+
+class SharedMemory(_WithMemory[Arena]):
     """Collectives of one process group whose ranks are processes of one host, on tensors on the CPU.
 
     Reductions run in an arena: every rank sums its part of all buffers, in the order of ranks, and writes the
     sum into all of them. Narrow dtypes are summed in float32 and rounded once. All other collectives, and
-    dtypes that the arena does not support, use the process group; `release` ends the arena, and the group
-    reduces from then on.
+    dtypes that the arena does not support, use the process group, which reduces everything after `release`.
     """
 
-    can_share_parts = has_own_memory = True
+    can_share_parts = True
 
     def __init__(self, group: dist.ProcessGroup | None, device: torch.device, arena: Arena) -> None:
-        super().__init__(group, device)
-        self._arena: Arena | None = arena
+        super().__init__(group, device, arena)
         self.can_or = False  # a maximum in the arena is faster
-
-    def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        if self._arena is None:
-            return super().allocate(numel, dtype, device)
-        return self._arena.allocate(numel, dtype)
-
-    def release(self) -> None:
-        if self._arena is not None:
-            self._arena.close()
-            self._arena = None
-        super().release()
 
     def _all_reduce(self, flat: Tensor, op: dist.ReduceOp.RedOpType) -> Work:
         is_max = op == dist.ReduceOp.MAX
-        if self._arena is None or not self._arena.supports(flat, is_max=is_max):
+        if self._memory is None or not self._memory.supports(flat, is_max=is_max):
             return super()._all_reduce(flat, op)
         self.traffic.count(ring_bytes(flat.nbytes, self.world_size))
-        return self._reduce_in(self._arena, flat, is_max=is_max)
+        return self._reduce_in(self._memory, flat, is_max=is_max)
 
     def share_part(self, flat: Tensor, part: slice) -> Work:
         """Launch the second half of a reduction; its bytes have been counted with the first half."""
         flat[: part.start].zero_()
         flat[part.stop :].zero_()
-        if self._arena is None:
+        if self._memory is None:
             return super()._all_reduce(flat, dist.ReduceOp.SUM)
-        return self._reduce_in(self._arena, flat, is_max=False)
+        return self._reduce_in(self._memory, flat, is_max=False)
 
     def _reduce_in(self, arena: Arena, flat: Tensor, *, is_max: bool) -> Work:
         with self.roll_call.named():
@@ -105,18 +117,15 @@ class SharedHosts(TorchDist):
     def _all_reduce(self, flat: Tensor, op: dist.ReduceOp.RedOpType) -> Work:
         if op != dist.ReduceOp.SUM or not Arena.supports(flat, is_max=False):
             return super()._all_reduce(flat, op)
-        part = self._by_host.part_of(flat.numel())
-        num_rounds = (2 if self._by_host.inside.world_size > 1 else 0) + (1 if part.stop > part.start else 0)
-        return Staged(self._rounds(flat, part), num_rounds, flat.device)
-
-    def _rounds(self, flat: Tensor, part: slice) -> Iterator[Work]:
-        inside = self._by_host.inside
-        if inside.world_size > 1:
-            yield inside.all_reduce(flat)
+        part, inside, across = self._by_host.part_of(flat.numel()), self._by_host.inside, self._by_host.across
+        rounds: list[Callable[[], Work]] = []
+        if inside.can_share_parts:  # else this rank is alone on its host
+            rounds.append(lambda: inside.all_reduce(flat))
         if part.stop > part.start:
-            yield self._by_host.across.all_reduce(flat[part])
+            rounds.append(lambda: across.all_reduce(flat[part]))
         if inside.can_share_parts:
-            yield inside.share_part(flat, part)
+            rounds.append(lambda: inside.share_part(flat, part))
+        return Staged((launch() for launch in rounds), len(rounds), flat.device)
 
 
 def wrong_choice(shared_memory: object) -> list[str]:
@@ -229,7 +238,8 @@ class NcclPool:
         self._pool = torch.cuda.MemPool(self._backend.mem_allocator)
         self._backend.register_mem_pool(self._pool, symm=True)
 
-    def zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
+    def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """Return zeros, `[numel]`."""
         with torch.cuda.use_mem_pool(self._pool, device=self._device):
             return torch.zeros(numel, dtype=dtype, device=self._device)
 
@@ -238,33 +248,13 @@ class NcclPool:
         self._backend.deregister_mem_pool(self._pool)
 
 
-class RegisteredMemory(TorchDist):
-    """Collectives of one process group over NCCL, on buffers in memory that NCCL has registered.
-
-    `release` ends the pool, and buffers come from torch's allocator from then on.
-    """
-
-    has_own_memory = True
-
-    def __init__(self, group: dist.ProcessGroup | None, device: torch.device, pool: NcclPool) -> None:
-        super().__init__(group, device)
-        self._pool: NcclPool | None = pool
+class RegisteredMemory(_WithMemory[NcclPool]):
+    """Collectives of one process group over NCCL, on buffers in memory that NCCL has registered."""
 
     def reserve(self, sizes: Sequence[int]) -> None:
-        if self._pool is not None:
+        if self._memory is not None:
             num_bytes = sum(-(-size // _ALIGN_BYTES) * _ALIGN_BYTES for size in sizes)
-            self._pool.zeros(num_bytes, torch.uint8)  # freed at once: the next buffers are parts of it
-
-    def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        if self._pool is None:
-            return super().allocate(numel, dtype, device)
-        return self._pool.zeros(numel, dtype)
-
-    def release(self) -> None:
-        if self._pool is not None:
-            self._pool.close()
-            self._pool = None
-        super().release()
+            self._memory.allocate(num_bytes, torch.uint8)  # freed at once: the next buffers are parts of it
 
 
 def can_register(comm: Comm) -> bool:

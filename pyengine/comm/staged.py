@@ -21,7 +21,7 @@ def rounds_of(work: Work) -> Iterator[Work]:
         yield _Round(work)
 
 
-class _Round:
+class _Round(Work):
     """The collective under way of a staged work; waiting for it launches the next one."""
 
     def __init__(self, work: Staged) -> None:
@@ -33,11 +33,8 @@ class _Round:
     def is_completed(self) -> bool:
         return self._work.is_completed()
 
-    def get_future(self) -> Future[Any]:
-        return self._work.get_future()
 
-
-class Staged:
+class Staged(Work):
     """Collectives in sequence, and the computation after the last one.
 
     The first collective is launched at once; the holder continues by `step` or `wait`. Never on a thread of

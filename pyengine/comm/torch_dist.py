@@ -78,7 +78,7 @@ _COMBINE: dict[dist.ReduceOp.RedOpType, Callable[..., Tensor]] = {
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
-class _Work:
+class _Work(Work):
     """A collective under way, whose error names the ranks that do not answer."""
 
     def __init__(
@@ -494,18 +494,15 @@ class P2PWork:
         try:
             while works is not None:
                 for work in works:
-                    self._wait_for(work)
+                    try:
+                        if work is not None and work.wait(self._timeout) is False:
+                            raise RuntimeError("a point-to-point operation was aborted")
+                    except Exception as error:  # noqa: BLE001 - raised by `wait`
+                        self._end(error)
                 works = None if self._error is not None else next(self._steps, None)
         except Exception as error:  # noqa: BLE001 - raised by `wait`
             self._end(error)
         self._end(None)
-
-    def _wait_for(self, work: dist.Work | None) -> None:
-        try:
-            if work is not None and work.wait(self._timeout) is False:
-                raise RuntimeError("a point-to-point operation was aborted")
-        except Exception as error:  # noqa: BLE001 - raised by `wait`
-            self._end(error)
 
     def _end(self, error: Exception | None) -> None:
         if self._is_over.is_set():  # an earlier operation has failed
@@ -608,8 +605,9 @@ class PointToPoint:
         yield works
 
     def _reduce(self, flat: Tensor, op: dist.ReduceOp.RedOpType) -> Steps:
-        group = self._handle.get()
-        tag = _next_tree_tag(group)
+        group = group_or_default(self._handle.get())
+        _launched_in[group] = number = _launched_in.get(group, 0) + 1
+        tag = _TREE_TAG + number % _NUM_TREE_TAGS
         rows, result = flat.new_empty(len(self._children), *flat.shape), torch.empty_like(flat)
         from_children = [
             dist.irecv(row, child, group, tag)
@@ -628,15 +626,9 @@ class PointToPoint:
         yield [dist.isend(flat, child, group, tag) for child in self._children]
 
 
-# By group, how many reductions over a tree this rank has launched in it. The number is part of their tag.
+# By group, how many reductions over a tree this rank has launched in it, which is the same number on every
+# rank and part of their tag.
 _launched_in: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
-
-
-def _next_tree_tag(group: dist.ProcessGroup | None) -> int:
-    """Return the tag of the next reduction over a tree in a group: the same on every rank."""
-    group = group_or_default(group)
-    _launched_in[group] = number = _launched_in.get(group, 0) + 1
-    return _TREE_TAG + number % _NUM_TREE_TAGS
 
 
 def _run_all(waiting: queue.SimpleQueue[P2PWork | None]) -> None:

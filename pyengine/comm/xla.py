@@ -17,7 +17,7 @@ import torch_xla.core.xla_model as xm
 import torch_xla.runtime as xr
 from torch import Tensor
 
-from pyengine.comm.base import Comm, by_dtype, ring_bytes
+from pyengine.comm.base import Comm, Work, by_dtype, ring_bytes
 from pyengine.ops.device import HOST
 
 _log = logging.getLogger("pyengine.comm")
@@ -25,20 +25,14 @@ _log = logging.getLogger("pyengine.comm")
 _LIMB_BITS = 16
 
 
-class _Queued:
+class _Queued(Work):
+    """A collective of a recorded program: it has no future, only its result, once it was launched."""
+
     def __init__(self, comm: Xla) -> None:
         self._comm = comm
 
-    def is_completed(self) -> bool:
-        return True
-
     def wait(self) -> None:
         self._comm.record()
-
-    def get_future(self) -> torch.futures.Future[Any]:
-        raise RuntimeError(
-            "a collective of a recorded program has no future: only its results, once it was launched"
-        )
 
 
 class Xla(Comm):

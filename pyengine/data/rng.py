@@ -265,7 +265,7 @@ def whole(**values: SupportsIndex) -> list[int]:
 
 def rank_and_world_size() -> tuple[int, int]:
     """Return (rank, world_size) in the default process group; (0, 1) if there is none."""
-    if not (dist.is_available() and dist.is_initialized()):
+    if not dist.is_initialized():
         return 0, 1
     return dist.get_rank(), dist.get_world_size()
 

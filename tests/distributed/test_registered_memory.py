@@ -33,7 +33,7 @@ class _Pool:
         self.is_open = True
         self.made.append(self)
 
-    def zeros(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+    def allocate(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         made = torch.zeros(numel, dtype=dtype)
         self.sizes.append(made.nbytes)
         self.storages.add(made.untyped_storage().data_ptr())

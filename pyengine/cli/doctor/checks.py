@@ -16,8 +16,7 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 
-from pyengine.cli import machine
-from pyengine.comm.launching import launch
+from pyengine.comm.launching import launch, num_cores
 from pyengine.engine.grad_sync import GradSync
 from pyengine.ops import native
 from pyengine.ops.plan import BucketPlan
@@ -185,7 +184,7 @@ def _compute(device: torch.device) -> None:
 
 def threads() -> Finding:
     """Compare torch's threads with the cores that this process may use."""
-    cores, quota = machine.num_cores(), None
+    cores, quota = num_cores(), None
     if CPU_QUOTA.exists() and not CPU_QUOTA.read_text().startswith("max"):
         limit, period = CPU_QUOTA.read_text().split()
         quota = int(limit) / int(period)

@@ -17,7 +17,7 @@ import psutil
 import torch
 
 import pyengine
-from pyengine.cli.machine import cpu_name, num_cores
+from pyengine.cli.machine import cpu_name
 from pyengine.cli.noise import Range
 from pyengine.cli.study import plots as study_plots
 from pyengine.cli.study import report as study_report
@@ -29,6 +29,7 @@ from pyengine.cli.study.report import Report
 from pyengine.cli.study.store import Key, Record, Store
 from pyengine.cli.study.supervise import Outcome, Watch, execute, log_path
 from pyengine.cli.target import check
+from pyengine.comm.launching import num_cores
 from pyengine.step.step_record import StepRecord
 
 _SOME_FAILED, _NOTHING_MEASURED, _NOT_WRITTEN = 1, 2, 3
