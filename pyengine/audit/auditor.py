@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyengine.audit.causes import Case, SubjectEvidence, cause_of_gradient, odd_ranks
+from pyengine.audit.causes import SubjectEvidence, cause_of_gradient, odd_ranks
 from pyengine.audit.checksum import Part, checksums_on, differ, pieces, words_of
 from pyengine.audit.inventory import Subject
 from pyengine.audit.probe import Leaves, Probe
@@ -309,13 +309,13 @@ class Auditor:
         """Gather what every rank knows of its suspects, and find causes; the same on every rank."""
         gathered = {}
         for index, kinds in [(index, kinds) for index, kinds in suspects.items() if index >= 0][:_MOST]:
-            subject, factor = self._subjects[index], float(self._factors[index])
-            gathered[subject.name] = _Suspect(kinds, subject.kind, self._evidence(local, index), factor)
+            gathered[self._subjects[index].name] = self._evidence(local, index, kinds)
         general = [index for index in suspects if index < 0]
         by_rank = self._comms[0].all_gather_object((gathered, general, local.numbers))
-        found = []
-        for name in dict.fromkeys(name for names, _, _ in by_rank for name in names):
-            found += _findings_of(name, [names.get(name) for names, _, _ in by_rank])
+        found = [
+            _finding_of(name, [names.get(name) for names, _, _ in by_rank])
+            for name in dict.fromkeys(name for names, _, _ in by_rank for name in names)
+        ]
         if any(-1 in kinds for _, kinds, _ in by_rank):
             text = f"{difference([numbers for _, _, numbers in by_rank])}: set it alike on every rank"
             found.append(("hyperparameters", "", (), text))
@@ -324,7 +324,7 @@ class Auditor:
             found.append(("divisor", "", (), text))
         return _grouped(found, local.step, self._since)
 
-    def _evidence(self, local: LocalCheck, index: int) -> SubjectEvidence:
+    def _evidence(self, local: LocalCheck, index: int, differs: set[str]) -> SubjectEvidence:
         samples = local.samples
         bits = [
             int(value) if has else None
@@ -333,7 +333,10 @@ class Auditor:
         subject = self._subjects[index]
         is_whole = not hasattr(subject.tensor, "to_local")
         return SubjectEvidence(
-            bits=(bits[0], bits[1], bits[2]),
+            differs=differs,
+            kind=subject.kind,
+            factor=float(self._factors[index]),
+            bits=bits,
             came=samples.came[index].cpu(),
             last=samples.last[index].cpu(),
             left=samples.left[index].cpu() * (subject.shard.copies if is_whole else 1),
@@ -408,42 +411,30 @@ class LocalCheck:
     numbers: Numbers
 
 
-@dataclass(frozen=True)
-class _Suspect:
-    """A subject that differs between ranks, as one rank sees it."""
-
-    differs: set[str]  # those of `_KINDS` that differ
-    kind: str
-    evidence: SubjectEvidence
-    factor: float
-
-
 _Raw = tuple[str, str, tuple[int, ...], str]
 
 
-def _findings_of(name: str, suspects: Sequence[_Suspect | None]) -> list[_Raw]:
-    """Return what is wrong with one subject, the root first."""
+def _finding_of(name: str, suspects: Sequence[SubjectEvidence | None]) -> _Raw:
+    """Return what is wrong with one subject: the root of all that differs."""
     by_rank = {rank: each for rank, each in enumerate(suspects) if each is not None}
-    kinds = set().union(*(each.differs for each in by_rank.values()))
-    evidence = {rank: each.evidence for rank, each in by_rank.items()}
-    first = next(iter(by_rank.values()))
-    kind, factor = first.kind, first.factor
+    evidence = [*by_rank.values()]
+    kinds, kind = set().union(*(each.differs for each in evidence)), evidence[0].kind
 
     def odd(column: int) -> tuple[int, ...]:
-        return odd_ranks({rank: item.bits[column] for rank, item in evidence.items()})
+        return odd_ranks({rank: each.bits[column] for rank, each in by_rank.items()})
 
     if "gradient" in kinds:
-        return [("gradient", name, odd(_GRADIENT), cause_of_gradient(Case(evidence, factor)))]
+        return "gradient", name, odd(_GRADIENT), cause_of_gradient(evidence)
     if "optimizer state" in kinds:
         cause = "gradients agree, and the optimizer's state does not: loaded or changed on some rank alone"
-        return [("optimizer state", name, odd(_STATE), cause)]
+        return "optimizer state", name, odd(_STATE), cause
     cause = (
         "a buffer that ranks have to hold alike has other bits"
         if kind == "buffer"
         else "gradients and optimizer state agree, and it has other bits: a flipped bit, a write or a step "
         "on some rank alone"
     )
-    return [(kind, name, odd(_PARAMETER), cause)]
+    return kind, name, odd(_PARAMETER), cause
 
 
 _ORDER = ("divisor", "gradient", "hyperparameters", "optimizer state", "parameter", "buffer")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,7 +17,10 @@ _FITS = 2**-6
 class SubjectEvidence:
     """What one rank knows of one subject."""
 
-    bits: tuple[int | None, int | None, int | None]  # checksums of parameter, gradient and optimizer state
+    differs: set[str]  # what differs between ranks: "parameter", "gradient", "optimizer state"
+    kind: str  # "parameter" or "buffer"
+    factor: float  # that multiplies the sum over ranks
+    bits: Sequence[int | None]  # checksums of parameter, gradient and optimizer state
     came: Tensor  # float64 [n], sampled elements of the gradients of this rank's micro-batches
     last: Tensor  # of the last one alone
     left: Tensor  # of the reduced gradient, with all that is pending; 0 for elements on other ranks
@@ -27,10 +30,11 @@ class SubjectEvidence:
 
 
 class Case:
-    """The evidence of all ranks over which one gradient is summed; the sum is multiplied by `factor`."""
+    """The evidence of all ranks over which one gradient is summed."""
 
-    def __init__(self, by_rank: Mapping[int, SubjectEvidence], factor: float) -> None:
-        self.all, self.factor, self.world = list(by_rank.values()), factor, len(by_rank)
+    def __init__(self, evidence: Sequence[SubjectEvidence]) -> None:
+        self.all, self.world = evidence, len(evidence)
+        self.factor = factor = evidence[0].factor
         self.is_whole = all(e.is_whole for e in self.all)
         # By rank, float64 [ranks, n].
         self.came = torch.stack([e.came for e in self.all])
@@ -61,8 +65,9 @@ class Case:
         return found, float(rest.norm(dim=1).max()) <= self._noise * max(1e-3, *map(abs, found))
 
 
-def cause_of_gradient(case: Case) -> str:
-    """Return why a gradient is not what it has to be: the first cause that fits."""
+def cause_of_gradient(evidence: Sequence[SubjectEvidence]) -> str:
+    """Return why a gradient, as all ranks know it, is not what it has to be: the first cause that fits."""
+    case = Case(evidence)
     if all(e.bits[1] is None for e in case.all):
         return "no gradient anywhere, and micro-batches brought one"
     if any(e.bits[1] is None for e in case.all):

@@ -163,7 +163,7 @@ class Audit:
         divided by is then checked. Without it one factor common to all gradients counts as clipping.
         """
         if self._is_due:
-            self._reduced = self._auditor.sample(is_strict=True), self._take_counts()
+            self._reduced = self._sample(is_strict=True)
 
     def abandon(self) -> None:
         """Forget the window: its step was skipped, and `reduced` was not called.
@@ -206,7 +206,7 @@ class Audit:
 
     def _before_step(self, *_: Any) -> None:
         if self._is_due:
-            now = self._reduced or (self._auditor.sample(is_strict=False), self._take_counts())
+            now = self._reduced or self._sample(is_strict=False)
             try:
                 self._auditor.check(self.step, *now)
             except AuditError:
@@ -224,19 +224,16 @@ class Audit:
         if self._is_due:
             self._auditor.begin()
 
-    def _take_counts(self) -> Counted:
-        """Return what was counted, by subject, and forget it."""
-        counts, pattern = self._counts, self._pattern
-        self._forget_counts()
-        if not counts:
-            return Counted()
-        zero = torch.zeros((), dtype=torch.float64, device=self._auditor.device)
-        return Counted(counts=torch.stack([counts.get(name, zero) for name in pattern]))
+    def _sample(self, *, is_strict: bool) -> tuple[Samples, Counted]:
+        """Return what the gradients are, and what was counted, by subject."""
+        samples, counted = self._auditor.sample(is_strict=is_strict), Counted()
+        if self._counts:
+            zero = torch.zeros((), dtype=torch.float64, device=self._auditor.device)
+            counts = [self._counts.get(name, zero) for name in self._pattern]
+            counted = Counted(counts=torch.stack(counts))
+        return samples, counted
 
     def _forget(self) -> None:
         self._reduced = None
-        self._forget_counts()
-
-    def _forget_counts(self) -> None:
         self._counts: dict[str, Tensor] = {}
         self._pattern = [""] * len(self._names)
