@@ -399,14 +399,3 @@ def typed_error_of(fn: Callable[..., object], *args: object) -> str:
     except (ValueError, TypeError, RuntimeError, FloatingPointError) as error:
         return f"{type(error).__name__}: {error}"
     return "no error"
-
-
-def step_while_the_scale_grows(sync: pe.Sync, model: nn.Module, num: int) -> None:
-    """Take so many micro-batches, and steps of SGD, under a loss scale that grows in every second window."""
-    sync.scaler = pe.GradScaler("cpu", init_scale=4.0, growth_interval=2)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    for window in sync.windows([1.0] * num):
-        for scale in window:
-            sync.backward(model(scale))
-        sync.step(optimizer)
-        optimizer.zero_grad()
