@@ -163,8 +163,8 @@ class FutureWork:
 def engine(kind: str, model: nn.Module, *, accumulate: int, **options: object) -> tuple[pe.Sync, nn.Module]:
     """Make the engine a case names; return it with the module to call."""
     if kind.startswith("own"):
-        accumulator = {"own-native": "native", "own-exact": "exact"}.get(kind, "fp32")
-        return pe.GradSync(model, accumulate=accumulate, accumulator=accumulator, **options), model
+        options = {"accumulator": kind.partition("-")[2] or "fp32", **options}
+        return pe.GradSync(model, accumulate=accumulate, **options), model
     ddp = DistributedDataParallel(
         model,
         gradient_as_bucket_view=kind == "attach-view",

@@ -1,5 +1,5 @@
-"""Losses that are means over tokens, sequences, prompts, or over several things at once, with what each of
-them is in float64 over a whole window.
+"""Losses that are means over tokens, over prompts, or over several things at once, with what each of them is
+in float64 over a whole window.
 """
 
 from __future__ import annotations
@@ -68,9 +68,9 @@ class Recipe:
     whole: Callable[[nn.Module, Sequence[Batch]], Tensor]
 
 
-def _sequences(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
-    """Return sums over each sequence's tokens, and how many these are, at least 1."""
-    return (model(batch["x"])[0] * batch["mask"]).sum(1), batch["mask"].sum(1).clamp(min=1)
+def _sums(model: nn.Module, batch: Batch) -> Tensor:
+    """Return the sum over each sequence's tokens."""
+    return (model(batch["x"])[0] * batch["mask"]).sum(1)
 
 
 def _total(batches: Sequence[Batch], name: str) -> int:
@@ -89,23 +89,6 @@ TOKEN_MEAN = Recipe(
 )
 
 
-def _mean_of_sequence_means(model: nn.Module, batches: Sequence[Batch]) -> Tensor:
-    return torch.cat([sums / nums for sums, nums in (_sequences(model, batch) for batch in batches)]).mean()
-
-
-SEQUENCE_MEAN = Recipe(
-    lambda batch: len(batch["x"]),
-    lambda model, batch: torch.div(*_sequences(model, batch)).sum(),
-    _mean_of_sequence_means,
-)
-
-CONSTANT_LENGTH = Recipe(
-    lambda batch: LENGTH * len(batch["x"]),
-    lambda model, batch: _sequences(model, batch)[0].sum(),
-    lambda model, batches: torch.cat([_sequences(model, batch)[0] for batch in batches]).mean() / LENGTH,
-)
-
-
 def _prompt_lengths() -> Tensor:
     """Return by prompt its tokens in all micro-batches, as a loader would bring them along."""
     lengths = torch.zeros(4 * 34, dtype=torch.long)
@@ -119,14 +102,14 @@ _LENGTHS = _prompt_lengths()
 
 def _mean_of_prompt_means(model: nn.Module, batches: Sequence[Batch]) -> Tensor:
     prompts = sum(float(batch["begins"]) for batch in batches)
-    sums = [(_sequences(model, batch)[0] / _LENGTHS[batch["prompt"]]).sum() for batch in batches]
+    sums = [(_sums(model, batch) / _LENGTHS[batch["prompt"]]).sum() for batch in batches]
     return torch.stack(sums).sum() / max(1.0, prompts)
 
 
 PROMPT_MEAN = Recipe(
     # In most micro-batches no prompt begins: they count 0, and their losses are not.
     lambda batch: batch["begins"],
-    lambda model, batch: (_sequences(model, batch)[0] / _LENGTHS[batch["prompt"]]).sum(),
+    lambda model, batch: (_sums(model, batch) / _LENGTHS[batch["prompt"]]).sum(),
     _mean_of_prompt_means,
 )
 
@@ -155,8 +138,6 @@ SEVERAL = Recipe(
 
 RECIPES = {
     "token mean": TOKEN_MEAN,
-    "sequence mean": SEQUENCE_MEAN,
-    "constant length": CONSTANT_LENGTH,
     "prompt mean": PROMPT_MEAN,
     "several heads": SEVERAL,
 }

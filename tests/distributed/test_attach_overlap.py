@@ -1,11 +1,13 @@
-"""Under attach gradients are summed inside the backward, which waits for no other rank."""
+"""Under attach gradients are summed, and norms read, inside the backward, which waits for no other rank."""
 
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Sequence
 from datetime import timedelta
 from threading import Timer
+from typing import Any
 
 import pytest
 import torch
@@ -19,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 import pyengine as pe
 from pyengine.comm import TorchDist
 from pyengine.gradients import bucket
+from pyengine.gradients.ddp.bucket_norms import BucketNorms
 from pyengine.gradients.used_anywhere import UsedAnywhere
 
 LAYERS, ACCUMULATE = 4, 3
@@ -84,6 +87,39 @@ def test_sums_move_into_views_of_ddps_buckets_in_one_call():
     # DDP rebuilds its buckets behind the first window; the second's end is the first that knows them.
     assert moved == [True]
     assert place == views[0].data_ptr()  # where the last backward has accumulated
+
+
+@pytest.mark.parametrize(
+    ("wire", "accumulator", "options"),
+    [
+        (pe.wire.BF16(), "native", {"gradient_as_bucket_view": True}),
+        (pe.wire.Int8(), "native", {"static_graph": True}),
+        (pe.wire.FP32(), "exact", {"find_unused_parameters": True}),
+    ],
+    ids=str,
+)
+@on_ranks(2)
+def test_the_norm_of_every_bucket_is_read_when_the_bucket_is_reduced(wire, accumulator, options):
+    copy_if_complete, are_complete = BucketNorms.copy_if_complete, []
+
+    def noted(self: BucketNorms, final: Any) -> bool:
+        are_complete.append(copy_if_complete(self, final))
+        return are_complete[-1]
+
+    model = _layers(torch.float32)
+    ddp = DistributedDataParallel(model, bucket_cap_mb=1e-4, **options)
+    sync = pe.attach(ddp, accumulate=ACCUMULATE, wire=wire, accumulator=accumulator)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(BucketNorms, "copy_if_complete", noted)
+        for window in sync.windows(torch.randn(3 * ACCUMULATE, 4, 8)):
+            for x in window:
+                sync.backward(ddp(x).square().mean())
+            norm = sync.clip_grad_norm_(math.inf)
+            sync.unscale_()
+            of_grads = nn.utils.get_total_norm([p.grad for p in model.parameters()])
+            assert float(norm) == pytest.approx(float(of_grads), rel=1e-6)  # torch's is summed in float32
+            ddp.zero_grad()
+    assert are_complete == [True] * 3
 
 
 @on_ranks(1)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from cases import engine, me
-from recipes import RECIPES, TOKEN_MEAN, Heads, Recipe, micro_batch
+from recipes import RECIPES, Heads, Recipe, micro_batch
 from states import content
 
 import pyengine as pe
@@ -32,28 +32,24 @@ class Run:
         if first is not None:
             for p, value in zip(self.model.parameters(), first, strict=True):
                 p.data.copy_(value)
-        exact = pe.Exact(micro_batches=MICRO_BATCHES)
-        if kind == "own":
-            self.sync: pe.Sync = pe.GradSync(self.model, accumulate=MICRO_BATCHES // world, accumulator=exact)
-            self.forward: torch.nn.Module = self.model
-        else:
-            self.sync, self.forward = engine(
-                kind, self.model, accumulate=MICRO_BATCHES // world, accumulator=exact
-            )
+        exact, accumulate = pe.Exact(micro_batches=MICRO_BATCHES), MICRO_BATCHES // world
+        self.sync, self.forward = engine(kind, self.model, accumulate=accumulate, accumulator=exact)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.125)
         self.sampler = pe.WindowSampler(
             MICRO_BATCHES * WINDOWS, seed=3, micro_batch=1, global_batch=MICRO_BATCHES
         )
 
-    def train(self, *, start: int = 0, stop: int | None = None, count: Any = None) -> None:
+    def train(self, *, start: int = 0, stop: int | None = None, ahead: bool = True) -> None:
         """Train from a window on, to the end or behind `stop` micro-batches of the window STOP."""
         self.sampler.set_epoch(0, window=start, due=self.sync.due)
         loader = [micro_batch(rows[0]) for rows in self.sampler]
-        for number, window in enumerate(self.sync.windows(loader, count=count or self.recipe.count), start):
+        count = self.recipe.count
+        for number, window in enumerate(self.sync.windows(loader, count=count if ahead else None), start):
             for done, batch in enumerate(window):
                 if number == STOP and done == stop:
                     return
-                self.sync.backward(self.recipe.losses(self.forward, batch))
+                losses = self.recipe.losses(self.forward, batch)
+                self.sync.backward(losses, **({} if ahead else {"count": count(batch)}))
             assert self.sync.step(self.optimizer)
 
     @property
@@ -67,11 +63,11 @@ def _whole(kind: str, recipe: str) -> Bits:
     return run.bits
 
 
-def _saved(kind: str, recipe: str, stops: list[int]) -> tuple[dict[str, Any], Bits]:
+def _saved(kind: str, recipe: str, stops: list[int], *, ahead: bool = True) -> tuple[dict[str, Any], Bits]:
     """Stop in the middle of the second window; rank r after `stops[r]` micro-batches."""
     rank, _ = me()
     run = Run(kind, RECIPES[recipe])
-    run.train(stop=stops[rank])
+    run.train(stop=stops[rank], ahead=ahead)
     # What has been handed out and not been done is what this rank would not come back from.
     run.sync._engine.counter.places = run.sync._engine.counter.places[: stops[rank]]
     return run.sync.state_dict(), run.bits
@@ -153,32 +149,13 @@ def test_what_is_not_the_window_that_was_saved_is_refused_on_every_rank(ranks, c
     assert message in first
 
 
-def _uncounted_state() -> dict[str, Any]:
-    run = Run("own", TOKEN_MEAN)
-    run.sampler.set_epoch(0)
-    for window in run.sync.windows([micro_batch(rows[0]) for rows in run.sampler]):
-        for batch in window:
-            run.sync.backward(TOKEN_MEAN.losses(run.model, batch), count=TOKEN_MEAN.count(batch))
-            return run.sync.state_dict()
-    raise AssertionError
-
-
 def test_a_window_that_was_begun_without_counts_goes_on_with_one(ranks):
-    states = ranks(1).run(_uncounted_state)
-    assert "totals" not in content(states[0])
-    found = ranks(1).run(_resumed_uncounted, "token mean", states)
-    assert found == [""]
-    assert "was begun without" in ranks(1).run(_resumed_uncounted, "several heads", states)[0]
-
-
-def _resumed_uncounted(recipe: str, states: States) -> str:
-    run = Run("own", RECIPES[recipe])
-    run.sync.load_state_dict(states[0])
-    try:
-        run.train()
-    except ValueError as error:
-        return str(error)
-    whole = Run("own", RECIPES[recipe])
-    whole.train()
-    assert all(torch.equal(a, b) for a, b in zip(run.bits, whole.bits, strict=True))
-    return ""
+    ((state, bits),) = ranks(1).run(_saved, "own", "token mean", [5], ahead=False)
+    assert "totals" not in content(state)
+    (found,), (whole,) = (
+        ranks(1).run(_resumed, "own", "token mean", [state], bits),
+        ranks(1).run(_whole, "own", "token mean"),
+    )
+    assert all(torch.equal(a, b) for a, b in zip(found, whole, strict=True))
+    (error,) = ranks(1).run(_refused, "several heads", [state], "names, of which it had none")
+    assert "was begun without" in error

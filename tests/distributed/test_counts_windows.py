@@ -135,25 +135,27 @@ def _train(made: Made, *, first: int = 0) -> None:
         _use(made, [[*range(first, first + 3)]] * me()[1])
 
 
+UNEVEN = "window ended after 2 backwards, and 3 micro-batches were handed out"
+
+
 @pytest.mark.parametrize(
-    ("how", "world"),
-    [("break", 1), ("break", 3), ("break before the backward", 2), ("skip the last", 3)],
+    ("world", "how", "count", "message"),
+    [
+        (1, "break", _items, ""),
+        (3, "break", _items, ""),
+        (2, "break before the backward", _items, ""),
+        (3, "skip the last", _items, ""),
+        (3, "skip the first", _items, UNEVEN),
+        (3, "two at once", _items, UNEVEN),
+        (3, "break", _both, "window ended after 2 backwards, and the losses were weighed by totals"),
+    ],
 )
-def test_one_loss_of_a_window_that_ends_early_is_divided_by_what_was_done(ranks, how, world):
-    assert ranks(world).run(_ends_early, how, _items) == [""] * world
-
-
-@pytest.mark.parametrize("how", ["skip the first", "two at once"])
-def test_a_window_whose_backwards_do_not_follow_its_micro_batches_is_refused_on_every_rank(ranks, how):
-    first, *others = ranks(3).run(_ends_early, how, _items)
-    assert others == [first] * 2
-    assert "rank 0: window ended after 2 backwards, and 3 micro-batches were handed out" in first
-
-
-def test_several_losses_of_a_window_that_ends_early_are_refused_on_every_rank(ranks):
-    first, *others = ranks(3).run(_ends_early, "break", _both)
-    assert others == [first] * 2
-    assert "rank 0: window ended after 2 backwards, and the losses were weighed by totals" in first
+def test_a_window_that_ends_early_is_divided_by_what_was_done_or_refused_on_every_rank(
+    ranks, world, how, count, message
+):
+    errors = ranks(world).run(_ends_early, how, count)
+    assert errors == errors[:1] * world
+    assert f"rank 0: {message}" in errors[0] if message else errors[0] == ""
 
 
 @on_ranks(2)

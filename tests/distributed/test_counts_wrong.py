@@ -82,8 +82,6 @@ def _count(batch: Any) -> dict[str, int]:
 BACKWARDS = {
     "sync.backward(loss)": "loss: got one, and this window counts 'ce', 'aux'",
     "sync.backward({'ce': loss, 'aux': loss}, count=3)": "count=3: this window's counts were read ahead",
-    "sync.backward({'ce': loss, 'aux': 2})": "loss['aux']: got 2, need a 0-dim tensor",
-    "sync.backward({'ce': loss.detach(), 'aux': 0})": "loss: requires no gradient",
     "sync.weigh({'ce': loss})": "loss: got 'ce', and this window counts 'ce', 'aux'",
 }
 

@@ -117,22 +117,32 @@ def _items(rank: int, k: int) -> int:
     return 1 + k + 2 * rank
 
 
-@pytest.mark.parametrize("stop", [None, 2])
-@pytest.mark.parametrize("kind", ["own", "own-exact", "attach"])
+@pytest.mark.parametrize(
+    ("kind", "ahead", "stop"),
+    [
+        ("own", True, None),
+        ("own", False, 2),
+        ("own-exact", True, 2),
+        ("attach", True, None),
+        ("attach", True, 2),
+    ],
+)
 @on_ranks(2)
-def test_a_count_that_was_read_ahead_leaves_the_divisor(kind, stop):
+def test_a_dropped_count_leaves_a_divisor_that_was_read_ahead_and_one_that_was_loaded(kind, ahead, stop):
     """With `stop`, go on from a state behind so many micro-batches."""
     rank, world = me()
     batches = [integers(10 * rank + k, _items(rank, k)) for k in range(ACCUMULATE)]
+    count = (lambda batch: {"loss": len(batch[0])}) if ahead else None
     state: dict[str, Any] | None = None
     for first, end in [(0, stop), (stop, None)] if stop else [(0, None)]:
         model = Integers(torch.float32)
         sync, forward = engine(kind, model, accumulate=ACCUMULATE, nonfinite="drop_micro_batch")
         if state is not None:
             sync.load_state_dict(state)
-        for window in sync.windows(batches[first:], count=lambda batch: {"loss": len(batch[0])}):
+        for window in sync.windows(batches[first:], count=count):
             for k, (x, t) in enumerate(window, first):
-                sync.backward({"loss": forward(x, t) * (math.nan if (rank, k) == (1, 0) else 1)})
+                loss = forward(x, t) * (math.nan if (rank, k) == (1, 0) else 1)
+                sync.backward(loss, **({} if ahead else {"count": len(x)}))
                 if k + 1 == end:
                     state = sync.state_dict()
                     break
@@ -143,6 +153,10 @@ def test_a_count_that_was_read_ahead_leaves_the_divisor(kind, stop):
     kept = [(r, k) for r in range(world) for k in range(ACCUMULATE) if (r, k) != (1, 0)]
     want = [integers(10 * r + k, _items(r, k)) for r, k in kept]
     assert_same(grads(model), mean_of_integers(model, want, sum(_items(r, k) for r, k in kept)))
+    records = records_of(sync)
+    with recorded_warnings():
+        assert sync.step(torch.optim.SGD(model.parameters(), lr=0.0))
+    assert records[0].dropped == 1
 
 
 @on_ranks(2)
@@ -238,30 +252,6 @@ def test_exact_sums_replay_no_statistics_of_a_dropped_micro_batch():
     for name, value in want.state_dict().items():
         assert torch.equal(got.state_dict()[name], value), name
     assert torch.equal(got.weight, want.weight)
-
-
-@pytest.mark.filterwarnings("ignore:window 0. dropped")
-def test_a_state_saved_behind_a_dropped_micro_batch_remembers_it():
-    weight = nn.Parameter(torch.ones(3))
-
-    def make() -> pe.GradSync:
-        return pe.GradSync([("weight", weight)], accumulate=3, nonfinite="drop_micro_batch")
-
-    with make() as first:
-        window = next(first.windows([1.0, math.nan, 2.0]))
-        for factor in (next(window), next(window)):
-            first.backward((weight * factor).sum())
-        state = first.state_dict()
-        first.abandon()
-    with make() as second:
-        records = records_of(second)
-        second.load_state_dict(state)
-        for window in second.windows([2.0]):
-            for factor in window:
-                second.backward((weight * factor).sum())
-            second.step(torch.optim.SGD([weight], lr=1.0))
-    assert (records[0].dropped, records[0].count) == (1, 2.0)
-    assert torch.equal(weight, torch.full((3,), -0.5))
 
 
 def test_native_sums_cannot_drop():
