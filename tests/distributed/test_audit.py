@@ -12,7 +12,7 @@ from cases import assert_alike, error_of, records_of
 from marks import rest
 from ranks import on_ranks
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -37,8 +37,12 @@ def _loss(out: Tensor) -> Tensor:
     return out.float().square().sum()
 
 
-def _mesh(shape: tuple[int, ...]) -> DeviceMesh:
-    return init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
+def _sharded(model: nn.Sequential, kind: str) -> nn.Module:
+    world = dist.get_world_size()
+    shape = (2, world // 2) if kind == "hsdp" else (world,)
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
+    fully_shard(model[0], mesh=mesh)
+    return fully_shard(model, mesh=mesh)
 
 
 # ---- Engines ----
@@ -58,11 +62,8 @@ def _engine(kind: str) -> tuple[nn.Module, nn.Module, pe.Sync]:
         forward = DistributedDataParallel(model)
         return model, forward, pe.attach(forward, **options)
     if kind in ("fsdp", "hsdp"):
-        shape = (2, dist.get_world_size() // 2) if kind == "hsdp" else (dist.get_world_size(),)
-        mesh = _mesh(shape)
-        fully_shard(model[0], mesh=mesh)
-        fully_shard(model, mesh=mesh)
-        return model, model, pe.attach(model, **options)
+        forward = _sharded(model, kind)
+        return model, forward, pe.attach(forward, **options)
     if kind in ("exact", "native"):
         options["accumulator"] = kind
     if kind in _WIRES:
@@ -247,35 +248,50 @@ def test_a_group_of_experts_is_compared_within_and_all_ranks_learn_of_it(ranks, 
     assert len(errors) == 1 and errors.pop().startswith("audit: parameter of 'experts.weight', at step 1")
 
 
-def test_wrong_arguments_of_an_engines_audit_are_named():
+@pytest.mark.parametrize(
+    ("error", "every", "says"),
+    [
+        (ValueError, 0, "every=0"),
+        (TypeError, 2.5, "every=2.5 is a float"),
+        (TypeError, True, "every=True is a bool"),
+        (RuntimeError, 2, "audited already"),
+    ],
+)
+def test_a_wrong_argument_of_an_engines_audit_is_named(error, every, says):
     with pe.GradSync(_net()) as sync:
-        with pytest.raises(ValueError, match="every=0"):
-            sync.audit(every=0)
-        with pytest.raises(TypeError, match="every=2.5 is a float"):
-            sync.audit(every=2.5)
-        with pytest.raises(TypeError, match="every=True is a bool"):
-            sync.audit(every=True)
-        sync.audit(every=2)
-        with pytest.raises(RuntimeError, match="audited already"):
+        if error is RuntimeError:
             sync.audit(every=2)
+        with pytest.raises(error, match=says):
+            sync.audit(every=every)
 
 
 # ---- Loops of others ----
 
 
 @pytest.mark.parametrize(
-    ("clips", "reports", "every"), [(False, False, 3), (True, False, 1), (True, True, 1)]
+    ("world", "kind", "clips", "reports", "every"),
+    [
+        (2, "ddp", False, False, 3),
+        (2, "ddp", True, False, 1),
+        (2, "ddp", True, True, 1),
+        (2, "fsdp", False, True, 1),
+        (4, "hsdp", False, True, 1),
+    ],
 )
-@on_ranks(2)
-def test_stock_ddp_without_a_fault_raises_nothing(clips, reports, every):
+@on_ranks()
+def test_a_stock_loop_without_a_fault_raises_nothing(kind, clips, reports, every):
     model = _net()
-    ddp = DistributedDataParallel(model, gradient_as_bucket_view=True)
+    is_ddp = kind == "ddp"
+    stock = DistributedDataParallel(model, gradient_as_bucket_view=True) if is_ddp else _sharded(model, kind)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-    with pe.audit(ddp, optimizer, every=every) as watch:
+    with pe.audit(stock, optimizer, every=every) as watch:
         for _ in range(4):
             for index, x in enumerate(_batches(ACCUMULATE)):
-                with nullcontext() if index == ACCUMULATE - 1 else ddp.no_sync():
-                    (_loss(ddp(x)) / ACCUMULATE).backward()
+                is_last = index == ACCUMULATE - 1
+                if not is_ddp:
+                    stock.set_requires_gradient_sync(is_last)
+                with stock.no_sync() if is_ddp and not is_last else nullcontext():
+                    (_loss(stock(x)) / ACCUMULATE).backward()
             if reports:
                 watch.reduced()
             if clips:
@@ -302,31 +318,11 @@ def test_a_gradient_that_grows_apart_from_those_that_were_clipped_is_named(facto
     assert "'0." not in str(error.value) and "'2.weight'" not in str(error.value)
 
 
-@pytest.mark.parametrize(("shape", "world"), [((2,), 2), ((2, 2), 4)])
-@on_ranks()
-def test_stock_fsdp_without_a_fault_raises_nothing(shape):
-    model = _net()
-    mesh = _mesh(shape)
-    fully_shard(model[2], mesh=mesh)
-    fully_shard(model, mesh=mesh)
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-    watch = pe.audit(model, optimizer, every=1)
-    for _ in range(3):
-        for index, x in enumerate(_batches(ACCUMULATE)):
-            model.set_requires_gradient_sync(index == ACCUMULATE - 1)
-            _loss(model(x)).backward()
-        watch.reduced()
-        optimizer.step()
-        optimizer.zero_grad()
-    watch.remove()
-    assert watch.step == 3
-
-
 @on_ranks(4)
 def test_replicas_that_are_not_reduced_are_named():
     """HSDP without its reduction over replicas, in every window."""
     model = _net()
-    fully_shard(model, mesh=_mesh((2, 2)))
+    _sharded(model, "hsdp")
     model.set_requires_all_reduce(False)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     pe.audit(model, optimizer, every=1)
@@ -408,21 +404,22 @@ def test_other_models_are_named_on_every_rank():
     assert "rank 0 has 'weight' torch.float32 [3, 4], rank 1 has 'weight' torch.float32 [4, 4]" in error
 
 
-def test_wrong_arguments_are_named():
+@pytest.mark.parametrize(
+    ("error", "arguments", "says"),
+    [
+        (TypeError, {"model": []}, "model is a list"),
+        (TypeError, {"optimizer": nn.Linear(2, 1)}, "optimizer is a Linear"),
+        (ValueError, {"every": 0}, "every=0"),
+        (ValueError, {"tolerance": -1}, "tolerance=-1"),
+        (TypeError, {"groups": {"x": 3}}, r"groups\['x'\]=3 is a int"),
+        (ValueError, {"groups": {"*": None}}, "nothing to audit"),
+    ],
+)
+def test_a_wrong_argument_is_named(error, arguments, says):
     model = nn.Linear(2, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.raises(TypeError, match="model is a list"):
-        pe.audit([], optimizer)
-    with pytest.raises(TypeError, match="optimizer is a Linear"):
-        pe.audit(model, model)
-    with pytest.raises(ValueError, match="every=0"):
-        pe.audit(model, optimizer, every=0)
-    with pytest.raises(ValueError, match="tolerance=-1"):
-        pe.audit(model, optimizer, tolerance=-1)
-    with pytest.raises(TypeError, match=r"groups\['x'\]=3 is a int"):
-        pe.audit(model, optimizer, groups={"x": 3})
-    with pytest.raises(ValueError, match="nothing to audit"):
-        pe.audit(model, optimizer, groups={"*": None})
+    given = {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1), **arguments}
+    with pytest.raises(error, match=says):
+        pe.audit(given.pop("model"), given.pop("optimizer"), **given)
 
 
 def test_a_handle_leaves_nothing_behind():

@@ -55,13 +55,6 @@ def test_every_micro_batch_is_computed_once_and_the_bits_are_those_of_one_rank(r
 
 
 @on_ranks(2)
-def test_a_window_shorter_than_one_ranks_share_is_refused():
-    with pytest.raises(ValueError) as error:
-        pe.GradSync(nn.Linear(2, 1), accumulate=8, accumulator=pe.Exact(micro_batches=4))
-    assert "accumulator=Exact(micro_batches=4) with accumulate=8" in str(error.value)
-
-
-@on_ranks(2)
 def test_an_engine_that_could_not_take_all_of_a_dealt_window_is_refused():
     sampler = pe.WindowSampler(8, seed=0, micro_batch=1, global_batch=4)
     sync = pe.GradSync(nn.Linear(2, 1), accumulate=2)

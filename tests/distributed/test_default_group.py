@@ -12,20 +12,20 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from cases import engine
 from torch import nn
 
-import pyengine as pe
 from pyengine.comm import launching
 from pyengine.comm.launching import destroy_default_group
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads names of threads from /proc")
-@pytest.mark.parametrize("wrapped", [False, True], ids=["GradSync", "attach"])
-def test_no_thread_of_the_group_is_left_after_training(wrapped: bool) -> None:
+@pytest.mark.parametrize("kind", ["own", "attach"])
+def test_no_thread_of_the_group_is_left_after_training(kind: str) -> None:
     before = _threads()
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        _train(wrapped)
+        _train(kind)
         assert _threads() > before
     finally:
         destroy_default_group()
@@ -73,11 +73,8 @@ def test_it_waits_for_a_thread_that_would_be_the_last_to_hold_the_group(monkeypa
     assert not is_held
 
 
-def _train(wrapped: bool) -> None:
-    model: nn.Module = nn.Linear(4, 4)
-    if wrapped:
-        model = nn.parallel.DistributedDataParallel(model)
-    sync = pe.attach(model, accumulate=2) if wrapped else pe.GradSync(model, accumulate=2)
+def _train(kind: str) -> None:
+    sync, model = engine(kind, nn.Linear(4, 4), accumulate=2)
     optimizer = torch.optim.AdamW(model.parameters())
     for window in sync.windows([torch.ones(2, 4)] * 4):
         for batch in window:
