@@ -31,11 +31,6 @@ class Heads(nn.Module):
         return (hidden @ self.ce).square(), (hidden @ self.mtp).square(), hidden.square().mean()
 
 
-def _prompt(seed: int) -> int:
-    """Return whose sequences a micro-batch has: three neighbours of a rank share a prompt."""
-    return seed // 100 * 34 + seed % 100 // 3
-
-
 def micro_batch(seed: int) -> Batch:
     """Return one to three sequences of unequal lengths; a third of the micro-batches has no second head's
     tokens, and every fifth no token at all.
@@ -48,8 +43,7 @@ def micro_batch(seed: int) -> Batch:
         "x": torch.randn(num, LENGTH, 4, generator=generator),
         "mask": mask,
         "mtp_mask": mask & (torch.arange(LENGTH) % 2 == 1) & torch.tensor(seed % 3 != 1),
-        "prompt": torch.full((num,), _prompt(seed)),
-        "begins": torch.tensor(float(_prompt(seed) != _prompt(seed - 1))),
+        "begins": torch.tensor(float(seed % 100 % 3 == 0)),  # a prompt, of which there are three neighbours
     }
 
 
@@ -68,9 +62,8 @@ class Recipe:
     whole: Callable[[nn.Module, Sequence[Batch]], Tensor]
 
 
-def _sums(model: nn.Module, batch: Batch) -> Tensor:
-    """Return the sum over each sequence's tokens."""
-    return (model(batch["x"])[0] * batch["mask"]).sum(1)
+def _token_sum(model: nn.Module, batch: Batch) -> Tensor:
+    return (model(batch["x"])[0] * batch["mask"]).sum()
 
 
 def _total(batches: Sequence[Batch], name: str) -> int:
@@ -82,36 +75,9 @@ def _mean(model: nn.Module, batches: Sequence[Batch], head: int, mask: str) -> T
     return torch.stack(terms).sum() / max(1, _total(batches, mask))
 
 
-TOKEN_MEAN = Recipe(
-    lambda batch: batch["mask"].sum(),
-    lambda model, batch: (model(batch["x"])[0] * batch["mask"]).sum(),
-    lambda model, batches: _mean(model, batches, 0, "mask"),
-)
-
-
-def _prompt_lengths() -> Tensor:
-    """Return by prompt its tokens in all micro-batches, as a loader would bring them along."""
-    lengths = torch.zeros(4 * 34, dtype=torch.long)
-    for seed in range(400):
-        lengths[_prompt(seed)] += micro_batch(seed)["mask"].sum()
-    return lengths.clamp(min=1)
-
-
-_LENGTHS = _prompt_lengths()
-
-
-def _mean_of_prompt_means(model: nn.Module, batches: Sequence[Batch]) -> Tensor:
-    prompts = sum(float(batch["begins"]) for batch in batches)
-    sums = [(_sums(model, batch) / _LENGTHS[batch["prompt"]]).sum() for batch in batches]
-    return torch.stack(sums).sum() / max(1.0, prompts)
-
-
-PROMPT_MEAN = Recipe(
-    # In most micro-batches no prompt begins: they count 0, and their losses are not.
-    lambda batch: batch["begins"],
-    lambda model, batch: (_sums(model, batch) / _LENGTHS[batch["prompt"]]).sum(),
-    _mean_of_prompt_means,
-)
+def _mean_of_prompts(model: nn.Module, batches: Sequence[Batch]) -> Tensor:
+    sums = [_token_sum(model, batch) for batch in batches]
+    return torch.stack(sums).sum() / max(1, _total(batches, "begins"))
 
 
 def _several(model: nn.Module, batch: Batch) -> dict[str, Tensor | float]:
@@ -130,16 +96,19 @@ def _whole_several(model: nn.Module, batches: Sequence[Batch]) -> Tensor:
     return ce + 0.5 * mtp + 0.25 * aux
 
 
-SEVERAL = Recipe(
-    lambda batch: {"ce": batch["mask"].sum(), "mtp": int(batch["mtp_mask"].sum()), "aux": 1},
-    _several,
-    _whole_several,
-)
-
 RECIPES = {
-    "token mean": TOKEN_MEAN,
-    "prompt mean": PROMPT_MEAN,
-    "several heads": SEVERAL,
+    "token mean": Recipe(
+        lambda batch: batch["mask"].sum(),
+        _token_sum,
+        lambda model, batches: _mean(model, batches, 0, "mask"),
+    ),
+    # In most micro-batches no prompt begins: they count 0, and their losses are not.
+    "prompt mean": Recipe(lambda batch: batch["begins"], _token_sum, _mean_of_prompts),
+    "several heads": Recipe(
+        lambda batch: {"ce": batch["mask"].sum(), "mtp": int(batch["mtp_mask"].sum()), "aux": 1},
+        _several,
+        _whole_several,
+    ),
 }
 
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import gc
 import warnings
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -107,7 +106,7 @@ class Subject:
     """One model under one engine on this rank, beside its reference."""
 
     def __init__(self, made: Made, places: Places) -> None:
-        self.made, self.rank, self.struck = made, dist.get_rank(), Counter[str]()
+        self.made, self.rank = made, dist.get_rank()
         self._reference = Reference(made, places.sharers)
         self._model = Model(made)
         self.sync, self._forward = _owned(made, self._model, places)
@@ -139,7 +138,6 @@ class Subject:
                 if loop.until and (self._next, k + 1) == (loop.window, loop.until[self.rank]):
                     break
             if loop.until and self._next == loop.window:
-                self.struck["flush"] += 1
                 self.sync.flush()
             self._end()
 
@@ -162,7 +160,6 @@ class Subject:
         loop, window, x = self._loop, self._next, item.x
         self._model.trap = partial(self._between_units, k)
         if loop.is_bad(window, self.rank, k) and loop.unit:
-            self.struck["bad"] += 1
             x = x.clone()
             x[0, 0] = float("nan")
         try:
@@ -170,7 +167,7 @@ class Subject:
         finally:
             self._model.trap = no_trap
         BACKWARDS[loop.style(window, k, self.rank)](self.sync, loss, item.count)
-        for trouble in ("between", "abandon", "parts"):
+        for trouble in ("between", "abandon"):
             self._strike(trouble, window, k)
 
     def _between_units(self, k: int, index: int, total: Tensor) -> Tensor:
@@ -178,10 +175,9 @@ class Subject:
         if index == loop.unit:
             self._strike("forward", self._next, k)
             if loop.trouble.endswith("backward") and self._is_here(loop.trouble, self._next, k):
-                self._note()
+                self._is_armed = False
                 return Fails.apply(total, loop.error)
         if index == 0 == loop.unit and loop.is_bad(self._next, self.rank, k):
-            self.struck["bad"] += 1
             return Inject.apply(total, float("inf"))
         return total
 
@@ -194,13 +190,9 @@ class Subject:
         if self._is_here(trouble, window, k):
             self._fail()
 
-    def _note(self) -> None:
-        self._is_armed = False
-        self.struck[self._loop.trouble] += 1
-
     def _fail(self) -> None:
         if self._is_armed:
-            self._note()
+            self._is_armed = False
             raise self._loop.error("in the user's code")
 
     def _listen(self, record: pe.StepRecord) -> None:
@@ -212,7 +204,7 @@ class Subject:
         loop = self._loop
         if not self._is_armed and type(error) is loop.error:
             return
-        heard = {"loader": ValueError, "parts": RuntimeError}.get(loop.trouble)
+        heard = ValueError if loop.trouble == "loader" else None
         heard = FloatingPointError if loop.is_raised else heard
         if heard is None or type(error) is not heard:
             raise AssertionError(f"window {self._next} of {loop}") from error
@@ -220,12 +212,9 @@ class Subject:
     def _recover(self) -> bool:
         """Do what a user does after an error; return whether the loop is over."""
         loop = self._loop
-        is_mine = not self._is_armed
         if loop.trouble == "callback":
             self._pass(loop.end(self._next))  # the window was used
         if loop.is_everybodys:
-            if loop.trouble == "parts" and is_mine:
-                self._meet_again()
             self.sync.abandon()
             return True
         if loop.trouble == "abandon" or not loop.is_nested:
@@ -238,26 +227,13 @@ class Subject:
             self.sync.synchronize()  # the others compare at the end of their loop
         return False
 
-    def _meet_again(self) -> None:
-        """Begin anew while the others are in the middle of the window: all of them hear of it."""
-        try:
-            if self._loop.is_nested:
-                next(self.sync.windows([0]))
-            else:
-                with self.sync.accumulate():
-                    pass
-        except RuntimeError as error:
-            assert "ranks are at different points" in str(error)
-        else:
-            raise AssertionError(f"nobody noticed: {self._loop}")
-
     def _end(self) -> None:
         """Use a window in one of the ways that users have."""
         how = self._loop.end(self._next)
         if "clip" in how:
             self.sync.clip_grad_norm_(1e9)
         if "abandon" in how:
-            self._note()
+            self._is_armed = False
             self.sync.abandon()
             self._next += 1
             return
@@ -320,44 +296,40 @@ class Soaked:
 
     Attributes:
         windows: that passed on all ranks.
-        struck: troubles on this rank.
         held: at the first two quarters of the run, in which many models live; at the other two, in which one
             does; and behind that.
     """
 
     windows: int
-    struck: Counter[str]
     held: list[Held]
 
 
 def soak(case: Soak) -> Soaked:
     """Train as many windows as the case says."""
-    places, struck, held = Places(case), Counter[str](), []
+    places, held = Places(case), []
     windows = number = 0
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         while windows * 2 < case.windows:
-            windows += _short_life(draw_model(case, number), places, struck)
+            windows += _short_life(draw_model(case, number), places)
             number += 1
             while windows * 4 >= case.windows * (len(held) + 1) and len(held) < 2:
-                held.append(Held.now(number))
+                held.append(Held.now())
         subject, loops = Subject(draw_model(case, number), places), count()
         for quarter in (3, 4):
             windows += subject.run(draw_loop(subject.made, next(loops)))  # what it starts late, it has then
             while windows * 4 < case.windows * quarter:
                 windows += subject.run(draw_loop(subject.made, next(loops)))
-            held.append(Held.now(number + 1))
-        struck += subject.struck
+            held.append(Held.now())
         subject.sync.close()
         del subject
-    return Soaked(windows, struck, [*held, Held.now(number + 1)])
+    return Soaked(windows, [*held, Held.now()])
 
 
-def _short_life(made: Made, places: Places, struck: Counter[str]) -> int:
+def _short_life(made: Made, places: Places) -> int:
     """Train one model; one in four is not closed, but forgotten."""
     subject = Subject(made, places)
     windows = sum(subject.run(draw_loop(made, number)) for number in range(LOOPS))
-    struck += subject.struck
     if made.bits % 4:
         subject.sync.close()
     else:

@@ -25,7 +25,6 @@ class Held:
         objects: of pyengine's types.
         tensors: that Python knows.
         rss: resident bytes.
-        models: that have been trained.
     """
 
     threads: int
@@ -35,11 +34,10 @@ class Held:
     objects: int
     tensors: int
     rss: int
-    models: int
 
     @classmethod
-    def now(cls, models: int) -> Held:
-        """Look, behind so many models."""
+    def now(cls) -> Held:
+        """Look."""
         for _ in range(3):  # what garbage has held may be garbage itself
             gc.collect()
         kinds = Counter(type(each) for each in gc.get_objects())
@@ -52,7 +50,6 @@ class Held:
             objects=sum(n for kind, n in kinds.items() if str(kind.__module__).startswith("pyengine.")),
             tensors=sum(n for kind, n in kinds.items() if issubclass(kind, Tensor)),
             rss=pages * os.sysconf("SC_PAGE_SIZE"),
-            models=models,
         )
 
 

@@ -16,14 +16,13 @@ from torch import Tensor
 SHARDED = ("flat", "nested", "hsdp", "replicate")
 EVERYBODY = -1
 
-# What one rank alone may do where every rank has its own forwards; the others go on.
+# What one rank alone may do where every rank has its own forwards, while the others go on. Sharded models,
+# whose forwards are collective, do it together; of "loader" all ranks learn there.
 ALONE = ("loader", "forward", "early backward", "last backward", "between", "abandon", "callback")
-# What sharded models, whose forwards are collective, do together; of "loader" and "parts" all ranks learn.
-TOGETHER = ("loader", "forward", "early backward", "last backward", "between", "abandon", "parts", "callback")
-# What is the same in both: ended early; not finite; abandoned by all ranks once it is reduced; an optimizer
-# that raises on all ranks.
+# Ended early; not finite; abandoned by all ranks once it is reduced; an optimizer that raises on all ranks.
 ALWAYS = ("flush", "flush", "bad", "bad", "reduced", "optimizer")
-EARLY = ("early backward", "between", "abandon", "parts")  # not in a window's last micro-batch
+TROUBLES = (*ALWAYS, *ALONE)
+EARLY = ("early backward", "between", "abandon")  # not in a window's last micro-batch
 
 
 class Boom(Exception):
@@ -227,7 +226,7 @@ def draw_loop(made: Made, number: int) -> Loop:
     is_nested = random.random() < 0.7
     trouble = ""
     if random.random() < 0.6:
-        trouble = random.choice((*ALWAYS, *(TOGETHER if soak.is_sharded else ALONE)))
+        trouble = random.choice(TROUBLES)
     until: tuple[int, ...] = ()
     early = random.randint(0, 1)
     if trouble == "flush":
@@ -277,8 +276,6 @@ def _troubled(loop: Loop, trouble: str, random: Random, early: int, until: tuple
     is_sharded = soak.is_sharded
     if trouble == "flush":
         return replace(loop, trouble=trouble, window=early, until=until) if loop.is_nested else loop
-    if trouble == "parts" and soak.world == 1:
-        return loop
     if trouble in ("reduced", "optimizer"):
         return replace(loop, trouble=trouble, window=random.randrange(len(takes)))
     if trouble == "loader":
@@ -306,5 +303,5 @@ def _troubled(loop: Loop, trouble: str, random: Random, early: int, until: tuple
     if not trouble or not places:
         return loop
     window, rank, at = random.choice(places)
-    is_together = is_sharded and trouble not in ("bad", "parts")
+    is_together = is_sharded and trouble != "bad"
     return replace(loop, trouble=trouble, window=window, rank=EVERYBODY if is_together else rank, at=at)

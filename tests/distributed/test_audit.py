@@ -117,19 +117,6 @@ def _flip(sync: pe.Sync, optimizer: torch.optim.Optimizer, patch: Patch) -> None
         _local(optimizer.param_groups[0]["params"][0]).view(-1).view(torch.int32)[5] ^= 1 << 20
 
 
-def _moments(sync: pe.Sync, optimizer: torch.optim.Optimizer, patch: Patch) -> None:
-    """Change the optimizer's state on rank 0."""
-    if dist.get_rank() == 0:
-        for state in optimizer.state.values():
-            state["exp_avg_sq"] *= 2
-
-
-def _rate(sync: pe.Sync, optimizer: torch.optim.Optimizer, patch: Patch) -> None:
-    """Change the learning rate on rank 1."""
-    if dist.get_rank() == 1:
-        optimizer.param_groups[0]["lr"] = 0.02
-
-
 def _unreduced(sync: pe.Sync, optimizer: torch.optim.Optimizer, patch: Patch) -> None:
     """Leave a bucket as it is, although the transport reports that it has been reduced."""
     comm = sync._engine.reducer._groups.comms[0]
@@ -166,8 +153,6 @@ def _twice(sync: pe.Sync, optimizer: torch.optim.Optimizer, patch: Patch) -> Non
 
 _FAULTS = {
     "flip": _flip,
-    "moments": _moments,
-    "rate": _rate,
     "unreduced": _unreduced,
     "divisor": _divisor,
     "twice": _twice,
@@ -180,8 +165,6 @@ _FAULTS = {
         ("own", "flip", 3, "parameter", (2,), "a flipped bit"),
         ("hsdp", "flip", 4, "parameter", (), "a flipped bit"),
         ("int8", "divisor", 2, "divisor", (), "was counted"),
-        ("own", "moments", 3, "optimizer state", (0,), "the optimizer's state does not"),
-        ("own", "rate", 2, "hyperparameters", (), "lr of group 0 differs (rank 0: 0.01; rank 1: 0.02)"),
         ("own", "unreduced", 2, "gradient", (), "not reduced"),
         ("attach", "divisor", 2, "divisor", (), "was counted"),
         ("fsdp", "divisor", 2, "divisor", (), "was counted"),

@@ -254,11 +254,6 @@ def test_exact_sums_replay_no_statistics_of_a_dropped_micro_batch():
     assert torch.equal(got.weight, want.weight)
 
 
-def test_native_sums_cannot_drop():
-    with pytest.raises(ValueError, match="from which it cannot be removed again: use accumulator='fp32'"):
-        pe.GradSync(Integers(torch.float32), accumulate=2, accumulator="native", nonfinite="drop_micro_batch")
-
-
 @pytest.mark.parametrize(
     ("kind", "world", "narrow", "k", "accumulator"),
     [
@@ -297,7 +292,9 @@ def test_windows_of_sharded_models_go_on_without_a_bad_micro_batch(kind, narrow,
 
 
 @on_ranks(2)
-def test_what_reduces_earlier_cannot_drop():
-    model = shard(Chain(), "flat")
+def test_sums_that_cannot_be_taken_back_cannot_drop():
+    options = {"accumulate": 2, "nonfinite": "drop_micro_batch"}
+    with pytest.raises(ValueError, match="from which it cannot be removed again: use accumulator='fp32'"):
+        pe.GradSync(Integers(torch.float32), accumulator="native", **options)
     with pytest.raises(ValueError, match="before it is known to be finite.*use 'all'"):
-        pe.attach(model, accumulate=2, defer="none", nonfinite="drop_micro_batch")
+        pe.attach(shard(Chain(), "flat"), defer="none", **options)

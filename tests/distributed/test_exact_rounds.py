@@ -120,38 +120,25 @@ def test_what_adds_up_terms_counts_among_the_bytes_held():
 
 
 @pytest.mark.parametrize("world", [1, 3, *rest(2, 4)])
+@pytest.mark.parametrize("numels", LAYOUTS, ids=str)
 @on_ranks()
-def test_one_term_a_rank_travels_as_it_is_and_more_as_integers_to_the_same_bits():
+def test_ranks_merge_to_the_bits_of_one_sum_and_send_parts_of_it(numels):
+    """One term a rank travels as it is, more as integers."""
     _, world = me()
     comm = comm_for(CPU, None)
-    for numels in LAYOUTS:
-        part = -(-_plan(numels)[1] // (64 * world)) * 64
-        found, num_bytes = _merged(comm, numels, [1] * world, most=1)
-        assert _bits(found) == _right(numels, [1] * world)
-        if world > 1:  # a float32 to everybody else, twice; a flag
-            assert num_bytes == (world - 1) * part * (4 + 4) + 2 * (world - 1) // world
-        assert _merged(comm, numels, [1] * world, most=1, poison=True)[0].isnan().all()
-        for uneven in ([2] + [1] * (world - 1), [1] * (world - 1) + [0], [0, 2, 1, 0][:world]):
-            assert _bits(_merged(comm, numels, uneven, most=1)[0]) == _right(numels, uneven)
-
-
-@pytest.mark.parametrize("world", [1, 3, *rest(2, 4)])
-@on_ranks()
-def test_ranks_merge_to_the_bits_of_one_sum_and_send_parts_of_it():
-    _, world = me()
-    comm, nums = comm_for(CPU, None), [2] * me()[1]
-    for numels in LAYOUTS:
-        _, numel = _plan(numels)
-        right = _right(numels, nums)
-        found, num_bytes = _merged(comm, numels, nums)
-        assert _bits(found) == right
-        assert _bits(_merged(_ReducesOnly(comm), numels, nums)[0]) == right
-        assert _merged(comm, numels, nums, poison=True)[0].isnan().all()
-        # Parts of whole blocks: two limbs to everybody else, one float32 to everybody else; bins.
-        if world > 1:
-            part = -(-numel // (64 * world)) * 64
-            bins = part * world // 64
-            assert num_bytes == (world - 1) * part * (8 + 4) + 2 * (world - 1) * bins // world
+    part = -(-_plan(numels)[1] // (64 * world)) * 64  # of whole blocks
+    bins = part * world // 64
+    for most in (1, 2):
+        nums = [most] * world
+        found, num_bytes = _merged(comm, numels, nums, most=most)
+        assert _bits(found) == _right(numels, nums)
+        assert _merged(comm, numels, nums, most=most, poison=True)[0].isnan().all()
+        if world > 1:  # to everybody else: two limbs or a float32, then a float32; bins, or a flag
+            limbs, flags = (8, bins) if most == 2 else (4, 1)
+            assert num_bytes == (world - 1) * part * (limbs + 4) + 2 * (world - 1) * flags // world
+    assert _bits(_merged(_ReducesOnly(comm), numels, [2] * world)[0]) == _right(numels, [2] * world)
+    for uneven in ([2] + [1] * (world - 1), [1] * (world - 1) + [0], [0, 2, 1, 0][:world]):
+        assert _bits(_merged(comm, numels, uneven, most=1)[0]) == _right(numels, uneven)
 
 
 def _windows_over(hosts: str, kind: str) -> list[int]:

@@ -169,11 +169,15 @@ def test_a_layer_added_later_is_named_once_it_has_a_gradient():
 
 
 @pytest.mark.parametrize(
-    ("door", "what"),
-    [("GradSync", "spectral_norm"), *product(["GradSync", "attach"], ["a layer out of use", "look"])],
+    ("world", "door", "what", "changed"),
+    [
+        (1, "GradSync", "spectral_norm", -1),
+        *((1, *each, -1) for each in product(["GradSync", "attach"], ["a layer out of use", "look"])),
+        (2, "parameters", ASSIGN, 0),  # the other rank has gradients
+    ],
 )
-def test_what_leaves_parameters_and_gradients_alone_is_no_error(ranks: Ranks, door, what):
-    assert ranks(1).run(_windows, door, what, 2) == [["stepped"] * 2]
+def test_what_leaves_parameters_and_gradients_alone_is_no_error(ranks: Ranks, world, door, what, changed):
+    assert ranks(world).run(_windows, door, what, 2, changed) == [["stepped"] * 2] * world
 
 
 @pytest.mark.parametrize("what", ["step", "step and zero"])
@@ -207,10 +211,6 @@ def test_an_optimizer_in_the_backward_is_refused_where_the_engine_is_made(door):
         _made(door, model, accumulate=1)
 
 
-def test_a_gradient_on_one_rank_is_enough(ranks: Ranks):
-    assert ranks(2).run(_windows, "parameters", "load_state_dict(assign=True)", 1, 0) == [["stepped"] * 2] * 2
-
-
 def test_gradients_of_zero_are_gradients():
     weight = Parameter(torch.ones(2))
     sync = pe.GradSync([weight])
@@ -238,10 +238,7 @@ def _three_steps(change: Callable[[nn.Sequential], None]) -> list[str]:
     return texts
 
 
-def test_a_parameter_that_was_replaced_behind_an_engine_of_parameters_is_warned_of():
+def test_of_an_engine_of_parameters_one_that_was_replaced_is_warned_of_and_frozen_ones_are_not():
     (text,) = _three_steps(_replace)
     assert text.startswith("no rank had a gradient for parameter 'param2' in 3 steps in a row")
-
-
-def test_parameters_that_were_frozen_behind_an_engine_of_parameters_are_not_warned_of():
     assert _three_steps(lambda model: model[1].requires_grad_(False)) == []
