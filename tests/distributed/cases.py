@@ -298,7 +298,11 @@ def train_integers(case: Training) -> None:
 
 
 def clip_and_step(
-    kind: str, make: Callable[..., torch.optim.Optimizer], max_norm: float, device: str = "cpu"
+    kind: str,
+    make: Callable[..., torch.optim.Optimizer],
+    max_norm: float,
+    device: str = "cpu",
+    norm_type: float | str = 2.0,
 ) -> None:
     """Train, and compare every step with that of float64 on one process, which sees the whole batch."""
     rank, world = me()
@@ -312,12 +316,12 @@ def clip_and_step(
     for number, window in enumerate(sync.windows(data[rank])):
         for x in window:
             sync.backward(forward(x).square().sum(), count=2)
-        norm = sync.clip_grad_norm_(max_norm)
+        norm = sync.clip_grad_norm_(max_norm, norm_type)
         assert sync.step(optimizer)
         batch = torch.cat([x for mine in data for x in mine[3 * number : 3 * number + 3]]).double()
         twin.zero_grad()
         (twin(batch).square().sum() / len(batch)).backward()
-        expected = nn.utils.clip_grad_norm_(twin.parameters(), max_norm)
+        expected = nn.utils.clip_grad_norm_(twin.parameters(), max_norm, float(norm_type))
         other.step()
         torch.testing.assert_close(norm, expected, rtol=1e-5, atol=0)
         for p, q in zip(model.parameters(), twin.parameters(), strict=True):

@@ -88,27 +88,20 @@ def test_every_world_size_and_use_of_batch_norm_gives_the_same_bits(
         assert digests == alone
 
 
-def _statistics_only(learning: bool) -> list[Tensor]:
-    """Return the buffers after a window at unchanged parameters, or those of stock PyTorch."""
+@on_ranks(2)
+def test_replayed_statistics_are_those_of_one_process_that_ran_everything():
     model, data = _build("twice")
-    batches = list(data[:48].split(4))
-    if not learning:
-        for x in batches:
-            model(x)
-        return list(model.buffers())
+    stock, batches = copy.deepcopy(model), list(data[:48].split(4))
+    for x in batches:
+        stock(x)
     rank, world = me()
     mine = batches[rank * 12 // world : (rank + 1) * 12 // world]
-    sync, forward = wrap("own", model, 25, accumulate=len(mine), accumulator="exact")
+    sync = pe.GradSync(model, accumulate=len(mine), accumulator="exact")
     for window in sync.windows(mine):
         for x in window:
-            sync.backward(forward(x), count=4)
+            sync.backward(model(x), count=4)
         sync.step(torch.optim.SGD(model.parameters(), lr=0.0))
-    return list(model.buffers())
-
-
-def test_replayed_statistics_are_those_of_one_process_that_ran_everything(ranks):
-    stock = ranks(1).run(_statistics_only, False)[0]
-    for got, want in zip(ranks(2).run(_statistics_only, True)[0], stock, strict=True):
+    for got, want in zip(model.buffers(), stock.buffers(), strict=True):
         # 24 updates of one rounding each, of values that stay below the largest one
         torch.testing.assert_close(got, want, rtol=0, atol=24 * 2**-24 * float(want.abs().max()))
 
@@ -231,20 +224,18 @@ def test_outside_windows_and_in_copies_modules_do_as_they_always_do():
         assert _unchanged(other, _buffers(twin))
 
 
-def _traffic(norm: bool) -> int:
+@on_ranks(2)
+def test_statistics_cost_one_collective_a_window():
     model, data = _build("plain")
-    source = model if norm else list(model.parameters())
-    sync = pe.GradSync(source, accumulate=2, accumulator="exact")
-    for window in sync.windows(data[:8].split(4)):
-        with Collectives() as seen:
-            for x in window:
-                sync.backward(model(x), count=4)
-            sync.step(torch.optim.SGD(model.parameters(), lr=0.1))
-    return len(seen.names)
-
-
-def test_statistics_cost_one_collective_a_window(ranks):
-    with_norm, without = (ranks(2).run(_traffic, norm)[0] for norm in (True, False))
+    nums = []
+    for source in (model, list(model.parameters())):
+        with pe.GradSync(source, accumulate=2, accumulator="exact") as sync, Collectives() as seen:
+            for window in sync.windows(data[:8].split(4)):
+                for x in window:
+                    sync.backward(model(x), count=4)
+                sync.step(torch.optim.SGD(model.parameters(), lr=0.1))
+        nums.append(len(seen.names))
+    with_norm, without = nums
     assert with_norm == without + 1
 
 

@@ -260,11 +260,6 @@ def _notes_a_loss(model, sync, optimizer, x):
     sync.step(optimizer)
 
 
-def _other_learning_rates(model, sync, optimizer, x):
-    optimizer.param_groups[0]["lr"] = 0.1 / (1 + sync.window)
-    _step(model, sync, optimizer, x)
-
-
 def _steps_by_for_loop(model, sync, optimizer, x):
     sync.backward(model(x).sum())
     sync.step(torch.optim.Rprop(model.parameters()))
@@ -282,10 +277,6 @@ def _steps_by_for_loop(model, sync, optimizer, x):
         (_counts_by_window, "count of micro-batch 0 is 3 on the host, .*: give it"),
         (_counts_by_tensor, "count of micro-batch 0 is 3 on the host, .*: give it"),
         (_notes_a_loss, "loss of micro-batch 0 is on the host: give it"),
-        (
-            _other_learning_rates,
-            r"test_capture.py:\d+: a number of the host of _fused_sgd_ is 0.0\d+, and was 0.05",
-        ),
         (_steps_by_for_loop, "the step of Rprop waits for the host"),
     ],
 )

@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from cases import OPTIMIZERS, Inject, assert_alike, engine, me, records_of
+from cases import OPTIMIZERS, Inject, assert_alike, clip_and_step, engine, me, records_of
 from ranks import on_ranks
 from torch import nn
 
@@ -54,26 +54,10 @@ def _close(model: nn.Module, twin: nn.Module) -> None:
         ("own-native", 2, "adamw fused", 0.05, "inf"),
         ("own-exact", 2, "sgd fused", 0.05, math.inf),
         ("attach", 3, "sgd", 0.05, math.inf),
-        ("attach", 2, "sgd", 0.05, 2),
     ],
 )
-@on_ranks()
-def test_a_norm_clips_as_torch_clips_one_big_batch(kind, name, max_norm, norm_type):
-    model, twin = _model(), _twin(me()[1])
-    sync, forward = engine(kind, model, accumulate=3)
-    if name == "adamw fused":
-        sync.scaler = pe.GradScaler("cpu", init_scale=1024.0)
-    _window(sync, forward)
-    norm = sync.clip_grad_norm_(max_norm, norm_type)
-    before = nn.utils.clip_grad_norm_(twin.parameters(), max_norm, float(norm_type))
-    assert norm.dtype == torch.float64 and norm.dim() == 0
-    assert norm.item() == pytest.approx(before.item(), rel=1e-6)
-    two = nn.utils.get_total_norm([p.grad for p in twin.parameters()])
-    assert sync.grad_norm().item() == pytest.approx(two.item(), rel=1e-6)
-    assert sync.step(OPTIMIZERS[name](model.parameters()))
-    OPTIMIZERS[name](twin.parameters()).step()
-    _close(model, twin)
-    assert_alike(norm.item())
+def test_an_inf_norm_clips_as_torch_clips_one_big_batch(ranks, kind, world, name, max_norm, norm_type):
+    ranks(world).run(clip_and_step, kind, OPTIMIZERS[name], max_norm, norm_type=norm_type)
 
 
 @pytest.mark.parametrize("name, first", [("sgd", False), ("adamw fused", True)])

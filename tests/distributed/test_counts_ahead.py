@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -86,15 +87,19 @@ def test_weighed_losses_with_narrow_parameters_and_a_narrow_wire(ranks, kind):
     ranks(2).run(_train, kind, "several heads", torch.bfloat16, wire=pe.wire.BF16())
 
 
+@pytest.mark.parametrize("kind", ["own", "sharded"])
 @on_ranks(2)
-def test_a_window_without_anything_counted_is_skipped_over_a_sharded_model():
-    model = fully_shard(Heads())
-    sync = pe.attach(model, accumulate=2)
+def test_a_loss_of_which_nothing_was_counted_adds_nothing_even_nan_and_a_window_of_it_alone_is_skipped(kind):
+    model = Heads()
+    if kind == "sharded":
+        sync: pe.Sync = pe.attach(fully_shard(model), accumulate=2)
+    else:
+        sync = pe.GradSync(model, accumulate=2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     records = records_of(sync)
-    for window in sync.windows(range(4), count=lambda index: {"ce": int(index > 1), "aux": 0}):
+    for window in sync.windows(range(4), count=lambda index: {"ce": 0, "aux": int(index > 1)}):
         for index in window:
             ce, _, aux = model(micro_batch(index)["x"])
-            sync.backward({"ce": ce.sum(), "aux": aux})
-        assert bool(sync.step(optimizer)) == bool(sync.totals["ce"])
+            sync.backward({"ce": ce.sum() * math.nan, "aux": aux})
+        assert bool(sync.step(optimizer)) == bool(sync.totals["aux"])
     assert [record.count for record in records] == [0.0, 4.0]

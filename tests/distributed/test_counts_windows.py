@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -49,34 +48,6 @@ def _items(batch: Batch) -> int:
 def _both(batch: Batch) -> dict[str, int]:
     """Count two losses: the items of the first one, and one item of the second."""
     return {"ce": len(batch[0]), "aux": 1}
-
-
-@pytest.mark.parametrize("losses", ["all", "own"])
-@on_ranks(2)
-def test_a_loss_of_which_nothing_was_counted_adds_nothing_even_if_it_is_nan(losses):
-    rank, world = me()
-    sync, forward, model, optimizer = _made(accumulate=1)
-    records = records_of(sync)
-    counts = [{"a": 2, "b": 4}, {"a": 0, "b": 4}, {"a": 2, "b": 0}, {"a": 0, "b": 0}]
-    bases = []
-    for index, window in enumerate(sync.windows(range(4), count=lambda index: counts[index])):
-        for _ in window:
-            x, t = _batch(rank, 0)
-            given = {name: forward(x, t) * (1 if counts[index][name] else math.nan) for name in ("a", "b")}
-            if losses == "own":
-                given["b"] = given["b"] if counts[index]["b"] else 0
-            sync.backward(given)
-        sync.unscale_()
-        stepped = sync.step(optimizer)
-        assert bool(stepped) == any(counts[index].values())
-        if stepped:
-            # a / (2 W) + b / (4 W), of whichever there are
-            weight = sum(4 // count for count in counts[index].values() if count)
-            batches = [_batch(r, 0) for r in range(world)] * weight
-            assert_same(grads(model), mean_of_integers(model, batches, 4 * world))
-        bases.append(sync._engine.denominators.base)
-    assert bases == ["a", "b", "a", "a"]
-    assert [record.count for record in records] == [4.0, 8.0, 4.0, 0.0]
 
 
 # What rank 0 does of the first window's three micro-batches, in turns: the backwards it runs in each.

@@ -20,23 +20,23 @@ def _window(sync: pe.Sync, forward: nn.Module) -> None:
         sync.backward(forward(torch.ones(2, 4)).sum(), count=2)
 
 
-def _odd(rank: int) -> bool:
-    return rank == 1
+def _odd() -> bool:
+    """Whether this is rank 1, which does something else than the others."""
+    return me()[0] == 1
 
 
 @pytest.mark.parametrize("case", ["other scale", "other growth", "only here", "disabled here"])
 @pytest.mark.parametrize("kind", ["own", "attach"])
 @on_ranks(3)
 def test_loss_scales_that_differ_are_refused_before_anything_is_stepped(kind, case):
-    rank, _ = me()
     torch.manual_seed(0)
     sync, forward = engine(kind, nn.Linear(4, 2), accumulate=1)
-    scales = {"other scale": 8.0 if _odd(rank) else 16.0}
+    scales = {"other scale": 8.0 if _odd() else 16.0}
     options: dict[str, Any] = {"init_scale": scales.get(case, 16.0)}
     if case == "other growth":
-        options["growth_interval"] = 5 if _odd(rank) else 2000
-    if case != "only here" or not _odd(rank):
-        sync.scaler = pe.GradScaler("cpu", enabled=case != "disabled here" or not _odd(rank), **options)
+        options["growth_interval"] = 5 if _odd() else 2000
+    if case != "only here" or not _odd():
+        sync.scaler = pe.GradScaler("cpu", enabled=case != "disabled here" or not _odd(), **options)
     optimizer = torch.optim.SGD(forward.parameters(), lr=0.1)
 
     def body() -> None:
@@ -67,8 +67,7 @@ def test_loss_scales_that_differ_are_refused_before_anything_is_stepped(kind, ca
 @on_ranks(3)
 def test_a_window_used_in_another_way_on_one_rank_is_found_out_on_every_rank(kind, case, last):
     """Rank 1 uses a window in a way of its own; the next header, or the end of the loop, shows it."""
-    rank, _ = me()
-    odd = _odd(rank)
+    odd = _odd()
     torch.manual_seed(0)
     sync, forward = engine(kind, nn.Linear(4, 2), accumulate=1)
     params = list(forward.parameters())
@@ -113,7 +112,6 @@ def test_a_window_used_in_another_way_on_one_rank_is_found_out_on_every_rank(kin
 
 @on_ranks(2)
 def test_a_rank_that_fails_behind_its_own_step_goes_on_with_the_next_window():
-    rank, _ = me()
     sync, forward = engine("own", nn.Linear(4, 2), accumulate=1)
     optimizer = torch.optim.SGD(forward.parameters(), lr=0.1)
     done = 0
@@ -126,21 +124,20 @@ def test_a_rank_that_fails_behind_its_own_step_goes_on_with_the_next_window():
                 optimizer.step()
                 optimizer.zero_grad()
                 done += 1
-                if _odd(rank) and done == 1:
+                if _odd() and done == 1:
                     raise KeyError
     sync.synchronize()
 
 
 @on_ranks(2)
 def test_ranks_may_look_at_the_norm_alone():
-    rank, _ = me()
     sync, forward = engine("own", nn.Linear(4, 2), accumulate=1)
     optimizer = torch.optim.SGD(forward.parameters(), lr=0.1)
     stepped = []
     for window in sync.windows([torch.ones(2, 4)] * 3):
         for x in window:
             sync.backward(forward(x).sum(), count=2)
-        if _odd(rank):
+        if _odd():
             sync.grad_norm()
             sync.unscale_()
             sync.clip_grad_norm_(float("inf"))
@@ -186,7 +183,6 @@ def test_engines_that_run_in_another_order_on_one_rank_are_refused_on_every_rank
     sizes, wire, accumulator, before
 ):
     """Rank 1 runs the second engine's window where the others run the first one's."""
-    rank, _ = me()
     models = [nn.Linear(size, 2) for size in sizes]
     syncs = [pe.GradSync(m, accumulate=1, wire=wire, accumulator=accumulator) for m in models]
     for sync in syncs:
@@ -201,7 +197,7 @@ def test_engines_that_run_in_another_order_on_one_rank_are_refused_on_every_rank
         run(index)
     params = [p for m in models for p in m.parameters()]
     were = [p.detach().clone() for p in params]
-    message = typed_error_of(lambda: [run(index) for index in ([1, 0] if _odd(rank) else [0, 1])])
+    message = typed_error_of(lambda: [run(index) for index in ([1, 0] if _odd() else [0, 1])])
     moved = [float((p - b).abs().sum()) for p, b in zip(params, were, strict=True)]
     for sync in syncs:
         sync.abandon()
@@ -217,10 +213,9 @@ def test_engines_that_run_in_another_order_on_one_rank_are_refused_on_every_rank
 @on_ranks(2)
 def test_an_optimizer_may_hold_its_parameters_in_another_order():
     """The same parameters in another order, as sets have them in every process."""
-    rank, _ = me()
     model = nn.Linear(4, 2)
     sync = pe.GradSync(model, accumulate=1)
-    optimizer = torch.optim.SGD(list(model.parameters())[:: -1 if _odd(rank) else 1], lr=0.1)
+    optimizer = torch.optim.SGD(list(model.parameters())[:: -1 if _odd() else 1], lr=0.1)
 
     def body() -> None:
         for _ in range(2):
@@ -233,10 +228,9 @@ def test_an_optimizer_may_hold_its_parameters_in_another_order():
 
 @on_ranks(2)
 def test_a_refused_window_is_dropped_by_the_exception_that_left_it():
-    rank, _ = me()
     model = nn.Linear(4, 2)
     sync = pe.GradSync(model, accumulate=1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.2 if _odd(rank) else 0.1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.2 if _odd() else 0.1)
     _window(sync, model)
     sync.step(optimizer)
     with pytest.raises(KeyError), sync.accumulate():
@@ -262,9 +256,8 @@ def test_a_window_that_was_loaded_again_is_stepped_again_by_a_wrapped_optimizer(
 
 @on_ranks(2)
 def test_ranks_whose_parameters_have_different_strides_are_refused():
-    rank, _ = me()
     model = nn.Conv2d(3, 4, 3)
-    if _odd(rank):
+    if _odd():
         model.to(memory_format=torch.channels_last)
     assert "rank 1 has 'weight' [4, 3, 3, 3] float32 with strides [27, 1, 9, 3]" in typed_error_of(
         lambda: pe.GradSync(model, accumulate=1)
@@ -275,7 +268,6 @@ def test_ranks_whose_parameters_have_different_strides_are_refused():
 @pytest.mark.parametrize("kind", ["own", "attach"])
 @on_ranks(3)
 def test_a_call_of_every_rank_by_one_rank_is_refused_on_all_of_them(kind, call):
-    rank, _ = me()
     torch.manual_seed(0)
     sync, forward = engine(kind, nn.Linear(4, 2), accumulate=1)
     optimizer = torch.optim.SGD(forward.parameters(), lr=0.1)
@@ -284,7 +276,7 @@ def test_a_call_of_every_rank_by_one_rank_is_refused_on_all_of_them(kind, call):
         sync.step(optimizer)
 
     def body() -> None:
-        if not _odd(rank):
+        if not _odd():
             _window(sync, forward)
             sync.step(optimizer)
         elif call == "load_state_dict":
