@@ -389,17 +389,13 @@ def assert_alike(value: Any) -> None:
 
 def error_of(fn: Callable[..., object], *args: object, **kwargs: object) -> str:
     """Return what a call raises, or that it does not."""
-    try:
-        fn(*args, **kwargs)
-    except (ValueError, TypeError, RuntimeError) as error:
-        return str(error)
-    return "no error"
+    return typed_error_of(fn, *args, **kwargs).split(": ", 1)[-1]
 
 
-def typed_error_of(fn: Callable[..., object], *args: object) -> str:
+def typed_error_of(fn: Callable[..., object], *args: object, **kwargs: object) -> str:
     """Return the same with the type of the error before it."""
     try:
-        fn(*args)
+        fn(*args, **kwargs)
     except (ValueError, TypeError, RuntimeError, FloatingPointError) as error:
         return f"{type(error).__name__}: {error}"
     return "no error"

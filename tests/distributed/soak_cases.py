@@ -24,6 +24,7 @@ from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.nn.parallel import DistributedDataParallel
 
 import pyengine as pe
@@ -89,13 +90,8 @@ def _local(whole: Tensor | None, like: Tensor) -> Tensor | None:
     """Return this rank's part of a tensor, sharded as another one is."""
     if whole is None or not isinstance(like, DTensor):
         return whole
-    where = like.device_mesh.get_coordinate()
-    for axis, placement in enumerate(like.placements):
-        if placement.is_shard():
-            chunks = whole.chunk(like.device_mesh.size(axis), placement.dim)
-            empty = whole.narrow(placement.dim, 0, 0)
-            whole = chunks[where[axis]] if where[axis] < len(chunks) else empty
-    return whole
+    shape, offset = compute_local_shape_and_global_offset(like.shape, like.device_mesh, like.placements)
+    return whole[tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))]
 
 
 def _here(value: Tensor | None) -> Tensor | None:

@@ -47,7 +47,6 @@ def _run(
     bad: int | None = None,
     schedules: bool = False,
     scales: bool = False,
-    adam: bool = True,
     dtype: torch.dtype = torch.float32,
     resumes_at: int | None = None,
     norms: bool = False,
@@ -63,11 +62,7 @@ def _run(
         model = DistributedDataParallel(model, **ddp)
         sync = pe.attach(model, accumulate=ACCUMULATE, **options)
     lr = torch.tensor(0.05)
-    optimizer: torch.optim.Optimizer
-    if adam:
-        optimizer = torch.optim.AdamW(model.parameters(), lr=lr, fused=True)
-    else:
-        optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9, fused=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, fused=True)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9) if schedules else None
     if scales:
         sync.scaler = pe.GradScaler("cpu", init_scale=2.0**10, growth_interval=4)
@@ -107,7 +102,6 @@ VIEWS = {"gradient_as_bucket_view": True}
 CASES = {
     "schedule": {"schedules": True, "bad": 6},
     "scaler": {"scales": True, "bad": 8},
-    "sgd": {"adam": False},
     "bf16": {"dtype": torch.bfloat16, "wire": "bf16"},
     "int8+ef": {"wire": pe.wire.ErrorFeedback(pe.wire.Int8())},
     "exact": {"accumulator": pe.Exact(micro_batches=16)},

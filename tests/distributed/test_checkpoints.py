@@ -13,10 +13,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy
 import pytest
 import torch
-from cases import assert_alike, me, recorded_warnings
+from cases import me, recorded_warnings
 from ranks import on_ranks
 from torch import nn
 
@@ -66,7 +65,6 @@ def test_a_file_comes_back_as_it_was(saved):
         ),
         (lambda whole: bytes(len(whole)), "^truncated: it has no header"),  # as a power cut leaves it
         (lambda _: b"PK\3\4 of torch.save itself, for example", "^no checkpoint of pyengine"),
-        (lambda _: b"\x80\x02}q\x00." * 100, "^no checkpoint of pyengine"),
     ],
 )
 def test_what_is_no_whole_file_is_refused(saved, content, says):
@@ -172,16 +170,13 @@ def test_another_runs_folder_is_not_written_to(tmp_path):
         pe.Checkpoints(tmp_path).save(0, _state(0, 0))
 
 
-@pytest.mark.parametrize("step", [-1, 1.0, True, "1", 2**63])
-def test_a_step_that_is_none_is_refused(tmp_path, step):
+@pytest.mark.parametrize("value", [-1, 1.0, True, "1", 2**63])
+def test_a_step_or_a_number_to_keep_that_is_none_is_refused(tmp_path, value):
     with pytest.raises(ValueError, match="step=.*: need a whole number of at least 0"):
-        pe.Checkpoints(tmp_path).save(step, {})
-
-
-@pytest.mark.parametrize("keep", [0, -1, 1.5, True, "2"])
-def test_a_number_to_keep_that_is_none_is_refused(tmp_path, keep):
-    with pytest.raises(ValueError, match="^keep=.*: need a whole number of steps"):
-        pe.Checkpoints(tmp_path, keep=keep)
+        pe.Checkpoints(tmp_path).save(value, {})
+    if value != 2**63:
+        with pytest.raises(ValueError, match="^keep=.*: need a whole number of steps"):
+            pe.Checkpoints(tmp_path, keep=value)
 
 
 def test_a_file_whose_name_says_a_huge_number_of_ranks_costs_nothing(tmp_path, monkeypatch):
@@ -354,25 +349,13 @@ def test_a_step_that_another_number_of_ranks_saves_again_is_replaced(ranks, tmp_
     assert _steps(tmp_path) == [1, 2]
 
 
-@pytest.mark.parametrize(
-    ("how", "message"),
-    [
-        ("unwritable", "^rank 1: step 2 could not be written to "),
-        ("unloadable", r"^rank 1: step 2 could not be written to .*: state\['lr'\] is a numpy.float64"),
-        ("step", r"^step=\[2, 3\] by rank: need the same on every rank"),
-    ],
-)
 @on_ranks(2)
-def test_what_one_rank_cannot_save_is_an_error_on_all_and_the_step_before_loads(tmp_path, how, message):
+def test_ranks_that_save_different_steps_are_refused_and_the_step_before_loads(tmp_path):
     rank, _ = me()
     checkpoints = pe.Checkpoints(tmp_path)
     checkpoints.save(1, _state(1, rank))
-    wrong = {"unwritable": {"function": lambda: None}, "unloadable": {"lr": numpy.float64(0.1)}}
-    state = wrong.get(how, {}) if rank == 1 else _state(2, rank)
-    with pytest.raises((ValueError, RuntimeError)) as error:
-        checkpoints.save(2 + (how == "step") * rank, state)
-    assert_alike(str(error.value))
-    assert re.search(message, str(error.value), re.DOTALL)
+    with pytest.raises(ValueError, match=r"^step=\[2, 3\] by rank: need the same on every rank"):
+        checkpoints.save(2 + rank, _state(2, rank))
     assert pe.Checkpoints(tmp_path).load().step == 1
 
 
@@ -400,3 +383,4 @@ def test_what_fails_on_one_rank_is_an_error_on_all_of_them(tmp_path, call, metho
             patch.setattr(state_file if method in ("read", "write") else checkpoints, method, _raise)
         checkpoints.load() if call == "load" else checkpoints.save(2, {})
     assert re.match(rf"rank 1: .*{message}.*PermissionError: .*not yours", str(error.value))
+    assert pe.Checkpoints(tmp_path).load().step == (2 if method == "_remove_old" else 1)

@@ -56,8 +56,9 @@ def _close(model: nn.Module, twin: nn.Module) -> None:
         ("attach", 3, "sgd", 0.05, math.inf),
     ],
 )
-def test_an_inf_norm_clips_as_torch_clips_one_big_batch(ranks, kind, world, name, max_norm, norm_type):
-    ranks(world).run(clip_and_step, kind, OPTIMIZERS[name], max_norm, norm_type=norm_type)
+@on_ranks()
+def test_an_inf_norm_clips_as_torch_clips_one_big_batch(kind, name, max_norm, norm_type):
+    clip_and_step(kind, OPTIMIZERS[name], max_norm, norm_type=norm_type)
 
 
 @pytest.mark.parametrize("name, first", [("sgd", False), ("adamw fused", True)])
