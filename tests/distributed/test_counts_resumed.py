@@ -152,10 +152,8 @@ def test_what_is_not_the_window_that_was_saved_is_refused_on_every_rank(ranks, c
 def test_a_window_that_was_begun_without_counts_goes_on_with_one(ranks):
     ((state, bits),) = ranks(1).run(_saved, "own", "token mean", [5], ahead=False)
     assert "totals" not in content(state)
-    (found,), (whole,) = (
-        ranks(1).run(_resumed, "own", "token mean", [state], bits),
-        ranks(1).run(_whole, "own", "token mean"),
-    )
+    (found,) = ranks(1).run(_resumed, "own", "token mean", [state], bits)
+    (whole,) = ranks(1).run(_whole, "own", "token mean")
     assert all(torch.equal(a, b) for a, b in zip(found, whole, strict=True))
     (error,) = ranks(1).run(_refused, "several heads", [state], "names, of which it had none")
     assert "was begun without" in error

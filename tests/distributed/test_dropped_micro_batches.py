@@ -65,10 +65,8 @@ def _dropped(kind: str, dtype: torch.dtype, bad: dict[Place, tuple[str, int, flo
         _window(sync, model, forward, bad)
         sync.unscale_()
     kept = [(r, k) for r in range(world) for k in range(ACCUMULATE) if (r, k) not in bad]
-    assert_same(
-        grads(model),
-        mean_of_integers(model, [integers(10 * r + k) for r, k in kept], 3 * len(kept)),
-    )
+    want = mean_of_integers(model, [integers(10 * r + k) for r, k in kept], 3 * len(kept))
+    assert_same(grads(model), want)
     assert bool(sync.step(torch.optim.SGD(model.parameters(), lr=0.0)))
     (record,) = records
     assert not record.skipped and record.dropped == len(bad) and record.count == 3 * len(kept)
