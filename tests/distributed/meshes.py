@@ -43,13 +43,8 @@ class Block(nn.Module):
         return x + self.down(torch.tanh(self.up(self.norm(x))))
 
 
-class Sequence(nn.Module):
+class Sequence(Block):
     """A norm whose gradients are partial sums under sequence parallelism."""
-
-    def __init__(self, dtype: torch.dtype) -> None:
-        super().__init__()
-        block = Block(dtype)
-        self.norm, self.up, self.down = block.norm, block.up, block.down
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down(torch.tanh(self.up(self.norm(x))))
