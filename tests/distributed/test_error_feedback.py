@@ -176,7 +176,7 @@ def _sum_of(parts: Iterable[dict[str, Tensor]]) -> dict[str, Tensor]:
 def _means(kind: str, scale_grows: bool) -> tuple[float, float]:
     made = _made(kind, WIRE)
     if scale_grows:
-        made[0].scaler = pe.GradScaler("cpu", init_scale=4.0, growth_interval=2)
+        made[0].scaler = pe.GradScaler("cpu", init_scale=4.0, growth_interval=1)
     counts = [_count(me()[1], window) for window in range(WINDOWS)]
     return _distance(_sum_of(_train(made, 0, WINDOWS)), counts)
 
@@ -201,7 +201,12 @@ def _hook_means() -> tuple[float, float]:
         (2, _means, ("flat", True)),
         (2, _hook_means, ()),
     ],
-    ids=str,
+    ids=[
+        "own, under a loss scale that grows",
+        "attach",
+        "sharded, under a loss scale that grows",
+        "the hook",
+    ],
 )
 def test_what_has_arrived_over_many_windows_lacks_what_one_window_loses(ranks, world, train, case):
     for far, most in ranks(world).run(train, *case):
