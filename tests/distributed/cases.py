@@ -288,9 +288,9 @@ def train_integers(case: Training) -> None:
             loss = forward(x.to(case.device), t.to(case.device))
             sync.backward(loss, count=case.items(rank, k))
         members = windows[number]
-        sync.unscale_()
         batches = [integers(100 * r + k, case.items(r, k)) for r, k in members]
         assert_same(grads(model), mean_of_integers(model, batches, sum(case.items(*m) for m in members)))
+        sync.unscale_()
         assert sync.step(optimizer)
         clear(model, case.how)
         seen += 1

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from cases import Inject, engine, me
+from cases import Inject, assert_alike, engine, me
 from ranks import on_ranks
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
@@ -44,7 +44,7 @@ def _data(window: int, rank: int, items: int = 3) -> Tensor:
     return torch.randn(items, 16, generator=generator)
 
 
-def _stock(name: str, windows: int) -> list[list[Tensor]]:
+def _stock(name: str, windows: int) -> list[Tensor]:
     """Return the gradients of stock DDP under the hook: all in one bucket, as PowerSGD over gloo needs."""
     ddp = DistributedDataParallel(_model())
 
@@ -56,79 +56,69 @@ def _stock(name: str, windows: int) -> list[list[Tensor]]:
     for window in range(windows):
         ddp.zero_grad()
         ddp(_data(window, me()[0])).square().sum().backward()
-        found.append([param.grad.clone() for param in ddp.module.parameters()])
+        found += [param.grad.clone() for param in ddp.module.parameters()]
     return found
 
 
-def _ours(kind: str, name: str, windows: int) -> list[list[Tensor]]:
-    model = _model()
+def _engine(kind: str, model: nn.Module, wire: pe.wire.Wire) -> tuple[pe.Sync, nn.Module]:
+    """Make an engine with one bucket; return it with the module to call."""
     if kind == "own":
-        forward, sync = model, pe.GradSync(model, wire=_wire(name))
-    else:
-        forward = DistributedDataParallel(model, gradient_as_bucket_view=kind == "attach-view")
-        sync = pe.attach(forward, wire=_wire(name))
+        return pe.GradSync(model, wire=wire), model
+    ddp = DistributedDataParallel(model, gradient_as_bucket_view=kind == "attach-view")
+    return pe.attach(ddp, wire=wire), ddp
+
+
+def _ours(kind: str, name: str, windows: int) -> list[Tensor]:
+    model = _model()
+    sync, forward = _engine(kind, model, _wire(name))
     found = []
     for window in range(windows):
         with sync.accumulate():
             sync.backward(forward(_data(window, me()[0])).square().sum(), count=1)
         sync.unscale_()
-        found.append([param.grad.clone() for param in model.parameters()])
+        found += [param.grad.clone() for param in model.parameters()]
         sync.step(torch.optim.SGD(model.parameters(), lr=0.0))
     sync.close()
     return found
 
 
-def _compared() -> list[list[list[Tensor]]]:
-    """Compare with stock DDP. Buckets of our own have another layout: PowerSGD starts from other columns."""
-    found = []
+@pytest.mark.parametrize("world", [1, 2])
+@on_ranks()
+def test_gradients_have_the_bits_of_stock_ddp_under_the_hook():
+    """Buckets of our own have another layout: PowerSGD starts from other columns."""
     for name in HOOKS:
         stock = _stock(name, 3)
         for kind in KINDS:
             ours = _ours(kind, name, 3)
-            for mine, right in zip(ours, stock, strict=True):
-                is_equal = all(map(torch.equal, mine, right))
-                assert is_equal or (kind, name) == ("own", "powersgd"), (name, kind)
-            found += ours
-    return found
+            if (kind, name) != ("own", "powersgd"):
+                assert all(map(torch.equal, ours, stock)), (name, kind)
+            assert_alike([grad.tolist() for grad in ours])
 
 
-@pytest.mark.parametrize("world", [1, 2])
-def test_gradients_have_the_bits_of_stock_ddp_under_the_hook(ranks, world):
-    first, *others = ranks(world).run(_compared)
-    for other in others:
-        for mine, theirs in zip(first, other, strict=True):
-            assert all(map(torch.equal, mine, theirs))
-
-
+@pytest.mark.parametrize("name", ["bf16", "powersgd"])
 @pytest.mark.parametrize(("kind", "world"), [("own", 2), ("attach", 3)])
 @on_ranks()
-def test_windows_of_unequal_counts_are_one_big_batch(kind):
+def test_windows_of_unequal_counts_are_one_big_batch(kind, name):
     rank, world = me()
-    for name in ("bf16", "powersgd"):
-        wire = _wire(name)
-        if name == "powersgd":
-            wire.state.matrix_approximation_rank = 16
-        model = _model()
-        sync, forward = engine(kind, model, accumulate=2, wire=wire)
-        for window in range(3):
-            for k in range(2):
-                with sync.accumulate():
-                    data = _data(10 * window + k, rank, items=1 + rank + k)
-                    sync.backward(forward(data).square().sum(), count=1 + rank + k)
-            sync.unscale_()
-            got = [param.grad.clone() for param in model.parameters()]
-            count = sum(1 + r + k for r in range(world) for k in range(2))
-            twin = _model().double()
-            for r in range(world):
-                for k in range(2):
-                    data = _data(10 * window + k, r, items=1 + r + k).double()
-                    (twin(data).square().sum() / count).backward()
-            for mine, param in zip(got, twin.parameters(), strict=True):
-                largest = float(param.grad.abs().max())
-                unit = 2.0**-8 * 4 * world if name == "bf16" else 2.0**-12
-                torch.testing.assert_close(mine.double(), param.grad, rtol=0, atol=unit * largest)
-            sync.step(torch.optim.SGD(model.parameters(), lr=0.0))
-        sync.close()
+    wire, model = _wire(name), _model()
+    if name == "powersgd":
+        wire.state.matrix_approximation_rank = 16
+    sync, forward = engine(kind, model, accumulate=2, wire=wire)
+    for window in range(3):
+        for k in range(2):
+            with sync.accumulate():
+                data = _data(10 * window + k, rank, items=1 + rank + k)
+                sync.backward(forward(data).square().sum(), count=1 + rank + k)
+        sync.unscale_()
+        members = [(r, k) for r in range(world) for k in range(2)]
+        batch = torch.cat([_data(10 * window + k, r, items=1 + r + k) for r, k in members]).double()
+        twin = _model().double()
+        (twin(batch).square().sum() / len(batch)).backward()
+        for mine, param in zip(model.parameters(), twin.parameters(), strict=True):
+            largest = float(param.grad.abs().max())
+            unit = 2.0**-8 * 4 * world if name == "bf16" else 2.0**-12
+            torch.testing.assert_close(mine.grad.double(), param.grad, rtol=0, atol=unit * largest)
+        sync.step(torch.optim.SGD(model.parameters(), lr=0.0))
 
 
 @on_ranks(2)
@@ -149,15 +139,14 @@ def test_a_window_with_nan_is_skipped_and_the_hooks_memory_stays_finite(kind):
     rank, _ = me()
     wire, model = _wire("powersgd"), _model()
     sync, forward = engine(kind, model, accumulate=1, wire=wire)
-    found: list[Any] = []
+    stepped = []
     for window in range(5):
         with sync.accumulate():
             loss = forward(_data(window, rank)).square().sum()
-            bad = window == 3 and rank == 1
-            sync.backward(Inject.apply(loss, float("nan") if bad else 1.0), count=3)
-        found.append(bool(sync.step(torch.optim.SGD(model.parameters(), lr=0.01))))
-    sync.close()
-    assert found == [True, True, True, False, True]
+            is_bad = window == 3 and rank == 1
+            sync.backward(Inject.apply(loss, torch.nan if is_bad else 1.0), count=3)
+        stepped.append(bool(sync.step(torch.optim.SGD(model.parameters(), lr=0.01))))
+    assert stepped == [True, True, True, False, True]
     kept = wire.state.error_dict.values()
     assert kept and all(each.isfinite().all() for each in kept)
 
@@ -199,17 +188,14 @@ def test_a_hook_gets_a_bucket_with_the_parameters_of_its_gradients(kind):
     model, seen = _model(), []
 
     def hook(state: Any, bucket: Any) -> torch.futures.Future[Tensor]:
-        params = [
-            next(i for i, p in enumerate(model.parameters()) if p is mine) for mine in bucket.parameters()
-        ]
-        seen.append((bucket.index(), bucket.is_last(), sorted(params)))
+        params = list(model.parameters())
+        indices = [next(i for i, p in enumerate(params) if p is mine) for mine in bucket.parameters()]
+        seen.append((bucket.index(), bucket.is_last(), sorted(indices)))
         shapes = [gradient.numel() for gradient in bucket.gradients()]
         assert shapes == [param.numel() for param in bucket.parameters()]
         return default_hooks.allreduce_hook(state, bucket)
 
-    forward = model if kind == "own" else DistributedDataParallel(model)
-    make = pe.GradSync if kind == "own" else pe.attach
-    sync = make(forward, wire=pe.wire.FromHook(hook))
+    sync, forward = _engine(kind, model, pe.wire.FromHook(hook))
     with sync.accumulate():
         sync.backward(forward(_data(0, me()[0])).square().sum(), count=1)
     sync.unscale_()

@@ -11,9 +11,7 @@ from cases import OPTIMIZERS, Integers, assert_same, engine, grads, integers, me
 from ranks import on_ranks
 from sharded_cases import batch, loss_of, right_grads, sharded, whole_grads
 from torch import Tensor, nn
-from torch.optim.optimizer import (
-    register_optimizer_step_pre_hook as register_global_pre_hook,
-)
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.testing._internal.two_tensor import TwoTensor
 
 import pyengine as pe
@@ -77,21 +75,6 @@ def test_grad_is_the_mean_and_behind_clipping_the_clipped_mean(kind, dtype, wire
         _clip_and_step(sync, optimizer, mean, lambda: grads(model))
 
 
-@pytest.mark.parametrize("kind", ["own", "attach"])
-@on_ranks(2)
-def test_grad_is_the_mean_on_a_rank_with_an_empty_window(kind):
-    model = Integers(torch.float32)
-    sync, forward = engine(kind, model, accumulate=1)
-    rank, _ = me()
-    mine = [[integers(0), integers(1)], [integers(10)]]
-    for number, window in enumerate(sync.windows(mine[rank])):
-        for batch_of_rank in window:
-            sync.backward(forward(*batch_of_rank), count=3)
-        batches = [part for data in mine for part in data[number : number + 1]]
-        assert_same(grads(model), mean_of_integers(model, batches, 3 * len(batches)))
-        sync.step(torch.optim.SGD(model.parameters(), lr=0.0))
-
-
 @pytest.mark.parametrize(
     ("kind", "world", "accumulator", "is_scaled"),
     [
@@ -108,22 +91,16 @@ def test_grad_of_a_sharded_model_is_the_mean(kind, accumulator, is_scaled):
     sync, model = sharded(kind, accumulate=2, accumulator=accumulator)
     if is_scaled:
         sync.scaler = pe.GradScaler("cpu", init_scale=2.0**7)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     for number in range(2):
         for k in range(2):
             with sync.accumulate():
                 sync.backward(loss_of(model, batch(100 * number + 10 * rank + k)), count=3)
         batches = [batch(100 * number + 10 * r + k) for r in range(world) for k in range(2)]
-        mean = right_grads(batches, 6 * world)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-        _clip_and_step(sync, optimizer, mean, lambda: whole_grads(model))
+        _clip_and_step(sync, optimizer, right_grads(batches, 6 * world), lambda: whole_grads(model))
 
 
 # ---- what the user makes of gradients ----
-
-
-def _mul(params: list[nn.Parameter]) -> None:
-    for param in params:
-        param.grad.mul_(0.5)
 
 
 def _replace(params: list[nn.Parameter]) -> None:
@@ -151,7 +128,7 @@ def _space_out(params: list[nn.Parameter]) -> None:
         param.grad = torch.stack([param.grad, -param.grad], -1)[..., 0]
 
 
-EDITS = (_mul, _replace, _exchange_data, _clip_as_torch, _transpose, _space_out)
+EDITS = (_replace, _exchange_data, _clip_as_torch, _transpose, _space_out)
 OWNERS = (("own", "sgd fused"), ("own-exact", "sgd"), ("attach-view", "adamw fused"))
 
 
@@ -254,8 +231,8 @@ def test_a_gradient_without_elements_of_its_own_is_named(use):
 class _Forwards:
     """A wrapper as Lightning Fabric's: reading goes to the optimizer, writing does not."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self._optimizer = optimizer
+    def __init__(self, model: nn.Module) -> None:
+        self._optimizer = _fused(model)
 
     def __getattr__(self, name: str) -> object:
         return getattr(self._optimizer, name)
@@ -269,8 +246,7 @@ def _one_step(make: Callable[[nn.Module], object], *, is_bad: bool = False) -> t
     model = nn.Linear(3, 2, bias=False)
     sync = pe.GradSync(model, accumulate=1)
     before = model.weight.detach().clone()
-    loss = model(torch.ones(10, 3)).sum()
-    sync.backward(loss * torch.nan if is_bad else loss, count=10)
+    sync.backward(model(torch.ones(10, 3)).sum() * (torch.nan if is_bad else 1), count=10)
     stepped = sync.step(make(model))
     return bool(stepped), before - model.weight.detach()
 
@@ -285,10 +261,6 @@ class _Clips(torch.optim.SGD):
     def step(self, closure: object = None) -> None:
         nn.utils.clip_grad_value_([p for group in self.param_groups for p in group["params"]], 0.5)
         super().step()
-
-
-def _clipping(model: nn.Module) -> torch.optim.Optimizer:
-    return _Clips(model.parameters(), lr=1.0, fused=True)
 
 
 def _hooked(model: nn.Module) -> torch.optim.Optimizer:
@@ -314,8 +286,8 @@ def _scaled_by_the_user(model: nn.Module) -> torch.optim.Optimizer:
 @pytest.mark.parametrize(
     ("make", "want"),
     [
-        (lambda model: _Forwards(_fused(model)), 1.0),
-        (_clipping, 0.5),
+        (_Forwards, 1.0),
+        (lambda model: _Clips(model.parameters(), lr=1.0, fused=True), 0.5),
         (_hooked, 0.5),
         (_partly_fused, 1.0),
         (_scaled_by_the_user, 0.25),
@@ -333,7 +305,7 @@ def test_an_optimizer_that_is_not_torchs_own_fused_one_sees_the_mean(make, want)
 
 def test_a_global_hook_sees_the_mean():
     seen = []
-    handle = register_global_pre_hook(
+    handle = register_optimizer_step_pre_hook(
         lambda optimizer, *_: seen.append(optimizer.param_groups[0]["params"][0].grad.clone())
     )
     try:

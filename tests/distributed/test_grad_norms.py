@@ -7,8 +7,7 @@ from functools import partial
 
 import pytest
 import torch
-import torch.distributed as dist
-from cases import Integers, assert_alike, engine, integers, me, mean_of_integers, records_of
+from cases import Integers, assert_alike, engine, grads, integers, me, mean_of_integers, records_of
 from meshes import Block, cut, mesh_of
 from ranks import on_ranks
 from sharded_cases import loss_of, own_batches, sharded, whole_grads
@@ -127,38 +126,35 @@ def test_each_parameter_or_group_is_clipped_by_its_own_norm(kind):
     rank, _ = me()
     model = Integers(torch.float32)
     sync, forward = engine(kind, model, accumulate=2)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     for per in ("parameter", {"a": ["matrix", model.bias], "b": [model.long]}):
         for window in sync.windows([integers(10 * rank + k) for k in range(2)]):
             for data in window:
                 sync.backward(forward(*data), count=3)
             sync.flush()
-            before = {name: param.grad.clone() for name, param in model.named_parameters()}
+            want = grads(model)
             norm = sync.clip_grad_norm_(0.25, per=per)
-            groups = [[name] for name in before] if per == "parameter" else [["matrix", "bias"], ["long"]]
+            groups = [[name] for name in want] if per == "parameter" else [["matrix", "bias"], ["long"]]
             for group in groups:
-                whole = math.hypot(*(before[name].norm().item() for name in group))
+                whole = math.hypot(*(want[name].norm().item() for name in group))
                 for name in group:
-                    before[name] *= min(1.0, 0.25 / (whole + 1e-6))
-            for name, param in model.named_parameters():
-                torch.testing.assert_close(param.grad, before[name], rtol=1e-6, atol=0)
-            total = math.hypot(*(grad.norm().item() for grad in before.values()))
+                    want[name] *= min(1.0, 0.25 / (whole + 1e-6))
+            torch.testing.assert_close(grads(model), want, rtol=1e-6, atol=0)
+            total = math.hypot(*(grad.norm().item() for grad in want.values()))
             assert sync.grad_norm().item() == pytest.approx(total, rel=1e-6)
             assert norm.item() > total
-            sync.step(optimizer)
+            sync.step(torch.optim.SGD(model.parameters(), lr=0.0))
 
 
 @on_ranks(2)
 def test_ranks_that_clip_other_groups_are_found():
     model = Integers(torch.float32)
     sync = pe.GradSync(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     with pytest.raises(RuntimeError, match="used the last window differently"):
         for window in sync.windows([integers(k) for k in range(2)]):
             for data in window:
                 sync.backward(model(*data), count=3)
-            sync.clip_grad_norm_(0.25, per={"one": [["matrix", "long"][dist.get_rank()]]})
-            sync.step(optimizer)
+            sync.clip_grad_norm_(0.25, per={"one": [["matrix", "long"][me()[0]]]})
+            sync.step(torch.optim.SGD(model.parameters(), lr=0.0))
 
 
 @pytest.mark.parametrize(
@@ -204,12 +200,12 @@ def test_wrong_measures_are_refused_on_every_rank():
 @on_ranks(2)
 def test_a_measure_of_another_engine_is_refused(make):
     measure = make()
-    generator, critic = nn.Linear(2, 1), nn.Linear(3, 1)
-    sync = pe.GradSync(generator)
+    model = nn.Linear(2, 1)
+    sync = pe.GradSync(model)
     sync.measure(measure)
     with pytest.raises(ValueError, match=r"was given to another engine: make one for each engine"):
-        pe.GradSync(critic).measure(measure)
+        pe.GradSync(nn.Linear(3, 1)).measure(measure)
     with sync.accumulate():
-        sync.backward(generator(torch.ones(1, 2)).sum())
-    sync.step(torch.optim.SGD(generator.parameters(), lr=0.0))
+        sync.backward(model(torch.ones(1, 2)).sum())
+    sync.step(torch.optim.SGD(model.parameters(), lr=0.0))
     assert math.isfinite(sync.last_record.grad_norm)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 
 import pytest
@@ -43,21 +44,19 @@ def _in_windows_with_a_bare_step(sync: pe.Sync, optimizer: torch.optim.Optimizer
         optimizer.step()
 
 
-def _in_accumulate(sync: pe.Sync, optimizer: torch.optim.Optimizer, loss: Loss) -> None:
+def _before_a_wrapped_step(
+    sync: pe.Sync, optimizer: torch.optim.Optimizer, loss: Loss, in_accumulate: bool = False
+) -> None:
     wrapped = sync.wrap(optimizer)
     for k in range(4):
-        with sync.accumulate():
+        with sync.accumulate() if in_accumulate else nullcontext():
             loss(k).backward()
         wrapped.step()
         wrapped.zero_grad()
 
 
-def _before_a_wrapped_step(sync: pe.Sync, optimizer: torch.optim.Optimizer, loss: Loss) -> None:
-    wrapped = sync.wrap(optimizer)
-    for k in range(4):
-        loss(k).backward()
-        wrapped.step()
-        wrapped.zero_grad()
+def _in_accumulate(sync: pe.Sync, optimizer: torch.optim.Optimizer, loss: Loss) -> None:
+    _before_a_wrapped_step(sync, optimizer, loss, in_accumulate=True)
 
 
 def _before_a_step(sync: pe.Sync, optimizer: torch.optim.Optimizer, loss: Loss) -> None:
@@ -74,9 +73,7 @@ def _before_clipping(sync: pe.Sync, optimizer: torch.optim.Optimizer, loss: Loss
 def _behind_windows(sync: pe.Sync, optimizer: torch.optim.Optimizer, loss: Loss) -> None:
     """A second phase whose loop was forgotten."""
     wrapped = sync.wrap(optimizer)
-    with torch.no_grad():
-        for group in optimizer.param_groups:
-            group["lr"] = 0.0  # the first phase leaves the parameters alone, too
+    optimizer.param_groups[0]["lr"] = 0.0  # the first phase leaves the parameters alone, too
     for window in sync.windows(range(4)):
         for k in window:
             sync.backward(loss(k))
@@ -166,7 +163,11 @@ OTHERS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def _warned(
-    loss_of: Callable[[nn.Parameter], Tensor], *, count: int | None, is_block: bool, accumulate: int = 4
+    loss_of: Callable[[nn.Parameter], Tensor],
+    *,
+    count: int | None = None,
+    is_block: bool = False,
+    accumulate: int = 4,
 ) -> list[str]:
     weight = nn.Parameter(torch.ones(3, 2))
     with pe.GradSync([weight], accumulate=accumulate) as sync, recorded_warnings() as texts:
@@ -193,7 +194,7 @@ def test_a_loss_divided_by_accumulate_is_warned_of_once(name, count, is_block):
 
 @pytest.mark.parametrize("name", OTHERS)
 def test_other_losses_are_not_warned_of(name):
-    assert _warned(lambda weight: OTHERS[name](weight.sum()), count=3, is_block=False) == []
+    assert _warned(lambda weight: OTHERS[name](weight.sum()), count=3) == []
 
 
 @pytest.mark.parametrize(
@@ -209,22 +210,22 @@ def test_other_losses_are_not_warned_of(name):
 def test_a_sum_without_its_count_and_a_mean_with_one_are_warned_of_once(reduction, count, says):
     target = torch.zeros(3, dtype=torch.int64)
     loss_of = partial(nn.functional.cross_entropy, target=target, reduction=reduction)
-    texts = _warned(loss_of, count=count, is_block=False)
+    texts = _warned(loss_of, count=count)
     assert [text.startswith(says) for text in texts] == ([True] if says else [])
 
 
 def test_a_loss_is_not_read_under_a_dispatch_mode():
     with FlopCounterMode(display=False):
-        assert _warned(lambda weight: 2 * weight.sum() / 4, count=3, is_block=False) == []
+        assert _warned(lambda weight: 2 * weight.sum() / 4, count=3) == []
 
 
 def test_windows_of_one_micro_batch_have_no_division_to_warn_of():
-    assert _warned(lambda weight: weight.sum() / 1, count=None, is_block=False, accumulate=1) == []
+    assert _warned(lambda weight: weight.sum() / 1, accumulate=1) == []
 
 
 @on_ranks(3)
 def test_a_loss_divided_by_the_micro_batches_of_all_ranks_is_warned_of():
-    (text,) = _warned(lambda weight: weight.sum() / 6, count=None, is_block=False, accumulate=2)
+    (text,) = _warned(lambda weight: weight.sum() / 6, accumulate=2)
     assert text.startswith("leave the division by 6 out of the loss")
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import itertools
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
-from cases import Integers, engine, me, rings_only, windows_of_integers
+from cases import Integers, assert_alike, engine, error_of, me, rings_only, windows_of_integers
 from marks import rest
 from ranks import on_ranks
 from torch import Tensor, nn
@@ -70,35 +70,27 @@ def _bound(intra: str, inter: str, terms: list[Tensor], mesh: list[list[int]]) -
     return off * (1 + 2.0**-20)  # the bound itself is computed in float32 in places
 
 
-def _sums(mesh: list[list[int]]) -> list[tuple[Any, ...]]:
+@pytest.mark.parametrize(("world", "mesh"), [(w, mesh) for w in (1, 3, 4) for mesh in SHAPES[w]], ids=str)
+@on_ranks()
+def test_sums_are_near_float64_and_have_the_same_bits_on_every_rank(mesh):
     rank, world = me()
-    comm, found = TorchDist(None, CPU), []
+    comm = TorchDist(None, CPU)
     is_first = any(host[0] == rank for host in mesh)
-    for intra, inter in PAIRS:
+    for (intra, inter), numel in itertools.product(PAIRS, NUMELS):
         wire = _pair(intra, inter, mesh)
-        for numel in NUMELS:
-            terms = terms_of(numel, world)
-            flat, before = terms[rank].clone(), comm.traffic.bytes_sent
-            with rings_only():
-                of_bucket(wire, numel).all_reduce_(flat, comm).wait()
-            sent = comm.traffic.bytes_sent - before
-            most = wire.bytes_on_wire(numel, world)
-            assert sent == most or (sent < most and not is_first), (intra, inter, numel, sent, most)
-            right = sum(term.double() for term in terms)
-            if numel:
-                bound = _bound(intra, inter, [term.double() for term in terms], mesh)
-                assert ((flat.double() - right).abs() <= bound).all(), (intra, inter, numel)
-            found.append((intra, inter, numel, flat))
+        terms = terms_of(numel, world)
+        flat, before = terms[rank].clone(), comm.traffic.bytes_sent
+        with rings_only():
+            of_bucket(wire, numel).all_reduce_(flat, comm).wait()
+        sent = comm.traffic.bytes_sent - before
+        most = wire.bytes_on_wire(numel, world)
+        assert sent == most or (sent < most and not is_first), (intra, inter, numel, sent, most)
+        if numel:
+            exact = [term.double() for term in terms]
+            bound = _bound(intra, inter, exact, mesh)
+            assert ((flat.double() - sum(exact)).abs() <= bound).all(), (intra, inter, numel)
+        assert_alike(flat.tolist())
     comm.release()
-    return found
-
-
-@pytest.mark.parametrize("world", [1, 3, 4])
-def test_sums_are_near_float64_and_have_the_same_bits_on_every_rank(ranks, world):
-    for mesh in SHAPES[world]:
-        first, *others = ranks(world).run(_sums, mesh)
-        for other in others:
-            assert all(torch.equal(a[-1], b[-1]) for a, b in zip(first, other, strict=True))
 
 
 @on_ranks(4)
@@ -126,14 +118,8 @@ def test_error_feedback_between_hosts_comes_late_rather_than_never():
     assert float(memory.residual.abs().max()) > 0
 
 
-@contextmanager
-def _hosts(host_of: Callable[[int], object]) -> Iterator[None]:
-    real = torch_dist.own_host
-    torch_dist.own_host = lambda: host_of(me()[0])
-    try:
-        yield
-    finally:
-        torch_dist.own_host = real
+def _two_ranks_a_host() -> Any:
+    return mock.patch.object(torch_dist, "own_host", lambda: me()[0] // 2)
 
 
 def _windows(kind: str, mesh: Any, **levels: Any) -> None:
@@ -149,7 +135,7 @@ def test_engines_have_the_gradient_of_one_big_batch(kind):
     world = me()[1]
     for mesh in SHAPES[world]:
         _windows(kind, mesh, inter=torch.float32)
-    with _hosts(lambda rank: rank // 2):
+    with _two_ranks_a_host():
         if world != 3:
             _windows(kind, None)
         if world == 4:
@@ -177,28 +163,26 @@ def test_the_bare_hook_averages():
                 torch.testing.assert_close(mine.grad, right.grad, atol=atol, rtol=2.0**-20)
 
 
-REFUSED = {
-    "unequal": "wire=Hierarchical(): the 3 ranks are 2 + 1 by host",
-    "unequal attach": "wire=Hierarchical(): the 3 ranks are 2 + 1 by host",
-    "no place": "mesh=[[0], [1]]: rank 2 is in none of its rows",
-    "fsdp": "which has no reduce_scatter",
-}
+UNEQUAL = "wire=Hierarchical(): the 3 ranks are 2 + 1 by host"
 
 
-@pytest.mark.parametrize("case", REFUSED)
+@pytest.mark.parametrize(
+    ("owner", "mesh", "says"),
+    [
+        ("own", None, UNEQUAL),
+        ("ddp", None, UNEQUAL),
+        ("own", [[0], [1]], "mesh=[[0], [1]]: rank 2 is in none of its rows"),
+        ("fsdp", None, "which has no reduce_scatter"),
+    ],
+    ids=str,
+)
 @on_ranks(3)
-def test_hosts_of_unequal_numbers_are_refused_on_every_rank(case):
-    wire, model = pe.wire.Hierarchical(), nn.Linear(2, 2)
-    make = {
-        "unequal": lambda: pe.GradSync(model, wire=wire),
-        "unequal attach": lambda: pe.attach(DistributedDataParallel(model), wire=wire),
-        "no place": lambda: pe.GradSync(model, wire=_pair("fp32", "fp32", [[0], [1]])),
-        "fsdp": lambda: pe.attach(fully_shard(model), wire=wire),
-    }
-    with pytest.raises(ValueError) as error, _hosts(lambda rank: rank // 2):
-        make[case]()
-    text = str(error.value)
-    assert REFUSED[case] in text and text.startswith("all ranks: ")
+def test_hosts_of_unequal_numbers_are_refused_on_every_rank(owner, mesh, says):
+    wrap = {"own": lambda model: model, "ddp": DistributedDataParallel, "fsdp": fully_shard}[owner]
+    make = pe.GradSync if owner == "own" else pe.attach
+    with _two_ranks_a_host():
+        text = error_of(make, wrap(nn.Linear(2, 2)), wire=pe.wire.Hierarchical(mesh=mesh))
+    assert says in text and text.startswith("all ranks: ")
 
 
 WRONG = {

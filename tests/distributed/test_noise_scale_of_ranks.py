@@ -102,24 +102,6 @@ def test_a_window_has_the_estimates_of_its_samples(owner, options):
 
 
 @on_ranks(2)
-def test_two_batch_sizes_find_the_scale_of_the_distribution():
-    rank, world = me()
-    found = []
-    for size in (2, 16):
-        sync = pe.GradSync(model := Linear())
-        sync.measure(pe.NoiseScale(decay=0.995))
-        generator, records = np.random.default_rng(11 + size), records_of(sync)
-        windows = [[_samples(generator, [size]) for _ in range(world)] for _ in range(150)]
-        _train(sync, model, [window[rank] for window in windows])
-        found.append(records[-1].noise_scale)
-        sync.close()
-    for each in found:
-        assert abs(each.scale - NOISE / SIGNAL) < 4 * each.spread
-    # More samples a window know it better, and both know it to a fraction.
-    assert found[1].spread < found[0].spread < NOISE / SIGNAL / 2
-
-
-@on_ranks(2)
 def test_averages_continue_from_a_state():
     rank, world = me()
     generator = np.random.default_rng(5)

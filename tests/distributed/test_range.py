@@ -10,22 +10,26 @@ from torch import nn
 
 import pyengine as pe
 
+FP32, FP16 = pe.wire.FP32(), pe.wire.FP16()
+
 
 @pytest.mark.parametrize(
-    ("kind", "fused", "dtype", "gradient", "count"),
+    ("kind", "fused", "dtype", "wire", "gradient", "count"),
     [
-        ("own", False, torch.float32, 1.0, 1e-40),
-        ("own", True, torch.float32, 1e30, 1e-10),
-        ("own-native", True, torch.float32, 1.0, 1e-40),
-        ("own-native", False, torch.float16, 1e3, 1e-3),
-        ("attach", True, torch.float16, 1e3, 1e-3),
-        ("attach", False, torch.float32, 1e30, 1e-10),
+        ("own", False, torch.float32, FP32, 1.0, 1e-40),
+        ("own", True, torch.float32, FP32, 1e30, 1e-10),
+        ("own", False, torch.float32, FP16, 4e4, 0.5),  # 4e4 on each rank, 8e4 / 1 on two: beyond 65504
+        ("own-native", True, torch.float32, FP32, 1.0, 1e-40),
+        ("own-native", False, torch.float16, FP32, 1e3, 1e-3),
+        ("attach", True, torch.float16, FP32, 1e3, 1e-3),
+        ("attach", False, torch.float32, FP32, 1e30, 1e-10),
+        ("attach", False, torch.float32, FP16, 4e4, 0.5),
     ],
 )
 @on_ranks(2)
-def test_a_mean_out_of_range_skips_the_step_on_every_rank(kind, fused, dtype, gradient, count):
+def test_a_mean_out_of_range_skips_the_step_on_every_rank(kind, fused, dtype, wire, gradient, count):
     model = nn.Linear(3, 1, bias=False).to(dtype)
-    sync, forward = engine(kind, model, accumulate=1)
+    sync, forward = engine(kind, model, accumulate=1, wire=wire)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=fused)
     records = records_of(sync)
     before = model.weight.detach().clone()
