@@ -15,20 +15,18 @@ from types import FunctionType, ModuleType
 import pytest
 import torch
 import torch.distributed as dist
-from cases import me
+from cases import WIRES, me
 from ranks import on_ranks
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import pyengine as pe
 
-WIRES = {"fp32": pe.wire.FP32(), "bf16": pe.wire.BF16(), "fp16": pe.wire.FP16()}
-
 
 class _Each(nn.Module):
-    def __init__(self, layers: nn.ModuleList) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.layers = layers
+        self.layers = nn.ModuleList(nn.Linear(64, 64, bias=False) for _ in range(3))
 
     def forward(self, x: Tensor, number: int) -> Tensor:
         return sum((i + number + 1) * layer(x).sum() for i, layer in enumerate(self.layers))
@@ -39,24 +37,20 @@ class _Each(nn.Module):
 )
 @on_ranks()
 def test_one_state_serves_two_models_in_one_backward(wire, static):
-    """Two models of equal shapes in one backward; gradients are small integers, exact in every type."""
+    """The models have equal shapes; gradients are small integers, exact in every type."""
     rank, world = me()
     state = pe.HookState(wire=WIRES[wire])
-    twins = [nn.ModuleList(nn.Linear(64, 64, bias=False) for _ in range(3)) for _ in range(2)]
-    ddps = []
-    for twin in twins:
-        module = _Each(twin)
-        ddps.append(DistributedDataParallel(module, bucket_cap_mb=1e-5, static_graph=static))
-        ddps[-1].register_comm_hook(state, pe.comm_hook)
+    ddps = [DistributedDataParallel(_Each(), bucket_cap_mb=1e-5, static_graph=static) for _ in range(2)]
+    for ddp in ddps:
+        ddp.register_comm_hook(state, pe.comm_hook)
     for number in range(4):
         x = torch.full((1, 64), float(1 + rank))
         for ddp in ddps:
             ddp.zero_grad()
-        loss = sum((k + 1) * ddp(x, number) for k, ddp in enumerate(ddps))
-        loss.backward()
-        for k, twin in enumerate(twins):
-            for layer, linear in enumerate(twin):
-                want = (k + 1) * (layer + number + 1) * sum(range(1, world + 1)) / world
+        sum((k + 1) * ddp(x, number) for k, ddp in enumerate(ddps)).backward()
+        for k, ddp in enumerate(ddps):
+            for layer, linear in enumerate(ddp.module.layers):
+                want = (k + 1) * (layer + number + 1) * (world + 1) / 2
                 assert torch.equal(linear.weight.grad, torch.full((64, 64), want)), (number, k, layer)
 
 
@@ -79,6 +73,12 @@ def test_complex_gradients_travel_by_real_and_imaginary_part():
     assert torch.equal(ddp.module.weight.grad, torch.full((1, 2), 1 - (world + 1) / 2 * 1j))
 
 
+def _hooked(state: pe.HookState) -> DistributedDataParallel:
+    ddp = DistributedDataParallel(nn.Linear(1, 1, bias=False))
+    ddp.register_comm_hook(state, pe.comm_hook)
+    return ddp
+
+
 def _mean(ddp: DistributedDataParallel) -> float:
     rank, _ = me()
     ddp.zero_grad()
@@ -89,9 +89,8 @@ def _mean(ddp: DistributedDataParallel) -> float:
 @pytest.mark.parametrize("how", ["pickle", "copy", "deepcopy", "model"])
 @on_ranks(2)
 def test_a_used_state_can_be_copied_and_pickled_and_so_can_its_model(how):
-    ddp = DistributedDataParallel(nn.Linear(1, 1, bias=False))
     state = pe.HookState(wire=pe.wire.BF16())
-    ddp.register_comm_hook(state, pe.comm_hook)
+    ddp = _hooked(state)
     assert _mean(ddp) == 1.5
     if how == "model":
         file = io.BytesIO()
@@ -102,9 +101,7 @@ def test_a_used_state_can_be_copied_and_pickled_and_so_can_its_model(how):
         return
     other = pickle.loads(pickle.dumps(state)) if how == "pickle" else getattr(copy, how)(state)
     assert other is not state and other.wire == state.wire
-    twin = DistributedDataParallel(nn.Linear(1, 1, bias=False))
-    twin.register_comm_hook(other, pe.comm_hook)
-    assert _mean(twin) == _mean(ddp) == 1.5
+    assert _mean(_hooked(other)) == _mean(ddp) == 1.5
 
 
 @on_ranks(2)
@@ -165,9 +162,8 @@ def test_a_reduced_window_leaves_no_thread_that_needs_the_interpreter():
     """What ended the process then was aborted: a thread of the backend freed its callback too late."""
     ddp = DistributedDataParallel(nn.Linear(2, 1), bucket_cap_mb=1e-6)
     sync = pe.attach(ddp, accumulate=1, wire=_KeptWire(keep=_hold_for_a_while))
-    for window in sync.windows(
-        [torch.ones(1, 2)] * 2
-    ):  # the second has two buckets; the last calls nothing back
+    # The second window has two buckets; the last calls nothing back.
+    for window in sync.windows([torch.ones(1, 2)] * 2):
         for x in window:
             sync.backward(ddp(x).sum())
         sync.grad_norm()

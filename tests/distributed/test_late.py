@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -23,6 +24,7 @@ from cases import (
     integers,
     me,
     mean_of_integers,
+    raise_key_error,
     records_of,
 )
 from ranks import on_ranks
@@ -57,9 +59,7 @@ def _model(dtype: torch.dtype = torch.float32) -> nn.Module:
     return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 1)).to(dtype)
 
 
-def _train(
-    kind: str, late: bool, dtype: torch.dtype
-) -> tuple[list[Tensor], list[tuple], list[float], list[bool]]:
+def _train(kind: str, late: bool, dtype: torch.dtype) -> tuple[list[Tensor], list[Any]]:
     """Train with clipping, a scheduler, a short last window and an inf on one rank; return what shows."""
     rank, world = me()
     model = _model(dtype)
@@ -71,32 +71,25 @@ def _train(
     stepped = []
     for number, window in enumerate(sync.windows(data)):
         for k, x in enumerate(window):
-            loss = forward(x.to(dtype)).float().square().sum()
-            sync.backward(
-                loss * (math.inf if (number, rank, k) == (2, world - 1, 1) else 1.0), count=1 + rank
-            )
+            is_bad = (number, rank, k) == (2, world - 1, 1)
+            loss = forward(x.to(dtype)).float().square().sum() * (math.inf if is_bad else 1.0)
+            sync.backward(loss, count=1 + rank)
         sync.clip_grad_norm_(0.5)
         stepped.append(sync.step(optimizer, scheduler))
+    assert [bool(step) for step in stepped] == [True, True, False, True, True]
     facts = [(r.step, r.micro_batches, r.count, r.loss, r.grad_norm, r.skipped, r.reason) for r in records]
-    return (
-        [p.detach().clone() for p in model.parameters()],
-        facts,
-        scheduler.get_last_lr(),
-        [bool(s) for s in stepped],
-    )
+    return list(model.parameters()), [*facts, scheduler.get_last_lr()]
 
 
 @pytest.mark.parametrize(
     ("kind", "world", "dtype"),
     [("own", 1, torch.bfloat16), ("own", 3, torch.float32), ("attach", 3, torch.bfloat16)],
 )
-def test_parameters_records_and_learning_rate_are_those_of_a_host_that_waits(ranks, kind, world, dtype):
-    for late, waiting in zip(
-        ranks(world).run(_train, kind, True, dtype), ranks(world).run(_train, kind, False, dtype), strict=True
-    ):
-        assert all(torch.equal(a, b) for a, b in zip(late[0], waiting[0], strict=True))
-        assert repr(late[1:]) == repr(waiting[1:])  # the loss of the bad window is nan
-        assert late[3] == [True, True, False, True, True] and len(late[1]) == 5
+@on_ranks()
+def test_parameters_records_and_learning_rate_are_those_of_a_host_that_waits(kind, dtype):
+    (late, facts), (waiting, others) = (_train(kind, is_late, dtype) for is_late in (True, False))
+    assert all(map(torch.equal, late, waiting))
+    assert repr(facts) == repr(others) and len(facts) == 6  # the loss of the bad window is nan
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -136,36 +129,33 @@ def test_a_bad_count_moves_nothing_and_is_an_error_on_every_rank_in_the_next_win
         sync.step(optimizer)
 
     window(-1.0 if rank == world - 1 else 3.0)
-    untouched = torch.equal(model.matrix, before)
-    message = ""
-    try:
+    assert torch.equal(model.matrix, before)
+    with pytest.raises(ValueError, match=r"^rank 2: count of micro-batch 0 is -1\.0"):
         window(3.0)
-    except ValueError as error:
-        message = str(error)
-        sync.abandon()
-    untouched &= torch.equal(model.matrix, before)
+    sync.abandon()
+    assert torch.equal(model.matrix, before)
     window(3.0)
     sync.synchronize()
-    assert message.startswith("rank 2: count of micro-batch 0 is -1.0")
-    assert untouched and not torch.equal(model.matrix, before)
+    assert not torch.equal(model.matrix, before)
 
 
+@pytest.mark.parametrize("num", [3, 1], ids=["data for all windows", "data for the first alone"])
 @on_ranks(2)
-def test_one_rank_may_look_at_the_outcome_alone():
+def test_one_rank_may_look_at_the_outcome_alone_and_one_without_data_gets_it_with_the_others(num):
+    """Rank 0 has so many windows, and nan in its first one."""
     rank, _ = me()
     model = _model()
     sync, forward = _late("attach", model, accumulate=1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
     records = records_of(sync)
-    for number in range(3):
-        with sync.accumulate():
-            sync.backward(forward(torch.ones(1, 4)).sum() * (math.inf if number == 1 and rank == 0 else 1.0))
+    for number, window in enumerate(sync.windows([torch.ones(1, 4)] * (3 if rank else num))):
+        for x in window:
+            sync.backward(forward(x).sum() * (math.nan if (number, rank) == (0, 0) else 1.0))
         stepped = sync.step(optimizer)
         if rank == 1:
-            assert bool(stepped) == (number != 1)
-    sync.synchronize()
-    assert [bool(record.reason) for record in records] == [False, True, False]
-    assert "rank 0, micro-batch 0 (its loss)" in records[1].reason
+            assert bool(stepped) == (number != 0)
+    assert [bool(record.reason) for record in records] == [True, False, False]
+    assert "rank 0, micro-batch 0 (its loss)" in records[0].reason
 
 
 @pytest.mark.parametrize(
@@ -196,30 +186,27 @@ def test_an_abandoned_window_does_not_hide_the_outcome_of_the_one_before():
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
     records = records_of(sync)
     for number in range(3):
-        try:
+        with suppress(KeyError):
             for _ in range(2):
                 with sync.accumulate():
                     if number == 1:
-                        raise KeyError("in the user's code")
+                        raise_key_error()
                     sync.backward(forward(torch.ones(1, 4)).sum())
             sync.step(optimizer)
-        except KeyError:
-            pass
     sync.synchronize()
     assert [record.step for record in records] == [0, 1]
 
 
 class _Recorder:
-    """Stands for the stream beside the backward."""
+    """Stands for the stream beside the backward; notes whether its runs begin inside the last one."""
 
     def __init__(self) -> None:
-        self.runs = self.runs_in_backward = 0
+        self.are_in_backward: list[bool] = []
         self.is_in_backward = False
 
     @contextmanager
     def run(self, tensors: list[Tensor]) -> Iterator[None]:
-        self.runs += 1
-        self.runs_in_backward += self.is_in_backward
+        self.are_in_backward.append(self.is_in_backward)
         yield
 
 
@@ -251,19 +238,5 @@ def test_where_streams_wait_every_bucket_starts_inside_the_last_backward(kind, d
             recorder.is_in_backward = False
         sync.unscale_()
     assert_same(grads(model), mean_of_integers(model, [integers(k) for k in range(2 * world)], 8.0 * world))
-    runs, runs_in_backward = recorder.runs, recorder.runs_in_backward
-    assert runs == runs_in_backward >= (2 if kind == "own" else 1)  # DDP starts with one bucket
-
-
-@on_ranks(2)
-def test_a_rank_that_has_run_out_gets_the_record_of_a_bad_window_with_the_others():
-    rank, _ = me()
-    model = _model()
-    sync, forward = _late("attach", model, accumulate=1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
-    records = records_of(sync)
-    for number, window in enumerate(sync.windows([torch.ones(1, 4)] * (1 if rank == 0 else 3))):
-        for x in window:
-            sync.backward(forward(x).sum() * (math.nan if (number, rank) == (0, 0) else 1.0))
-        sync.step(optimizer)
-    assert [bool(record.reason) for record in records] == [True, False, False]
+    assert all(recorder.are_in_backward)
+    assert len(recorder.are_in_backward) >= (2 if kind == "own" else 1)  # DDP starts with one bucket

@@ -12,6 +12,8 @@ from meshes import Block, Experts, mesh_of
 from ranks import on_ranks
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
 
 import pyengine as pe
 
@@ -66,10 +68,7 @@ def test_wrong_axes_groups_and_meshes_are_refused_on_every_rank(case):
         "names without a mesh": {"axes": pe.Axes(groups={"up.*": "dp"})},
         "outside": {"process_group": rows, "axes": pe.Axes(groups={"up.*": columns})},
         "other groups": {"axes": pe.Axes(groups={"up.*": rows if rank == 0 else columns})},
-        "other sizes": {
-            "device_mesh": mesh_of(dp=4, tp=1) if rank < 2 else mesh_of(dp=4, tp=1) and mesh,
-            "axes": DP,
-        },
+        "other sizes": {"device_mesh": [mesh_of(dp=4, tp=1), mesh][rank // 2], "axes": DP},
     }
     given = options[case] if case in options else {"device_mesh": mesh, "axes": axes[case]}
     assert WRONG[case] in typed_error_of(lambda: pe.GradSync(model, **given))
@@ -89,13 +88,13 @@ PARTS = {
     "other experts": "parameter 0: rank 0 has 'experts.0.weight' [6, 6] float32; rank 2 has",
     "BatchNorm": "here ranks share batches",
     "accumulate": "accumulate=[1, 2, 3, 4] by rank, and rank 0 shares its batch with rank 1",
+    "terms": "makes 2050 micro-batches a window over all ranks in 2 parts each",
+    "ddp": "ddp_model reduces over ranks",
 }
 
 
 @on_ranks(2)
 def test_dtensors_without_an_axis_of_data_are_refused_once_with_the_remedy():
-    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
-
     model = parallelize_module(Block(torch.float32), mesh_of(tp=2), {"up": ColwiseParallel()})
     error = typed_error_of(lambda: pe.GradSync(model, device_mesh=mesh_of(tp=2)))
     assert error.count("is a DTensor on axis 'tp'") == 1 and "a mesh of shape (1, 2)" in error
@@ -107,8 +106,6 @@ def test_dtensors_without_an_axis_of_data_are_refused_once_with_the_remedy():
 @pytest.mark.parametrize("case", PARTS)
 @on_ranks(4)
 def test_parameters_that_cannot_be_had_on_a_mesh_are_refused_on_every_rank(case):
-    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
-
     rank, _ = me()
     mesh = mesh_of(dp=2, tp=2)
     options: dict[str, Any] = {"device_mesh": mesh, "axes": DP}
@@ -121,11 +118,17 @@ def test_parameters_that_cannot_be_had_on_a_mesh_are_refused_on_every_rank(case)
         model, options["accumulator"] = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6)), "exact"
     elif case == "accumulate":
         options["accumulate"] = 1 + rank
+    elif case == "terms":
+        options |= {"accumulate": 1025, "accumulator": "exact"}
+        options["axes"] = pe.Axes(replicate=("dp", "tp"), count="dp")
+    elif case == "ddp":
+        model = DistributedDataParallel(model, process_group=mesh.get_group("tp"))
     else:
         over = {"summed": "dp", "native": "tp"}[case]
         parallelize_module(model, mesh[over], {"up": ColwiseParallel()})
         options["accumulator"] = "native"
-    assert PARTS[case] in typed_error_of(lambda: pe.GradSync(model, **options))
+    make = pe.attach if case == "ddp" else pe.GradSync
+    assert PARTS[case] in typed_error_of(lambda: make(model, **options))
 
 
 @pytest.mark.parametrize(
