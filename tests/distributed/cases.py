@@ -189,16 +189,24 @@ def mean_of_integers(model: Integers, batches: Sequence[Batch], count: float) ->
     }
 
 
-def windows_of_integers(sync: pe.Sync, forward: nn.Module, model: Integers, num: int = 2) -> None:
-    """Run windows of two micro-batches a rank, and compare each with one big batch."""
+def window_of_integers(
+    sync: pe.Sync, forward: nn.Module, model: Integers, number: int = 0, items: int = 3
+) -> dict[str, Tensor]:
+    """Run a window of two micro-batches a rank; return the gradient of one big batch."""
     rank, world = me()
-    for window in range(num):
-        for k in range(2):
-            with sync.accumulate():
-                sync.backward(forward(*integers(100 * window + 10 * rank + k, 4)), count=4)
+    for k in range(2):
+        with sync.accumulate():
+            sync.backward(forward(*integers(100 * number + 10 * rank + k, items)), count=items)
+    batches = [integers(100 * number + 10 * r + k, items) for r in range(world) for k in range(2)]
+    return mean_of_integers(model, batches, items * len(batches))
+
+
+def windows_of_integers(sync: pe.Sync, forward: nn.Module, model: Integers, num: int = 2) -> None:
+    """Run such windows, and compare each with one big batch."""
+    for number in range(num):
+        mean = window_of_integers(sync, forward, model, number, items=4)
         sync.unscale_()
-        batches = [integers(100 * window + 10 * r + k, 4) for r in range(world) for k in range(2)]
-        assert_same(grads(model), mean_of_integers(model, batches, 8 * world))
+        assert_same(grads(model), mean)
         sync.step(torch.optim.SGD(model.parameters(), lr=0.0))
 
 

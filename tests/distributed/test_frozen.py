@@ -61,9 +61,7 @@ def _freeze(model: Sums, frozen: str) -> None:
         ("attach-fp32", torch.float32, "from the first window", "full"),
         ("attach-early", torch.float32, "for good", "full"),
         ("attach-fp32", torch.float32, "later", "flush"),
-        ("attach-fp32", torch.bfloat16, "all but one", "full"),
         ("attach-exact", torch.float32, "all but one", "last"),
-        ("attach-exact", torch.float32, "later", "full"),
         ("attach-unused", torch.float32, "from the first window", "last"),
     ],
 )

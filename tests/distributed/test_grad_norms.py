@@ -7,7 +7,7 @@ from functools import partial
 
 import pytest
 import torch
-from cases import Integers, assert_alike, engine, grads, integers, me, mean_of_integers, records_of
+from cases import Integers, assert_alike, engine, grads, integers, me, records_of, window_of_integers
 from meshes import Block, cut, mesh_of
 from ranks import on_ranks
 from sharded_cases import loss_of, own_batches, sharded, whole_grads
@@ -30,27 +30,22 @@ def _assert_norms(found: dict[str, Tensor], want: dict[str, float]) -> None:
 @pytest.mark.parametrize("kind", ["own", "own-native", "own-exact", "attach"])
 @on_ranks(2)
 def test_norms_of_a_window_are_those_of_the_mean(kind):
-    rank, world = me()
     model = Integers(torch.float32)
     model.scalar.requires_grad_(False)
     sync, forward = engine(kind, model, accumulate=2)
     sync.measure(pe.GradNorms())
-    records = records_of(sync)
-    for window in sync.windows([integers(10 * rank + k) for k in range(2)]):
-        for data in window:
-            sync.backward(forward(*data), count=3)
-        batches = [integers(10 * r + k) for r in range(world) for k in range(2)]
-        want = _norms_of(mean_of_integers(model, batches, 3 * len(batches)))
-        want.pop("scalar", None)
-        _assert_norms(sync.grad_norms(), want)
-        sync.clip_grad_norm_(sync.grad_norm().item() / 2)
-        _assert_norms(sync.grad_norms(), {name: norm / 2 for name, norm in want.items()})
-        model.bias.grad.zero_()
-        assert sync.grad_norms()["bias"] == 0
-        sync.step(torch.optim.SGD(model.parameters(), lr=0.1))
-    assert records[0].grad_norms == pytest.approx(want)  # before clipping, as `grad_norm`
-    assert math.hypot(*records[0].grad_norms.values()) == pytest.approx(records[0].grad_norm)
-    assert_alike(records[0].grad_norms)
+    want = _norms_of(window_of_integers(sync, forward, model))
+    want.pop("scalar", None)
+    _assert_norms(sync.grad_norms(), want)
+    sync.clip_grad_norm_(sync.grad_norm().item() / 2)
+    _assert_norms(sync.grad_norms(), {name: norm / 2 for name, norm in want.items()})
+    model.bias.grad.zero_()
+    assert sync.grad_norms()["bias"] == 0
+    sync.step(torch.optim.SGD(model.parameters(), lr=0.1))
+    found = sync.last_record.grad_norms
+    assert found == pytest.approx(want)  # before clipping, as `grad_norm`
+    assert math.hypot(*found.values()) == pytest.approx(sync.last_record.grad_norm)
+    assert_alike(found)
 
 
 @pytest.mark.parametrize(
@@ -123,26 +118,21 @@ def test_ranks_with_other_parameters_know_each_other_s_norms():
 @pytest.mark.parametrize("kind", ["own", "own-native", "attach"])
 @on_ranks(2)
 def test_each_parameter_or_group_is_clipped_by_its_own_norm(kind):
-    rank, _ = me()
     model = Integers(torch.float32)
     sync, forward = engine(kind, model, accumulate=2)
     for per in ("parameter", {"a": ["matrix", model.bias], "b": [model.long]}):
-        for window in sync.windows([integers(10 * rank + k) for k in range(2)]):
-            for data in window:
-                sync.backward(forward(*data), count=3)
-            sync.flush()
-            want = grads(model)
-            norm = sync.clip_grad_norm_(0.25, per=per)
-            groups = [[name] for name in want] if per == "parameter" else [["matrix", "bias"], ["long"]]
-            for group in groups:
-                whole = math.hypot(*(want[name].norm().item() for name in group))
-                for name in group:
-                    want[name] *= min(1.0, 0.25 / (whole + 1e-6))
-            torch.testing.assert_close(grads(model), want, rtol=1e-6, atol=0)
-            total = math.hypot(*(grad.norm().item() for grad in want.values()))
-            assert sync.grad_norm().item() == pytest.approx(total, rel=1e-6)
-            assert norm.item() > total
-            sync.step(torch.optim.SGD(model.parameters(), lr=0.0))
+        want = window_of_integers(sync, forward, model)
+        norm = sync.clip_grad_norm_(0.25, per=per)
+        groups = [[name] for name in want] if per == "parameter" else [["matrix", "bias"], ["long"]]
+        for group in groups:
+            whole = math.hypot(*(want[name].norm().item() for name in group))
+            for name in group:
+                want[name] *= min(1.0, 0.25 / (whole + 1e-6))
+        torch.testing.assert_close(grads(model), want, rtol=1e-6, atol=0)
+        total = math.hypot(*(grad.norm().item() for grad in want.values()))
+        assert sync.grad_norm().item() == pytest.approx(total, rel=1e-6)
+        assert norm.item() > total
+        sync.step(torch.optim.SGD(model.parameters(), lr=0.0))
 
 
 @on_ranks(2)

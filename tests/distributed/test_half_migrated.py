@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from functools import partial
 
 import pytest
@@ -44,19 +43,19 @@ def _in_windows_with_a_bare_step(sync: pe.Sync, optimizer: torch.optim.Optimizer
         optimizer.step()
 
 
-def _before_a_wrapped_step(
-    sync: pe.Sync, optimizer: torch.optim.Optimizer, loss: Loss, in_accumulate: bool = False
-) -> None:
+def _in_accumulate(sync: pe.Sync, optimizer: torch.optim.Optimizer, loss: Loss) -> None:
+    for k in range(2):
+        with sync.accumulate():
+            loss(k).backward()
+    sync.step(optimizer)
+
+
+def _before_a_wrapped_step(sync: pe.Sync, optimizer: torch.optim.Optimizer, loss: Loss) -> None:
     wrapped = sync.wrap(optimizer)
     for k in range(4):
-        with sync.accumulate() if in_accumulate else nullcontext():
-            loss(k).backward()
+        loss(k).backward()
         wrapped.step()
         wrapped.zero_grad()
-
-
-def _in_accumulate(sync: pe.Sync, optimizer: torch.optim.Optimizer, loss: Loss) -> None:
-    _before_a_wrapped_step(sync, optimizer, loss, in_accumulate=True)
 
 
 def _before_a_step(sync: pe.Sync, optimizer: torch.optim.Optimizer, loss: Loss) -> None:

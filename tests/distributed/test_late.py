@@ -213,9 +213,7 @@ class _Recorder:
 @pytest.mark.parametrize(
     ("kind", "dtype", "wire"),
     [
-        ("own", torch.float32, pe.wire.FP32()),
         ("own", torch.bfloat16, pe.wire.BF16()),
-        ("attach", torch.float32, pe.wire.BF16()),
         ("attach", torch.bfloat16, pe.wire.FP32()),
         ("own", torch.float32, pe.wire.BF16(sum="fp32")),
         ("attach", torch.float32, pe.wire.BF16(sum="fp32")),

@@ -21,30 +21,27 @@ def _train_a_window() -> None:
         sync.step(torch.optim.SGD(model.parameters(), lr=0.1))
 
 
-def _lines() -> list[str]:
+@on_ranks(2)
+def test_each_floor_logs_what_it_decides():
     with TestCase().assertLogs("pyengine", logging.DEBUG) as logs:
         _train_a_window()
-    return [f"{record.name}: {record.getMessage()}" for record in logs.records]
-
-
-def test_each_floor_logs_what_it_decides(ranks):
-    for lines in ranks(2).run(_lines):
-        found = iter(lines)  # in this order
-        for text in (
-            "pyengine.comm: start stall watch over ranks (0, 1), report after 30 s",
-            "process group",
-            "pyengine.gradients: lay out 2 parameters in 1 buckets",
-            "pyengine.engine: make a BucketReducer of 2 parameters, the first 'weight'",
-            "pyengine.window: window 0: launch header of 1 micro-batches",
-            "pyengine.comm: launch an all-reduce of 192 bytes over ranks (0, 1)",
-            "pyengine.gradients: launch bucket 0 of 1",
-            "pyengine.wire: sum a bucket of",
-            "pyengine.window: window 0: skip False, Totals(count=2.0, loss=",
-            "pyengine.step: step SGD",
-            "pyengine.comm: end stall watch",
-        ):
-            assert any(text in line for line in found), (text, lines)
-        assert any("window 0: header received" in line for line in lines)
+    lines = [f"{record.name}: {record.getMessage()}" for record in logs.records]
+    found = iter(lines)  # in this order
+    for text in (
+        "pyengine.comm: start stall watch over ranks (0, 1), report after 30 s",
+        "process group",
+        "pyengine.gradients: lay out 2 parameters in 1 buckets",
+        "pyengine.engine: make a BucketReducer of 2 parameters, the first 'weight'",
+        "pyengine.window: window 0: launch header of 1 micro-batches",
+        "pyengine.comm: launch an all-reduce of 192 bytes over ranks (0, 1)",
+        "pyengine.gradients: launch bucket 0 of 1",
+        "pyengine.wire: sum a bucket of",
+        "pyengine.window: window 0: skip False, Totals(count=2.0, loss=",
+        "pyengine.step: step SGD",
+        "pyengine.comm: end stall watch",
+    ):
+        assert any(text in line for line in found), (text, lines)
+    assert any("window 0: header received" in line for line in lines)
 
 
 @on_ranks(2)

@@ -40,7 +40,7 @@ class Subject:
     """
 
     def __init__(self, kind: str, *, narrow: bool) -> None:
-        self.kind, self.rank, self.world = kind, *me()
+        self.rank, self.world = me()
         self.dtype = torch.bfloat16 if narrow else torch.float32
         self.bare = self.model = Chain(self.dtype)
         if kind == "own":
@@ -51,23 +51,11 @@ class Subject:
             else:
                 shard(self.model, kind, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32))
             self.sync = pe.attach(self.model, accumulate=ACCUMULATE)
-        self.records: list[pe.StepRecord] = []
-        self.sync.on_step(self.records.append)
         self.optimizer = Fails(self.bare.parameters(), lr=0.0)
-
-    @property
-    def is_sharded(self) -> bool:
-        """Whether forwards are collective."""
-        return self.kind not in ("own", "ddp")
-
-    def numbers(self, *, unequal: bool, without: bool = False) -> list[int]:
-        """Return how many micro-batches each rank has."""
-        found = [ACCUMULATE - (rank % 2 if unequal else 0) for rank in range(self.world)]
-        return [*found[:-1], 0] if without else found
 
     def train(
         self,
-        numbers: Sequence[int],
+        numbers: Sequence[int] = (ACCUMULATE,) * 4,
         *,
         size: Callable[[int, int], int] = lambda rank, number: 3,
         until: int = ACCUMULATE,
@@ -77,7 +65,7 @@ class Subject:
         """Train a window, which has to come out right; return whether it was stepped.
 
         Args:
-            numbers: micro-batches of each rank.
+            numbers: micro-batches of each rank, by rank.
             size: of a rank's micro-batch.
             until: after so many the loop is left.
             at: called before the backward of each.
@@ -97,36 +85,37 @@ class Subject:
             if until < ACCUMULATE:
                 self.sync.flush()
             self.sync.unscale_()
-            members = [(r, k) for r, number in enumerate(numbers) for k in range(min(number, until))]
+            members = [(r, k) for r in range(self.world) for k in range(min(numbers[r], until))]
             count = sum(size(*member) for member in members)
             if not bad:
                 want = right_grads([batch(100 * r + k, size(r, k)) for r, k in members], count)
                 rounded = {name: None if g is None else g.to(self.dtype) for name, g in want.items()}
                 assert_same(whole_grads(self.bare), rounded)
             stepped = bool(self.sync.step(self.optimizer))
-            assert (self.records[-1].micro_batches, self.records[-1].count) == (len(members), count)
-            assert self.records[-1].skipped is not stepped
-            assert ("'first.weight'" in self.records[-1].reason) == bad
+            record = self.sync.last_record
+            assert (record.micro_batches, record.count) == (len(members), count)
+            assert record.skipped is not stepped
+            assert ("'first.weight'" in record.reason) == bad
             if until < ACCUMULATE:
                 break  # the rest of the loader
         return stepped
 
     def one_count(self) -> None:
-        assert self.train(self.numbers(unequal=False))
+        assert self.train()
 
     def unequal_counts(self) -> None:
-        assert self.train(self.numbers(unequal=True), size=items)
+        assert self.train([ACCUMULATE, ACCUMULATE - 1] * 2, size=items)
 
     def without_data(self) -> None:
         if self.world > 1:
-            assert self.train(self.numbers(unequal=False, without=True))
+            assert self.train([ACCUMULATE] * (self.world - 1) + [0])
 
     def early_break(self) -> None:
         """The loop is left, and what was done is used."""
-        assert self.train(self.numbers(unequal=False), until=1)
+        assert self.train(until=1)
 
     def nonfinite(self) -> None:
-        assert not self.train(self.numbers(unequal=False), bad=True)
+        assert not self.train(bad=True)
         self.one_count()
 
     def fails_in_forward(self) -> None:
@@ -159,7 +148,7 @@ class Subject:
 
     def _fails(self, error: type[Exception], **options: Any) -> None:
         with pytest.raises(error):
-            self.train(self.numbers(unequal=False), **options)
+            self.train(**options)
         self.sync.abandon()
 
 

@@ -33,7 +33,6 @@ WRONG = {
     "no axes": "axes is a str: need a pe.Axes",
     "both": "process_group and device_mesh were both given",
     "no mesh": "device_mesh is a str: need a torch.distributed.device_mesh.DeviceMesh",
-    "no group": "process_group='dp' is a str",
     "axes without a mesh": "without device_mesh: only a mesh has axes",
     "names without a mesh": "axes.groups['up.*']='dp': need a torch.distributed.ProcessGroup",
     "outside": "which the engine's process group has not",
@@ -63,7 +62,6 @@ def test_wrong_axes_groups_and_meshes_are_refused_on_every_rank(case):
     options: dict[str, Any] = {
         "both": {"process_group": rows, "device_mesh": mesh, "axes": DP},
         "no mesh": {"device_mesh": "cpu"},
-        "no group": {"process_group": "dp"},
         "axes without a mesh": {"axes": DP},
         "names without a mesh": {"axes": pe.Axes(groups={"up.*": "dp"})},
         "outside": {"process_group": rows, "axes": pe.Axes(groups={"up.*": columns})},

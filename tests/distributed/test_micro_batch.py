@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
 from cases import Integers, assert_same, engine, grads, integers, me, mean_of_integers
@@ -13,10 +11,8 @@ from torch.utils.checkpoint import checkpoint
 
 import pyengine as pe
 
-Forward = Callable[[Tensor, Tensor], Tensor]
 
-
-def twice(sync: pe.Sync, forward: Forward, x: Tensor, t: Tensor, n: int) -> int:
+def twice(sync: pe.Sync, forward: nn.Module, x: Tensor, t: Tensor, n: int) -> int:
     loss = forward(x, t)
     with sync.micro_batch(count=n):
         loss.backward(retain_graph=True)
@@ -24,8 +20,8 @@ def twice(sync: pe.Sync, forward: Forward, x: Tensor, t: Tensor, n: int) -> int:
     return 3
 
 
-def _inputs(sync: pe.Sync, forward: Forward, x: Tensor, t: Tensor, n: int) -> int:
-    first, *rest = _params(forward)
+def _inputs(sync: pe.Sync, forward: nn.Module, x: Tensor, t: Tensor, n: int) -> int:
+    first, *rest = forward.parameters()
     loss = forward(x, t)
     with sync.micro_batch() as mb:
         loss.backward(inputs=[first], retain_graph=True)
@@ -34,7 +30,7 @@ def _inputs(sync: pe.Sync, forward: Forward, x: Tensor, t: Tensor, n: int) -> in
     return 1
 
 
-def _cached(sync: pe.Sync, forward: Forward, x: Tensor, t: Tensor, n: int) -> int:
+def _cached(sync: pe.Sync, forward: nn.Module, x: Tensor, t: Tensor, n: int) -> int:
     """GradCache: every chunk once without a graph, then once more with the gradient of what it gave."""
     with sync.micro_batch(count=torch.tensor(n)):
         pieces = list(zip(x.split(1), t.split(1), strict=True))
@@ -47,7 +43,7 @@ def _cached(sync: pe.Sync, forward: Forward, x: Tensor, t: Tensor, n: int) -> in
     return 2
 
 
-def _graph(sync: pe.Sync, forward: Forward, x: Tensor, t: Tensor, n: int) -> int:
+def _graph(sync: pe.Sync, forward: nn.Module, x: Tensor, t: Tensor, n: int) -> int:
     loss = forward(x, t)
     with sync.micro_batch(count=n):
         loss.backward(create_graph=True)
@@ -55,7 +51,7 @@ def _graph(sync: pe.Sync, forward: Forward, x: Tensor, t: Tensor, n: int) -> int
     return 2
 
 
-def marked(sync: pe.Sync, forward: Forward, x: Tensor, t: Tensor, n: int) -> int:
+def marked(sync: pe.Sync, forward: nn.Module, x: Tensor, t: Tensor, n: int) -> int:
     loss = forward(x, t)
     with sync.micro_batch(count=n) as mb:
         loss.backward(retain_graph=True)
@@ -64,15 +60,15 @@ def marked(sync: pe.Sync, forward: Forward, x: Tensor, t: Tensor, n: int) -> int
     return 3
 
 
-def _marked_only(sync: pe.Sync, forward: Forward, x: Tensor, t: Tensor, n: int) -> int:
+def _marked_only(sync: pe.Sync, forward: nn.Module, x: Tensor, t: Tensor, n: int) -> int:
     with sync.micro_batch(count=n) as mb, mb.last_backward():
         forward(x, t).backward()
     return 1
 
 
-def _marked_in_part(sync: pe.Sync, forward: Forward, x: Tensor, t: Tensor, n: int) -> int:
+def _marked_in_part(sync: pe.Sync, forward: nn.Module, x: Tensor, t: Tensor, n: int) -> int:
     """What an earlier backward brought is no matter of the last one."""
-    *rest, last = _params(forward)
+    *rest, last = forward.parameters()
     loss = forward(x, t)
     with sync.micro_batch(count=n) as mb:
         loss.backward(inputs=rest, retain_graph=True)
@@ -81,21 +77,21 @@ def _marked_in_part(sync: pe.Sync, forward: Forward, x: Tensor, t: Tensor, n: in
     return 1
 
 
-def _nothing(sync: pe.Sync, forward: Forward, x: Tensor, t: Tensor, n: int) -> int:
+def _nothing(sync: pe.Sync, forward: nn.Module, x: Tensor, t: Tensor, n: int) -> int:
     with sync.micro_batch(count=n):
         forward(x, t)
     return 0
 
 
-def one_line(sync: pe.Sync, forward: Forward, x: Tensor, t: Tensor, n: int) -> int:
+def one_line(sync: pe.Sync, forward: nn.Module, x: Tensor, t: Tensor, n: int) -> int:
     loss = forward(x, t)
     sync.backward(torch.stack([loss, loss]), count=n, gradient=torch.ones(2), retain_graph=True)
     loss.detach()
     return 2
 
 
-def _one_line_inputs(sync: pe.Sync, forward: Forward, x: Tensor, t: Tensor, n: int) -> int:
-    sync.backward(forward(x, t), count=n, create_graph=True, inputs=_params(forward))
+def _one_line_inputs(sync: pe.Sync, forward: nn.Module, x: Tensor, t: Tensor, n: int) -> int:
+    sync.backward(forward(x, t), count=n, create_graph=True, inputs=[*forward.parameters()])
     return 1
 
 
@@ -111,11 +107,6 @@ WAYS = (
     _one_line_inputs,
     _nothing,
 )
-
-
-def _params(forward: Forward) -> list[nn.Parameter]:
-    assert isinstance(forward, nn.Module)
-    return list(forward.parameters())
 
 
 @pytest.mark.parametrize(

@@ -8,11 +8,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from cases import Fused, FusedWithDummy, assert_alike, me, records_of
+from cases import Fused, FusedWithDummy, assert_alike, engine, me, records_of
 from ranks import on_ranks
 from sharded_cases import sharded
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 import pyengine as pe
 
@@ -56,28 +55,24 @@ def _train(sync: pe.Sync, forward: nn.Module, windows: list[list[np.ndarray]]) -
 
 
 @pytest.mark.parametrize(
-    ("owner", "world", "options"),
+    ("owner", "world", "is_scaled", "options"),
     [
-        ("own", 1, {}),
-        ("own", 1, {"nonfinite": "drop_micro_batch"}),
-        ("own", 2, {}),
-        ("own", 3, {"wire": pe.wire.FP16()}),
-        ("own", 3, {"scaler": 1024.0}),
-        ("attach", 1, {}),
-        ("attach", 2, {"scaler": 1024.0}),
-        ("attach", 3, {"wire": pe.wire.BF16()}),
+        ("own", 1, False, {}),
+        ("own", 1, False, {"nonfinite": "drop_micro_batch"}),
+        ("own", 2, False, {}),
+        ("own", 3, False, {"wire": pe.wire.FP16()}),
+        ("own", 3, True, {}),
+        ("attach", 1, False, {}),
+        ("attach", 2, True, {}),
+        ("attach", 3, False, {"wire": pe.wire.BF16()}),
     ],
 )
 @on_ranks()
-def test_a_window_has_the_estimates_of_its_samples(owner, options):
+def test_a_window_has_the_estimates_of_its_samples(owner, is_scaled, options):
     rank, world = me()
-    options, scale = dict(options), options.get("scaler")
-    options.pop("scaler", None)
-    forward = DistributedDataParallel(Linear()) if owner == "attach" else Linear()
-    make = pe.attach if owner == "attach" else pe.GradSync
-    sync = make(forward, accumulate=2, **options)
-    if scale is not None:
-        sync.scaler = pe.GradScaler("cpu", init_scale=scale)
+    sync, forward = engine(owner, Linear(), accumulate=2, **options)
+    if is_scaled:
+        sync.scaler = pe.GradScaler("cpu", init_scale=1024.0)
     sync.measure(pe.NoiseScale(decay=0.5))
     generator, records = np.random.default_rng(7), records_of(sync)
     everybody = [[_samples(generator, SIZES[r]) for r in range(world)] for _ in range(3)]
@@ -93,7 +88,7 @@ def test_a_window_has_the_estimates_of_its_samples(owner, options):
         assert found.noise == pytest.approx(want[0], rel=1e-2 if narrow else 1e-4)
         assert found.signal == pytest.approx(want[1], rel=1e-4, abs=0.1 if narrow else 1e-3)
         assert_alike((found.noise, found.signal))
-    if not options:
+    if not options and not is_scaled:
         weights = np.array([0.25, 0.5, 1.0])
         noise, signal = (weights @ np.array(pairs)).tolist()
         last = records[-1].noise_scale
@@ -128,9 +123,9 @@ def test_averages_continue_from_a_state():
 
 @on_ranks(1)
 def test_windows_that_cannot_be_measured_have_no_estimate():
-    sync, records = pe.GradSync(model := Linear(), accumulate=2), []
+    sync = pe.GradSync(model := Linear(), accumulate=2)
     sync.measure(pe.NoiseScale())
-    sync.on_step(records.append)
+    records = records_of(sync)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
 
     def window(*kinds: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -64,14 +65,6 @@ def _in_one_process(
 SCHEDULES = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B, "interleaved": ScheduleInterleaved1F1B}
 
 
-def _run(mb: pe.MicroBatch, is_marked: bool, step) -> None:  # type: ignore[no-untyped-def]
-    if is_marked:
-        with mb.last_backward():
-            step()
-    else:
-        step()
-
-
 @pytest.mark.parametrize(
     ("schedule", "world", "is_marked", "options"),
     [
@@ -106,13 +99,12 @@ def test_a_schedule_is_one_micro_batch_a_step(schedule, is_marked, options):
         for x, y in window:
             losses: list[Tensor] = []
             with sync.micro_batch() as mb:
-                if rank == 0:
-                    _run(mb, is_marked, lambda x=x: runner.step(x))
-                else:
+                if rank == 1:
                     mb.count = _count(y)
-                    _run(mb, is_marked, lambda y=y, losses=losses: runner.step(target=y, losses=losses))
-                    if not is_marked:
-                        mb.loss = torch.stack(losses).sum()
+                with mb.last_backward() if is_marked else nullcontext():
+                    runner.step(x) if rank == 0 else runner.step(target=y, losses=losses)
+                if rank == 1 and not is_marked:
+                    mb.loss = torch.stack(losses).sum()
         norms.append(sync.clip_grad_norm_(0.5).item())
         sync.step(optimizer)
     want, want_norms = _in_one_process(whole, [_data(index) for index in range(dp)])

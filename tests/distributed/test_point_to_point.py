@@ -6,6 +6,7 @@ import operator
 import os
 import time
 from datetime import timedelta
+from unittest import mock
 
 import pytest
 import torch
@@ -73,10 +74,9 @@ def test_a_wait_that_runs_out_of_time_harms_nothing():
 @on_ranks(2)
 def test_an_exchange_that_was_posted_in_part_is_the_last():
     exchange = PointToPoint(GroupHandle(None, CPU))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dist, "isend", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
-        with pytest.raises(KeyboardInterrupt):
-            exchange.all_to_all(torch.zeros(2), torch.ones(2))
+    interrupted = mock.patch.object(dist, "isend", side_effect=KeyboardInterrupt)
+    with interrupted, pytest.raises(KeyboardInterrupt):
+        exchange.all_to_all(torch.zeros(2), torch.ones(2))
     with pytest.raises(RuntimeError, match=r"interrupted while it posted.*Restart all ranks"):
         exchange.all_gather(torch.zeros(2), torch.ones(1))
 
@@ -133,14 +133,14 @@ def test_small_vectors_are_swapped_or_reduced_over_a_tree(fan_out):
 @on_ranks(3)
 def test_a_reduction_counts_the_bytes_that_this_rank_sends():
     rank, _ = me()
-    sent = []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch_dist, "_FAN_OUT", 1)
-        real = dist.isend
-        patch.setattr(dist, "isend", lambda flat, *a: sent.append(flat.nbytes) or real(flat, *a))
+    with (
+        mock.patch.object(torch_dist, "_FAN_OUT", 1),
+        mock.patch.object(dist, "isend", wraps=dist.isend) as isend,
+    ):
         comm = TorchDist(None, CPU)
         comm.all_reduce(torch.ones(6)).wait()
         comm.max_of(1, 2, 3)
+    sent = [call.args[0].nbytes for call in isend.call_args_list]
     assert (comm.traffic.collectives, comm.traffic.bytes_sent) == (2, sum(sent))
     assert sent == [[24, 24], [24] * 4, [24, 24]][rank]
     comm.release()
@@ -148,17 +148,13 @@ def test_a_reduction_counts_the_bytes_that_this_rank_sends():
 
 @on_ranks(3)
 def test_what_is_not_small_goes_around_the_ring():
-    comm, launched = TorchDist(None, CPU), []
-    with pytest.MonkeyPatch.context() as patch:
-        real = dist.all_reduce
-        patch.setattr(
-            dist, "all_reduce", lambda flat, *a, **k: launched.append(flat.nbytes) or real(flat, *a, **k)
-        )
+    comm = TorchDist(None, CPU)
+    with mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce) as launched:
         for num_bytes in (torch_dist._MAX_SMALL_BYTES, torch_dist._MAX_SMALL_BYTES + 8):
             flat = torch.ones(num_bytes // 8, dtype=torch.int64)
             comm.all_reduce(flat).wait()
             assert flat.eq(3).all()
-    assert launched == [torch_dist._MAX_SMALL_BYTES + 8]
+    assert [call.args[0].nbytes for call in launched.call_args_list] == [torch_dist._MAX_SMALL_BYTES + 8]
     comm.release()
 
 
@@ -202,8 +198,7 @@ def test_operations_have_the_timeout_that_the_group_has_now():
         store.wait(["ended by 1", "ended by 2"], timedelta(seconds=20))
         return
     works = comm.all_reduce(torch.ones(3)), comm.all_gather(torch.zeros(3), torch.ones(1))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(watch, "WAIT_S", 0.0)
+    with mock.patch.object(watch, "WAIT_S", 0.0):
         for work in works:
             with pytest.raises(RuntimeError, match="[Tt]ime(d |)out"):
                 work.wait()

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
+from cases import assert_alike
+from ranks import on_ranks
 
 import pyengine as pe
 
 
-def draw() -> tuple[float, float]:
+@on_ranks(3)
+def test_ranks_draw_alike_after_seed_everything_and_differently_after_seed_rank():
     pe.seed_everything(42)
-    alike = torch.rand(()).item()
+    assert_alike(torch.rand(()).item())
     pe.seed_rank(42)
-    dist.barrier()  # no rank leaves while another is still connecting
-    return alike, torch.rand(()).item()
-
-
-def test_ranks_draw_alike_after_seed_everything_and_differently_after_seed_rank(ranks):
-    alike, apart = zip(*ranks(3).run(draw), strict=True)
-    assert len(set(alike)) == 1 and len(set(apart)) == 3
+    drawn = [None] * 3
+    dist.all_gather_object(drawn, torch.rand(()).item())
+    assert len(set(drawn)) == 3
