@@ -135,7 +135,7 @@ def test_ranks_whose_frozen_parameters_differ_in_kind_are_named():
     base = Packed(torch.zeros(4, dtype=torch.uint8), torch.ones(1)) if rank else torch.zeros(4)
     assert (
         "rank 1 has 'base' [4] float32, requires_grad=False, a Packed of [4] uint8, [1] float32"
-        in error_of(lambda: pe.GradSync(_model(base)))
+        in error_of(pe.GradSync, _model(base))
     )
 
 

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import FunctionType, ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -21,6 +22,12 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import pyengine as pe
+
+
+def _hooked(module: nn.Module, state: pe.HookState, **options: Any) -> DistributedDataParallel:
+    ddp = DistributedDataParallel(module, **options)
+    ddp.register_comm_hook(state, pe.comm_hook)
+    return ddp
 
 
 class _Each(nn.Module):
@@ -40,9 +47,7 @@ def test_one_state_serves_two_models_in_one_backward(wire, static):
     """The models have equal shapes; gradients are small integers, exact in every type."""
     rank, world = me()
     state = pe.HookState(wire=WIRES[wire])
-    ddps = [DistributedDataParallel(_Each(), bucket_cap_mb=1e-5, static_graph=static) for _ in range(2)]
-    for ddp in ddps:
-        ddp.register_comm_hook(state, pe.comm_hook)
+    ddps = [_hooked(_Each(), state, bucket_cap_mb=1e-5, static_graph=static) for _ in range(2)]
     for number in range(4):
         x = torch.full((1, 64), float(1 + rank))
         for ddp in ddps:
@@ -56,9 +61,8 @@ def test_one_state_serves_two_models_in_one_backward(wire, static):
 
 @on_ranks(2)
 def test_buffers_of_buckets_that_ddp_has_rebuilt_are_let_go():
-    ddp = DistributedDataParallel(nn.Sequential(*[nn.Linear(8, 8) for _ in range(4)]), bucket_cap_mb=5e-4)
     state = pe.HookState(wire=pe.wire.BF16())
-    ddp.register_comm_hook(state, pe.comm_hook)
+    ddp = _hooked(nn.Sequential(*[nn.Linear(8, 8) for _ in range(4)]), state, bucket_cap_mb=5e-4)
     for _ in range(3):
         ddp(torch.ones(1, 8)).sum().backward()
     assert sum(b.numel for b in state._wire_buffers.values()) == sum(p.numel() for p in ddp.parameters())
@@ -67,16 +71,10 @@ def test_buffers_of_buckets_that_ddp_has_rebuilt_are_let_go():
 @on_ranks(2)
 def test_complex_gradients_travel_by_real_and_imaginary_part():
     rank, world = me()
-    ddp = DistributedDataParallel(nn.Linear(2, 1, bias=False, dtype=torch.complex64))
-    ddp.register_comm_hook(pe.HookState(wire=pe.wire.BF16()), pe.comm_hook)
+    model = nn.Linear(2, 1, bias=False, dtype=torch.complex64)
+    ddp = _hooked(model, pe.HookState(wire=pe.wire.BF16()))
     ddp(torch.full((1, 2), 1 + (rank + 1) * 1j)).real.sum().backward()
     assert torch.equal(ddp.module.weight.grad, torch.full((1, 2), 1 - (world + 1) / 2 * 1j))
-
-
-def _hooked(state: pe.HookState) -> DistributedDataParallel:
-    ddp = DistributedDataParallel(nn.Linear(1, 1, bias=False))
-    ddp.register_comm_hook(state, pe.comm_hook)
-    return ddp
 
 
 def _mean(ddp: DistributedDataParallel) -> float:
@@ -90,7 +88,7 @@ def _mean(ddp: DistributedDataParallel) -> float:
 @on_ranks(2)
 def test_a_used_state_can_be_copied_and_pickled_and_so_can_its_model(how):
     state = pe.HookState(wire=pe.wire.BF16())
-    ddp = _hooked(state)
+    ddp = _hooked(nn.Linear(1, 1, bias=False), state)
     assert _mean(ddp) == 1.5
     if how == "model":
         file = io.BytesIO()
@@ -101,7 +99,7 @@ def test_a_used_state_can_be_copied_and_pickled_and_so_can_its_model(how):
         return
     other = pickle.loads(pickle.dumps(state)) if how == "pickle" else getattr(copy, how)(state)
     assert other is not state and other.wire == state.wire
-    assert _mean(_hooked(other)) == _mean(ddp) == 1.5
+    assert _mean(_hooked(nn.Linear(1, 1, bias=False), other)) == _mean(ddp) == 1.5
 
 
 @on_ranks(2)
@@ -191,9 +189,8 @@ def _reached(root: object) -> dict[int, object]:
 @on_ranks(2)
 def test_a_thread_of_the_backend_is_not_the_last_to_hold_its_group():
     """It would join itself, and end the process; nobody waits until it has let go of what it called back."""
-    ddp = DistributedDataParallel(nn.Linear(2, 1))
     noted: list[object] = []
-    ddp.register_comm_hook(pe.HookState(wire=_KeptWire(keep=noted.append)), pe.comm_hook)
+    ddp = _hooked(nn.Linear(2, 1), pe.HookState(wire=_KeptWire(keep=noted.append)))
     ddp(torch.ones(1, 2)).sum().backward()
     (callback,) = noted
     kept = {type(one).__name__ for one in _reached(callback).values()}
