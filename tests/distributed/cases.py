@@ -374,13 +374,13 @@ def records_of(sync: pe.Sync) -> list[pe.StepRecord]:
 
 
 @contextmanager
-def recorded_warnings() -> Iterator[list[str]]:
-    """Give the texts of all UserWarnings of the body, once it has run."""
+def recorded_warnings(category: type[Warning] = UserWarning) -> Iterator[list[str]]:
+    """Give the texts of all warnings of the body that are of a category, once it has run."""
     texts: list[str] = []
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         yield texts
-    texts += [str(warning.message) for warning in caught if issubclass(warning.category, UserWarning)]
+    texts += [str(warning.message) for warning in caught if issubclass(warning.category, category)]
 
 
 def me() -> tuple[int, int]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch.distributed as dist
 from cases import assert_same, me
 from ranks import on_ranks
 from sharded_cases import (
@@ -18,8 +17,6 @@ from sharded_cases import (
     whole_grads,
     windows_of,
 )
-
-import pyengine as pe
 
 # Accumulate and micro-batches by rank, and how many are handed out in the last window before it is saved.
 NUMBERS = {
@@ -97,36 +94,6 @@ def test_what_only_backwards_before_the_state_have_used_keeps_its_gradient(accum
     sync.unscale_()
     extras, rest = all_batches([2, 2])[::2], all_batches([2, 2])[1::2]
     assert_same(whole_grads(model), right_grads(rest, 12, extras=extras))
-
-
-def _stops() -> list[dict[str, Any]]:
-    """Save a window of six micro-batches, of which each of two ranks has done one."""
-    sync, model = sharded("nested", accumulate=3, accumulator=pe.Exact(micro_batches=6))
-    for window in sync.windows(own_batches(3)):
-        for data in window:
-            sync.backward(loss_of(model, data), count=3)
-            states: list[Any] = [None, None]
-            dist.all_gather_object(states, sync.state_dict())
-            sync.abandon()
-            return states
-    raise AssertionError
-
-
-def _shares(states: list[dict[str, Any]]) -> None:
-    rank, world = me()
-    accumulate = (rank + 1) * 6 // world - rank * 6 // world
-    sync, model = sharded("nested", accumulate=accumulate, accumulator=pe.Exact(micro_batches=6))
-    sync.load_state_dict(states)
-    mine = [batch(100 * (place // 3) + place % 3) for place in sync.due]
-    next(windows_of(sync, model, mine))
-    sync.unscale_()
-    assert_same(whole_grads(model), right_grads(all_batches([3, 3]), 18))
-
-
-@pytest.mark.parametrize("world", [1, 3])
-def test_exact_sums_go_on_on_another_number_of_ranks(ranks, world):
-    states = ranks(2).run(_stops)[0]
-    ranks(world).run(_shares, states)
 
 
 class _Unpicklable:

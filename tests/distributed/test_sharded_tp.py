@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases import Inject, assert_alike, me, records_of
+from cases import assert_alike, me, records_of
 from marks import rest
 from meshes import (
     ACCUMULATE,
@@ -119,29 +119,6 @@ def test_residuals_of_what_this_rank_has_go_on_from_a_state():
         sync.unscale_()
     rank, _ = me()
     assert states[0][f"rank {rank} of 4"][0]["residuals"]["first.up.weight"].shape == (4 * 6,)  # of 8 rows, 4
-
-
-@on_ranks(4)
-def test_a_step_that_is_not_finite_in_one_data_shard_is_skipped_on_all_ranks():
-    sync, model = _cut()
-    for window in sync.windows(_mine()[:ACCUMULATE]):
-        for x in window:
-            loss = loss_of(model, x)
-            sync.backward(Inject.apply(loss, torch.inf) if me()[0] < 2 else loss, count=count_of(x))
-        assert not sync.step(torch.optim.SGD(model.parameters(), lr=1.0))
-
-
-@on_ranks(4)
-def test_ranks_of_one_data_shard_that_count_differently_are_told():
-    rank, _ = me()
-    sync, model = _cut()
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    with pytest.raises(ValueError) as error:
-        for window in sync.windows(_mine()[:ACCUMULATE]):
-            for x in window:
-                sync.backward(loss_of(model, x), count=2 if rank == 1 else 1)
-            sync.step(optimizer)
-    assert "batch 0" in str(error.value)
 
 
 @on_ranks(4)

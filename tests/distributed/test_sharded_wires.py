@@ -115,10 +115,6 @@ def _sends(kind: str, wire: pe.wire.Wire) -> tuple[int, int]:
     return record.bytes_on_wire, record.collectives
 
 
-def _padded(rows: int, columns: int, shards: int) -> int:
-    return -(-rows // shards) * shards * columns
-
-
 # FSDP's collectives in a window of three micro-batches: all-gathers in forwards, those of the inner unit in
 # backwards too; a reduce-scatter a unit; under hsdp an all-reduce a unit.
 @pytest.mark.parametrize(
@@ -128,7 +124,7 @@ def _padded(rows: int, columns: int, shards: int) -> int:
 def test_gradients_travel_as_narrow_as_the_record_says(ranks, kind, world, collectives):
     shards = 2 if kind == "hsdp" else world
     shapes = [(WIDTH, 5), (WIDTH, 1), (3, WIDTH), (3, 1)]
-    numel = sum(_padded(*shape, shards) for shape in shapes)
+    numel = sum(-(-rows // shards) * shards * columns for rows, columns in shapes)  # rows are padded
     wide = ranks(world).run(_sends, kind, pe.wire.FP32())
     narrow = ranks(world).run(_sends, kind, pe.wire.BF16())
     encoded = ranks(world).run(_sends, kind, pe.wire.Int8(block=32))

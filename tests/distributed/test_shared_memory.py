@@ -10,14 +10,13 @@ import os
 import pickle
 import resource
 import threading
-import warnings
 from pathlib import Path
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from cases import Integers, engine, me, windows_of_integers
+from cases import Integers, engine, me, recorded_warnings, windows_of_integers
 from marks import rest
 from ranks import on_ranks
 from shared_memory_cases import Reductions, trained
@@ -97,9 +96,8 @@ def test_a_bare_hook_reduces_in_shared_memory_in_the_order_of_ranks_and_leaves_n
                 assert in_place == num
 
 
-def _refused(how: str) -> tuple[list[str], int]:
-    """Train where rank 1 cannot share memory; return the warnings."""
-    rank, _ = me()
+def _without_a_file_on_rank_1() -> tuple[list[str], int]:
+    """Train; return the warnings, and what was reduced in shared memory."""
     make = MemoryOffer.make
 
     def limited(world: int) -> MemoryOffer:
@@ -110,27 +108,28 @@ def _refused(how: str) -> tuple[list[str], int]:
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, limit)
 
-    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        if rank == 1 and how == "no file":
-            patch.setattr(MemoryOffer, "make", limited)
-        elif rank == 1:
-            patch.setattr(Arena, "allocate", lambda self, numel, dtype: torch.zeros(numel, dtype=dtype))
+    with (
+        mock.patch.object(MemoryOffer, "make", limited if me()[0] == 1 else make),
+        recorded_warnings(RuntimeWarning) as texts,
+    ):
         num, _ = trained("own", torch.float32)
-    return [str(each.message) for each in caught if "ranks reduce through" in str(each.message)], num
+    return [text for text in texts if "ranks reduce through" in text], num
 
 
 def test_where_a_rank_can_make_no_file_all_go_through_the_group_and_rank_0_says_why(ranks):
-    warned = ranks(3).run(_refused, "no file")
+    warned = ranks(3).run(_without_a_file_on_rank_1)
     assert [(len(texts), num) for texts, num in warned] == [(1, 0), (0, 0), (0, 0)]
     assert "leave shared_memory=True out: 3 ranks reduce through their process group" in warned[0][0][0]
     assert "memfd_create: [Errno 27] File too large" in warned[0][0][0]
 
 
-def test_where_a_rank_has_no_memory_to_share_buckets_are_copied(ranks):
-    for texts, num in ranks(3).run(_refused, "no memory"):
-        assert texts == []
-        assert num >= 2
+@on_ranks(3)
+def test_where_a_rank_has_no_memory_to_share_buckets_are_copied():
+    with pytest.MonkeyPatch.context() as patch, recorded_warnings(RuntimeWarning) as texts:
+        if me()[0] == 1:
+            patch.setattr(Arena, "allocate", lambda self, numel, dtype: torch.zeros(numel, dtype=dtype))
+        num, _ = trained("own", torch.float32)
+    assert num >= 2 and not any("ranks reduce through" in text for text in texts)
 
 
 def _traces() -> tuple[int, int, int]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -12,7 +11,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from cases import me, rings_only
+from cases import me, recorded_warnings, rings_only
 from ranks import on_ranks
 from shared_memory_cases import trained
 from torch import nn
@@ -22,8 +21,8 @@ from pyengine.comm.arena import MemoryOffer
 
 
 @contextmanager
-def _hosts(what: str, num_hosts: int = 2) -> Iterator[list[Any]]:
-    """Let ranks say that they are on several hosts; give what was said to warn of it."""
+def _hosts(what: str, num_hosts: int = 2) -> Iterator[list[str]]:
+    """Let ranks say that they are on several hosts; give the warnings."""
     rank, _ = me()
     make = MemoryOffer.make
 
@@ -35,13 +34,8 @@ def _hosts(what: str, num_hosts: int = 2) -> Iterator[list[Any]]:
             return replace(offer, network=f"net:[{rank % num_hosts}]")
         return replace(offer, process=replace(offer.process, space=f"host {rank % num_hosts}"))
 
-    MemoryOffer.make = elsewhere
-    try:
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            yield caught
-    finally:
-        MemoryOffer.make = make
+    with mock.patch.object(MemoryOffer, "make", elsewhere), recorded_warnings(RuntimeWarning) as texts:
+        yield texts
 
 
 @pytest.mark.parametrize(
@@ -50,9 +44,9 @@ def _hosts(what: str, num_hosts: int = 2) -> Iterator[list[Any]]:
 @on_ranks(3)
 def test_where_no_ranks_can_share_all_go_through_the_group_and_rank_0_says_why(what, why):
     rank, _ = me()
-    with _hosts(what, 3) as caught:
+    with _hosts(what, 3) as texts:
         num, _ = trained("own", torch.float32)
-    said = [str(each.message) for each in caught if "ranks reduce through" in str(each.message)]
+    said = [text for text in texts if "ranks reduce through" in text]
     assert (len(said), num) == (rank == 0, 0) and all(why in text for text in said)
 
 
@@ -64,10 +58,10 @@ _HIERARCHICAL = {"wire": pe.wire.Hierarchical(mesh=[[0, 2], [1, 3]])}
 def test_ranks_of_several_hosts_share_the_memory_of_each(kind):
     """Ranks are of two hosts, alternately."""
     found = [0, 0]
-    with _hosts("network") as caught:
+    with _hosts("network") as texts:
         for dtype, options in ((torch.float32, {}), (torch.bfloat16, {}), (torch.float32, _HIERARCHICAL)):
             found = [a + b for a, b in zip(found, trained(kind, dtype, **options), strict=True)]
-    assert not [each for each in caught if "ranks reduce through" in str(each.message)]
+    assert not any("ranks reduce through" in text for text in texts)
     num, in_place = found
     assert num >= 2
     assert in_place == num or kind == "attach"

@@ -96,15 +96,6 @@ def test_every_mesh_gives_the_same_bits(ranks, kind, world):
     assert ranks(world).run(train_gpt, kind, *case) == [alone] * world
 
 
-def _gradient(model: nn.Module, sync: pe.Sync, data: Tensor) -> Tensor:
-    """Return the gradient of one window of as many micro-batches as there are data, whose counts make 1."""
-    for index, x in enumerate(data):
-        with sync.accumulate(last=index == len(data) - 1):
-            sync.backward(model(x).square().sum(), count=int(index == 0))
-    sync.unscale_()
-    return torch.cat([p.grad.flatten() for p in model.parameters()])
-
-
 @pytest.mark.parametrize("num", [12, 7, 1])
 def test_a_slot_is_what_pytorch_adds_up_and_slots_are_added_exactly(num):
     torch.manual_seed(0)
@@ -127,7 +118,11 @@ def test_a_slot_is_what_pytorch_adds_up_and_slots_are_added_exactly(num):
     # Blocks of 64 elements choose their grid: here they lie otherwise than in the buckets, whose limbs have
     # 29 bits each, so that both round the same exact sum.
     sync = pe.GradSync(model, accumulate=12, accumulator=pe.Exact(12, slots=4))
-    assert torch.equal(_gradient(model, sync, data), expected[:numel])
+    for index, x in enumerate(data):
+        with sync.accumulate(last=index == num - 1):
+            sync.backward(model(x).square().sum(), count=int(index == 0))
+    sync.unscale_()
+    assert torch.equal(torch.cat([p.grad.flatten() for p in params]), expected[:numel])
 
 
 @pytest.mark.parametrize(("slots", "deposits"), [(None, 12), (12, 6), (2, 1)])
@@ -148,46 +143,49 @@ def test_a_window_costs_one_deposit_a_slot(slots, deposits):
     assert nums[-1] == deposits
 
 
-def _refused() -> list[str]:
+BY_RANK = {"slots": [24, 12, 12], "accumulate": [8, 24, 8]}
+
+
+@pytest.mark.parametrize(
+    ("slots", "options", "needles"),
+    [
+        (5, {}, ["Exact(micro_batches=24, slots=5): slots need equally many", "slots=4 does"]),
+        (36, {}, ["slots=36): slots need equally many", "slots=24 does"]),
+        (8, {}, ["slots=8) on 3 ranks", "dealt to 1, 2, 4, 8 ranks"]),
+        (0, {}, ["slots=0): need a whole number of slots"]),
+        (2.5, {}, ["slots=2.5): need a whole number of slots"]),
+        ("by rank", {}, ["rank 0 has", "slots=24)", "slots=12)"]),
+        (
+            12,
+            {"accumulate": "by rank"},
+            ["accumulate=[8, 24, 8] by rank: every rank gets 4 whole slots of 2"],
+        ),
+        (12, {"dtype": torch.bfloat16}, ["parameter 'weight' is torch.bfloat16", "leave slots out"]),
+        (
+            12,
+            {"nonfinite": "drop_micro_batch"},
+            ["nonfinite='drop_micro_batch'", "use nonfinite='skip'"],
+        ),
+    ],
+    ids=str,
+)
+@on_ranks(3)
+def test_what_slots_cannot_have_is_refused_by_name_on_every_rank(slots, options, needles):
     rank, _ = me()
-    model, narrow = nn.Linear(2, 1), nn.Linear(2, 1, dtype=torch.bfloat16)
+    options = {"accumulate": 8, "slots": slots, **options}
+    options = {name: BY_RANK[name][rank] if value == "by rank" else value for name, value in options.items()}
+    model = nn.Linear(2, 1, dtype=options.pop("dtype", None))
+    exact = pe.Exact(micro_batches=24, slots=options.pop("slots"))
+    message = error_of(pe.GradSync, model, accumulator=exact, **options)
+    assert all(needle in message for needle in needles), message
 
-    def made(slots: object, model: nn.Module = model, accumulate: int = 8, **options: object) -> str:
-        exact = pe.Exact(micro_batches=24, slots=slots)  # type: ignore[arg-type]
-        return error_of(pe.GradSync, model, accumulate=accumulate, accumulator=exact, **options)
 
-    sync = pe.GradSync(model, accumulate=8, accumulator=pe.Exact(micro_batches=24, slots=12))
+@on_ranks(3)
+def test_a_dealer_of_slots_is_refused():
+    sync = pe.GradSync(nn.Linear(2, 1), accumulate=8, accumulator=pe.Exact(micro_batches=24, slots=12))
     sampler = pe.WindowSampler(24, micro_batch=1, global_batch=24)
-    dealt = error_of(lambda: next(sync.windows(pe.Dealer(sampler))))
-    sync.close()
-    return [
-        made(5),
-        made(8),
-        made(12, accumulate=24 if rank == 1 else 8),
-        made(12, narrow),
-        made(12, nonfinite="drop_micro_batch"),
-        made(12 if rank else 24),
-        made(0),
-        made(2.5),
-        made(36),
-        dealt,
-    ]
-
-
-def test_what_slots_cannot_have_is_refused_by_name_on_every_rank(ranks):
-    said = ranks(3).run(_refused)
-    assert said[1:] == said[:-1]
-    five, eight, uneven, narrow, drops, differ, none, half, many, dealt = said[0]
-    assert "Exact(micro_batches=24, slots=5): slots need equally many" in five and "slots=4 does" in five
-    assert "slots=8) on 3 ranks" in eight and "dealt to 1, 2, 4, 8 ranks" in eight
-    assert "accumulate=[8, 24, 8] by rank: every rank gets 4 whole slots of 2" in uneven
-    assert "need accumulate=8" in uneven
-    assert "parameter 'weight' is torch.bfloat16" in narrow and "leave slots out" in narrow
-    assert "with nonfinite='drop_micro_batch'" in drops and "use nonfinite='skip'" in drops
-    assert "rank 0 has" in differ and "slots=24)" in differ and "slots=12)" in differ
-    assert "slots=0): need a whole number of slots" in none and "slots=2.5): need a whole" in half
-    assert "slots=36): slots need equally many" in many and "slots=24 does" in many
-    assert "loader is a Dealer" in dealt and "slots of 2" in dealt
+    with pytest.raises(TypeError, match="loader is a Dealer.*slots of 2"):
+        next(sync.windows(pe.Dealer(sampler)))
 
 
 @pytest.mark.parametrize("is_silent", [True, False])
@@ -236,16 +234,18 @@ def test_a_report_names_the_micro_batches_of_a_slot(kind):
     assert "from rank 1, micro-batch 2; rank 1, micro-batch 3; or a finite value" in records[0].reason
 
 
-def _flushed(kind: str) -> Tensor:
-    """Send a window whose last slot has one micro-batch of three, without a backward."""
+def _four_of_six(kind: str, *, flushes: bool) -> Tensor:
+    """Return the gradient of a window whose last slot has one micro-batch of three; a flush has no
+    backward of its own.
+    """
     torch.manual_seed(0)
-    model = nn.Linear(40, 3)
+    model, data = nn.Linear(40, 3), torch.randn(4, 2, 40) * torch.logspace(0, 3, 4)[:, None, None]
     sync, forward = _made(kind, model, 6, pe.Exact(6, slots=2))
-    for index in range(4):
-        with sync.accumulate():
-            x = torch.randn(2, 40, generator=torch.Generator().manual_seed(index)) * 10.0**index
+    for index, x in enumerate(data):
+        with sync.accumulate(last=index == 3 and not flushes):
             sync.backward(forward(x).square().sum(), count=int(index == 0))
-    sync.flush()
+    if flushes:
+        sync.flush()
     sync.unscale_()
     grads = [p.grad.full_tensor() if kind == "fsdp" else p.grad for p in model.parameters()]
     return torch.cat([grad.flatten() for grad in grads])
@@ -253,33 +253,33 @@ def _flushed(kind: str) -> Tensor:
 
 @pytest.mark.parametrize("kind", ["own", "attach", "fsdp"])
 def test_what_a_flush_leaves_of_a_slot_is_one_term(ranks, kind):
-    torch.manual_seed(0)
-    model = nn.Linear(40, 3)
-    sync = pe.GradSync(model, accumulate=6, accumulator=pe.Exact(6, slots=2))
-    data = [torch.randn(2, 40, generator=torch.Generator().manual_seed(i)) * 10.0**i for i in range(4)]
-    (flushed,) = ranks(1).run(_flushed, kind)
-    assert torch.equal(flushed, _gradient(model, sync, torch.stack(data)))
+    (flushed,) = ranks(1).run(_four_of_six, kind, flushes=True)
+    (whole,) = ranks(1).run(_four_of_six, "own", flushes=False)
+    assert torch.equal(flushed, whole)
 
 
-def _part(folder: str, stops_at: int) -> tuple[str, str]:
-    """Run the first window up to a micro-batch, save, and return why not a micro-batch earlier."""
-    rank, world = me()
+def _linear(slots: int) -> tuple[pe.Sync, nn.Module, Tensor]:
+    """Return an engine, its model, and the data of all micro-batches."""
     torch.manual_seed(0)
     model, data = nn.Linear(40, 3), torch.randn(MICRO_BATCHES, 2, 40)
-    sync = pe.GradSync(
-        model, accumulate=MICRO_BATCHES // world, accumulator=pe.Exact(MICRO_BATCHES, slots=SLOTS)
-    )
+    exact = pe.Exact(MICRO_BATCHES, slots=slots)
+    return pe.GradSync(model, accumulate=MICRO_BATCHES // me()[1], accumulator=exact), model, data
+
+
+def _part(folder: str) -> tuple[str, str]:
+    """Save behind the first slot; return why not earlier, and why other slots cannot load it."""
+    rank, _ = me()
+    sync, model, data = _linear(SLOTS)
     early = ""
-    for place in sync.due[:stops_at]:
+    for place in sync.due[:2]:
         with sync.accumulate():
             sync.backward(model(data[place]).square().sum(), count=2)
         assert sync.is_slot_end == (place % 2 == 1)
         if not sync.is_slot_end:
             early = error_of(sync.state_dict)
     torch.save(sync.state_dict(), f"{folder}/{rank}.pt")
-    other = pe.Exact(MICRO_BATCHES, slots=4)
     sync.close()
-    sync = pe.GradSync(model, accumulate=MICRO_BATCHES // world, accumulator=other)
+    sync, *_ = _linear(4)
     unlike = error_of(sync.load_state_dict, torch.load(f"{folder}/{rank}.pt"))
     sync.close()
     return early, unlike
@@ -287,12 +287,7 @@ def _part(folder: str, stops_at: int) -> tuple[str, str]:
 
 def _gone_on(folder: str, num: int) -> Tensor:
     """Go on from the parts of `num` ranks, and return the window's gradient."""
-    _, world = me()
-    torch.manual_seed(0)
-    model, data = nn.Linear(40, 3), torch.randn(MICRO_BATCHES, 2, 40)
-    sync = pe.GradSync(
-        model, accumulate=MICRO_BATCHES // world, accumulator=pe.Exact(MICRO_BATCHES, slots=SLOTS)
-    )
+    sync, model, data = _linear(SLOTS)
     if num:
         sync.load_state_dict([torch.load(f"{folder}/{rank}.pt") for rank in range(num)])
     due = sync.due
@@ -305,7 +300,7 @@ def _gone_on(folder: str, num: int) -> Tensor:
 
 
 def test_states_are_saved_between_slots_and_divided_into_whole_slots(ranks, tmp_path):
-    for early, unlike in ranks(2).run(_part, str(tmp_path), 2):
+    for early, unlike in ranks(2).run(_part, str(tmp_path)):
         assert "inside a slot of 2 micro-batches" in early and "sync.is_slot_end" in early
         assert "12 micro-batches a window in 6 slots, this is" in unlike and "12 in 4 slots" in unlike
     (alone,) = ranks(1).run(_gone_on, "", 0)

@@ -97,9 +97,8 @@ def _stop(
 ) -> tuple[bytes, bytes]:
     """Begin, or go on, and stop in window `at`, each rank after another number of micro-batches."""
     rank, _ = me()
-    stop = max(
-        (rank + 1) % 3, kind == "attach"
-    )  # DDP has a collective before the first forward of its second window
+    # DDP has a collective before the first forward of its second window.
+    stop = max((rank + 1) % 3, kind == "attach")
     run = _Run(kind, name, from_=checkpoint)
     _resume(run, states)
     saved, state = run.checkpoint(), run.sync.state_dict()
@@ -207,7 +206,9 @@ def _first_window(kind: str, states: Sequence[bytes], stop: int | None) -> Any:
     return run.digest()
 
 
-@pytest.mark.parametrize(("stopped", "ended"), [("fsdp 2", "own 3"), ("attach 2", "hsdp 4")])
+@pytest.mark.parametrize(
+    ("stopped", "ended"), [("fsdp 2", "own 3"), ("attach 2", "hsdp 4"), ("fsdp 2", "fsdp 3")]
+)
 def test_exact_sums_go_on_over_another_owner_of_the_gradients(ranks, stopped, ended):
     (kind, world), (last, number) = stopped.split(), ended.split()
     alone = ranks(1).run(_first_window, "own", [], None)[0]

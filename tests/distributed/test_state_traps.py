@@ -65,25 +65,6 @@ def _mean(*indices: int) -> float:
 # Loaders.
 
 
-@on_ranks(2)
-def test_own_states_leave_the_rest_of_the_window_to_their_own_rank():
-    sampler = pe.WindowSampler(8, seed=0, micro_batch=1, global_batch=8, shuffle=False)
-    sync, model = _make(accumulate=sampler.accumulate)
-    (state,) = _run(sync, model, [i for (i,) in sampler], stop=1)
-    sync, model = _make(accumulate=sampler.accumulate)
-    sync.load_state_dict(state)
-    sampler.set_epoch(0, due=sync.due)
-    first = 4 * me()[0]
-    computed = [first]
-    for window in sync.windows(sampler):
-        for (index,) in window:
-            computed.append(index)
-            sync.backward(model(_batch(index)).sum())
-        sync.unscale_()
-    assert computed == [*range(first, first + 4)]
-    assert float(model.weight.grad[0, 0]) == _mean(*range(8))
-
-
 def _no_share_at_all(window: int, places: int, num: int) -> tuple[list[int], list[float]]:
     """Go on, with as many ranks as there are, from a state of one rank alone."""
     sampler = pe.WindowSampler(num, seed=0, micro_batch=1, global_batch=4 if num == 9 else 3, shuffle=False)
@@ -118,25 +99,15 @@ def _alone(exact: pe.Exact, sampler: pe.WindowSampler, begin: int, places: int) 
         torch.distributed.distributed_c10d._world.default_pg = group
 
 
-def test_a_rank_with_nothing_due_but_a_window_to_come_meets_the_others(ranks):
-    results = ranks(2).run(_no_share_at_all, 1, 3, 9)
-    assert sorted(index for computed, _ in results for index in computed) == [7, 8]
-    assert [gradients for _, gradients in results] == [[_mean(4, 5, 6, 7), _mean(8)]] * 2
-
-
-def test_a_rank_without_an_ordinary_share_can_be_dealt_a_part_of_the_rest(ranks):
-    results = ranks(4).run(_no_share_at_all, 0, 1, 3)
-    assert sorted(index for computed, _ in results for index in computed) == [1, 2]
-    assert [gradients for _, gradients in results] == [[_mean(0, 1, 2)]] * 4
-
-
-@on_ranks(2)
-def test_what_was_loaded_is_sent_by_a_loader_that_is_empty():
-    sync, model = _make(accumulate=3)
-    state = _run(sync, model, range(3), stop=2)[-1]
-    sync, model = _make(accumulate=3)
-    sync.load_state_dict(state)
-    assert _gradient(_run(sync, model, [])) == _mean(0, 1)
+@pytest.mark.parametrize(
+    ("world", "window", "places", "num", "left", "windows"),
+    [(2, 1, 3, 9, [7, 8], [[4, 5, 6, 7], [8]]), (4, 0, 1, 3, [1, 2], [[0, 1, 2]])],
+    ids=["nothing due and a window to come", "no ordinary share and a part of the rest"],
+)
+def test_a_rank_may_have_no_share_of_what_is_left(ranks, world, window, places, num, left, windows):
+    results = ranks(world).run(_no_share_at_all, window, places, num)
+    assert sorted(index for computed, _ in results for index in computed) == left
+    assert [gradients for _, gradients in results] == [[_mean(*each) for each in windows]] * world
 
 
 # What stands between loading and the first backward.
@@ -186,31 +157,35 @@ def test_generators_go_on_behind_what_a_data_loader_draws():
 # Leftovers.
 
 
-@pytest.mark.parametrize("case", ["cleared", "handed over", "carried"])
+def _leave_a_gradient(sync: pe.Sync, model: nn.Module, batches: list[int]) -> None:
+    """Train a window whose gradient nobody uses or clears."""
+    for window in sync.windows(batches):
+        for index in window:
+            sync.backward(model(_batch(index)).sum())
+        sync.unscale_()
+
+
+@on_ranks(1)
+def test_gradients_that_a_state_has_kept_are_the_callers_to_clear():
+    sync, model = _make(accumulate=2)
+    _leave_a_gradient(sync, model, [0, 1])
+    state = sync.state_dict()
+    sync, model = _make(accumulate=2)
+    sync.load_state_dict(state)
+    model.zero_grad()
+    assert _gradient(_run(sync, model, [0, 1])) == _mean(0, 1)
+
+
+@pytest.mark.parametrize("case", ["handed over", "carried"])
 @on_ranks(1)
 def test_gradients_of_before_do_not_leak_into_what_is_loaded(case):
     sync, model = _make(accumulate=2)
-    if case == "cleared":  # the caller's own gradients stay the caller's to clear
-        for window in sync.windows([0, 1]):
-            for index in window:
-                sync.backward(model(_batch(index)).sum())
-            sync.unscale_()
-        state = sync.state_dict()
-        sync, model = _make(accumulate=2)
-        sync.load_state_dict(state)
-        model.zero_grad()
-        assert _gradient(_run(sync, model, [0, 1])) == _mean(0, 1)
-        return
     (state,) = _run(sync, model, [0, 1], stop=1)
     sync, model = _make(accumulate=2)
     if case == "handed over":
-        for window in sync.windows([8, 9]):
-            for index in window:
-                sync.backward(model(_batch(index)).sum())
-            sync.unscale_()
+        _leave_a_gradient(sync, model, [8, 9])
     else:
-        with_carry = changed(state, carry={"weight": torch.full((1, 3), 7.0)})
-        sync.load_state_dict(with_carry)
+        sync.load_state_dict(changed(state, carry={"weight": torch.full((1, 3), 7.0)}))
         sync.abandon()
     sync.load_state_dict(state)
     assert _gradient(_run(sync, model, [1])) == _mean(0, 1)
@@ -238,22 +213,21 @@ def test_a_late_outcome_is_read_before_loading():
     assert sync.state_dict()["steps"] == 1
 
 
-# Dropping what was resumed.
-
-
-@pytest.mark.parametrize("how", ["abandon", "flush"])
+@pytest.mark.parametrize("how", ["abandon", "flush", "an empty loader"])
 @on_ranks(2)
 def test_a_loaded_window_can_be_dropped_or_sent_at_once(how):
-    sync, model = _make(accumulate=2)
-    (state,) = _run(sync, model, [0, 1], stop=1)
-    sync, model = _make(accumulate=2)
+    sync, model = _make(accumulate=3)
+    state = _run(sync, model, range(3), stop=2)[-1]
+    sync, model = _make(accumulate=3)
     sync.load_state_dict(state)
     if how == "abandon":
         sync.abandon()
-    else:
+    elif how == "flush":
         sync.flush()
         sync.step(torch.optim.SGD(model.parameters(), lr=0.0))
-    assert _gradient(_run(sync, model, [4, 5])) == _mean(4, 5)
+    else:
+        assert _gradient(_run(sync, model, [])) == _mean(0, 1)
+    assert _gradient(_run(sync, model, [4, 5, 6])) == _mean(4, 5, 6)
 
 
 # States that do not go together.
@@ -317,26 +291,26 @@ def test_flags_move_along_when_ddp_lays_its_buckets_out_anew():
     assert len(content(state)["places"]) == 4
 
 
+def _resumed(accumulate: int) -> tuple[pe.Sync, dict[str, Any]]:
+    """Return an engine of sums with room for 8 micro-batches, and a state after this rank's first one."""
+    options = {"accumulate": accumulate, "accumulator": pe.Exact(micro_batches=8)}
+    (state,) = _run(*_make(**options), range(accumulate), stop=1)
+    return _make(**options)[0], state
+
+
 @pytest.mark.parametrize("listed", [False, True])
 def test_what_is_left_is_what_the_ranks_were_made_for(listed):
-    """Ranks may take fewer micro-batches than exact sums have room for."""
-    sync, model = _make(accumulate=3, accumulator=pe.Exact(micro_batches=8))
-    (state,) = _run(sync, model, range(3), stop=1)
-    sync, model = _make(accumulate=3, accumulator=pe.Exact(micro_batches=8))
+    sync, state = _resumed(3)
     sync.load_state_dict([state] if listed else state)
     assert sync.due == [1, 2]
 
 
 @on_ranks(2)
 def test_what_another_rank_s_own_state_holds_is_not_due_here():
-    """Go on from own states in which one rank holds what another would do."""
     rank, _ = me()
-    exact = pe.Exact(micro_batches=8)
-    sync, model = _make(accumulate=4, accumulator=exact)
-    (state,) = _run(sync, model, range(4), stop=1)
-    sync, model = _make(accumulate=4, accumulator=exact)
+    sync, state = _resumed(4)
     sync.load_state_dict(changed(state, places=[1 + rank]))
-    assert sync.due == [[0, 3], [4, 5, 6, 7]][me()[0]]
+    assert sync.due == [[0, 3], [4, 5, 6, 7]][rank]
 
 
 @on_ranks(2)

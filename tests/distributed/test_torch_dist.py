@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from unittest import mock
@@ -10,7 +9,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from cases import me
+from cases import me, recorded_warnings
 from ranks import on_ranks
 from torch import Tensor, nn
 
@@ -83,10 +82,9 @@ def test_objects_are_sent_only_where_ranks_differ():
 
 def _unequal(by_rank: list[int]) -> list[str]:
     rank, _ = me()
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with recorded_warnings() as texts:
         pe.GradSync(nn.Linear(1, 1), accumulate=by_rank[rank]).close()
-    return [str(one.message) for one in caught if "by rank" in str(one.message)]
+    return [text for text in texts if "by rank" in text]
 
 
 def test_unequal_numbers_of_micro_batches_are_warned_of_once(ranks):

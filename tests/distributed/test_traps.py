@@ -64,32 +64,6 @@ def test_gradients_left_in_place_add_up_without_being_averaged_again(kind):
     assert values == [1.5, 3.0, 4.5, 1.5]
 
 
-@pytest.mark.parametrize("kind", ["own-native", "attach"])
-@on_ranks(2)
-def test_two_models_keep_their_own_windows(kind):
-    rank, world = me()
-    models = [Integers(torch.float32), Integers(torch.float32)]
-    (first, forward_a), (second, forward_b) = (
-        engine(kind, model, accumulate=k) for model, k in zip(models, (2, 3), strict=True)
-    )
-    optimizers = [torch.optim.SGD(m.parameters(), lr=0.0) for m in models]
-    windows = {0: 0, 1: 0}
-    for k in range(6):
-        batch = integers(10 * rank + k)
-        for i, (sync, forward, size) in enumerate(((first, forward_a, 2), (second, forward_b, 3))):
-            with sync.accumulate():
-                sync.backward(forward(*batch), count=3)
-                ends = sync.is_sync_step
-                assert ends == ((k + 1) % size == 0)
-            if ends:
-                sync.unscale_()
-                batches = [integers(10 * r + j) for r in range(world) for j in range(k + 1 - size, k + 1)]
-                assert_same(grads(models[i]), mean_of_integers(models[i], batches, 3 * size * world))
-                sync.step(optimizers[i])
-                windows[i] += 1
-    assert windows == {0: 3, 1: 2}
-
-
 @on_ranks(2)
 def test_the_bare_hook_divides_before_a_narrow_cast():
     ddp = DistributedDataParallel(nn.Linear(1, 1, bias=False))

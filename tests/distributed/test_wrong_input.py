@@ -8,12 +8,9 @@ import pytest
 import torch
 from cases import (
     Integers,
-    assert_same,
     engine,
-    grads,
     integers,
     me,
-    mean_of_integers,
     records_of,
     typed_error_of,
 )
@@ -95,21 +92,6 @@ def test_a_refused_window_stays_refused_until_a_new_loop_begins():
     assert first == second and "rank 1: count of micro-batch 0 is -1.0" in first
 
 
-@pytest.mark.parametrize("kind", ["own", "attach"])
-@on_ranks(2)
-def test_count_zero_leaves_a_micro_batch_out_of_the_divisor(kind):
-    rank, world = me()
-    model = Integers(torch.float32)
-    sync, forward = engine(kind, model, accumulate=2)
-    for window in sync.windows([integers(10 * rank + k) for k in range(2)]):
-        for k, (x, t) in enumerate(window):
-            rejected = rank == 0 and k == 0
-            sync.backward(forward(x, t) * (0.0 if rejected else 1.0), count=0 if rejected else 3)
-        sync.unscale_()
-        batches = [integers(10 * r + k) for r in range(world) for k in range(2) if (r, k) != (0, 0)]
-        assert_same(grads(model), mean_of_integers(model, batches, 3 * len(batches)))
-
-
 @on_ranks(2)
 def test_a_window_that_counts_nothing_is_skipped_with_a_reason():
     model = nn.Linear(2, 1)
@@ -173,15 +155,6 @@ def test_a_window_left_early_is_flushed_on_request_and_refused_otherwise(flushes
     assert model.weight.grad.item() == 0.5
     sync.step(torch.optim.SGD(model.parameters(), lr=0.0))
     assert sum(1 for _ in next(windows)) == 3  # the loader goes on where the loop broke off
-
-
-@on_ranks(3)
-def test_a_setting_that_differs_on_one_rank_is_an_error_on_all():
-    rank, _ = me()
-    options = {"wire": pe.wire.BF16()} if rank == 1 else {}
-    assert typed_error_of(lambda: pe.GradSync(nn.Linear(2, 2), **options)).startswith(
-        "ValueError: ranks have different settings: rank 0 has wire=FP32()"
-    )
 
 
 @on_ranks(2)
