@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 from typing import Any
 
 import pytest
@@ -129,17 +128,13 @@ def test_exact_sums_go_on_on_another_number_of_ranks(ranks, tmp_path, kind, worl
         assert all(map(torch.equal, gradient, whole))
 
 
-def _reads_its_own(folder: str) -> list[str]:
+@on_ranks(2)
+def test_on_as_many_ranks_the_planner_reads_no_part_of_others(tmp_path):
+    _stops("own exact", str(tmp_path))
     sync, _ = _made("own exact")
     checkpoint = {"sync": sync.state_dict()}
-    dcp.load(checkpoint, checkpoint_id=folder, planner=LoadPlanner())
-    return sorted(checkpoint["sync"])
-
-
-def test_on_as_many_ranks_the_planner_reads_no_part_of_others(ranks, tmp_path):
-    ranks(2).run(_stops, "own exact", str(tmp_path))
-    for rank, names in enumerate(ranks(2).run(_reads_its_own, str(tmp_path))):
-        assert names == [f"rank {rank} of 2", "steps", "version", "window"]
+    dcp.load(checkpoint, checkpoint_id=str(tmp_path), planner=LoadPlanner())
+    assert sorted(checkpoint["sync"]) == [f"rank {me()[0]} of 2", "steps", "version", "window"]
 
 
 def _refused(kind: str, folder: str, planner: str) -> str:
@@ -159,16 +154,11 @@ def test_on_another_number_of_ranks_the_planner_is_needed_and_exact_sums(ranks, 
         assert "only accumulator='exact'" in message
 
 
-def test_an_engine_that_is_not_in_the_checkpoint_is_a_missing_key(ranks, tmp_path):
-    ranks(1).run(_other, str(tmp_path))
-    assert (
-        "Missing key in checkpoint state_dict: sync."
-        in ranks(1).run(_refused, "own exact", str(tmp_path), "ours")[0]
-    )
-
-
-def _other(folder: str) -> None:
-    dcp.save({"synch": {"rank 0 of 2": 1}, "sync rank": torch.ones(1)}, checkpoint_id=folder)
+@on_ranks(1)
+def test_an_engine_that_is_not_in_the_checkpoint_is_a_missing_key(tmp_path):
+    dcp.save({"synch": {"rank 0 of 2": 1}, "sync rank": torch.ones(1)}, checkpoint_id=str(tmp_path))
+    message = _refused("own exact", str(tmp_path), "ours")
+    assert "Missing key in checkpoint state_dict: sync." in message
 
 
 class Evil:
@@ -181,19 +171,15 @@ class Evil:
         return os.mkdir, (self._path,)
 
 
-def _loads(folder: str, made: str, *, flat: bool) -> str:
-    dcp.save({"trainer": {"epoch": Evil(made)}, "epoch": Evil(made)}, checkpoint_id=folder)
-    tree = {"trainer": {"epoch": 0}} if flat else {"epoch": 0}
-    with pytest.raises(dcp.api.CheckpointException) as error:
-        dcp.load(tree, checkpoint_id=folder, planner=LoadPlanner(flatten_state_dict=flat))
-    return str(error.value)
-
-
 @pytest.mark.parametrize("flat", [True, False])
-def test_no_code_of_a_checkpoint_runs(ranks, tmp_path, flat):
-    made = tmp_path / "made"
-    for message in ranks(2).run(_loads, str(tmp_path / "folder"), str(made), flat=flat):
-        assert re.search(r"epoch': the state holds \w+\.mkdir, which is neither a tensor", message)
+@on_ranks(2)
+def test_no_code_of_a_checkpoint_runs(tmp_path, flat):
+    folder, made = str(tmp_path / "folder"), tmp_path / "made"
+    dcp.save({"trainer": {"epoch": Evil(str(made))}, "epoch": Evil(str(made))}, checkpoint_id=folder)
+    tree = {"trainer": {"epoch": 0}} if flat else {"epoch": 0}
+    refused = r"epoch': the state holds \w+\.mkdir, which is neither a tensor"
+    with pytest.raises(dcp.api.CheckpointException, match=refused):
+        dcp.load(tree, checkpoint_id=folder, planner=LoadPlanner(flatten_state_dict=flat))
     assert not made.exists()
 
 

@@ -136,54 +136,36 @@ def test_gradients_with_other_layouts_than_their_parameters_are_summed(dtype, od
 
 
 @pytest.mark.parametrize(
-    ("layer", "dtype"),
-    [(Fused, torch.float32), (Fused, torch.bfloat16), (FusedWithDummy, torch.bfloat16)],
+    ("layer", "dtype", "uses"),
+    [
+        (Fused, torch.float32, [[True, True]] * 3),
+        (Fused, torch.bfloat16, [[True, True]] * 3),
+        (FusedWithDummy, torch.bfloat16, [[True, True]] * 3),
+        *[(FusedByAddress, torch.float32, [[k == at for k in range(3)]] * 2) for at in range(3)],
+        (Fused, torch.float32, [[True], [False], [True]]),
+        (Fused, torch.bfloat16, [[True], [False], [True]]),
+    ],
 )
 @on_ranks(2)
-def test_layers_that_write_main_grad_themselves_are_reduced(layer, dtype):
-    weight = nn.Parameter(torch.ones(3, dtype=dtype))
-    plain = nn.Parameter(torch.ones(2, dtype=dtype))
-    sync = pe.GradSync([weight, plain], accumulate=2)
+def test_layers_that_write_main_grad_themselves_are_reduced(layer, dtype, uses):
+    """`uses` says of every window which of its micro-batches use the layer."""
+    weight, plain = (nn.Parameter(torch.ones(3, dtype=dtype)) for _ in range(2))
+    num = len(uses[0])
+    # In windows of one, buckets of one parameter, which the second window lays out in another order.
+    sync = pe.GradSync([weight, plain], accumulate=num, bucket_cap_mb=1e-5 if num == 1 else 25)
     optimizer = torch.optim.SGD([weight, plain], lr=0.0)
     rank, world = me()
-    for window in sync.windows([float(rank + 1)] * 6):
-        for value in window:
-            sync.backward(layer.apply(weight, value).float() + plain.sum().float())
+    for window in uses:
+        for is_used in window:
+            with sync.accumulate():
+                loss = plain.sum().float()
+                sync.backward(layer.apply(weight, 6.0 * (rank + 1)).float() + loss if is_used else loss)
         sync.unscale_()
-        assert torch.equal(weight.grad.float(), torch.full((3,), (world + 1) / 2))
-        assert torch.equal(plain.grad.float(), torch.ones(2))
-        sync.step(optimizer)
-
-
-@pytest.mark.parametrize("used_at", [0, 1, 2])
-@on_ranks(2)
-def test_a_layer_that_writes_main_grad_in_one_micro_batch_of_three_counts(used_at):
-    weight, plain = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
-    sync = pe.GradSync([weight, plain], accumulate=3)
-    for window in sync.windows(range(6)):
-        for index in window:
-            loss = plain.sum()
-            sync.backward(loss + (FusedByAddress.apply(weight, 6.0) if index % 3 == used_at else 0))
-        sync.unscale_()
-        assert weight.grad is not None
-        assert weight.grad.tolist() == [2.0] * 3
-        sync.step(torch.optim.SGD([weight, plain], lr=0.0))
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@on_ranks(2)
-def test_new_buckets_know_the_layers_that_write_main_grad(dtype):
-    weight, plain = (nn.Parameter(torch.ones(3, dtype=dtype)) for _ in range(2))
-    # Buckets of one parameter, which the second window lays out in another order.
-    sync = pe.GradSync([weight, plain], accumulate=1, bucket_cap_mb=1e-5)
-    optimizer = torch.optim.SGD([weight, plain], lr=0.0)
-    for is_used in (True, False, True):
-        with sync.accumulate():
-            loss = plain.sum().float()
-            sync.backward(Fused.apply(weight, 2.0) + loss if is_used else loss)
-        sync.unscale_()
-        assert (weight.grad is not None) == is_used
-        assert not is_used or weight.grad.tolist() == [2.0] * 3
+        assert plain.grad.tolist() == [1.0] * 3
+        if any(window):
+            assert weight.grad.tolist() == [3.0 * (world + 1) * sum(window) / num] * 3
+        else:
+            assert weight.grad is None
         sync.step(optimizer)
 
 
