@@ -34,13 +34,12 @@ def _wrapped(owner: str, model: nn.Module, reduce: torch.dtype | None) -> tuple[
     if owner == "own":
         return pe.GradSync(model, **options), model
     if owner == "ddp":
-        ddp = DistributedDataParallel(model)
-        return pe.attach(ddp, **options), ddp
-    policy = MixedPrecisionPolicy(reduce_dtype=reduce)
-    shape = (2, 1) if owner == "hsdp" else (2,)
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicas", "shards")[: len(shape)])
-    shard = replicate if owner == "replicate" else fully_shard
-    shard(model, mesh=mesh, mp_policy=policy)
+        model = DistributedDataParallel(model)
+    else:
+        shard = replicate if owner == "replicate" else fully_shard
+        names = ("replicas", "shards")
+        mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=names) if owner == "hsdp" else None
+        shard(model, mesh=mesh, mp_policy=MixedPrecisionPolicy(reduce_dtype=reduce))
     return pe.attach(model, **options), model
 
 

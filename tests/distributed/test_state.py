@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from cases import Integers, error_of, integers, me
 from exact_cases import Cnn, Gpt, digest, wrap
 from marks import rest
@@ -173,19 +174,23 @@ def _chain(ranks, kind: str, name: str, stops: list[tuple[int, int]], last: int,
 END = WINDOWS - 1
 
 
-@pytest.mark.parametrize(("kind", "world", "last"), [("own", 4, 1), ("attach", 1, 3), *rest(("own", 2, 4))])
-def test_exact_sums_go_on_in_mid_window_on_any_world_size(ranks, kind, world, last):
-    _chain(ranks, kind, "gpt", [(world, END)], last)
+@pytest.mark.parametrize(
+    ("kind", "name", "world", "last"),
+    [
+        ("own", "gpt", 4, 1),
+        ("attach", "gpt", 1, 3),
+        ("own", "cnn", 3, 2),  # running statistics go on, too
+        ("own", "gpt in bf16", 1, 3),
+        *rest(("own", "gpt", 2, 4)),
+    ],
+)
+def test_exact_sums_go_on_in_mid_window_on_any_world_size(ranks, kind, name, world, last):
+    _chain(ranks, kind, name, [(world, END)], last)
 
 
 @pytest.mark.parametrize(("kind", "first"), [("own", END - 1), ("attach", END)])
 def test_a_run_that_went_on_in_mid_window_can_stop_again_in_the_same_one_or_a_later(ranks, kind, first):
     _chain(ranks, kind, "gpt", [(4, first), (3, END)], 1)
-
-
-@pytest.mark.parametrize(("name", "world", "last"), [("cnn", 3, 2), ("gpt in bf16", 1, 3)])
-def test_running_statistics_and_narrow_parameters_go_on_too(ranks, name, world, last):
-    _chain(ranks, "own", name, [(world, END)], last)
 
 
 def test_what_is_left_of_a_window_can_be_dealt(ranks):
@@ -219,52 +224,60 @@ def test_exact_sums_go_on_over_another_owner_of_the_gradients(ranks, stopped, en
 # The same ranks, each with its own state: any accumulator.
 
 
-def _own(
-    kind: str, accumulator: str, dtype: torch.dtype, stop: int | None, steps: Sequence[bytes] = ()
-) -> Any:
-    """Train two windows with dropout under a loss scale that grows; stop in the second after `stop`
-    micro-batches, or go on from there.
-    """
-    rank, _ = me()
-    torch.manual_seed(rank)
-    model = Gpt(dtype)
-    sync, forward = wrap(kind, model, 0.01, accumulate=3, accumulator=accumulator)
-    sync.scaler = pe.GradScaler("cpu", init_scale=4.0, growth_interval=1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
-    begin = 0
-    if steps:
-        state = _unpack(steps[rank])
-        model.load_state_dict(state["model"])
-        sync.load_state_dict(state["sync"])
-        begin = 3 + len(content(state["sync"])["places"])
-    batches = [_tokens([index]) for index in range(begin, 6)]
-    at = begin
-    for window in sync.windows(batches):
-        for x in window:
-            sync.backward(forward(x), count=rank + 1)
-            at += 1
-            if stop is not None and at == 3 + stop:
-                return _pack({"model": model.state_dict(), "sync": sync.state_dict()})
-        sync.clip_grad_norm_(1.0)
-        sync.step(optimizer)
-    return digest(*model.parameters()), sync.scaler.get_scale()
-
-
 @pytest.mark.parametrize(
-    ("kind", "accumulator", "dtype"),
+    ("kind", "accumulator", "dtype", "how"),
     [
-        ("own", "fp32", torch.float32),
-        ("own", "native", torch.float32),
-        ("own", "exact", torch.bfloat16),
-        ("attach", "fp32", torch.bfloat16),
-        ("attach", "exact", torch.float32),
+        ("own", "fp32", torch.float32, "an engine in DCP"),
+        ("own", "native", torch.float32, "torch.save"),
+        ("own", "exact", torch.bfloat16, "a state in DCP"),
+        ("attach", "fp32", torch.bfloat16, "a state in DCP"),
+        ("attach", "exact", torch.float32, "torch.save"),
     ],
 )
-def test_ranks_go_on_with_their_own_states_and_generators_bit_for_bit(ranks, kind, accumulator, dtype):
-    # Of two ranks: DDP lays its buckets out anew, and the order in a ring of more depends on that.
-    whole = ranks(2).run(_own, kind, accumulator, dtype, None)
-    states = ranks(2).run(_own, kind, accumulator, dtype, 1)
-    assert ranks(2).run(_own, kind, accumulator, dtype, None, states) == whole
+@on_ranks(2)  # DDP lays its buckets out anew, and the order in a ring of more ranks depends on that
+def test_ranks_go_on_with_their_own_states_and_generators_bit_for_bit(
+    tmp_path, kind, accumulator, dtype, how
+):
+    """Stop in the second window of a model with dropout, under a loss scale that grows."""
+    rank, _ = me()
+    file, folder = tmp_path / f"{rank}.pt", str(tmp_path / "checkpoint")
+
+    def made() -> tuple[pe.Sync, nn.Module, nn.Module]:
+        torch.manual_seed(rank)
+        model = Gpt(dtype)
+        sync, forward = wrap(kind, model, 0.01, accumulate=3, accumulator=accumulator)
+        sync.scaler = pe.GradScaler("cpu", init_scale=4.0, growth_interval=1)
+        return sync, forward, model
+
+    def run(places: range) -> tuple[str, float]:
+        for place in places:
+            with sync.accumulate():
+                sync.backward(forward(_tokens([place])), count=rank + 1)
+            if place % 3 == 2:
+                sync.clip_grad_norm_(1.0)
+                sync.step(torch.optim.SGD(model.parameters(), lr=1e-2))
+        return digest(*model.parameters()), sync.scaler.get_scale()
+
+    sync, forward, model = made()
+    run(range(4))
+    parameters = copy.deepcopy(model.state_dict())
+    if how == "torch.save":
+        torch.save(sync.state_dict(), file)
+    else:
+        dcp.save({"sync": sync if "engine" in how else sync.state_dict()}, checkpoint_id=folder)
+    whole = run(range(4, 6))
+    sync.close()
+    sync, forward, model = made()
+    model.load_state_dict(parameters)
+    if how == "torch.save":
+        sync.load_state_dict(torch.load(file))
+    else:
+        checkpoint = {"sync": sync if "engine" in how else sync.state_dict()}
+        dcp.load(checkpoint, checkpoint_id=folder)
+        if "state" in how:
+            sync.load_state_dict(checkpoint["sync"])
+    assert sync.window == 1
+    assert run(range(4, 6)) == whole
 
 
 @pytest.mark.parametrize("accumulator", ["fp32", "native", "exact"])

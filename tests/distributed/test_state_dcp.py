@@ -1,4 +1,7 @@
-"""States in torch.distributed.checkpoint, which takes equal names on several ranks for copies."""
+"""States in torch.distributed.checkpoint on other numbers of ranks, and what our planner reads.
+
+`test_state.py` has those of the same ranks, by DCP's own planner.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from cases import Integers, assert_same, grads, integers, me
+from cases import Integers, integers, me
 from ranks import on_ranks
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
@@ -40,44 +43,6 @@ def _made(kind: str) -> tuple[pe.Sync, torch.nn.Module]:
         model = DistributedDataParallel(model)
         return pe.attach(model, accumulate=accumulate, accumulator=accumulator), model
     return pe.GradSync(model, accumulate=accumulate, accumulator=accumulator), model
-
-
-@pytest.mark.parametrize(
-    ("kind", "world", "how"), [("own", 3, "engine"), ("own exact", 1, "state"), ("attach", 2, "state")]
-)
-@on_ranks()
-def test_every_rank_gets_its_own_sums_and_generator_back(tmp_path, kind, how):
-    """In the second window, by DCP's own planner."""
-    torch.manual_seed(me()[0])
-
-    def run(sync: pe.Sync, model: torch.nn.Module, *, stop: int = 6) -> None:
-        for place in sync.due[:stop]:
-            with sync.accumulate():
-                sync.backward(model(*integers(place)) * torch.rand(()), count=1 + me()[0])
-
-    def checkpoint_of(sync: pe.Sync) -> dict[str, Any]:
-        return {"sync": sync if how == "engine" else sync.state_dict()}
-
-    sync, model = _made(kind)
-    run(sync, model)
-    sync.step(torch.optim.SGD(model.parameters(), lr=0.0))
-    run(sync, model, stop=1)
-    dcp.save(checkpoint_of(sync), checkpoint_id=str(tmp_path))
-    run(sync, model)
-    sync.unscale_()
-    whole = grads(model)
-    sync.close()
-    sync, model = _made(kind)
-    dcp.load(checkpoint := checkpoint_of(sync), checkpoint_id=str(tmp_path))
-    if how == "state":
-        sync.load_state_dict(checkpoint["sync"])
-    assert sync.window == 1
-    run(sync, model)
-    sync.unscale_()
-    assert_same(grads(model), whole)
-
-
-# Another number of ranks.
 
 
 def _stops(kind: str, folder: str, how: str = "save") -> None:

@@ -65,14 +65,22 @@ def _mean(*indices: int) -> float:
 # Loaders.
 
 
-def _no_share_at_all(window: int, places: int, num: int) -> tuple[list[int], list[float]]:
-    """Go on, with as many ranks as there are, from a state of one rank alone."""
+def _sampler_of(num: int) -> tuple[pe.WindowSampler, pe.Exact]:
     sampler = pe.WindowSampler(num, seed=0, micro_batch=1, global_batch=4 if num == 9 else 3, shuffle=False)
-    exact = pe.Exact(micro_batches=sampler.micro_batches)
-    alone = sampler.shard(rank=0, world_size=1)
-    # A state that a single process has left.
-    state = _alone(exact, alone, window * sampler.micro_batches, places) if me()[0] == 0 else None
-    state = _gathered(state)[0]
+    return sampler, pe.Exact(micro_batches=sampler.micro_batches)
+
+
+def _state_of_one_rank(num: int, window: int, places: int) -> dict[str, Any]:
+    """Return a state after so many micro-batches of a window."""
+    sampler, exact = _sampler_of(num)
+    begin = window * sampler.micro_batches
+    made = _make(accumulate=sampler.accumulate, accumulator=exact)
+    return changed(_run(*made, range(begin, begin + 8), stop=places)[-1], window=window)
+
+
+def _goes_on(num: int, window: int, state: dict[str, Any]) -> tuple[list[int], list[float]]:
+    """Return what this rank has computed, and the gradients of all windows."""
+    sampler, exact = _sampler_of(num)
     sync, model = _make(accumulate=sampler.accumulate, accumulator=exact)
     sync.load_state_dict([state])
     sampler.set_epoch(0, window=window, due=sync.due)
@@ -87,25 +95,14 @@ def _no_share_at_all(window: int, places: int, num: int) -> tuple[list[int], lis
     return computed, gradients
 
 
-def _alone(exact: pe.Exact, sampler: pe.WindowSampler, begin: int, places: int) -> dict[str, Any]:
-    """Return the state of a process alone, `places` micro-batches behind `begin`."""
-    group = torch.distributed.distributed_c10d._world.default_pg
-    torch.distributed.distributed_c10d._world.default_pg = None  # as before any group
-    try:
-        sync, model = _make(accumulate=sampler.accumulate, accumulator=exact)
-        state = _run(sync, model, range(begin, begin + 8), stop=places)[-1]
-        return changed(state, window=begin // sampler.micro_batches)
-    finally:
-        torch.distributed.distributed_c10d._world.default_pg = group
-
-
 @pytest.mark.parametrize(
     ("world", "window", "places", "num", "left", "windows"),
     [(2, 1, 3, 9, [7, 8], [[4, 5, 6, 7], [8]]), (4, 0, 1, 3, [1, 2], [[0, 1, 2]])],
     ids=["nothing due and a window to come", "no ordinary share and a part of the rest"],
 )
 def test_a_rank_may_have_no_share_of_what_is_left(ranks, world, window, places, num, left, windows):
-    results = ranks(world).run(_no_share_at_all, window, places, num)
+    (state,) = ranks(1).run(_state_of_one_rank, num, window, places)
+    results = ranks(world).run(_goes_on, num, window, state)
     assert sorted(index for computed, _ in results for index in computed) == left
     assert [gradients for _, gradients in results] == [[_mean(*each) for each in windows]] * world
 

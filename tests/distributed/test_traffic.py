@@ -62,9 +62,17 @@ def test_batch_norm_buffers_travel_once_a_window_and_find_unused_adds_one(ranks)
             assert last.count("allreduce_") >= len(plain) + 1
 
 
-@pytest.mark.parametrize(("world", "accumulate"), [(1, 2), (2, 2), (2, 1), (3, 2), (4, 2)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("wire", [pe.wire.FP32(), pe.wire.BF16()], ids=["fp32", "bf16"])
+@pytest.mark.parametrize(
+    ("world", "accumulate", "dtype", "wire"),
+    [
+        (1, 2, torch.float32, pe.wire.FP32()),
+        (2, 2, torch.float32, pe.wire.BF16()),
+        (2, 1, torch.bfloat16, pe.wire.FP32()),
+        (3, 2, torch.bfloat16, pe.wire.BF16()),
+        (4, 2, torch.float32, pe.wire.FP32()),
+    ],
+    ids=str,
+)
 @on_ranks()
 def test_step_record_counts_the_collectives_and_bytes_that_really_travel(world, accumulate, dtype, wire):
     model = _model(False).to(dtype)

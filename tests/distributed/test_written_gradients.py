@@ -125,9 +125,6 @@ def test_a_backward_behind_the_windows_last_one_is_refused(kind):
             assert sync.step(optimizer)
 
 
-PHASES = ("forward", "first backward", "between", "last backward", "behind")
-
-
 def _block(forward: nn.Module, mb: pe.MicroBatch, phase: str | bool) -> None:
     def fail(here: str) -> None:
         if phase == here:
@@ -144,9 +141,8 @@ def _block(forward: nn.Module, mb: pe.MicroBatch, phase: str | bool) -> None:
     fail("behind")
 
 
-@pytest.mark.parametrize("at", [1, 2])
-@pytest.mark.parametrize("phase", PHASES)
-@pytest.mark.parametrize("kind", ["own", "attach"])
+@pytest.mark.parametrize("phase", ["forward", "first backward", "between", "last backward", "behind"])
+@pytest.mark.parametrize(("kind", "at"), [("own", 1), ("own", 2), ("attach", 2)])
 @on_ranks(2)
 def test_a_block_left_by_an_exception_is_used_whole_or_not_at_all(kind, phase, at):
     """Rank 1 leaves block `at` of the second of three windows, and goes on as if nothing had happened."""
