@@ -167,8 +167,8 @@ def engine(kind: str, model: nn.Module, *, accumulate: int, **options: object) -
         return pe.GradSync(model, accumulate=accumulate, **options), model
     ddp = DistributedDataParallel(
         model,
-        gradient_as_bucket_view=kind == "attach-view",
-        find_unused_parameters=kind == "attach-unused",
+        gradient_as_bucket_view="view" in kind,
+        find_unused_parameters="unused" in kind,
         static_graph=kind == "attach-static",
         bucket_cap_mb=1e-5,
     )

@@ -9,7 +9,7 @@ import pytest
 import torch
 from cases import me
 from ranks import on_ranks
-from states import changed, content
+from states import changed
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
@@ -268,24 +268,6 @@ def test_parameters_of_one_name_are_different_parameters():
         sync.backward(a(_batch(0)).sum() + 10 * b(_batch(0)).sum())
     sync.unscale_()
     assert [float(p.grad[0, 0]) for p in (a.weight, b.weight)] == [1.0, 10.0]
-
-
-@on_ranks(2)
-def test_flags_move_along_when_ddp_lays_its_buckets_out_anew():
-    state = None
-    for done in (0, 2):
-        sync, model = _make(accumulate=6, kind="attach", accumulator="exact")
-        if done:
-            for window in sync.windows([0]):
-                for index in window:
-                    sync.backward(model(_batch(index)).sum())
-                sync.unscale_()
-                next(model.parameters()).grad = None
-            sync.load_state_dict(state)
-        state = _run(sync, model, range(done, 6), stop=2)[-1]
-    sync, model = _make(accumulate=6, kind="attach", accumulator="exact")
-    sync.load_state_dict(state)
-    assert len(content(state)["places"]) == 4
 
 
 def _resumed(accumulate: int) -> tuple[pe.Sync, dict[str, Any]]:

@@ -7,6 +7,7 @@ from functools import partial
 
 import pytest
 import torch
+import torch.distributed as dist
 from cases import clip_and_step, engine, me, records_of
 from ranks import on_ranks
 from torch import nn
@@ -151,8 +152,6 @@ def test_every_rank_starts_from_rank_0s_values(ranks, source):
 
 @on_ranks(3)
 def test_a_process_group_of_its_own():
-    import torch.distributed as dist
-
     rank, _ = me()
     groups = [dist.new_group([0, 1]), dist.new_group([2])]
     model = nn.Linear(1, 1, bias=False)

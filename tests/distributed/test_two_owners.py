@@ -21,6 +21,7 @@ from cases import (
 )
 from ranks import on_ranks
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 from window_errors import noted
 
@@ -57,7 +58,6 @@ def _group(which: str) -> dist.ProcessGroup:
 
 
 def _without_experts(model: Model) -> Model:
-    """Let DDP leave the experts out."""
     names = [f"expert.{name}" for name, _ in model.expert.named_parameters()]
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)
     return model
@@ -293,9 +293,7 @@ def test_a_bare_backward_into_an_expert_is_refused_everywhere():
 
 @on_ranks(4)
 def test_frozen_parameters_of_a_stage_do_not_shift_the_norm():
-    """A frozen parameter, which DDP has in no bucket, does not shift whose part of the norm is whose."""
-    from torch.distributed.device_mesh import init_device_mesh
-
+    """DDP has them in no bucket."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     model[0].requires_grad_(False)

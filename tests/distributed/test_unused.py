@@ -10,7 +10,7 @@ from unittest import mock
 
 import pytest
 import torch
-from cases import assert_same, grads, me
+from cases import assert_same, engine, grads, me
 from ranks import on_ranks
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -59,37 +59,32 @@ def _expected(dtype: torch.dtype, window: int, members: list[tuple[int, int]]) -
     }
 
 
+EXACT = {"accumulator": "exact"}
+NARROW, WIDE = torch.bfloat16, torch.float32
+
+
 @pytest.mark.parametrize(
-    ("kind", "accumulator", "dtype", "how"),
+    ("kind", "dtype", "options", "how"),
     [
-        ("unused", "fp32", torch.bfloat16, "windows"),
-        ("unused, view", "fp32", torch.bfloat16, "runs out"),
-        ("unused, view", "fp32", torch.bfloat16, "flush"),
-        ("unused, view", "exact", torch.bfloat16, "windows"),
-        ("unused", "exact", torch.float32, "runs out"),
-        ("unused", "exact", torch.float32, "flush"),
-        ("own", "fp32", torch.float32, "flush"),
-        ("own", "native", torch.float32, "windows"),
-        ("own", "exact", torch.float32, "runs out"),
-        ("plain", "native", torch.float32, "flush"),
-        ("view", "fp32", torch.float32, "windows"),
+        ("attach-unused", NARROW, {}, "windows"),
+        ("attach-unused-view", NARROW, {}, "runs out"),
+        ("attach-unused-view", NARROW, {}, "flush"),
+        ("attach-unused-view", NARROW, EXACT, "windows"),
+        ("attach-unused", WIDE, EXACT, "runs out"),
+        ("attach-unused", WIDE, EXACT, "flush"),
+        ("own", WIDE, {"bucket_cap_mb": 1e-5}, "flush"),
+        ("own-native", WIDE, {"bucket_cap_mb": 1e-5}, "windows"),
+        ("own-exact", WIDE, {"bucket_cap_mb": 1e-5}, "runs out"),
+        ("attach", WIDE, {"accumulator": "native"}, "flush"),
+        ("attach-view", WIDE, {}, "windows"),
     ],
+    ids=str,
 )
 @on_ranks(3)
-def test_gradients_are_those_of_one_big_batch(kind, accumulator, dtype, how):
+def test_gradients_are_those_of_one_big_batch(kind, dtype, options, how):
     rank, world = me()
-    model = forward = Branches(dtype)
-    options = {"accumulate": ACCUMULATE + (how == "flush"), "accumulator": accumulator}
-    if kind == "own":
-        sync: pe.Sync = pe.GradSync(model, bucket_cap_mb=1e-5, **options)
-    else:
-        forward = DistributedDataParallel(
-            model,
-            find_unused_parameters="unused" in kind,
-            gradient_as_bucket_view="view" in kind,
-            bucket_cap_mb=1e-5,
-        )
-        sync = pe.attach(forward, **options)
+    model = Branches(dtype)
+    sync, forward = engine(kind, model, accumulate=ACCUMULATE + (how == "flush"), **options)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
 
     def run(window: int, place: int) -> None:
@@ -133,7 +128,7 @@ class NoRoom(nn.Module):
 @pytest.mark.parametrize("at", [0, 1])
 @on_ranks(2)
 def test_a_failure_before_ddp_has_heard_of_the_last_backward_voids_the_window(at):
-    """Fail on rank 1, in one window's last backward, before DDP has heard of it."""
+    """Fail on rank 1, in the last backward of window `at`."""
     rank, _ = me()
     ddp = DistributedDataParallel(NoRoom(), find_unused_parameters=True)
     sync = pe.attach(ddp, accumulate=2)

@@ -30,10 +30,7 @@ SETTINGS = {
     "nonfinite list": ({"nonfinite": ["skip"]}, "nonfinite=['skip']: need one of 'skip', 'raise'"),
     "nonfinite array": ({"nonfinite": np.ones(2)}, "need one of 'skip', 'raise'"),
     "accumulator array": ({"accumulator": np.ones(2)}, "need one of 'fp32', 'native', 'exact'"),
-    "accumulator dtype": (
-        {"accumulator": torch.bfloat16},
-        "need one of 'fp32', 'native', 'exact', or torch.f",
-    ),
+    "accumulator dtype": ({"accumulator": torch.bfloat16}, "'fp32', 'native', 'exact', or torch.f"),
     "accumulator class": ({"accumulator": pe.Exact}, "need one of 'fp32', 'native', 'exact'"),
     "exact bool": ({"accumulator": pe.Exact(micro_batches=True)}, "need a whole number of micro-batches"),
     "accumulate tensor": ({"accumulate": torch.tensor(2)}, "an int from 1 to 2**20, and not a Tensor"),
@@ -43,10 +40,6 @@ SETTINGS = {
     "accumulate zero": ({"accumulate": 0}, "accumulate=0: need a whole number"),
     "accumulate auto": ({"accumulate": "auto"}, "accumulate=1, and sync.retry_smaller(share, fn)"),
     "accumulate huge": ({"accumulate": 10**12}, "accumulate=1000000000000: need a whole number"),
-    "process_group": (
-        {"process_group": "dp"},
-        "process_group='dp' is a str: need a torch.distributed.ProcessGroup",
-    ),
 }
 
 
