@@ -11,10 +11,8 @@ from torch.utils.checkpoint import checkpoint
 
 from pyengine.gradients.arrival import Arrivals, Watch, may_nest
 
-ORDERS = list(itertools.permutations(range(3)))
 
-
-def _complete(order: tuple[int, ...], frozen: tuple[int, ...] = ()) -> list[set[int]]:
+def _complete(order: tuple[int, ...], frozen: tuple[int, ...]) -> list[set[int]]:
     """Let gradients of three parameters come in an order; return which were there when a set was complete."""
     params = [Parameter(torch.ones(1), requires_grad=index not in frozen) for index in range(3)]
     arrived: set[int] = set()
@@ -33,24 +31,20 @@ def _complete(order: tuple[int, ...], frozen: tuple[int, ...] = ()) -> list[set[
     return complete
 
 
-@pytest.mark.parametrize("order", ORDERS, ids=str)
-def test_a_set_is_complete_once_with_its_last_gradient(order):
-    assert _complete(order) == [{0, 1, 2}]
-
-
-@pytest.mark.parametrize("order", [(0, 1), (2, 0)], ids=str)
-def test_a_set_that_lacks_one_is_not_complete(order):
-    assert _complete(order) == []
-
-
-@pytest.mark.parametrize("frozen", [(1,), (0, 2)], ids=str)
-def test_a_frozen_parameter_is_not_waited_for(frozen):
-    trained = tuple(index for index in range(3) if index not in frozen)
-    assert _complete(trained, frozen) == [set(trained)]
-
-
-def test_a_set_of_frozen_parameters_is_complete_at_once():
-    assert _complete((), (0, 1, 2)) == [set()]
+@pytest.mark.parametrize(
+    ("order", "frozen", "complete"),
+    [
+        *((order, (), [{0, 1, 2}]) for order in itertools.permutations(range(3))),
+        ((0, 1), (), []),
+        ((2, 0), (), []),
+        ((0, 2), (1,), [{0, 2}]),
+        ((1,), (0, 2), [{1}]),
+        ((), (0, 1, 2), [set()]),
+    ],
+    ids=str,
+)
+def test_a_set_is_complete_once_with_the_last_gradient_that_is_not_frozen(order, frozen, complete):
+    assert _complete(order, frozen) == complete
 
 
 @pytest.mark.parametrize(

@@ -16,43 +16,25 @@ CPU = torch.device("cpu")
 ONE = torch.tensor(1.0)
 
 
-def _landed(bad: int | None = None) -> FinalPass:
+@pytest.mark.parametrize("bad", [None, 0, 2, 3])
+def test_every_parameter_gets_its_own_norm_and_flag_whatever_the_order_of_buckets(bad):
     """Read parameters 3 and 0, and then 2; 1 and 4 are in no bucket."""
-    first = (BucketPlan([0, 4], [2, 1]), [3, 0])
-    second = (BucketPlan([0], [2]), [2])
+    first, second = (BucketPlan([0, 4], [2, 1]), [3, 0]), (BucketPlan([0], [2]), [2])
     norms, final = ReducedNorms([first, second], CPU), FinalPass(5, CPU)
-    final.sumsq[4] = 7  # another owner's
     values = {3: torch.tensor([1.0, 2.0]), 0: torch.tensor([3.0]), 2: torch.tensor([4.0, 4.0])}
+    want = {0: 9.0, 1: 0.0, 2: 32.0, 3: 5.0, 4: 7.0}
     if bad is not None:
-        values[bad][0] = torch.inf
-    nothing = [torch.full((numel,), torch.nan) for numel in (2, 1, 2)]
-    # A window knows nothing of the one before it.
-    for *one, other in (nothing, [values[3], values[0], values[2]]):
+        values[bad][0] = want[bad] = torch.inf
+    nothing = {index: torch.full_like(value, torch.nan) for index, value in values.items()}
+    for of in (nothing, values):  # a window knows nothing of the one before it
         final.reset()
+        final.sumsq[4] = 7  # another owner's
         norms.begin()
-        norms.read(1, second[0].pointers([other]), None, ONE)
-        norms.read(0, first[0].pointers(one), None, ONE)
+        norms.read(1, [of[2]], None, ONE)
+        norms.read(0, [of[3], of[0]], None, ONE)
         norms.copy_to(final)
-    return final
-
-
-def test_every_parameter_gets_its_own_norm_whatever_the_order_of_buckets():
-    final = _landed()
-    assert final.sumsq.tolist() == [9.0, 0.0, 32.0, 5.0, 7.0]
-    assert final.nonfinite.tolist() == [0] * 5
-
-
-@pytest.mark.parametrize("bad", [0, 2, 3])
-def test_a_value_that_is_not_finite_flags_its_parameter(bad):
-    final = _landed(bad=bad)
-    assert [index for index, flag in enumerate(final.nonfinite.tolist()) if flag] == [bad]
-
-
-def test_without_buckets_nothing_is_handed_over():
-    norms, final = ReducedNorms([], CPU), FinalPass(2, CPU)
-    norms.begin()
-    norms.copy_to(final)
-    assert final.sumsq.tolist() == [0.0, 0.0]
+    assert final.sumsq.tolist() == [*want.values()]
+    assert final.nonfinite.tolist() == [index == bad for index in range(5)]
 
 
 class _Count(TorchDispatchMode):
