@@ -29,18 +29,6 @@ def run(toys, name, *more):
     return status, message.value.decode(), seen
 
 
-def test_shuffles_barriers_and_shared_memory_add_numbers(toys):
-    x = torch.arange(64.0, dtype=torch.float64)
-    status, _, seen = run(toys, "sum", ctypes.c_void_p(x.data_ptr()))
-    assert status == 0 and seen[0] == x.sum()
-
-
-@pytest.mark.parametrize(("who", "any_"), [(0, 1), (63, 1), (64, 0)])
-def test_a_barrier_returns_to_every_thread_whether_any_predicate_holds(toys, who, any_):
-    _, _, seen = run(toys, "any", who)
-    assert seen[:64].eq(any_).all()
-
-
 def test_a_missing_barrier_shows_as_poison(toys):
     assert run(toys, "race")[2][:64].isnan().any()
 
@@ -78,23 +66,3 @@ def test_blocks_run_in_the_order_that_was_asked_for(library):
 
 def test_a_launch_without_blocks_is_an_error_as_in_cuda(library):
     assert run(library, "no_blocks")[0] == 9  # cudaErrorInvalidConfiguration
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_casts_round_as_torch_does(library, dtype):
-    generator = torch.Generator().manual_seed(0)
-    bits = torch.randint(-(2**31), 2**31, (300_001,), generator=generator).to(torch.int32)
-    x, got = bits.view(torch.float32), torch.empty(300_001, dtype=dtype)
-    library["toy_to_half" if dtype == torch.float16 else "toy_to_bfloat16"](
-        ctypes.c_void_p(x.data_ptr()), ctypes.c_void_p(got.data_ptr()), 300_001
-    )
-    want = x.to(dtype)
-    assert torch.equal(got.isnan(), want.isnan())
-    assert torch.equal(got[~want.isnan()].view(torch.int16), want[~want.isnan()].view(torch.int16))
-
-
-def test_every_half_is_widened_exactly(library):
-    every, got = torch.arange(-(2**15), 2**15).to(torch.int16), torch.empty(2**16)
-    library.toy_from_half(ctypes.c_void_p(every.data_ptr()), ctypes.c_void_p(got.data_ptr()), 2**16)
-    want = every.view(torch.float16).float()
-    assert torch.equal(got.nan_to_num(7).view(torch.int32), want.nan_to_num(7).view(torch.int32))

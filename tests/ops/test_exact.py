@@ -54,40 +54,24 @@ def test_the_limbs_are_the_sums_of_slices(isa, name, terms):
     assert limbs(total) == sum_of(flats, width_of(terms))
 
 
-@pytest.mark.parametrize("terms", [3, 4096])
-@pytest.mark.parametrize("name", ALL_DISTRIBUTIONS)
-@pytest.mark.parametrize("seed", [1, 2])
-@pytest.mark.parametrize("together", [merge, merge_in_turn])
-def test_any_order_and_any_ranks_give_the_same_bits(isa, name, terms, seed, together):
-    flats = [parts(flat) for flat in make_terms(name, terms, min(terms, 12), seed)]
-    want = make_sum(terms)
-    deposit_all(want, flats)
-    random = torch.Generator().manual_seed(seed)
-    order = torch.randperm(len(flats), generator=random).tolist()
-    ranks = torch.randint(1 + seed, (len(flats),), generator=random).tolist()
-    sums = [make_sum(terms) for _ in range(1 + seed)]
-    for rank, total in enumerate(sums):
-        deposit_all(total, [flats[i] for i in order if ranks[i] == rank])
-    assert_same_sum(together(sums), want)
-
-
 FLOATS = st.floats(width=32, allow_nan=True, allow_infinity=True)
 
 
-@settings(deadline=None, max_examples=150)
+@pytest.mark.parametrize("together", [merge, merge_in_turn])
+@settings(deadline=None, max_examples=100)
 @given(
     terms=st.lists(st.lists(FLOATS, min_size=3, max_size=3), min_size=1, max_size=8),
     limit=st.sampled_from(TERMS[3:]),
     data=st.data(),
 )
-def test_any_terms_in_any_groups_give_the_sums_of_slices(terms, limit, data):
+def test_any_terms_in_any_groups_give_the_sums_of_slices(together, terms, limit, data):
     plan = BucketPlan([0], [3])
     ranks = [data.draw(st.integers(0, 2)) for _ in terms]
     sums = [make_sum(limit, plan=plan, numel=BLOCK) for _ in range(3)]
     for rank, total in enumerate(sums):
         mine = [[torch.tensor(term)] for term, at in zip(terms, ranks, strict=True) if at == rank]
         deposit_all(total, mine)
-    total = merge(sums)
+    total = together(sums)
     want = sum_of_block(terms, width_of(limit))
     assert (total.hi[:3].tolist(), total.lo[:3].tolist(), total.bins.tolist()) == want
     assert not total.hi[3:].any() and not total.lo[3:].any()
@@ -199,33 +183,17 @@ def test_a_first_deposit_forgets_what_was_there_and_leaves_gaps_alone(isa):
     assert not total.hi[NUMELS[0] : 192].any() and not total.hi[256:].any()
 
 
-@pytest.mark.parametrize(("value", "bin"), [(0.0, 0), (1e-40, 0), (NAN, 255)])
+@pytest.mark.parametrize(("value", "bin"), [(-0.0, 0), (1e-40, 0), (NAN, 255)])
 def test_a_first_deposit_without_a_grid_clears_the_limbs(isa, value, bin):
-    total = make_sum(8)
+    total, out = make_sum(8), torch.empty(NUMEL)
     for limb in (total.hi, total.lo, total.bins):
         limb.fill_(77)
     total.deposit_([torch.full((n,), value) for n in NUMELS], first=True, nonfinite=flags(total._plan))
     assert total.bins.tolist() == [bin, bin, bin, 77, bin]
     limbs = torch.stack([total.hi, total.lo])
     assert not limbs[:, :192].any() and not limbs[:, 256:].any()
-
-
-def test_a_missing_tensor_contributes_nothing(isa):
-    total, want = make_sum(8), make_sum(8)
-    both = parts(make_terms("gradients", 8, 1)[0])
-    deposit_all(want, [both])
-    deposit_all(total, [[None, None], both, [None, None]])
-    assert_same_sum(total, want)
-
-
-def test_zeros_and_denormals_leave_a_block_empty(isa):
-    total, out = make_sum(8), torch.empty(NUMEL)
-    zeros = torch.full((NUMEL,), -0.0)
-    zeros[::3] = 1e-40
-    deposit_all(total, [parts(zeros)] * 2)
     total.round_(out)
-    assert not total.bins.any()
-    assert_same_bits(out, torch.zeros(NUMEL))
+    assert_same_bits(out[:192], torch.full((192,), NAN if bin else 0.0))
 
 
 # ---- poison ----
@@ -270,26 +238,18 @@ def test_flags_are_set_by_this_term_alone_and_never_cleared(isa):
 @pytest.mark.parametrize("distance", [1, 2, 3])
 def test_shifting_afterwards_is_depositing_in_the_larger_bin(isa, name, distance):
     flats = [parts(flat) for flat in make_terms(name, 8, 5)]
-    low = make_sum(8)
+    low, high = make_sum(8), make_sum(8)
     deposit_all(low, flats)
     most = math.ceil(252 / low.width)
     bins = torch.where(low.bins > 0, (low.bins + distance).clamp(max=most), 0).to(torch.uint8)
-    high = make_sum(8)
     high.align_(bins)
-    seen = flags(high._plan)
     for flat in flats:
-        high.deposit_(flat, first=False, nonfinite=seen)
+        high.deposit_(flat, first=False, nonfinite=flags(high._plan))
     low.align_(bins)
     assert torch.equal(low.bins, bins)
     assert_same_sum(low, high)
-
-
-def test_aligning_to_poison_clears_the_limbs(isa):
-    total, out = make_sum(8), torch.empty(NUMEL)
-    deposit_all(total, [[torch.ones(n) for n in NUMELS]])
-    total.align_(torch.full((NUMEL // BLOCK,), 255, dtype=torch.uint8))
-    total.round_(out)
-    assert not total.hi.any() and not total.lo.any() and out.isnan().all()
+    low.align_(torch.full_like(bins, 255))  # poison
+    assert not low.hi.any() and not low.lo.any()
 
 
 # ---- round ----
@@ -349,11 +309,13 @@ def test_a_sum_that_cannot_be_is_refused(offsets, numel, terms, words):
 
 @pytest.mark.parametrize("device", [torch.device("cpu:0"), "cpu"], ids=repr)
 def test_a_device_may_be_named_in_any_way_that_torch_takes(device):
-    limbs = torch.zeros(2 * BLOCK, dtype=torch.int32)
-    for memory in (None, limbs):
+    for memory in (None, torch.zeros(2 * BLOCK, dtype=torch.int32)):
         total = ExactSum(BucketPlan([0], [3]), numel=BLOCK, terms=2, device=device, limbs=memory)
         total.deposit_([torch.ones(3)], first=True, nonfinite=flags(total._plan))
         assert total.hi.device == CPU
+
+
+TOTAL = make_sum(8)
 
 
 @pytest.mark.parametrize(
@@ -367,17 +329,11 @@ def test_a_device_may_be_named_in_any_way_that_torch_takes(device):
         ("merge_", {"other": make_sum(4096)}, ValueError, "other is ExactSum.*needed one like ExactSum"),
         ("round_", {"out": torch.zeros(NUMEL).double()}, TypeError, "out is torch.float64"),
         ("round_", {"out": torch.zeros(NUMEL - 1)}, ValueError, "out is .*at least 320 elements"),
+        ("round_", {"out": TOTAL.hi.view(torch.bfloat16)}, ValueError, "needed memory of its own"),
+        ("round_", {"out": TOTAL.lo.view(torch.float16)}, ValueError, "needed memory of its own"),
     ],
 )
 def test_arguments_that_do_not_fit_are_named(method, arguments, error, words):
-    total = make_sum(8)
-    defaults = {"deposit_": {"tensors": [None, None], "first": True, "nonfinite": flags(total._plan)}}
+    defaults = {"deposit_": {"tensors": [None, None], "first": True, "nonfinite": flags(TOTAL._plan)}}
     with pytest.raises(error, match=words):
-        getattr(total, method)(**(defaults.get(method, {}) | arguments))
-
-
-def test_a_result_across_the_limbs_is_refused():
-    total = make_sum(8)
-    for out in (total.hi.view(torch.bfloat16), total.lo.view(torch.float16)):
-        with pytest.raises(ValueError, match="needed memory of its own"):
-            total.round_(out)
+        getattr(TOTAL, method)(**(defaults.get(method, {}) | arguments))

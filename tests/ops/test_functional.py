@@ -6,6 +6,7 @@ import shutil
 import pytest
 import torch
 from op_cases import DTYPES, INF, NAN, assert_same_bits, clone, random_values
+from torch.utils._pytree import tree_leaves
 
 import pyengine as pe
 from pyengine.ops import functional, native
@@ -92,17 +93,14 @@ def test_unscale_norm_is_the_float64_norm_of_what_is_written(device, dtype):
 
 @pytest.mark.parametrize("bad", [-INF, NAN])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_found_inf_is_one_wherever_the_value_is_not_finite(device, dtype, bad):
-    tensors = [torch.ones(5, dtype=dtype, device=device), torch.ones(2000, dtype=dtype, device=device)]
+def test_found_inf_is_one_wherever_the_value_or_the_product_is_not_finite(device, dtype, bad):
+    tensors = [torch.ones(n, dtype=dtype, device=device) for n in (5, 2000)]
     tensors[1][1999] = bad
     assert pe.ops.unscale_norm(tensors)[1].item() == 1
     assert pe.ops.unscale_norm_(tensors)[1].item() == 1
-
-
-def test_a_product_that_overflows_is_found_and_the_largest_floats_are_not(device):
-    tensors = [torch.full((3,), 3e38, device=device)]
-    assert pe.ops.unscale_norm(tensors)[1].item() == 0
-    assert pe.ops.unscale_norm(tensors, 2.0)[1].item() == 1
+    largest = [torch.full((3,), 3e38, device=device)]
+    assert pe.ops.unscale_norm(largest)[1].item() == 0
+    assert pe.ops.unscale_norm(largest, 2.0)[1].item() == 1
 
 
 # ---- lists ----
@@ -170,10 +168,6 @@ def compiled_flatten(flat, a, b, c, scale):
     return pe.ops.flatten([a + 1, None, c], scale=scale, dtype=torch.bfloat16, like=[a, b, c])
 
 
-def compiled_flatten_into(flat, a, b, c, scale):
-    return pe.ops.flatten([a, b, c], scale=scale, out=flat) - 1
-
-
 def compiled_unflatten_(flat, a, b, c, scale):
     pe.ops.unflatten_([a, None, c], flat * 2, scale=scale, like=[a, b, c])
     return a + 1, c
@@ -181,10 +175,6 @@ def compiled_unflatten_(flat, a, b, c, scale):
 
 def compiled_accumulate_(flat, a, b, c, scale):
     return pe.ops.accumulate_(flat, [a * 2, None, c], scale=scale, like=[a, b, c])
-
-
-def compiled_accumulate_first_(flat, a, b, c, scale):
-    return pe.ops.accumulate_(flat, [a, None, c], scale=0.5, first=True, like=[a, b, c])
 
 
 def compiled_unscale_norm(flat, a, b, c, scale):
@@ -197,25 +187,17 @@ def compiled_unscale_norm_(flat, a, b, c, scale):
     return norm, found_inf, a + 1, c
 
 
-# The same in one line of plain PyTorch, for float64.
-PLAIN = {
-    compiled_flatten: lambda flat, a, b, c, s: torch.cat([a + 1, b * 0, c]) * s,
-    compiled_flatten_into: lambda flat, a, b, c, s: torch.cat([a, b, c]) * s - 1,
-    compiled_unflatten_: lambda flat, a, b, c, s: (flat[:15] * 2 * s + 1, flat[19:] * 2 * s),
-    compiled_accumulate_: lambda flat, a, b, c, s: flat + torch.cat([a * 2, b * 0, c]) * s,
-    compiled_accumulate_first_: lambda flat, a, b, c, s: torch.cat([a, b * 0, c]) * 0.5,
-    compiled_unscale_norm: lambda flat, a, b, c, s: (((torch.cat([a + 1, c]) * s).norm()).float() + 1, s * 0),
-    compiled_unscale_norm_: lambda flat, a, b, c, s: (
-        (torch.cat([a, c]) * s).norm().float(),
-        s * 0,
-        a * s + 1,
-        c * s,
-    ),
-}
+COMPILED = [
+    compiled_flatten,
+    compiled_unflatten_,
+    compiled_accumulate_,
+    compiled_unscale_norm,
+    compiled_unscale_norm_,
+]
 
 
 @pytest.mark.skipif(shutil.which("c++") is None, reason="inductor needs a C++ compiler")
-@pytest.mark.parametrize("call", PLAIN, ids=lambda call: call.__name__)
+@pytest.mark.parametrize("call", COMPILED, ids=lambda call: call.__name__)
 @pytest.mark.parametrize("place", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_compilers_trace_through_without_a_graph_break(call, place, backend, request):
@@ -228,12 +210,8 @@ def test_compilers_trace_through_without_a_graph_break(call, place, backend, req
     eager, compiled = clone(values), clone(values)
     want = call(*eager)
     got = torch.compile(call, fullgraph=True, backend=backend)(*compiled)
-    exact = PLAIN[call](*[value.double() for value in values])
-    for left, right, plain in zip(
-        *(r if isinstance(r, tuple) else (r,) for r in (got, want, exact)), strict=True
-    ):
+    for left, right in zip(tree_leaves(got), tree_leaves(want), strict=True):
         assert_same_bits(left, right)
-        assert torch.equal(left.double(), plain.double())
     for left, right in zip(compiled, eager, strict=True):
         assert_same_bits(left, right)
 
@@ -300,7 +278,8 @@ def test_nothing_waits_for_the_device_but_a_layouts_first_call(gpu):
 
 # ---- what does not fit ----
 
-TWO = [torch.ones(2), torch.ones(3)]
+TWO, WIDE = [torch.ones(2), torch.ones(3)], torch.ones(2).double()
+PARAM = torch.nn.Parameter(torch.ones(2))
 
 
 @pytest.mark.parametrize(
@@ -318,30 +297,12 @@ TWO = [torch.ones(2), torch.ones(3)]
         (lambda: pe.ops.accumulate_(torch.ones(5).half(), TWO), TypeError, "acc is torch.float16"),
         (lambda: pe.ops.accumulate_(torch.ones(5), [None, TWO[1]]), TypeError, r"grads\[0\] is NoneType"),
         (lambda: pe.ops.unscale_norm([*TWO, 3.0]), TypeError, r"tensors\[2\] is float"),
-        (
-            lambda: pe.ops.unscale_norm([None, torch.ones(2).double()]),
-            TypeError,
-            r"tensors\[1\] is torch.float64",
-        ),
-        (
-            lambda: pe.ops.unscale_norm_([None, torch.nn.Parameter(TWO[0])]),
-            TypeError,
-            r"tensors\[1\] is a Parameter",
-        ),
-        (
-            lambda: pe.ops.unscale_norm_([TWO[0], TWO[0]]),
-            ValueError,
-            r"tensors\[\d\] shares memory with tensors",
-        ),
+        (lambda: pe.ops.unscale_norm_([TWO[0], WIDE], 0.5), TypeError, r"tensors\[1\] is torch.float64"),
+        (lambda: pe.ops.unscale_norm_([None, PARAM]), TypeError, r"tensors\[1\] is a Parameter"),
+        (lambda: pe.ops.unscale_norm_([TWO[0], TWO[0]]), ValueError, r"\[\d\] shares memory with tensors"),
     ],
 )
 def test_arguments_that_do_not_fit_are_named(call, error, words):
     with pytest.raises(error, match=words):
         call()
-
-
-def test_a_list_that_does_not_fit_is_refused_before_anything_is_written():
-    wide, wrong = torch.ones(2), torch.ones(2).double()
-    with pytest.raises(TypeError, match=r"tensors\[1\] is torch.float64"):
-        pe.ops.unscale_norm_([wide, wrong], 0.5)
-    assert wide.tolist() == [1, 1]
+    assert TWO[0].tolist() == [1, 1]  # nothing was written

@@ -1,13 +1,12 @@
 """unscale_norm: y = tensor * scale, its sum of squares and its finite check in one pass."""
 
 import functools
-import math
 import mmap
 import operator
 
 import pytest
 import torch
-from op_cases import DTYPES, assert_same_bits, flags, random_values, sums
+from op_cases import flags, random_values, sums
 
 from pyengine.ops.plan import BucketPlan
 
@@ -17,12 +16,12 @@ def test_the_sum_does_not_depend_on_alignment_or_destination(isa, scale):
     x = random_values(plan.numels[0] + 1, torch.float32, seed=9)
     aligned, shifted = x[1:].clone(), x[1:]
     y = torch.empty(plan.numels[0] + 1)
-    got = [sums(plan) for _ in range(4)]
-    plan.unscale_norm([aligned], None, scale, sumsq=got[0], nonfinite=flags(plan))
-    plan.unscale_norm([shifted], None, scale, sumsq=got[1], nonfinite=flags(plan))
-    plan.unscale_norm([aligned], [y[1:]], scale, sumsq=got[2], nonfinite=flags(plan))
-    plan.unscale_norm([aligned], [y[:-1]], scale, sumsq=got[3], nonfinite=flags(plan))
-    assert len({total.item() for total in got}) == 1
+    found = set()
+    for source, out in ((aligned, None), (shifted, None), (aligned, [y[1:]]), (aligned, [y[:-1]])):
+        total = sums(plan)
+        plan.unscale_norm([source], out, scale, sumsq=total, nonfinite=flags(plan))
+        found.add(total.item())
+    assert len(found) == 1
 
 
 def add_halves(lanes):
@@ -63,28 +62,6 @@ def test_the_sum_is_taken_in_the_documented_order(numel, every, seed, scale):
     assert got.item() == sum_in_plain_words((x * scale).double().square().tolist())
 
 
-@pytest.mark.parametrize(
-    ("numel", "dtype"), [*((200_003, dtype) for dtype in DTYPES), (257 * 8192 + 1, torch.float32)]
-)
-def test_the_sum_is_within_rounding_of_the_exact_one(numel, dtype, scale):
-    plan = BucketPlan([0], [numel])
-    x = random_values(numel, dtype, seed=4)
-    got = sums(plan)
-    plan.unscale_norm([x], None, scale, sumsq=got, nonfinite=flags(plan))
-    # The squares are exact. At most 16 + 32 + 4 + ceil(blocks / 256) + 8 additions lie on the way of a term
-    # (segment, block, its lanes, block lane, its lanes), each with 2^-53; fsum rounds once more.
-    want = math.fsum((x.float() * scale).double().square().tolist())
-    additions = 16 + 32 + 4 + -(-numel // (256 * 8192)) + 8
-    assert abs(got.item() - want) <= (additions + 1) * 2**-53 * want
-
-
-def test_the_sum_is_of_the_stored_value(isa, one):
-    plan, x, out = BucketPlan([0], [20]), torch.full((20,), 1 + 2**-10), torch.empty(20, dtype=torch.bfloat16)
-    got = sums(plan)
-    plan.unscale_norm([x], [out], one, sumsq=got, nonfinite=flags(plan))
-    assert got.item() == 20
-
-
 def test_squares_of_the_largest_floats_do_not_overflow(isa, one):
     plan = BucketPlan([0], [16_385])
     got = torch.empty(1, dtype=torch.float64)
@@ -98,22 +75,6 @@ def test_a_cast_that_overflows_is_flagged(isa, one):
     tensors = [torch.full((40,), 65520.0), torch.ones(2)]
     plan.unscale_norm(tensors, [t.half() for t in tensors], one, sumsq=sums(plan), nonfinite=seen)
     assert seen.tolist() == [1, 0]
-
-
-def test_minus_zero_and_denormals_are_kept(isa, one):
-    plan, tiny = BucketPlan([0], [36]), torch.tensor([-0.0, 1e-45, -1e-40]).repeat(12)
-    got, kept = sums(plan), tiny.clone()
-    plan.unscale_norm([kept], [kept], one, sumsq=got, nonfinite=flags(plan))
-    assert_same_bits(kept, tiny)
-    assert got.item() == pytest.approx(tiny.double().square().sum().item(), rel=2**-50)
-
-
-def test_a_missing_tensor_counts_zero_and_a_missing_output_is_read_only(isa, one):
-    plan, x, y, z = BucketPlan([0, 3, 6], [3, 3, 3]), torch.ones(3), torch.zeros(3), torch.zeros(3)
-    got = sums(plan)
-    plan.unscale_norm([None, x, x], [z, None, y], one, sumsq=got, nonfinite=flags(plan))
-    assert got.tolist() == [0, 3, 3]
-    assert (y.tolist(), z.tolist()) == ([1, 1, 1], [0, 0, 0])
 
 
 @pytest.mark.slow

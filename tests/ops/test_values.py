@@ -97,6 +97,18 @@ def test_a_non_finite_scale_reaches_the_sum_of_the_tail_and_no_empty_slot(anywhe
     assert seen.tolist() == [1, 1, 0, 1]
 
 
+def test_minus_zero_and_denormals_are_kept_by_sums_and_norms(anywhere, one):
+    layout, tiny = make_plan([36], gap=0), torch.tensor([-0.0, 1e-45, -1e-40]).repeat(12)
+    plan, one = anywhere.plan(layout.offsets, layout.numels), anywhere.place(one)
+    acc, kept = anywhere.place(torch.ones(36)), [anywhere.place(tiny)]
+    sumsq, seen = anywhere.place(sums(layout)), anywhere.place(flags(layout))
+    plan.accumulate_(acc, kept, one, first=True, nonfinite=seen)
+    plan.unscale_norm(kept, kept, one, sumsq=sumsq, nonfinite=seen)
+    assert_same_bits(acc.cpu(), tiny)
+    assert_same_bits(kept[0].cpu(), tiny)
+    assert sumsq.item() == pytest.approx(tiny.double().square().sum().item(), rel=2**-50)
+
+
 def test_a_missing_tensor_packs_as_zeros_whatever_the_scale(anywhere):
     flat = anywhere.place(torch.full((40,), 7.0))
     anywhere.plan([0], [40]).pack_(flat, [None], anywhere.place(torch.tensor(INF)))

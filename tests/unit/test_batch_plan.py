@@ -15,17 +15,10 @@ import pyengine as pe
 # --- plan_batch ---
 
 
-@pytest.mark.parametrize(
-    ("global_batch", "micro_batch", "world_size", "accumulate"),
-    [(256, 128, 2, 1), (256, 8, 4, 8), (1, 1, 1, 1)],
-)
-def test_accumulate_times_micro_batch_times_ranks_is_the_global_batch(
-    global_batch, micro_batch, world_size, accumulate
-):
-    plan = pe.plan_batch(global_batch=global_batch, micro_batch=micro_batch, world_size=world_size)
-    assert plan.accumulate == accumulate
-    assert plan.shares == (accumulate,) * world_size
-    assert (plan.micro_batches, plan.idle) == (global_batch // micro_batch, 0)
+def test_accumulate_times_micro_batch_times_ranks_is_the_global_batch():
+    plan = pe.plan_batch(global_batch=256, micro_batch=8, world_size=4)
+    assert (plan.accumulate, plan.shares) == (8, (8, 8, 8, 8))
+    assert (plan.micro_batches, plan.idle) == (32, 0)
 
 
 @pytest.mark.parametrize("micro_batches", [5, 12, 125])
@@ -58,40 +51,6 @@ def test_a_batch_that_does_not_come_out_even_names_the_nearest(
         pe.plan_batch(global_batch=global_batch, micro_batch=micro_batch, world_size=world_size)
 
 
-def test_an_uneven_plan_has_no_accumulate_that_would_be_wrong_on_some_ranks():
-    plan = pe.plan_batch(global_batch=1000, micro_batch=8, world_size=64, uneven=True)
-    assert (plan.micro_batches, plan.idle) == (125, 3)
-    with pytest.raises(ValueError, match=r"^accumulate: ranks have 1 or 2 .* use shares\[rank\]"):
-        _ = plan.accumulate
-
-
-@pytest.mark.parametrize(
-    ("changes", "error", "message"),
-    [
-        (
-            {"global_batch": 1000},
-            ValueError,
-            "global_batch=1000 is not a multiple of micro_batch=16; nearest",
-        ),
-        ({"world_size": 5}, ValueError, "world_size=5 .* only 4 of the ranks .* at most 4"),
-        ({"world_size": 0}, ValueError, "world_size=0: need a whole number of at least 1"),
-        ({"micro_batch": 0}, ValueError, "micro_batch=0: need a whole number of at least 1"),
-        ({"global_batch": 0}, ValueError, "global_batch=0: need a whole number of at least 1"),
-        ({"world_size": 2.0}, TypeError, "world_size=2.0 is a float"),
-    ],
-)
-def test_arguments_that_no_uneven_plan_fits_are_refused(changes, error, message):
-    options = {"global_batch": 64, "micro_batch": 16, "world_size": 2, "uneven": True} | changes
-    with pytest.raises(error, match=f"^{message}"):
-        pe.plan_batch(**options)
-
-
-def test_a_plan_does_not_change():
-    plan = pe.plan_batch(global_batch=8, micro_batch=4, world_size=2)
-    with pytest.raises(AttributeError):
-        plan.world_size = 4
-
-
 # --- steps_per_epoch ---
 
 
@@ -106,12 +65,6 @@ def test_steps_per_epoch_are_the_samplers_windows_for_every_world_size(
     plan = pe.plan_batch(global_batch=96, micro_batch=8, world_size=world_size)
     sampler = pe.WindowSampler(dataset_size, seed=1, micro_batch=8, global_batch=96, drop_last=drop_last)
     assert plan.steps_per_epoch(dataset_size, drop_last=drop_last) == sampler.num_windows == steps
-
-
-def test_a_dataset_smaller_than_a_dropped_window_is_refused():
-    plan = pe.plan_batch(global_batch=96, micro_batch=8, world_size=2)
-    with pytest.raises(ValueError, match="dataset_size=95 gives no window of global_batch=96"):
-        plan.steps_per_epoch(95, drop_last=True)
 
 
 # --- scale_lr ---
@@ -138,24 +91,6 @@ def test_a_ratio_within_what_papers_show_gives_no_warning(from_batch, to_batch):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         pe.scale_lr(0.1, from_batch=from_batch, to_batch=to_batch, rule="linear")
-
-
-@pytest.mark.parametrize(
-    ("changes", "error", "message"),
-    [
-        ({"rule": "cube"}, ValueError, "rule='cube': need 'linear' .* or 'sqrt'"),
-        ({"lr": 0}, ValueError, "lr=0: need a finite number above 0"),
-        ({"lr": math.nan}, ValueError, "lr=nan: need"),
-        ({"lr": "0.1"}, TypeError, "lr='0.1' is a str: need a number"),
-        ({"from_batch": -1}, ValueError, "from_batch=-1: need a whole number of at least 1"),
-        ({"from_batch": 0}, ValueError, "from_batch=0: need a whole number of at least 1"),
-        ({"to_batch": 1.5}, TypeError, "to_batch=1.5 is a float"),
-    ],
-)
-def test_a_bad_argument_of_scale_lr_is_named(changes, error, message):
-    options = {"lr": 0.1, "from_batch": 256, "to_batch": 512, "rule": "linear"} | changes
-    with pytest.raises(error, match=f"^{message}"):
-        pe.scale_lr(options.pop("lr"), **options)
 
 
 # --- warm_up ---
@@ -207,16 +142,51 @@ def test_a_scheduler_goes_on_from_its_state_in_the_middle_of_the_warm_up():
         assert other.param_groups[0]["lr"] == optimizer.param_groups[0]["lr"]
 
 
+# --- Wrong arguments ---
+
+
+def uneven(**changes) -> pe.BatchPlan:
+    return pe.plan_batch(**{"global_batch": 64, "micro_batch": 16, "world_size": 2, "uneven": True} | changes)
+
+
+def scale(lr=0.1, **changes) -> float:
+    return pe.scale_lr(lr, **{"from_batch": 256, "to_batch": 512, "rule": "linear"} | changes)
+
+
+def warm(**changes) -> LRScheduler:
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(2))], lr=LR)
+    return pe.warm_up(StepLR(optimizer, 1), **{"steps": 1, "start_factor": 1.0} | changes)
+
+
 @pytest.mark.parametrize(
-    ("changes", "error", "message"),
+    ("call", "changes", "error", "message"),
     [
-        ({"steps": 0}, ValueError, "steps=0: need a whole number of at least 1"),
-        ({"steps": 1.5}, TypeError, "steps=1.5 is a float"),
-        ({"start_factor": 0}, ValueError, "start_factor=0: need a number above 0 and at most 1"),
-        ({"start_factor": 2}, ValueError, "start_factor=2: need"),
+        (uneven, {"global_batch": 1000}, ValueError, "global_batch=1000 is not a multiple of micro_batch=16"),
+        (uneven, {"world_size": 5}, ValueError, "world_size=5 .* only 4 of the ranks .* at most 4"),
+        (uneven, {"world_size": 0}, ValueError, "world_size=0: need a whole number of at least 1"),
+        (uneven, {"micro_batch": 0}, ValueError, "micro_batch=0: need a whole number of at least 1"),
+        (uneven, {"global_batch": 0}, ValueError, "global_batch=0: need a whole number of at least 1"),
+        (uneven, {"world_size": 2.0}, TypeError, "world_size=2.0 is a float"),
+        (scale, {"rule": "cube"}, ValueError, "rule='cube': need 'linear' .* or 'sqrt'"),
+        (scale, {"lr": 0}, ValueError, "lr=0: need a finite number above 0"),
+        (scale, {"lr": math.nan}, ValueError, "lr=nan: need"),
+        (scale, {"lr": "0.1"}, TypeError, "lr='0.1' is a str: need a number"),
+        (scale, {"from_batch": 0}, ValueError, "from_batch=0: need a whole number of at least 1"),
+        (scale, {"to_batch": 1.5}, TypeError, "to_batch=1.5 is a float"),
+        (warm, {"steps": 0}, ValueError, "steps=0: need a whole number of at least 1"),
+        (warm, {"steps": 1.5}, TypeError, "steps=1.5 is a float"),
+        (warm, {"start_factor": 0}, ValueError, "start_factor=0: need a number above 0 and at most 1"),
+        (warm, {"start_factor": 2}, ValueError, "start_factor=2: need"),
     ],
 )
-def test_a_bad_argument_of_warm_up_is_named(changes, error, message):
-    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(2))], lr=LR)
+def test_a_bad_argument_is_named(call, changes, error, message):
     with pytest.raises(error, match=f"^{message}"):
-        pe.warm_up(StepLR(optimizer, 1), **({"steps": 1, "start_factor": 1.0} | changes))
+        call(**changes)
+
+
+def test_what_a_plan_cannot_answer_is_refused():
+    plan = pe.plan_batch(global_batch=1000, micro_batch=8, world_size=64, uneven=True)
+    with pytest.raises(ValueError, match=r"^accumulate: ranks have 1 or 2 .* use shares\[rank\]"):
+        _ = plan.accumulate
+    with pytest.raises(ValueError, match="dataset_size=999 gives no window of global_batch=1000"):
+        plan.steps_per_epoch(999, drop_last=True)

@@ -14,22 +14,23 @@ from pyengine.wire.named import WIRES, WireName
 
 
 @pytest.mark.parametrize(
-    ("args", "kwargs", "message"),
+    ("make", "args", "kwargs", "message"),
     [
-        ((8,), {}, r"got 8 without a name after params_or_module: pass it by name, accumulate=8"),
-        ((), {"gradient_accumulation_steps": 4}, r"gradient_accumulation_steps=4: .* is accumulate= here"),
-        ((), {"acumulate": 4}, r"acumulate=4: this argument is accumulate= here"),
-        ((), {"foo": 1}, r"foo=1: there is no such argument; there are accumulate, wire, "),
+        (
+            pe.GradSync,
+            (8,),
+            {},
+            r"got 8 without a name after params_or_module: .*, accumulate=8",
+        ),
+        (pe.GradSync, (), {"gradient_accumulation_steps": 4}, r"_steps=4: .* is accumulate= here"),
+        (pe.GradSync, (), {"acumulate": 4}, r"acumulate=4: this argument is accumulate= here"),
+        (pe.GradSync, (), {"foo": 1}, r"foo=1: there is no such argument; there are accumulate, wire, "),
+        (pe.attach, (2,), {}, "accumulate=2"),
     ],
 )
-def test_a_wrong_argument_is_answered_with_the_right_one(args, kwargs, message):
+def test_a_wrong_argument_is_answered_with_the_right_one(make, args, kwargs, message):
     with pytest.raises(TypeError, match=message):
-        pe.GradSync(nn.Linear(1, 1), *args, **kwargs)
-
-
-def test_attach_answers_as_well():
-    with pytest.raises(TypeError, match="accumulate=2"):
-        pe.attach(nn.Linear(1, 1), 2)
+        make(nn.Linear(1, 1), *args, **kwargs)
 
 
 @pytest.mark.parametrize("name", WIRES)

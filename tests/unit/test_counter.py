@@ -15,31 +15,25 @@ def _syncs(counter: WindowCounter) -> bool:
     return syncs
 
 
-def test_a_skipped_backward_leaves_the_window_unsynced():
+@pytest.mark.parametrize(
+    ("accumulate", "handed_out", "backwards"), [(2, 2, 1), (3, 1, 2)], ids=["one skipped", "one too many"]
+)
+def test_a_window_without_as_many_backwards_as_micro_batches_is_not_synced(accumulate, handed_out, backwards):
+    counter = WindowCounter(accumulate)
+    counter.open()
+    for number in range(handed_out):
+        counter.hand_out(0, last=number == accumulate - 1)
+    assert [_syncs(counter) for _ in range(backwards)] == [False] * backwards
+
+
+@pytest.mark.parametrize(
+    ("state", "message"), [(State.IDLE, "outside a window"), (State.SENT, "after window 0 was sent")]
+)
+def test_a_backward_that_belongs_to_no_window_is_refused(state, message):
     counter = WindowCounter(2)
     counter.open()
-    counter.hand_out(0, last=False)
-    counter.hand_out(0, last=True)
-    assert not _syncs(counter)
-
-
-def test_more_backwards_than_micro_batches_never_sync_too_early():
-    counter = WindowCounter(3)
-    counter.open()
-    counter.hand_out(0, last=False)
-    assert not _syncs(counter) and not _syncs(counter)
-
-
-def test_a_backward_outside_a_window_is_refused():
-    with pytest.raises(RuntimeError, match="outside a window"):
-        WindowCounter(2).count_backward()
-
-
-def test_a_backward_after_the_window_was_sent_is_refused():
-    counter = WindowCounter(2)
-    counter.open()
-    counter.state = State.SENT
-    with pytest.raises(RuntimeError, match="after window 0 was sent"):
+    counter.state = state
+    with pytest.raises(RuntimeError, match=message):
         counter.count_backward()
 
 

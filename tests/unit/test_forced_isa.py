@@ -7,7 +7,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import forced_isa
 import pytest
 
 from pyengine.ops import native
@@ -42,21 +41,3 @@ def test_the_switch_holds_here_on_ranks_and_in_started_processes(tmp_path):
         env={**os.environ, "PYENGINE_ISA": "generic"},
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
-
-
-@pytest.fixture
-def _restored(monkeypatch):
-    monkeypatch.setenv("PYTHONPATH", "before")
-    core = native.core()
-    before = core.isa()
-    yield core
-    core.set_isa(before)
-
-
-def test_an_unknown_level_is_an_error_that_names_those_that_are_there(_restored, monkeypatch):
-    monkeypatch.setenv("PYENGINE_ISA", "auto")
-    before, found = _restored.isa(), ", ".join(forced_isa.available(_restored))
-    assert forced_isa.everywhere() == (
-        f"PYENGINE_ISA=auto: needed one of {found}, which this build and machine have"
-    )
-    assert (_restored.isa(), os.environ["PYTHONPATH"]) == (before, "before")

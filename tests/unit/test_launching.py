@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import math
 import multiprocessing as mp
 import os
 import signal
@@ -23,15 +24,20 @@ def job(folder: Path, *, workers: int = 2) -> launching._Job:
 # --- How many ---
 
 
-@pytest.fixture
-def two_cores(monkeypatch):
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"workers": 65}, "workers=65: need at most 64 on the 2 cores of this machine"),
+        *(
+            ({"workers": 1, "timeout_s": s}, "timeout_s=.*: need seconds above 0")
+            for s in (0, math.nan, math.inf)
+        ),
+    ],
+)
+def test_what_cannot_be_launched_is_refused_before_anything_is_started(options, message, monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 5}, raising=False)
-
-
-@pytest.mark.usefixtures("two_cores")
-def test_more_workers_than_cores_can_serve_are_refused_before_any_is_started():
-    with pytest.raises(ValueError, match=r"^workers=65: need at most 64 on the 2 cores of this machine"):
-        launch(len, workers=65, args=("abc",))
+    with pytest.raises(ValueError, match=f"^{message}"):
+        launch(len, args=("abc",), **options)
     launching.check_number(64)
 
 
@@ -61,22 +67,13 @@ def environment(monkeypatch):
     return os.environ
 
 
-def test_workers_find_what_torchrun_would_give_them(environment, tmp_path):
+def test_workers_find_what_torchrun_would_give_them_and_nothing_of_another_launcher(environment, tmp_path):
+    environment |= {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500", "TORCHELASTIC_USE_AGENT_STORE": "True"}
     launching._set_environment(1, job(tmp_path, workers=3))
-    assert {name: environment[name] for name in ("RANK", "LOCAL_RANK", "ROLE_RANK", "GROUP_RANK")} == {
-        "RANK": "1",
-        "LOCAL_RANK": "1",
-        "ROLE_RANK": "1",
-        "GROUP_RANK": "0",
-    }
-    assert environment["WORLD_SIZE"] == environment["LOCAL_WORLD_SIZE"] == "3"
+    ranks = ("RANK", "LOCAL_RANK", "ROLE_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+    assert [environment[name] for name in ranks] == ["1", "1", "1", "0", "3", "3"]
     assert environment["MASTER_ADDR"] == "127.0.0.1"
     assert environment["TORCHELASTIC_RUN_ID"] == tmp_path.name
-
-
-def test_the_place_of_another_launchers_store_is_forgotten(environment, tmp_path):
-    environment |= {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500", "TORCHELASTIC_USE_AGENT_STORE": "True"}
-    launching._set_environment(0, job(tmp_path))
     assert {"MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE"} & set(environment) == set()
 
 
@@ -135,9 +132,3 @@ def test_the_stack_of_a_late_worker_ends_above_launchs_own_calls(tmp_path):
     assert launching._stack(trace) == (
         'Thread 0x2 (most recent call first):\n  File "train.py", line 7 in train'
     )
-
-
-@pytest.mark.parametrize("value", [0, float("nan"), float("inf")])
-def test_a_timeout_that_is_none_is_refused(value):
-    with pytest.raises(ValueError, match=r"^timeout_s=.*: need seconds above 0"):
-        launch(len, workers=1, args=("abc",), timeout_s=value)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -10,7 +9,7 @@ from torch import nn
 
 import pyengine as pe
 from pyengine.gradients import layout as layouts
-from pyengine.gradients.layout import ALIGN_ELEMENTS, Layout, ParamSpec, backward_order, first_difference
+from pyengine.gradients.layout import ALIGN_ELEMENTS, Layout, ParamSpec, backward_order
 
 FP32, BF16 = torch.float32, torch.bfloat16
 
@@ -23,13 +22,11 @@ def _specs(*shapes: tuple[int, ...], dtype: torch.dtype = FP32) -> list[ParamSpe
     return [ParamSpec(f"p{i}", shape, dtype) for i, shape in enumerate(shapes)]
 
 
-def test_the_last_registered_parameter_comes_first():
-    layout = build(_specs((2,), (3,), (4,)), cap_bytes=10**9)
-    assert [slot.param for slot in layout.buckets[0].slots] == [2, 1, 0]
-
-
 def test_a_bucket_closes_at_the_cap_and_never_splits_a_parameter():
-    layout = build(_specs((1000,), (10,), (10,)), cap_bytes=300)
+    """The last registered parameter comes first; a frozen one has no slot."""
+    specs = _specs((1000,), (10,), (10,))
+    frozen = ParamSpec("frozen", (4,), FP32, requires_grad=False)
+    layout = build([*specs, frozen], cap_bytes=300)
     assert [[slot.param for slot in bucket.slots] for bucket in layout.buckets] == [[2, 1], [0]]
 
 
@@ -37,8 +34,7 @@ def test_the_first_bucket_alone_closes_earlier():
     specs = _specs((10,), (10,), (10,), (10,), (10,))
     layout = build(specs, cap_bytes=10**9, first_bytes=300)
     assert [[slot.param for slot in bucket.slots] for bucket in layout.buckets] == [[4, 3], [2, 1, 0]]
-    layout = build(specs, cap_bytes=1, first_bytes=300)
-    assert len(layout.buckets) == 5
+    assert len(build(specs, cap_bytes=1, first_bytes=300).buckets) == 5
 
 
 def test_how_a_group_is_cut_depends_on_no_other_parameters():
@@ -58,28 +54,6 @@ def test_the_network_gets_a_mebibyte_first_whatever_the_cap():
     model = nn.Sequential(*[nn.Linear(512, 512, bias=False) for _ in range(4)])  # a MiB each
     with pe.GradSync(model) as sync:
         assert [len(bucket.slots) for bucket in sync.layout.buckets] == [1, 3]
-
-
-def test_frozen_parameters_have_no_slot():
-    specs = [ParamSpec("a", (4,), FP32), ParamSpec("b", (4,), FP32, requires_grad=False)]
-    layout = build(specs, cap_bytes=1)
-    assert [s.name for bucket in layout.buckets for s in bucket.slots] == ["a"]
-
-
-@pytest.mark.parametrize(
-    "second, needle",
-    [
-        (_specs((2,), (3,)), None),
-        (_specs((2,), (4,)), "parameter 1: rank 0 has 'p1' [3] float32; rank 1 has 'p1' [4] float32"),
-        (_specs((2,)), "parameter 1: rank 0 has 'p1' [3] float32; rank 1 has no such parameter"),
-        (
-            _specs((2,), (3,), dtype=BF16),
-            "parameter 0: rank 0 has 'p0' [2] float32; rank 1 has 'p0' [2] bfloat16",
-        ),
-    ],
-)
-def test_the_first_difference_names_the_parameters_of_each_rank(second, needle):
-    assert first_difference([_specs((2,), (3,)), second]) == needle
 
 
 SPECS = st.builds(

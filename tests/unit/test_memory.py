@@ -1,13 +1,12 @@
-"""Residuals of wires follow their parameters from one bucket layout to the next."""
+"""Residuals of wires follow their parameters from one bucket layout to the next; memory of payloads."""
 
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 
 import pyengine as pe
 from pyengine.wire.bucket_wire import BucketWire, WireMemory
-from pyengine.wire.memory import Place
+from pyengine.wire.memory import PayloadMemory, Place
 
 CPU = torch.device("cpu")
 FEEDBACK = pe.wire.ErrorFeedback(pe.wire.Int8())
@@ -51,13 +50,10 @@ def test_loaded_residuals_are_kept_until_their_bucket_is_made():
     assert _kept(memory) == {"a": 7.0, "b": 0.0}
     memory.load({})
     assert not wire.memory.residual.any()
-
-
-def test_a_wire_that_keeps_no_residual_takes_no_memory():
-    memory = WireMemory()
-    memory.load({"a": torch.ones(3)})
-    wire = _bucket(memory, ("a", 0, 3), wire=pe.wire.Int8(rounding="stochastic"))
-    assert wire.memory.part("a") is None and memory.parts() == {}
+    without = WireMemory()
+    without.load(saved)
+    wire = _bucket(without, ("a", 0, 3), wire=pe.wire.Int8(rounding="stochastic"))
+    assert wire.memory.part("a") is None and without.parts() == {}
 
 
 def test_every_window_has_turns_of_its_own():
@@ -73,30 +69,8 @@ def test_every_window_has_turns_of_its_own():
     assert _bucket(memory, ("b", 0, 3)).memory.turn == wire.memory.turn - 3
 
 
-def _filled() -> tuple[WireMemory, Tensor, Tensor]:
-    """Return a memory, the residual of a bucket, filled with 3, and a loaded state of 8 without a bucket."""
-    memory, state = WireMemory(), torch.full((3,), 8.0)
-    residual = _bucket(memory, ("a", 0, 3)).memory.residual
-    memory.load({"b": state})  # for example of a parameter that is frozen
-    return memory, residual.fill_(3.0), state
-
-
-def test_a_window_that_is_not_used_leaves_no_residual():
-    memory, residual, state = _filled()
-    memory.drop(torch.tensor(0.0))
-    assert _kept(memory) == {"a": 3.0, "b": 8.0}
-    memory.drop(torch.tensor(1.0))
-    assert _kept(memory) == {"a": 0.0, "b": 0.0}
-    assert residual.eq(0).all() and state.eq(8).all()
-
-
-def test_residuals_are_multiplied_with_the_loss_scale():
-    memory, residual, state = _filled()
-    memory.scale_(torch.tensor(1.0))
-    assert _kept(memory) == {"a": 3.0, "b": 8.0}
-    memory.scale_(torch.tensor(0.25))
-    assert _kept(memory) == {"a": 0.75, "b": 2.0}
-    assert residual.eq(0.75).all() and state.eq(8).all()
-    wire = _bucket(memory, ("b", 0, 3))
-    memory.scale_(torch.tensor(2.0))
-    assert _kept(memory)["b"] == 4.0 and wire.memory.residual[:3].eq(4).all()
+def test_payloads_are_not_kept_of_a_device_whose_allocator_keeps_them():
+    payloads, device = PayloadMemory(), torch.device("meta")
+    sent = payloads.allocate("sent", 8, device)
+    payloads.free(sent=sent)
+    assert payloads.allocate("sent", 8, device) is not sent

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import copy
-
 import pytest
 import torch
 from torch.nn import Parameter
 
-from pyengine.engine.parameters import Ownership, owned_problems, owner
+from pyengine.engine.parameters import Ownership, owned_problems
 
 
 class Engine:
@@ -19,27 +17,12 @@ def _named(*, frozen: int = 0, count: int = 3) -> list[tuple[str, Parameter]]:
     return [(f"p{i}", Parameter(torch.ones(1), requires_grad=i >= frozen)) for i in range(count)]
 
 
-def test_the_owner_is_known_until_it_gives_the_parameters_up():
-    named, engine = _named(), Engine()
-    mark = Ownership([param for _, param in named], engine)
-    assert [owner(param) for _, param in named] == [engine] * 3
-    mark.release()
-    assert [owner(param) for _, param in named] == [None] * 3
-
-
 def test_an_engine_that_nobody_has_any_more_owns_nothing():
     named, engine = _named(), Engine()
     engine.itself = engine  # waits for a collection
     _mark = Ownership([param for _, param in named], engine)
     del engine
     assert list(owned_problems(named)) == []
-
-
-def test_a_copy_belongs_to_nobody():
-    ((_, param),) = _named(count=1)
-    engine = Engine()
-    _mark = Ownership([param], engine)
-    assert owner(copy.deepcopy(param)) is None
 
 
 @pytest.mark.parametrize(

@@ -70,40 +70,58 @@ def odd(request):
     return make(), message
 
 
-def test_an_odd_flat_is_refused(odd):
-    flat, message = odd
-    for run in (
-        lambda: PLAN.pack_(flat, [torch.ones(4)], ONE),
-        lambda: PLAN.unpack_([torch.ones(4)], flat, ONE),
-    ):
-        with pytest.raises(ValueError, match=message):
-            run()
-
-
-def test_an_odd_tensor_of_a_list_is_refused_and_nothing_is_written(odd):
+def test_an_odd_tensor_is_refused_and_nothing_is_written(odd):
     tensor, message = odd
-    flat = torch.full((4,), 7.0)
-    sumsq = torch.zeros(1, dtype=torch.float64)
-    flags = torch.zeros(1, dtype=torch.uint8)
+    flat, fine = torch.full((4,), 7.0), [torch.ones(4)]
+    sumsq, flags = torch.zeros(1, dtype=torch.float64), torch.zeros(1, dtype=torch.uint8)
     for run in (
+        lambda: PLAN.pack_(tensor, fine, ONE),
+        lambda: PLAN.unpack_(fine, tensor, ONE),
         lambda: PLAN.pack_(flat, [tensor], ONE),
         lambda: PLAN.accumulate_(flat, [tensor], ONE, first=True, nonfinite=flags),
         lambda: PLAN.unscale_norm([tensor], None, ONE, sumsq=sumsq, nonfinite=flags),
     ):
         with pytest.raises(ValueError, match=message):
             run()
-    assert torch.equal(flat, torch.full((4,), 7.0))
+    assert torch.equal(flat, torch.full((4,), 7.0)) and torch.equal(fine[0], torch.ones(4))
 
 
-def test_an_odd_scale_is_refused():
-    freed = torch.tensor(1.0)
-    freed.untyped_storage().resize_(0)
-    for scale, message in (
-        (torch._neg_view(torch.tensor(1.0)), "lazily negated"),
-        (freed, "storage holds 0 bytes"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            PLAN.pack_(torch.zeros(4), [torch.ones(4)], scale)
+def _freed_scale() -> torch.Tensor:
+    scale = torch.tensor(1.0)
+    scale.untyped_storage().resize_(0)
+    return scale
+
+
+FLAT, LIST, FLAGS = torch.zeros(4), [torch.ones(4)], torch.zeros(1, dtype=torch.uint8)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda: PLAN.pack_(FLAT, LIST, torch._neg_view(ONE)), ValueError, "lazily negated"),
+        (lambda: PLAN.pack_(FLAT, LIST, _freed_scale()), ValueError, "storage holds 0 bytes"),
+        (lambda: PLAN.pack_([1.0], LIST, ONE), TypeError, "flat is .*; needed a torch.Tensor"),
+        (lambda: PLAN.unpack_(LIST, [1.0], ONE), TypeError, "flat is .*; needed a torch.Tensor"),
+        (
+            lambda: PLAN.accumulate_([1.0], LIST, ONE, first=True, nonfinite=FLAGS),
+            TypeError,
+            "acc is .*; needed a torch.Tensor",
+        ),
+        (
+            lambda: PLAN.accumulate_cast_([1.0], FLAGS, LIST, ONE, ONE, first=True, nonfinite=FLAGS),
+            TypeError,
+            "wire is .*; needed a torch.Tensor",
+        ),
+        (
+            lambda: PLAN.unscale_norm(LIST, None, ONE, sumsq=[1.0], nonfinite=FLAGS),
+            TypeError,
+            "sumsq is .*; needed a torch.Tensor",
+        ),
+    ],
+)
+def test_an_odd_scale_and_what_is_no_tensor_are_named(call, error, message):
+    with pytest.raises(error, match=message):
+        call()
 
 
 def test_an_empty_tensor_needs_no_memory():
@@ -143,60 +161,31 @@ def _share(tensor: torch.Tensor) -> None:
 @pytest.mark.usefixtures("core")
 def test_pointers_follow_a_tensor_to_other_memory(move):
     plan, tensors = BucketPlan([0, 4], [4, 4]), [torch.ones(4), torch.ones(4)]
-    pointers, flat = plan.pointers(tensors), torch.zeros(8)
+    pointers, flat, moved = plan.pointers(tensors), torch.zeros(8), tensors[1]
+    tensors.clear()  # the pointers keep them
     plan.pack_(flat, pointers, ONE)
-    move(tensors[1])
+    move(moved)
     plan.pack_(flat, pointers, ONE)
     assert torch.equal(flat[4:], torch.arange(4.0))
     plan.unpack_(pointers, torch.full((8,), 3.0), ONE)
-    assert torch.equal(tensors[1], torch.full((4,), 3.0))
+    assert torch.equal(moved, torch.full((4,), 3.0))
 
 
 @pytest.mark.usefixtures("core")
-def test_pointers_to_a_storage_that_was_emptied_are_refused():
-    plan, tensors = BucketPlan([0, 4], [4, 4]), [torch.ones(4), torch.ones(4)]
-    pointers = plan.pointers(tensors)
-    tensors[1].untyped_storage().resize_(4)
-    with pytest.raises(ValueError, match=r"tensors\[1\] is .* whose storage holds 4 bytes; needed 16"):
-        plan.pack_(torch.zeros(8), pointers, ONE)
-
-
-def _freed_and_made_anew(tensor: torch.Tensor, memory: bytearray) -> None:
-    """As an allocator may do: less memory, in the same place."""
+def test_pointers_to_a_storage_that_has_shrunk_are_refused():
+    memory = bytearray(16)
+    tensor, emptied = torch.frombuffer(memory, dtype=torch.float32), torch.ones(4)
+    pointers, address = PLAN.pointers([tensor]), tensor.data_ptr()
+    # As an allocator may do: less memory, in the same place.
     shorter = torch.frombuffer(memory, dtype=torch.float32, count=2)
     tensor.set_(shorter.untyped_storage(), 0, (2,), (1,))
-
-
-@pytest.mark.usefixtures("core")
-def test_pointers_of_a_tensor_whose_storage_has_shrunk_in_its_place_are_refused():
-    plan, memory = BucketPlan([0], [4]), bytearray(16)
-    tensor = torch.frombuffer(memory, dtype=torch.float32)
-    pointers, address = plan.pointers([tensor]), tensor.data_ptr()
-    _freed_and_made_anew(tensor, memory)
     assert tensor.data_ptr() == address
     with pytest.raises(ValueError, match=r"tensors\[0\] has 2 elements; needed 4"):
-        plan.pack_(torch.zeros(4), pointers, ONE)
-
-
-def test_what_is_no_tensor_where_an_op_needs_one_is_named():
-    wrong, flags = [1.0], torch.zeros(1, dtype=torch.uint8)
-    with pytest.raises(TypeError, match="flat is .*; needed a torch.Tensor"):
-        PLAN.pack_(wrong, [torch.ones(4)], ONE)
-    with pytest.raises(TypeError, match="flat is .*; needed a torch.Tensor"):
-        PLAN.unpack_([torch.ones(4)], wrong, ONE)
-    with pytest.raises(TypeError, match="acc is .*; needed a torch.Tensor"):
-        PLAN.accumulate_(wrong, [torch.ones(4)], ONE, first=True, nonfinite=flags)
-    with pytest.raises(TypeError, match="wire is .*; needed a torch.Tensor"):
-        PLAN.accumulate_cast_(wrong, flags, [torch.ones(4)], ONE, ONE, first=True, nonfinite=flags)
-    with pytest.raises(TypeError, match="sumsq is .*; needed a torch.Tensor"):
-        PLAN.unscale_norm([torch.ones(4)], None, ONE, sumsq=wrong, nonfinite=flags)
-
-
-def test_pointers_keep_their_tensors_when_the_list_is_emptied():
-    tensors = [torch.ones(4)]
-    pointers = PLAN.pointers(tensors)
-    tensors.clear()
-    assert torch.equal(pointers.tensors[0], torch.ones(4))
+        PLAN.pack_(torch.zeros(4), pointers, ONE)
+    pointers = PLAN.pointers([emptied])
+    emptied.untyped_storage().resize_(4)
+    with pytest.raises(ValueError, match=r"tensors\[0\] is .* whose storage holds 4 bytes; needed 16"):
+        PLAN.pack_(torch.zeros(4), pointers, ONE)
 
 
 @pytest.mark.parametrize("captures", [False, True])

@@ -44,6 +44,8 @@ def _becomes(process: ProcessId, state: str) -> bool:
 def test_a_process_is_seen_as_it_is(child):
     process = _of(child.pid)
     assert HERE.state(HERE) == process.state(HERE) == "running"
+    assert replace(process, started="1").state(HERE) == "dead"  # another one of the same number
+    assert replace(process, space="another machine").state(HERE) == "unknown"
     child.send_signal(signal.SIGSTOP)
     assert _becomes(process, "stopped")
     child.send_signal(signal.SIGCONT)
@@ -52,14 +54,6 @@ def test_a_process_is_seen_as_it_is(child):
     assert _becomes(process, "dead")  # a zombie, until somebody waits for it
     child.wait()
     assert process.state(HERE) == "dead"
-
-
-def test_another_process_of_the_same_number_is_not_taken_for_it(child):
-    assert replace(_of(child.pid), started="1").state(HERE) == "dead"
-
-
-def test_of_a_process_elsewhere_nothing_is_known(child):
-    assert replace(_of(child.pid), space="another machine").state(HERE) == "unknown"
 
 
 @pytest.mark.parametrize("error", [errno.EMFILE, errno.EACCES])

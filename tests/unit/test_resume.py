@@ -14,17 +14,6 @@ def _engine() -> tuple[pe.GradSync, nn.Module]:
     return pe.GradSync(model, accumulate=2), model
 
 
-def test_the_generators_of_a_state_that_no_loop_goes_on_with_yet_are_saved_again():
-    (saver, model), (loader, _) = _engine(), _engine()
-    with saver.accumulate():
-        saver.backward(model(torch.ones(1, 2)).sum())
-    saved = saver.state_dict()
-    torch.rand(3)  # the process goes on
-    loader.load_state_dict(saved)
-    again = loader.state_dict()
-    assert torch.equal(again["rank 0 of 1"][0]["rng"]["torch"], saved["rank 0 of 1"][0]["rng"]["torch"])
-
-
 def test_a_state_between_loops_takes_the_place_of_one_loaded_before_it():
     (saver, model), (other, _), (loader, loaded) = _engine(), _engine(), _engine()
     for _ in other.windows([]):

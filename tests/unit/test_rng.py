@@ -73,12 +73,9 @@ def test_derived_numbers_never_change(key, want):
     assert derive("micro_batch", "torch", *key) == want
 
 
-def test_derived_numbers_differ_over_a_grid_of_keys():
+def test_every_key_generator_and_purpose_has_numbers_of_its_own():
     grid = ((seed, step, index) for seed in (0, 1) for step in range(5_000) for index in range(10))
     assert len({derive("micro_batch", "torch", *key) % 2**64 for key in grid}) == 100_000
-
-
-def test_every_generator_and_purpose_has_numbers_of_its_own():
     purposes = ("micro_batch", "sample", "worker", "epoch", "rank")
     assert len({derive(purpose, name, 1, 2, 3) for purpose in purposes for name in GENERATORS}) == 25
 
@@ -167,27 +164,22 @@ def test_seeding_imports_no_torch_xla_and_initialises_no_device(tmp_path):
     assert done.stdout.strip() == "False False"
 
 
-@pytest.mark.parametrize("seed_all", [pe.seed_everything, pe.seed_rank])
-@pytest.mark.parametrize("seed", [1.0, True])
-def test_a_seed_that_is_no_whole_number_is_named(seed, seed_all):
-    with pytest.raises(TypeError, match=r"^seed=.* is a \w+: need a whole number"):
-        seed_all(seed)
-
-
-@pytest.mark.parametrize("seed", [-1, 2**64])
-def test_a_seed_out_of_range_is_named(seed):
-    with pytest.raises(ValueError, match=rf"^seed={seed}: need .* modulo 2\*\*64 it is {seed % 2**64}$"):
-        pe.seed_everything(seed)
-
-
-@pytest.mark.parametrize("name", ["step", "index"])
-def test_a_bad_key_is_named_before_anything_is_touched(name):
-    pe.seed_everything(3)
-    with pytest.raises(ValueError, match=f"^{name}=-1"):
-        micro_batch(**{name: -1})
-    got = draws()
-    pe.seed_everything(3)
-    assert got == draws()
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda: pe.seed_everything(1.0), TypeError, "seed=1.0 is a float: need a whole number"),
+        (lambda: pe.seed_rank(True), TypeError, "seed=True is a bool: need a whole number"),
+        (lambda: pe.seed_everything(-1), ValueError, rf"seed=-1: need .* modulo 2\*\*64 it is {2**64 - 1}$"),
+        (lambda: pe.seed_everything(2**64), ValueError, rf"seed={2**64}: need .* modulo 2\*\*64 it is 0$"),
+        (lambda: micro_batch(step=-1), ValueError, "step=-1"),
+        (lambda: micro_batch(index=-1), ValueError, "index=-1"),
+    ],
+)
+def test_a_bad_seed_or_key_is_named_before_anything_is_touched(call, error, message):
+    before = summed(rng_states())
+    with pytest.raises(error, match=f"^{message}"):
+        call()
+    assert summed(rng_states()) == before
 
 
 # --- seed_rank ---
@@ -200,30 +192,25 @@ def of_rank(monkeypatch, rank: int, seed: int = 42) -> tuple[float, ...]:
 
 
 def test_every_rank_and_seed_draws_differently_from_every_generator_and_repeats_itself(monkeypatch):
+    pe.seed_rank(42)
+    alone = draws()
     found = [of_rank(monkeypatch, rank, seed) for seed in (42, 43, 2**64 - 1) for rank in range(4)]
     assert len({value for one in found for value in one}) == 12 * len(found[0])
     assert of_rank(monkeypatch, 2) == found[2]
+    assert alone == found[0]
 
 
-def test_alone_a_process_is_rank_0(monkeypatch):
-    pe.seed_rank(42)
-    assert draws() == of_rank(monkeypatch, 0)
-
-
-def test_xla_is_seeded_if_it_is_there(xla, monkeypatch):
+def test_xla_is_seeded_if_it_is_there_and_has_a_stream_of_its_own_in_a_micro_batch(xla, monkeypatch):
     pe.seed_everything(5)
+    assert xla.state == 5
+    with pe.micro_batch_rng(42, step=7, index=3):
+        assert xla.state == derive("micro_batch", "xla", 42, 7, 3) % 2**64
     assert xla.state == 5
     of_rank(monkeypatch, 3)
     assert xla.state == derive("rank", "xla", 42, 3) % 2**64
 
 
 # --- micro_batch_rng ---
-
-
-def test_a_micro_batch_draws_alike_whatever_was_drawn_before():
-    want = micro_batch()
-    draws()
-    assert micro_batch() == want
 
 
 def test_every_micro_batch_draws_differently():
@@ -264,13 +251,6 @@ def test_the_current_device_has_a_stream_of_its_own_and_gets_the_old_one_back(de
             assert device_generator.initial_seed() != torch.default_generator.initial_seed()
             torch.rand(2, generator=device_generator)
     assert torch.equal(torch.rand(4, generator=device_generator), want)
-
-
-def test_xla_has_a_stream_of_its_own_and_gets_the_old_one_back(xla):
-    xla.state = 9
-    with pe.micro_batch_rng(42, step=7, index=3):
-        assert xla.state == derive("micro_batch", "xla", 42, 7, 3) % 2**64
-    assert xla.state == 9
 
 
 def _dropout_grads(indices: range, *, recomputes: bool = False) -> list[torch.Tensor]:

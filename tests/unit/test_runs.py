@@ -32,18 +32,11 @@ def test_flags_of_a_run_are_those_of_all_its_micro_batches():
     assert runs.spread(torch.tensor([0, 1, 2])).tolist() == [0, 0, 1, 2]
     assert runs.blame(lambda param: [0, 2] if param else None)(1) == [0, 1, 3]
     assert runs.blame(lambda param: None)(0) is None
-
-
-def test_micro_batches_that_were_loaded_keep_flags_of_their_own():
-    runs = _after(2, [4, 5], done=2)
-    assert runs.spread(torch.tensor([7, 8, 9])).tolist() == [7, 8, 9, 9]
-    assert runs.blame(lambda _: [1, 2])(0) == [1, 2, 3]
-
-
-def test_a_run_of_one_micro_batch_changes_nothing():
-    runs = _after(1, [0, 1])
+    loaded = _after(2, [4, 5], done=2)
+    assert loaded.spread(torch.tensor([7, 8, 9])).tolist() == [7, 8, 9, 9]
+    assert loaded.blame(lambda _: [1, 2])(0) == [1, 2, 3]
     tell = [0].copy
-    assert runs.blame(tell) is tell and not runs.is_open
+    assert _after(1, [0, 1]).blame(tell) is tell
 
 
 @settings(max_examples=50, deadline=None)

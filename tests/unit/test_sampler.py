@@ -27,16 +27,20 @@ def by_window(sampler: WindowSampler) -> list[list[list[int]]]:
 
 
 @pytest.mark.parametrize("samples", SAMPLES)
-@pytest.mark.parametrize("micro_batches", [8, 12])
+@pytest.mark.parametrize("micro_batches", [2, 8, 12])
 @pytest.mark.parametrize("world", WORLDS)
 def test_ranks_together_see_the_windows_of_a_single_rank(world, micro_batches, samples):
     alone = build(samples, micro_batches)
-    ranks = [by_window(alone.shard(rank=rank, world_size=world)) for rank in range(world)]
-    together = [
-        [batch for rank in ranks for batch in (rank[number] if number < len(rank) else [])]
-        for number in range(alone.num_windows)
-    ]
-    assert together == by_window(alone)
+    whole = by_window(alone)
+    together: list[list[list[int]]] = [[] for _ in whole]
+    for rank in range(world):
+        sampler = alone.shard(rank=rank, world_size=world)
+        assert sampler.accumulate >= 1  # also of a rank without a share
+        for number, mine in enumerate(by_window(sampler)):
+            assert mine == whole[number][sampler.first : sampler.first + sampler.accumulate]
+            together[number] += mine
+    assert (alone.rank, alone.world_size) == (0, 1)
+    assert together == whole
 
 
 @pytest.mark.parametrize("samples", SAMPLES)
@@ -64,21 +68,6 @@ def test_lengths_are_right_and_only_the_last_window_is_short(world, micro_batche
         assert all(len(window) == sampler.accumulate for window in windows[: sampler.num_windows - 1])
 
 
-@pytest.mark.parametrize("world", WORLDS)
-def test_first_is_the_index_of_a_ranks_first_micro_batch_in_its_window(world):
-    alone = by_window(build(144))
-    for rank in range(world):
-        sampler = build(144).shard(rank=rank, world_size=world)
-        for mine, everybodys in zip(by_window(sampler), alone, strict=True):
-            assert mine == everybodys[sampler.first : sampler.first + sampler.accumulate]
-
-
-def test_a_rank_without_a_share_has_an_empty_loader_and_a_window_length_that_gradsync_takes():
-    shares = [build(60, 2).shard(rank=rank, world_size=3) for rank in range(3)]
-    assert [len(sampler) for sampler in shares] == [0, 10, 10]
-    assert [sampler.accumulate for sampler in shares] == [1, 1, 1]
-
-
 def test_the_order_depends_on_seed_and_epoch_alone():
     sampler = build(50)
     first = list(sampler)
@@ -88,11 +77,7 @@ def test_the_order_depends_on_seed_and_epoch_alone():
     assert list(sampler) != first
     sampler.set_epoch(0)
     assert list(sampler) == first
-    other = WindowSampler(50, seed=43, micro_batch=SIZE, global_batch=24)
-    assert list(other) != first
-
-
-def test_without_shuffling_samples_keep_their_order():
+    assert list(WindowSampler(50, seed=43, micro_batch=SIZE, global_batch=24)) != first
     assert [i for batch in build(50, shuffle=False) for i in batch] == list(range(50))
 
 
@@ -124,6 +109,9 @@ def test_a_data_loader_gives_the_same_batches(workers):
         ({"seed": None}, TypeError, "seed=None is a NoneType"),
         ({"seed": -1}, ValueError, "seed=-1"),
         ({"dataset": 0}, ValueError, "dataset_size=0 gives no window .* need 1 samples"),
+        ({"dataset": iter([1])}, TypeError, "dataset is a list_iterator without a length"),
+        ({"dataset": torch.tensor(4)}, TypeError, "dataset is a Tensor without a length"),
+        ({"dataset": True}, TypeError, "dataset=True is a bool"),
         ({"rank": 2, "num_replicas": 2}, ValueError, "rank=2: need 0 to 1, since num_replicas=2"),
         ({"rank": 1}, ValueError, "rank=1: need 0 to 0, since num_replicas=1; .* here 0 and 1"),
         ({"num_replicas": 0}, ValueError, "num_replicas=0: need a whole number of at"),
@@ -136,26 +124,28 @@ def test_a_bad_argument_is_named(changes, error, message):
         WindowSampler(**options)
 
 
-@pytest.mark.parametrize("window", [3, 4])
-def test_a_window_after_the_epochs_last_is_refused(window):
-    with pytest.raises(ValueError, match=rf"window={window}: an epoch has 3 windows; use set_epoch\(6\)"):
-        build(50).set_epoch(5, window=window)
-
-
-def test_a_micro_batch_that_no_window_has_is_not_due():
-    sampler = WindowSampler(6, micro_batch=2, global_batch=4)
-    with pytest.raises(ValueError, match=r"due=\[1, 2\]: need indices from 0 to 1; leave due out between"):
-        sampler.set_epoch(0, due=[2, 1])
-
-
-@pytest.mark.parametrize(("rank", "world"), [(2, 2), (-1, 2)])
-def test_a_place_outside_the_world_is_refused(rank, world):
-    with pytest.raises(ValueError, match=f"rank={rank}"):
-        build(50).shard(rank=rank, world_size=world)
-
-
-def test_alone_a_sampler_is_rank_0_of_1():
-    assert (build(50).rank, build(50).world_size) == (0, 1)
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (
+            lambda sampler: sampler.set_epoch(5, window=3),
+            r"window=3: an epoch has 3 windows; use set_epoch\(6\)",
+        ),
+        (
+            lambda sampler: sampler.set_epoch(5, window=4),
+            r"window=4: an epoch has 3 windows; use set_epoch\(6\)",
+        ),
+        (
+            lambda sampler: sampler.set_epoch(0, due=[8, 1]),
+            r"due=\[1, 8\]: need indices from 0 to 7; leave due",
+        ),
+        (lambda sampler: sampler.shard(rank=2, world_size=2), "rank=2"),
+        (lambda sampler: sampler.shard(rank=-1, world_size=2), "rank=-1"),
+    ],
+)
+def test_what_the_sampler_does_not_have_is_refused(call, message):
+    with pytest.raises(ValueError, match=message):
+        call(build(50))
 
 
 def test_a_place_may_be_given_by_the_names_of_distributed_sampler():
@@ -180,19 +170,6 @@ def test_a_dataset_may_stand_for_its_length(dataset):
     options = {"seed": 42, "micro_batch": SIZE, "global_batch": 24}
     assert list(WindowSampler(dataset, **options)) == list(build(50))
     assert list(WindowSampler(dataset=dataset, **options)) == list(build(50))
-
-
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ({"dataset": iter([1])}, "dataset is a list_iterator without a length"),
-        ({"dataset": torch.tensor(4)}, "dataset is a Tensor without a length"),
-        ({"dataset": True}, "dataset=True is a bool"),
-    ],
-)
-def test_what_has_no_length_is_refused(given, message):
-    with pytest.raises(TypeError, match=f"^{message}"):
-        WindowSampler(**given, seed=1, micro_batch=1, global_batch=1)
 
 
 @on_ranks(2)

@@ -57,11 +57,9 @@ def test_a_step_waits_for_one_collective_and_starts_the_next():
 def test_what_breaks_a_collective_is_raised_each_time_and_reaches_the_future():
     log: list[str] = []
     work = Staged(_rounds("a", log, RuntimeError("lost")), 2, CPU)
-    for _ in range(2):
+    for wait in (work.wait, work.wait, work.get_future().wait):
         with pytest.raises(RuntimeError, match="lost"):
-            work.wait()
-    with pytest.raises(RuntimeError, match="lost"):
-        work.get_future().wait()
+            wait()
     assert work.is_completed() and log == ["start a0", "wait a0"]
 
 

@@ -1,6 +1,4 @@
 // Kernels with known faults and results, to test the emulator itself.
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
 #include <cuda_runtime.h>
 
 #include <cstdio>
@@ -9,16 +7,6 @@
 namespace {
 
 constexpr unsigned kThreads = 64;
-
-// Σ of 64 numbers by shuffles in each warp and shared memory between them.
-__global__ void sum_kernel(double* sum, const double* x) {
-  __shared__ double of_warp[2];
-  double mine = x[threadIdx.x];
-  for (unsigned width = 16; width > 0; width /= 2) mine += __shfl_down_sync(0xffffffffu, mine, width);
-  if (threadIdx.x % 32 == 0) of_warp[threadIdx.x / 32] = mine;
-  __syncthreads();
-  if (threadIdx.x == 0) *sum = of_warp[0] + of_warp[1];
-}
 
 // Reads its neighbour's number without waiting for it.
 __global__ void race_kernel(double* seen) {
@@ -87,7 +75,6 @@ __global__ void unloaded_kernel(double*) {}
 }  // namespace
 
 #define EXPORT extern "C" __attribute__((visibility("default")))
-EXPORT int toy_sum(char* message, double* sum, const double* x) { return run(message, 3, sum_kernel, sum, x); }
 EXPORT int toy_race(char* message, double* seen) { return run(message, 1, race_kernel, seen); }
 EXPORT int toy_unwritten(char* message, double* seen) { return run(message, 2, unwritten_kernel, seen); }
 EXPORT int toy_early_exit(char* message, double* seen) { return run(message, 1, early_exit_kernel, seen); }
@@ -99,13 +86,3 @@ EXPORT int toy_unloaded(char* message, double* seen) { return run_unloaded(messa
 EXPORT int toy_order(char* message, double* seen) { return run(message, 5, order_kernel, seen); }
 EXPORT int toy_no_blocks(char* message, double* seen) { return run(message, 0, order_kernel, seen); }
 EXPORT int toy_any(char* message, double* seen, unsigned who) { return run(message, 1, any_kernel, seen, who); }
-
-EXPORT void toy_to_half(const float* x, unsigned short* bits, int n) {
-  for (int i = 0; i < n; ++i) bits[i] = __half_as_ushort(__float2half_rn(x[i]));
-}
-EXPORT void toy_from_half(const unsigned short* bits, float* x, int n) {
-  for (int i = 0; i < n; ++i) x[i] = __half2float(__ushort_as_half(bits[i]));
-}
-EXPORT void toy_to_bfloat16(const float* x, unsigned short* bits, int n) {
-  for (int i = 0; i < n; ++i) bits[i] = __bfloat16_as_ushort(__float2bfloat16_rn(x[i]));
-}
