@@ -26,8 +26,6 @@ from op_cases import DTYPES, assert_same_bits, flags, make_plan, random_values, 
 
 from pyengine.ops.plan import BucketPlan
 
-on_many = pytest.mark.parametrize("layout", MANY.values(), ids=MANY)
-
 
 @pytest.fixture(autouse=True)
 def one_thread():
@@ -57,9 +55,21 @@ def test_a_long_sum_is_taken_in_the_order_of_the_cpu(device, seed, scale):
     assert_same(*results)
 
 
-@on_many
-def test_many_small_slots(device, layout):
+@pytest.mark.parametrize(
+    "layout",
+    [*MANY.values(), *map(make_plan, ([], [0, 0], [0, 1, 0]))],
+    ids=lambda plan: str(plan.numels)[:20],
+)
+def test_many_small_slots_and_next_to_nothing(device, layout):
     ops = EveryOp(device, layout)
+    ops.run()
+    assert_same(ops.results, on_host(layout))
+
+
+def test_lists_in_device_memory(kernels):
+    layout, device = MANY["300 slots"], Device.emulated(kernels)
+    ops = EveryOp(device, layout)
+    ops.plan.most_inline = kernels.INLINE_SLOTS
     ops.run()
     assert_same(ops.results, on_host(layout))
 
@@ -72,14 +82,6 @@ def test_lists_around_what_parameters_hold(device, num, one):
     assert_same_bits(flat.cpu(), torch.arange(1.0, num + 1))
 
 
-def test_lists_in_device_memory(kernels):
-    layout, device = MANY["300 slots"], Device.emulated(kernels)
-    ops = EveryOp(device, layout)
-    ops.plan.most_inline = kernels.INLINE_SLOTS
-    ops.run()
-    assert_same(ops.results, on_host(layout))
-
-
 def test_a_list_is_read_and_another_of_many_slots_written(device, scale):
     arguments = MANY["300 slots"], torch.bfloat16, torch.float32, (0, 0), scale
     assert_same(unscale_norm(device, *arguments), unscale_norm(Host(), *arguments))
@@ -90,14 +92,6 @@ def test_a_list_that_parameters_cannot_hold_is_refused(kernels, one):
     plan.most_inline = 5000
     with pytest.raises(ValueError, match="4001 addresses; needed at most 256, or a list in device memory"):
         plan.pack_(torch.zeros(4001), torch.ones(4001).split(1), one)
-
-
-@pytest.mark.parametrize("numels", [[], [0, 0], [0, 1, 0]], ids=str)
-def test_plans_of_next_to_nothing(device, numels):
-    layout = make_plan(numels)
-    ops = EveryOp(device, layout)
-    ops.run()
-    assert_same(ops.results, on_host(layout))
 
 
 def test_a_plan_runs_again_and_again(device):

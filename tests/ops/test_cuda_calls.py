@@ -112,10 +112,13 @@ def _packed(core, pointers):
     return flat
 
 
-def test_the_first_plan_on_a_device_loads_the_kernels_there(core):
+def test_the_first_plan_or_function_on_a_device_loads_the_kernels_there(core):
+    core.codec_sum_cuda = lambda *arguments: None
     for index in (1, 0, 1):
         cuda.CudaPlan(core.BucketPlan([0], [1]), _device(index))
-    assert core.loaded_on == [1, 0]
+    for _ in range(2):
+        cuda.run(_device(2), "codec_sum", 3)
+    assert core.loaded_on == [1, 0, 2]
 
 
 def test_plans_of_one_layout_share_their_device_memory(core, monkeypatch):
@@ -134,13 +137,6 @@ def test_plans_of_one_layout_share_their_device_memory(core, monkeypatch):
     del on_first
     cuda.plan_on(_device(0), None, layouts[0])
     assert Plan.made == 4  # what nobody uses any more has been freed
-
-
-def test_functions_without_a_plan_load_the_kernels_too(core):
-    core.codec_sum_cuda = lambda *arguments: None
-    cuda.run(_device(1), "codec_sum", 3)
-    cuda.run(_device(1), "codec_sum", 3)
-    assert core.loaded_on == [1]
 
 
 def test_no_op_launches_a_kernel_that_was_not_loaded_before(kernels, emulated):

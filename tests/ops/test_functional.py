@@ -141,23 +141,6 @@ def test_parameters_are_flattened_and_written_past_autograd(device):
     assert param.tolist() == [[2, 2], [2, 2]] and param.is_leaf
 
 
-def test_norm_and_found_inf_drive_a_fused_optimizer(device):
-    """Clipped by the optimizer's own pass: gradients are read once and written by nobody else."""
-    grad = torch.tensor([6.0, 8.0], device=device)
-    params = [torch.nn.Parameter(torch.ones(2, device=device)) for _ in range(2)]
-    ours, theirs = (torch.optim.SGD([param], lr=0.5, fused=True) for param in params)
-    params[0].grad, params[1].grad = grad * 8, grad / 2
-    norm, ours.found_inf = pe.ops.unscale_norm([params[0].grad], 1 / 8)
-    ours.grad_scale = 8 / (5 / norm).clamp(max=1.0)
-    ours.step()
-    theirs.step()
-    assert_same_bits(params[0].detach(), params[1].detach())
-    params[0].grad.fill_(INF)
-    _, ours.found_inf = pe.ops.unscale_norm([params[0].grad], 1 / 8)
-    ours.step()
-    assert_same_bits(params[0].detach(), params[1].detach())
-
-
 # ---- compiled ----
 
 # Each takes a flat float32 buffer of 26 elements, tensors of 15, 4 and 7 elements, and a scale.

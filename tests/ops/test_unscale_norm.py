@@ -62,18 +62,17 @@ def test_the_sum_is_taken_in_the_documented_order(numel, every, seed, scale):
     assert got.item() == sum_in_plain_words((x * scale).double().square().tolist())
 
 
-def test_squares_of_the_largest_floats_do_not_overflow(isa, one):
-    plan = BucketPlan([0], [16_385])
-    got = torch.empty(1, dtype=torch.float64)
-    seen = torch.zeros(1, dtype=torch.uint8)
-    plan.unscale_norm([torch.full((16_385,), -3.4e38)], None, one, sumsq=got, nonfinite=seen)
-    assert seen.tolist() == [0] and torch.isfinite(got).all()
-
-
-def test_a_cast_that_overflows_is_flagged(isa, one):
-    plan, seen = BucketPlan([0, 40], [40, 2]), torch.zeros(2, dtype=torch.uint8)
-    tensors = [torch.full((40,), 65520.0), torch.ones(2)]
-    plan.unscale_norm(tensors, [t.half() for t in tensors], one, sumsq=sums(plan), nonfinite=seen)
+def test_a_cast_that_overflows_is_flagged_and_squares_of_the_largest_floats_do_not(isa, one):
+    plan, seen, got = (
+        BucketPlan([0, 40], [40, 16_385]),
+        torch.zeros(2, dtype=torch.uint8),
+        torch.empty(2).double(),
+    )
+    tensors = [torch.full((40,), 65520.0), torch.full((16_385,), -3.4e38)]
+    plan.unscale_norm(tensors, None, one, sumsq=got, nonfinite=seen)
+    assert seen.tolist() == [0, 0] and torch.isfinite(got).all()
+    tensors[1].fill_(1.0)
+    plan.unscale_norm(tensors, [t.half() for t in tensors], one, sumsq=got, nonfinite=seen)
     assert seen.tolist() == [1, 0]
 
 

@@ -113,3 +113,14 @@ def test_a_missing_tensor_packs_as_zeros_whatever_the_scale(anywhere):
     flat = anywhere.place(torch.full((40,), 7.0))
     anywhere.plan([0], [40]).pack_(flat, [None], anywhere.place(torch.tensor(INF)))
     assert_same_bits(flat.cpu(), torch.zeros(40))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_every_16_bit_value_goes_through_unchanged(anywhere, dtype, one):
+    every = torch.arange(-(2**15), 2**15).to(torch.int16).view(dtype)
+    wide, back = anywhere.place(torch.empty(2**16)), anywhere.place(torch.empty(2**16, dtype=dtype))
+    plan, one = anywhere.plan([0], [2**16]), anywhere.place(one)
+    plan.pack_(wide, [anywhere.place(every)], one)
+    assert_same_bits(wide.cpu(), every.float())
+    plan.pack_(back, [wide], one)
+    assert_same_bits(back.cpu(), every)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -37,6 +38,15 @@ def test_behind_the_division_every_loss_is_a_mean_over_its_own_items():
     assert (a.grad.item() / 8, b.grad.item() / 8) == (1 / 8, 1 / 2)
     alone = _known(ce=8.0)
     assert alone.weigh(a, CPU) is a and alone.weigh({"ce": b}, CPU) is b
+
+
+@pytest.mark.parametrize("aux", [0.0, _loss(1.0), _loss(math.nan)], ids=["0", "1", "nan"])
+@pytest.mark.parametrize("ce", [0.0, 6.0])
+def test_a_loss_of_which_nothing_was_counted_is_left_out_whatever_it_is(ce, aux):
+    loss = _known(ce=8.0, aux=0.0).weigh({"ce": ce and _loss(ce), "aux": aux}, CPU)
+    loss.backward()
+    assert loss.item() == ce
+    assert getattr(aux, "grad", None) is None
 
 
 @pytest.mark.parametrize(

@@ -17,12 +17,12 @@ ACCELERATORS = ["cuda", "mtia", "privateuseone"]
 
 @pytest.mark.parametrize(
     ("name", "answers"),
-    [("cpu", (False, False, False)), ("xla", (True, False, True))]
-    + [(name, (True, True, False)) for name in ACCELERATORS],
+    [("cpu", (False, False, False, 25)), ("xla", (True, False, True, 25))]
+    + [(name, (True, True, False, 100)) for name in ACCELERATORS],
 )
 def test_what_a_kind_of_device_can_do(name, answers):
     device = torch.device(name)
-    assert (runs_ahead(device), has_events(device), is_lazy(device)) == answers
+    assert (runs_ahead(device), has_events(device), is_lazy(device), bucket_cap_mb(device)) == answers
 
 
 @pytest.mark.parametrize("name", ["cpu", *ACCELERATORS])
@@ -72,8 +72,3 @@ def test_phases_are_timed_on_the_device_that_computes_them(events):
         pass
     clock.stop()
     assert [(event.stream, event.enable_timing) for event in events] == [("of privateuseone:1", True)] * 4
-
-
-@pytest.mark.parametrize(("name", "size"), [("cpu", 25), ("cuda", 100), ("xla", 25)])
-def test_buckets_are_larger_where_links_are_faster(name, size):
-    assert bucket_cap_mb(torch.device(name)) == size

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from types import SimpleNamespace
 from weakref import ref
 
 import pytest
@@ -61,24 +62,13 @@ def test_changes_since_the_last_record_are_found(reader, change, indices, record
     assert versions.changed() == []
 
 
-class SameAddresses:
-    """What the core reads where every new gradient has the address and version of a freed one."""
-
-    has_recorded = False
-
-    def record(self, params: list[nn.Parameter]) -> bool:
-        had_recorded, self.has_recorded = self.has_recorded, True
-        return had_recorded
-
-    def is_unchanged(self, params: list[nn.Parameter]) -> bool:
-        return True
-
-    def versions(self) -> list[int]:
-        return [0]
-
-
 def test_a_gradient_at_the_address_of_a_freed_one_is_another(monkeypatch):
-    monkeypatch.setattr(marks, "grad_states", lambda params: SameAddresses())
+    """With what the core reads where every new gradient has the address and version of a freed one."""
+    has_recorded = iter([False, True, True])
+    same = SimpleNamespace(
+        record=lambda params: next(has_recorded), is_unchanged=lambda params: True, versions=lambda: [0]
+    )
+    monkeypatch.setattr(marks, "grad_states", lambda params: same)
     param = nn.Parameter(torch.zeros(3))
     param.grad = torch.ones(3)
     versions = GradVersions([param])

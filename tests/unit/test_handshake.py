@@ -58,8 +58,6 @@ DEALT = [
     ([4], [range(4)]),
     ([2, 2], [range(2), range(2, 4)]),
     ([1, 2], [range(1), range(1, 3)]),  # as `WindowSampler` deals 3 out
-    ([2, 1], [range(2), range(2, 3)]),
-    ([1, 3], [range(1), range(1, 4)]),
     ([1, 1, 2, 1], [range(1), range(1, 2), range(2, 4), range(4, 5)]),
 ]
 

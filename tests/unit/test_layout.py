@@ -37,19 +37,6 @@ def test_the_first_bucket_alone_closes_earlier():
     assert len(build(specs, cap_bytes=1, first_bytes=300).buckets) == 5
 
 
-def test_how_a_group_is_cut_depends_on_no_other_parameters():
-    shared = [ParamSpec(name, (100,), FP32) for name in "abc"]
-    ours = [ParamSpec(name, (100,), FP32, group=1) for name in "xy"]
-
-    def cut(specs):
-        layout = build(specs, cap_bytes=1000, first_bytes=300)
-        return [[slot.name for slot in b.slots] for b in layout.buckets if b.group == 0]
-
-    assert cut(shared) == cut(shared + ours) == cut([*ours, *shared]) == [["c"], ["b", "a"]]
-    with_narrow = [*shared, ParamSpec("n", (500,), BF16)]
-    assert [bucket for bucket in cut(with_narrow) if bucket != ["n"]] == cut(shared)
-
-
 def test_the_network_gets_a_mebibyte_first_whatever_the_cap():
     model = nn.Sequential(*[nn.Linear(512, 512, bias=False) for _ in range(4)])  # a MiB each
     with pe.GradSync(model) as sync:

@@ -69,6 +69,21 @@ def test_every_window_has_turns_of_its_own():
     assert _bucket(memory, ("b", 0, 3)).memory.turn == wire.memory.turn - 3
 
 
+def test_residuals_follow_the_loss_scale_and_a_window_that_is_not_used_leaves_none():
+    """Also those of a loaded state without a bucket, for example of a parameter that is frozen."""
+    memory, state = WireMemory(), torch.full((3,), 8.0)
+    residual = _bucket(memory, ("a", 0, 3)).memory.residual
+    memory.load({"b": state})
+    residual.fill_(3.0)
+    memory.scale_(torch.tensor(0.25))
+    memory.drop(torch.tensor(0.0))
+    assert _kept(memory) == {"a": 0.75, "b": 2.0}
+    assert residual.eq(0.75).all() and state.eq(8).all()
+    memory.drop(torch.tensor(1.0))
+    assert _kept(memory) == {"a": 0.0, "b": 0.0}
+    assert residual.eq(0).all() and state.eq(8).all()
+
+
 def test_payloads_are_not_kept_of_a_device_whose_allocator_keeps_them():
     payloads, device = PayloadMemory(), torch.device("meta")
     sent = payloads.allocate("sent", 8, device)

@@ -27,7 +27,7 @@ def by_window(sampler: WindowSampler) -> list[list[list[int]]]:
 
 
 @pytest.mark.parametrize("samples", SAMPLES)
-@pytest.mark.parametrize("micro_batches", [2, 8, 12])
+@pytest.mark.parametrize("micro_batches", [1, 2, 5, 8, 12])
 @pytest.mark.parametrize("world", WORLDS)
 def test_ranks_together_see_the_windows_of_a_single_rank(world, micro_batches, samples):
     alone = build(samples, micro_batches)
@@ -35,11 +35,13 @@ def test_ranks_together_see_the_windows_of_a_single_rank(world, micro_batches, s
     together: list[list[list[int]]] = [[] for _ in whole]
     for rank in range(world):
         sampler = alone.shard(rank=rank, world_size=world)
+        assert len(sampler) == len(list(sampler)) == len(DataLoader(range(samples), batch_sampler=sampler))
         assert sampler.accumulate >= 1  # also of a rank without a share
         for number, mine in enumerate(by_window(sampler)):
             assert mine == whole[number][sampler.first : sampler.first + sampler.accumulate]
             together[number] += mine
-    assert (alone.rank, alone.world_size) == (0, 1)
+    assert (alone.rank, alone.world_size, alone.num_windows) == (0, 1, len(whole))
+    assert all(len(window) == micro_batches for window in whole[:-1])
     assert together == whole
 
 
@@ -55,17 +57,6 @@ def test_an_epoch_holds_every_sample_once_in_micro_batches_of_full_size(samples,
     assert {len(batch) for batch in batches[:-1]} <= {SIZE} and len(batches[-1]) == (kept - 1) % SIZE + 1
     drawn = [index for batch in batches for index in batch]
     assert len(set(drawn)) == len(drawn) == kept
-
-
-@pytest.mark.parametrize("samples", SAMPLES)
-@pytest.mark.parametrize("micro_batches", [1, 5])
-@pytest.mark.parametrize("world", WORLDS)
-def test_lengths_are_right_and_only_the_last_window_is_short(world, micro_batches, samples):
-    for rank in range(world):
-        sampler = build(samples, micro_batches).shard(rank=rank, world_size=world)
-        assert len(sampler) == len(list(sampler)) == len(DataLoader(range(samples), batch_sampler=sampler))
-        windows = by_window(sampler)
-        assert all(len(window) == sampler.accumulate for window in windows[: sampler.num_windows - 1])
 
 
 def test_the_order_depends_on_seed_and_epoch_alone():

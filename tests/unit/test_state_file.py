@@ -23,10 +23,6 @@ def _check(tmp_path: Any, said: Any) -> state_file.Origin:
     return state_file.check(path)
 
 
-def test_a_whole_header_is_read(tmp_path):
-    assert _check(tmp_path, GOOD) == state_file.Origin(1, 0, 1, "x")
-
-
 @pytest.mark.parametrize(
     "said", [None, 3, [], {}, *({**GOOD, name: None} for name in [*GOOD, "is_first"])], ids=str
 )
