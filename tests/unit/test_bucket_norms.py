@@ -57,6 +57,10 @@ def test_a_bucket_reduced_in_a_narrow_type_has_the_norms_of_its_rounded_values()
     assert first.buffer().tolist() == [1, 2, float("inf"), 2]
     assert final.sumsq.tolist() == [25, float("inf"), 1]
     assert final.nonfinite.tolist() == [0, 1, 0]
+    first.buffer()[2] = 2.0
+    norms.begin()  # a window knows nothing of the one before it
+    read(norms, first, second)
+    assert complete(norms).nonfinite.tolist() == [0, 0, 0]
 
 
 def test_without_a_bucket_of_this_window_nothing_is_handed_over():

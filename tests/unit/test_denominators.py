@@ -49,6 +49,13 @@ def test_a_loss_of_which_nothing_was_counted_is_left_out_whatever_it_is(ce, aux)
     assert getattr(aux, "grad", None) is None
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_ratio_is_not_rounded_to_a_narrow_type(dtype):
+    loss = _known(ce=1001.0, aux=3.0).weigh({"ce": 0, "aux": _loss(1.0, dtype)}, CPU)
+    assert loss.dtype is torch.float32
+    assert loss.item() == torch.tensor(1001 / 3).item()
+
+
 @pytest.mark.parametrize(
     ("losses", "message"),
     [

@@ -21,6 +21,9 @@ def test_a_saved_gradient_is_a_copy_and_goes_back_to_the_caller_or_into_the_wind
     kept.load(saved, is_open=True)
     assert (kept.is_used, bool(kept.pending())) == (False, True)
     assert first.grad.tolist() == [0, 0]
+    kept.add()  # once
+    assert first.grad.tolist() == [3, 4] and not kept.pending()
+    first.grad.zero_()
     kept.load(saved, is_open=False)
     assert (kept.is_used, bool(kept.pending())) == (True, False)
     assert first.grad.tolist() == [3, 4]

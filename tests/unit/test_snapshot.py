@@ -9,7 +9,10 @@ import pytest
 import torch
 
 from pyengine.checkpoint.snapshot import Identity, Snapshot, disjoint, in_order, merge
+from pyengine.ops.exact import ExactSum
+from pyengine.ops.plan import BucketPlan
 
+TERMS, NUMEL = 8, 64
 CPU = torch.device("cpu")
 
 
@@ -20,7 +23,7 @@ def _snapshot(rank: int, *places: int, **changes: Any) -> Snapshot:
         steps=2,
         rank=rank,
         world_size=4,
-        identity=Identity("exact", 8, 0, []),
+        identity=Identity("exact", TERMS, 0, []),
         places=list(places),
         counts=[10.0 + place for place in places],
         losses=[20.0 + place for place in places],
@@ -57,7 +60,7 @@ def test_parts_of_a_window_become_one_part_at_the_position_of_the_own():
     assert whole.carry["weight"].tolist() == [1, 1]
     assert whole.carry["weight"] is not about.carry["weight"]  # it becomes somebody's `.grad`
     assert about.places == [7]
-    nothing = merge([], _snapshot(0, 7, sums={"weight": {}}), CPU)
+    nothing = merge([], _snapshot(0, 7, sums=_sums(1.0)), CPU)
     assert (nothing.places, nothing.counts, nothing.sums, nothing.batch_norm) == ([], [], {}, [])
 
 
@@ -65,3 +68,28 @@ def test_rows_of_batch_norm_are_joined_in_the_order_of_the_parts():
     first, second = ([torch.full((rows, 2), float(rows))] for rows in (2, 1))
     parts = [_snapshot(0, 0, 1, batch_norm=first), _snapshot(1), _snapshot(2, 2, batch_norm=second)]
     assert merge(parts, _snapshot(3), CPU).batch_norm[0].tolist() == [[2, 2], [2, 2], [1, 1]]
+
+
+def _sums(*values: float) -> dict[str, dict[str, torch.Tensor]]:
+    """Return an exact sum of constant gradients."""
+    total = ExactSum(BucketPlan([0], [NUMEL]), numel=NUMEL, terms=TERMS, device=CPU)
+    for index, value in enumerate(values):
+        total.deposit_(
+            [torch.full((NUMEL,), value)], first=index == 0, nonfinite=torch.zeros(1, dtype=torch.uint8)
+        )
+    return {"weight": {name: part.clone() for name, part in total.slot_state(0, NUMEL).items()}}
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 2, 0)], ids=str)
+def test_exact_sums_merge_to_the_bits_of_one_sum(order):
+    values = [(1.0, 2.0**-20), (3.0,), ()]
+    parts = [
+        _snapshot(rank, *range(len(some)), sums=_sums(*some) if some else {})
+        for rank, some in enumerate(values)
+    ]
+    whole = merge([parts[rank] for rank in order], _snapshot(3), CPU).sums["weight"]
+    want = _sums(3.0, 1.0, 2.0**-20)["weight"]
+    assert {name: part.tolist() for name, part in whole.items() if name != "nonfinite"} == {
+        name: part.tolist() for name, part in want.items()
+    }
+    assert whole["nonfinite"].tolist() == [0, 0, 0]  # one a micro-batch
