@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ def _run(folder: Path, arguments: tuple[str, ...]) -> list[dict[str, Any]]:
 
 
 @pytest.fixture(scope="session")
-def train(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., list[dict[str, Any]]]:
+def train(tmp_path_factory):
     """Give `train("--mode", "ddp")`: run the command with tiny settings, once a session, and return its JSON
     lines.
 

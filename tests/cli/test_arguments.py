@@ -12,8 +12,6 @@ from pyengine.cli.study.arguments import BUILT_IN, settings
 from pyengine.cli.tasks.cnn import DigitsTask
 from pyengine.cli.tasks.gpt import TextTask
 
-Capture = pytest.CaptureFixture[str]
-
 BAD_TRAIN = [
     (("--workers", "0"), "argument --workers: got 0, need a whole number of at least 1"),
     (("--seed", str(2**63)), "argument --seed: got 9223372036854775808, need a whole number below 2**63"),
@@ -107,9 +105,7 @@ BAD = CROWDS + [(name, *case) for name, cases in BY_COMMAND.items() for case in 
 @pytest.mark.parametrize(
     ("name", "arguments", "message"), BAD, ids=lambda value: value if isinstance(value, str) else None
 )
-def test_bad_argument_is_named_with_what_is_needed(
-    capsys: Capture, monkeypatch: pytest.MonkeyPatch, name: str, arguments: tuple[str, ...], message: str
-) -> None:
+def test_bad_argument_is_named_with_what_is_needed(capsys, monkeypatch, name, arguments, message):
     monkeypatch.setattr("pyengine.cli.bench.arguments.find_spec", lambda name: None)
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     with pytest.raises(SystemExit) as stop:
@@ -118,7 +114,7 @@ def test_bad_argument_is_named_with_what_is_needed(
     assert message in capsys.readouterr().err
 
 
-def test_plan_takes_any_number_of_workers_since_it_starts_none(capsys: Capture) -> None:
+def test_plan_takes_any_number_of_workers_since_it_starts_none(capsys):
     assert main(["plan", "--global-batch", "99999", "--workers", "99999", "--json"]) == 0
     assert '"workers": 99999' in capsys.readouterr().out
 
@@ -139,7 +135,7 @@ HELP = {
 
 
 @pytest.mark.parametrize("command", HELP)
-def test_help_shows_examples_and_defaults(capsys: Capture, command: str) -> None:
+def test_help_shows_examples_and_defaults(capsys, command):
     with pytest.raises(SystemExit) as stop:
         main([command, "--help"])
     assert stop.value.code == 0
@@ -147,21 +143,21 @@ def test_help_shows_examples_and_defaults(capsys: Capture, command: str) -> None
     assert [words for words in HELP[command] if " ".join(words.split()) not in text] == []
 
 
-def test_defaults_of_study_are_those_of_the_help() -> None:
+def test_defaults_of_study_are_those_of_the_help():
     found = settings(build_parser().parse_args(["study"]))
     assert (found.workers, found.batches, found.repeats) == ((1, 2, 4, 8), (32, 64, 128, 256), 3)
     assert (found.subject, found.target, found.fixed) == ("cnn", BUILT_IN.format("cnn"), "global")
 
 
 @pytest.mark.parametrize(("model", "task"), [("cnn", DigitsTask), ("gpt", TextTask)])
-def test_largest_dataset_is_what_the_task_has(model: str, task: type) -> None:
+def test_largest_dataset_is_what_the_task_has(model, task):
     most = task().num_samples
     assert settings(build_parser().parse_args(["study", "--model", model, "--dataset-size", str(most)]))
     with pytest.raises(SystemExit):
         main(["study", "--model", model, "--dataset-size", str(most + 1)])
 
 
-def test_without_a_command_help_is_printed(capsys: Capture) -> None:
+def test_without_a_command_help_is_printed(capsys):
     assert main([]) == 0
     assert "train" in capsys.readouterr().out
 
@@ -174,9 +170,7 @@ def test_without_a_command_help_is_printed(capsys: Capture) -> None:
         *(("study", name) for name in ("matplotlib", "jinja2", "psutil", "rich")),
     ],
 )
-def test_missing_extra_is_named_with_what_to_install(
-    capsys: Capture, monkeypatch: pytest.MonkeyPatch, command: str, module: str
-) -> None:
+def test_missing_extra_is_named_with_what_to_install(capsys, monkeypatch, command, module):
     folders = (f"pyengine.cli.{command}", "pyengine.cli.tasks")
     for name in [name for name in sys.modules if name.split(".")[0] == module or name.startswith(folders)]:
         monkeypatch.delitem(sys.modules, name)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import runpy
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -25,11 +24,10 @@ from pyengine.ops.plan import BucketPlan
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 SMALL = ("--ops", "pack", "--seconds", "0.01", "--megabytes", "1")
 STEP = ("--model", "small0", "--variants", "floor,no_sync,engine", "--rounds", "3")
-Capture = pytest.CaptureFixture[str]
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dict[str, Any]], Path]:
+def saved(tmp_path_factory):
     """Run both parts on two workers; return the JSON lines and the result file."""
     out = tmp_path_factory.mktemp("bench") / "result.json"
     arguments = [*STEP, *SMALL, "--json", "--out", str(out)]
@@ -47,9 +45,7 @@ def times(*windows_s: float) -> list[dict[str, float]]:
 
 
 @pytest.mark.slow
-def test_json_has_variants_rounds_progress_kernels_and_a_conclusion(
-    saved: tuple[list[dict[str, Any]], Path],
-) -> None:
+def test_json_has_variants_rounds_progress_kernels_and_a_conclusion(saved):
     lines = events(saved[0], "variant")
     assert [line["variant"] for line in lines] == ["floor", "no_sync", "engine"]
     assert all(
@@ -73,20 +69,20 @@ def run_script(name: str, *arguments: str) -> None:
 
 
 @pytest.mark.slow
-def test_table_py_reads_the_result_file(saved: tuple[list[dict[str, Any]], Path], capsys: Capture) -> None:
+def test_table_py_reads_the_result_file(saved, capsys):
     run_script("table.py", str(saved[1]))
     shown = capsys.readouterr().out
     assert "| no_sync |" in shown and "| pack bf16 -> bf16, 8 tensors |" in shown
 
 
-def test_table_py_reads_rows_with_names(tmp_path: Path, capsys: Capture) -> None:
+def test_table_py_reads_rows_with_names(tmp_path, capsys):
     path = tmp_path / "dealer.json"
     path.write_text(json.dumps({"machine": {}, "rows": {"fixed": {"p50_ms": 1.5, "shares": [6, 6]}}}))
     run_script("table.py", str(path))
     assert "|  | p50_ms | shares |\n|---|---:|---:|\n| fixed | 1.5 | [6, 6] |" in capsys.readouterr().out
 
 
-def test_table_py_shows_windows_of_a_device_and_why_one_is_missing(tmp_path: Path, capsys: Capture) -> None:
+def test_table_py_shows_windows_of_a_device_and_why_one_is_missing(tmp_path, capsys):
     row = {"window_p50_ms": 12.3456, "host_p50_ms": 3.21, "launches": 1200, "no_graph": "a reason"}
     path = tmp_path / "step-cuda.json"
     content = {"machine": {}, "cases": {"gpt124:bf16": {"engine": {"failed": "it broke"}, "attach": row}}}
@@ -97,19 +93,17 @@ def test_table_py_shows_windows_of_a_device_and_why_one_is_missing(tmp_path: Pat
     assert "| engine |  |  |  |  |  |  |  | it broke |" in shown
 
 
-def test_kernels_get_a_table_and_leave_no_thread_setting_behind(capsys: Capture) -> None:
+def test_kernels_get_a_table_and_leave_no_thread_setting_behind(capsys):
     assert main(["bench", "kernels", *SMALL]) == 0
     shown = capsys.readouterr().out
     assert "x roof" in shown and "Kernels: over 11 cases" in shown
     assert "windows" not in shown
 
 
-def test_kernels_that_disagree_with_torch_stop_the_run(
-    capsys: Capture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_kernels_that_disagree_with_torch_stop_the_run(capsys, monkeypatch):
     right = BucketPlan.pack_
 
-    def wrong(plan: BucketPlan, flat: Tensor, *arguments: Any) -> None:
+    def wrong(plan, flat, *arguments):
         right(plan, flat, *arguments)
         flat[-1] += 1
 
@@ -120,9 +114,7 @@ def test_kernels_that_disagree_with_torch_stop_the_run(
     )
 
 
-def test_a_failing_worker_ends_the_run_and_what_was_measured_before_is_kept(
-    tmp_path: Path, capfd: Capture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failing_worker_ends_the_run_and_what_was_measured_before_is_kept(tmp_path, capfd, monkeypatch):
     monkeypatch.setattr(bench, "launch", mock.Mock(side_effect=RuntimeError("worker 1 of 2 failed")))
     out = tmp_path / "mine.json"
     assert main(["bench", *SMALL, *STEP, "--out", str(out)]) == 1
@@ -155,9 +147,7 @@ def measure_with(odd_one: type[Any]) -> str:
 
 
 @pytest.mark.parametrize("odd_one", [Undivided, Alone])
-def test_variants_with_other_gradients_stop_the_run_on_every_rank(
-    ranks: Callable[[int], Any], odd_one: type[Any]
-) -> None:
+def test_variants_with_other_gradients_stop_the_run_on_every_rank(ranks, odd_one):
     errors = ranks(2).run(measure_with, odd_one)
     assert all("different gradients" in text and "'odd'" in text for text in errors)
 
@@ -172,15 +162,13 @@ def test_variants_with_other_gradients_stop_the_run_on_every_rank(
         ([1.0] * 10, [0.9] * 2 + [1.2] * 8, False),
     ],
 )
-def test_an_order_is_clear_only_when_nearly_all_rounds_agree(
-    ours: list[float], theirs: list[float], is_clear: bool
-) -> None:
+def test_an_order_is_clear_only_when_nearly_all_rounds_agree(ours, theirs, is_clear):
     found = bench_report.ratio({"engine": times(*ours), "ddp": times(*theirs)}, "ddp", "engine")
     assert found.is_clear is is_clear
     assert ("within noise" in str(found)) is not is_clear
 
 
-def test_the_floor_is_no_winner_and_noise_is_named() -> None:
+def test_the_floor_is_no_winner_and_noise_is_named():
     measured = {
         "floor": times(*[0.1] * 5),
         "ddp": times(3.0, 3.0, 3.0, 3.0, 3.0),
@@ -198,16 +186,14 @@ def test_the_floor_is_no_winner_and_noise_is_named() -> None:
 
 
 @pytest.mark.parametrize("script", sorted(path.name for path in BENCHMARKS.glob("bench_*.py")))
-def test_a_script_shows_its_arguments(script: str, capsys: Capture) -> None:
+def test_a_script_shows_its_arguments(script, capsys):
     with pytest.raises(SystemExit) as stopped:
         run_script(script, "--help")
     assert stopped.value.code == 0
     assert f"usage: {script}" in capsys.readouterr().out
 
 
-def test_a_single_variant_has_a_result_file_too(
-    monkeypatch: pytest.MonkeyPatch, capsys: Capture, tmp_path: Path
-) -> None:
+def test_a_single_variant_has_a_result_file_too(monkeypatch, capsys, tmp_path):
     alone = bench.windows.Outcome({"engine": times(1.0, 1.0, 1.0)})
     monkeypatch.setattr(bench, "launch", lambda *_, **__: [alone])
     out = tmp_path / "mine.json"
@@ -216,9 +202,7 @@ def test_a_single_variant_has_a_result_file_too(
     assert f"wrote {out}" in capsys.readouterr().out
 
 
-def test_a_result_file_that_cannot_be_written_leaves_what_was_printed(
-    monkeypatch: pytest.MonkeyPatch, capsys: Capture
-) -> None:
+def test_a_result_file_that_cannot_be_written_leaves_what_was_printed(monkeypatch, capsys):
     """/dev/full can be opened, and takes nothing: a disk that fills up while bench measures."""
     if not Path("/dev/full").exists():
         pytest.skip("no device that is full")

@@ -21,7 +21,7 @@ def run(script: str, *arguments: str) -> str:
 
 
 @pytest.mark.slow
-def test_a_launch_writes_its_file_and_is_not_run_again(tmp_path: Path) -> None:
+def test_a_launch_writes_its_file_and_is_not_run_again(tmp_path):
     results = tmp_path / "results"
     launch = ("--only", "every-1", "--variants", ",".join(VARIANTS), "--rounds", "2", "--out", str(results))
     run("bench_peers.py", *launch)

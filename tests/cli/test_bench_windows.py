@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -22,7 +22,6 @@ from pyengine.cli.bench.windows.device import Cuda
 from pyengine.cli.bench.windows.variants import PHASES, VARIANTS, Floor, NoSync
 from pyengine.cli.main import build_parser, main
 
-Ranks = Callable[[int], Any]
 TINY = models.Shape(width=8, layers=1, heads=2, vocabulary=16, context=4)
 HOOKS = ("no_sync_bf16", "no_sync_fp16")
 NAMES = ("engine", "no_sync_view", "engine_bf16", "engine_exact_slots", "attach", *HOOKS, "floor")
@@ -76,7 +75,7 @@ def measured(
 
 
 @pytest.mark.parametrize(("dtype", "micro_batches"), [("bf16", 1), ("fp16", 2)])
-def test_every_variant_has_times_of_each_phase(ranks: Ranks, dtype: str, micro_batches: int) -> None:
+def test_every_variant_has_times_of_each_phase(ranks, dtype, micro_batches):
     (outcome,) = ranks(1).run(measured, NAMES, dtype, micro_batches)
     assert outcome.failed == {}
     rows = windows.rows(outcome)
@@ -85,7 +84,7 @@ def test_every_variant_has_times_of_each_phase(ranks: Ranks, dtype: str, micro_b
 
 
 @pytest.mark.parametrize("world", [1, 2])
-def test_a_variant_that_fails_is_a_row_and_the_others_are_measured(ranks: Ranks, world: int) -> None:
+def test_a_variant_that_fails_is_a_row_and_the_others_are_measured(ranks, world):
     names = ("engine", "broken", "later", "floor")
     outcomes = ranks(world).run(measured, names, "fp32", 2, broken=Broken, later=BreaksLater)
     rows = windows.rows(windows.merged(outcomes))
@@ -105,18 +104,18 @@ def fails_alone() -> str:
     return str(caught.value)
 
 
-def test_who_fails_alone_ends_with_the_reason_soon(ranks: Ranks) -> None:
+def test_who_fails_alone_ends_with_the_reason_soon(ranks):
     assert ranks(2).run(fails_alone)[1] == "no such hook"
 
 
-def test_the_variant_whose_gradient_is_the_odd_one_is_left_out(ranks: Ranks) -> None:
+def test_the_variant_whose_gradient_is_the_odd_one_is_left_out(ranks):
     (outcome,) = ranks(1).run(measured, ("engine", "eight", "no_sync"), "fp32", 2, eight=Eight)
     assert list(outcome.failed) == ["eight"]
     assert outcome.failed["eight"].startswith("variants find different gradients for the same window")
     assert list(windows.rows(outcome)) == ["engine", "no_sync", "eight"]
 
 
-def test_a_run_without_a_variant_left_reports_why_of_each(ranks: Ranks) -> None:
+def test_a_run_without_a_variant_left_reports_why_of_each(ranks):
     (error,) = ranks(1).run(all_broken)
     assert error == "no variant could be measured: {'broken': 'ValueError: no such hook'}"
 
@@ -144,7 +143,7 @@ class FakeEvent:
         return end.at - self.at
 
 
-def test_windows_on_cuda_are_timed_by_events(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_windows_on_cuda_are_timed_by_events(monkeypatch):
     fake = mock.Mock(spec=torch.cuda)
     fake.Event = FakeEvent
     monkeypatch.setattr(devices.torch, "cuda", fake)
@@ -175,7 +174,7 @@ def meets_over_nccl() -> tuple[str, list[int]]:
     return asked[0], [set_device.call_args.args[0].index, int(one)]
 
 
-def test_every_rank_takes_its_device_and_meets_the_others_over_nccl(ranks: Ranks) -> None:
+def test_every_rank_takes_its_device_and_meets_the_others_over_nccl(ranks):
     found = ranks(2).run(meets_over_nccl)
     assert found == [("cpu:gloo,cuda:nccl", [0, 2]), ("cpu:gloo,cuda:nccl", [1, 2])]
 
@@ -184,18 +183,18 @@ def test_every_rank_takes_its_device_and_meets_the_others_over_nccl(ranks: Ranks
 
 
 @pytest.mark.slow  # torch's meta device imports for seconds
-def test_gpt124_has_the_size_of_gpt_2() -> None:
+def test_gpt124_has_the_size_of_gpt_2():
     with torch.device("meta"):
         model, batches = models.GPT(models.GPT2), models.GPT2
     assert sum(p.numel() for p in model.parameters()) == 124_082_688
     assert batches.sequences * batches.context == 2048
 
 
-def test_fp16_keeps_parameters_in_fp32_and_computes_in_fp16() -> None:
+def test_fp16_keeps_parameters_in_fp32_and_computes_in_fp16():
     seen: list[torch.dtype] = []
 
     class Spy(nn.Linear):
-        def forward(self, x: Tensor) -> Tensor:
+        def forward(self, x):
             out = super().forward(x)
             seen.append(out.dtype)
             return out
@@ -222,12 +221,12 @@ def on_cuda(*arguments: str, devices: int = 2) -> bench_arguments.Steps:
     return steps
 
 
-def test_on_cuda_there_is_a_rank_a_device() -> None:
+def test_on_cuda_there_is_a_rank_a_device():
     steps = on_cuda("--accumulate", "1", "--model", "gpt124", "--dtype", "fp16")
     assert (steps.workers, steps.setting.name, steps.setting.device) == (2, "gpt124:fp16:1", "cuda")
 
 
-def test_more_ranks_than_devices_are_refused_by_name(capsys: pytest.CaptureFixture[str]) -> None:
+def test_more_ranks_than_devices_are_refused_by_name(capsys):
     with (
         mock.patch("torch.cuda.is_available", lambda: True),
         mock.patch("torch.cuda.device_count", lambda: 1),
@@ -239,7 +238,7 @@ def test_more_ranks_than_devices_are_refused_by_name(capsys: pytest.CaptureFixtu
     )
 
 
-def test_the_table_shows_times_and_who_failed(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_table_shows_times_and_who_failed(capsys):
     row = {"window_p50_ms": 12.5, "window_min_ms": 12.0, "sync_p50_ms": 2.5}
     rows: dict[str, dict[str, Any]] = {"engine": row, "attach": {"failed": "it broke"}}
     times = {"engine": [{"window": 0.0125}]}

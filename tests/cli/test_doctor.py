@@ -19,7 +19,6 @@ from pyengine.cli.doctor.checks import Finding, fail, ok, warn
 from pyengine.cli.main import main
 
 HERE = Path(pyengine.__file__).parents[1]
-Capture = pytest.CaptureFixture[str]
 
 
 def examine(folder: Path, *, before: str = "pass") -> tuple[int, dict[str, Any]]:
@@ -42,7 +41,7 @@ def examine(folder: Path, *, before: str = "pass") -> tuple[int, dict[str, Any]]
 
 
 @pytest.mark.slow
-def test_a_whole_installation_is_healthy() -> None:
+def test_a_whole_installation_is_healthy():
     code, found = examine(HERE)
     assert (code, found["verdict"]["healthy"], found["verdict"]["broken"]) == (0, True, [])
     assert set(doctor.CHECKS) - {"cuda"} <= set(found)  # CUDA devices are named one by one
@@ -50,7 +49,7 @@ def test_a_whole_installation_is_healthy() -> None:
 
 
 @pytest.fixture
-def broken(tmp_path: Path) -> Path:
+def broken(tmp_path):
     """A copy of the package whose native core is no library."""
     copy = tmp_path / "pyengine"
     shutil.copytree(HERE / "pyengine", copy, ignore=shutil.ignore_patterns("_core*.so", "__pycache__"))
@@ -59,7 +58,7 @@ def broken(tmp_path: Path) -> Path:
 
 
 @pytest.mark.slow
-def test_a_broken_one_without_rich_says_so_and_still_runs_its_workers(broken: Path) -> None:
+def test_a_broken_one_without_rich_says_so_and_still_runs_its_workers(broken):
     code, found = examine(broken, before="sys.modules['rich'] = None")
     assert (code, found["verdict"]["broken"]) == (1, ["core"])
     assert "does not load" in found["core"]["text"]
@@ -82,21 +81,19 @@ GOOD, SLOW, BAD = ok("good", "runs"), warn("slow", "limps", "a stick"), fail("ba
         ({"a": raises, "b": lambda: GOOD}, 1, "Broken: a."),
     ],
 )
-def test_exit_code_and_verdict(monkeypatch: pytest.MonkeyPatch, capsys: Capture, checks, code, last) -> None:
+def test_exit_code_and_verdict(monkeypatch, capsys, checks, code, last):
     monkeypatch.setattr(doctor, "CHECKS", checks)
     assert main(["doctor"]) == code
     assert capsys.readouterr().out.splitlines()[-1] == last
 
 
-def test_a_check_that_raises_is_a_finding_and_the_others_go_on() -> None:
+def test_a_check_that_raises_is_a_finding_and_the_others_go_on():
     first, second = doctor.examine({"a": raises, "b": lambda: GOOD})
     assert first.status == "fail" and "KeyError: 'sm_999'" in first.text
     assert second == GOOD
 
 
-def test_lines_are_wrapped_and_remedies_stand_under_them(
-    monkeypatch: pytest.MonkeyPatch, capsys: Capture
-) -> None:
+def test_lines_are_wrapped_and_remedies_stand_under_them(monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", "60")
     monkeypatch.setattr(
         doctor, "CHECKS", {"a": lambda: warn("slow", "limps " * 20 + "\n\nand falls", "a stick")}

@@ -5,12 +5,9 @@ from __future__ import annotations
 import os
 import shutil
 import socket
-from collections.abc import Callable
 from importlib.machinery import EXTENSION_SUFFIXES
 from importlib.metadata import PackageNotFoundError
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -21,8 +18,6 @@ from pyengine.cli.doctor import checks
 from pyengine.cli.doctor.checks import Finding
 from pyengine.ops import native
 from pyengine.ops.plan import BucketPlan
-
-Patch = pytest.MonkeyPatch
 
 
 def assert_says(finding: Finding, status: str, text: str, remedy: str = "") -> None:
@@ -42,9 +37,7 @@ def assert_says(finding: Finding, status: str, text: str, remedy: str = "") -> N
         (f"_core{EXTENSION_SUFFIXES[0]}", "fail", "does not load: undefined symbol", "--force-reinstall"),
     ],
 )
-def test_a_core_that_is_missing_or_broken(
-    monkeypatch: Patch, tmp_path: Path, file: str, status: str, text: str, remedy: str
-) -> None:
+def test_a_core_that_is_missing_or_broken(monkeypatch, tmp_path, file, status, text, remedy):
     monkeypatch.setattr(native, "_core", None)
     monkeypatch.setattr(native, "_missing", ImportError("undefined symbol: oops"))
     monkeypatch.setattr(checks, "FOLDER", tmp_path)
@@ -54,7 +47,7 @@ def test_a_core_that_is_missing_or_broken(
 
 
 @pytest.fixture
-def fake_core(monkeypatch: Patch) -> SimpleNamespace:
+def fake_core(monkeypatch):
     core = SimpleNamespace(isa=lambda: "avx2", thread_pool=lambda: "torch", has_cuda=False)
     core.BucketPlan = lambda offsets, numels: None
     monkeypatch.setattr(native, "_core", core)
@@ -70,17 +63,13 @@ def fake_core(monkeypatch: Patch) -> SimpleNamespace:
     ],
     ids=["wrong result", "older core"],
 )
-def test_a_core_that_computes_wrong_or_is_too_old(
-    monkeypatch: Patch, fake_core: SimpleNamespace, run, text: str
-) -> None:
+def test_a_core_that_computes_wrong_or_is_too_old(monkeypatch, fake_core, run, text):
     monkeypatch.setattr(BucketPlan, "unscale_norm", run)
     assert_says(checks.core(), "fail", text, "--force-reinstall")
 
 
 @pytest.mark.parametrize(("pool", "status"), [("torch", "ok"), ("std::thread", "warn")])
-def test_instructions_and_thread_pool_are_named(
-    monkeypatch: Patch, fake_core: SimpleNamespace, pool: str, status: str
-) -> None:
+def test_instructions_and_thread_pool_are_named(monkeypatch, fake_core, pool, status):
     fake_core.thread_pool = lambda: pool
     monkeypatch.setattr(checks, "_compute", lambda device: None)
     monkeypatch.setattr(torch, "__version__", TorchVersion("2.13.0"))
@@ -101,9 +90,7 @@ def test_instructions_and_thread_pool_are_named(
         (True, "13.0", "fail", "no device (CUDA_VISIBLE_DEVICES=7)", "driver to one for CUDA 13.0"),
     ],
 )
-def test_no_device_is_fine_without_a_driver(
-    monkeypatch: Patch, tmp_path: Path, driver: bool, built: str | None, status: str, text: str, remedy: str
-) -> None:
+def test_no_device_is_fine_without_a_driver(monkeypatch, tmp_path, driver, built, status, text, remedy):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.version, "cuda", built)
     monkeypatch.setattr(checks, "NVIDIA", tmp_path if driver else tmp_path / "none")
@@ -113,7 +100,7 @@ def test_no_device_is_fine_without_a_driver(
 
 
 @pytest.fixture
-def device(monkeypatch: Patch, fake_core: SimpleNamespace) -> SimpleNamespace:
+def device(monkeypatch, fake_core):
     """Pretend that there is one old CUDA device."""
     about = SimpleNamespace(name="T4", major=7, minor=5, total_memory=16 * 2**30)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -124,8 +111,8 @@ def device(monkeypatch: Patch, fake_core: SimpleNamespace) -> SimpleNamespace:
     return fake_core
 
 
-def test_a_device_that_the_kernels_were_not_built_for(monkeypatch: Patch, device: SimpleNamespace) -> None:
-    def no_kernel(device: torch.device) -> None:
+def test_a_device_that_the_kernels_were_not_built_for(monkeypatch, device):
+    def no_kernel(device):
         raise RuntimeError("no kernel image is available for execution on the device")
 
     monkeypatch.setattr(checks, "_compute", no_kernel)
@@ -135,7 +122,7 @@ def test_a_device_that_the_kernels_were_not_built_for(monkeypatch: Patch, device
 
 
 @pytest.mark.parametrize(("has_cuda", "status"), [(True, "ok"), (False, "warn")])
-def test_a_device_with_and_without_cuda_kernels(device: SimpleNamespace, has_cuda: bool, status: str) -> None:
+def test_a_device_with_and_without_cuda_kernels(device, has_cuda, status):
     device.has_cuda = has_cuda
     (finding,) = checks.cuda()
     assert_says(finding, status, "T4, sm_75, 16 GiB", "" if has_cuda else "PYENGINE_CUDA=1")
@@ -144,8 +131,8 @@ def test_a_device_with_and_without_cuda_kernels(device: SimpleNamespace, has_cud
 # --- The machine ---
 
 
-def test_versions_name_the_packages_that_are_installed(monkeypatch: Patch) -> None:
-    def installed(package: str) -> str:
+def test_versions_name_the_packages_that_are_installed(monkeypatch):
+    def installed(package):
         if package == "rich":
             return "14.0"
         raise PackageNotFoundError(package)
@@ -166,9 +153,7 @@ def test_versions_name_the_packages_that_are_installed(monkeypatch: Patch) -> No
         ("max", 1, "warn", "4 torch threads on 1 cores", "OMP_NUM_THREADS=1"),
     ],
 )
-def test_threads_are_compared_with_cores_and_quota(
-    monkeypatch: Patch, tmp_path: Path, quota: str, cores: int, status: str, text: str, remedy: str
-) -> None:
+def test_threads_are_compared_with_cores_and_quota(monkeypatch, tmp_path, quota, cores, status, text, remedy):
     monkeypatch.setattr(checks, "CPU_QUOTA", tmp_path / "cpu.max")
     (tmp_path / "cpu.max").write_text(f"{quota} 100000\n")
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cores)))
@@ -177,27 +162,27 @@ def test_threads_are_compared_with_cores_and_quota(
 
 
 @pytest.mark.parametrize(("free", "status"), [(64 * 2**20, "warn"), (2**33, "ok")])
-def test_little_shared_memory(monkeypatch: Patch, tmp_path: Path, free: int, status: str) -> None:
+def test_little_shared_memory(monkeypatch, tmp_path, free, status):
     monkeypatch.setattr(checks, "SHARED_MEMORY", tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(total=free, free=free))
     remedy = "" if status == "ok" else "--shm-size"
     assert_says(checks.shared_memory(), status, f"{free // 2**20} MiB free", remedy)
 
 
-def test_a_system_without_shared_memory_files(monkeypatch: Patch, tmp_path: Path) -> None:
+def test_a_system_without_shared_memory_files(monkeypatch, tmp_path):
     monkeypatch.setattr(checks, "SHARED_MEMORY", tmp_path / "none")
     assert_says(checks.shared_memory(), "ok", "does not need it")
 
 
-def test_a_host_name_without_an_address(monkeypatch: Patch) -> None:
-    def unknown(*_: object) -> None:
+def test_a_host_name_without_an_address(monkeypatch):
+    def unknown(*_):
         raise socket.gaierror("Name or service not known")
 
     monkeypatch.setattr(socket, "getaddrinfo", unknown)
     assert_says(checks.host(), "warn", "has no address (Name or service not known)", "/etc/hosts")
 
 
-def test_settings_of_torch_and_its_backends_are_reported(monkeypatch: Patch) -> None:
+def test_settings_of_torch_and_its_backends_are_reported(monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     monkeypatch.setenv("SECRET", "mine")
     finding = checks.settings()
@@ -207,7 +192,7 @@ def test_settings_of_torch_and_its_backends_are_reported(monkeypatch: Patch) -> 
 # --- Two workers ---
 
 
-def test_workers_with_the_right_gradient(monkeypatch: Patch, ranks: Callable[[int], Any]) -> None:
+def test_workers_with_the_right_gradient(monkeypatch, ranks):
     monkeypatch.setattr(checks, "launch", lambda fn, workers, timeout_s: ranks(workers).run(fn))
     assert_says(checks.workers(), "ok", "exact on both")
 
@@ -221,7 +206,7 @@ def test_workers_with_the_right_gradient(monkeypatch: Patch, ranks: Callable[[in
     ],
     ids=["wrong", "fails", "hangs"],
 )
-def test_workers_with_a_problem(monkeypatch: Patch, outcome: Any, text: str, remedy: str) -> None:
+def test_workers_with_a_problem(monkeypatch, outcome, text, remedy):
     launch = mock.Mock(side_effect=[outcome])
     monkeypatch.setattr(checks, "launch", launch)
     assert_says(checks.workers(), "fail", text, remedy)

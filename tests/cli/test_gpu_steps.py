@@ -10,7 +10,6 @@ import subprocess
 import sys
 import tarfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -43,12 +42,12 @@ def load(name: str) -> Any:
 
 
 @pytest.fixture(scope="module")
-def gpu() -> Any:
+def gpu():
     return load("gpu")
 
 
 @pytest.fixture
-def run(gpu: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+def run(gpu, tmp_path, monkeypatch):
     """A run with folders of its own."""
     for name in ("LOGS", "RESULTS"):
         (tmp_path / name).mkdir()
@@ -67,7 +66,7 @@ def commands(gpu: Any) -> list[list[str]]:
     return [list(command) for task in tasks for command in (task.command, task.dry)]
 
 
-def test_steps_stand_in_the_order_of_what_they_are_worth(gpu: Any) -> None:
+def test_steps_stand_in_the_order_of_what_they_are_worth(gpu):
     steps = gpu.steps()
     assert list(steps) == ["tests", "kernels", "host", "windows", "counters", "sanitize"]
     assert [task.name for task in steps["tests"]] == ["doctor", "ops", "engine"]
@@ -75,15 +74,13 @@ def test_steps_stand_in_the_order_of_what_they_are_worth(gpu: Any) -> None:
     assert gpu.BUDGET_S < 600
 
 
-def test_every_file_that_a_command_names_is_there(gpu: Any) -> None:
+def test_every_file_that_a_command_names_is_there(gpu):
     named = {part for command in commands(gpu) for part in command if re.match(r"(tests|benchmarks)/", part)}
     assert {"tests/ops", "tests/distributed/test_on_cuda.py", "tests/unit/test_rng.py"} <= named
     assert all((ROOT / part).exists() for part in named)
 
 
-def test_every_window_that_is_asked_for_is_an_argument_of_its_script(
-    gpu: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_window_that_is_asked_for_is_an_argument_of_its_script(gpu, monkeypatch):
     script = load("bench_windows")
     found = [command[2:] for command in commands(gpu) if "benchmarks/bench_windows.py" in command]
     assert len(found) == 2 * len(gpu.CASES)
@@ -93,7 +90,7 @@ def test_every_window_that_is_asked_for_is_an_argument_of_its_script(
         assert model in models.MODELS and dtype in windows.DTYPES and int(micro_batches)
 
 
-def test_test_files_are_found_by_their_mark(gpu: Any) -> None:
+def test_test_files_are_found_by_their_mark(gpu):
     files = gpu.engine_files()
     assert files[0].startswith("tests/distributed/")
     assert not any(path.startswith("tests/ops/") for path in files)
@@ -102,15 +99,13 @@ def test_test_files_are_found_by_their_mark(gpu: Any) -> None:
 # ---- what a task comes to ----
 
 
-def test_a_failed_task_is_told_and_the_next_one_runs(run: Any, gpu: Any) -> None:
+def test_a_failed_task_is_told_and_the_next_one_runs(run, gpu):
     run.step("step", [shell(gpu, "echo broke; exit 3"), shell(gpu, "echo fine")], 60)
     assert [line.split()[1] for line in run.lines] == ["failed", "passed"]
     assert run.lines[1].endswith("fine") and run.has_failed
 
 
-def test_a_task_that_takes_too_long_is_ended_with_all_it_has_started(
-    run: Any, gpu: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_task_that_takes_too_long_is_ended_with_all_it_has_started(run, gpu, monkeypatch):
     monkeypatch.setattr(gpu, "LEAST_S", 0)
     run.step("step", [shell(gpu, "sleep 60 & echo $!; wait")], 0.5)
     *_, timed, out, _, _, child = run.lines[0].split()
@@ -121,18 +116,18 @@ def test_a_task_that_takes_too_long_is_ended_with_all_it_has_started(
     assert time.monotonic() < until
 
 
-def test_a_task_for_which_no_time_is_left_is_not_begun(run: Any, gpu: Any) -> None:
+def test_a_task_for_which_no_time_is_left_is_not_begun(run, gpu):
     run.step("step", [shell(gpu, "touch begun")], 1)
     assert run.lines[0].split()[1:3] == ["no", "time"] and run.has_failed
     assert not (gpu.ROOT / "begun").exists()
 
 
-def test_a_tool_that_is_missing_fails_its_task(run: Any, gpu: Any) -> None:
+def test_a_tool_that_is_missing_fails_its_task(run, gpu):
     run.step("step", [gpu.Task("task", ["no-such-tool"], [], 60)], 60)
     assert run.lines[0].split()[1] == "missing" and run.has_failed
 
 
-def test_new_result_files_come_out_behind_every_task(run: Any, gpu: Any) -> None:
+def test_new_result_files_come_out_behind_every_task(run, gpu):
     old = gpu.RESULTS / "old.json"
     old.write_text("{}")
     then = time.time() - 100
@@ -159,11 +154,11 @@ def test_new_result_files_come_out_behind_every_task(run: Any, gpu: Any) -> None
         ("ImportError: no such module", "", False),
     ],
 )
-def test_tests_are_counted_and_none_is_a_failure(gpu: Any, log: str, told: str, is_well: bool) -> None:
+def test_tests_are_counted_and_none_is_a_failure(gpu, log, told, is_well):
     assert gpu._tests_told(log) == (told, is_well)
 
 
-def test_targets_are_counted(gpu: Any) -> None:
+def test_targets_are_counted(gpu):
     log = "met  90 % of the copy rate: 95.0%\nMISS 90 % of the copy rate: 80.0%\nMISS 10 us above"
     assert gpu._targets_told(log) == ("1 targets met, 2 missed", True)
 
@@ -176,7 +171,7 @@ NCU = """==PROF== Connected to process 7
 """
 
 
-def test_counters_are_saved_by_case(gpu: Any, run: Any) -> None:
+def test_counters_are_saved_by_case(gpu, run):
     (gpu.LOGS / "ncu.csv").write_text(NCU)
     (gpu.LOGS / "cases.json").write_text(json.dumps({"machine": {"gpu": "H"}, "cases": ["pack", "unpack"]}))
     gpu.save_counters()
@@ -200,7 +195,7 @@ def test_counters_are_saved_by_case(gpu: Any, run: Any) -> None:
     ]
 
 
-def test_windows_of_all_cases_come_into_one_file_and_rehearsals_do_not(gpu: Any, run: Any) -> None:
+def test_windows_of_all_cases_come_into_one_file_and_rehearsals_do_not(gpu, run):
     old = {"machine": {"gpu": "H"}, "options": {}, "cases": {"earlier": {}, "a": {}}}
     gpu._save("step-cuda", old)
     for name, card in (("a", {"gpu": "H"}), ("b", {"gpu": "H"}), ("c", {})):
@@ -214,14 +209,14 @@ def test_windows_of_all_cases_come_into_one_file_and_rehearsals_do_not(gpu: Any,
 # ---- what the profiler looks into ----
 
 
-def test_the_profiler_is_told_of_every_kernel_of_ours(gpu: Any) -> None:
+def test_the_profiler_is_told_of_every_kernel_of_ours(gpu):
     sources = "".join(path.read_text() for path in (ROOT / "csrc" / "cuda").glob("*.cu"))
     kernels = {*re.findall(r"\b([a-z_]+_kernel)\b", sources)} - {"upload_kernel", "know_kernel"}
     pattern = gpu.KERNELS.removeprefix("regex:")
     assert len(kernels) > 10 and all(re.match(pattern, kernel) for kernel in kernels)
 
 
-def test_each_op_has_a_large_case_for_the_profiler() -> None:
+def test_each_op_has_a_large_case_for_the_profiler():
     names = list(load("bench_counters").large(Sizes(1, "cuda")))
     for part in ("pack fp32", "unpack", "acc +=", "wire =", "check+norm bf16", "deposit", "align", "encode"):
         assert any(part in name for name in names), part
@@ -249,7 +244,7 @@ def trained_by_hand(dtype: str) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "fp16"])
-def test_a_window_by_hand_trains_as_ddp_does(ranks: Any, dtype: str) -> None:
+def test_a_window_by_hand_trains_as_ddp_does(ranks, dtype):
     for by_hand, of_ddp in ranks(2).run(trained_by_hand, dtype):
         # Adam's first step is the rate times g / (|g| + 1e-8), which rounding of g changes where g is tiny.
         is_close = (by_hand - of_ddp).abs() <= 1e-3 * 0.125
@@ -270,21 +265,19 @@ def captured(replay_works: bool) -> str:
     return row.get("failed") or f"{row['window_p50_ms'] > 0} {row['host_min_ms'] > 0}"
 
 
-def test_a_graph_whose_replays_do_not_train_is_none(ranks: Any) -> None:
+def test_a_graph_whose_replays_do_not_train_is_none(ranks):
     assert ranks(1).run(captured, True) == ["True True"]
     (why,) = ranks(1).run(captured, False)
     assert "a replay does not train" in why and "parameters unchanged" in why
 
 
-def test_calls_are_counted_by_kind_without_the_profilers_own_wait() -> None:
+def test_calls_are_counted_by_kind_without_the_profilers_own_wait():
     calls = {"cudaLaunchKernel": 3, "cuLaunchKernelEx": 2, "cudaMemcpyAsync": 4, "cudaMemsetAsync": 1}
     calls |= {"cudaEventSynchronize": 6, "cudaDeviceSynchronize": 9, "aten::cumsum": 9, "Memcpy HtoD": 9}
     assert load("bench_windows").launches(calls) == {"launches": 5, "copies": 5, "waits": 6}
 
 
-def test_without_a_device_it_ends_at_once_and_leaves_what_there_was(
-    gpu: Any, run: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_a_device_it_ends_at_once_and_leaves_what_there_was(gpu, run, monkeypatch):
     monkeypatch.setattr(gpu.subprocess, "run", mock.Mock(return_value=mock.Mock(stdout="")))
     monkeypatch.setattr(sys, "argv", ["gpu.py", "tests"])
     with pytest.raises(SystemExit, match="make gpu DRY=1 runs every command on the processor"):
@@ -292,12 +285,10 @@ def test_without_a_device_it_ends_at_once_and_leaves_what_there_was(
     assert (gpu.LOGS / "started").exists()
 
 
-def test_an_extension_that_does_not_load_is_built_for_the_device_that_is_here(
-    gpu: Any, run: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_extension_that_does_not_load_is_built_for_the_device_that_is_here(gpu, run, monkeypatch):
     asked: list[tuple[list[str], dict[str, str]]] = []
 
-    def fake(command: list[str], log: Path, limit_s: float, environment: dict[str, str]) -> str:
+    def fake(command, log, limit_s, environment):
         asked.append((list(command), environment))
         log.write_text("")
         return "failed" if len(asked) == 1 else "passed"
@@ -312,7 +303,7 @@ def test_an_extension_that_does_not_load_is_built_for_the_device_that_is_here(
     assert gpu.prepare(run, "90") and len(asked) == 3  # one that loads is used as it is
 
 
-def test_a_step_that_is_asked_for_runs_alone(gpu: Any, run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_that_is_asked_for_runs_alone(gpu, run, monkeypatch):
     ran: list[tuple[str, list[str]]] = []
     monkeypatch.setattr(gpu, "prepare", lambda *_: True)
     monkeypatch.setattr(
@@ -324,7 +315,7 @@ def test_a_step_that_is_asked_for_runs_alone(gpu: Any, run: Any, monkeypatch: py
 
 
 @pytest.fixture(scope="module")
-def rehearsed(tmp_path_factory: pytest.TempPathFactory) -> list[list[str]]:
+def rehearsed(tmp_path_factory):
     """The words of every line of the summary, after all steps in their tiny form."""
     out = tmp_path_factory.mktemp("out")
     command = ["make", "gpu", f"PYTHON={sys.executable}", "DRY=1", "ARGS=--budget-s 900"]
@@ -343,6 +334,6 @@ def rehearsed(tmp_path_factory: pytest.TempPathFactory) -> list[list[str]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("step", ["extension", "tests", "kernels", "host", "windows", "counters", "sanitize"])
-def test_every_command_of_a_step_runs_in_its_tiny_form(step: str, rehearsed: list[list[str]]) -> None:
+def test_every_command_of_a_step_runs_in_its_tiny_form(step, rehearsed):
     results = [result for name, result, *_ in rehearsed if name.startswith(f"{step}/")]
     assert results and set(results) == {"passed"}

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -38,7 +36,7 @@ KNOWN = records(NoiseEstimate(3.0, 1.0, 30.0, None, 1), NoiseEstimate(3.0, 1.0, 
 
 
 @pytest.fixture
-def figures(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+def figures(monkeypatch):
     """The figures that are saved, which are not painted."""
     matplotlib = pytest.importorskip("matplotlib.figure")
     saved: list[Any] = []
@@ -46,7 +44,7 @@ def figures(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return saved
 
 
-def test_few_parameters_have_a_line_each() -> None:
+def test_few_parameters_have_a_line_each():
     assert layer_norms(NORMS) == {"a.weight": [3.0, 1.0], "a.bias": [4.0, 0.0], "b": [2.0, 5.0]}
 
 
@@ -54,14 +52,14 @@ def test_few_parameters_have_a_line_each() -> None:
     ("blocks", "layers", "last"),
     [(3, 12, "blocks.2.v.b"), (4, 8, "blocks.3.v"), (12, 12, "blocks.11"), (13, 1, "blocks")],
 )
-def test_many_parameters_have_a_line_for_each_layer(blocks: int, layers: int, last: str) -> None:
+def test_many_parameters_have_a_line_for_each_layer(blocks, layers, last):
     names = [f"blocks.{n}.{part}" for n in range(blocks) for part in ("w.a", "w.b", "v.a", "v.b")]
     found = layer_norms([dict.fromkeys(names, 2.0)])
     assert [norm for (norm,) in found.values()] == [pytest.approx(2 * (len(names) / layers) ** 0.5)] * layers
     assert list(found)[-1] == last
 
 
-def test_norms_and_noise_scale_are_drawn_over_steps(figures: list[Any], tmp_path: Path) -> None:
+def test_norms_and_noise_scale_are_drawn_over_steps(figures, tmp_path):
     draw(KNOWN, tmp_path / "norms.png", unit="tokens")
     norms, noise = figures[0].axes
     lines = {line.get_label(): list(line.get_ydata()) for line in norms.lines}
@@ -75,9 +73,7 @@ def test_norms_and_noise_scale_are_drawn_over_steps(figures: list[Any], tmp_path
 
 
 @pytest.mark.parametrize("estimate", [None, UNKNOWN])
-def test_without_a_noise_scale_norms_are_drawn_alone(
-    figures: list[Any], tmp_path: Path, estimate: NoiseEstimate | None
-) -> None:
+def test_without_a_noise_scale_norms_are_drawn_alone(figures, tmp_path, estimate):
     draw(records(None, estimate), tmp_path / "norms.png", unit="tokens")
     assert len(figures[0].axes) == 1
 
@@ -92,12 +88,12 @@ def test_without_a_noise_scale_norms_are_drawn_alone(
         (0.5, 1, "0.5 ± 1"),
     ],
 )
-def test_a_noise_scale_is_short_text(scale: float, spread: float | None, text: str) -> None:
+def test_a_noise_scale_is_short_text(scale, spread, text):
     assert with_spread(scale, spread) == text
 
 
 @on_ranks(2)
-def test_a_refused_noise_scale_is_warned_of_and_norms_are_measured() -> None:
+def test_a_refused_noise_scale_is_warned_of_and_norms_are_measured():
     sync = pe.GradSync(model := nn.Linear(2, 1), accumulator="exact")
     sync.measure(pe.GradNorms())
     measure_noise_scale(sync, parts=1)
@@ -114,15 +110,13 @@ def test_a_refused_noise_scale_is_warned_of_and_norms_are_measured() -> None:
 
 # ---- what `train` reports ----
 
-Plot = Callable[..., dict[str, Any]]
-
 
 @pytest.fixture
-def plot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Plot:
+def plot(tmp_path, monkeypatch, capsys):
     """Give `plot(records)`: the JSON line of rank 0, or with `as_json=False` its text."""
     monkeypatch.setattr(train_run.dist, "get_rank", lambda: 0)
 
-    def run(trained: list[StepRecord], *, as_json: bool = True) -> Any:
+    def run(trained, *, as_json=True):
         report = Report(as_json=as_json)
         report.start("cnn", "images", done=0, steps=2, about={})
         train_run.plot(DigitsTask(), trained, tmp_path / "trace.json.gz", report)
@@ -132,19 +126,19 @@ def plot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
     return run
 
 
-def test_the_plot_stands_beside_the_trace(plot: Plot, figures: list[Any], tmp_path: Path) -> None:
+def test_the_plot_stands_beside_the_trace(plot, figures, tmp_path):
     path = str(tmp_path / "trace-norms.png")
     assert plot(KNOWN) == {"event": "norms", "model": "cnn", "plot": path, "noise_scale": 20.0, "spread": 5.0}
     out = plot(KNOWN, as_json=False)
     assert f"noise scale: 20 ± 5 images, the batch is 8 images\ngradient norms: {path}\n" in out
 
 
-def test_without_matplotlib_there_is_no_plot(plot: Plot, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_matplotlib_there_is_no_plot(plot, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     found = plot(KNOWN)
     assert (found["plot"], found["noise_scale"]) == (None, 20.0)
     assert "gradient norms: not drawn, since matplotlib" in plot(KNOWN, as_json=False)
 
 
-def test_without_measured_steps_there_is_no_plot(plot: Plot) -> None:
+def test_without_measured_steps_there_is_no_plot(plot):
     assert plot([BLANK])["event"] == "start"

@@ -40,7 +40,7 @@ SOME = ("plan", "study")  # whatever takes lines of `train` and of `bench` reads
 
 
 @pytest.mark.parametrize("command", [*SOME, *rest(*(name for name in _COMMANDS if name not in SOME))])
-def test_stdout_is_json_lines_that_name_their_events(command: str, tmp_path: Path) -> None:
+def test_stdout_is_json_lines_that_name_their_events(command, tmp_path):
     assert command in SHORT, "a command needs a row of short arguments here"
     arguments, expected = SHORT[command]
     words = arguments.format(folder=tmp_path).split()

@@ -23,7 +23,7 @@ from pyengine.comm import launching
 
 
 @pytest.fixture(autouse=True)
-def _from_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
+def _from_the_server(monkeypatch):
     """Fork workers from a process that has imported torch, instead of starting them: that takes seconds."""
     monkeypatch.setattr(launching, "start_processes", forked.start_processes)
 
@@ -33,7 +33,7 @@ def rank_and(value: int) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("are_forked", [True, pytest.param(False, marks=pytest.mark.slow)])
-def test_results_come_by_rank(monkeypatch: pytest.MonkeyPatch, are_forked: bool) -> None:
+def test_results_come_by_rank(monkeypatch, are_forked):
     if not are_forked:
         monkeypatch.undo()
     assert launch(rank_and, workers=2, args=(7,)) == [(0, 7), (1, 7)]
@@ -48,7 +48,7 @@ def fail_on_rank_1_which_ends_last() -> None:
     raise ValueError("consequence")
 
 
-def test_first_error_is_told_with_worker_and_traceback_whoever_ends_first() -> None:
+def test_first_error_is_told_with_worker_and_traceback_whoever_ends_first():
     told = r"worker 1 of 2 failed(?s:.)*fail_on_rank_1_which(?s:.)*ValueError: cause"
     with pytest.raises(RuntimeError, match=told):
         launch(fail_on_rank_1_which_ends_last, workers=2)
@@ -74,7 +74,7 @@ def tarry(folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_workers_that_take_too_long_are_told_with_their_stacks_and_nothing_is_left(tmp_path: Path) -> None:
+def test_workers_that_take_too_long_are_told_with_their_stacks_and_nothing_is_left(tmp_path):
     launch(rank_and, workers=2, args=(7,))  # the server has imported torch, so that workers start in no time
     with pytest.raises(
         TimeoutError, match="^timeout_s=5 is over, and 2 of 2 workers had not ended"
@@ -108,16 +108,14 @@ FAILS = [
 @pytest.mark.parametrize(
     ("fn", "why"), [(kill_rank_1, KILLED), *(pytest.param(*case, marks=pytest.mark.slow) for case in FAILS)]
 )
-def test_a_worker_that_fails_is_named_ends_the_others_and_leaves_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fn: Callable[[], object], why: str
-) -> None:
+def test_a_worker_that_fails_is_named_ends_the_others_and_leaves_nothing(tmp_path, monkeypatch, fn, why):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     with pytest.raises(RuntimeError, match=rf"^worker 1 of 2 failed \({why}"):
         launch(fn, workers=2)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_handlers_and_mask_are_put_back() -> None:
+def test_handlers_and_mask_are_put_back():
     before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
     assert launch(rank_and, workers=1, args=(7,)) == [(0, 7)]
     assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
@@ -125,12 +123,12 @@ def test_handlers_and_mask_are_put_back() -> None:
 
 
 @pytest.mark.parametrize("workers", [0, -1, 1.5, True])
-def test_number_of_workers_is_checked(workers: float) -> None:
+def test_number_of_workers_is_checked(workers):
     with pytest.raises(ValueError, match=rf"workers={workers}: need a whole number of at least 1"):
-        launch(rank_and, workers=workers)  # type: ignore[arg-type]
+        launch(rank_and, workers=workers)
 
 
-def test_function_that_no_other_process_can_find_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_function_that_no_other_process_can_find_is_refused(monkeypatch):
     monkeypatch.setattr(
         sys.modules["__main__"], "__file__", __file__, raising=False
     )  # a script, however pytest runs
@@ -139,7 +137,7 @@ def test_function_that_no_other_process_can_find_is_refused(monkeypatch: pytest.
 
 
 @pytest.mark.slow
-def test_interrupt_ends_every_process_with_one_line() -> None:
+def test_interrupt_ends_every_process_with_one_line():
     command = [*TRAIN, "--model", "gpt", "--json", "--steps", "10000"]
     pipe = subprocess.PIPE
     process = subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, start_new_session=True)
@@ -154,7 +152,7 @@ def test_interrupt_ends_every_process_with_one_line() -> None:
 
 
 @pytest.mark.slow
-def test_workers_end_with_their_launcher_also_in_a_job_that_ignores_interrupts() -> None:
+def test_workers_end_with_their_launcher_also_in_a_job_that_ignores_interrupts():
     command = [
         "sh",
         "-c",

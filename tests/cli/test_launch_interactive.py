@@ -42,7 +42,7 @@ print([result.values for result in results], pe.launch(lambda: dist.get_rank(), 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("way", ["-", *rest("-c")])  # examples/quickstart.ipynb runs by -c
-def test_functions_and_classes_of_a_session_work_in_forked_workers_of_one_thread(way: str) -> None:
+def test_functions_and_classes_of_a_session_work_in_forked_workers_of_one_thread(way):
     command = [sys.executable, way] + ([SESSION] if way == "-c" else [])
     done = subprocess.run(command, check=False, input=SESSION, capture_output=True, text=True, timeout=60)
     # Σ of the entries of w @ w has gradient 600 everywhere; the mean of indices 0 and 1 is 1/2, times 3.
@@ -58,7 +58,7 @@ pe.launch(fn, workers=2)
 
 
 @pytest.mark.slow
-def test_a_script_without_a_guard_ends_and_says_what_is_missing(tmp_path) -> None:
+def test_a_script_without_a_guard_ends_and_says_what_is_missing(tmp_path):
     (tmp_path / "script.py").write_text(SCRIPT)
     command = [sys.executable, str(tmp_path / "script.py")]
     done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=60)
@@ -71,7 +71,7 @@ def test_a_script_without_a_guard_ends_and_says_what_is_missing(tmp_path) -> Non
 def session_function(monkeypatch):
     """A function of a `__main__` that no other process can import."""
 
-    def fn() -> None:
+    def fn():
         """Do nothing."""
 
     main = ModuleType("__main__")
@@ -80,14 +80,14 @@ def session_function(monkeypatch):
     return fn
 
 
-def test_an_initialised_device_is_named_before_anything_is_forked(monkeypatch, session_function) -> None:
+def test_an_initialised_device_is_named_before_anything_is_forked(monkeypatch, session_function):
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     with pytest.raises(RuntimeError, match="^cuda has been initialised .* touch no device before launch"):
         pe.launch(session_function, workers=2)
 
 
-def test_a_process_group_of_the_session_is_named(session_function) -> None:
+def test_a_process_group_of_the_session_is_named(session_function):
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         with pytest.raises(
@@ -98,13 +98,13 @@ def test_a_process_group_of_the_session_is_named(session_function) -> None:
         dist.destroy_process_group()
 
 
-def test_a_platform_that_cannot_fork_is_named(monkeypatch, session_function) -> None:
+def test_a_platform_that_cannot_fork_is_named(monkeypatch, session_function):
     monkeypatch.setattr(launching, "get_all_start_methods", lambda: ["spawn"])
     with pytest.raises(RuntimeError, match="cannot fork this process: put fn into a file of its own"):
         pe.launch(session_function, workers=2)
 
 
-def test_what_can_be_imported_is_not_forked_from_a_session_either(monkeypatch, session_function) -> None:
+def test_what_can_be_imported_is_not_forked_from_a_session_either(monkeypatch, session_function):
     assert launching._start_method(session_function, ()) == "fork"
     assert launching._start_method(len, (session_function,)) == "fork"
     assert launching._start_method(len, ("abc",)) == "spawn"

@@ -25,20 +25,20 @@ JOB, TRAIN_JOB = [list(yaml.safe_load_all(text)) for kind, text in BLOCKS if kin
 
 
 @pytest.mark.parametrize("text", SHELL, ids=lambda text: text.split("\n")[0])
-def test_the_shell_takes_every_block(text: str) -> None:
+def test_the_shell_takes_every_block(text):
     subprocess.run(["bash", "-n"], check=True, input=text, text=True)
 
 
 @pytest.mark.parametrize("command", [*COMMANDS, *INLINE])
-def test_torchrun_takes_every_command(command: str) -> None:
+def test_torchrun_takes_every_command(command):
     assert get_args_parser().parse_args(shlex.split(command)).training_script == "train.py"
 
 
-def test_the_page_has_a_command_for_one_host_two_slurm_and_elastic_runs() -> None:
+def test_the_page_has_a_command_for_one_host_two_slurm_and_elastic_runs():
     assert (len(INLINE), len(COMMANDS)) == (1, 3)
 
 
-def test_the_job_and_its_service_name_each_other() -> None:
+def test_the_job_and_its_service_name_each_other():
     service, job = JOB
     pods = job["spec"]["template"]["spec"]
     (container,) = pods["containers"]
@@ -49,7 +49,7 @@ def test_the_job_and_its_service_name_each_other() -> None:
     assert job["spec"]["completions"] == job["spec"]["parallelism"] == int(options.nnodes)
 
 
-def test_the_train_job_gives_torchrun_a_script() -> None:
+def test_the_train_job_gives_torchrun_a_script():
     (job,) = TRAIN_JOB
     program, script = job["spec"]["trainer"]["command"]
     assert (program, get_args_parser().parse_args([script]).training_script) == ("torchrun", "train.py")

@@ -42,7 +42,7 @@ def meet(store: dist.Store, world_size: int) -> set[str]:
         return set(ranks.map(one, reversed(range(world_size))))
 
 
-def test_every_call_runs_on_torchruns_workers_until_one_wants_another_number() -> None:
+def test_every_call_runs_on_torchruns_workers_until_one_wants_another_number():
     done = torchrun(str(SCRIPT), "3", "3", "4")
     lines = done.stdout.splitlines()
     # torchrun ends a worker when the other has failed, maybe before it has printed its second call.
@@ -51,7 +51,7 @@ def test_every_call_runs_on_torchruns_workers_until_one_wants_another_number() -
     assert "ValueError: workers=4 after workers=3: all calls run on the same 2 workers" in done.stderr
 
 
-def test_a_failure_is_in_torchruns_summary_and_its_restart_meets_anew() -> None:
+def test_a_failure_is_in_torchruns_summary_and_its_restart_meets_anew():
     """It fails in its first call, and restarted in its second one."""
     failed = torchrun("--max-restarts", "1", str(SCRIPT), "2", "2", FAILS_AT="0,1")
     assert failed.stdout.splitlines() == ["[(0, 0), (0, 1)]"] * 2, failed.stderr
@@ -62,20 +62,20 @@ def test_a_failure_is_in_torchruns_summary_and_its_restart_meets_anew() -> None:
 
 
 @pytest.mark.parametrize("absent", ["0", *rest("1")])
-def test_a_restart_meets_although_only_one_rank_had_come_before(absent: str) -> None:
+def test_a_restart_meets_although_only_one_rank_had_come_before(absent):
     restarted = torchrun("--max-restarts", "1", str(SCRIPT), "2", "2", ABSENT=absent)
     assert restarted.returncode == 0, restarted.stderr
     assert sorted(restarted.stdout.splitlines()) == ["[(0, 0), (0, 1)]"] * 2 + ["[(1, 0), (1, 1)]"] * 2
 
 
 @pytest.mark.parametrize("world_sizes", [(2, 2), (2, 4, 4), (4, 2, 3), (1, 2, 1)], ids=str)
-def test_rounds_of_any_size_meet_in_one_store_each_by_itself(world_sizes: tuple[int, ...]) -> None:
+def test_rounds_of_any_size_meet_in_one_store_each_by_itself(world_sizes):
     store = dist.HashStore()
     assert [meet(store, world_size) for world_size in world_sizes] == [{str(size)} for size in world_sizes]
 
 
 @pytest.mark.parametrize("early", [0, 1])
-def test_one_who_came_and_went_is_not_met_afterwards(early: int) -> None:
+def test_one_who_came_and_went_is_not_met_afterwards(early):
     store = dist.HashStore()
     with pytest.raises(
         RuntimeError, match=rf"^ranks \[{1 - early}\] of 2 have not come to this launch within 0 s"
@@ -84,7 +84,7 @@ def test_one_who_came_and_went_is_not_met_afterwards(early: int) -> None:
     assert meet(store, 2) == {"2"}
 
 
-def test_rank_0_names_all_who_have_not_come() -> None:
+def test_rank_0_names_all_who_have_not_come():
     store = dist.HashStore()
     meet(store, 4)
     with ThreadPoolExecutor(1) as other:
@@ -96,8 +96,8 @@ def test_rank_0_names_all_who_have_not_come() -> None:
 
 @pytest.mark.parametrize("command", ["verify", "study", "bench", "doctor"])
 def test_commands_that_start_workers_of_their_own_refuse_to_be_started_by_torchrun(
-    command: str, monkeypatch, capsys
-) -> None:
+    command, monkeypatch, capsys
+):
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "any")
     with pytest.raises(SystemExit, match="2"):
         main([command])
@@ -105,7 +105,7 @@ def test_commands_that_start_workers_of_their_own_refuse_to_be_started_by_torchr
     assert said in capsys.readouterr().err
 
 
-def test_a_worker_that_has_a_group_is_told_so(monkeypatch) -> None:
+def test_a_worker_that_has_a_group_is_told_so(monkeypatch):
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "any")
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:

@@ -56,7 +56,7 @@ def elsewhere() -> list[str]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [*SOME, *rest(*(name for name in TINY if name not in SOME))])
-def test_only_the_loopback_is_listened_on(name: str, tmp_path: Path) -> None:
+def test_only_the_loopback_is_listened_on(name, tmp_path):
     addresses, code, said = listened_on([*elsewhere(), *command(name, tmp_path)])
     assert code == 0, said
     assert addresses, "nothing was seen to listen: the test looked too late, or in the wrong place"

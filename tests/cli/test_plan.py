@@ -19,20 +19,20 @@ def plan(capsys: Capture, *arguments: str) -> tuple[int, list[dict[str, Any]]]:
     return code, [json.loads(line) for line in capsys.readouterr().out.splitlines()]
 
 
-def test_one_device_equals_two_four_and_eight(capsys: Capture) -> None:
+def test_one_device_equals_two_four_and_eight(capsys):
     code, rows = plan(capsys)
     assert code == 0
     assert [(row["micro_batch"], row["workers"]) for row in rows] == [(256, 1), (128, 2), (64, 4), (32, 8)]
     assert all(row["accumulate"] == [1] * row["workers"] and row["lr_linear"] == 1 for row in rows)
 
 
-def test_a_micro_batch_that_fits_is_accumulated(capsys: Capture) -> None:
+def test_a_micro_batch_that_fits_is_accumulated(capsys):
     _, rows = plan(capsys, "--micro-batch", "8", "--dataset-size", "1000")
     assert [row["accumulate"] for row in rows] == [[32], [16] * 2, [8] * 4, [4] * 8]
     assert {row["steps_per_epoch"] for row in rows} == {4}
 
 
-def test_learning_rates_grow_by_both_rules_and_steps_shrink(capsys: Capture) -> None:
+def test_learning_rates_grow_by_both_rules_and_steps_shrink(capsys):
     arguments = ("--global-batch", "64,256", "--workers", "1", "--lr", "0.5", "--dataset-size", "1024")
     _, rows = plan(capsys, *arguments)
     assert [(row["lr_linear"], row["lr_sqrt"], row["steps_per_epoch"]) for row in rows] == [
@@ -43,7 +43,7 @@ def test_learning_rates_grow_by_both_rules_and_steps_shrink(capsys: Capture) -> 
     assert [(row["lr_linear"], row["lr_sqrt"]) for row in rows] == [(0.125, 0.25), (0.5, 0.5)]
 
 
-def test_what_does_not_come_out_even_is_shared_and_its_waiting_named(capsys: Capture) -> None:
+def test_what_does_not_come_out_even_is_shared_and_its_waiting_named(capsys):
     code, (row,) = plan(capsys, "--global-batch", "40", "--micro-batch", "8", "--workers", "4")
     assert (code, row["accumulate"], row["idle"], row["problem"]) == (0, [1, 1, 1, 2], 3 / 8, "")
 
@@ -57,30 +57,26 @@ def test_what_does_not_come_out_even_is_shared_and_its_waiting_named(capsys: Cap
         (("--workers", "64", "--micro-batch", "8"), "only 32 of the ranks would have a micro-batch"),
     ],
 )
-def test_a_row_that_cannot_be_run_names_the_reason_and_fails(
-    capsys: Capture, arguments: tuple[str, ...], problem: str
-) -> None:
+def test_a_row_that_cannot_be_run_names_the_reason_and_fails(capsys, arguments, problem):
     code, (row,) = plan(capsys, *arguments, "--dataset-size", "1000")
     assert code == 1
     assert problem in row["problem"]
     assert (row["accumulate"], row["steps_per_epoch"]) == ([], None)
 
 
-def test_one_row_that_cannot_be_run_is_enough_to_fail_and_the_others_are_planned(capsys: Capture) -> None:
+def test_one_row_that_cannot_be_run_is_enough_to_fail_and_the_others_are_planned(capsys):
     code, rows = plan(capsys, "--workers", "3,4")
     assert (code, [bool(row["problem"]) for row in rows]) == (1, [True, False])
 
 
-def test_a_very_large_batch_is_cautioned_against_once(capsys: Capture) -> None:
+def test_a_very_large_batch_is_cautioned_against_once(capsys):
     _, (*rows, caution) = plan(capsys, "--global-batch", "256,16384")
     assert [row["event"] for row in rows] == ["plan"] * 8
     assert caution["event"] == "caution" and "16384 is 64 × from_batch=256" in caution["text"]
 
 
 @pytest.mark.parametrize("dataset", [(), ("--dataset-size", "50000")])
-def test_the_table_fits_a_narrow_terminal_and_names_what_is_equal(
-    capsys: Capture, monkeypatch: pytest.MonkeyPatch, dataset: tuple[str, ...]
-) -> None:
+def test_the_table_fits_a_narrow_terminal_and_names_what_is_equal(capsys, monkeypatch, dataset):
     monkeypatch.setenv("COLUMNS", "80")
     arguments = ("--workers", "1,2,3", "--global-batch", "256,1024", "--micro-batch", "64", "--lr", "3e-4")
     assert main(["plan", *arguments, *dataset]) == 0
@@ -92,9 +88,7 @@ def test_the_table_fits_a_narrow_terminal_and_names_what_is_equal(
 
 
 @pytest.mark.parametrize("columns", ["60", "40"])
-def test_a_table_is_as_wide_as_its_numbers(
-    capsys: Capture, monkeypatch: pytest.MonkeyPatch, columns: str
-) -> None:
+def test_a_table_is_as_wide_as_its_numbers(capsys, monkeypatch, columns):
     monkeypatch.setenv("COLUMNS", columns)
     assert main(["plan", "--lr", "3e-4"]) == 0
     table = [line for line in capsys.readouterr().out.splitlines() if "│" in line]
@@ -113,7 +107,7 @@ def _run(path: Path, **noise: object) -> str:
     return str(path)
 
 
-def test_a_measured_noise_scale_gives_the_cost_of_other_batches(capsys: Capture, tmp_path: Path) -> None:
+def test_a_measured_noise_scale_gives_the_cost_of_other_batches(capsys, tmp_path):
     arguments = ("--from", _run(tmp_path / "steps.jsonl"), "--global-batch", "50,100,300", "--lr", "0.1")
     code, (noise, *rows) = plan(capsys, *arguments)
     assert (code, noise["scale"], noise["spread"], noise["batch"], noise["is_sure"]) == (
@@ -144,9 +138,7 @@ def test_a_measured_noise_scale_gives_the_cost_of_other_batches(capsys: Capture,
         ({"spread": None}, "Not sure: the spread is more than a third"),
     ],
 )
-def test_what_a_noise_scale_suggests_is_printed_with_how_sure_it_is(
-    capsys: Capture, tmp_path: Path, noise: dict[str, float], text: str
-) -> None:
+def test_what_a_noise_scale_suggests_is_printed_with_how_sure_it_is(capsys, tmp_path, noise, text):
     assert main(["plan", "--from", _run(tmp_path / "steps.jsonl", **noise)]) == 0
     assert text in " ".join(capsys.readouterr().out.split())
 
@@ -173,9 +165,7 @@ KNOWN = '{"count": 4.0, "noise_scale": {"scale": %s, "spread": null, "windows": 
         (KNOWN.replace("null", "-1") % "9", "a noise scale with a spread of -1"),
     ],
 )
-def test_a_run_without_a_noise_scale_is_refused(
-    capsys: Capture, tmp_path: Path, lines: str | None, text: str
-) -> None:
+def test_a_run_without_a_noise_scale_is_refused(capsys, tmp_path, lines, text):
     path = tmp_path / "steps.jsonl"
     if lines is not None:
         path.write_text(lines)

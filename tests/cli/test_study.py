@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -74,11 +73,8 @@ def _trace(run: Run) -> Trace:
     )
 
 
-Study = Callable[..., int]
-
-
 @pytest.fixture
-def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Study:
+def make(tmp_path, monkeypatch):
     """Give `make(runner, "--repeats", "2")`: study workers 1,2 and batches 8,16 with made-up runs on two
     cores.
 
@@ -88,7 +84,7 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Study:
     monkeypatch.setattr("pyengine.cli.study.run.num_cores", lambda: 2)
     draw = study_plots.draw
 
-    def run(runner: Runner, *arguments: str, report: Any = None, pictures: bool = False) -> int:
+    def run(runner, *arguments, report=None, pictures=False):
         monkeypatch.setattr(study_plots, "draw", draw if pictures else lambda *_: [])
         grid = ("--workers", "1,2", "--batch", "8,16", "--repeats", "2", "--out", str(tmp_path / "out"))
         options = build_parser().parse_args(["study", *grid, *arguments])
@@ -106,7 +102,7 @@ GRID = [(1, 8), (1, 16), (2, 8), (2, 16)]
 ONCE = [(workers, batch, seed) for seed in (0, 1) for workers, batch in GRID]
 
 
-def test_whole_grid_is_run_once_and_then_again_with_another_seed(make: Study, tmp_path: Path) -> None:
+def test_whole_grid_is_run_once_and_then_again_with_another_seed(make, tmp_path):
     runner = Runner()
     assert make(runner) == 0
     assert runner.runs == ONCE
@@ -121,9 +117,7 @@ FORECASTS = [
 
 
 @pytest.mark.parametrize(("batches", "seconds"), FORECASTS)
-def test_a_trial_run_forecasts_the_study_and_every_run_the_rest(
-    make: Study, capsys: pytest.CaptureFixture[str], batches: str, seconds: float
-) -> None:
+def test_a_trial_run_forecasts_the_study_and_every_run_the_rest(make, capsys, batches, seconds):
     runner = Runner()
     make(runner, "--batch", batches, "--dataset-size", "768", "--epochs", "1", "--repeats", "1")
     found = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
@@ -135,9 +129,7 @@ def test_a_trial_run_forecasts_the_study_and_every_run_the_rest(
     assert len(runner.runs) == len(left)
 
 
-def test_runs_that_are_there_take_the_place_of_the_trial(
-    make: Study, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_runs_that_are_there_take_the_place_of_the_trial(make, capsys):
     short = ("--batch", "8", "--dataset-size", str(8 * _STEPS), "--epochs", "1")
     make(Runner(), *short, "--repeats", "1")
     capsys.readouterr()
@@ -148,18 +140,14 @@ def test_runs_that_are_there_take_the_place_of_the_trial(
     assert forecast["seconds"] == 2 * 2.0
 
 
-def test_a_trial_that_fails_is_named_and_the_study_goes_on(
-    make: Study, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_trial_that_fails_is_named_and_the_study_goes_on(make, capsys):
     assert make(Runner(trial="failed"), report=Report()) == 0
     out = capsys.readouterr().out.replace("\u00a0", " ")
     assert "how long is unknown: the trial run did not end well (logs/trial.txt)" in out
     assert "repeat 1: done in 2.00 s; about" in out
 
 
-def test_second_command_measures_nothing_and_reports_the_same(
-    make: Study, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_second_command_measures_nothing_and_reports_the_same(make, capsys):
     make(Runner())
     before = lines(capsys, "cell")
     runner = Runner()
@@ -168,7 +156,7 @@ def test_second_command_measures_nothing_and_reports_the_same(
     assert lines(capsys, "cell") == before != []
 
 
-def test_interrupted_study_goes_on_where_it_stopped(make: Study) -> None:
+def test_interrupted_study_goes_on_where_it_stopped(make):
     with pytest.raises(KeyboardInterrupt):
         make(Runner(w2_b8_r0="interrupted"))
     runner = Runner()
@@ -176,16 +164,14 @@ def test_interrupted_study_goes_on_where_it_stopped(make: Study) -> None:
     assert runner.runs == ONCE[2:]
 
 
-def test_more_repeats_add_to_what_is_there(make: Study) -> None:
+def test_more_repeats_add_to_what_is_there(make):
     make(Runner())
     runner = Runner()
     make(runner, "--repeats", "3")
     assert runner.runs == [(workers, batch, 2) for workers, batch in GRID]
 
 
-def test_smaller_grid_reports_only_what_was_asked_for(
-    make: Study, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_smaller_grid_reports_only_what_was_asked_for(make, capsys):
     make(Runner())
     capsys.readouterr()
     make(Runner(), "--batch", "8", "--repeats", "1")
@@ -193,7 +179,7 @@ def test_smaller_grid_reports_only_what_was_asked_for(
     assert [(cell["workers"], cell["batch"], cell["runs"]) for cell in cells] == [(1, 8, 1), (2, 8, 1)]
 
 
-def test_failed_run_does_not_end_the_study_and_is_tried_again_when_asked(make: Study) -> None:
+def test_failed_run_does_not_end_the_study_and_is_tried_again_when_asked(make):
     assert make(Runner(w1_b8_r0="failed")) == 1
     again, retried = Runner(), Runner()
     assert make(again) == 1
@@ -202,23 +188,19 @@ def test_failed_run_does_not_end_the_study_and_is_tried_again_when_asked(make: S
     assert retried.runs == [(1, 8, 0)]
 
 
-def test_study_of_which_nothing_was_measured_has_an_exit_code_of_its_own(make: Study, tmp_path: Path) -> None:
+def test_study_of_which_nothing_was_measured_has_an_exit_code_of_its_own(make, tmp_path):
     bad = {f"w{workers}_b{batch}_r{seed}": "failed" for workers, batch, seed in ONCE}
     assert make(Runner(**bad)) == 2
     assert "Nothing was measured" in (tmp_path / "out" / "report.html").read_text()
 
 
-def test_study_whose_tracker_fails_has_its_report(
-    make: Study, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_study_whose_tracker_fails_has_its_report(make, tmp_path, monkeypatch):
     monkeypatch.setattr("pyengine.cli.study.run.track", lambda content: 1 / 0)
     assert make(Runner()) == 3
     assert (tmp_path / "out" / "report.html").exists()
 
 
-def test_cell_that_cannot_be_run_is_named_and_left_out(
-    make: Study, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_cell_that_cannot_be_run_is_named_and_left_out(make, capsys):
     runner = Runner()
     assert make(runner, "--workers", "1,3", "--batch", "9,16") == 0
     assert (3, 16, 0) not in runner.runs
@@ -227,7 +209,7 @@ def test_cell_that_cannot_be_run_is_named_and_left_out(
     assert "nearest: 15 and 18" in found["reason"]
 
 
-def test_figures_are_printed_with_the_recommendation(make: Study, capsys: pytest.CaptureFixture[str]) -> None:
+def test_figures_are_printed_with_the_recommendation(make, capsys):
     make(Runner(), "--batch", "16")
     out = capsys.readouterr().out
     found = [json.loads(line) for line in out.splitlines()]
@@ -241,7 +223,7 @@ def test_figures_are_printed_with_the_recommendation(make: Study, capsys: pytest
     assert recommendation["best"] == {"workers": 2, "batch": 16}
 
 
-def test_tables_name_runs_and_report(make: Study, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_tables_name_runs_and_report(make, capsys, tmp_path):
     make(Runner(w2_b8_r0="stalled"), report=Report())
     out = capsys.readouterr().out
     assert "2 workers × batch 8, repeat 1: stalled: boom" in out
@@ -254,7 +236,7 @@ def test_tables_name_runs_and_report(make: Study, capsys: pytest.CaptureFixture[
     assert [line.split()[-3:] for line in out.splitlines() if "±" in line] == [["24", "±", "4"]] * 2
 
 
-def test_report_shows_text_as_it_is_and_runs_none_of_it(make: Study, tmp_path: Path) -> None:
+def test_report_shows_text_as_it_is_and_runs_none_of_it(make, tmp_path):
     hostile = """<script>alert(1)</script>"' onload='x' {{ 7 * 7 }}"""
     make(Runner(hostile, w2_b8_r1="failed"))
     page = (tmp_path / "out" / "report.html").read_text()
@@ -262,7 +244,7 @@ def test_report_shows_text_as_it_is_and_runs_none_of_it(make: Study, tmp_path: P
     assert "<script" not in page
 
 
-def test_report_names_what_is_not_in_the_figures(make: Study, tmp_path: Path) -> None:
+def test_report_names_what_is_not_in_the_figures(make, tmp_path):
     make(Runner(w2_b8_r1="stalled"), "--batch", "8,9")
     page = (tmp_path / "out" / "report.html").read_text()
     assert "2 workers × batch 8, repeat 2" in page
@@ -271,7 +253,7 @@ def test_report_names_what_is_not_in_the_figures(make: Study, tmp_path: Path) ->
     assert "<td>24 ± 4</td>" in page
 
 
-def test_report_counts_runs_of_a_busy_machine(make: Study, tmp_path: Path) -> None:
+def test_report_counts_runs_of_a_busy_machine(make, tmp_path):
     make(Runner(), "--repeats", "1")
     runner = Runner()
     runner.busy = 0.5
@@ -280,7 +262,7 @@ def test_report_counts_runs_of_a_busy_machine(make: Study, tmp_path: Path) -> No
     assert "8 runs, 16.00 s in all; 4 of them began while other programs used more than 10.0 %" in page
 
 
-def test_the_page_has_every_picture_and_needs_no_other_file(make: Study, tmp_path: Path) -> None:
+def test_the_page_has_every_picture_and_needs_no_other_file(make, tmp_path):
     make(Runner(), pictures=True)
     plots = tmp_path / "out" / "plots"
     assert {path.stem for path in plots.glob("*.png")} == PICTURES
@@ -294,13 +276,13 @@ def test_the_page_has_every_picture_and_needs_no_other_file(make: Study, tmp_pat
     assert {path.stem for path in plots.glob("*.png")} == PICTURES - {"speed_up", "noise_scale"}
 
 
-def test_times_in_the_heat_map_have_a_unit() -> None:
+def test_times_in_the_heat_map_have_a_unit():
     figure = study_plots._heat_map(analysed([made(1, 64, step_s=128.0)]))
     (text,) = figure.axes[1].texts
     assert text.get_text() == "34.2\u00a0min"
 
 
-def test_the_noise_scale_has_a_line_for_each_number_of_workers_that_has_one() -> None:
+def test_the_noise_scale_has_a_line_for_each_number_of_workers_that_has_one():
     figure = study_plots._noise_scale(
         analysed([made(1, 64), made(2, 64, noise_scale=30.0, noise_spread=4.0)])
     )
@@ -313,15 +295,13 @@ def test_the_noise_scale_has_a_line_for_each_number_of_workers_that_has_one() ->
     [("--fixed", "per-worker", "--target", "0.9"), ("--workers", "1", "--threads", "2")],
     ids=lambda arguments: arguments[0],
 )
-def test_every_kind_of_study_has_a_report(make: Study, tmp_path: Path, arguments: tuple[str, ...]) -> None:
+def test_every_kind_of_study_has_a_report(make, tmp_path, arguments):
     assert make(Runner(), *arguments, pictures=True) == 0
     assert (tmp_path / "out" / "report.html").exists()
 
 
 @pytest.mark.parametrize("arguments", [("--seed", "1"), ("--micro-batch", "4"), ("--epochs", "2")])
-def test_folder_of_another_study_is_refused(
-    make: Study, tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...]
-) -> None:
+def test_folder_of_another_study_is_refused(make, tmp_path, capsys, arguments):
     make(Runner())
     with pytest.raises(SystemExit) as stop:
         main(["study", "--workers", "1", "--batch", "8", "--out", str(tmp_path / "out"), *arguments])
@@ -330,9 +310,7 @@ def test_folder_of_another_study_is_refused(
 
 
 @pytest.mark.slow
-def test_real_study_goes_on_over_runs_that_fail_and_hang(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_real_study_goes_on_over_runs_that_fail_and_hang(tmp_path, capsys, monkeypatch):
     forked.fork_runs(monkeypatch.setattr)
     own = ["--train", "study_subjects:sometimes", "--dataset-size", "64"]
     arguments = ["study", *own, "--out", str(tmp_path / "out"), "--json"]
@@ -365,7 +343,7 @@ def test_real_study_goes_on_over_runs_that_fail_and_hang(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("model", ["cnn", "gpt"])
-def test_built_in_models_learn(model: str, ranks: Callable[[int], Any], tmp_path: Path) -> None:
+def test_built_in_models_learn(model, ranks, tmp_path):
     run = asked(BUILT_IN.format(model), tmp_path / "beats", micro_batch=4, evaluate_every=12)
     first, last = ranks(2).run(work, run)[0].accuracy
     assert (first[0], last[0]) == (0, 12)

@@ -25,7 +25,7 @@ CASES: list[tuple[tuple[str, ...], Cell, tuple[int, int, int]]] = [
 
 
 @pytest.mark.parametrize(("arguments", "cell", "shares"), CASES)
-def test_batch_is_shared_out(arguments: tuple[str, ...], cell: Cell, shares: tuple[int, int, int]) -> None:
+def test_batch_is_shared_out(arguments, cell, shares):
     found = plan(cell, given(*arguments))
     assert (found.global_batch, found.micro_batch, found.accumulate) == shares
     assert cell.workers * found.accumulate * found.micro_batch == found.global_batch
@@ -34,7 +34,7 @@ def test_batch_is_shared_out(arguments: tuple[str, ...], cell: Cell, shares: tup
 @pytest.mark.parametrize(
     ("cell", "steps"), [(Cell(1, 64), 64), (Cell(4, 64), 64), (Cell(1, 100), 41), (Cell(1, 1024), 12)]
 )
-def test_every_cell_sees_the_same_samples_and_takes_twelve_steps_at_least(cell: Cell, steps: int) -> None:
+def test_every_cell_sees_the_same_samples_and_takes_twelve_steps_at_least(cell, steps):
     assert plan(cell, given("--dataset-size", "1024", "--epochs", "4")).steps == steps
 
 
@@ -55,15 +55,13 @@ IMPOSSIBLE: list[tuple[tuple[str, ...], Cell, str]] = [
 
 
 @pytest.mark.parametrize(("arguments", "cell", "reason"), IMPOSSIBLE)
-def test_cell_that_does_not_come_out_even_has_a_reason(
-    arguments: tuple[str, ...], cell: Cell, reason: str
-) -> None:
+def test_cell_that_does_not_come_out_even_has_a_reason(arguments, cell, reason):
     with pytest.raises(Impossible) as error:
         plan(cell, given(*arguments))
     assert str(error.value) == reason
 
 
-def test_grid_is_in_order() -> None:
+def test_grid_is_in_order():
     assert cells(given("--workers", "2,1", "--batch", "8,4")) == [
         Cell(1, 4),
         Cell(1, 8),

@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import Any
-
 import pytest
 from ranks import RankError
 from study_records import asked
 from study_subjects import EVALUATION_TICKS
 
 from pyengine.cli.study.arguments import EXAMPLES
-from pyengine.cli.study.probe import Trace, work
-
-Measure = Callable[..., Sequence[Trace]]
+from pyengine.cli.study.probe import work
 
 
 @pytest.fixture
-def measure(ranks: Callable[[int], Any], tmp_path: Path) -> Measure:
+def measure(ranks, tmp_path):
     """Give `measure("study_subjects:right", workers=2)`: run a training function on the session's ranks."""
 
-    def measure(target: str, *, workers: int = 2, accumulate: int = 2) -> Sequence[Trace]:
+    def measure(target, *, workers=2, accumulate=2):
         run = asked(target, tmp_path / "beats", workers=workers, accumulate=accumulate)
         return ranks(workers).run(work, run)
 
@@ -29,7 +23,7 @@ def measure(ranks: Callable[[int], Any], tmp_path: Path) -> Measure:
 
 
 @pytest.mark.parametrize("workers", [1, 2, 3])
-def test_every_rank_times_every_step_and_rank_0_takes_the_accuracy(measure: Measure, workers: int) -> None:
+def test_every_rank_times_every_step_and_rank_0_takes_the_accuracy(measure, workers):
     traces = measure("study_subjects:right", workers=workers)
     assert [len(trace.seconds) for trace in traces] == [12] * workers
     assert [len(trace.sync_s) for trace in traces] == [12] * workers
@@ -41,37 +35,35 @@ def test_every_rank_times_every_step_and_rank_0_takes_the_accuracy(measure: Meas
 
 
 @pytest.mark.parametrize(("workers", "accumulate"), [(2, 1), (3, 2)])
-def test_noise_scale_is_measured_on_every_rank(measure: Measure, workers: int, accumulate: int) -> None:
+def test_noise_scale_is_measured_on_every_rank(measure, workers, accumulate):
     traces = measure("study_subjects:right", workers=workers, accumulate=accumulate)
     ((scale, spread),) = {(trace.noise_scale, trace.noise_spread) for trace in traces}
     # The samples of a batch are independent, and their gradients differ.
     assert 0 < scale < 1000 and spread > 0
 
 
-def test_noise_scale_is_in_samples_and_the_last_one(measure: Measure) -> None:
+def test_noise_scale_is_in_samples_and_the_last_one(measure):
     (trace,) = measure("study_subjects:noisy", workers=1)
     assert (trace.noise_scale, trace.noise_spread) == (10.0, 0.5)  # of step 10
 
 
 @pytest.mark.parametrize(("function", "workers"), [("exact", 2), ("right", 1), ("without_accuracy", 1)])
-def test_one_worker_and_engines_that_refuse_have_no_noise_scale(
-    measure: Measure, function: str, workers: int
-) -> None:
+def test_one_worker_and_engines_that_refuse_have_no_noise_scale(measure, function, workers):
     for trace in measure(f"study_subjects:{function}", workers=workers, accumulate=2):
         assert (trace.noise_scale, trace.noise_spread) == (None, None)
 
 
-def test_evaluations_are_no_part_of_any_step_on_any_rank(measure: Measure) -> None:
+def test_evaluations_are_no_part_of_any_step_on_any_rank(measure):
     traces = measure("study_subjects:slow_evaluation")
     assert all(ticks < EVALUATION_TICKS for trace in traces for ticks in trace.seconds)
     assert traces[0].sync_s == [0.25] * 12
 
 
-def test_accuracy_may_be_left_out(measure: Measure) -> None:
+def test_accuracy_may_be_left_out(measure):
     assert measure("study_subjects:without_accuracy")[0].accuracy == []
 
 
-def test_example_of_the_help_runs(measure: Measure, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_example_of_the_help_runs(measure, tmp_path, monkeypatch):
     example = [line[2:] for line in EXAMPLES.splitlines() if line.startswith(("  import", "  def", "      "))]
     assert len(example) <= 25
     (tmp_path / "mine_study.py").write_text("\n".join(example))
@@ -92,6 +84,6 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("function", "message"), WRONG)
-def test_wrong_use_says_what_is_needed(measure: Measure, function: str, message: str) -> None:
+def test_wrong_use_says_what_is_needed(measure, function, message):
     with pytest.raises(RankError, match=message):
         measure(f"study_subjects:{function}", workers=1)

@@ -7,7 +7,6 @@ import math
 import resource
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import pytest
 from study_records import ended, made
@@ -25,7 +24,7 @@ def kept(folder: Path) -> dict[tuple[int, int, int], Record]:
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def folder(tmp_path):
     """A study with two runs."""
     store = Store(tmp_path / "study", SHARED)
     store.add(made(1, 64))
@@ -34,14 +33,14 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "study"
 
 
-def test_runs_come_back_as_they_were(folder: Path) -> None:
+def test_runs_come_back_as_they_were(folder):
     assert kept(folder) == {(1, 64, 0): made(1, 64), (2, 64, 0): ended(2, 64)}
 
 
 @pytest.mark.parametrize(
     "values", [{"noise_scale": 24.5, "noise_spread": 4.0}, {"accuracy": [(0, None), (8, 0.5)]}], ids=str
 )
-def test_values_that_may_be_missing_come_back(folder: Path, values: dict[str, Any]) -> None:
+def test_values_that_may_be_missing_come_back(folder, values):
     store = Store(folder, SHARED)
     record = made(8, 64, **values)
     store.add(record)
@@ -49,14 +48,14 @@ def test_values_that_may_be_missing_come_back(folder: Path, values: dict[str, An
     assert kept(folder)[8, 64, 0] == record
 
 
-def test_every_line_is_an_object(folder: Path) -> None:
+def test_every_line_is_an_object(folder):
     lines = [json.loads(line) for line in (folder / "runs.jsonl").read_text().splitlines()]
     assert [line["event"] for line in lines] == ["study", "run", "run"]
     assert {name: lines[0][name] for name in SHARED} == SHARED
 
 
 @pytest.mark.parametrize("lost", [1, 2, 40])
-def test_torn_last_line_is_dropped_and_the_next_one_is_whole(folder: Path, lost: int) -> None:
+def test_torn_last_line_is_dropped_and_the_next_one_is_whole(folder, lost):
     path = folder / "runs.jsonl"
     path.write_bytes(path.read_bytes()[:-lost])
     store = Store(folder, SHARED)
@@ -66,13 +65,13 @@ def test_torn_last_line_is_dropped_and_the_next_one_is_whole(folder: Path, lost:
     assert list(kept(folder)) == [(1, 64, 0), (4, 64, 0)]
 
 
-def test_torn_first_line_begins_anew(tmp_path: Path) -> None:
+def test_torn_first_line_begins_anew(tmp_path):
     (tmp_path / "runs.jsonl").write_text('{"event": "stu')
     assert kept(tmp_path) == {}
     assert json.loads((tmp_path / "runs.jsonl").read_text())["event"] == "study"
 
 
-def test_run_that_was_tried_again_counts_as_the_last_time(folder: Path) -> None:
+def test_run_that_was_tried_again_counts_as_the_last_time(folder):
     store = Store(folder, SHARED)
     store.add(made(2, 64))
     store.close()
@@ -93,13 +92,13 @@ def test_run_that_was_tried_again_counts_as_the_last_time(folder: Path) -> None:
     ],
     ids=["settings", "machine"],
 )
-def test_another_study_is_refused(folder: Path, changes: dict[str, object], message: str) -> None:
+def test_another_study_is_refused(folder, changes, message):
     with pytest.raises(Conflict, match=message):
         Store(folder, SHARED | changes)
     assert len(kept(folder)) == 2
 
 
-def test_folder_that_another_study_writes_to_is_refused(folder: Path) -> None:
+def test_folder_that_another_study_writes_to_is_refused(folder):
     store = Store(folder, SHARED)
     with pytest.raises(Conflict, match="another study is writing there"):
         Store(folder, SHARED)
@@ -138,7 +137,7 @@ def odd(**changes: object) -> str:
     ],
     ids=lambda text: text[:20],
 )
-def test_a_line_of_odd_shape_is_named(folder: Path, line: str, reason: str) -> None:
+def test_a_line_of_odd_shape_is_named(folder, line, reason):
     path = folder / "runs.jsonl"
     path.write_text(f"{path.read_text()}{line}\n")
     with pytest.raises(
@@ -147,28 +146,28 @@ def test_a_line_of_odd_shape_is_named(folder: Path, line: str, reason: str) -> N
         Store(folder, SHARED)
 
 
-def test_a_line_that_is_no_text_is_named(folder: Path) -> None:
+def test_a_line_that_is_no_text_is_named(folder):
     path = folder / "runs.jsonl"
     path.write_bytes(path.read_bytes() + b"\xff\xfe\x81\n")
     with pytest.raises(Conflict, match=r"line 4 of its runs\.jsonl cannot be read"):
         Store(folder, SHARED)
 
 
-def test_a_first_line_of_odd_shape_asks_for_another_folder(tmp_path: Path) -> None:
+def test_a_first_line_of_odd_shape_asks_for_another_folder(tmp_path):
     (tmp_path / "runs.jsonl").write_text("[]\n")
     with pytest.raises(Conflict, match=r"line 1 of its runs\.jsonl cannot be read .*: use another folder"):
         Store(tmp_path, SHARED)
 
 
 @pytest.mark.parametrize("place", ["file", "file/study", "folder"])
-def test_a_place_that_no_study_can_be_written_to_is_named(tmp_path: Path, place: str) -> None:
+def test_a_place_that_no_study_can_be_written_to_is_named(tmp_path, place):
     (tmp_path / "file").touch()
     (tmp_path / "folder" / "runs.jsonl").mkdir(parents=True)
     with pytest.raises(Conflict, match=r"^argument --out: cannot write .*: name a writable folder"):
         Store(tmp_path / place, SHARED)
 
 
-def test_what_was_measured_stays_when_the_disk_is_full(folder: Path) -> None:
+def test_what_was_measured_stays_when_the_disk_is_full(folder):
     store = Store(folder, SHARED)
     before = store.path.read_bytes()
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)

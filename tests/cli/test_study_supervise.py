@@ -25,22 +25,20 @@ def ran(
 
 
 @pytest.mark.slow
-def test_worker_that_is_killed_is_a_failure_that_names_it(tmp_path: Path) -> None:
+def test_worker_that_is_killed_is_a_failure_that_names_it(tmp_path):
     outcome = ran("killed", tmp_path)
     assert (outcome.status, outcome.traces, outcome.steps) == ("failed", [], 0)
     assert "of 2 failed (exit code -9)" in outcome.reason
 
 
 @pytest.mark.slow
-def test_interrupt_ends_every_process_also_those_of_workers(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_interrupt_ends_every_process_also_those_of_workers(tmp_path, monkeypatch):
     """Their files go as well."""
     (tmp_path / "tmp").mkdir()
     monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
     monkeypatch.setattr(tempfile, "tempdir", None)  # looks again
 
-    def interrupt(done: int, accuracy: float | None) -> None:
+    def interrupt(done, accuracy):
         if len(_pids(tmp_path)) == 2:
             raise KeyboardInterrupt
 
@@ -55,7 +53,7 @@ def _pids(folder: Path) -> list[int]:
 
 
 @pytest.mark.slow
-def test_processes_end_when_the_study_was_killed() -> None:
+def test_processes_end_when_the_study_was_killed():
     run = (
         "import os; from pyengine.cli.study.supervise import _end_with; parent = os.getppid(); os.setsid(); "
     )
@@ -101,14 +99,7 @@ class _Clock:
         (20, (90, 105), "no progress for 20 s after step 0 (--stall-timeout)", 125),
     ],
 )
-def test_start_of_the_workers_is_no_stall(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    stall_s: float,
-    at: tuple[float, ...],
-    reason: str,
-    ended: float,
-) -> None:
+def test_start_of_the_workers_is_no_stall(tmp_path, monkeypatch, stall_s, at, reason, ended):
     beats = Beats(tmp_path / "beats")
     clock = _Clock(beats, *at)
     monkeypatch.setattr(supervise, "time", clock)
@@ -118,7 +109,7 @@ def test_start_of_the_workers_is_no_stall(
     assert ended <= clock.monotonic() <= ended + 1
 
 
-def test_run_that_takes_too_long_is_ended(tmp_path: Path) -> None:
+def test_run_that_takes_too_long_is_ended(tmp_path):
     outcome = ran("right", tmp_path, run_s=0.5)
     assert (outcome.status, outcome.steps) == ("timed out", 0)
     assert outcome.reason == "not done after 0.5 s, at step 0 (--run-timeout)"
@@ -134,15 +125,13 @@ def test_run_that_takes_too_long_is_ended(tmp_path: Path) -> None:
         ('{"do', False, 0, None),
     ],
 )
-def test_beats_are_read_as_far_as_they_are_whole(
-    tmp_path: Path, text: str, new: bool, done: int, accuracy: float | None
-) -> None:
+def test_beats_are_read_as_far_as_they_are_whole(tmp_path, text, new, done, accuracy):
     beats = Beats(tmp_path / "beats")
     beats.path.write_text(text)
     assert (beats.read(), beats.done, beats.accuracy) == (new, done, accuracy)
 
 
-def test_beats_are_read_on(tmp_path: Path) -> None:
+def test_beats_are_read_on(tmp_path):
     beats = Beats(tmp_path / "beats")
     assert not beats.read()
     beats.path.write_text('{"done": 1}\n{"do')
@@ -154,7 +143,7 @@ def test_beats_are_read_on(tmp_path: Path) -> None:
     assert not beats.read()
 
 
-def test_a_failure_is_named_by_the_first_line_of_its_exception() -> None:
+def test_a_failure_is_named_by_the_first_line_of_its_exception():
     try:
         raise ValueError("planted\n second line")
     except ValueError:

@@ -30,7 +30,7 @@ Patch = pytest.MonkeyPatch
 @contextmanager
 def stdout(patch: Patch, raw: io.BufferedIOBase, errors: str = "strict") -> Iterator[io.TextIOWrapper]:
     with patch.context() as patched:
-        stream = io.TextIOWrapper(raw, encoding="ascii", errors=errors)  # type: ignore[type-var]
+        stream = io.TextIOWrapper(raw, encoding="ascii", errors=errors)
         patched.setattr(sys, "stdout", stream)
         yield stream
 
@@ -46,7 +46,7 @@ def test_a_study_names_a_foreign_one_without_its_escapes(tmp_path):
         Store(tmp_path, {"machine": "here"})
 
 
-def test_json_lines_have_no_nan(capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_lines_have_no_nan(capsys):
     print_json("step", loss=float("nan"), grad_norms={"weight": float("inf")}, count=2.0)
     assert capsys.readouterr().out == (
         '{"event": "step", "loss": null, "grad_norms": {"weight": null}, "count": 2.0}\n'
@@ -54,29 +54,29 @@ def test_json_lines_have_no_nan(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize("errors", ["strict", "surrogateescape"])
-def test_plan_prints_to_a_terminal_of_ascii(monkeypatch: Patch, errors: str) -> None:
+def test_plan_prints_to_a_terminal_of_ascii(monkeypatch, errors):
     with stdout(monkeypatch, io.BytesIO(), errors) as stream:
         assert main(PLAN) == 0
-        assert "64 x 1 = 32 x 2" in stream.buffer.getvalue().decode("ascii")  # type: ignore[attr-defined]
+        assert "64 x 1 = 32 x 2" in stream.buffer.getvalue().decode("ascii")
 
 
-def test_plan_prints_nothing_where_stdout_is_closed(monkeypatch: Patch) -> None:
+def test_plan_prints_nothing_where_stdout_is_closed(monkeypatch):
     monkeypatch.setattr(sys, "stdout", None)
     assert main(PLAN) == 0
 
 
 @pytest.mark.parametrize("options", [[], ["--json"]], ids=["lines", "json"])
-def test_doctor_prints_to_a_terminal_of_ascii(monkeypatch: Patch, options: list[str]) -> None:
+def test_doctor_prints_to_a_terminal_of_ascii(monkeypatch, options):
     monkeypatch.setattr(doctor, "CHECKS", {"host": lambda: warn("host", "3 × slower", "mend → it")})
     with stdout(monkeypatch, io.BytesIO()) as stream:
         assert main(["doctor", *options]) == 0
-        printed = stream.buffer.getvalue().decode("ascii")  # type: ignore[attr-defined]
+        printed = stream.buffer.getvalue().decode("ascii")
     wanted = ["3 \\u00d7 slower"] if options else ["3 x slower", "-> mend -> it"]
     assert all(text in printed for text in wanted)
 
 
 @pytest.mark.slow
-def test_study_prints_and_writes_its_report_on_a_system_of_ascii(tmp_path: Path) -> None:
+def test_study_prints_and_writes_its_report_on_a_system_of_ascii(tmp_path):
     """Of runs that are there already: none is started."""
     arguments = ["--workers", "1,2", "--batch", "64", "--repeats", "1", "--out", str(tmp_path)]
     options = settings(build_parser().parse_args(["study", *arguments]))
@@ -106,15 +106,13 @@ TINY = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("command", ["train", *rest("verify", "bench")])
-def test_commands_print_from_their_workers_to_a_terminal_of_ascii(command: str) -> None:
+def test_commands_print_from_their_workers_to_a_terminal_of_ascii(command):
     done = run(command, *TINY[command].split(), PYTHONIOENCODING="ascii")
     assert (done.returncode, "UnicodeEncodeError" in done.stderr) == (0, False), done.stderr
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is full")
-def test_output_on_a_full_disk_is_reported_without_a_traceback(
-    monkeypatch: Patch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_output_on_a_full_disk_is_reported_without_a_traceback(monkeypatch, capsys):
     with stdout(monkeypatch, Path("/dev/full").open("wb")):
         assert main([*PLAN, "--json"]) == 1
         sys.stdout.flush()  # what is left goes nowhere, and without an error when the interpreter ends
@@ -122,9 +120,7 @@ def test_output_on_a_full_disk_is_reported_without_a_traceback(
 
 
 @pytest.mark.parametrize("options", [[], ["--json"]], ids=["table", "json"])
-def test_output_that_nobody_takes_any_more_ends_the_command_quietly(
-    monkeypatch: Patch, capsys: pytest.CaptureFixture[str], options: list[str]
-) -> None:
+def test_output_that_nobody_takes_any_more_ends_the_command_quietly(monkeypatch, capsys, options):
     reader, writer = os.pipe()
     os.close(reader)
     with stdout(monkeypatch, os.fdopen(writer, "wb")):
@@ -135,7 +131,7 @@ def test_output_that_nobody_takes_any_more_ends_the_command_quietly(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("command", ["train", *rest("bench")])
-def test_workers_end_quietly_when_nobody_takes_their_output(command: str) -> None:
+def test_workers_end_quietly_when_nobody_takes_their_output(command):
     # More lines than a pipe holds, of which the first is read.
     arguments = TINY[command].replace("--steps 2", "--steps 2000").replace("--rounds 3", "--rounds 3000")
     process = subprocess.Popen(
@@ -151,10 +147,8 @@ def test_workers_end_quietly_when_nobody_takes_their_output(command: str) -> Non
     assert (process.wait(60), errors) == (141, "")
 
 
-def test_study_on_a_full_disk_reports_that_what_was_measured_stays(
-    monkeypatch: Patch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    def fail(*_: object) -> None:
+def test_study_on_a_full_disk_reports_that_what_was_measured_stays(monkeypatch, capsys, tmp_path):
+    def fail(*_):
         raise OSError(28, "No space left on device", str(tmp_path / "runs.jsonl"))
 
     monkeypatch.setattr(study, "study", fail)

@@ -58,7 +58,7 @@ class WandbRun:
 
 
 @pytest.fixture
-def wandb(monkeypatch: pytest.MonkeyPatch) -> Wandb:
+def wandb(monkeypatch):
     fake = Wandb()
     monkeypatch.setitem(sys.modules, "wandb", fake)
     return fake
@@ -70,7 +70,7 @@ def content(*arguments: str, plots: tuple[Plot, ...] = ()) -> Content:
     return Content(options, {"cpu": "some"}, records, {}, analysed(records), plots)
 
 
-def test_a_study_has_a_run_of_each_cell_and_its_figures_in_weights_and_biases(wandb: Wandb) -> None:
+def test_a_study_has_a_run_of_each_cell_and_its_figures_in_weights_and_biases(wandb):
     plot = Plot("Speed-up", "", Path("speed_up.png"))
     found = content("--wandb", "mine", plots=(plot,))
     track(found)
@@ -89,7 +89,7 @@ def test_a_study_has_a_run_of_each_cell_and_its_figures_in_weights_and_biases(wa
     assert figures.rows[-1] == {"Speed-up": "speed_up.png"}
 
 
-def test_a_study_is_in_tensorboard(tmp_path: Path) -> None:
+def test_a_study_is_in_tensorboard(tmp_path):
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     found = content("--tensorboard", str(tmp_path))
     track(found)
@@ -98,9 +98,7 @@ def test_a_study_is_in_tensorboard(tmp_path: Path) -> None:
     assert [(each.step, each.value) for each in speed_up] == [(1, 1.0), (2, 2.0)]
 
 
-def test_a_tracker_that_fails_leaves_the_report(
-    wandb: Wandb, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_tracker_that_fails_leaves_the_report(wandb, monkeypatch, capsys):
     monkeypatch.setattr(wandb, "init", lambda **_: 1 / 0)
     assert not _is_tracked(content("--wandb", "mine"))
     err = capsys.readouterr().err
@@ -108,7 +106,7 @@ def test_a_tracker_that_fails_leaves_the_report(
     assert "the same command resumes" in err
 
 
-def test_the_steps_of_train_go_to_each_tracker(wandb: Wandb, tmp_path: Path) -> None:
+def test_the_steps_of_train_go_to_each_tracker(wandb, tmp_path):
     pytest.importorskip("tensorboard")
     with Trackers("mine", tmp_path).run("gpt", group="engine", config={"workers": 2}) as run:
         run(RECORD)
@@ -118,7 +116,7 @@ def test_the_steps_of_train_go_to_each_tracker(wandb: Wandb, tmp_path: Path) -> 
     assert list((tmp_path / "gpt").glob("events.*")) != []
 
 
-def test_without_a_tracker_nothing_is_written() -> None:
+def test_without_a_tracker_nothing_is_written():
     with Trackers().run("gpt", group="", config={}) as run:
         run(RECORD)
         run.log({"accuracy": 0.5}, axis="pyengine/step", at=4)
@@ -127,9 +125,7 @@ def test_without_a_tracker_nothing_is_written() -> None:
 
 @pytest.mark.parametrize("command", ["train", "study"])
 @pytest.mark.parametrize("package", ["wandb", "tensorboard"])
-def test_a_package_that_is_missing_is_named_before_anything_starts(
-    command: str, package: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_package_that_is_missing_is_named_before_anything_starts(command, package, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(SystemExit) as stop:
         main([command, "--workers", "1", f"--{package}", "mine"])

@@ -6,7 +6,6 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -31,7 +30,6 @@ RUNS = [
     ("--mode", "ddp-hook", "--trace", "hook.json"),
     ("--mode", "ddp", "--model", "cnn"),
 ]
-Train = Callable[..., list[dict[str, Any]]]
 
 # fp32 sums of 6 micro-batches in another order than the float64 backward: a few times 2^-24 each; 1e-5 is far
 # above that, and far below the 10 % and more by which a wrong divisor is off.
@@ -45,16 +43,16 @@ def events(lines: list[dict[str, Any]], name: str) -> list[dict[str, Any]]:
 @pytest.fixture(
     params=[RUNS[0], *(pytest.param(run, marks=pytest.mark.slow) for run in RUNS[1:])], ids=" ".join
 )
-def lines(request: pytest.FixtureRequest, train: Train) -> list[dict[str, Any]]:
+def lines(request, train):
     return train(*request.param)
 
 
 @pytest.mark.slow
-def test_both_models_run_in_order_by_default(train: Train) -> None:
+def test_both_models_run_in_order_by_default(train):
     assert [line["model"] for line in events(train(*RUNS[1]), "start")] == ["gpt", "cnn"]
 
 
-def test_every_step_is_reported_with_a_finite_loss(lines: list[dict[str, Any]]) -> None:
+def test_every_step_is_reported_with_a_finite_loss(lines):
     steps = events(lines, "step")
     assert [line["step"] for line in steps] == list(range(STEPS)) * len(events(lines, "start"))
     assert all(math.isfinite(line["loss"]) and not line["skipped"] for line in steps)
@@ -62,13 +60,13 @@ def test_every_step_is_reported_with_a_finite_loss(lines: list[dict[str, Any]]) 
 
 
 @pytest.mark.parametrize("run", [RUNS[0], pytest.param(RUNS[1], marks=pytest.mark.slow)], ids=" ".join)
-def test_pyengine_sends_each_bucket_and_a_header_a_window(train: Train, run: tuple[str, ...]) -> None:
+def test_pyengine_sends_each_bucket_and_a_header_a_window(train, run):
     for row in events(train(*run), "comparison"):
         if row["mode"] != "ddp":
             assert row["collectives"] == row["buckets"] + 1
 
 
-def test_training_sends_what_the_comparison_counts(lines: list[dict[str, Any]]) -> None:
+def test_training_sends_what_the_comparison_counts(lines):
     mode = events(lines, "start")[0]["mode"]
     for row in events(lines, "comparison"):
         if row["mode"] == mode:
@@ -79,17 +77,17 @@ def test_training_sends_what_the_comparison_counts(lines: list[dict[str, Any]]) 
             assert last["bytes_on_wire"] == row["bytes_sent"] + 16 * more
 
 
-def test_plain_ddp_sends_each_bucket_in_every_backward(lines: list[dict[str, Any]]) -> None:
+def test_plain_ddp_sends_each_bucket_in_every_backward(lines):
     rows = [row for row in events(lines, "comparison") if row["mode"] == "ddp"]
     assert len(rows) == len(events(lines, "start"))
     assert all(row["collectives"] == ACCUMULATE * row["buckets"] for row in rows)
 
 
-def test_gradients_equal_the_big_batch_in_a_full_window(lines: list[dict[str, Any]]) -> None:
+def test_gradients_equal_the_big_batch_in_a_full_window(lines):
     assert all(row["full_window"] < ROUNDING for row in events(lines, "comparison"))
 
 
-def test_only_plain_ddp_is_wrong_in_a_short_window(lines: list[dict[str, Any]]) -> None:
+def test_only_plain_ddp_is_wrong_in_a_short_window(lines):
     for row in events(lines, "comparison"):
         if row["mode"] == "ddp":
             assert row["short_window"] > 0.1
@@ -98,7 +96,7 @@ def test_only_plain_ddp_is_wrong_in_a_short_window(lines: list[dict[str, Any]]) 
 
 
 @pytest.mark.slow
-def test_quality_on_unseen_data_is_reported(train: Train) -> None:
+def test_quality_on_unseen_data_is_reported(train):
     gpt, cnn = events(train(*RUNS[1]), "trained")
     assert math.isfinite(gpt["held_out_loss"])
     assert 0 <= cnn["accuracy"] <= 1
@@ -111,9 +109,7 @@ def test_quality_on_unseen_data_is_reported(train: Train) -> None:
         pytest.param(RUNS[1], ["hook-gpt.json", "hook-cnn.json"], marks=pytest.mark.slow),
     ],
 )
-def test_a_trace_shows_backward_buckets_and_what_is_exposed(
-    train: Train, run: tuple[str, ...], names: list[str]
-) -> None:
+def test_a_trace_shows_backward_buckets_and_what_is_exposed(train, run, names):
     lines = train(*run)
     traces = events(lines, "trace")
     assert [Path(line["path"]).name for line in traces] == names
@@ -135,7 +131,7 @@ def test_a_trace_shows_backward_buckets_and_what_is_exposed(
 
 
 @pytest.mark.parametrize("run", [RUNS[0], pytest.param(RUNS[1], marks=pytest.mark.slow)], ids=" ".join)
-def test_a_run_that_traces_draws_gradient_norms_and_noise_scale(train: Train, run: tuple[str, ...]) -> None:
+def test_a_run_that_traces_draws_gradient_norms_and_noise_scale(train, run):
     lines = train(*run)
     for line, trace in zip(events(lines, "norms"), events(lines, "trace"), strict=True):
         steps = [step for step in events(lines, "step") if step["model"] == line["model"]]
@@ -148,7 +144,7 @@ def test_a_run_that_traces_draws_gradient_norms_and_noise_scale(train: Train, ru
 
 
 @pytest.mark.slow
-def test_a_run_without_a_trace_measures_nothing(train: Train) -> None:
+def test_a_run_without_a_trace_measures_nothing(train):
     lines = train(*RUNS[2])
     assert events(lines, "norms") == []
     assert all(line["grad_norms"] is None for line in events(lines, "step"))
@@ -174,14 +170,12 @@ def trained(folder: str, *steps: str) -> list[list[int]]:
     return [report.steps for report in reports]
 
 
-def test_a_training_that_is_complete_runs_no_further_step(
-    ranks: Callable[[int], Any], tmp_path: Path
-) -> None:
+def test_a_training_that_is_complete_runs_no_further_step(ranks, tmp_path):
     assert ranks(2).run(trained, str(tmp_path), "2", "2") == [[[0, 1], []]] * 2
 
 
-def test_a_training_resumes_with_its_own_settings_only(tmp_path: Path) -> None:
-    def chosen(*more: str) -> None:
+def test_a_training_resumes_with_its_own_settings_only(tmp_path):
+    def chosen(*more):
         made = settings(build_parser().parse_args(["train", "--checkpoints", str(tmp_path), *more]))
         for model, folder in made.checkpoints.items():
             check_resumed(made, model, folder)
@@ -203,7 +197,7 @@ def test_a_training_resumes_with_its_own_settings_only(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("damaged", ["", "[1]", None], ids=["empty", "no settings", "a folder"])
-def test_settings_of_a_training_that_cannot_be_read_are_refused(tmp_path: Path, damaged: str | None) -> None:
+def test_settings_of_a_training_that_cannot_be_read_are_refused(tmp_path, damaged):
     (tmp_path / "cnn").mkdir()
     (tmp_path / "cnn" / "step-2.rank-0-of-2.pt").touch()
     file = tmp_path / "cnn" / "settings.json"
@@ -213,7 +207,7 @@ def test_settings_of_a_training_that_cannot_be_read_are_refused(tmp_path: Path, 
         check_resumed(made, "cnn", made.checkpoints["cnn"])
 
 
-def test_two_trainings_do_not_write_to_one_folder(tmp_path: Path) -> None:
+def test_two_trainings_do_not_write_to_one_folder(tmp_path):
     with (
         train_run.locked(tmp_path),
         pytest.raises(Conflict, match="another training is writing to"),
@@ -229,9 +223,7 @@ def encoded() -> list[Row]:
     return compare(DigitsTask(), settings(build_parser().parse_args(chosen)))
 
 
-def test_a_wire_of_bytes_sends_a_quarter_and_is_near_in_the_short_window_too(
-    ranks: Callable[[int], Any],
-) -> None:
+def test_a_wire_of_bytes_sends_a_quarter_and_is_near_in_the_short_window_too(ranks):
     ours, ddp = ranks(2).run(encoded)[0]
     assert ours.bytes_sent == pytest.approx(ddp.bytes_sent / 3 / 4, rel=0.05)  # a scale a block; the header
     # Two roundings of 1/127 of a block's largest at most, on average far less.
@@ -244,7 +236,7 @@ def narrow_and_wide() -> list[list[Row]]:
     return [compare(DigitsTask(), each) for each in (narrow, wide)]
 
 
-def test_bf16_parameters_and_wire_halve_the_bytes(ranks: Callable[[int], Any]) -> None:
+def test_bf16_parameters_and_wire_halve_the_bytes(ranks):
     narrow, wide = ranks(2).run(narrow_and_wide)[0]
     for half, whole in zip(narrow, wide, strict=True):
         assert 2 * half.bytes_sent == pytest.approx(whole.bytes_sent, rel=0.01)  # the header stays float64

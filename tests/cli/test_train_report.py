@@ -27,9 +27,7 @@ def compared(step_s: Range, *, as_json: bool = False) -> None:
 
 
 @pytest.mark.parametrize(("step_s", "spread"), [(FASTER, "40%"), (NOISY, "100%")])
-def test_a_difference_within_noise_has_a_caption(
-    capsys: pytest.CaptureFixture[str], step_s: Range, spread: str
-) -> None:
+def test_a_difference_within_noise_has_a_caption(capsys, step_s, spread):
     compared(step_s)
     out = " ".join(capsys.readouterr().out.replace("\u00a0", " ").split())
     assert f"250 ms │ {spread}" in " ".join(out.split())
@@ -38,9 +36,7 @@ def test_a_difference_within_noise_has_a_caption(
 
 
 @pytest.mark.parametrize("columns", [40, 80])
-def test_no_number_of_the_table_is_cut_off(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, columns: int
-) -> None:
+def test_no_number_of_the_table_is_cut_off(capsys, monkeypatch, columns):
     monkeypatch.setenv("COLUMNS", str(columns))
     wide = replace(DDP, bytes_sent=343_712, step_s=Range(0.0318, 0.03, 0.04), full_window=1.4e-2)
     report = Report()
@@ -52,16 +48,14 @@ def test_no_number_of_the_table_is_cut_off(
 
 
 @pytest.mark.parametrize("step_s", [FASTER, NOISY])
-def test_json_has_the_range_and_whether_it_is_noise(
-    capsys: pytest.CaptureFixture[str], step_s: Range
-) -> None:
+def test_json_has_the_range_and_whether_it_is_noise(capsys, step_s):
     compared(step_s, as_json=True)
     _, ours, ddp = map(json.loads, capsys.readouterr().out.splitlines())
     assert [ours[name] for name in ("step_s", "step_low_s", "step_high_s")] == [0.25, 0.2, step_s.high]
     assert ours["step_is_within_noise"] == ddp["step_is_within_noise"] == (step_s is NOISY)
 
 
-def test_without_a_terminal_lines_have_the_time_left(capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_a_terminal_lines_have_the_time_left(capsys):
     report = Report()
     report.start("gpt", "tokens", done=1, steps=3, about={})
     report.step(RECORD)
@@ -72,7 +66,7 @@ def test_without_a_terminal_lines_have_the_time_left(capsys: pytest.CaptureFixtu
     assert (first.endswith(" left"), last.endswith(" left")) == (True, False)
 
 
-def test_a_run_that_was_complete_before_reports_its_quality(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_that_was_complete_before_reports_its_quality(capsys):
     report = Report(as_json=True)
     report.start("gpt", "tokens", done=3, steps=3, about={})
     report.finish({"accuracy": 0.5})
@@ -84,11 +78,11 @@ def test_a_run_that_was_complete_before_reports_its_quality(capsys: pytest.Captu
 
 
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
-def test_tables_have_no_signs_that_the_pipe_lacks(monkeypatch: pytest.MonkeyPatch, encoding: str) -> None:
+def test_tables_have_no_signs_that_the_pipe_lacks(monkeypatch, encoding):
     stream = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
     monkeypatch.setattr(sys, "stdout", stream)
     prepare_output()
     compared(NOISY)
-    text = stream.buffer.getvalue().decode(encoding)  # type: ignore[attr-defined]
+    text = stream.buffer.getvalue().decode(encoding)
     assert "+---" in text
     assert "?" not in text

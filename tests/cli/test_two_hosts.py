@@ -9,7 +9,6 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import forked
@@ -64,7 +63,7 @@ def _ip(*arguments: str) -> str:
 
 
 @pytest.fixture(scope="module")
-def namespaces() -> Iterator[tuple[Host, Host]]:
+def namespaces():
     """Two hosts with a cable between them."""
     if os.geteuid() != 0 or not shutil.which("ip") or not shutil.which("unshare"):
         pytest.skip("network namespaces need root, iproute2 and unshare")
@@ -86,7 +85,7 @@ def namespaces() -> Iterator[tuple[Host, Host]]:
 
 
 @pytest.fixture
-def hosts(namespaces: tuple[Host, Host]) -> Iterator[tuple[Host, Host]]:
+def hosts(namespaces):
     """The hosts, without the processes of a test that failed."""
     yield namespaces
     for host in namespaces:
@@ -94,7 +93,7 @@ def hosts(namespaces: tuple[Host, Host]) -> Iterator[tuple[Host, Host]]:
 
 
 @pytest.fixture(scope="module")
-def printed() -> str:
+def printed():
     """What the script prints on two workers of one host, which nobody but itself has started."""
     done = forked.python(str(EXAMPLE), cwd=EXAMPLE.parent)
     assert done.returncode == 0, done.stderr
@@ -113,7 +112,7 @@ def _ended(hosts: tuple[Host, Host], processes: list[Process]) -> list[tuple[str
 
 
 @pytest.mark.parametrize("per_host", [*rest("1"), "2"])
-def test_two_hosts_print_what_one_prints(hosts: tuple[Host, Host], printed: str, per_host: str) -> None:
+def test_two_hosts_print_what_one_prints(hosts, printed, per_host):
     processes = [host.torchrun("--nproc-per-node", per_host, str(EXAMPLE)) for host in hosts]
     (said, errors), (nothing, other_errors) = _ended(hosts, processes)
     assert [process.returncode for process in processes] == [0, 0], errors + other_errors
@@ -121,7 +120,7 @@ def test_two_hosts_print_what_one_prints(hosts: tuple[Host, Host], printed: str,
     assert "parameters " in printed
 
 
-def test_a_host_that_dies_ends_the_run_on_the_other(hosts: tuple[Host, Host]) -> None:
+def test_a_host_that_dies_ends_the_run_on_the_other(hosts):
     train = ["-m", "pyengine", "train", "--model", "cnn", "--json", "--steps", "10000", "--micro-batch", "2"]
     processes = [host.torchrun(*train) for host in hosts]
     assert processes[0].stdout is not None

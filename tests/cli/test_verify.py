@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -43,17 +41,14 @@ class Heard:
         return finding
 
 
-Verify = Callable[..., Heard]
-
-
 @pytest.fixture
-def execute(ranks: Callable[[int], Any]) -> Execute:
+def execute(ranks):
     """Make runs on the session's ranks, without starting processes."""
     return lambda targets, run: ranks(run.workers).run(trace, targets, run)
 
 
 @pytest.fixture
-def checked(execute: Execute) -> Verify:
+def checked(execute):
     """Give `checked("--train", "subjects:right")`: verify, and return what was reported."""
     return lambda *arguments: _verify(execute, arguments)
 
@@ -66,7 +61,7 @@ def _verify(execute: Execute, arguments: Sequence[str]) -> Heard:
 
 
 @pytest.mark.parametrize("models", [("cnn",), pytest.param(("gpt", "cnn"), marks=pytest.mark.slow)])
-def test_built_in_models_are_identical_with_exact_sums(checked: Verify, models: tuple[str, ...]) -> None:
+def test_built_in_models_are_identical_with_exact_sums(checked, models):
     chosen = ["--model", *models] if len(models) == 1 else []
     heard = checked("--steps", "2", "--micro-batches", "6", *chosen)
     assert heard.findings == dict.fromkeys(models)
@@ -74,7 +69,7 @@ def test_built_in_models_are_identical_with_exact_sums(checked: Verify, models: 
     assert heard.runs == [(label, True) for label in labels for _ in models]
 
 
-def test_built_in_model_with_plain_sums_is_not(checked: Verify) -> None:
+def test_built_in_model_with_plain_sums_is_not(checked):
     heard = checked("--model", "cnn", "--accumulator", "fp32", "--workers", "1,2", "--steps", "1")
     assert dict(heard.runs) == {
         "1 worker": True,
@@ -84,7 +79,7 @@ def test_built_in_model_with_plain_sums_is_not(checked: Verify) -> None:
     assert [name for name, _ in heard.finding.causes] == ["BatchNorm", "sums"]
 
 
-def test_function_that_does_what_the_help_says_is_identical(checked: Verify) -> None:
+def test_function_that_does_what_the_help_says_is_identical(checked):
     heard = checked("--train", "subjects:right")
     assert heard.findings == {"subjects:right": None}
     assert [label for label, _ in heard.runs] == ["1 worker", "1 worker, again", "2 workers", "3 workers"]
@@ -93,12 +88,12 @@ def test_function_that_does_what_the_help_says_is_identical(checked: Verify) -> 
     assert kinds == {"window", "gradient", "norm", "parameter", "state"}
 
 
-def test_batch_norm_that_the_engine_replays_is_identical(checked: Verify) -> None:
+def test_batch_norm_that_the_engine_replays_is_identical(checked):
     heard = checked("--train", "subjects:batch_norm_replayed", "--workers", "1,2", "--steps", "1")
     assert heard.findings == {"subjects:batch_norm_replayed": None}
 
 
-def test_example_of_the_help_runs(checked: Verify, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_example_of_the_help_runs(checked, tmp_path, monkeypatch):
     example = [line[2:] for line in EXAMPLES.splitlines() if line.startswith(("  import", "  def", "      "))]
     assert len(example) <= 25
     (tmp_path / "mine.py").write_text("\n".join(example))
@@ -109,12 +104,12 @@ def test_example_of_the_help_runs(checked: Verify, tmp_path: Path, monkeypatch: 
 
 
 @pytest.mark.slow
-def test_a_model_is_identical_over_every_owner_of_its_gradients(checked: Verify) -> None:
+def test_a_model_is_identical_over_every_owner_of_its_gradients(checked):
     heard = checked("--wrap", "own,ddp,fsdp,hsdp", "--workers", "1,2", "--model", "gpt", "--steps", "2")
     assert heard.findings == {"gpt": None}
 
 
-def test_a_function_that_wraps_its_model_by_itself_is_told_how_not_to(checked: Verify) -> None:
+def test_a_function_that_wraps_its_model_by_itself_is_told_how_not_to(checked):
     with pytest.raises(RuntimeError, match="wraps its model itself: let it call"):
         checked("--wrap", "own,fsdp", "--workers", "1", "--train", "subjects:plain_sums")
 
@@ -146,9 +141,7 @@ QUICK = ("plain_sums", "dropout_by_rank", "divided_by_world", "unseeded")
         for fault in FAULTS
     ],
 )
-def test_fault_is_found_with_its_cause(
-    checked: Verify, function: str, step: int, kind: str, name: str | None, rank: int, causes: list[str]
-) -> None:
+def test_fault_is_found_with_its_cause(checked, function, step, kind, name, rank, causes):
     found = checked("--train", f"subjects:{function}", "--workers", "1,2", "--steps", "1").finding
     assert (found.first.step, found.first.kind, found.first.rank) == (step, kind, rank), sentences(
         "it", found, Trace()
@@ -157,13 +150,13 @@ def test_fault_is_found_with_its_cause(
     assert [cause for cause, _ in found.causes] == causes
 
 
-def test_only_world_size_is_compared_with_its_own_rank_0(checked: Verify) -> None:
+def test_only_world_size_is_compared_with_its_own_rank_0(checked):
     found = checked("--train", "subjects:optimizer_by_rank", "--workers", "2", "--steps", "1").finding
     assert (found.reference, found.run, found.first.rank) == ("2 workers", "2 workers", 1)
     assert found.causes[0][0] == "optimizer"
 
 
-def test_message_names_place_and_extent(checked: Verify) -> None:
+def test_message_names_place_and_extent(checked):
     found = checked("--train", "subjects:optimizer_by_rank", "--workers", "1,2", "--steps", "1").finding
     text = "\n".join(sentences("it", found, Trace()))
     assert "it first differs from 1 worker at step 0, parameter 0.weight, on rank 1 of 2 workers." in text
@@ -175,14 +168,12 @@ def test_message_names_place_and_extent(checked: Verify) -> None:
     ("function", "message"),
     [("watches_nothing", "never called verify.watch"), ("steps_never", "took no optimizer step")],
 )
-def test_function_that_shows_nothing_is_an_error(checked: Verify, function: str, message: str) -> None:
+def test_function_that_shows_nothing_is_an_error(checked, function, message):
     with pytest.raises(RuntimeError, match=message):
         checked("--train", f"subjects:{function}", "--workers", "1")
 
 
-def test_command_prints_runs_and_verdict_and_says_it_by_its_exit_code(
-    execute: Execute, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_command_prints_runs_and_verdict_and_says_it_by_its_exit_code(execute, capsys, monkeypatch):
     monkeypatch.setattr("pyengine.cli.verify.run.on_workers", execute)
     arguments = "--train", "subjects:nondeterministic", "--workers", "1", "--steps", "1"
     assert main(["verify", *arguments]) == 1
@@ -199,14 +190,12 @@ def test_command_prints_runs_and_verdict_and_says_it_by_its_exit_code(
 
 
 @pytest.mark.slow
-def test_new_processes_record_what_the_session_s_ranks_do(execute: Execute) -> None:
+def test_new_processes_record_what_the_session_s_ranks_do(execute):
     run = Run("", 1, steps=2, micro_batches=12, accumulator="exact", wrap="own", last=1)
     assert on_workers(["subjects:right"], run) == execute(["subjects:right"], run)
 
 
-def test_run_that_fails_is_neither_identical_nor_different(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_run_that_fails_is_neither_identical_nor_different(capsys, monkeypatch):
     failed = mock.Mock(side_effect=RuntimeError("worker 0 of 1 failed: ValueError: boom"))
     monkeypatch.setattr("pyengine.cli.verify.run.on_workers", failed)
     assert main(["verify", "--train", "subjects:right", "--workers", "1"]) == 2

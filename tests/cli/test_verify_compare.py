@@ -6,7 +6,6 @@ import math
 
 import pytest
 import torch
-from torch import Tensor
 
 from pyengine.cli.verify.compare import Difference, causes, change, compare, first_difference
 from pyengine.cli.verify.probe import Trace, digest
@@ -21,18 +20,18 @@ DIFFERENT = [
 
 
 @pytest.mark.parametrize("tensor", SAME, ids=str)
-def test_same_bits_are_the_same(tensor: Tensor) -> None:
+def test_same_bits_are_the_same(tensor):
     assert compare(tensor, tensor.clone()) == ""
     assert digest(tensor) == digest(tensor.clone())
 
 
 @pytest.mark.parametrize(("ours", "theirs"), DIFFERENT, ids=str)
-def test_other_sign_type_shape_or_last_bit_is_different(ours: Tensor, theirs: Tensor) -> None:
+def test_other_sign_type_shape_or_last_bit_is_different(ours, theirs):
     assert compare(ours, theirs)
     assert digest(ours) != digest(theirs)
 
 
-def test_elements_are_counted_and_the_largest_difference_has_its_index() -> None:
+def test_elements_are_counted_and_the_largest_difference_has_its_index():
     theirs = torch.zeros(3, 4)
     theirs[1, 2], theirs[2, 3] = 0.5, -2.0
     found = compare(torch.zeros(3, 4), theirs)
@@ -40,17 +39,17 @@ def test_elements_are_counted_and_the_largest_difference_has_its_index() -> None
     assert "Greatest absolute difference: 2.0 at index (2, 3)" in found
 
 
-def test_signs_of_zeros_and_missing_gradients_are_named() -> None:
+def test_signs_of_zeros_and_missing_gradients_are_named():
     assert "signs of zeros" in compare(torch.tensor([0.0]), torch.tensor([-0.0]))
     assert compare(torch.zeros(2, 3), None) == "The tensor is missing in the run."
 
 
-def test_sparse_gradient_has_the_digest_of_its_values() -> None:
+def test_sparse_gradient_has_the_digest_of_its_values():
     dense = torch.tensor([[0.0, 0.0], [1.0, 2.0]])
     assert digest(dense.to_sparse()) == digest(dense)
 
 
-def test_earlier_step_comes_before_earlier_kind_and_lower_rank() -> None:
+def test_earlier_step_comes_before_earlier_kind_and_lower_rank():
     keys = [(step, kind, "w") for step in (0, 1) for kind in ("gradient", "parameter")]
     reference = Trace(dict.fromkeys(keys, "a"))
     late, early = Trace({**reference.entries}), Trace({**reference.entries})
@@ -66,12 +65,12 @@ def test_earlier_step_comes_before_earlier_kind_and_lower_rank() -> None:
     ("kind", "name", "cause"),
     [("norm", "norm", "norm"), ("state", "w.exp_avg", "optimizer"), ("buffer", "cache", "buffers")],
 )
-def test_what_differs_alone_has_a_cause_of_its_own(kind: str, name: str, cause: str) -> None:
+def test_what_differs_alone_has_a_cause_of_its_own(kind, name, cause):
     first = Difference(2, kind, name, 0, counts={"gradient": (0, 3), kind: (1, 1)}, texts=("a", "b"))
     found = causes(first, repeats=False, came_back=True, micro_batches=12, gradient=None)
     assert [name for name, _ in found] == [cause]
 
 
-def test_gradient_of_zero_has_no_relative_change() -> None:
+def test_gradient_of_zero_has_no_relative_change():
     tensors = {("gradient", "w"): torch.zeros(3)}
     assert change(tensors, tensors) is None

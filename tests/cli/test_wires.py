@@ -27,12 +27,12 @@ from pyengine.wire.named import WIRES
         ("fp8-e5m2-ef", pe.wire.ErrorFeedback(pe.wire.FP8("e5m2"))),
     ],
 )
-def test_a_name_is_the_wire_that_it_says(name: str, wire: pe.wire.Wire) -> None:
+def test_a_name_is_the_wire_that_it_says(name, wire):
     assert WIRES[name] == wire
 
 
 @pytest.mark.parametrize("name", WIRES)
-def test_train_takes_every_wire_and_bench_has_it_both_ways(name: str) -> None:
+def test_train_takes_every_wire_and_bench_has_it_both_ways(name):
     options = build_parser().parse_args(["train", "--wire", name, "--workers", "1"])
     assert settings(options).wire == name
     ending = "" if name == "fp32" else "_" + name.replace("-", "_")

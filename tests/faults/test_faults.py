@@ -5,7 +5,6 @@ all ranks end as the table in `fault_cases.py` says.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
 
 import pytest
 from campaign import record
@@ -19,7 +18,7 @@ MARGIN_S = 25
 
 
 @pytest.fixture(scope="module")
-def ended() -> Iterator[Counter[tuple[str, str]]]:
+def ended():
     """Count faults and their ends, and record them."""
     counts: Counter[tuple[str, str]] = Counter()
     yield counts

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,10 +33,10 @@ def _world(name: str) -> int:
 
 
 @pytest.fixture
-def seen(ranks) -> Callable[[str], Any]:
+def seen(ranks):
     """Give what became of a bug, by rank; all bugs of a world have run together, once."""
 
-    def of(name: str) -> list[_Seen]:
+    def of(name):
         world = _world(name)
         if world not in _SEEN:
             _SEEN[world] = ranks(world).run(_run, [bug for bug in BUGS if _world(bug) == world])
