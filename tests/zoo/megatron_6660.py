@@ -4,12 +4,7 @@ from habitat import Outcome, Watch, average_, end_window, mine, net, right_mean,
 
 THREAD = "NVIDIA/Megatron-LM#6660"
 BUG = "a group of one rank: every micro-batch adds the sum to itself"
-FOUND = (
-    "gradient",
-    "expert.weight",
-    (),
-    "earlier micro-batches count 4 times, the last one 2 times",
-)
+FOUND = ("gradient", "expert.weight", (), "earlier micro-batches count 4 times, the last one 2 times")
 
 
 def train(watch: Watch) -> Outcome:

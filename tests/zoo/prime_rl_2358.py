@@ -5,12 +5,7 @@ from habitat import Outcome, Watch, average_, data, end_window, net, right, sgd
 
 THREAD = "PrimeIntellect-ai/prime-rl#2358"
 BUG = "the loss is divided by each rank's own tokens"
-FOUND = (
-    "gradient",
-    "embed.weight",
-    (),
-    "each rank's part was divided by that rank's own count, not by the count of all",
-)
+FOUND = ("gradient", "embed.weight", (), "each rank's part was divided by that rank's own count")
 
 
 def train(watch: Watch) -> Outcome:
