@@ -11,13 +11,9 @@ from unittest import mock
 
 import forked
 import pytest
-from torch import Tensor, nn
 
 from pyengine.cli.bench import report as bench_report
 from pyengine.cli.bench import run as bench
-from pyengine.cli.bench.windows import measure as windows
-from pyengine.cli.bench.windows import models
-from pyengine.cli.bench.windows.variants import VARIANTS, Floor, NoSync
 from pyengine.cli.main import main
 from pyengine.ops.plan import BucketPlan
 
@@ -48,9 +44,7 @@ def times(*windows_s: float) -> list[dict[str, float]]:
 def test_json_has_variants_rounds_progress_kernels_and_a_conclusion(saved):
     lines = events(saved[0], "variant")
     assert [line["variant"] for line in lines] == ["floor", "no_sync", "engine"]
-    assert all(
-        len(line["windows_ms"]) == 3 and line["window_min_ms"] == min(line["windows_ms"]) for line in lines
-    )
+    assert all(line["window_min_ms"] == min(line["windows_ms"]) for line in lines)
     assert lines[0]["sync_p50_ms"] == 0
     kernels = events(saved[0], "kernel")
     assert {line["part"] for line in events(saved[0], "progress")} == {"kernels", "windows, small0:fp32"}
@@ -61,10 +55,8 @@ def test_json_has_variants_rounds_progress_kernels_and_a_conclusion(saved):
 
 def run_script(name: str, *arguments: str) -> None:
     """Run a script of benchmarks/ in this process, as `python benchmarks/NAME` would."""
-    with (
-        mock.patch.object(sys, "path", [str(BENCHMARKS), *sys.path]),
-        mock.patch.object(sys, "argv", [name, *arguments]),
-    ):
+    path = mock.patch.object(sys, "path", [str(BENCHMARKS), *sys.path])
+    with path, mock.patch.object(sys, "argv", [name, *arguments]):
         runpy.run_path(str(BENCHMARKS / name), run_name="__main__")
 
 
@@ -75,22 +67,28 @@ def test_table_py_reads_the_result_file(saved, capsys):
     assert "| no_sync |" in shown and "| pack bf16 -> bf16, 8 tensors |" in shown
 
 
-def test_table_py_reads_rows_with_names(tmp_path, capsys):
-    path = tmp_path / "dealer.json"
-    path.write_text(json.dumps({"machine": {}, "rows": {"fixed": {"p50_ms": 1.5, "shares": [6, 6]}}}))
-    run_script("table.py", str(path))
-    assert "|  | p50_ms | shares |\n|---|---:|---:|\n| fixed | 1.5 | [6, 6] |" in capsys.readouterr().out
+ROW = {"window_p50_ms": 12.3456, "host_p50_ms": 3.21, "launches": 1200, "no_graph": "a reason"}
+FILES = {
+    "rows with names": (
+        {"rows": {"fixed": {"p50_ms": 1.5, "shares": [6, 6]}}},
+        ["|  | p50_ms | shares |\n|---|---:|---:|\n| fixed | 1.5 | [6, 6] |"],
+    ),
+    "windows of a device": (
+        {"cases": {"gpt124:bf16": {"engine": {"failed": "it broke"}, "attach": ROW}}},
+        [
+            "| attach | 12.35 | 3.21 | 1200 |  |  |  |  | a reason |",
+            "| engine |  |  |  |  |  |  |  | it broke |",
+        ],
+    ),
+}
 
 
-def test_table_py_shows_windows_of_a_device_and_why_one_is_missing(tmp_path, capsys):
-    row = {"window_p50_ms": 12.3456, "host_p50_ms": 3.21, "launches": 1200, "no_graph": "a reason"}
-    path = tmp_path / "step-cuda.json"
-    content = {"machine": {}, "cases": {"gpt124:bf16": {"engine": {"failed": "it broke"}, "attach": row}}}
-    path.write_text(json.dumps(content))
-    run_script("table.py", str(path))
+@pytest.mark.parametrize(("content", "lines"), FILES.values(), ids=FILES)
+def test_table_py_shows_what_a_file_has(tmp_path, capsys, content, lines):
+    (tmp_path / "result.json").write_text(json.dumps({"machine": {}} | content))
+    run_script("table.py", str(tmp_path / "result.json"))
     shown = capsys.readouterr().out
-    assert "| attach | 12.35 | 3.21 | 1200 |  |  |  |  | a reason |" in shown
-    assert "| engine |  |  |  |  |  |  |  | it broke |" in shown
+    assert all(line in shown for line in lines)
 
 
 def test_kernels_get_a_table_and_leave_no_thread_setting_behind(capsys):
@@ -124,34 +122,6 @@ def test_a_failing_worker_ends_the_run_and_what_was_measured_before_is_kept(tmp_
     assert printed.err == "worker 1 of 2 failed\n"
 
 
-class Undivided(NoSync):
-    """Forgets loss / accumulate."""
-
-    def micro_batch(self, x: Tensor, *, last: bool) -> None:
-        super().micro_batch(len(self.micro_batches) * x, last=last)
-
-
-class Alone(Floor):
-    """Trains every rank alone and says it does not."""
-
-    is_synced = True
-
-
-def measure_with(odd_one: type[Any]) -> str:
-    """Return the error of a rank when this variant takes part."""
-    setting = windows.Setting("small0", "fp32", ("engine", "odd"), rounds=1)
-    few = mock.patch.object(models, "Small", lambda: nn.Linear(4, 4))  # two parameters say it, too
-    with few, mock.patch.dict(VARIANTS, odd=odd_one), pytest.raises(RuntimeError) as caught:
-        windows.measure(setting, lambda done: None)
-    return str(caught.value)
-
-
-@pytest.mark.parametrize("odd_one", [Undivided, Alone])
-def test_variants_with_other_gradients_stop_the_run_on_every_rank(ranks, odd_one):
-    errors = ranks(2).run(measure_with, odd_one)
-    assert all("different gradients" in text and "'odd'" in text for text in errors)
-
-
 @pytest.mark.parametrize(
     ("ours", "theirs", "is_clear"),
     [
@@ -159,7 +129,6 @@ def test_variants_with_other_gradients_stop_the_run_on_every_rank(ranks, odd_one
         ([1.0] * 5, [1.1, 1.2, 0.9, 1.3, 1.1], False),
         ([1.0] * 4, [2.0] * 4, False),  # too few rounds to say so
         ([1.0] * 10, [0.9] + [1.2] * 9, True),
-        ([1.0] * 10, [0.9] * 2 + [1.2] * 8, False),
     ],
 )
 def test_an_order_is_clear_only_when_nearly_all_rounds_agree(ours, theirs, is_clear):
@@ -169,12 +138,8 @@ def test_an_order_is_clear_only_when_nearly_all_rounds_agree(ours, theirs, is_cl
 
 
 def test_the_floor_is_no_winner_and_noise_is_named():
-    measured = {
-        "floor": times(*[0.1] * 5),
-        "ddp": times(3.0, 3.0, 3.0, 3.0, 3.0),
-        "engine": times(2.0, 2.0, 2.0, 2.0, 2.0),
-        "attach": times(1.9, 2.1, 2.2, 2.1, 2.1),
-    }
+    rounds = {"floor": [0.1] * 5, "ddp": [3.0] * 5, "engine": [2.0] * 5, "attach": [1.9, 2.1, 2.2, 2.1, 2.1]}
+    measured = {name: times(*seconds) for name, seconds in rounds.items()}
     fastest, against = bench_report.on_windows(measured)
     assert fastest == "GradSync had the shortest windows, 2000 ms in the median; within noise of it: attach."
     assert against == (

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 from unittest import mock
@@ -19,7 +17,7 @@ from pyengine.cli.bench.windows import device as devices
 from pyengine.cli.bench.windows import measure as windows
 from pyengine.cli.bench.windows import models
 from pyengine.cli.bench.windows.device import Cuda
-from pyengine.cli.bench.windows.variants import PHASES, VARIANTS, Floor, NoSync
+from pyengine.cli.bench.windows.variants import PHASES, Floor, NoSync
 from pyengine.cli.main import build_parser, main
 
 TINY = models.Shape(width=8, layers=1, heads=2, vocabulary=16, context=4)
@@ -46,32 +44,12 @@ class BreaksLater(Floor):
         super().step()
 
 
-class Eight(NoSync):
-    """Finds a gradient eight times as large."""
-
-    def micro_batch(self, x: Tensor, *, last: bool) -> None:
-        for _ in range(8):
-            super().micro_batch(x, last=last)
-
-
-@contextmanager
-def rehearsed(**variants: type[Any]) -> Iterator[None]:
-    with (
-        mock.patch.dict(models._SHAPES, gpt=TINY),
-        mock.patch.dict(VARIANTS, variants),
-    ):
-        yield
-
-
-def setting(*variants: str, dtype: str = "fp32", micro_batches: int = 2) -> windows.Setting:
-    return windows.Setting("gpt", dtype, variants, rounds=1, micro_batches=micro_batches)
-
-
 def measured(
     names: tuple[str, ...], dtype: str, micro_batches: int, **variants: type[Any]
 ) -> windows.Outcome:
+    setting = windows.Setting("gpt", dtype, names, rounds=1, micro_batches=micro_batches)
     with rehearsed(**variants):
-        return windows.measure(setting(*names, dtype=dtype, micro_batches=micro_batches), lambda done: None)
+        return windows.measure(setting, lambda done: None)
 
 
 @pytest.mark.parametrize(("dtype", "micro_batches"), [("bf16", 1), ("fp16", 2)])
@@ -108,50 +86,51 @@ def test_who_fails_alone_ends_with_the_reason_soon(ranks):
     assert ranks(2).run(fails_alone)[1] == "no such hook"
 
 
-def test_the_variant_whose_gradient_is_the_odd_one_is_left_out(ranks):
-    (outcome,) = ranks(1).run(measured, ("engine", "eight", "no_sync"), "fp32", 2, eight=Eight)
-    assert list(outcome.failed) == ["eight"]
-    assert outcome.failed["eight"].startswith("variants find different gradients for the same window")
-    assert list(windows.rows(outcome)) == ["engine", "no_sync", "eight"]
+def raised(*names: str, **variants: type[Any]) -> str:
+    with pytest.raises(RuntimeError) as caught:
+        measured(names, "fp32", 2, **variants)
+    return str(caught.value)
 
 
 def test_a_run_without_a_variant_left_reports_why_of_each(ranks):
-    (error,) = ranks(1).run(all_broken)
+    (error,) = ranks(1).run(raised, "broken", broken=Broken)
     assert error == "no variant could be measured: {'broken': 'ValueError: no such hook'}"
 
 
-def all_broken() -> str:
-    with pytest.raises(RuntimeError) as caught:
-        measured(("broken",), "fp32", 2, broken=Broken)
-    return str(caught.value)
+class Eight(NoSync):
+    """Finds a gradient eight times as large."""
+
+    def micro_batch(self, x: Tensor, *, last: bool) -> None:
+        for _ in range(8):
+            super().micro_batch(x, last=last)
+
+
+class Alone(Floor):
+    """Trains every rank alone and says it does not."""
+
+    is_synced = True
+
+
+@pytest.mark.parametrize("odd_one", [Eight, Alone])
+def test_two_variants_with_different_gradients_stop_the_run_on_every_rank(ranks, odd_one):
+    errors = ranks(2).run(raised, "engine", "odd", odd=odd_one)
+    assert all("different gradients" in text and "'odd'" in text for text in errors)
+
+
+def test_the_variant_whose_gradient_is_the_odd_one_is_left_out(ranks):
+    (outcome,) = ranks(1).run(measured, ("engine", "odd", "no_sync"), "fp32", 2, odd=Eight)
+    assert outcome.failed["odd"].startswith("variants find different gradients for the same window")
+    assert list(windows.rows(outcome)) == ["engine", "no_sync", "odd"]
 
 
 # ---- the device ----
 
 
-class FakeEvent:
-    clock = 0.0
-
-    def __init__(self, *, enable_timing: bool) -> None:
-        assert enable_timing
-
-    def record(self) -> None:
-        FakeEvent.clock += 250.0
-        self.at = FakeEvent.clock
-
-    def elapsed_time(self, end: FakeEvent) -> float:
-        return end.at - self.at
-
-
 def test_windows_on_cuda_are_timed_by_events(monkeypatch):
-    fake = mock.Mock(spec=torch.cuda)
-    fake.Event = FakeEvent
-    monkeypatch.setattr(devices.torch, "cuda", fake)
+    event = mock.Mock(elapsed_time=lambda end: 250.0)
+    monkeypatch.setattr(devices.torch, "cuda", mock.Mock(Event=lambda enable_timing: event))
     device = Cuda()
-    begin, end = device.now(), device.now()
-    device.synchronize()
-    assert device.seconds(begin, end) == 0.25
-    assert fake.synchronize.called
+    assert device.seconds(device.now(), device.now()) == 0.25
 
 
 def meets_over_nccl() -> tuple[str, list[int]]:
@@ -180,14 +159,6 @@ def test_every_rank_takes_its_device_and_meets_the_others_over_nccl(ranks):
 
 
 # ---- models ----
-
-
-@pytest.mark.slow  # torch's meta device imports for seconds
-def test_gpt124_has_the_size_of_gpt_2():
-    with torch.device("meta"):
-        model, batches = models.GPT(models.GPT2), models.GPT2
-    assert sum(p.numel() for p in model.parameters()) == 124_082_688
-    assert batches.sequences * batches.context == 2048
 
 
 def test_fp16_keeps_parameters_in_fp32_and_computes_in_fp16():
