@@ -17,7 +17,6 @@ BAD_TRAIN = [
     (("--seed", str(2**63)), "argument --seed: got 9223372036854775808, need a whole number below 2**63"),
     (("--accumulate", "two"), "argument --accumulate: got two, need a whole number of at least 1"),
     (("--lr", "-1"), "argument --lr: got -1, need a finite number above 0"),
-    (("--lr", "nan"), "argument --lr: got nan, need a finite number above 0"),
     (("--model", "rnn"), "argument --model: invalid choice: 'rnn'"),
     (("--wire", "int4"), "argument --wire: invalid choice: 'int4' (choose from 'fp32', 'bf16'"),
     (
@@ -25,7 +24,6 @@ BAD_TRAIN = [
         "got bf16 with --mode ddp, which has no wire: leave it out, or use",
     ),
     (("--model", "gpt", "--trace", "/"), "argument --trace: / is a folder: name a file"),
-    (("--trace", "/tmp"), "argument --trace: /tmp is a folder: name a file"),
     (("--trace", "no/where.json"), "no/where-gpt.json (No such file or directory): name a file in a folder"),
     (("--trace", "/proc/trace.json"), "argument --trace: cannot write /proc/trace-gpt.json ("),
     (
@@ -38,7 +36,6 @@ BAD_TRAIN = [
 ]
 BAD_VERIFY = [
     (("--workers", "0,1"), "argument --workers: got 0,1, need different whole numbers of at least 1"),
-    (("--workers", "2,2"), "argument --workers: got 2,2, need different whole numbers of at least 1"),
     (("--train", "mine"), "argument --train: got mine, need MODULE:FUNCTION"),
     (("--train", "mine:train", "--model", "gpt"), "argument --model: not allowed with argument --train"),
     (("--train", "no_such:train"), "there is no module no_such here"),
@@ -57,7 +54,6 @@ BAD_PLAN = [
 ]
 BAD_STUDY = [
     (("--workers", "2,4"), "argument --workers: got 2,4, need 1 among them: speed-up is against one worker"),
-    (("--workers", "1,1"), "argument --workers: got 1,1, need different whole numbers of at least 1"),
     (("--batch", "0"), "argument --batch: got 0, need different whole numbers of at least 1"),
     (("--fixed", "local"), "argument --fixed: invalid choice: 'local'"),
     (("--epochs", "inf"), "argument --epochs: got inf, need a finite number above 0"),
@@ -65,12 +61,9 @@ BAD_STUDY = [
     (("--dataset-size", "2000"), "argument --dataset-size: got 2000, and cnn has 1437 samples"),
     (("--train", "mine:train"), "argument --dataset-size: missing with --train mine:train"),
     (("--train", "mine:train", "--model", "gpt"), "argument --model: not allowed with argument --train"),
-    (("--train", "mine", "--dataset-size", "8"), "argument --train: got mine, need MODULE:FUNCTION"),
-    (("--train", "no_such:train", "--dataset-size", "8"), "there is no module no_such here"),
 ]
 BAD_BENCH = [
     (("--variants", "engine,ours"), "argument --variants: got engine,ours, need different ones of floor"),
-    (("--variants", "ddp,ddp"), "argument --variants: got ddp,ddp"),
     (("--ops", "pack,sort"), "argument --ops: got pack,sort, need different ones of pack"),
     (("--rounds", "2"), "argument --rounds: got 2, need a whole number of at least 3"),
     (("--seconds", "inf"), "argument --seconds: got inf, need a finite number"),
@@ -78,7 +71,6 @@ BAD_BENCH = [
     (("step", "--megabytes", "8"), "argument --megabytes: got 8 with step, and it is an argument of kernels"),
     (("kernels", "--variants", "ddp,engine"), "argument --variants: got ddp,engine with kernels, and it is"),
     (("--device", "cuda"), "argument --device: got cuda, and torch finds no CUDA device"),
-    (("step", "--device", "cuda"), "argument --device: got cuda, and torch finds no CUDA device"),
     (("--variants", "ddp,accelerate"), "argument --variants: got accelerate, and accelerate is not"),
     (("--out", "no/such.json"), "argument --out: cannot write no/such.json (No such file or directory)"),
 ]

@@ -17,7 +17,7 @@ from pyengine.cli.bench.windows import device as devices
 from pyengine.cli.bench.windows import measure as windows
 from pyengine.cli.bench.windows import models
 from pyengine.cli.bench.windows.device import Cuda
-from pyengine.cli.bench.windows.variants import PHASES, Floor, NoSync
+from pyengine.cli.bench.windows.variants import PHASES, VARIANTS, Floor, NoSync
 from pyengine.cli.main import build_parser, main
 
 TINY = models.Shape(width=8, layers=1, heads=2, vocabulary=16, context=4)
@@ -48,7 +48,7 @@ def measured(
     names: tuple[str, ...], dtype: str, micro_batches: int, **variants: type[Any]
 ) -> windows.Outcome:
     setting = windows.Setting("gpt", dtype, names, rounds=1, micro_batches=micro_batches)
-    with rehearsed(**variants):
+    with mock.patch.dict(models._SHAPES, gpt=TINY), mock.patch.dict(VARIANTS, variants):
         return windows.measure(setting, lambda done: None)
 
 

@@ -34,10 +34,6 @@ def test_torchrun_takes_every_command(command):
     assert get_args_parser().parse_args(shlex.split(command)).training_script == "train.py"
 
 
-def test_the_page_has_a_command_for_one_host_two_slurm_and_elastic_runs():
-    assert (len(INLINE), len(COMMANDS)) == (1, 3)
-
-
 def test_the_job_and_its_service_name_each_other():
     service, job = JOB
     pods = job["spec"]["template"]["spec"]

@@ -68,7 +68,7 @@ def test_a_restart_meets_although_only_one_rank_had_come_before(absent):
     assert sorted(restarted.stdout.splitlines()) == ["[(0, 0), (0, 1)]"] * 2 + ["[(1, 0), (1, 1)]"] * 2
 
 
-@pytest.mark.parametrize("world_sizes", [(2, 2), (2, 4, 4), (4, 2, 3), (1, 2, 1)], ids=str)
+@pytest.mark.parametrize("world_sizes", [(2, 4, 4), (4, 2, 3), (1, 2, 1)], ids=str)
 def test_rounds_of_any_size_meet_in_one_store_each_by_itself(world_sizes):
     store = dist.HashStore()
     assert [meet(store, world_size) for world_size in world_sizes] == [{str(size)} for size in world_sizes]

@@ -6,7 +6,7 @@ import pytest
 
 from pyengine.cli.main import build_parser
 from pyengine.cli.study.arguments import Settings, settings
-from pyengine.cli.study.grid import Cell, Impossible, cells, plan
+from pyengine.cli.study.grid import Cell, Impossible, plan
 
 
 def given(*arguments: str) -> Settings:
@@ -59,12 +59,3 @@ def test_cell_that_does_not_come_out_even_has_a_reason(arguments, cell, reason):
     with pytest.raises(Impossible) as error:
         plan(cell, given(*arguments))
     assert str(error.value) == reason
-
-
-def test_grid_is_in_order():
-    assert cells(given("--workers", "2,1", "--batch", "8,4")) == [
-        Cell(1, 4),
-        Cell(1, 8),
-        Cell(2, 4),
-        Cell(2, 8),
-    ]

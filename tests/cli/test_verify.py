@@ -119,8 +119,6 @@ FAULTS = [
     ("plain_sums", 0, "gradient", None, 0, ["sums"]),
     ("dropout_by_rank", 0, "gradient", "0.weight", 0, ["randomness"]),
     ("batch_norm", 0, "buffer", "1.running_mean", 0, ["BatchNorm"]),
-    ("batch_norm_and_plain_sums", 0, "buffer", "1.running_mean", 0, ["BatchNorm", "sums"]),
-    ("optimizer_by_rank", 0, "parameter", "0.weight", 1, ["optimizer"]),
     ("optimizer_by_world", 0, "parameter", "0.weight", 0, ["optimizer"]),
     ("divided_by_world", 0, "gradient", "0.weight", 0, ["divisor"]),
     ("own_data", 0, "window", "window", 0, ["windows"]),
@@ -130,7 +128,6 @@ FAULTS = [
 ]
 
 
-# `optimizer_by_rank` is in the tests below.
 QUICK = ("plain_sums", "dropout_by_rank", "divided_by_world", "unseeded")
 
 
