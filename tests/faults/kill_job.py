@@ -14,7 +14,7 @@ import signal
 import sys
 from pathlib import Path
 
-from kill_orders import Board, Order
+from kill_orders import Order
 from kill_scenario import KillTrap, Plan, train
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
@@ -24,13 +24,12 @@ import pyengine as pe
 USED_UP = 3
 
 
-def work(plan: Plan, board: Board, orders: list[Order], world: int) -> str:
+def work(plan: Plan, orders: list[Order], world: int) -> str:
     """Be a worker of one attempt."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     rank, attempt = int(os.environ["RANK"]), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
     order = orders[attempt] if attempt < len(orders) and orders[attempt].rank == rank else None
-    trap = KillTrap(board, order, rank)
-    board.enter(rank, attempt)
+    trap = KillTrap(order, plan.passed)
     trap.at("start")
     return pe.launch(train, workers=world, args=(plan, trap, attempt))[0]
 
@@ -41,12 +40,7 @@ def main() -> int:
     plan = Plan(Path(job["folder"]), job["windows"], job["accumulator"])
     orders, world = [Order(**order) for order in job["orders"]], job["world"]
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    board = Board(Path(sys.argv[1]).with_suffix(".board"))
     mp.set_forkserver_preload(["kill_scenario"])
-    killer = mp.get_context("fork").Process(
-        target=board.execute, args=(orders, world, plan.folder / "kills.jsonl"), daemon=True
-    )
-    killer.start()
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -59,12 +53,9 @@ def main() -> int:
         start_method="forkserver",
     )
     try:
-        digests = elastic_launch(config, work)(plan, board, orders, world)
+        digests = elastic_launch(config, work)(plan, orders, world)
     except ChildFailedError:
         return USED_UP
-    finally:
-        killer.terminate()
-        killer.join()
     (plan.folder / "end.json").write_text(json.dumps(sorted(set(digests.values()))))
     return 0
 
