@@ -1,7 +1,7 @@
 """The table: which fault, in which phase of a window, in which way into the engine, and how it has to end.
 
-To add a case, add a line to `TABLE`: phase, fault, end, ways; each line is tried in every way. Where nothing
-else is said the fault is on rank 1 of 2 and on rank 0 of 3: `make test` takes one of the two, `make
+To add a case, add a line to `TABLE`: phases, fault, end, ways; each phase is tried in every way. Where
+nothing else is said the fault is on rank 1 of 2 and on rank 0 of 3: `make test` takes one of the two, `make
 faults` both. A phase is a trap in `fault_scenario.py` (add one there for a new phase: one call of
 `trap.at`), a fault is an entry of its `FAULTS`, and an end is a check in `fault_outcomes.py`. One line alone:
 `pytest tests/faults -k "loader and attach"`.
@@ -55,6 +55,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import product
 
 ACCUMULATE = 2
 LOOPS = (2, 3)  # windows of each loop over a loader
@@ -138,7 +139,7 @@ NESTED = ("GradSync", "attach", *SPECIAL)  # loops over `sync.windows`
 
 
 def _line(
-    phase: str,
+    phases: str,
     fault: str,
     end: str,
     ways: tuple[str, ...],
@@ -147,17 +148,19 @@ def _line(
     window: int = 2,
     quick: bool = True,
 ) -> Iterator[Case]:
-    """Spell a line out: one case a way and place. The quick ones take every fourth way, each line beginning
-    with another one, and the places in turn; they leave the rest.
+    """Spell a line out: one case a phase, way and place. The quick ones take every fourth way, each phase
+    beginning with another one, and the places in turn; they leave the rest.
 
     Args:
-        phase, fault, end, ways, window: of the cases.
+        phases: between bars.
+        fault, end, ways, window: of the cases.
         at: places, as rank/world.
         quick: whether `make test` runs some cases of the line; `make faults` runs all.
     """
     places = [tuple(map(int, place.split("/"))) for place in at.split()]
-    step, start = min(4, len(ways)), len(phase + fault)  # any number that differs from line to line
-    for number, way in enumerate(ways):
+    step = min(4, len(ways))
+    for phase, (number, way) in product(phases.split(" | "), enumerate(ways)):
+        start = len(phase + fault)  # any number that differs from phase to phase
         for other, (rank, world) in enumerate(places):
             is_other = other != number % len(places) or (quick and number % step != start % step)
             is_slow, is_rest = not quick or is_other, is_other or (not quick and number % 3 != 0)
@@ -167,27 +170,21 @@ def _line(
 TABLE = [
     # Before the window was sent: it is this rank's own affair.
     *_line("open", "exception", "replaced", ENGINES),
-    *_line("loader", "exception", "replaced", ALL),
-    *_line("loader", "interrupt", "replaced", ALL, quick=False),
-    *_line("loader ahead", "exception", "replaced", NESTED),
-    *_line("early forward", "exception", "replaced", ALL),
-    *_line("last forward", "exception", "replaced", ALL),
-    *_line("last forward", "interrupt", "replaced", ALL, quick=False),
-    *_line("early backward", "exception", "replaced", ALL),
-    *_line("early hook", "exception", "replaced", ALL),
-    *_line("early hook", "interrupt", "replaced", ALL, quick=False),
+    *_line(
+        "loader | early forward | last forward | early backward | early hook",
+        "exception", "replaced", ALL,
+    ),
+    *_line("loader | last forward | early hook", "interrupt", "replaced", ALL, quick=False),
+    *_line("loader ahead | flush", "exception", "replaced", NESTED),
     *_line("early bucket", "exception", "replaced", (*ALL, *SPECIAL)),
     *_line("early bucket", "exception", "replaced", NARROW, at="0/2 1/2"),
     *_line("early bucket", "exception", "replaced", ENGINES, window=0),
-    *_line("flush", "exception", "replaced", NESTED),
     *_line("flush", "exception, abandon", "replaced", ENGINES),
     # While it is being sent: nobody may wait, and nobody may use it.
-    *_line("last backward", "exception", "voided", (*ENGINES, *SPECIAL)),
-    *_line("last backward", "exception", "voided", ENGINES, window=0),
+    *_line("last backward | last bucket", "exception", "voided", (*ENGINES, *SPECIAL)),
+    *_line("last backward | last bucket", "exception", "voided", ENGINES, window=0),
     *_line("last hook", "exception", "voided", ENGINES),
-    *_line("last bucket", "exception", "voided", (*ENGINES, *SPECIAL)),
     *_line("last bucket", "exception", "voided", NARROW, at="0/2 1/2"),
-    *_line("last bucket", "exception", "voided", ENGINES, window=0),
     *_line("last bucket", "interrupt", "voided", ENGINES),
     # Plain DDP cannot go on: it says so, if a gradient has come. (If none has, it reduces once too often
     # afterwards.)
@@ -195,36 +192,28 @@ TABLE = [
     *_line("last bucket", "exception", "raises", HOOK),
     # After it was sent: it has to be stepped, or all have to hear that this rank has not.
     *_line("flushed", "exception", "breaks", ENGINES, quick=False),
-    *_line("flushed", "exception, step again", "used", ENGINES),
+    *_line("flushed | clip", "exception, step again", "used", ENGINES),
     *_line("clip", "exception", "used, raises", ENGINES),
-    *_line("clip", "exception, step again", "used", ENGINES),
     *_line("clip", "exception, abandon", "parted", ENGINES),
     *_line("clipped", "exception", "used, raises", ENGINES, quick=False),
     *_line("clipped", "exception, step again", "used", ENGINES, quick=False),
     *_line("clipped", "exception, abandon", "parted", ENGINES, quick=False),
     # In the optimizer nobody else knows what has changed: stepping again may do the same twice.
-    *_line("step", "exception", "used, raises", ENGINES),
-    *_line("step", "exception, step again", "used or raises", ENGINES),
+    *_line("step | optimizer | stepped", "exception", "used, raises", ENGINES),
+    *_line("step | optimizer", "exception, step again", "used or raises", ENGINES),
     *_line("step", "exception, abandon", "parted", ENGINES, quick=False),
-    *_line("optimizer", "exception", "used, raises", ENGINES),
-    *_line("optimizer", "exception, step again", "used or raises", ENGINES),
-    *_line("optimizer", "exception, abandon", "parted", ENGINES),
-    *_line("stepped", "exception", "used, raises", ENGINES),
+    *_line("optimizer | stepped", "exception, abandon", "parted", ENGINES),
     *_line("stepped", "exception, step again", "used, raises", ENGINES),
-    *_line("stepped", "exception, abandon", "parted", ENGINES),
     # Behind the optimizer the window has been used.
     *_line("callback", "exception", "used", (*ENGINES, *SPECIAL, *NARROW), at="1/2"),
     *_line("callback", "exception", "used", ENGINES, at="0/3", quick=False),
-    *_line("callback", "exception, step again", "used or raises", ENGINES),
+    *_line("callback | scheduler", "exception, step again", "used or raises", ENGINES),
     *_line("callback", "interrupt", "used", ENGINES),
     *_line("scheduler", "exception", "used", ENGINES),
-    *_line("scheduler", "exception, step again", "used or raises", ENGINES),
     *_line("scheduler", "interrupt", "used", ENGINES, quick=False),
     # A rank whose program ends by an exception.
-    *_line("loader", "uncaught", "raises", ALL),
+    *_line("loader | last backward | last bucket", "uncaught", "raises", ALL),
     *_line("early backward", "uncaught", "raises", ALL, quick=False),
-    *_line("last backward", "uncaught", "raises", ALL),
-    *_line("last bucket", "uncaught", "raises", ALL),
     *_line("clip", "uncaught", "breaks", ENGINES),
     *_line("clipped", "uncaught", "used, raises", ENGINES, quick=False),
     *_line("callback", "uncaught", "used, raises", ENGINES),
@@ -236,23 +225,17 @@ TABLE = [
     *_line("loader", "late", "reported", ("attach accumulate",)),
     *_line("last bucket", "late", "reported", ("GradSync", "attach"), at="2/4", quick=False),
     *_line("step", "late", "reported", ("GradSync accumulate",)),
-    *_line("early forward", "late", "reported", ENGINES, quick=False),
-    *_line("loader", "late", "reported", ENGINES, quick=False),
-    *_line("early backward", "late", "reported", ENGINES, quick=False),
-    *_line("last backward", "late", "reported", ENGINES, quick=False),
-    *_line("last hook", "late", "reported", (*ENGINES, *SPECIAL), quick=False),
-    *_line("last bucket", "late", "reported", (*ENGINES, *SPECIAL), quick=False),
+    *_line(
+        "early forward | loader | early backward | last backward | clip | step | stepped | callback",
+        "late", "reported", ENGINES, quick=False,
+    ),
+    *_line("last hook | last bucket", "late", "reported", (*ENGINES, *SPECIAL), quick=False),
     *_line("flush", "late", "reported", NESTED, quick=False),
-    *_line("clip", "late", "reported", ENGINES, quick=False),
-    *_line("step", "late", "reported", ENGINES, quick=False),
-    *_line("stepped", "late", "reported", ENGINES, quick=False),
-    *_line("callback", "late", "reported", ENGINES, quick=False),
     # A rank that hangs: the others wait for the group's timeout, seconds a case.
     *_line("last bucket", "stop", "raises", ("attach",), at="1/2"),
     *_line("early backward", "stop", "raises", ("hook",), at="1/2", quick=False),
-    *_line("loader", "stop", "raises", ALL, at="1/2", quick=False),
+    *_line("loader | last backward", "stop", "raises", ALL, at="1/2", quick=False),
     *_line("early backward", "stop", "raises", ENGINES, at="0/3", quick=False),
-    *_line("last backward", "stop", "raises", ALL, at="1/2", quick=False),
     *_line("last bucket", "stop", "raises", ("GradSync", *HOOK), at="0/3", quick=False),
     *_line("clip", "stop", "breaks", ENGINES, at="1/2", quick=False),
     *_line("clipped", "stop", "used, raises", ENGINES, at="0/3", quick=False),
@@ -261,18 +244,15 @@ TABLE = [
     *_line("last bucket", "kill", "raises", ("GradSync", "attach", "hook")),
     *_line("last forward", "kill", "raises", ("GradSync", "attach"), at="2/4"),
     *_line("early forward", "kill", "raises", ENGINES, at="1/2 2/4", quick=False),
-    *_line("last backward", "kill", "raises", ENGINES, at="2/4", quick=False),
-    *_line("last bucket", "kill", "raises", ENGINES, at="2/4", quick=False),
+    *_line("last backward | last bucket", "kill", "raises", ENGINES, at="2/4", quick=False),
     *_line("step", "kill", "used, raises", ENGINES, at="2/4", quick=False),
     *_line("stepped", "kill", "used, raises", ("attach accumulate",), at="1/2"),
-    *_line("loader", "kill", "raises", ALL, at="0/3", quick=False),
+    *_line("loader | last backward", "kill", "raises", ALL, at="0/3", quick=False),
     *_line("early backward", "kill", "raises", ALL, at="1/2", quick=False),
-    *_line("last backward", "kill", "raises", ALL, at="0/3", quick=False),
     *_line("last bucket", "kill", "raises", (*GRADSYNC[1:], *ATTACH[1:], *SPECIAL), at="1/2", quick=False),
     *_line("clip", "kill", "breaks", ENGINES, at="0/3", quick=False),
-    *_line("clipped", "kill", "used, raises", ENGINES, at="1/2", quick=False),
+    *_line("clipped | callback", "kill", "used, raises", ENGINES, at="1/2", quick=False),
     *_line("optimizer", "kill", "used, raises", ALL, at="0/3", quick=False),
-    *_line("callback", "kill", "used, raises", ENGINES, at="1/2", quick=False),
     *_line("last bucket", "os._exit", "raises", ALL, at="0/3", quick=False),
     *_line("last bucket", "sys.exit", "raises", ALL, at="1/2", quick=False),
     *_line("scheduler", "sys.exit", "used, raises", ALL, at="0/3", quick=False),
