@@ -24,7 +24,7 @@ from worlds import items, refusal
 pytestmark = pytest.mark.slow
 pytest.importorskip("accelerate", reason="needs pyengine[adapters]")
 
-from accelerate import Accelerator, DataLoaderConfiguration
+from accelerate import Accelerator
 from accelerate.parallelism_config import ParallelismConfig
 from accelerate.state import PartialState
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
@@ -58,7 +58,7 @@ def plugin(**options: Any) -> FullyShardedDataParallelPlugin:
     )
 
 
-def _prepared(num: int, *, accumulate: int = ACCUMULATE, **options: Any) -> tuple:
+def _prepared(num: int, **options: Any) -> tuple:
     """Return an accelerator with what it prepared: model, optimizer, loader and scheduler."""
     net = Net()
     optimizer = torch.optim.SGD(net.parameters(), lr=LR, momentum=MOMENTUM)
@@ -70,7 +70,7 @@ def _prepared(num: int, *, accumulate: int = ACCUMULATE, **options: Any) -> tupl
         parallelism_config=options.pop("parallelism_config", None),
     )
     data = DataLoader(TensorDataset(items(num)), batch_size=2)
-    return prepare(accelerator, net, optimizer, data, scheduler, accumulate=accumulate, **options)
+    return prepare(accelerator, net, optimizer, data, scheduler, accumulate=ACCUMULATE, **options)
 
 
 def _epoch(prepared: Sequence[Any], *, clip: str = "", broken: int = -1, kept: bool = False) -> tuple:
@@ -105,10 +105,10 @@ def _trained(num: int, loop: dict[str, Any], options: dict[str, Any]) -> tuple:
         return seen, norms, weights_of(prepared[1]), records, prepared[4].get_last_lr()
 
 
-def _check(answers: list, *, accumulate: int = ACCUMULATE, kept: bool = False, **loop: Any) -> None:
+def _check(answers: list, *, kept: bool = False, **loop: Any) -> None:
     del kept  # is in what was seen
     twin = Twin(len(answers))
-    norms = twin.train([seen for seen, *_ in answers], accumulate, **loop)
+    norms = twin.train([seen for seen, *_ in answers], ACCUMULATE, **loop)
     for _, mine, weights, _, lr in answers:
         torch.testing.assert_close([norm.double() for norm in mine], norms, rtol=1e-5, atol=0)
         twin.check(weights)
@@ -126,8 +126,7 @@ def test_every_window_steps_as_one_process_over_its_own_items(ranks, world, loop
 
 @pytest.mark.exhaustive
 def test_a_hybrid_mesh_steps_alike(ranks):
-    answers = ranks(4).run(_hybrid)
-    _check(answers, clip="2")
+    _check(ranks(4).run(_hybrid), clip="2")
 
 
 def _hybrid() -> tuple:
@@ -176,31 +175,6 @@ def test_a_window_left_by_an_exception_leaves_nothing_behind(ranks):
     _check(ranks(2).run(_raised, 2 * 2 * 4))
 
 
-def _uneven(num: int) -> tuple:
-    """Go through windows as the refusal of uneven loaders says."""
-    with sharding():
-        accelerator, model, optimizer, _, scheduler = _prepared(2)
-        own = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(even_batches=False))
-        seen = []
-        for window in accelerator.sync.windows(
-            own.prepare(DataLoader(TensorDataset(items(num)), batch_size=2))
-        ):
-            for (x,) in window:
-                if not accelerator.sync.is_padding:
-                    seen.append(x)
-                accelerator.backward(loss_of(model, x), count=len(x))
-            optimizer.step()
-            scheduler.step()
-        return seen, [], weights_of(model), [], scheduler.get_last_lr()
-
-
-@pytest.mark.parametrize(("world", "num"), [(2, 2 * 7), (3, 2 * 8 - 1)])
-def test_ranks_that_run_out_are_padded_in_windows_over_a_loader(ranks, world, num):
-    answers = ranks(world).run(_uneven, num)
-    assert sum(len(x) for seen, *_ in answers for x in seen) == num
-    _check(answers)
-
-
 @pytest.mark.parametrize("state_dict_type", ["SHARDED_STATE_DICT", "FULL_STATE_DICT"])
 def test_training_goes_on_from_what_the_accelerator_has_saved(ranks, tmp_path, state_dict_type):
     answers = ranks(2).run(_resumed, str(tmp_path / "state"), state_dict_type)
@@ -223,25 +197,6 @@ def _resumed(folder: str, state_dict_type: str) -> tuple:
         prepared[0].load_state(folder)
         _epoch(prepared)
         return weights_of(prepared[1]), undisturbed
-
-
-def _resized(sizes: list[int]) -> tuple:
-    with sharding():
-        prepared = _prepared(2 * 2 * 5)
-        epochs = []
-        for size in sizes:
-            prepared[0].gradient_accumulation_steps = size
-            epochs.append(_epoch(prepared)[0])
-        return epochs, weights_of(prepared[1])
-
-
-def test_gradient_accumulation_steps_can_be_set_between_windows(ranks):
-    sizes = [1, 4, 2]
-    answers = ranks(2).run(_resized, sizes)
-    twin = Twin(2)
-    for size, by_rank in zip(sizes, zip(*(epochs for epochs, _ in answers), strict=True), strict=True):
-        twin.train(by_rank, size)
-    twin.check(answers[0][1])
 
 
 def test_the_budget_of_attach_buys_collectives(ranks):

@@ -128,18 +128,6 @@ def test_every_replica_gets_the_values_of_the_first_exactly(replicas):
             assert torch.equal(value, right)
 
 
-def _gather(rank: int) -> list[object]:
-    from pyengine.comm.xla import Xla
-
-    return Xla(device()).all_gather_object({"rank": rank, "text": "x" * (10 * rank)})
-
-
-@pytest.mark.parametrize("world", [1, 4])
-def test_objects_of_any_size_reach_every_replica(replicas, world):
-    everything = [{"rank": rank, "text": "x" * (10 * rank)} for rank in range(world)]
-    assert replicas(world).run(_gather) == [everything] * world
-
-
 def _sum(rank: int) -> list[float]:
     from pyengine.comm.xla import Xla
 

@@ -58,9 +58,8 @@ def _train(rank: int, lengths: Sequence[int], kind: Kind) -> list[Counts]:
     optimizer = OPTIMIZERS[kind.optimizer](model.parameters(), capturable=True)
     costs = []
     for length in lengths:
-        batches = [
-            [t.to(here, kind.dtype) for t in micro_batch(rank, 2 * i)] for i in range(length)
-        ]  # of one shape
+        pairs = [micro_batch(rank, 2 * i) for i in range(length)]  # of one shape
+        batches = [[t.to(here, kind.dtype) for t in pair] for pair in pairs]
         before = _counts()
         for index, batch in enumerate(batches, start=1):
             with sync.accumulate(last=index == length):
@@ -160,7 +159,8 @@ def _gather(rank: int, length: int) -> list[str]:
     return comm_for(device(), None).all_gather_object(f"{rank}" * (length + rank))
 
 
-def test_objects_of_other_lengths_travel_by_the_same_program(replicas):
+def test_objects_of_any_size_reach_every_replica_by_few_programs(replicas):
+    assert replicas(4).run(_gather, 5) == [["0" * 5, "1" * 6, "2" * 7, "3" * 8]] * 4
     pair = replicas(2)
     pair.run(_gather, 5)
     before = pair.programs()

@@ -5,8 +5,7 @@ numbers: threads of one process would share them.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -38,15 +37,9 @@ def waves(*shape: int, phase: float) -> Tensor:
 def mlp(dtype: torch.dtype = torch.float32, *, width: int = 16) -> nn.Module:
     """Return a small model, always the same."""
     model = nn.Sequential(nn.Linear(6, width), nn.Tanh(), nn.Linear(width, 3)).to(dtype)
-    fill(model)
-    return model
-
-
-@torch.no_grad()
-def fill(model: nn.Module) -> None:
-    """Give every parameter its values."""
     for index, param in enumerate(model.parameters()):
-        param.copy_(waves(*param.shape, phase=index) * 0.3)
+        param.data.copy_(waves(*param.shape, phase=index) * 0.3)
+    return model
 
 
 def micro_batch(rank: int, index: int) -> tuple[Tensor, Tensor]:
@@ -83,22 +76,8 @@ class Outcome:
     state: list[Tensor]
     norms: list[float]
     stepped: list[bool]
-    records: list[pe.StepRecord] = field(default_factory=list)
-    scale: float = 1.0
-
-
-def outcome(
-    model: nn.Module, optimizer: torch.optim.Optimizer, norms: Sequence[Tensor], stepped: Any
-) -> Outcome:
-    """Bring everything to the host."""
-    params = [param.detach().cpu() for param in model.parameters()]
-    state = [
-        value.cpu()
-        for param in model.parameters()
-        for value in optimizer.state[param].values()
-        if value is not None
-    ]
-    return Outcome(params, state, [float(norm) for norm in norms], [bool(flag) for flag in stepped])
+    records: list[pe.StepRecord]
+    scale: float
 
 
 @dataclass(frozen=True)
@@ -145,10 +124,16 @@ def train(rank: int, job: Job) -> Outcome:
             sync.backward(loss, count=count)
         norms.append(sync.clip_grad_norm_(job.clip))
         stepped.append(sync.step(optimizer))
-    done = outcome(model, optimizer, norms, stepped)
-    done.records = records
-    done.scale = 1.0 if sync.scaler is None else sync.scaler.get_scale()
-    return done
+    params = list(model.parameters())
+    state = [value.cpu() for p in params for value in optimizer.state[p].values() if value is not None]
+    return Outcome(
+        params=[param.detach().cpu() for param in params],
+        state=state,
+        norms=[float(norm) for norm in norms],
+        stepped=[bool(flag) for flag in stepped],
+        records=records,
+        scale=1.0 if sync.scaler is None else sync.scaler.get_scale(),
+    )
 
 
 def reference(job: Job, world: int, *, without: Sequence[int] = ()) -> list[Tensor]:
