@@ -79,7 +79,6 @@ class Worker:
 
     @property
     def is_alive(self) -> bool:
-        """Whether the process lives."""
         return self._process.is_alive()
 
     @property
@@ -89,7 +88,6 @@ class Worker:
 
     @property
     def is_stopped(self) -> bool:
-        """Whether a signal holds the process."""
         try:  # not os.waitid: the process is the server's child
             return Path(f"/proc/{self._pid}/stat").read_text().rpartition(") ")[2][:1] in ("T", "t")
         except (FileNotFoundError, ProcessLookupError):  # it has died
@@ -101,14 +99,12 @@ class Worker:
         return self._process.pid
 
     def send(self, job: tuple[Any, ...]) -> None:
-        """Send a run, after the process is ready."""
         if not self._is_ready:
             self._is_ready = self.pipe.recv()
         self.pipe.send(sys.path)  # first, so that the test's module can be found
         self.pipe.send(job)
 
     def go_on(self) -> None:
-        """Continue after a stop."""
         os.kill(self._pid, signal.SIGCONT)
 
     def say_where(self) -> None:
@@ -116,7 +112,6 @@ class Worker:
         os.kill(self._pid, signal.SIGUSR1)
 
     def kill(self) -> None:
-        """End the process, whatever it does."""
         self._process.kill()
         self.close()
 
@@ -152,7 +147,6 @@ class RankPool:
             return _Ends(workers).collect(within_s, until_death=False)
 
     def stop(self) -> None:
-        """Kill every worker."""
         for worker in self._workers:
             worker.kill()
         self._workers = []
@@ -242,7 +236,6 @@ class Ranks:
         self._pool, self.world, self._backend = pool, world, backend
 
     def over(self, backend: str) -> Ranks:
-        """Return the same ranks over another backend than gloo."""
         return Ranks(self._pool, self.world, backend)
 
     def run(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:

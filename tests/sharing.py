@@ -17,7 +17,6 @@ def scope(nodeid: str) -> str:
 
 
 def by_file_and_library(config: pytest.Config, log: Any) -> Any:
-    """Make pytest-xdist's scheduler."""
     from xdist.scheduler import LoadFileScheduling
 
     class ByFileAndLibrary(LoadFileScheduling):

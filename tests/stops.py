@@ -80,7 +80,6 @@ def stop(
 
 
 def _is_caught(pid: int, number: signal.Signals) -> bool:
-    """Whether a process has a handler for a signal."""
     try:
         status = Path(f"/proc/{pid}/status").read_text()
     except OSError:

@@ -351,7 +351,6 @@ def test_what_cannot_be_honoured_is_refused_by_name(ranks):
 
 
 def _several_backwards() -> tuple:
-    """Run two backwards of one graph a micro-batch."""
     with accelerated():
         memory, accelerator, model, optimizer, data, _ = _prepared()
         seen = []

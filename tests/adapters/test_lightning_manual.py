@@ -88,10 +88,7 @@ class Toggles(Manual):
 
 
 class Closure(Toggles):
-    """Steps by a closure."""
-
     def training_step(self, batch, batch_idx):
-        """Run the last micro-batch's backward within the step."""
         x, optimizer = self.kept(batch, batch_idx), self.optimizers()
         last = (batch_idx + 1) % ACCUMULATE == 0 or self.trainer.is_last_batch
 
@@ -103,8 +100,6 @@ class Closure(Toggles):
 
 
 class Several(Manual):
-    """Runs two backwards of one graph."""
-
     def run(self, x, sync):
         losses = self.net(x).float().square()
         with sync.micro_batch(count=len(x)):
@@ -113,21 +108,16 @@ class Several(Manual):
 
 
 class ClipsAsLightning(Manual):
-    """Clips the gradients that Lightning sees."""
-
     def clip(self, sync, optimizer):
         self.clip_gradients(optimizer, gradient_clip_val=0.5, gradient_clip_algorithm="norm")
 
 
 class Clips(Manual):
-    """Clips by the engine."""
-
     def clip(self, sync, optimizer):
         sync.clip_grad_norm_(0.5)
 
 
 def whole(model: nn.Module) -> list[Tensor]:
-    """Return the parameters, whole."""
     params = [param.detach() for param in model.parameters()]
     return [getattr(param, "full_tensor", param.clone)().clone() for param in params]
 
@@ -228,8 +218,6 @@ def test_fp16_steps_near_the_right_parameters_with_its_own_scale(ranks):
 
 
 class StepsEarly(Manual):
-    """Steps in the middle of a window."""
-
     def training_step(self, batch, batch_idx):
         with self.trainer.strategy.sync.accumulate():
             self.run(self.kept(batch, batch_idx), None)
@@ -237,46 +225,34 @@ class StepsEarly(Manual):
 
 
 class Bare(Manual):
-    """Runs a backward past the engine."""
-
     def training_step(self, batch, batch_idx):
         loss_of(self.net, batch[0]).backward()
         self.optimizers().step()
 
 
 class Freezes(Manual):
-    """Freezes a parameter behind the first forward."""
-
     def run(self, x, sync):
         super().run(x, sync)
         self.net.scale.requires_grad_(False)
 
 
 class OwnBackward(Manual):
-    """Has a backward of its own."""
-
     def backward(self, loss):
         loss.backward()
 
 
 class SaysNoEngine(Two):
-    """Does not say whose loss it is."""
-
     def manual_backward(self, loss, **options):
         options.pop("sync")
         super().manual_backward(loss, **options)
 
 
 class OneForBoth(Two):
-    """Steps both nets at once."""
-
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=LR)
 
 
 class AsksForSync(Two):
-    """Asks for the one engine."""
-
     def training_step(self, batch, batch_idx):
         self.trainer.strategy.sync  # noqa: B018
 
@@ -343,8 +319,6 @@ def _logged() -> list[str]:
     metrics: list[str] = []
 
     class Keeps:
-        """The part of a logger that is used."""
-
         name, version, save_dir, root_dir, log_dir = "", "", "", "", ""
 
         def log_metrics(self, found, step):

@@ -108,8 +108,6 @@ def test_a_budget_is_that_of_attach(ranks):
 
 
 class Saves(Callback):
-    """Saves behind the first epoch."""
-
     def __init__(self, path: str) -> None:
         self.path = path
 
@@ -134,8 +132,6 @@ def test_training_goes_on_from_lightnings_checkpoint(ranks, tmp_path):
 
 
 class Raises(Sharded):
-    """Raises in its second micro-batch, once."""
-
     def training_step(self, batch, batch_idx):
         if batch_idx == 1 and len(self.seen) < 2:
             raise ArithmeticError
@@ -172,16 +168,12 @@ class Parts(Sharded):
 
 
 class Outside(Sharded):
-    """Trains something that is not sharded."""
-
     def __init__(self) -> None:
         super().__init__()
         self.head = torch.nn.Linear(1, 1)
 
 
 class UnderDDP(Sharded):
-    """Is sharded before it is fitted."""
-
     def __init__(self) -> None:
         super().__init__()
         fully_shard(self.net)

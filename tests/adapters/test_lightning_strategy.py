@@ -62,8 +62,6 @@ class Counted(Module):
 
 
 class EndsEpoch(Module):
-    """Ends its first epoch in the middle of a window."""
-
     def on_train_batch_start(self, batch, batch_idx):
         return -1 if (self.current_epoch, batch_idx) == (0, ACCUMULATE + 1) else None
 

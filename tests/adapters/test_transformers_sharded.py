@@ -38,8 +38,6 @@ def _momentum(params: Any) -> torch.optim.Optimizer:
 
 
 class Sharded(Watching, Trainer):
-    """Ours, with SGD."""
-
     def create_optimizer(self, model=None):
         """Make an optimizer whose states begin with its first step."""
         if self.optimizer is None:

@@ -64,8 +64,6 @@ class Plain(torch.nn.Module):
 
 
 class Watching:
-    """Keeps the micro-batches of a Trainer."""
-
     def training_step(self, model, inputs, *args):
         self.seen = [*getattr(self, "seen", []), {name: value.clone() for name, value in inputs.items()}]
         return super().training_step(model, inputs, *args)
@@ -80,8 +78,6 @@ class WithWindows(Watching, Trainer):
 
 
 class OwnLoss(Watching, Windows, transformers.Trainer):
-    """Ours over a Trainer whose loss is a mean of its own."""
-
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         """Return the mean over the labelled tokens, whatever the Trainer has counted; nan over none."""
         logits = model(input_ids=inputs["input_ids"]).logits[:, :-1]
@@ -161,10 +157,7 @@ def test_a_loss_of_ones_own_is_weighted_by_its_items(ranks, tmp_path):
 
 
 class Overflows(WithWindows):
-    """Has an infinite loss in its second window."""
-
     def compute_loss(self, model, inputs, **options):
-        """Return the model's loss, or inf."""
         loss = super().compute_loss(model, inputs, **options)
         return loss if self.state.global_step != 1 else loss * math.inf
 
@@ -238,8 +231,6 @@ def test_autocast_to_fp16_stays_near_the_right_gradient_and_the_scale_is_resumed
 
 
 class TrainsTwice(WithWindows):
-    """Is trained again, and shows what its second training sent."""
-
     def train(self):
         super().train()
         sent = []
@@ -254,13 +245,10 @@ def test_training_goes_on_when_train_is_called_again_and_gradients_travel_once_a
 
 
 class Stopping(transformers.TrainerCallback):
-    """Stops in the middle of the first window."""
-
     def __init__(self, what):
         self.what = what
 
     def on_substep_end(self, args, state, control, **options):
-        """Set the flag once."""
         setattr(control, self.what, bool(self.what))
         self.what = ""
 
@@ -298,8 +286,6 @@ def test_an_optimizer_that_steps_inside_the_backward_is_refused(tmp_path, optim)
 
 
 class EvaluatesFirst(WithWindows):
-    """Is evaluated before it is trained."""
-
     def train(self):
         self.evaluate(dataset("tokens", 4))
         return super().train()
@@ -317,8 +303,6 @@ def test_one_process_without_a_group_may_be_evaluated_first(tmp_path):
 
 
 class EvaluatesOnStart(WithWindows):
-    """Is evaluated as the refusal says."""
-
     def __init__(self, **options):
         super().__init__(eval_dataset=dataset("tokens", 4), **options)
         self.args.eval_on_start = True
@@ -330,8 +314,6 @@ def test_evaluation_on_start_trains_on_several_ranks(ranks, tmp_path):
 
 
 class RunsOutOfMemory(WithWindows):
-    """Has room for one row a micro-batch."""
-
     def training_step(self, model, inputs, *args):
         if len(inputs["input_ids"]) > 1:
             raise RuntimeError("CUDA out of memory. Tried to allocate 1 GiB")

@@ -29,7 +29,6 @@ class Net(nn.Module):
         self.scale = nn.Parameter(torch.ones(()).reshape(1))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return one number an item."""
         return self.second(torch.tanh(self.first(x))) * self.scale
 
 
@@ -41,12 +40,10 @@ def shard(net: Net, mesh: DeviceMesh) -> None:
 
 
 def loss_of(model: nn.Module, x: Tensor) -> Tensor:
-    """Return the loss summed over items."""
     return model(x).float().square().sum()
 
 
 def decay(step: int) -> float:
-    """Return the factor of the learning rate."""
     return 0.9**step
 
 
@@ -88,6 +85,5 @@ class Twin:
         return norms
 
     def check(self, weights: Sequence[Tensor], **close: float) -> None:
-        """Compare parameters."""
         for mine, right in zip(weights, self.net.parameters(), strict=True):
             torch.testing.assert_close(mine.double(), right.detach(), **close or CLOSE)

@@ -42,7 +42,6 @@ class Remembering(torch.optim.SGD):
 
 
 def items(num: int, *, seed: int = 0) -> Tensor:
-    """Return `[num, FEATURES]` small positive integers."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(1, 8, (num, FEATURES), generator=generator).float()
 
@@ -59,7 +58,6 @@ def mean_of_windows(by_rank: Sequence[Sequence[Tensor]], accumulate: int) -> lis
 
 
 def refusal(run: Callable[[], object]) -> str:
-    """Return the message with which a call is refused."""
     try:
         run()
     except (ValueError, TypeError, RuntimeError, AttributeError) as error:

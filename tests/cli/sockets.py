@@ -35,7 +35,6 @@ def listened_on(command: Sequence[str], *, timeout_s: float = 300) -> tuple[set[
 
 
 def _family(pid: int) -> list[int]:
-    """Return a process and all below it."""
     parents = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:

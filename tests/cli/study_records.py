@@ -70,7 +70,6 @@ def made(workers: int, batch: int, *, step_s: float = 0.25, **changes: Any) -> R
 
 
 def ended(workers: int, batch: int, status: str = "failed", reason: str = "boom") -> Record:
-    """Return a run that did not end well."""
     names = ("seconds", "sync_s", "losses", "accuracy", "cpu_share", "peak_rss_bytes")
     nothing: dict[str, Any] = {name: [] for name in names}
     return made(workers, batch, status=status, reason=reason, **nothing)

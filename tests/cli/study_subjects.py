@@ -155,7 +155,6 @@ def killed(study: Probe) -> None:
 
 
 def record(step: int) -> pe.StepRecord:
-    """Return a step that waited for 1/4 s."""
     return pe.StepRecord(
         step=step,
         micro_batches=1,
@@ -180,7 +179,6 @@ def lives(pid: int) -> bool:
 
 
 def goes(pid: int) -> bool:
-    """Whether a process ends within a minute."""
     for _ in range(600):
         if not lives(pid):
             return True

@@ -33,8 +33,6 @@ class Broken(NoSync):
 
 
 class BreaksLater(Floor):
-    """Fails in its third window."""
-
     windows = 0
 
     def step(self) -> None:
@@ -98,8 +96,6 @@ def test_a_run_without_a_variant_left_reports_why_of_each(ranks):
 
 
 class Eight(NoSync):
-    """Finds a gradient eight times as large."""
-
     def micro_batch(self, x: Tensor, *, last: bool) -> None:
         for _ in range(8):
             super().micro_batch(x, last=last)

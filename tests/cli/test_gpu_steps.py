@@ -43,7 +43,6 @@ def gpu():
 
 @pytest.fixture
 def run(gpu, tmp_path, monkeypatch):
-    """A run with folders of its own."""
     for name in ("LOGS", "RESULTS"):
         (tmp_path / name).mkdir()
         monkeypatch.setattr(gpu, name, tmp_path / name)

@@ -30,7 +30,6 @@ if not Path("/proc/self/net/tcp").exists():
 
 
 def command(name: str, folder: Path) -> list[str]:
-    """Return a command with tiny settings."""
     line = TINY[name]
     if isinstance(line, list):
         return line

@@ -20,7 +20,6 @@ from pyengine.cli.study.supervise import Beats, Outcome, Watch, execute
 def ran(
     function: str, folder: Path, watch: Watch = lambda done, accuracy: None, run_s: float = 60.0
 ) -> Outcome:
-    """Run a training function on two workers; return how it ended."""
     return execute(asked(f"study_subjects:{function}", run_timeout_s=run_s), folder / "log.txt", watch)
 
 

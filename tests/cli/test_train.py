@@ -151,8 +151,6 @@ def test_a_run_without_a_trace_measures_nothing(train):
 
 
 class Steps(Report):
-    """Keeps the numbers of the steps."""
-
     def __init__(self) -> None:
         super().__init__(is_silent=True)
         self.steps: list[int] = []

@@ -47,7 +47,6 @@ class Host:
         return subprocess.Popen(command, stdout=PIPE, stderr=PIPE, text=True)
 
     def kill(self) -> None:
-        """End every process of this host at once."""
         for pid in _ip("netns", "pids", self.namespace).split():
             os.kill(int(pid), signal.SIGKILL)
 

@@ -105,7 +105,6 @@ class Case:
         return STALL_AFTER_S if self.fault in ("late", "kill") else 30.0
 
     def has(self, word: str) -> bool:
-        """Whether the way in has an option."""
         return word in self.way.split()
 
     def __str__(self) -> str:

@@ -36,7 +36,6 @@ class Outcome:
             self._check_fault(self.reports[case.rank])
 
     def __str__(self) -> str:
-        """Return one line a rank."""
         return "".join(
             f"\n  rank {rank}: windows stepped {t.windows}, skipped {t.skipped}, caught {t.caught!r}, error "
             f"{t.error!r}"

@@ -59,7 +59,6 @@ class Report:
 
 
 def train(case: Case) -> Report:
-    """Run a case on this rank."""
     run = Run(case)
     comm_watch.WAIT_S = 0.2  # the others have failed within milliseconds
     dist.barrier()  # a process that has just been started is slow until here
@@ -107,7 +106,6 @@ class Integers(nn.Module):
             self.a.register_hook(lambda _: trap.in_turn("hook"))
 
     def forward(self, x: Tensor, t: Tensor) -> Tensor:
-        """Return a 0-dim loss, summed over items."""
         first = ((x @ self.a) * t).sum()
         if self._trap is not None:
             self._trap.in_turn("forward")
@@ -165,7 +163,6 @@ class Optimizer(torch.optim.SGD):
         self.register_step_pre_hook(lambda *_: run.trap.at("step"))
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Step, between two traps."""
         self._run.trap.at("optimizer")
         super().step(closure)
         self._run.note_step()
@@ -178,7 +175,6 @@ class Scheduler(torch.optim.lr_scheduler.ConstantLR):
     trap: Trap | None = None
 
     def step(self, epoch: Any = None) -> None:
-        """Step behind the trap."""
         if self.trap is not None:
             self.trap.at("scheduler")
         super().step()
@@ -198,7 +194,6 @@ class Run:
         self.sync, self.forward = self._engine()
 
     def loops(self) -> None:
-        """Run every loop to its end."""
         first = 0
         for windows in LOOPS:
             if self.sync is None:
@@ -210,7 +205,6 @@ class Run:
             first += windows
 
     def note_step(self) -> None:
-        """The optimizer has stepped."""
         self.report.steps.append(list(self._made_of))
         self.report.windows.append(len(self.report.windows) if self.sync is None else self.sync.window)
 

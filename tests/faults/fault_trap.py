@@ -94,17 +94,14 @@ class Trap:
         self.turn, self.number = "", -1
 
     def next_window(self) -> None:
-        """A window begins."""
         self.number += 1
         self._count = 0
 
     def launched(self, work: dist.Work) -> None:
-        """A collective was launched."""
         self._count += 1
         self._latest = work
 
     def at(self, phase: str, *, number: int | None = None) -> None:
-        """Do the fault if this is its phase."""
         number = self.number if number is None else number
         if self._is_set and (phase, number) == (self._case.phase, self._case.window):
             self._is_set = False
@@ -112,7 +109,6 @@ class Trap:
             FAULTS[self._case.fault.partition(",")[0]]()
 
     def in_turn(self, phase: str) -> None:
-        """Do the fault if this is its phase and its micro-batch."""
         is_first = (self.turn, phase) == ("last", "backward")
         if is_first and self._is_set and self._latest is not None and self._case.phase in BEHIND_A_BUCKET:
             self._latest.wait()  # buckets leave behind the header only

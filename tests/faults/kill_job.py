@@ -25,7 +25,6 @@ USED_UP = 3
 
 
 def work(plan: Plan, orders: list[Order], world: int) -> str:
-    """Be a worker of one attempt."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     rank, attempt = int(os.environ["RANK"]), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
     order = orders[attempt] if attempt < len(orders) and orders[attempt].rank == rank else None

@@ -67,7 +67,6 @@ class KillTrap:
         self.end_window()
 
     def at(self, phase: str) -> None:
-        """This worker passes a phase."""
         if self._order is not None and self._order.phase == phase:
             self._passed += 1
             if self._passed == self._order.passes:
@@ -101,7 +100,6 @@ class Net(nn.Module):
         self.first.weight.register_hook(lambda _: trap.at("hook"))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the summed loss of a micro-batch."""
         self._trap.at("forward")
         hidden = Point.apply(self.first(x).tanh(), self._trap, "bucket")
         out = self.last(nn.functional.dropout(hidden, 0.2))
@@ -125,13 +123,11 @@ class _Scheduler(torch.optim.lr_scheduler.StepLR):
     trap: KillTrap | None = None
 
     def step(self, epoch: Any = None) -> None:
-        """Step behind the trap."""
         if self.trap is not None:
             self.trap.at("scheduler")
         super().step()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state without the trap."""
         return {name: value for name, value in super().state_dict().items() if name != "trap"}
 
 
@@ -174,7 +170,6 @@ class _Run:
         return found.step
 
     def windows(self, start: int) -> str:
-        """Train to the end."""
         trap, sync = self._trap, self._sync
         first = start // 2
         if first == self._plan.windows:

@@ -89,7 +89,6 @@ class Campaign:
         return [line["attempt"] for line in lines if line["what"] == "resumed"][-1]
 
     def _alone(self, world: int, windows: int) -> list[str]:
-        """Return the digests of an undisturbed run, by window."""
         if len(self._undisturbed.get(world, [])) < windows:
             folder = self.folder / f"undisturbed-{world}-{windows}"
             folder.mkdir()
@@ -100,7 +99,6 @@ class Campaign:
         return self._undisturbed[world]
 
     def _job(self, folder: Path, world: int, windows: int, orders: list[dict], max_restarts: int) -> int:
-        """Run a job in a session of its own; return its exit code."""
         self._jobs += 1
         file = folder / f"job-{self._jobs}.json"
         job = {"folder": str(folder), "world": world, "windows": windows, "accumulator": self.accumulator}

@@ -58,7 +58,6 @@ def parts(page: str) -> tuple[str, str, str]:
 
 
 def main(path: str) -> None:
-    """Write the result file and the page."""
     rows = merged(json.loads(line) for line in Path(path).read_text().splitlines())
     result = RESULTS / f"{datetime.date.today()}-faults.json"
     result.write_text(json.dumps({"rows": rows}, indent=2) + "\n")

@@ -18,7 +18,6 @@ class Draw:
         self._data, self._at = data, 0
 
     def byte(self) -> int:
-        """Return the next byte."""
         self._at += 1
         return self._data[self._at - 1] if self._at <= len(self._data) else 0
 
@@ -42,6 +41,5 @@ class Draw:
         return self.pick(LARGE) * self.pick((1, -1))
 
     def rest(self) -> bytes:
-        """Return the bytes that are left."""
         rest, self._at = self._data[self._at :], len(self._data)
         return rest

@@ -46,11 +46,9 @@ class Memory:
         return piece
 
     def flat(self, numel: int, dtypes: tuple[torch.dtype, ...]) -> Tensor:
-        """Return a 1-D tensor that mostly fits."""
         return self.tensor(numel + self._draw.pick((0, 0, 1, 5)), dtypes)
 
     def tensor(self, numel: int, dtypes: tuple[torch.dtype, ...]) -> Tensor:
-        """Return a tensor that mostly fits."""
         draw = self._draw
         if draw.once_in(12):
             return draw.pick(ODD)(self, numel, dtypes[0])

@@ -55,7 +55,6 @@ class _Model(nn.Module):
         self.unused = nn.Parameter(torch.ones(2))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return a loss, summed."""
         return self.last(self.norm(self.first(x))).square().sum()
 
 

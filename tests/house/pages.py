@@ -54,7 +54,6 @@ def blocks(language: str | None = None) -> list[Block]:
 
 
 def prose(page: Path) -> str:
-    """Return a page without its blocks."""
     return _BLOCK.sub("", page.read_text())
 
 

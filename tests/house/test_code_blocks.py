@@ -92,7 +92,6 @@ def test_the_loop_before_halves_the_short_last_window_of_the_readme(ranks):
 
 
 def _last_gradient(block: Block) -> torch.Tensor:
-    """Run a block; return the gradient of its last step."""
     torch.manual_seed(0)
     given, _ = NAMES[block.page]
     grads = []

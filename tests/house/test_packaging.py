@@ -28,7 +28,6 @@ def _listed(key: str) -> set[str]:
 
 
 def _setting(name: str) -> list[str]:
-    """Return the words of one of the Makefile's settings."""
     (found,) = re.findall(rf"^{name} [:?]= (.*)$", MAKEFILE, re.MULTILINE)
     return found.split()
 

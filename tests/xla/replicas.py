@@ -62,7 +62,6 @@ class Replicas:
         return set(Path(self._dumps.name).glob("*after_optimizations.txt"))
 
     def stop(self) -> None:
-        """Kill the process."""
         if self._process is not None:
             self._process.kill()
             self._process.join()

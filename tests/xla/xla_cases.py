@@ -35,7 +35,6 @@ def waves(*shape: int, phase: float) -> Tensor:
 
 
 def mlp(dtype: torch.dtype = torch.float32, *, width: int = 16) -> nn.Module:
-    """Return a small model, always the same."""
     model = nn.Sequential(nn.Linear(6, width), nn.Tanh(), nn.Linear(width, 3)).to(dtype)
     for index, param in enumerate(model.parameters()):
         param.data.copy_(waves(*param.shape, phase=index) * 0.3)
@@ -49,7 +48,6 @@ def micro_batch(rank: int, index: int) -> tuple[Tensor, Tensor]:
 
 
 def loss_sum(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-    """Return the loss summed over items."""
     return (model(x) - y).square().sum()
 
 
@@ -62,7 +60,6 @@ def assert_near(params: Sequence[Tensor], right: Sequence[Tensor], tolerance: fl
 
 
 def device() -> torch.device:
-    """Return this replica's device."""
     import torch_xla
 
     return torch_xla.device()
@@ -104,7 +101,6 @@ class Job:
 
 
 def train(rank: int, job: Job) -> Outcome:
-    """Train on this replica's share of a plan."""
     here = device()
     model = mlp(job.dtype).to(here)
     sync = pe.GradSync(model, accumulate=ACCUMULATE, wire=job.wire, nonfinite=job.nonfinite)

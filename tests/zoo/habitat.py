@@ -36,14 +36,12 @@ class Net(nn.Module):
         return self.losses(x).sum()
 
     def losses(self, x: Tensor) -> Tensor:
-        """Return the summed loss of each head."""
         h = torch.tanh(self.embed(x))
         h = h + torch.tanh(self.expert(h))
         return torch.stack([self.head(h).square().sum(), self.head2(h).exp().sum()])
 
 
 def net() -> Net:
-    """Return the same model on every rank."""
     torch.manual_seed(0)
     return Net()
 
@@ -65,7 +63,6 @@ def everybody(*sizes: int) -> list[Tensor]:
 
 
 def flat(model: nn.Module, what: str = "grad") -> Tensor:
-    """Return all gradients, or parameters, as one vector."""
     tensors = [p.grad if what == "grad" else p for p in model.parameters()]
     return torch.cat([torch.zeros(1) if t is None else t.detach().flatten().clone() for t in tensors])
 
@@ -85,14 +82,12 @@ def right_mean(model: nn.Module, *sizes: int) -> Tensor:
 
 
 def average_(params: Iterable[nn.Parameter]) -> None:
-    """Average gradients over all ranks."""
     for param in params:
         dist.all_reduce(param.grad)
         param.grad /= dist.get_world_size()
 
 
 def sgd(model: nn.Module) -> torch.optim.SGD:
-    """Return an optimizer."""
     return torch.optim.SGD(model.parameters(), lr=0.01)
 
 
