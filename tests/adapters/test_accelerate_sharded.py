@@ -199,6 +199,25 @@ def _resumed(folder: str, state_dict_type: str) -> tuple:
         return weights_of(prepared[1]), undisturbed
 
 
+def _resized(sizes: list[int]) -> tuple:
+    with sharding():
+        prepared = _prepared(2 * 2 * 5)
+        epochs = []
+        for size in sizes:
+            prepared[0].gradient_accumulation_steps = size
+            epochs.append(_epoch(prepared)[0])
+        return epochs, weights_of(prepared[1])
+
+
+def test_gradient_accumulation_steps_can_be_set_between_windows(ranks):
+    sizes = [1, 4, 2]
+    answers = ranks(2).run(_resized, sizes)
+    twin = Twin(2)
+    for size, by_rank in zip(sizes, zip(*(epochs for epochs, _ in answers), strict=True), strict=True):
+        twin.train(by_rank, size)
+    twin.check(answers[0][1])
+
+
 def test_the_budget_of_attach_buys_collectives(ranks):
     plain, bought = (
         ranks(2).run(_trained, 2 * 2 * 3, {}, options)

@@ -161,17 +161,18 @@ def test_threads_are_compared_with_cores_and_quota(monkeypatch, tmp_path, quota,
     assert_says(checks.threads(), status, text, remedy)
 
 
-@pytest.mark.parametrize(("free", "status"), [(64 * 2**20, "warn"), (2**33, "ok")])
-def test_little_shared_memory(monkeypatch, tmp_path, free, status):
-    monkeypatch.setattr(checks, "SHARED_MEMORY", tmp_path)
+@pytest.mark.parametrize(
+    ("folder", "free", "status", "text", "remedy"),
+    [
+        ("", 64 * 2**20, "warn", "64 MiB free", "--shm-size"),
+        ("", 2**33, "ok", "8192 MiB free", ""),
+        ("none", 0, "ok", "does not need it", ""),
+    ],
+)
+def test_shared_memory_is_enough(monkeypatch, tmp_path, folder, free, status, text, remedy):
+    monkeypatch.setattr(checks, "SHARED_MEMORY", tmp_path / folder)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(total=free, free=free))
-    remedy = "" if status == "ok" else "--shm-size"
-    assert_says(checks.shared_memory(), status, f"{free // 2**20} MiB free", remedy)
-
-
-def test_a_system_without_shared_memory_files(monkeypatch, tmp_path):
-    monkeypatch.setattr(checks, "SHARED_MEMORY", tmp_path / "none")
-    assert_says(checks.shared_memory(), "ok", "does not need it")
+    assert_says(checks.shared_memory(), status, text, remedy)
 
 
 def test_a_host_name_without_an_address(monkeypatch):

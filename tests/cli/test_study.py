@@ -79,7 +79,7 @@ def make(tmp_path, monkeypatch):
 
     def run(runner, *arguments, report=None, pictures=False):
         monkeypatch.setattr(study_plots, "draw", draw if pictures else lambda *_: [])
-        grid = ("--workers", "1,2", "--batch", "8,16", "--repeats", "2", "--out", str(tmp_path / "out"))
+        grid = ("--workers", "2,1", "--batch", "16,8", "--repeats", "2", "--out", str(tmp_path / "out"))
         options = build_parser().parse_args(["study", *grid, *arguments])
         return study(settings(options), runner, report or Report(as_json=True))
 
@@ -188,6 +188,16 @@ def test_cell_that_cannot_be_run_is_named_and_left_out(make, capsys):
     assert "nearest: 15 and 18" in found["reason"]
 
 
+def test_figures_are_printed_with_the_recommendation(make, capsys):
+    make(Runner(), "--batch", "16")
+    found = lines(capsys)
+    cell = next(line for line in found if line["event"] == "cell" and line["workers"] == 2)
+    assert cell["samples_s"] == {"mid": 32.0, "low": 32.0, "high": 32.0}
+    assert (cell["speed_up"]["mid"], cell["sync_share"]["mid"]) == (1.5, 0.25)
+    best = [line["best"] for line in found if line["event"] == "recommendation"]
+    assert best == [{"workers": 2, "batch": 16}]
+
+
 def test_tables_name_runs_and_report(make, capsys, tmp_path):
     make(Runner(w2_b8_r0="stalled"), report=Report())
     out = capsys.readouterr().out
@@ -239,6 +249,12 @@ def test_the_page_has_every_picture_and_needs_no_other_file(make, tmp_path):
     # Without one worker, and a noise scale, the old pictures go.
     study_plots.draw(analysed([made(2, 64)]), plots)
     assert {path.stem for path in plots.glob("*.png")} == PICTURES - {"speed_up", "noise_scale"}
+
+
+def test_times_in_the_heat_map_have_a_unit():
+    figure = study_plots._heat_map(analysed([made(1, 64, step_s=128.0)]))
+    (text,) = figure.axes[1].texts
+    assert text.get_text() == "34.2\u00a0min"
 
 
 def test_the_noise_scale_has_a_line_for_each_number_of_workers_that_has_one():

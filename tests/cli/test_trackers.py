@@ -5,8 +5,8 @@ from __future__ import annotations
 import sys
 from importlib.machinery import ModuleSpec
 from pathlib import Path
-from types import ModuleType
 from typing import Any
+from unittest import mock
 
 import pytest
 from study_records import STEPS, analysed, made
@@ -24,44 +24,17 @@ RECORD = StepRecord(3, 2, 8.0, 1.5, 1.0, False, "", 64, 2, 0.5, 0.25, 1.0)
 _STEPS = WARM_UP_STEPS + STEPS
 
 
-class Wandb(ModuleType):
-    """Weights & Biases without an account: keeps what runs log."""
-
-    def __init__(self) -> None:
-        super().__init__("wandb")
-        self.__spec__ = ModuleSpec("wandb", None)
-        self.runs: list[WandbRun] = []
-
-    def init(self, **about: Any) -> WandbRun:
-        self.runs.append(WandbRun(about))
-        return self.runs[-1]
-
-    def Image(self, path: str) -> str:
-        return path
-
-
-class WandbRun:
-    def __init__(self, about: dict[str, Any]) -> None:
-        self.about = about
-        self.rows: list[dict[str, Any]] = []
-        self.axes: dict[str, str] = {}
-        self.is_finished = False
-
-    def define_metric(self, name: str, step_metric: str = "") -> None:
-        self.axes[name] = step_metric
-
-    def log(self, values: dict[str, Any]) -> None:
-        self.rows.append(values)
-
-    def finish(self) -> None:
-        self.is_finished = True
-
-
 @pytest.fixture
 def wandb(monkeypatch):
-    fake = Wandb()
+    """Weights & Biases without an account: `runs` keep their calls."""
+    fake = mock.Mock(__spec__=ModuleSpec("wandb", None), Image=lambda path: path, runs=[])
+    fake.init = lambda **about: fake.runs.append(mock.Mock(about=about)) or fake.runs[-1]
     monkeypatch.setitem(sys.modules, "wandb", fake)
     return fake
+
+
+def rows(run: mock.Mock) -> list[dict[str, Any]]:
+    return [call.args[0] for call in run.log.call_args_list]
 
 
 def content(*arguments: str, plots: tuple[Plot, ...] = ()) -> Content:
@@ -76,17 +49,17 @@ def test_a_study_has_a_run_of_each_cell_and_its_figures_in_weights_and_biases(wa
     track(found)
     names = ["1-workers-batch-64-repeat-1", "2-workers-batch-64-repeat-1", "figures"]
     assert [run.about["name"] for run in wandb.runs] == names
-    assert all(run.about["project"] == "mine" and run.is_finished for run in wandb.runs)
+    assert all(run.about["project"] == "mine" and run.finish.called for run in wandb.runs)
     one, _, figures = wandb.runs
-    steps = [row for row in one.rows if "pyengine/loss" in row]
+    steps = [row for row in rows(one) if "pyengine/loss" in row]
     assert [row["pyengine/step"] for row in steps] == list(range(_STEPS))
     assert "pyengine/grad_norm" not in steps[0]  # runs.jsonl has none
-    assert one.rows[-1] == {"pyengine/step": _STEPS, "study/accuracy": 0.75}
+    assert rows(one)[-1] == {"pyengine/step": _STEPS, "study/accuracy": 0.75}
     assert one.about["config"].items() >= {"workers": 1, "status": "done", "cpu": "some"}.items()
-    at_two = next(row for row in figures.rows if row.get("workers") == 2)
+    at_two = next(row for row in rows(figures) if row.get("workers") == 2)
     assert (at_two["speed_up/batch 64"], at_two["stalls/batch 64"]) == (2.0, 0)
-    assert figures.axes["speed_up/batch 64"] == "workers"
-    assert figures.rows[-1] == {"Speed-up": "speed_up.png"}
+    figures.define_metric.assert_any_call("speed_up/batch 64", step_metric="workers")
+    assert rows(figures)[-1] == {"Speed-up": "speed_up.png"}
 
 
 def test_a_study_is_in_tensorboard(tmp_path):
@@ -112,7 +85,7 @@ def test_the_steps_of_train_go_to_each_tracker(wandb, tmp_path):
         run(RECORD)
         run.log({"accuracy": 0.5}, axis="pyengine/step", at=4)
     (found,) = wandb.runs
-    assert [row["pyengine/step"] for row in found.rows] == [3, 4]
+    assert [row["pyengine/step"] for row in rows(found)] == [3, 4]
     assert list((tmp_path / "gpt").glob("events.*")) != []
 
 
