@@ -36,9 +36,15 @@ def waves(*shape: int, phase: float) -> Tensor:
 
 def mlp(dtype: torch.dtype = torch.float32, *, width: int = 16) -> nn.Module:
     model = nn.Sequential(nn.Linear(6, width), nn.Tanh(), nn.Linear(width, 3)).to(dtype)
-    for index, param in enumerate(model.parameters()):
-        param.data.copy_(waves(*param.shape, phase=index) * 0.3)
+    fill(model)
     return model
+
+
+@torch.no_grad()
+def fill(model: nn.Module) -> None:
+    """Give every parameter its values."""
+    for index, param in enumerate(model.parameters()):
+        param.copy_(waves(*param.shape, phase=index) * 0.3)
 
 
 def micro_batch(rank: int, index: int) -> tuple[Tensor, Tensor]:
