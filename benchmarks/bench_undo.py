@@ -14,7 +14,7 @@ from _harness import save
 from torch import nn
 
 from pyengine.cli.machine import card
-from pyengine.step.stepper import Undo, allocate
+from pyengine.step.stepper import PlainStepper, allocate, undoing
 
 SHAPES = {"1000 small": [(64,)] * 1000, "12 of 1 M": [(1024, 1024)] * 12}
 
@@ -23,7 +23,7 @@ class _Case:
     """One list of parameters under SGD with momentum, whose state is there."""
 
     def __init__(self, shapes: list[tuple[int, ...]], device: str) -> None:
-        self.device, self.undo = device, Undo()
+        self.device, self.stepper = device, PlainStepper()
         self.params = [nn.Parameter(torch.ones(shape, device=device)) for shape in shapes]
         self.optimizer = torch.optim.SGD(self.params, lr=1e-9, momentum=0.9, foreach=True)
         for param in self.params:
@@ -37,11 +37,11 @@ class _Case:
             if not bool(self.flags["keep"]):
                 self.optimizer.step()
             return
-        targets = self.undo.targets(self.optimizer)
+        targets = self.stepper.targets(self.optimizer)
         assert targets is not None
         copies = allocate(targets)
         assert copies is not None
-        with self.undo.around(targets, copies, self.flags[way]):
+        with undoing(targets, copies, self.flags[way]):
             self.optimizer.step()
 
     def seconds(self, way: str) -> tuple[float, float]:
