@@ -117,6 +117,12 @@ def _flip(sync: pe.Sync, optimizer: torch.optim.Optimizer, patch: Patch) -> None
         _local(optimizer.param_groups[0]["params"][0]).view(-1).view(torch.int32)[5] ^= 1 << 20
 
 
+def _rate(sync: pe.Sync, optimizer: torch.optim.Optimizer, patch: Patch) -> None:
+    """Change the learning rate on rank 1."""
+    if dist.get_rank() == 1:
+        optimizer.param_groups[0]["lr"] = 0.02
+
+
 def _unreduced(sync: pe.Sync, optimizer: torch.optim.Optimizer, patch: Patch) -> None:
     """Leave a bucket as it is, although the transport reports that it has been reduced."""
     comm = sync._engine.reducer._groups.comms[0]
@@ -157,6 +163,7 @@ def _twice(sync: pe.Sync, optimizer: torch.optim.Optimizer, patch: Patch) -> Non
         ("own", _flip, 3, "parameter", (2,), "a flipped bit"),
         ("hsdp", _flip, 4, "parameter", (), "a flipped bit"),
         ("int8", _divisor, 2, "divisor", (), "was counted"),
+        ("own", _rate, 2, "hyperparameters", (), "lr of group 0 differs (rank 0: 0.01; rank 1: 0.02)"),
         ("own", _unreduced, 2, "gradient", (), "not reduced"),
         ("attach", _divisor, 2, "divisor", (), "was counted"),
         ("fsdp", _divisor, 2, "divisor", (), "was counted"),
