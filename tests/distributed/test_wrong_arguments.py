@@ -24,6 +24,7 @@ SETTINGS = {
     "wire name": ({"wire": "bf17"}, "wire='bf17': need a wire, for example pe.wire.BF16()"),
     "wire class": ({"wire": pe.wire.FP16}, "wire=FP16 is a class: pass an instance"),
     "wire dtype": ({"wire": torch.float64}, "wire=torch.float64: need a wire"),
+    "wire exact": ({"wire": torch.bfloat16, "accumulator": "exact"}, "wire=BF16(): need wire.FP32()"),
     "wire none": ({"wire": None}, "wire=None: need a wire"),
     "wire unpicklable": ({"wire": lambda: 0}, "need a wire, for example"),
     "nonfinite name": ({"nonfinite": "ignore"}, "nonfinite='ignore': need one of 'skip', 'raise'"),
@@ -40,6 +41,7 @@ SETTINGS = {
     "accumulate zero": ({"accumulate": 0}, "accumulate=0: need a whole number"),
     "accumulate auto": ({"accumulate": "auto"}, "accumulate=1, and sync.retry_smaller(share, fn)"),
     "accumulate huge": ({"accumulate": 10**12}, "accumulate=1000000000000: need a whole number"),
+    "process_group": ({"process_group": "dp"}, "process_group='dp' is a str: need a torch.distributed.Pro"),
 }
 
 
