@@ -66,6 +66,21 @@ def test_a_closed_engine_lets_others_have_the_model_and_leaves_the_callers_gradi
     assert not buffers & {p.grad.untyped_storage().data_ptr() for p in model.parameters()}
 
 
+@on_ranks(2)
+def test_ddp_reduces_by_itself_again_behind_a_closed_engine_and_under_the_next_one_it_does_not():
+    rank, world = me()
+    model = Integers(torch.float32)
+    sync, forward = engine("attach", model, accumulate=2)
+    sync.close()
+    forward(*integers(rank)).backward()
+    assert_same(grads(model), mean_of_integers(model, [integers(r) for r in range(world)], world))
+    model.zero_grad()
+    with pe.attach(forward, accumulate=2) as other:
+        _window(other, forward)
+        other.unscale_()
+        _right(model)
+
+
 DDPS_OWN = {"_has_rebuilt_buckets", "_lazy_init_ran"}  # what it has done, with any engine or none
 
 
