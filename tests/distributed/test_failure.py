@@ -10,7 +10,7 @@ import contextlib
 import pytest
 import torch
 import torch.distributed as dist
-from cases import Breaks, assert_alike, me, raise_key_error
+from cases import Breaks, assert_alike, engine, me, raise_key_error
 from ranks import on_ranks
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -30,22 +30,27 @@ class OneUnused(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("dtype", "accumulator"), [(torch.float32, "exact"), (torch.bfloat16, "fp32"), (torch.float32, "fp32")]
+    ("kind", "dtype", "accumulator"),
+    [
+        ("own", torch.float32, "fp32"),
+        ("attach-unused", torch.float32, "exact"),
+        ("attach-unused", torch.bfloat16, "fp32"),
+        ("attach-unused", torch.float32, "fp32"),
+    ],
 )
 @on_ranks(2)
-def test_a_failed_backward_voids_a_window_in_which_no_rank_has_used_anything(dtype, accumulator):
+def test_a_failed_backward_voids_a_window_in_which_no_rank_has_used_anything(kind, dtype, accumulator):
     """Rank 1 alone has a third window, and fails before any parameter of it has a gradient."""
     rank, _ = me()
     model = nn.Linear(3, 1, dtype=dtype)
-    ddp = DistributedDataParallel(model, find_unused_parameters=True)
-    sync = pe.attach(ddp, accumulate=1, accumulator=accumulator)
+    sync, forward = engine(kind, model, accumulate=1, accumulator=accumulator)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     stepped = []
     try:
         for number, window in enumerate(sync.windows([torch.ones(2, 3, dtype=dtype)] * (2 + rank))):
             for x in window:
                 Breaks.now = number == 2
-                sync.backward(Breaks.apply(ddp(x)).sum())
+                sync.backward(Breaks.apply(forward(x)).sum())
             stepped.append(bool(sync.step(optimizer)))
     except MemoryError:
         Breaks.now = False
