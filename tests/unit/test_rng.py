@@ -213,6 +213,12 @@ def test_xla_is_seeded_if_it_is_there_and_has_a_stream_of_its_own_in_a_micro_bat
 # --- micro_batch_rng ---
 
 
+def test_every_micro_batch_draws_differently_whatever_was_drawn_before():
+    first = {(step, index): micro_batch(step, index) for step in range(5) for index in range(4)}
+    assert len(set(first.values())) == 20
+    assert micro_batch(4, 2) == first[4, 2]
+
+
 @pytest.mark.parametrize("fails", [False, True])
 def test_the_previous_streams_go_on(fails):
     pe.seed_everything(3)
