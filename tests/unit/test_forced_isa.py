@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import forced_isa
 import pytest
 
 from pyengine.ops import native
@@ -41,3 +42,11 @@ def test_the_switch_holds_here_on_ranks_and_in_started_processes(tmp_path):
         env={**os.environ, "PYENGINE_ISA": "generic"},
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_an_unknown_level_is_an_error_that_names_those_that_are_there(monkeypatch):
+    monkeypatch.setenv("PYENGINE_ISA", "auto")
+    core = native.core()
+    before, found = core.isa(), ", ".join(forced_isa.available(core))
+    assert f"PYENGINE_ISA=auto: needed one of {found}, which" in forced_isa.everywhere()
+    assert core.isa() == before
