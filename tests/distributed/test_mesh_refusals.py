@@ -103,7 +103,7 @@ def test_dtensors_without_an_axis_of_data_are_refused_once_with_the_remedy():
 
 @pytest.mark.parametrize("case", PARTS)
 @on_ranks(4)
-def test_parameters_that_cannot_be_had_on_a_mesh_are_refused_on_every_rank(case):
+def test_what_cannot_be_had_on_a_mesh_is_refused_on_every_rank(case):
     rank, _ = me()
     mesh = mesh_of(dp=2, tp=2)
     options: dict[str, Any] = {"device_mesh": mesh, "axes": DP}

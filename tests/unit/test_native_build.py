@@ -53,7 +53,7 @@ def levels(tmp_path):
     ],
     ids=["neither", "AVX2", "AVX-512", "AVX-512 without VL", "no AVX2", "any other build"],
 )
-def test_a_build_for_one_machine_has_its_best_instruction_set_alone(names, native, compiled, levels):
+def test_a_build_has_its_machines_best_instruction_set_alone_or_all_of_them(names, native, compiled, levels):
     assert levels(names, native) == compiled
 
 

@@ -1,4 +1,4 @@
-"""A loaded state that was not continued is returned unchanged by `state_dict`."""
+"""Of states that are loaded one behind the other the last one counts."""
 
 from __future__ import annotations
 
