@@ -17,7 +17,8 @@ from torch.nn.parallel import DistributedDataParallel
 import pyengine as pe
 
 SETTINGS = {
-    "cap inf": ({"bucket_cap_mb": float("inf")}, "bucket_cap_mb=inf: need a size above 0"),
+    "cap zero": ({"bucket_cap_mb": 0}, "bucket_cap_mb=0: need a size above 0"),
+    "cap huge": ({"bucket_cap_mb": 1e308}, "bucket_cap_mb=1e+308: need a size above 0"),
     "cap nan": ({"bucket_cap_mb": float("nan")}, "bucket_cap_mb=nan: need a size above 0"),
     "cap bool": ({"bucket_cap_mb": True}, "bucket_cap_mb=True: need a size above 0"),
     "cap text": ({"bucket_cap_mb": "25"}, "bucket_cap_mb='25': need a size above 0"),
