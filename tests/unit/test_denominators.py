@@ -65,6 +65,7 @@ def test_a_ratio_is_not_rounded_to_a_narrow_type(dtype):
         ({}, "got an empty dict"),
         ({"ce": torch.ones(2), "aux": 0}, r"loss\['ce'\]: got \[2\], need a 0-dim tensor"),
         ({"ce": torch.tensor(1), "aux": 0}, r"loss\['ce'\]: got torch.int64, need a 0-dim"),
+        ({"ce": 0, "aux": 2}, r"loss\['aux'\]: got 2, need a 0-dim"),
         ({"ce": 0, "aux": False}, r"loss\['aux'\]: got False"),
         ({"ce": 0, "aux": None}, r"loss\['aux'\]: got None"),
     ],
