@@ -177,6 +177,7 @@ OUTSIDE: dict[str, Callable[[dict[str, Any]], Any]] = {
     "a part that is None": _set("rank 0 of 1", to=None),
     "a part without a checksum": _set("rank 0 of 1", to=lambda part: part[:1]),
     "a part of a rank with an escape": _rename("rank 0 of 1", to="\x1b[2J"),
+    "an escape for a version": _set("version", to="\x1b[2J"),
     "a part of another rank": _rename("rank 0 of 1", to="rank 1 of 2"),
     "something else beside it": _set("epoch", to=3),
 }
