@@ -36,6 +36,7 @@ BAD_TRAIN = [
 ]
 BAD_VERIFY = [
     (("--workers", "0,1"), "argument --workers: got 0,1, need different whole numbers of at least 1"),
+    (("--workers", "2,2"), "argument --workers: got 2,2, need different whole numbers of at least 1"),
     (("--train", "mine"), "argument --train: got mine, need MODULE:FUNCTION"),
     (("--train", "mine:train", "--model", "gpt"), "argument --model: not allowed with argument --train"),
     (("--train", "no_such:train"), "there is no module no_such here"),
@@ -64,6 +65,7 @@ BAD_STUDY = [
 ]
 BAD_BENCH = [
     (("--variants", "engine,ours"), "argument --variants: got engine,ours, need different ones of floor"),
+    (("--variants", "ddp,ddp"), "argument --variants: got ddp,ddp, need different ones of floor"),
     (("--ops", "pack,sort"), "argument --ops: got pack,sort, need different ones of pack"),
     (("--rounds", "2"), "argument --rounds: got 2, need a whole number of at least 3"),
     (("--seconds", "inf"), "argument --seconds: got inf, need a finite number"),
