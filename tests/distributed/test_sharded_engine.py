@@ -115,6 +115,19 @@ def test_shards_on_the_host_are_taken_where_the_model_computes_there():
     assert_trains_a_window(pe.attach(model, accumulate=3), model)
 
 
+@on_ranks(2)
+def test_parameters_that_fsdp_ignores_are_the_callers_who_may_step_them_alone():
+    model = Chain()
+    fully_shard(model, ignored_params={model.scale})
+    sync = pe.attach(model, accumulate=3)
+    for data in own_batches(3):
+        with sync.accumulate():
+            sync.backward(loss_of(model, data), count=3)
+    sync.unscale_()
+    assert torch.equal(model.second.weight.grad.full_tensor(), right_window()["second.weight"])
+    assert sync.step(torch.optim.SGD([model.scale], lr=0.0))
+
+
 REFUSED = {
     "sums": "sums gradients in bfloat16, and accumulator='fp32' asks for float32",
     "fp16": "reduces in float16",
