@@ -54,6 +54,11 @@ def test_a_step_waits_for_one_collective_and_starts_the_next():
     assert work.get_future().done() and work.is_completed()
 
 
+def test_asking_whether_work_is_staged_runs_no_code_of_python():
+    """Every launch of a bucket asks this of all earlier ones, and a protocol answers by a method."""
+    assert type(Staged) is type
+
+
 def test_what_breaks_a_collective_is_raised_each_time_and_reaches_the_future():
     log: list[str] = []
     work = Staged(_rounds("a", log, RuntimeError("lost")), 2, CPU)
