@@ -139,8 +139,7 @@ def _named(source: Any) -> tuple[list[tuple[str, nn.Parameter]], list[tuple[str,
             f"params_or_module is a {type(source).__name__}: need a module, its parameters, or (name, "
             "parameter) pairs"
         )
-    named = []
-    seen: Counter[str] = Counter()
+    pairs = []
     for index, item in enumerate(source):
         pair = item if isinstance(item, tuple) else (f"param{index}", item)
         if len(pair) != 2 or not isinstance(pair[0], str) or not isinstance(pair[1], Tensor):
@@ -148,7 +147,13 @@ def _named(source: Any) -> tuple[list[tuple[str, nn.Parameter]], list[tuple[str,
                 f"params_or_module: got a {type(item).__name__} at index {index}; need parameters or (name, "
                 "parameter) pairs: for example model.parameters(), not a state_dict or param_groups"
             )
-        name, param = pair
-        seen[name] += 1
-        named.append((name if seen[name] == 1 else f"{name}#{seen[name]}", param))
-    return named, []
+        pairs.append(pair)
+    given, seen = {name for name, _ in pairs}, Counter[str]()
+    named: dict[str, nn.Parameter] = {}
+    for name, param in pairs:
+        unique = name
+        while unique in named or (unique != name and unique in given):
+            seen[name] += 1
+            unique = f"{name}#{seen[name] + 1}"
+        named[unique] = param
+    return list(named.items()), []

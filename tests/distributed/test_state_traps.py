@@ -253,21 +253,25 @@ def test_states_that_cannot_go_on_here_are_refused_on_every_rank(case, message):
     assert message in str(error.value)
 
 
+@pytest.mark.parametrize("names", [("w", "w", "w"), ("w", "w", "w#2"), ("w#2", "w", "w")])
 @on_ranks(1)
-def test_parameters_of_one_name_are_different_parameters():
-    a, b = nn.Linear(3, 1, bias=False), nn.Linear(3, 1, bias=False)
-    named = [*a.named_parameters(), *b.named_parameters()]
+def test_parameters_of_one_name_are_different_parameters(names):
+    params = [nn.Parameter(torch.ones(3)) for _ in names]
+    named = list(zip(names, params, strict=True))
+
+    def run(sync: pe.Sync) -> None:
+        with sync.accumulate():
+            sync.backward(sum(10**place * param.sum() for place, param in enumerate(params)))
+
     sync = pe.GradSync(named, accumulate=2)
-    with sync.accumulate():
-        sync.backward(a(_batch(0)).sum() + 10 * b(_batch(0)).sum())
+    run(sync)
     state = sync.state_dict()
     sync.close()
     sync = pe.GradSync(named, accumulate=2)
     sync.load_state_dict(state)
-    with sync.accumulate():
-        sync.backward(a(_batch(0)).sum() + 10 * b(_batch(0)).sum())
+    run(sync)
     sync.unscale_()
-    assert [float(p.grad[0, 0]) for p in (a.weight, b.weight)] == [1.0, 10.0]
+    assert [float(param.grad[0]) for param in params] == [1.0, 10.0, 100.0]
 
 
 def _resumed(accumulate: int) -> tuple[pe.Sync, dict[str, Any]]:
