@@ -171,6 +171,35 @@ def test_a_backward_that_breaks_under_a_finite_loss_is_named_by_raise(ddp, sums,
 
 
 @pytest.mark.parametrize(
+    ("sums", "is_finite"), [("narrow", True), ("narrow", False), ("exact", True), ("exact", False)]
+)
+@on_ranks(2)
+def test_what_came_before_ddp_rebuilds_its_buckets_in_mid_window_moves_to_new_ones(sums, is_finite):
+    """DDP does so in its first forward behind a window, which here is that of the last micro-batch."""
+    rank, _ = me()
+    accumulator, dtype = SUMS[sums]
+    model = nn.Sequential(nn.Linear(3, 2, dtype=dtype), nn.Linear(2, 1, dtype=dtype))
+    wrapped = DistributedDataParallel(model)
+    sync = pe.attach(wrapped, accumulate=3, accumulator=accumulator, nonfinite="raise")
+    raised = pytest.raises(FloatingPointError, match="from rank 1, micro-batch 1")
+    found, rebuilt = [], []
+    with contextlib.nullcontext() if is_finite else raised:
+        for window in range(2):
+            for place in range(3):
+                forward = wrapped if window == 0 or place == 2 else model
+                rebuilt.append(wrapped._has_rebuilt_buckets)
+                with sync.accumulate():
+                    loss = forward(torch.ones(1, 3, dtype=dtype)).float().sum()
+                    is_bad = not is_finite and (rank, window, place) == (1, 1, 1)
+                    sync.backward(Inject.apply(loss, math.nan if is_bad else 1.0))
+            sync.unscale_()
+            found.append(grads(model))
+            wrapped.zero_grad()
+    assert rebuilt == [False] * 6 and wrapped._has_rebuilt_buckets
+    assert_same(found[-1], found[0])
+
+
+@pytest.mark.parametrize(
     "what, needle",
     [
         ("python_reducer", "optimize_ddp='python_reducer', which removes DDP's hooks from the backward"),

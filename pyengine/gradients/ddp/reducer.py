@@ -369,8 +369,9 @@ class DDPReducer(Reducer):
 
     def _prepare(self, header: Header) -> Reduction:
         """Make the hook reduce the buckets that DDP hands out from now on."""
-        if self._is_exact:
-            # Also without an earlier micro-batch: every rank has to reduce the same way.
+        if self._is_exact or any(self.ddp_buckets):
+            # Exact sums also without an earlier micro-batch: every rank has to reduce the same way. Others
+            # where the last forward has rebuilt DDP's buckets: earlier ones may have gone past DDP.
             self.ddp_buckets.match_buckets()
         self.state.memory.begin(header.position[0])
         reduction = Reduction(self, header)
