@@ -412,7 +412,7 @@ class DDPReducer(Reducer):
         reduction = self._reduction
         self.state.reduce = skip_reduction
         if reduction is None:
-            raise not_reduced()
+            raise not_reduced(" or was not launched")
         if reduction.failures:
             raise not_reduced(f" ({reduction.failures[0]})") from reduction.failures[0]
         if reduction.used is not None and self._shares_used:
