@@ -221,6 +221,8 @@ class Engine:
         self.ownership = Ownership(params, self)
         # The version of a parameter at the last backward past this engine.
         self._bare_version: int | None = None
+        # The index of the window that was opened last, or of the state that was loaded since.
+        self.opened_at = -1
         # Whether a loop over `windows` has run out and no other one has begun.
         self.is_between_loops = False
         # Loaded states of random generators, which the next window sets.
@@ -281,6 +283,7 @@ class Engine:
             self.counter.is_resumed = False
         else:
             self.close_window()
+            self.opened_at = self.counter.index
             self.reset()
             self.counter.open()
         self._bare_version = None
@@ -1052,6 +1055,7 @@ class Engine:
             )
         self.marks.record()
         self.verdicts.restart(part.steps)
+        self.opened_at = part.window
         if due is not None:
             self.counter.resume(part.places, due)
         self.rng_due = {} if part.is_between_loops else part.rng  # set behind what the loader has drawn

@@ -314,15 +314,15 @@ def _cut(engine: Engine, loader: Iterable[Batch], counting: Counting | None) -> 
     others = engine.comm.world_size > 1 or engine.counter.is_resumed
     while source.has_next or others:
         engine.open()
-        index = engine.counter.index
         if source.has_next and not (engine.counter.share or engine.counter.due):
             raise ValueError(_NO_SHARE)
         _begin_counts(engine, counting, source)
         yield _micro_batches(engine, source)
         engine.close_window()
-        # Other ranks need this one for a window that was dropped before it was sent, or for further ones.
+        # Other ranks need this one for a window that was dropped before it was sent, for further ones, or
+        # where the loop's body has loaded a state: what ranks had left is not known then.
         others = (not source.has_next and engine.comm.world_size > 1) and (
-            engine.counter.index == index or engine.verdicts.some_rank_has_more()
+            engine.counter.index == engine.opened_at or engine.verdicts.some_rank_has_more()
         )
 
 

@@ -210,6 +210,23 @@ def test_a_late_outcome_is_read_before_loading():
     assert sync.state_dict()["steps"] == 1
 
 
+@pytest.mark.parametrize("at", [0, 1])
+@on_ranks(2)
+def test_a_state_that_is_loaded_inside_the_loop_ends_it_on_no_rank_alone(at):
+    """Rank 1 has no data left when it loads a state of before window `at`."""
+    rank, _ = me()
+    sync, model = _make(accumulate=1)
+    optimizer, states = torch.optim.SGD(model.parameters(), lr=0.1), [sync.state_dict()]
+    for window in sync.windows(range(4 - 2 * rank)):
+        for index in window:
+            sync.backward(model(_batch(index)).sum())
+        sync.step(optimizer)
+        states.append(sync.state_dict())
+        if len(states) == 3:
+            sync.load_state_dict(states[at])
+    assert len(states) == 5
+
+
 @pytest.mark.parametrize("how", ["abandon", "flush", "an empty loader"])
 @on_ranks(2)
 def test_a_loaded_window_can_be_dropped_or_sent_at_once(how):
