@@ -41,11 +41,6 @@ def group_of(ranks: Sequence[int], device: torch.device) -> dist.ProcessGroup | 
     return find_or_make(ranks, "engines", timeout_of(None, device))
 
 
-def group_beside_ddp(ranks: Sequence[int], device: torch.device) -> dist.ProcessGroup:
-    """Return a group of these ranks that only engines under `attach` use; called as `group_of`."""
-    return find_or_make(ranks, "engines beside DDP", timeout_of(None, device))
-
-
 def group_of_hosts(parent: dist.ProcessGroup | None) -> dist.ProcessGroup:
     """Return a gloo group of the hosts of another group's ranks; called as `group_of`.
 

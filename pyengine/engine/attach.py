@@ -9,23 +9,20 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
-from pyengine.comm import TorchDist, comm_for
+from pyengine.comm import comm_for
 from pyengine.comm.axes import Axes, has_group
-from pyengine.comm.base import Comm
 from pyengine.engine.engine import make_engine
 from pyengine.engine.engine_ranks import EngineRanks, ShardedRanks
 from pyengine.engine.handshake import is_replicated, prepare_wire, sparse_modules, unwrapped
 from pyengine.engine.misnamed import explained
 from pyengine.engine.sync import Sync
-from pyengine.gradients.ddp.hook import HookState
-from pyengine.gradients.ddp.private import (
+from pyengine.gradients.ddp.reducer import (
+    DDPReducer,
+    cap_mb_of,
     ignored_parameters,
-    outside_buckets,
     problems_of_ddp,
-    released_state,
     visible_parameters,
 )
-from pyengine.gradients.ddp.reducer import DDPReducer
 from pyengine.gradients.exact_sums import Terms
 from pyengine.gradients.fsdp.deferral import Defer, Deferral, choose, problems_of_deferral
 from pyengine.gradients.fsdp.exact import ExactFSDPReducer
@@ -35,7 +32,6 @@ from pyengine.gradients.fsdp.reducer import FSDPReducer, Managed
 from pyengine.gradients.fsdp.units import units_of
 from pyengine.gradients.layout import ParamSpec
 from pyengine.gradients.settings import Accumulator, Exact, NonFinite, Settings, as_accumulator
-from pyengine.gradients.two_owners import TwoOwners
 from pyengine.ops.device import is_lazy
 from pyengine.wire import FP32
 from pyengine.wire.named import WireLike, as_wire
@@ -58,16 +54,18 @@ def attach(
 ) -> Sync:
     """Reduce the gradients of a DDP or FSDP2 model once a window.
 
-    Over DDP it registers the hook and drives no_sync; over FSDP2 the units' own switches (docs/sharded.md).
+    Over DDP the gradients are in the engine's own buckets, as in `GradSync`, and DDP reduces nothing until
+    `close`: it moves inputs and runs its forward. Over FSDP2 the engine drives the units' own switches
+    (docs/sharded.md).
 
     Args:
-        ddp_model: the wrapped model, without another communication hook; or a module that `fully_shard` or
+        ddp_model: the wrapped model, without a communication hook; or a module that `fully_shard` or
             `replicate` (`replicate_with_fsdp`'s) was called on as a whole, units within it included. Either
             may be wrapped by `torch.compile`, or by Lightning Fabric's `setup`.
-        accumulate, wire, accumulator, nonfinite, stall_after_s: as for `GradSync`. Narrow parameters with
-            "fp32" get fp32 sums in addition to DDP's buckets: 4 bytes an element more. Over FSDP2 the
-            arguments have to name the type in which the units' MixedPrecisionPolicy sums; "exact" sums past
-            it, and a narrower wire scatters in its own type and adds up in the policy's.
+        accumulate, wire, accumulator, nonfinite, stall_after_s, shared_memory: as for `GradSync`. Over FSDP2
+            the arguments have to name the type in which the units' MixedPrecisionPolicy sums; "exact" sums
+            past it, and a narrower wire scatters in its own type and adds up in the policy's;
+            `shared_memory` is refused.
         defer: of a sharded model, when units reduce: "all" defers every reduction to the window's last
             backward, and holds unsharded sums; "outer" (HSDP) scatters in every micro-batch and sums over
             replicas once; "none" reduces in every micro-batch. Or a dict of these by a unit's name.
@@ -78,16 +76,18 @@ def attach(
             has to be that of `axes.replicate`. Parameters that DDP ignores, for example experts, are
             reduced over the group whose pattern in `axes.groups` names them, with the values of its first
             rank; others are the caller's.
-        shared_memory: as for `GradSync`, DDP's buckets being copied through it; refused over FSDP2.
 
     Returns:
-        The same loop as `GradSync` gives. Set `.grad` is DDP's own.
+        The same loop as `GradSync` gives. Over DDP a bucket has the size that DDP was given, and buffers are
+        broadcast once a window where DDP's `broadcast_buffers` is set.
 
     Raises:
         TypeError: neither DDP nor sharded by FSDP2. RuntimeError: an FSDP2 that cannot be driven; 2.11's can.
-        ValueError: `axes.groups` names a parameter that DDP reduces; a trained sparse embedding; a
-            DDP that reduces past its buckets, or has a hook; a parameter unfrozen since; a SyncBatchNorm with
-            "exact"; a unit's policy, mesh or hook that cannot be driven. Raised on every rank.
+        ValueError: `axes.groups` names a parameter that DDP reduces; a DDP that reduces past its buckets, or
+            has a hook; a SyncBatchNorm with "exact"; a unit's policy, mesh or hook that cannot be driven; a
+            trained sparse embedding over FSDP2. Raised on every rank.
+
+    Cost: that of `GradSync`. DDP's own buckets stay allocated and unused: one more copy of the gradients.
     """
     ddp_model = unwrapped(ddp_model)
     deferral = Deferral(defer, defer_budget_mb)
@@ -123,70 +123,38 @@ def _attach_ddp(
     ddp_model: DistributedDataParallel, settings: Settings, device_mesh: DeviceMesh | None, axes: Axes
 ) -> Sync:
     """Make the engine of a DDP; see `attach`."""
-    visible, ignored = visible_parameters(ddp_model), ignored_parameters(ddp_model)
+    ignored = ignored_parameters(ddp_model)
     own = [(name, param) for name, param in ignored if has_group(name, axes)]
-    named = [*visible, *own]
-    if is_lazy(named[0][1].device):
+    others = {id(param): param for name, param in ignored if not has_group(name, axes)}
+    module = ddp_model.module
+    named = [(name, param) for name, param in module.named_parameters() if id(param) not in others]
+    params = [param for _, param in named]
+    device = params[0].device
+    if is_lazy(device):
         raise ValueError(
-            f"ddp_model is on {named[0][1].device}: DDP reduces from inside the backward, which a "
-            "recorded program does not have; use pe.GradSync on the bare model"
+            f"ddp_model is on {device}: DDP reduces from inside the backward, which a recorded program does "
+            "not have; use pe.GradSync on the bare model"
         )
-    state = released_state(ddp_model) or HookState(ddp_model.process_group)
-    problems = problems_of_ddp(ddp_model)
-    problems += sparse_modules(ddp_model.module, visible) or outside_buckets(ddp_model)
-
+    settings = replace(settings, bucket_cap_mb=cap_mb_of(ddp_model))
     ranks = EngineRanks(
         named,
-        named[0][1].device,
-        group=state.group,
+        device,
+        group=ddp_model.process_group,
         mesh=device_mesh,
         axes=axes,
         shared_memory=settings.shared_memory,
     )
-    problems += ranks.problems_under_ddp(visible, ddp_model.process_group)
+    problems = [*problems_of_ddp(ddp_model)]
+    problems += ranks.problems_under_ddp(visible_parameters(ddp_model), ddp_model.process_group)
 
-    def reducer(specs: list[ParamSpec], terms: Terms) -> DDPReducer | TwoOwners:
-        ddp: DDPReducer | None = None
-        try:
-            _travel_by(state, ranks, settings)
-            ddp = DDPReducer(ddp_model, state, settings=settings, terms=terms)
-            if not own:
-                ddp.counted = ranks.counted(ddp.names)
-                return ddp
-            names, params = zip(*own, strict=True)
-            groups = ranks.own_groups(names)
-            comms = [groups.comms[index] for index in ranks.groups_named(names)]
-            prepare_wire(settings.wire, comms, ranks.comm)
-            ranks.broadcast(own, groups)
-            return TwoOwners(
-                ddp,
-                specs[len(visible) :],
-                params,
-                groups=groups,
-                counted=ranks.counted([*ddp.names, *names]),
-                settings=settings,
-                terms=terms,
-            )
-        except BaseException:  # DDP works as before
-            state.release() if ddp is None else ddp.release(keeps_grad=True)
-            raise
+    def reducer(specs: list[ParamSpec], terms: Terms) -> DDPReducer:
+        groups = ranks.groups()
+        prepare_wire(settings.wire, groups.comms, ranks.comm)
+        ranks.broadcast(own, groups)
+        return DDPReducer(ddp_model, specs, params, groups=groups, settings=settings, terms=terms)
 
-    source = ddp_model.module
-    engine = make_engine(named, ranks, settings, reducer, source=source, problems=problems)
-    reduced = {id(param) for _, param in own}
-    return Sync(engine, ignored=[param for _, param in ignored if id(param) not in reduced])
-
-
-def _travel_by(state: HookState, ranks: EngineRanks, settings: Settings) -> None:
-    """Reduce DDP's buckets over a transport of the engine."""
-    device = ranks.device
-    comm: Comm = ranks.comm
-    if ranks.takes_dtensors:
-        comm = TorchDist(state.group, device)  # the ranks of DDP are some of the engine's
-        comm.join(ranks.comm)
-    comm = ranks.for_buckets(comm)
-    state.use(settings.wire, comm, device)
-    prepare_wire(settings.wire, [comm], ranks.comm)
+    engine = make_engine(named, ranks, settings, reducer, source=module, problems=problems)
+    return Sync(engine, ignored=[*others.values()])
 
 
 # ---- FSDP2 and replicate ----

@@ -98,7 +98,7 @@ class CapturedWindows:
             form = self._forms[key] = _Form()
         if form.problem or not batches:
             self._run(engine, leaves, structure)
-        elif form.num_run < self._warm_up - 2 or self.num_eager < engine.reducer.min_warm_up - 2:
+        elif form.num_run < self._warm_up - 2:
             form.num_run = min(form.num_run + 1, self._warm_up - 2)
             self._run(engine, leaves, structure)
         elif not engine.is_regular():
@@ -139,12 +139,14 @@ class CapturedWindows:
 
     def _rehearse(self, engine: Engine, form: _Form, leaves: list[Any], structure: Any) -> None:
         """Run one of the last two windows before the capture; watch and compare them."""
-        form.num_run += 1
-        section = form.section
+        section, place_of_sums = form.section, engine.reducer.place_of_sums
         section.rewind()
         leaves = _on(engine.device, leaves)  # here, since copies in a rehearsal are reported
         with capture.running(section, is_capture=False), Rehearsal(_is_on_device) as rehearsal:
             self._run(engine, leaves, structure)
+        if engine.reducer.place_of_sums is not place_of_sums:
+            return  # the window has laid out the sums in the order of arrival, which later ones do not
+        form.num_run += 1
         form.rehearsals.append(rehearsal)
         before, form.counts = form.counts, engine.counts.counts
         found = [*section.problems]
@@ -190,7 +192,6 @@ class CapturedWindows:
         leaves = [next(statics) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         traffic = engine.comm.traffic
         sent = traffic.collectives, traffic.bytes_sent
-        engine.reducer.before_capture()
         try:
             with (
                 capture.running(form.section, is_capture=True),

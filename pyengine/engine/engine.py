@@ -10,21 +10,20 @@ groups over which gradients are summed ("buckets"):
              forwards; between windows that of `Engine.assemble`, and what the call behind it gathers.
  2. FSDP2    all-gathers in every forward and backward, on its units' meshes; reduce-scatters in the window's
              last backward only, unless `defer` differs.
- 3. DDP      `Reducer.before_header`: the rebuild of its buckets, and the broadcast of buffers if the window's
-             last forward did not launch it.
- 4. engine   the verdict of the window before, if a host that runs ahead has not reached it: gathers, and only
+ 3. engine   the verdict of the window before, if a host that runs ahead has not reached it: gathers, and only
              of a window that went wrong (`Verdict.reach`).
- 5. engine   the header all-reduce.
- 6. buckets  each bucket's reduction, in the order of the layout; of a bucket with several collectives a later
-             one follows when the next bucket starts. Under DDP the order is that of its own buckets, under
-             FSDP2 that of its units in the backward.
- 7. buckets  the flags of used parameters (`UsedAnywhere.all_reduce`), between hosts where these have a group;
+ 4. engine   the header all-reduce.
+ 5. buckets  each bucket's reduction, in the order of the layout; of a bucket with several collectives a later
+             one follows when the next bucket starts. Under FSDP2 the order is that of its units in the
+             backward.
+ 6. buckets  the flags of used parameters (`UsedAnywhere.all_reduce`), between hosts where these have a group;
              not where the header says that every rank had used all of its parameters before it.
- 8. engine   once in an engine's life the order in which gradients came; BatchNorm's rows
+             Then the broadcast of a DDP's buffers.
+ 7. engine   once in an engine's life the order in which gradients came; BatchNorm's rows
              (`BatchNormReplay.start_exchange`).
- 9. engine   in `wait`: the norm, where ranks hold different elements (`Holdings`); sums of `sync.measure`;
+ 8. engine   in `wait`: the norm, where ranks hold different elements (`Holdings`); sums of `sync.measure`;
              the audit's checksums; the gathers of the verdict, if something is wrong.
-10. engine   in each call that clips or returns norms by name, where ranks hold different elements: on the
+ 9. engine   in each call that clips or returns norms by name, where ranks hold different elements: on the
              host a header, and the norm again (`Engine.renew_norm`).
 
 Why the order is the same on every rank: on the engine's group everything is launched by the program, at
@@ -125,8 +124,8 @@ class Engine:
     `hand_out`, `pad`, `end_hand_out`                      1, 2
     `begin`                                                before the first backward
     `micro_batch`, `last_backward`
-    `launch_header`, `launch`          OPEN → SENT         3 to 8
-    `wait`                             SENT → REDUCED      9
+    `launch_header`, `launch`          OPEN → SENT         3 to 7
+    `wait`                             SENT → REDUCED      8
     `step`, or `hand_over`             REDUCED → USED
     `close_window`                     USED → IDLE
     =================================  ==================  ==================================================
@@ -303,7 +302,6 @@ class Engine:
         self.counter.hand_out(place, last=last)
         self.has_more_windows, self.is_padding = more, False
         self.batch_norms.hand_out(place)
-        self.reducer.before_forward(syncs=last)
 
     def pad(self, *, last: bool) -> None:
         """Count a micro-batch of padding, given to the loop because other ranks run one."""
@@ -466,7 +464,6 @@ class Engine:
     @contextmanager
     def launch_header(self) -> Iterator[Header]:
         """Launch the header all-reduce; launch the buckets inside the `with` block."""
-        self.reducer.before_header()
         # The verdict of the previous window, if the host lets the device run ahead: the header states its
         # step. Here all ranks are behind every collective that a forward may launch.
         self.verdicts.reach_earlier(self.counter.index)
@@ -975,7 +972,6 @@ class Engine:
         """Forget what a capture that failed has noted of the open window: nothing of it has run."""
         if self.verdict is not None:
             self.verdicts.forget(self.verdict)
-        self.reducer.rewind()
         self.reset()
         self.counter.state, self.counter.done = State.OPEN, 0
 
@@ -1126,7 +1122,7 @@ class Engine:
             return (self.marks.describe(changed, "between micro-batches"), True) if changed else None
         if strays := self.reducer.written_outside_grad():
             return self.marks.describe(strays, "between windows"), True
-        if self.reducer.has_replaced_grad or is_lazy(self.device):
+        if is_lazy(self.device):
             return None
         # What no optimizer has used is the user's to change: it counts into this window.
         changed = [index for index in self.marks.written() if not self.kept_grads.keeps(index)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any
@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from pyengine.comm import Comm, Local, TorchDist, comm_for
 from pyengine.comm.axes import Axes, MeshRanks, as_tuple, axes_problems, process_groups
-from pyengine.comm.groups import group_beside_ddp, group_of
+from pyengine.comm.groups import group_of
 from pyengine.comm.shared_memory import problems_of_sharing, share_memory
 from pyengine.gradients.fsdp.places import is_counted
 from pyengine.gradients.fsdp.units import Unit
@@ -161,24 +161,6 @@ class EngineRanks:
         comm = comm.with_own_group()
         return share_memory(comm) if self._shared_memory else comm
 
-    def own_groups(self, names: Collection[str]) -> Groups:
-        """Return transports of the groups of some parameters that DDP does not use: where another owner
-        reduces the rest, the order of what the two send is no matter.
-        """
-        mine = self.groups_named(names)
-        comms = [
-            self.for_buckets(self._transport(ranks, beside_ddp=True)) if index in mine else self.comm
-            for index, ranks in enumerate(self.membership.groups)
-        ]
-        return Groups(self.comm, comms, are_alike=False)
-
-    def counted(self, names: Sequence[str]) -> list[bool] | None:
-        """Return which of these this rank counts in the norm; None where all ranks hold the same."""
-        if self.membership.counted is None:
-            return None
-        counted = dict(zip(self._group_of, self.membership.counted, strict=True))
-        return [counted[name] for name in names]
-
     def broadcast(self, named: Sequence[tuple[str, Tensor]], groups: Groups) -> None:
         """Overwrite tensors by those of the first rank of their group; warn of what cannot be written."""
         stored = {name: _stored_in(local(tensor)) for name, tensor in named}
@@ -233,9 +215,6 @@ class EngineRanks:
             )
         elif any(is_dtensor(param) for _, param in named):
             yield "ddp_model has DTensor parameters, which its buckets cannot hold: use pe.GradSync"
-
-    def groups_named(self, names: Collection[str]) -> set[int]:
-        return {self._group_of[name] for name in names}
 
     def group_named(self, name: str) -> int:
         """Return the group to which a tensor of this name, for example a buffer, belongs."""
@@ -322,14 +301,11 @@ class EngineRanks:
                     same.remove(axis)
         return mesh.along(same)
 
-    def _transport(self, ranks: Sequence[int], *, beside_ddp: bool = False) -> Comm:
-        # Where a stream orders collectives, DDP's would come between ours on a group of both.
-        is_apart = beside_ddp and self.comm.is_stream_ordered and len(ranks) > 1
-        if len(ranks) == self.comm.world_size and not is_apart:
+    def _transport(self, ranks: Sequence[int]) -> Comm:
+        if len(ranks) == self.comm.world_size:
             return self.comm
         members = sorted(self._ranks[rank] for rank in ranks)
-        make = group_beside_ddp if is_apart else group_of
-        comm = Local() if len(ranks) == 1 else TorchDist(make(members, self.device), self.device)
+        comm = Local() if len(ranks) == 1 else TorchDist(group_of(members, self.device), self.device)
         comm.join(self.comm)
         return comm
 

@@ -315,11 +315,11 @@ def group_problems(process_group: Any, device_mesh: Any) -> Iterator[str]:
 
 
 def sparse_modules(model: nn.Module, reduced: Sequence[tuple[str, nn.Parameter]]) -> list[str]:
-    """Report which modules would give DDP or FSDP2, which reduces these parameters, sparse gradients."""
+    """Report which modules would give FSDP2, which reduces these parameters, sparse gradients."""
     trained = {id(param) for _, param in reduced if param.requires_grad}
     return [
-        f"{name or type(module).__name__} has sparse=True, and no sparse gradient fits into the buckets of "
-        "DDP and FSDP2. Build it with sparse=False, or use pe.GradSync, which sums sparse gradients densely"
+        f"{name or type(module).__name__} has sparse=True, and no sparse gradient fits into the buffers of "
+        "FSDP2. Build it with sparse=False, or use pe.GradSync, which sums sparse gradients densely"
         for name, module in model.named_modules()
         if getattr(module, "sparse", False) and id(getattr(module, "weight", None)) in trained
     ]

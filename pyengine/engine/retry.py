@@ -7,13 +7,12 @@ and these are added when the backward has ended. This serves every owner whose g
 
  - own buckets that sum in place: what is set aside are the views of the bucket, so nothing reaches its memory
    before the attempt has succeeded; the in-place add changes their versions, as autograd's own would.
- - other own buckets, DDP's sums, and slots: what is set aside are the gradients of the micro-batch's earlier
+ - other own buckets, and slots: what is set aside are the gradients of the micro-batch's earlier
    parts, or the sums that autograd keeps in `.grad`.
 
 Nothing is launched inside an attempt: the parts are one `micro_batch` block without a `last_backward`, so the
-header, and every bucket, follow the last part. Collectives of DDP's own forwards are launched before the
-attempt or behind the block (`Reducer.before_retried_forward`). Other collective forwards are refused. After a
-failure random generators, buffers of the module, and BatchNorm's rows of exact sums get their values back.
+header, and every bucket, follow the last part. Collective forwards are refused. After a failure random
+generators, buffers of the module, and BatchNorm's rows of exact sums get their values back.
 """
 
 from __future__ import annotations
@@ -91,7 +90,6 @@ class Retries:
             "sync.retry_smaller runs again what runs out of memory, and a graph cannot: call sync.backward"
         )
         engine = self._engine
-        engine.reducer.before_retried_forward()
         losses: list[Tensor] = []
         counts: list[Count] = []
         start = 0

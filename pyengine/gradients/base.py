@@ -93,17 +93,17 @@ def problems_of_capture(comm: Comm, observers: Sequence[Observer] | None) -> lis
 class Reducer(ABC):
     """Own the gradients of an engine: accumulate them over a window and reduce them at its end.
 
-    There is one subclass for each owner: the engine's flat buckets, DDP's buckets, FSDP2's units, and sums on
-    a lazy device. A default implementation serves owners that have nothing to add.
+    There is one subclass for each owner: the engine's flat buckets, FSDP2's units, and sums on a lazy device.
+    A default implementation serves owners that have nothing to add.
 
     All tensors are on the parameters' device. `.grad` has the shape and dtype of its parameter. The memory of
-    `.grad` belongs to the reducer (under `attach` to DDP), holds the mean from `finish` on, and is
-    overwritten from the next `begin` on.
+    `.grad` belongs to the reducer, holds the mean from `finish` on, and is overwritten from the next `begin`
+    on.
     """
 
     # ---- set by every reducer ----
 
-    # In registration order, or in DDP's order. Every parameter index below refers to this order.
+    # In registration order. Every parameter index below refers to this order.
     params: Sequence[Parameter]
     names: Sequence[str]
 
@@ -129,18 +129,11 @@ class Reducer(ABC):
     # Called with this rank's own sums of every bucket, in every window before the all-reduce. None: the owner
     # has no such float sums, but exact ones, FSDP2's units, or an XLA program.
     observers: list[Observer] | None = None
-    # Windows that have to run before one is captured as a graph, whatever their form.
-    min_warm_up = 0
 
     @cached_property
     def stepper(self) -> Stepper:
         """Steps an optimizer over these gradients, or skips the step."""
         return PlainStepper()
-
-    @property
-    def has_replaced_grad(self) -> bool:
-        """Whether the owner has replaced `.grad` since the last `finish`."""
-        return False
 
     @property
     def saves_local_sums(self) -> bool:
@@ -166,15 +159,6 @@ class Reducer(ABC):
 
     def open(self) -> None:
         """Open a window, before any of its forwards."""
-
-    def before_forward(self, *, syncs: bool) -> None:
-        """Prepare for the forward of a micro-batch; `syncs`: it is known to be the window's last one."""
-
-    def before_retried_forward(self) -> None:
-        """Launch, or put off, the collectives of forwards: those of this micro-batch may run several times.
-
-        Not called where `has_collective_forwards`.
-        """
 
     def begin_padding(self) -> None:
         """Discard the gradients of the current micro-batch, and its writes to buffers: it is padding.
@@ -276,9 +260,6 @@ class Reducer(ABC):
         """
         return False
 
-    def before_header(self) -> None:
-        """Launch the owner's own collectives that have to precede the window's header."""
-
     def overlap(self, header: Header, roots: Sequence[Tensor]) -> AbstractContextManager[None]:
         """Accumulate the last micro-batch; launch reductions inside its backward.
 
@@ -317,10 +298,9 @@ class Reducer(ABC):
     @property
     def capture_problems(self) -> list[str]:
         """Why a window of these gradients cannot be captured as a graph; empty if it can."""
-        return [f"gradients that {type(self).__name__} owns are not captured: make the engine by pe.GradSync"]
-
-    def before_capture(self) -> None:
-        """Prepare for the capture of a window as a graph."""
+        return [
+            f"gradients that {type(self).__name__} owns are not captured: use pe.GradSync, or attach a DDP"
+        ]
 
     @property
     def place_of_sums(self) -> object:
@@ -329,9 +309,6 @@ class Reducer(ABC):
 
     def run_again(self) -> None:
         """Launch what a graph of this window's work has not: called behind each of its runs."""
-
-    def rewind(self) -> None:
-        """Reopen the window, whose capture as a graph has failed: nothing of it has run."""
 
     def blame(self) -> Callable[[int], list[int] | None]:
         """Return a function of a parameter index: this rank's micro-batches with a non-finite gradient.

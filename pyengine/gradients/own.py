@@ -362,6 +362,9 @@ class BucketReducer(Reducer):
                 used.all_reduce([each for bucket in self._buckets_of(group) for each in bucket.used])
 
     def release(self, *, keeps_grad: bool) -> None:
+        self._free_buckets(keeps_grad=keeps_grad)
+
+    def _free_buckets(self, *, keeps_grad: bool) -> None:
         self._drop_transfers()
         for bucket in self._buckets:
             remove_main_grad(bucket.params)
@@ -384,7 +387,7 @@ class BucketReducer(Reducer):
         if order != [*self._bucket_of]:
             fused = {index for bucket in self._buckets if bucket.has_fused for index in bucket.indices}
             # Drop the views of the old buffers before new buffers are allocated.
-            self.release(keeps_grad=False)
+            self._free_buckets(keeps_grad=False)
             self._lay_out(order)
             for bucket in self._buckets:
                 bucket.has_fused = not fused.isdisjoint(bucket.indices)

@@ -359,11 +359,8 @@ def rings_only() -> Any:
 
 def comm_of_buckets(sync: pe.Sync) -> Any:
     """Return the transport by which gradients travel, of an engine that has one for all of them."""
-    reducer = sync._engine.reducer
-    if isinstance(sync, pe.GradSync):
-        (comm,) = reducer._groups.comms
-        return comm
-    return reducer._comm
+    (comm,) = sync._engine.reducer._groups.comms
+    return comm
 
 
 def records_of(sync: pe.Sync) -> list[pe.StepRecord]:

@@ -9,10 +9,12 @@ import pickle
 
 import pytest
 import torch
-from cases import Inject, assert_same, error_of, grads, me, raise_key_error
+import torch.distributed as dist
+from cases import Inject, assert_same, error_of, grads, me
 from ranks import on_ranks
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parallel.distributed import _MixedPrecision
 
 import pyengine as pe
 
@@ -119,28 +121,6 @@ def test_hooks_see_only_real_gradients_and_what_nobody_used_or_a_function_leaves
     assert len(calls) == sum(place == 0 for _, place in data)
 
 
-@pytest.mark.parametrize(("ddp", "accumulator"), [("plain", "exact"), ("view", "fp32")])
-@on_ranks(2)
-def test_a_failure_behind_the_last_bucket_leaves_the_gradients_of_the_other_ranks(ddp, accumulator):
-    """The others have everything then: this rank ends with the same gradients."""
-    rank, world = me()
-    model = nn.Linear(3, 3, bias=False)
-    wrapped = DistributedDataParallel(model, **DDPS[ddp])
-    sync = pe.attach(wrapped, accumulate=1, accumulator=accumulator)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    for number in range(4):
-        x = torch.full((1, 3), float(rank + 1), requires_grad=True)
-        if number % 2 == 0 and rank == 0:
-            # Autograd runs what was made first last: DDP has every gradient of its own by then.
-            x = x.clone()
-            x.register_hook(raise_key_error)
-        with sync.accumulate():
-            with contextlib.suppress(KeyError):
-                sync.backward(wrapped(x).sum())
-            assert sync.step(optimizer)
-            assert torch.equal(model.weight.grad, torch.full((3, 3), (world + 1) / 2))
-
-
 @pytest.mark.parametrize(
     ("ddp", "sums", "at", "saved"),
     [
@@ -171,65 +151,42 @@ def test_a_backward_that_breaks_under_a_finite_loss_is_named_by_raise(ddp, sums,
 
 
 @pytest.mark.parametrize(
-    ("sums", "is_finite"), [("narrow", True), ("narrow", False), ("exact", True), ("exact", False)]
-)
-@on_ranks(2)
-def test_what_came_before_ddp_rebuilds_its_buckets_in_mid_window_moves_to_new_ones(sums, is_finite):
-    """DDP does so in its first forward behind a window, which here is that of the last micro-batch."""
-    rank, _ = me()
-    accumulator, dtype = SUMS[sums]
-    model = nn.Sequential(nn.Linear(3, 2, dtype=dtype), nn.Linear(2, 1, dtype=dtype))
-    wrapped = DistributedDataParallel(model)
-    sync = pe.attach(wrapped, accumulate=3, accumulator=accumulator, nonfinite="raise")
-    raised = pytest.raises(FloatingPointError, match="from rank 1, micro-batch 1")
-    found, rebuilt = [], []
-    with contextlib.nullcontext() if is_finite else raised:
-        for window in range(2):
-            for place in range(3):
-                forward = wrapped if window == 0 or place == 2 else model
-                rebuilt.append(wrapped._has_rebuilt_buckets)
-                with sync.accumulate():
-                    loss = forward(torch.ones(1, 3, dtype=dtype)).float().sum()
-                    is_bad = not is_finite and (rank, window, place) == (1, 1, 1)
-                    sync.backward(Inject.apply(loss, math.nan if is_bad else 1.0))
-            sync.unscale_()
-            found.append(grads(model))
-            wrapped.zero_grad()
-    assert rebuilt == [False] * 6 and wrapped._has_rebuilt_buckets
-    assert_same(found[-1], found[0])
-
-
-@pytest.mark.parametrize(
     "what, needle",
     [
-        ("python_reducer", "optimize_ddp='python_reducer', which removes DDP's hooks from the backward"),
         ("delayed", "made with delay_all_reduce_named_params"),
-        ("unfrozen", "parameter '0.weight' requires a gradient and is in none of DDP's buckets"),
         ("hook", "ddp_model has a communication hook"),
+        ("hook inside", "a DistributedDataParallel inside ddp_model has a communication hook"),
+        ("hook of buffers", "ddp_model has a hook for its buffers"),
+        ("mixed", "ddp_model was made with mixed_precision"),
+        ("another group", "a DistributedDataParallel inside ddp_model sums over ranks"),
         ("sharded", "TypeError: ddp_model is a FSDPLinear: FSDP1"),
-        ("join", "RuntimeError: ddp_model.join() around a loop over windows"),
-        ("sparse", "0 has sparse=True"),
+        ("join", "RuntimeError: leave ddp_model.join() out"),
         ("bare", "TypeError: ddp_model is a Linear: need a DistributedDataParallel"),
     ],
 )
 @on_ranks(2)
 def test_what_would_go_past_the_engine_is_refused_by_name(what, needle):
-    model = nn.Sequential(nn.Embedding(2, 2, sparse=what == "sparse"), nn.Linear(2, 1))
+    rank, _ = me()
+    inner: nn.Module = nn.Linear(2, 1)
+    if what in ("hook inside", "another group"):
+        alone = [dist.new_group([each]) for each in range(2)][rank]
+        inner = DistributedDataParallel(inner, process_group=alone if what == "another group" else None)
+    model = nn.Sequential(nn.Embedding(2, 2), inner)
     options: dict[str, object] = {}
     if what == "delayed":
         options = {
             "delay_all_reduce_named_params": [("0.weight", model[0].weight)],
-            "param_to_hook_all_reduce": model[1].weight,
+            "param_to_hook_all_reduce": inner.weight,
         }
-    if what == "unfrozen":
-        model[0].requires_grad_(False)
-    mode = "python_reducer" if what == "python_reducer" else "ddp_optimizer"
-    with torch._dynamo.config.patch(optimize_ddp=mode):
-        ddp: nn.Module = DistributedDataParallel(model, **options)
-    if what == "unfrozen":
-        model[0].requires_grad_(True)
-    if what == "hook":
-        ddp.register_comm_hook(pe.HookState(wire=pe.wire.BF16()), pe.comm_hook)
+    if what == "mixed":
+        options = {"mixed_precision": _MixedPrecision(param_dtype=torch.bfloat16)}
+    ddp: nn.Module = DistributedDataParallel(model, **options)
+    if what.startswith("hook"):
+        hooked = inner if what == "hook inside" else ddp
+        if what == "hook of buffers":
+            ddp._register_buffer_comm_hook(None, lambda *_: None)
+        else:
+            hooked.register_comm_hook(pe.HookState(wire=pe.wire.BF16()), pe.comm_hook)
     if what == "bare":
         ddp = nn.Linear(2, 2)
     if what == "sharded":
@@ -240,28 +197,6 @@ def test_what_would_go_past_the_engine_is_refused_by_name(what, needle):
             with ddp.join(), sync.accumulate():
                 pass
     assert needle in f"{error.type.__name__}: {error.value}"
-
-
-@on_ranks(2)
-def test_a_backward_that_ddp_has_not_noticed_is_an_error_and_no_step():
-    """DDP loses its hooks on one rank: it says so, and the others do not step either."""
-    rank, _ = me()
-    ddp = DistributedDataParallel(nn.Linear(2, 1))
-    sync = pe.attach(ddp, accumulate=1)
-    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
-    before = ddp.module.weight.detach().clone()
-    if rank == 1:
-        ddp.reducer._remove_autograd_hooks()
-    errors = []
-    for _ in range(2):
-        try:
-            with sync.accumulate():
-                sync.backward(ddp(torch.ones(1, 2)).sum())
-            sync.step(optimizer)
-        except RuntimeError as error:
-            errors.append(str(error))
-    assert torch.equal(before, ddp.module.weight)
-    assert len(errors) == 2 * rank and all("DDP has not reduced the gradients" in text for text in errors[:1])
 
 
 @pytest.mark.parametrize("how", ["hook", "a larger one", "no_sync"])

@@ -106,17 +106,19 @@ CASES = {
     "int8+ef": {"wire": pe.wire.ErrorFeedback(pe.wire.Int8())},
     "exact": {"accumulator": pe.Exact(micro_batches=16)},
     "resumed": {"resumes_at": 7},
+    "norms": {"norms": True},
     "DDP": {"ddp": {}},
-    "DDP, nan": {"ddp": VIEWS, "schedules": True, "bad": 14},
-    "DDP, scaler": {"ddp": VIEWS, "scales": True, "bad": 15},
+    "DDP, nan": {"ddp": VIEWS, "schedules": True, "bad": 6},
+    "DDP, scaler": {"ddp": VIEWS, "scales": True, "bad": 8},
     "DDP, bf16": {"ddp": {}, "dtype": torch.bfloat16, "wire": "bf16"},
     "DDP, int8+ef": {"ddp": VIEWS, "wire": pe.wire.ErrorFeedback(pe.wire.Int8())},
     "DDP, exact": {"ddp": VIEWS, "accumulator": pe.Exact(micro_batches=16)},
-    "DDP, resumed": {"ddp": VIEWS, "resumes_at": 13, "windows": 24},
+    "DDP, resumed": {"ddp": VIEWS, "resumes_at": 7},
     "DDP, static graph": {"ddp": VIEWS | {"static_graph": True}},
+    "DDP, unused": {"ddp": {"find_unused_parameters": True}},
     "DDP, BatchNorm": {"ddp": VIEWS, "norms": True},
 }
-_OF_TWO = ("int8+ef", "DDP, nan", "DDP, int8+ef", "DDP, BatchNorm")
+_OF_TWO = ("int8+ef", "norms", "DDP, nan", "DDP, int8+ef", "DDP, BatchNorm")
 _OF_THREE = ("exact", "scaler", "DDP, exact")
 
 
@@ -128,8 +130,6 @@ _OF_THREE = ("exact", "scaler", "DDP, exact")
 @on_ranks()
 def test_a_captured_window_has_the_bits_of_one_that_is_not(world: int, case: str) -> None:
     options = dict(CASES[case])
-    if "ddp" in options:  # of which eleven windows run without a graph
-        options.setdefault("windows", 20)
     with recorded_device(), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*step was skipped")
         expected, records, _ = _run(captured=False, **options)
@@ -413,7 +413,7 @@ def test_engines_whose_windows_cannot_be_captured_say_so(options, says):
 # ---- over DDP ----
 
 
-def _over_ddp(train: Any, *, windows: int = 14, norms: bool = False) -> tuple[Any, DistributedDataParallel]:
+def _over_ddp(train: Any, *, windows: int = 6, norms: bool = False) -> tuple[Any, DistributedDataParallel]:
     """Capture windows over DDP of two micro-batches, trained by `train`; the engine is not closed."""
     rank = torch.distributed.get_rank()
     model = DistributedDataParallel(_model(norms=norms), gradient_as_bucket_view=True)
@@ -433,18 +433,7 @@ def _train(model, sync, optimizer, batches):
     sync.step(optimizer)
 
 
-@on_ranks(1)
-def test_ddp_does_not_time_captured_iterations():
-    """It times its hundredth one by events, which it could not read where a capture has recorded them."""
-    with recorded_device():
-        _, model = _over_ddp(_train)
-    model.require_backward_grad_sync = True  # as a closed engine leaves it
-    for _ in range(100):
-        model(torch.ones(2, 6)).sum().backward()
-    assert model._get_ddp_logging_data()["iteration"] < 100
-
-
-@pytest.mark.parametrize("windows", [12, 14])  # the capture's is the last, or others follow
+@pytest.mark.parametrize("windows", [5, 7])  # the capture's is the last, or others follow
 @on_ranks(2)
 def test_a_capture_that_fails_in_ddps_last_backward_runs_the_window_without(windows):
     """The other rank launches its graph: this one's collectives have to be the same ones."""
@@ -480,7 +469,7 @@ def test_ddp_of_another_stream_is_named():
         pytest.warns(UserWarning, match="DDP was made on another stream than windows run on: make DDP"),
     ):
         step, _ = _over_ddp(_train)
-    assert (step.num_captured, step.num_eager) == (0, 14)
+    assert (step.num_captured, step.num_eager) == (0, 6)
 
 
 @on_ranks(2)
@@ -501,13 +490,13 @@ def test_ddps_parameters_that_no_window_uses_are_named():
 
 
 @on_ranks(1)
-def test_ddp_is_captured_after_eleven_windows_and_a_forward_behind_them_broadcasts_no_buffers():
+def test_a_forward_behind_captured_windows_broadcasts_no_buffers():
     """Other ranks may run no forward."""
     with recorded_device():
         step, model = _over_ddp(_train, norms=True)
         with mock.patch.object(torch.distributed, "_broadcast_coalesced") as broadcast:
             model(torch.ones(2, 6))
-    assert (step.num_eager, step.num_captured, step.num_replayed) == (11, 1, 2)
+    assert (step.num_eager, step.num_captured, step.num_replayed) == (3, 1, 2)
     broadcast.assert_not_called()
 
 
@@ -515,7 +504,6 @@ def test_ddp_is_captured_after_eleven_windows_and_a_forward_behind_them_broadcas
     ("options", "says"),
     [
         ({}, "the host waits for collectives over gloo"),
-        ({"find_unused_parameters": True}, "DDP with find_unused_parameters=True has the host look"),
         ({"gradient_as_bucket_view": True}, "the default stream of a device cannot be captured: make DDP"),
     ],
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import nullcontext, suppress
 from datetime import timedelta
 from typing import Any
-from unittest.mock import Mock, patch
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import pyengine as pe
-from pyengine.gradients.ddp import buckets
 
 CASES = {
     "own": ("own", torch.float32, {}),
@@ -72,8 +71,7 @@ def test_a_failed_collective_raises_and_nothing_is_stepped_with_half_reduced_gra
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
     _break(comm_of_buckets(sync), 30, exchange)
     x = torch.ones(2, 40, dtype=dtype)
-    says = "connection lost" if kind == "own" else "^a collective failed: .*connection lost"
-    with pytest.raises(RuntimeError, match=says):
+    with pytest.raises(RuntimeError, match="connection lost"):
         for window in sync.windows([x, x]):
             for batch in window:
                 sync.backward(forward(batch).sum().float())
@@ -84,22 +82,6 @@ def test_a_failed_collective_raises_and_nothing_is_stepped_with_half_reduced_gra
             sync.step(optimizer)
     with pytest.raises(RuntimeError, match="from a checkpoint"):
         next(sync.windows([x, x]))
-    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
-
-
-@on_ranks(2)
-def test_a_window_whose_reduction_could_not_be_prepared_is_no_mean_and_no_step():
-    """Memory for exact sums, which DDP's first window takes in its last backward, runs out on every rank."""
-    model = DistributedDataParallel(_model())
-    sync = pe.attach(model, accumulate=1, accumulator="exact")
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    before = [p.detach().clone() for p in model.parameters()]
-    no_memory = patch.object(buckets, "exact_over_ranks", Mock(side_effect=MemoryError))
-    with no_memory, pytest.raises(MemoryError), sync.accumulate():
-        sync.backward(model(torch.ones(2, 40)).sum())
-    for _ in range(2):
-        with pytest.raises(RuntimeError, match="a collective failed on this rank or was not launched"):
-            sync.step(optimizer)
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
 
 

@@ -200,20 +200,6 @@ def test_memory_that_runs_out_at_any_operation_leaves_no_trace(kind):
     gc.unfreeze()
 
 
-@on_ranks(2)
-def test_memory_that_runs_out_where_ddp_would_rebuild_its_buckets_leaves_no_trace():
-    """DDP does so, by a broadcast, in the first forward of an engine's second window."""
-    gc.freeze()
-    for operation in range(6):
-        run = Run("attach")
-        run.failing(Allocator(), 0)
-        got = run.failing(Allocator(at=operation), 0, fails=run.rank == 1)
-        assert run.forward._has_rebuilt_buckets
-        assert_equal(got, run.by_hand([ITEMS // 2 if run.rank == 1 else ITEMS] * MICRO_BATCHES), operation)
-        run.sync.close()
-    gc.unfreeze()
-
-
 @pytest.mark.parametrize(
     ("kind", "world", "dtype"),
     [

@@ -125,33 +125,6 @@ class NoRoom(nn.Module):
         return self.always(x).sum() + (self.first(x).sum() if first else 0)
 
 
-@pytest.mark.parametrize("at", [0, 1])
-@on_ranks(2)
-def test_a_failure_before_ddp_has_heard_of_the_last_backward_voids_the_window(at):
-    """Fail on rank 1, in the last backward of window `at`."""
-    rank, _ = me()
-    ddp = DistributedDataParallel(NoRoom(), find_unused_parameters=True)
-    sync = pe.attach(ddp, accumulate=2)
-    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
-    reducer = sync._engine.reducer
-    expect, stepped = reducer._driver.prepare_for_backward, []
-
-    def fail(loss: Tensor | None) -> None:
-        reducer._driver.prepare_for_backward = expect
-        raise MemoryError("no room")
-
-    for window in range(3):
-        reducer._driver.prepare_for_backward = fail if (rank, window) == (1, at) else expect
-        try:
-            for place in range(2):
-                with sync.accumulate():
-                    sync.backward(ddp(torch.ones(1, 3, dtype=torch.bfloat16), place == 0))
-            stepped.append(bool(sync.step(optimizer)))
-        except MemoryError:
-            stepped.append(False)
-    assert stepped == [window != at for window in range(3)]
-
-
 @pytest.mark.parametrize("accumulator", ["fp32", "exact"])
 @on_ranks(2)
 def test_the_host_reads_the_used_flags_of_all_buckets_at_once_and_only_if_it_must(accumulator):

@@ -1,13 +1,11 @@
-"""The DDP communication hook: reduces one bucket over a wire.
+"""The DDP communication hook: averages one bucket over ranks, over a wire.
 
-Used alone (`register_comm_hook`), it averages over ranks as DDP does. Driven by `attach`, it passes each
-bucket to the window's `Reduction`. No string annotations here: DDP inspects the hook's signature.
+No string annotations here: DDP inspects the hook's signature.
 """
 
 import itertools
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,7 +18,6 @@ from pyengine.comm import TorchDist
 from pyengine.comm.base import Comm, Work
 from pyengine.comm.shared_memory import problems_of_sharing, share_memory, wrong_choice
 from pyengine.comm.staged import Staged
-from pyengine.gradients.ddp.bucket_norms import ReadNorms
 from pyengine.gradients.ddp.futures import Callbacks, StagedBuckets
 from pyengine.ops.device import runs_ahead
 from pyengine.ops.plan import BucketPlan
@@ -88,11 +85,6 @@ class HookState:
         self.wire, self.shared_memory = as_wire(wire), shared_memory
         if problems := [*wire_problems(self.wire), *wrong_choice(shared_memory)]:
             raise ValueError(problems[0])
-        # ---- set by an engine ----
-        # Called with each bucket in place of the mean over ranks.
-        self.reduce: Callable[[Any], Future[Tensor]] | None = None
-        # Whether the engine has been closed: DDP keeps the hook for good.
-        self.is_released = False
         # ---- kept between buckets ----
         self.staged = StagedBuckets()
         self.callbacks = Callbacks()
@@ -100,34 +92,6 @@ class HookState:
         # By the id of the bucket's first parameter.
         self._wire_buffers: dict[int, WireBuffer] = {}
         self._comms: dict[torch.device, Comm] = {}
-
-    def use(self, wire: Wire, comm: Comm, device: torch.device) -> None:
-        """Use an engine's wire, and its transport over the same ranks for buckets on a device.
-
-        The engine sets `reduce`, too.
-        """
-        self.wire, self.is_released = wire, False
-        self._comms[device] = comm
-        self._forget()
-
-    def release(self) -> None:
-        """Average over ranks in fp32 as DDP does, which has no way to remove a hook."""
-        self.wire, self.reduce, self.is_released = FP32(), None, True
-        self._comms = {}  # the engine's transport may be used by the next engine
-        self._forget()
-
-    def _forget(self) -> None:
-        """Drop the wire buffers and residuals of all buckets."""
-        self._wire_buffers, self.memory = {}, WireMemory()
-
-    @contextmanager
-    def without_reduction(self) -> Iterator[None]:
-        """Reduce nothing during the body, a backward that only updates DDP's own state."""
-        before, self.reduce = self.reduce, skip_reduction
-        try:
-            yield
-        finally:
-            self.reduce = before
 
     def comm(self, device: torch.device) -> Comm:
         """Return the transport for buckets on a device."""
@@ -159,7 +123,6 @@ class HookState:
         return buffer
 
     def __copy__(self) -> "HookState":
-        self._check_own()
         return HookState(self.group, wire=self.wire, shared_memory=self.shared_memory)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "HookState":
@@ -167,7 +130,6 @@ class HookState:
         return self.__copy__()
 
     def __getstate__(self) -> dict[str, Any]:
-        self._check_own()
         if self.group is not None:
             warnings.warn(
                 "HookState: a process group cannot be pickled; the state comes back on the default group",
@@ -177,13 +139,6 @@ class HookState:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         HookState.__init__(self, wire=state["wire"], shared_memory=state.get("shared_memory", False))
-
-    def _check_own(self) -> None:
-        if self.reduce is not None:
-            raise TypeError(
-                "this model is driven by pe.attach, and a copy of it would never be synchronised: copy or "
-                "save ddp_model.module, or its state_dict()"
-            )
 
 
 def comm_hook(state: HookState | dist.ProcessGroup | None, bucket: dist.GradBucket) -> Future[torch.Tensor]:
@@ -207,34 +162,23 @@ def comm_hook(state: HookState | dist.ProcessGroup | None, bucket: dist.GradBuck
         future = _Mean(state, _as_bucket(*bucket)).start()
         future.wait()
         return future
-    return _Mean(state, bucket).start() if state.reduce is None else state.reduce(bucket)
+    return _Mean(state, bucket).start()
 
 
-class BucketSum:
-    """The sum of one of DDP's buckets over ranks, and the passes over the bucket before and after it."""
+class _Mean:
+    """The mean of one of DDP's buckets over ranks, with the passes before and after the sum."""
 
-    # Reads the result, in the pass that writes it back; None reads none.
-    norms: ReadNorms | None = None
-
-    def __init__(self, state: HookState, bucket: Any, divisor: Divisor) -> None:
-        self.state, self.bucket, self.divisor = state, bucket, divisor
-        # Exceptions of failed collectives, for callers that do not wait for the future.
-        self.failures: list[BaseException] = []
-
-    def fill(self, sent: Tensor, scale: Tensor) -> bool:
-        """Write the bucket times `scale`, float32 0-dim, into `sent`, `[numel]` in the wire's type.
-
-        Return False to leave that to `launch`.
-        """
-        del sent, scale
-        return False
-
-    def observe(self, sent: Tensor, scale: Tensor | None) -> None:
-        """Look at what this rank sends, `[numel]`, and the factor that it has been multiplied by."""
+    def __init__(self, state: HookState, bucket: Any) -> None:
+        self.state, self.bucket = state, bucket
+        flat: Tensor = bucket.buffer()
+        # The core multiplies by float32 scalars; other dtypes do not pass through it.
+        dtype = torch.float32 if flat.dtype in DTYPE_CODES else flat.dtype
+        part = 1 / dist.get_world_size(state.group)
+        self.divisor = Divisor(lambda: torch.full((), part, dtype=dtype, device=flat.device), state.wire)
 
     def start(self) -> Future[torch.Tensor]:
-        """Launch the sum; return a future of DDP's buffer, `[numel]`, with the result."""
-        state, bucket, failures = self.state, self.bucket, self.failures
+        """Launch the sum; return a future of DDP's buffer, `[numel]`, with the mean."""
+        state, bucket = self.state, self.bucket
         flat: Tensor = bucket.buffer()
         if flat.layout is not torch.strided:
             raise ValueError(
@@ -244,19 +188,20 @@ class BucketSum:
         comm = state.comm(flat.device)
         # The closure must not refer to the state or the transport: a thread of the backend could be the last
         # to release the process group.
-        roll_call = comm.roll_call
+        roll_call, memory, param = comm.roll_call, state.memory, bucket.parameters()[0]
+        keeps_residual = state.wire.keeps_residual
 
         def finish(result: Callable[[], object]) -> Tensor:
-            try:
-                with roll_call.named():
-                    result()  # raises the collective's error: torch runs callbacks of failed futures, too
-            except BaseException as error:
-                failures.append(error)
-                raise
-            return write_back()
+            with roll_call.named():
+                result()  # raises the collective's error: torch runs callbacks of failed futures, too
+            reduced = write_back()
+            if keeps_residual:
+                # The optimizer would not use a bucket with inf or nan, and so not what is left of it.
+                memory.drop_of(param, ~torch.isfinite(reduced.sum()))
+            return reduced
 
         with span("launch bucket", bucket.index()), comm.side_stream([flat]):
-            work, write_back = self.launch(comm)
+            work, write_back = self._launch(comm)
             if comm.is_stream_ordered and isinstance(work, Staged):
                 return completed(finish(work.wait))  # the stream waits
         if runs_ahead(flat.device) and not comm.is_stream_ordered:
@@ -264,36 +209,27 @@ class BucketSum:
             return completed(finish(work.wait))
         if isinstance(work, Staged):
             return state.staged.add(bucket, work, lambda: finish(work.wait))
-        if state.reduce is not None and bucket.is_last() and not comm.is_stream_ordered:
-            # DDP waits for its buckets next: waiting here needs no change of threads. Without an engine other
-            # models may follow in the same backward, which the collective overlaps.
-            return completed(finish(work.wait))
         future = work.get_future()
         if roll_call.watch is not None and not comm.is_stream_ordered:
             future = roll_call.watch.guard(future, state.callbacks.call_back)
         return state.callbacks.call_back(future, lambda future: finish(future.value))
 
-    def launch(self, comm: Comm) -> Launched:
+    def _launch(self, comm: Comm) -> Launched:
         """Launch the collective, which may wait for other ranks without stalling the backward."""
         flat: Tensor = self.bucket.buffer()
         if flat.dtype not in DTYPE_CODES:
             return self._launch_wide(comm)
-        buffer, norms = self.state.wire_buffer(self.bucket, comm), self.norms
+        buffer = self.state.wire_buffer(self.bucket, comm)
         wire = buffer.wire
         into, out_of = self.divisor.before_wire(), self.divisor.after_wire()
         sent = flat if buffer.sent is None else buffer.sent
         is_copied = sent is not flat
-        scale = buffer.one if into is None else into
-        if not self.fill(sent, scale) and is_copied:
-            buffer.plan.pack_(sent, [flat], scale)
-        self.observe(sent, into)
+        if is_copied:
+            buffer.plan.pack_(sent, [flat], buffer.one if into is None else into)
 
         def write_back() -> Tensor:
-            writes, scale = is_copied or out_of is not None, buffer.one if out_of is None else out_of
-            if norms is not None:
-                norms(sent, flat if writes else None, scale)
-            elif writes:
-                buffer.plan.unpack_([flat], sent, scale)
+            if is_copied or out_of is not None:
+                buffer.plan.unpack_([flat], sent, buffer.one if out_of is None else out_of)
             return flat
 
         return wire.all_reduce_(sent, comm), write_back
@@ -313,37 +249,6 @@ class BucketSum:
             return flat if out_of is None else flat.mul_(out_of)
 
         return buffer.wire.all_reduce_(sent, comm), write_back
-
-
-class _Mean(BucketSum):
-    """The mean over ranks, as DDP's."""
-
-    def __init__(self, state: HookState, bucket: Any) -> None:
-        flat: Tensor = bucket.buffer()
-        # The core multiplies by float32 scalars; other dtypes do not pass through it.
-        dtype = torch.float32 if flat.dtype in DTYPE_CODES else flat.dtype
-        part = 1 / dist.get_world_size(state.group)
-        divisor = Divisor(lambda: torch.full((), part, dtype=dtype, device=flat.device), state.wire)
-        super().__init__(state, bucket, divisor)
-
-    def launch(self, comm: Comm) -> Launched:
-        work, write_back = super().launch(comm)
-        if not self.state.wire.keeps_residual:
-            return work, write_back
-        memory, param = self.state.memory, self.bucket.parameters()[0]
-
-        def write_back_if_finite() -> Tensor:
-            reduced = write_back()
-            # The optimizer would not use a bucket with inf or nan, and so not what is left of it.
-            memory.drop_of(param, ~torch.isfinite(reduced.sum()))
-            return reduced
-
-        return work, write_back_if_finite
-
-
-def skip_reduction(bucket: Any) -> Future[torch.Tensor]:
-    """Return a bucket as it is, without a reduction."""
-    return completed(bucket.buffer())
 
 
 def completed(flat: Tensor) -> Future[torch.Tensor]:
