@@ -1357,8 +1357,7 @@ class MicroBatch:
 
         Args:
             roots: the tensors from which the body's backward starts (the scaled losses, or any tensors behind
-                the same graph). Without them nothing overlaps under DDP's find_unused_parameters=True, nor in
-                an engine's very first last backward.
+                the same graph). Without them nothing overlaps in an engine's very first last backward.
 
         Raises:
             RuntimeError: the second one of a block; or a gradient came again after its bucket could leave.

@@ -70,10 +70,6 @@ class Sync:
         collective is launched. Does nothing the second time. `with pe.GradSync(...) as sync:` closes at the
         end of the block, also after an exception.
 
-        No communication hook can be removed from DDP: the one that `attach` leaves does what DDP does without
-        any, the mean over ranks, in fp32. Another `attach` uses it again; another hook needs a new
-        DistributedDataParallel around the same module.
-
         Warns:
             UserWarning: micro-batches of an open window are dropped.
         """

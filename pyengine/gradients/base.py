@@ -15,7 +15,7 @@ from torch.autograd.graph import GradientEdge
 from torch.nn import Parameter
 
 from pyengine.comm.base import Comm
-from pyengine.gradients.bucket import Accumulator, Observer
+from pyengine.gradients.bucket import Bucket, Observer
 from pyengine.gradients.slots import Saved
 from pyengine.step.stepper import PlainStepper, Stepper
 from pyengine.window.final_pass import FinalPass
@@ -151,7 +151,7 @@ class Reducer(ABC):
         """
         raise NotImplementedError
 
-    def buckets(self) -> Iterable[Accumulator]:
+    def buckets(self) -> Iterable[Bucket]:
         """Return the sums of earlier micro-batches' gradients, over which default methods loop."""
         return ()
 

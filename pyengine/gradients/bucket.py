@@ -1,14 +1,12 @@
 """A bucket: parameters whose gradients are summed and reduced together.
 
 `Bucket` is what all owners share: it moves gradients out of `.grad` into a `Sum`, micro-batch by micro-batch.
-How the sum is reduced and where the result goes differs by owner: own_buckets.py, ddp/buckets.py,
-fsdp/exact.py.
+How the sum is reduced and where the result goes differs by owner: own_buckets.py, fsdp/exact.py.
 """
 
 from __future__ import annotations
 
 import itertools
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
@@ -47,33 +45,7 @@ Observer = Callable[[Sequence[int], Sequence[Tensor], Tensor | None], None]
 Mark = tuple[int, int] | None
 
 
-class Accumulator(ABC):
-    """The sums of some parameters' gradients over the micro-batches of a window."""
-
-    indices: Sequence[int]  # of the parameters, in the reducer's order
-
-    @abstractmethod
-    def begin(self) -> None:
-        """Start a window: the first gradients overwrite the sums."""
-
-    @abstractmethod
-    def collect(self) -> None:
-        """Accumulate the gradients that a micro-batch's backwards have left in `.grad`."""
-
-    @abstractmethod
-    def blame(self) -> Callable[[int], list[int] | None]:
-        """Return a function as `Reducer.blame` does, whose argument is a slot."""
-
-    @abstractmethod
-    def save(self, names: Sequence[str]) -> Saved:
-        """Return copies of the sums as `Reducer.save` does; `names` are in slot order."""
-
-    @abstractmethod
-    def load(self, saved: Saved, names: Sequence[str], *, done: int) -> None:
-        """Restore the sums as `Reducer.load` does; `names` are in slot order."""
-
-
-class Bucket(Accumulator):
+class Bucket:
     """Parameters whose gradients are accumulated in one `Sum`.
 
     Order of calls in a window: `begin`; in every micro-batch `watches` before its last backward and `collect`
@@ -249,11 +221,6 @@ class SlotGroup:
         for param in self.params:
             param.grad = None
         return pointers
-
-
-def packed(numels: Sequence[int]) -> BucketPlan:
-    """Return the plan of slots without gaps, as in DDP's buckets."""
-    return aligned(numels, 1)
 
 
 def aligned(numels: Sequence[int], unit: int = ALIGN_ELEMENTS) -> BucketPlan:

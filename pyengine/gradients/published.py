@@ -14,7 +14,7 @@ from torch.nn import Parameter
 from torch.nn.utils import clip_grad_value_, get_total_norm
 
 from pyengine.comm.base import by_dtype
-from pyengine.gradients.bucket import packed
+from pyengine.gradients.bucket import aligned
 from pyengine.gradients.marks import GradVersions
 from pyengine.gradients.norms import ReducedNorms
 from pyengine.gradients.slots import dense, dense_strides, local
@@ -46,7 +46,7 @@ class Published:
     def _lay_out(self, params: Sequence[Parameter]) -> None:
         """Add parameters to the fused calls. Frozen ones, which make plans longer, follow with a gradient."""
         self._groups = by_dtype([*itertools.chain(*self._groups), *params])
-        plans = [packed([local(param).numel() for param in group]) for group in self._groups]
+        plans = [aligned([local(param).numel() for param in group], 1) for group in self._groups]
         indices = [[self._index[id(param)] for param in group] for group in self._groups]
         self._norms = ReducedNorms(list(zip(plans, indices, strict=True)), self._device)
         added = set(map(id, params))

@@ -50,7 +50,7 @@ examples:
 
 modes:
   engine    pe.GradSync: flat gradient buckets, reduced once a window
-  ddp-hook  pe.attach on DistributedDataParallel: DDP's buckets, reduced once a window
+  ddp-hook  pe.attach on DistributedDataParallel: reduced once a window
   ddp       plain DDP: loss / accumulate, and every backward all-reduces
 
 wires (docs/wires.md; ef: with error feedback):

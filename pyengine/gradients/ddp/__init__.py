@@ -1,1 +1,1 @@
-"""Gradients that DDP owns: its buckets, its hook, its reducer."""
+"""DDP: its communication hook, and a DDP whose gradients the engine owns."""

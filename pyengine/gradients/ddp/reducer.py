@@ -266,6 +266,7 @@ def _renew_reducer(ddp: DistributedDataParallel) -> None:
         ddp._ddp_init_helper(params, expects_sparse, names, ddp.static_graph)
         if ddp.static_graph:
             ddp.reducer._set_static_graph()
+            assert ddp.logger is not None  # made with the reducer
             ddp.logger._set_static_graph()
 
 
