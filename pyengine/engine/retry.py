@@ -142,14 +142,6 @@ class Retries:
                 param.grad = grad
             if not _is_out_of_memory(error):
                 raise
-            if written := engine.reducer.written_outside_grad():
-                name = engine.reducer.names[written[0]]
-                raise torch.OutOfMemoryError(
-                    f"retry_smaller: memory has run out, and the layer of {name!r} may have added half a "
-                    "gradient to main_grad, which cannot be undone: turn its fused weight gradients off "
-                    "(gradient_accumulation_fusion, fuse_wgrad_accumulation), and call sync.abandon(). "
-                    f"({error})"
-                ) from error
             for each in undo:
                 each()
             self._error = (str(error) or repr(error)).splitlines()[0]

@@ -342,8 +342,8 @@ class Sync:
                 that counts.
 
         Raises:
-            torch.OutOfMemoryError: one item does not fit, or a layer has added to `main_grad` itself; the
-                window is refused on every rank, as after any exception in a micro-batch.
+            torch.OutOfMemoryError: one item does not fit; the window is refused on every rank, as after any
+                exception in a micro-batch.
             ValueError, TypeError: the batch cannot be split, or `fn` returned something else; forwards are
                 collective (FSDP2, tensor and pipeline parallelism, SyncBatchNorm), or the device is XLA's.
 

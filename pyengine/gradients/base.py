@@ -214,10 +214,6 @@ class Reducer(ABC):
         """Return the indices of gradients written elsewhere since `clear_written_outside_grad`."""
         return ()
 
-    def main_grad_versions(self) -> dict[int, int]:
-        """Return by parameter the version of its `main_grad`, where layers add to that."""
-        return {}
-
     def clear_written_outside_grad(self) -> None:
         """Clear the list that `written_outside_grad` returns."""
 

@@ -100,14 +100,10 @@ class GradMarks:
     def record(self) -> None:
         self._then.record()
         self._reducer.clear_written_outside_grad()
-        self._main_grads = self._reducer.main_grad_versions()
 
     def changed(self) -> list[int]:
         """Return the indices of parameters whose gradient has changed since `record`."""
         written, outside = self.written(), self._reducer.written_outside_grad()
-        then, now = self._main_grads, self._reducer.main_grad_versions()
-        if now != then:
-            outside = [*outside, *(index for index in now if now[index] != then.get(index, now[index]))]
         return sorted({*written, *outside}) if outside else written
 
     def watch_hooks(self, refuse: Callable[[str, Tensor], object]) -> None:

@@ -19,7 +19,6 @@ from pyengine.gradients.base import Reducer, Residuals, not_reduced, problems_of
 from pyengine.gradients.exact_sums import Terms
 from pyengine.gradients.layout import ParamSpec, backward_order, build
 from pyengine.gradients.local_part import local_parts, release
-from pyengine.gradients.main_grad import remove_main_grad, written
 from pyengine.gradients.norms import ReducedNorms
 from pyengine.gradients.own_buckets import OwnBucket, own_bucket
 from pyengine.gradients.settings import Settings
@@ -242,7 +241,6 @@ class BucketReducer(Reducer):
         buckets = self._buckets
         plans = [(bucket.plan, bucket.indices) for bucket in buckets]
         self._norms = ReducedNorms(plans, self.params[0].device)
-        self._slot_locals = [param for bucket in buckets for param in bucket.params]
         # By registration index, in the order of the buckets, the index of the parameter's bucket.
         self._bucket_of = {index: bucket.spec.index for bucket in buckets for index in bucket.indices}
 
@@ -285,25 +283,6 @@ class BucketReducer(Reducer):
             return []
         repeated = {self._bucket_of[param] for param in self._repeated}
         return [bucket for index, bucket in enumerate(self._buckets) if index not in repeated]
-
-    def written_outside_grad(self) -> Sequence[int]:
-        """Return the parameters whose layer has added to `main_grad` itself."""
-        slots = written(self._slot_locals)
-        indices = [*self._bucket_of] if slots else []
-        return [indices[slot] for slot in slots]
-
-    def main_grad_versions(self) -> dict[int, int]:
-        return {
-            index: param.main_grad._version
-            for bucket in self._buckets
-            if bucket.has_fused
-            for index, param in zip(bucket.indices, bucket.params, strict=True)
-        }
-
-    def clear_written_outside_grad(self) -> None:
-        if written(self._slot_locals):
-            for bucket in self._buckets:
-                bucket.clear_main_grad_flags()
 
     def has_used_all(self) -> bool:
         return all(all(bucket.used) for bucket in self._buckets)
@@ -366,8 +345,6 @@ class BucketReducer(Reducer):
 
     def _free_buckets(self, *, keeps_grad: bool) -> None:
         self._drop_transfers()
-        for bucket in self._buckets:
-            remove_main_grad(bucket.params)
         release(self._local_params)
         self._buckets = []
         for param in map(self.params.__getitem__, self._bucket_of):
@@ -385,12 +362,9 @@ class BucketReducer(Reducer):
         expected, seen = backward_order(self._specs), set(order)
         order = [*order, *(index for index in expected if index not in seen)]
         if order != [*self._bucket_of]:
-            fused = {index for bucket in self._buckets if bucket.has_fused for index in bucket.indices}
             # Drop the views of the old buffers before new buffers are allocated.
             self._free_buckets(keeps_grad=False)
             self._lay_out(order)
-            for bucket in self._buckets:
-                bucket.has_fused = not fused.isdisjoint(bucket.indices)
 
     def prepare(self, header: Header) -> Transfers:
         """Prepare the reductions of a window; `launch_rest` follows."""

@@ -16,7 +16,6 @@ from pyengine.gradients.bucket import Bucket, Mark, Observer, SlotGroup, grad_ma
 from pyengine.gradients.exact_sums import Terms, exact_over_ranks
 from pyengine.gradients.layout import BucketSpec
 from pyengine.gradients.local_part import LocalPart
-from pyengine.gradients.main_grad import pop_written, set_main_grad
 from pyengine.gradients.norms import ReducedNorms
 from pyengine.gradients.settings import Settings, sum_dtype
 from pyengine.gradients.slots import Saved, slots_of, views_of
@@ -52,12 +51,10 @@ class OwnBucket(Bucket):
         is_one = result is wire_buffer
         self._slots = self._wire_slots if is_one else self.plan.pointers(slots_of(result, self.plan))
         self._descriptions = _descriptions(self.params)
-        self.has_fused = False  # whether a layer adds to `main_grad` itself
-        self._is_stale = False  # whether the sum holds an earlier window's, until it is overwritten
         self.bind()
 
     def bind(self) -> None:
-        """Make the views for `.grad`, and for `main_grad` where layers get it."""
+        """Make the views for `.grad`."""
         self._grads = views_of(self._result, self.params, self.plan)
         self._addresses = [grad.data_ptr() for grad in self._grads]
 
@@ -83,32 +80,6 @@ class OwnBucket(Bucket):
         # Marks of the gradients when the last backward had completed the bucket; of none after `send`.
         self._sealed: list[Mark] = []
         self._late: list[int] = []  # slots that had changed by then when `send` began
-
-    def clear_main_grad_flags(self) -> None:
-        """Clear the layers' `main_grad` flags, but remember that layers write `main_grad`."""
-        self.has_fused = bool(pop_written(self.params)) or self.has_fused
-
-    def _find_fused(self, slots: range) -> None:
-        """Record which layers have added to the sum through `main_grad`.
-
-        Raises:
-            RuntimeError: a layer is the first to add to a sum, and nothing of this window has overwritten it.
-        """
-        for index in pop_written(self.params[slots.start : slots.stop]):
-            slot = slots.start + index
-            mine = (group for group in self._groups if group.start <= slot < group.stop)
-            if self._is_stale and not self.has_fused and any(group.is_first for group in mine):
-                self.has_fused = True  # from the next window on the sum is zero at the start
-                raise RuntimeError(
-                    f"the layer of {self.spec.slots[slot].name!r} has added to main_grad for the first time "
-                    "in this window, whose sum held the last one's: call sync.abandon(), and run the window "
-                    "again"
-                )
-            self._drop_returned(slot)
-            self.has_fused = self.used[slot] = True
-
-    def _drop_returned(self, slot: int) -> None:
-        """Drop the gradient that a layer has returned, besides the one that it has added to `main_grad`."""
 
     def seal(self) -> None:
         """Record the gradients; the last backward, which may still run, has accumulated all of them."""
@@ -170,7 +141,6 @@ class FlatBucket(OwnBucket):
 
     Args:
         dtype: of the sum.
-        sets_main_grad: whether layers may add to the sum themselves, through `main_grad`.
     """
 
     def __init__(
@@ -181,57 +151,28 @@ class FlatBucket(OwnBucket):
         *,
         wire: Wire,
         comm: Comm,
-        sets_main_grad: bool,
     ) -> None:
         device, travels = params[0].device, wire.dtype == dtype
         flat = _flat(spec, dtype, device, comm if travels else None)
         wire_buffer = flat if travels else _flat(spec, wire.dtype, device, comm)
         result = wire_buffer if wire.dtype == spec.dtype else _flat(spec, spec.dtype, device)
         self._sum = FLAT_SUMS[dtype](plan_of(spec), flat)
-        self._over_wire, self._sets_main_grad = wire, sets_main_grad
+        self._over_wire = wire
         super().__init__(spec, params, self._sum, wire_buffer, result)
         self._all_slots = SlotGroup(self.plan, params, self._sum, range(len(params)))
 
-    def bind(self) -> None:
-        super().bind()
-        if self._sets_main_grad:
-            set_main_grad(self.params, views_of(self._sum.flat, self.params, self.plan))
-
-    def begin(self) -> None:
-        super().begin()
-        if self.has_fused:
-            self._set_first(False)
-            self._sum.flat.zero_()  # a layer that adds to main_grad reads the sum
-            self._is_stale = False
-
-    def collect(self) -> None:
-        self._find_fused(range(len(self.params)))
-        super().collect()
-
-    def _accumulate(self, group: SlotGroup) -> None:
-        self._find_fused(range(group.start, group.stop))
-        super()._accumulate(group)
-
     def send(self, inv_count: Tensor | None, comm: Comm, *, poison: bool) -> Work:
         self._unseal()
-        self._find_fused(range(len(self.params)))
         grads, flags = self._all_slots.pop(self.used), self._start_row()
         self._first_row_of_sum = len(self.flagged) - 1
         self._sum.deposit_into_wire_(self._wire, grads, inv_count, first=self.is_empty, nonfinite=flags)
         self._set_first(False)
-        self._is_stale = True
         return self._all_reduce(self._over_wire, comm, inv_count, poison=poison)
 
     def sent_tensors(self) -> list[Tensor]:
         # Allocate the flags on this stream, on which a report reads them, and not on the side stream.
         self._start_row()
         return [*super().sent_tensors(), self._sum.flat]
-
-    def _drop_returned(self, slot: int) -> None:
-        # Megatron's and TransformerEngine's layers return memory that nobody has written to, so that
-        # autograd's hooks run.
-        self.params[slot].grad = None
-        self._set_first(False)  # the sum was zero and now holds the layer's gradient
 
 
 class ExactBucket(OwnBucket):
@@ -286,11 +227,6 @@ class InPlaceBucket(OwnBucket):
         self._over_wire = wire
         super().__init__(spec, params, InPlaceSum(plan, self._flat), wire_buffer, self._flat)
 
-    def bind(self) -> None:
-        super().bind()
-        # `.data` gives `main_grad` a version counter of its own: that of `.grad` counts autograd's additions.
-        set_main_grad(self.params, [grad.data for grad in self._grads])
-
     def begin(self) -> None:
         super().begin()
         self._is_first = True
@@ -300,9 +236,6 @@ class InPlaceBucket(OwnBucket):
         self._begun = self._versions()
         self._stored = list(self._begun)
         self._is_sealed = False
-        if self.has_fused:
-            self._flat.zero_()  # a layer that adds to main_grad reads the sum
-            self._is_stale = False
 
     def watches(self) -> list[Watch]:
         if self._is_first:
@@ -315,7 +248,6 @@ class InPlaceBucket(OwnBucket):
             self._store_all()
             self._record_nonfinite()
         else:
-            self._find_fused(range(len(self.params)))
             self._stored = self._versions()
 
     def arm(self) -> None:
@@ -347,7 +279,6 @@ class InPlaceBucket(OwnBucket):
         if not self._is_in_place:
             self.plan.pack_(self._wire, self._slots, self.one if inv_count is None else inv_count)
         scale = None if self._is_in_place else inv_count
-        self._is_stale = True
         return self._all_reduce(self._over_wire, comm, scale, poison=poison)
 
     def sent_tensors(self) -> list[Tensor]:
@@ -398,32 +329,17 @@ class InPlaceBucket(OwnBucket):
             for group in self._groups:
                 if group.is_first:
                     self._accumulate(group)
-                else:
-                    self._find_fused(range(group.start, group.stop))
             self._is_first = False
         else:
-            self._find_fused(range(len(self.params)))
             self._store_replaced()
         self._stored = self._versions()
 
     def _accumulate(self, group: SlotGroup) -> None:
         """Overwrite the old sum with a group's first gradients."""
-        self._find_fused(range(group.start, group.stop))
         group.total.deposit_(group.pop(self.used), first=True, nonfinite=self.one)
         for param, view in zip(group.params, self._grads[group.start : group.stop], strict=True):
             param.grad = view
         group.is_first = False
-
-    def _drop_returned(self, slot: int) -> None:
-        grad, view = self.params[slot].grad, self._grads[slot]
-        if grad is not None and (grad is not view or view._version != self._stored[slot]):
-            raise RuntimeError(
-                f"the layer of {self.spec.slots[slot].name!r} has added to main_grad and returned a "
-                "gradient as well, which autograd adds to the same sum from the second micro-batch on: "
-                "let it return None, or give the engine bfloat16 parameters with accumulator='fp32', "
-                "where the returned one is dropped"
-            )
-        self.params[slot].grad = view  # in the sum already: stored onto itself
 
     def _store_replaced(self) -> None:
         """Store gradients whose `.grad` was replaced by another tensor."""
@@ -470,10 +386,8 @@ def own_bucket(
     # A DTensor's `.grad` wraps the view: an in-place add of autograd would not show in the view's version.
     has_parts = any(isinstance(param, LocalPart) for param in params)
     if dtype != spec.dtype or settings.drops or has_parts:
-        # With `drops`, `.grad` holds only the current micro-batch's gradient until `collect`, so no layer may
-        # add to the sum.
         dtype = dtype if dtype != spec.dtype else torch.float32
-        return FlatBucket(spec, params, dtype, wire=wire, comm=comm, sets_main_grad=not settings.drops)
+        return FlatBucket(spec, params, dtype, wire=wire, comm=comm)
     return InPlaceBucket(spec, params, wire=wire, comm=comm, watch=settings.raises)
 
 

@@ -135,10 +135,8 @@ class NoiseScale(Measure):
         self._squares.index_copy_(0, slots.indices, squares)
 
     def _read_gradient(self, index: int, grad: Tensor) -> None:
-        is_written = getattr(self._measured.owner.params[index], "grad_added_to_main_grad", False)
-        if index in self._seen or is_written or not self._rows:
-            # Squares of several backwards' gradients do not add up. What a layer has added to `main_grad`
-            # itself is not in `grad`.
+        if index in self._seen or not self._rows:
+            # Squares of several backwards' gradients do not add up.
             self._is_whole = False
             return
         self._seen.add(index)

@@ -87,42 +87,6 @@ class Inject(torch.autograd.Function):
         return grad * ctx.value, None
 
 
-class Fused(torch.autograd.Function):
-    """The sum of a weight's elements times a value, whose backward adds to `main_grad` by itself, in the
-    manner of Megatron and TransformerEngine.
-    """
-
-    @staticmethod
-    def forward(ctx, weight: Tensor, value: float) -> Tensor:
-        ctx.weight, ctx.value = weight, value
-        return weight.float().sum() * value
-
-    @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[None, None]:
-        ctx.weight.main_grad.add_(grad * ctx.value)
-        ctx.weight.grad_added_to_main_grad = True
-        return None, None
-
-
-class FusedWithDummy(Fused):
-    """The same, which also returns a gradient that nobody has written to, as Megatron's layers do."""
-
-    @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
-        Fused.backward(ctx, grad)
-        return torch.full_like(ctx.weight, 100.0), None
-
-
-class FusedByAddress(Fused):
-    """The same by the address of `main_grad`, as kernels write: its version does not change."""
-
-    @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[None, None]:
-        ctx.weight.main_grad.data.add_(grad * ctx.value)
-        ctx.weight.grad_added_to_main_grad = True
-        return None, None
-
-
 class Breaks(torch.autograd.Function):
     """Identity whose backward runs out of memory while `now` is set."""
 

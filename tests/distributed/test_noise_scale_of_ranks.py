@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from cases import Fused, FusedWithDummy, assert_alike, engine, me, records_of
+from cases import assert_alike, engine, me, records_of
 from ranks import on_ranks
 from sharded_cases import sharded
 from torch import Tensor, nn
@@ -147,25 +147,6 @@ def test_windows_that_cannot_be_measured_have_no_estimate():
     window("once", "once")
     assert [record.noise_scale is not None for record in records] == [True, *[False] * 4, True]
     assert records[-1].noise_scale.windows == 2
-
-
-@pytest.mark.parametrize(("layer", "dtype"), [(Fused, torch.float32), (FusedWithDummy, torch.bfloat16)])
-@on_ranks(1)
-def test_on_one_rank_what_a_layer_adds_to_main_grad_leaves_its_window_unmeasured(layer, dtype):
-    weight = nn.Parameter(torch.ones(2, dtype=dtype))
-    sync = pe.GradSync([("weight", weight)], accumulate=2)
-    sync.measure(pe.NoiseScale())
-    records, optimizer = records_of(sync), torch.optim.SGD([weight], lr=0.0)
-    for is_fused in ([False, False], [False, True], [True, False], [True, True], [False, False]):
-        for value, adds_itself in enumerate(is_fused, start=1):
-            with sync.accumulate():
-                sync.backward(layer.apply(weight, value) if adds_itself else weight.sum() * value)
-        sync.step(optimizer)
-    found = [record.noise_scale for record in records]
-    assert [estimate is not None for estimate in found] == [True, False, False, False, True]
-    # P = 2 * 1² + 2 * 2² and T = 2 * 2 * 1.5²: tr(S) = P - T, |G|² = (T - tr(S)) / 2.
-    for estimate in filter(None, found):
-        assert (estimate.noise, estimate.signal) == pytest.approx((1.0, 4.0))
 
 
 @on_ranks(2)

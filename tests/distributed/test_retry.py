@@ -13,8 +13,6 @@ from unittest import mock
 import pytest
 import torch
 from cases import (
-    Breaks,
-    Fused,
     Inject,
     Integers,
     assert_same,
@@ -404,24 +402,6 @@ def test_slots_and_dropped_micro_batches_see_one_micro_batch(options):
     kept = [(r, k) for r in range(2) for k in range(4) if not drops or k != 1]
     batches = [integers(10 * r + k, 4) for r, k in kept]
     assert_same(grads(model), mean_of_integers(model, batches, 4 * len(kept)))
-
-
-@on_ranks(1)
-def test_half_a_gradient_in_main_grad_is_an_error():
-    weight = nn.Parameter(torch.ones(2))
-    sync = pe.GradSync([("weight", weight)], accumulate=2, accumulator="native")
-
-    def loss_of(part: Tensor) -> tuple[Tensor, int]:
-        return Fused.apply(weight, Breaks.apply(part.sum())), len(part)
-
-    x = torch.ones(4, requires_grad=True)
-    with sync.accumulate():
-        sync.retry_smaller(x, loss_of)
-    Breaks.now, message = True, "layer of 'weight'.*main_grad"
-    with pytest.raises(torch.OutOfMemoryError, match=message), sync.accumulate():
-        sync.retry_smaller(x, loss_of)
-    Breaks.now = False
-    sync.abandon()
 
 
 @on_ranks(2)

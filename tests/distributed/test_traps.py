@@ -9,9 +9,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from cases import (
-    Fused,
-    FusedByAddress,
-    FusedWithDummy,
     Integers,
     assert_alike,
     assert_same,
@@ -133,73 +130,6 @@ def test_gradients_with_other_layouts_than_their_parameters_are_summed(dtype, od
             rows[index] += 1
     assert torch.equal(embedding.weight.grad.float(), rows[:, None].expand(6, 2) / (2 * world))
     assert torch.equal(linear.weight.grad, torch.ones(2, 2, dtype=dtype))
-
-
-@pytest.mark.parametrize(
-    ("layer", "dtype", "uses"),
-    [
-        (Fused, torch.float32, [[True, True]] * 3),
-        (Fused, torch.bfloat16, [[True, True]] * 3),
-        (FusedWithDummy, torch.bfloat16, [[True, True]] * 3),
-        *[(FusedByAddress, torch.float32, [[k == at for k in range(3)]] * 2) for at in range(3)],
-        (Fused, torch.float32, [[True], [False], [True]]),
-        (Fused, torch.bfloat16, [[True], [False], [True]]),
-    ],
-)
-@on_ranks(2)
-def test_layers_that_write_main_grad_themselves_are_reduced(layer, dtype, uses):
-    """`uses` says of every window which of its micro-batches use the layer."""
-    weight, plain = (nn.Parameter(torch.ones(3, dtype=dtype)) for _ in range(2))
-    num = len(uses[0])
-    # In windows of one, buckets of one parameter, which the second window lays out in another order.
-    sync = pe.GradSync([weight, plain], accumulate=num, bucket_cap_mb=1e-5 if num == 1 else 25)
-    optimizer = torch.optim.SGD([weight, plain], lr=0.0)
-    rank, world = me()
-    for window in uses:
-        for is_used in window:
-            with sync.accumulate():
-                loss = plain.sum().float()
-                sync.backward(layer.apply(weight, 6.0 * (rank + 1)).float() + loss if is_used else loss)
-        sync.unscale_()
-        assert plain.grad.tolist() == [1.0] * 3
-        if any(window):
-            assert weight.grad.tolist() == [3.0 * (world + 1) * sum(window) / num] * 3
-        else:
-            assert weight.grad is None
-        sync.step(optimizer)
-
-
-@pytest.mark.parametrize("begins_at", [0, 1, 2])
-@on_ranks(2)
-def test_a_gradient_returned_beside_main_grad_is_refused_where_autograd_adds_to_the_sum(begins_at):
-    weight = nn.Parameter(torch.ones(3))
-    sync = pe.GradSync([("weight", weight)], accumulate=3)
-    layers = [Fused] * begins_at + [FusedWithDummy] * (3 - begins_at)
-    with pytest.raises(RuntimeError, match="'weight' has added to main_grad and returned a gradient as well"):
-        for window in sync.windows(layers):
-            for layer in window:
-                sync.backward(layer.apply(weight, 1.0))
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@on_ranks(1)
-def test_a_layer_that_begins_to_write_main_grad_late_finds_no_old_sum(dtype):
-    weight = nn.Parameter(torch.ones(3, dtype=dtype))
-    sync = pe.GradSync([("weight", weight)], accumulate=1)
-    optimizer = torch.optim.SGD([weight], lr=0.0)
-    with sync.accumulate():
-        sync.backward(weight.sum().float() * 7)
-    sync.step(optimizer)
-    with (
-        pytest.raises(RuntimeError, match="'weight' has added to main_grad for the first time"),
-        sync.accumulate(),
-    ):
-        sync.backward(Fused.apply(weight, 2.0))
-    sync.abandon()
-    with sync.accumulate():
-        sync.backward(Fused.apply(weight, 2.0))
-    sync.unscale_()
-    assert weight.grad.tolist() == [2.0] * 3
 
 
 @on_ranks(1)

@@ -8,7 +8,6 @@ import pytest
 import torch
 from cases import (
     Breaks,
-    Fused,
     Integers,
     assert_same,
     engine,
@@ -294,39 +293,3 @@ def test_a_window_that_no_step_could_use_is_not_saved():
         param.grad = torch.ones_like(param)
     with pytest.raises(RuntimeError, match="state_dict: no step could use window 0"):
         sync.state_dict()
-
-
-@pytest.mark.parametrize(
-    ("write", "at", "dtype", "words"),
-    [
-        ("add", 0, torch.bfloat16, "written to between windows"),
-        ("add", 2, torch.float32, "written to between micro-batches"),
-        ("zero", 1, torch.float32, ""),
-        ("zero", 1, torch.bfloat16, ""),
-    ],
-)
-@on_ranks(2)
-def test_a_write_to_main_grad_past_the_engine_is_refused_everywhere(write, at, dtype, words):
-    """Rank 1 writes before micro-batch `at` of the second window."""
-    rank, _ = me()
-    model = nn.Linear(3, 2, bias=False, dtype=dtype)
-    sync = pe.GradSync(model, accumulate=3)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    errors: list[str] = []
-    for number in range(4):
-        model.weight.main_grad.zero_()  # between windows nothing is lost
-        with noted(errors, sync):
-            for k in range(3):
-                if (number, rank, k) == (1, 1, at):
-                    if write == "add":
-                        Fused.apply(model.weight, 1.0).backward()
-                    else:
-                        model.weight.main_grad.zero_()
-                with sync.accumulate():
-                    sync.backward(Fused.apply(model.weight, 1.0))
-            sync.unscale_()
-            assert bool((model.weight.grad == 1).all())
-            sync.step(optimizer)
-    first, refused, *after = errors
-    assert first == "" and after == ["", ""]
-    assert refused.startswith("rank 1: ") and f"the gradient of 'weight' was {words}" in refused
