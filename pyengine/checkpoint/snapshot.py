@@ -38,7 +38,6 @@ class Identity:
     accumulator: str
     # Deposits of a full window over all ranks, where an exact sum's grid depends on it; else None.
     terms: int | None
-    batch_norms: int  # modules whose running statistics are replayed
     params: list[tuple[str, list[int], list[int], str]]  # name, shape, strides and dtype
     run: int = 1  # micro-batches that make one deposit; saved where there are several
 
@@ -63,10 +62,8 @@ class Snapshot:
     places: list[int] = field(default_factory=list)
     counts: list[float] = field(default_factory=list)
     losses: list[float | None] = field(default_factory=list)
-    dropped: list[bool] = field(default_factory=list)
     totals: dict[str, float] = field(default_factory=dict)  # by loss; saved if counts were read ahead
     sums: Saved = field(default_factory=dict)
-    batch_norm: list[Tensor] = field(default_factory=list)  # see `BatchNormReplay.save`
     # Gradients kept from the window before, by name: the parameter's shape and dtype.
     carry: dict[str, Tensor] = field(default_factory=dict)
     scaler: dict[str, Any] = field(default_factory=dict)  # empty without a loss scaler
@@ -168,7 +165,6 @@ def identify(
     accumulator: str,
     terms: int,
     run: int,
-    batch_norms: int,
     names: Sequence[str],
     params: Sequence[Parameter],
 ) -> Identity:
@@ -177,7 +173,7 @@ def identify(
         for name, p in zip(names, params, strict=True)
         if p.requires_grad
     ]
-    return Identity(accumulator, terms if accumulator == "exact" else None, batch_norms, described, run)
+    return Identity(accumulator, terms if accumulator == "exact" else None, described, run)
 
 
 def in_order(snapshots: Sequence[Snapshot]) -> list[Snapshot]:
@@ -204,16 +200,11 @@ def merge(snapshots: Sequence[Snapshot], about: Snapshot, device: torch.device) 
     Its lists are its own; `carry` is copied, other tensors only where they are concatenated or on another
     device, so they may be the snapshots' own.
     """
-    whole = replace(about, places=[], counts=[], losses=[], dropped=[], sums={}, batch_norm=[])
+    whole = replace(about, places=[], counts=[], losses=[], sums={})
     for snapshot in snapshots:
         whole.places += snapshot.places
         whole.counts += snapshot.counts
         whole.losses += snapshot.losses
-        whole.dropped += snapshot.dropped or [False] * len(snapshot.places)
-    rows = [s.batch_norm for s in snapshots if s.batch_norm]
-    whole.batch_norm = [
-        torch.cat([part.detach().to(device) for part in parts]) for parts in zip(*rows, strict=True)
-    ]
     names = dict.fromkeys(name for snapshot in snapshots for name in snapshot.sums)
     whole.sums = {name: _merge_sums(name, snapshots, device) for name in names}
     # Copies: they become `.grad` of parameters, and the state may be loaded again.
@@ -306,11 +297,10 @@ def _is_param(value: Any) -> bool:
 def _is_identity(value: Any) -> bool:
     return (
         _is_dict_of(value, lambda _: True)
-        and set(value) - {"run"} == {"accumulator", "terms", "batch_norms", "params"}
+        and set(value) - {"run"} == {"accumulator", "terms", "params"}
         and is_whole(value.get("run", 1), 1)
         and isinstance(value["accumulator"], str)
         and (value["terms"] is None or is_whole(value["terms"], 1))
-        and is_whole(value["batch_norms"])
         and _is_list_of(value["params"], _is_param)
     )
 
@@ -334,7 +324,6 @@ _KINDS: dict[str, _Kind] = {
     "order": _DISTINCT,
     "places": _DISTINCT,
     "counts": _NUMBERS,
-    "dropped": (lambda value: _is_list_of(value, lambda item: type(item) is bool), "a list of bools"),
     "losses": (
         lambda value: _is_list_of(value, lambda item: item is None or is_number(item)),
         "a list of numbers, or None",
@@ -344,7 +333,6 @@ _KINDS: dict[str, _Kind] = {
         lambda value: _is_dict_of(value, lambda parts: _is_dict_of(parts, _is_dense)),
         "tensors by part by parameter",
     ),
-    "batch_norm": (lambda value: _is_list_of(value, _is_dense), "a list of tensors"),
     "carry": (lambda value: _is_dict_of(value, _is_tensor), "tensors by parameter"),
     "scaler": (lambda value: _is_dict_of(value, is_number), "numbers by name"),
     "residuals": (lambda value: _is_dict_of(value, _is_dense), "tensors by parameter"),

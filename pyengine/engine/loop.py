@@ -125,13 +125,6 @@ class Counting:
         local = engine.counts
         done = [float(count) for count in local.counts]
         names, counts, problems = count_ahead(self._count, batches, local, self._names, engine.device)
-        drops = engine.dropping is not None
-        if drops and len(names) > 1:
-            problems.append(
-                f"count: use nonfinite='skip' or 'raise' with counts of several losses, {names}: under "
-                "nonfinite='drop_micro_batch' the losses are weighed by totals before it is known which "
-                "micro-batches leave the window, and their counts with them"
-            )
         kind = "a window" if self._names else "a loop"
         engine.meet(stage=f"begins {kind} {_COUNTING}", problems=problems)
         saved: dict[str, float] = {}
@@ -142,7 +135,7 @@ class Counting:
         earlier = {base_of(saved or dict.fromkeys(names, 1.0)): math.fsum(done)}
         own = [math.fsum([earlier.get(name, 0.0), *(count[name] for count in counts)]) for name in names]
         totals = dict(zip(names, sum_over_ranks(engine, own), strict=True))
-        if saved and not drops:  # what was done before may have been dropped, and its count is 0 then
+        if saved:
             _check_resumed(saved, totals)
         engine.denominators = Denominators(saved or totals, counts, first=len(done))
 

@@ -65,14 +65,12 @@ def take_snapshot(engine: Engine) -> Snapshot:
         snapshot.counts = [float(count) for count in engine.counts.counts]
         losses = engine.counts.losses
         snapshot.losses = [None if loss is None else float(loss) for loss in losses]
-        dropped = [bool(is_dropped) for is_dropped in engine.counts.dropped]
-        snapshot.dropped = dropped if any(dropped) else []
         known = engine.denominators
         snapshot.totals = dict(known.totals if known else loaded.totals if loaded else {})
         if loaded is not None:
-            snapshot.sums, snapshot.batch_norm = loaded.sums, loaded.batch_norm
+            snapshot.sums = loaded.sums
             return snapshot
-        snapshot.sums, snapshot.batch_norm = engine.reducer.save(), engine.batch_norms.save()
+        snapshot.sums = engine.reducer.save()
         for parts in snapshot.sums.values():
             if "nonfinite" in parts:  # by run
                 parts["nonfinite"] = engine.runs.spread(parts["nonfinite"])
@@ -332,11 +330,6 @@ def _misfit(snapshot: Snapshot, identity: Identity) -> str:
             f"window{their_slots}, this is accumulator={identity.accumulator!r} with {number}{slots}: make "
             "the engine as it was (pe.Exact(micro_batches=...) keeps the window on any world size)"
         )
-    if theirs.batch_norms != identity.batch_norms:
-        return (
-            f"state replays {theirs.batch_norms} BatchNorms, this engine {identity.batch_norms}: make the "
-            "engine from the module, not from its parameters, both times or neither"
-        )
     pairs = zip(theirs.params, identity.params, strict=False)
     changed = next((f"{a} in the state, {b} here" for a, b in pairs if a != b), "")
     if not changed and len(theirs.params) != len(identity.params):
@@ -354,7 +347,7 @@ class Form:
     """What the parts of a state that fits an engine look like."""
 
     def __init__(self, engine: Engine) -> None:
-        self.engine, self.rows = engine, engine.batch_norms.forms()
+        self.engine = engine
         # Of every trained parameter, the parts of its sum.
         self.sums = {
             name: _parts(math.prod(shape), getattr(torch, dtype), engine.identity.accumulator)
@@ -365,11 +358,11 @@ class Form:
     def problems(self, snapshot: Snapshot) -> list[str]:
         """Report what in a snapshot is not as it would have been saved."""
         s, done = snapshot, len(snapshot.places)
-        tables = [parts["nonfinite"] for parts in s.sums.values() if "nonfinite" in parts] + s.batch_norm
+        tables = [parts["nonfinite"] for parts in s.sums.values() if "nonfinite" in parts]
         rows = {table.shape[0] if table.dim() else None for table in tables}
-        if {len(s.counts), len(s.losses), len(s.dropped) or done, *rows} - {done}:
+        if {len(s.counts), len(s.losses), *rows} - {done}:
             return [f"state of {s.owner} has parts of other numbers of micro-batches than {done}"]
-        looks = self._numbers, self._sum, self._row, self._carry, self._residual
+        looks = self._numbers, self._sum, self._carry, self._residual
         found = [text for look in looks for text in look(snapshot)]
         found += [problem] if (problem := rng_problem(s.rng)) else []
         return [f"state of {s.owner} has {text}" for text in found]
@@ -419,17 +412,6 @@ class Form:
             yield from _unlike(f"sums[{name!r}]", parts, needed)
         if any(len(have) > 1 for have in watched.values()):
             yield "'nonfinite' of some parameters and not of others"
-
-    def _row(self, s: Snapshot) -> Iterator[str]:
-        needed = self.rows if s.places else []
-        if len(s.batch_norm) != len(needed):
-            yield f"{len(s.batch_norm)} tables of running statistics, need {len(needed)}"
-            return
-        for index, (table, own) in enumerate(zip(s.batch_norm, needed, strict=True)):
-            like = own.dtype, (len(s.places), *own.shape[1:])
-            yield from _unlike("batch_norm", {str(index): table}, {str(index): like})
-        if s.batch_norm and bool((s.batch_norm[-1] < 0).any()):
-            yield "negative numbers of calls in batch_norm"
 
     def _carry(self, s: Snapshot) -> Iterator[str]:
         reducer = self.engine.reducer

@@ -185,7 +185,6 @@ class Sync:
         Raises:
             RuntimeError: inside a micro-batch of `windows` or `accumulate`, which know the last one
                 themselves. From `backward`: it is the window's last by `accumulate`.
-            ValueError: "exact" replays BatchNorms, and the forward would not know its micro-batch.
 
         Example:
             >>> for i, (x, y) in enumerate(loader, start=1):  # doctest: +SKIP
@@ -210,7 +209,7 @@ class Sync:
 
         Raises:
             TypeError: no bool.
-            RuntimeError, ValueError: as `no_sync`.
+            RuntimeError: as `no_sync`.
         """
         if not isinstance(requires_gradient_sync, bool):
             raise TypeError(
@@ -223,12 +222,6 @@ class Sync:
             raise RuntimeError(
                 "no_sync or set_requires_gradient_sync inside a micro-batch of sync.windows or "
                 "sync.accumulate, which know the window's last one: leave it out"
-            )
-        if engine.batch_norms.num_modules:
-            raise ValueError(
-                "no_sync or set_requires_gradient_sync with accumulator='exact' over BatchNorms, whose "
-                "statistics belong to a micro-batch from its forward on: put the forward and the backward "
-                "into `with sync.accumulate(last=...):`"
             )
         self._requires_sync = requires_gradient_sync
 

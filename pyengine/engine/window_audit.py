@@ -110,7 +110,7 @@ class WindowAudit:
             counts=claimed / world_sizes,
             count=total.reshape(()),
             claimed=claimed,
-            void=final.found_inf + header.has_dropped(),
+            void=final.found_inf,
         )
         self._auditor.check(self._window, samples, counted)
 

@@ -203,13 +203,6 @@ class Reducer(ABC):
         for bucket in self.buckets():
             bucket.collect()
 
-    def grad_holders(self) -> Sequence[Any]:
-        """Return by parameter the tensor whose `.grad` is the micro-batch's gradient, until `collect`.
-
-        None for a parameter without such a tensor.
-        """
-        return self.params
-
     def written_outside_grad(self) -> Sequence[int]:
         """Return the indices of gradients written elsewhere since `clear_written_outside_grad`."""
         return ()

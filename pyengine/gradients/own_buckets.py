@@ -385,7 +385,7 @@ def own_bucket(
     dtype = sum_dtype(settings.kind, spec.dtype)
     # A DTensor's `.grad` wraps the view: an in-place add of autograd would not show in the view's version.
     has_parts = any(isinstance(param, LocalPart) for param in params)
-    if dtype != spec.dtype or settings.drops or has_parts:
+    if dtype != spec.dtype or has_parts:
         dtype = dtype if dtype != spec.dtype else torch.float32
         return FlatBucket(spec, params, dtype, wire=wire, comm=comm)
     return InPlaceBucket(spec, params, wire=wire, comm=comm, watch=settings.raises)

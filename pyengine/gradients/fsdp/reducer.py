@@ -66,7 +66,6 @@ class ShardedReducer(Reducer):
         self.units, self.comm = managed.units, managed.comm
         self.held_bytes = sum(unit.held_bytes for unit in self.units)
         self.model: Any = managed.model
-        self._is_separate = managed.settings.drops
         self.wire = ShardWire(managed.settings.wire, managed.comm)
         self.used = UsedAnywhere(self.comm, self.params[0].device)
         names = {id(param): name for name, param in managed.named}
@@ -99,9 +98,6 @@ class ShardedReducer(Reducer):
             param.grad = None
         self.unsharded.begin()
         super().begin()
-
-    def grad_holders(self) -> Sequence[Any]:
-        return self.unsharded.grad_holders()
 
     def begin_padding(self) -> None:
         """Mark the current micro-batch as padding, which leaves no trace."""
@@ -194,8 +190,6 @@ class FSDPReducer(ShardedReducer):
         self._gave_up = False
 
     def collect(self) -> None:
-        if self._is_separate:
-            self.unsharded.add_to_sums()
         self.unsharded.count_micro_batch()
         self.end_padding()
 
@@ -204,8 +198,6 @@ class FSDPReducer(ShardedReducer):
 
         FSDP reduces only in a backward.
         """
-        if self._is_separate:
-            self.unsharded.move_sums_to_grad()
         with self._reducing(header):
             pass
 

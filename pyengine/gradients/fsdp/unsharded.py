@@ -28,8 +28,6 @@ class Unsharded:
 
     Args:
         params: the sharded parameters, in registration order; all indices here refer to it.
-        settings: with `drops`, `.grad` holds only the current micro-batch's gradient until `add_to_sums` or
-            `pop_grads`.
     """
 
     def __init__(
@@ -40,7 +38,6 @@ class Unsharded:
         *,
         settings: Settings,
     ) -> None:
-        self._is_separate = settings.drops
         # Exact sums check the gradients that they get, in the dtype in which these were computed. Other
         # gradients are summed in the dtype in which their unit reduces, and checked on arrival.
         self._widens = settings.kind != "exact"
@@ -50,7 +47,7 @@ class Unsharded:
         self._found: dict[int, Any] = {}
         self._handles: list[Any] = []
         # ---- gradients of this window ----
-        # Sums outside `.grad`: with `separate`, or loaded before the first forward.
+        # Sums outside `.grad`: loaded before the first forward.
         self._sums: dict[int, Tensor] = {}
         # Parameters whose gradients FSDP would cast at the end of a backward; and the gradients of this
         # micro-batch, hidden from FSDP.
@@ -154,29 +151,12 @@ class Unsharded:
         self._restore_unconverted()
         return [self._found.get(index) for index in range(len(self.used))]
 
-    def add_to_sums(self) -> None:
-        """Add the micro-batch's gradients to the separate sums."""
-        is_void = self.is_void
-        for index, grad in self.pop_grads().items():
-            if is_void:
-                continue
-            if index in self._sums:
-                self._sums[index] = self._sums[index].view(grad.shape).add_(grad)
-            else:
-                self._sums[index] = grad
-
-    def move_sums_to_grad(self) -> None:
-        """Move the separate sums to `.grad`, for FSDP to reduce."""
-        for index in list(self._found):
-            self._move_sum_to_grad(index)
-
     def pop_grads(self) -> dict[int, Tensor]:
         """Return the micro-batch's gradients by index, unsharded; set `.grad` to None."""
         self._restore_unconverted()
         grads = {index: param.grad for index, param in self._found.items() if param.grad is not None}
         for index in grads:
             self._found[index].grad = None
-            self.used[index] = self.used[index] or (self._is_separate and not self.is_void)
         return grads
 
     def save(self, names: Sequence[str]) -> Saved:
@@ -195,10 +175,9 @@ class Unsharded:
         for index, name in enumerate(names):
             if "sum" in saved.get(name, {}):
                 self.used[index] = True
-                kept = saved[name]["sum"]
-                self._sums[index] = kept.detach().to(self._device, copy=True) if self._is_separate else kept
-        if not self._is_separate:
-            self.move_sums_to_grad()
+                self._sums[index] = saved[name]["sum"]
+        for index in list(self._found):
+            self._move_sum_to_grad(index)
         if self._watches:
             self._rows = list(saved_flags(saved, names, done, self._device))
 
@@ -241,8 +220,7 @@ class Unsharded:
                     param.register_hook(partial(self._on_gradient, index)),
                     param.register_post_accumulate_grad_hook(partial(self._on_accumulated, index)),
                 ]
-            if not self._is_separate:
-                self._move_sum_to_grad(index)
+            self._move_sum_to_grad(index)
 
     def _move_sum_to_grad(self, index: int) -> None:
         """Move a parameter's separate sum to its `.grad`."""
@@ -261,7 +239,7 @@ class Unsharded:
             self.on_repeat()
         self.arrived.add(index)
         if not self.is_void:
-            self.used[index] = self.used[index] or not self._is_separate
+            self.used[index] = True
             if self._watches:
                 flag = self._arriving.pop(index)
                 self._flags[index] = self._flags[index] | flag if index in self._flags else flag
