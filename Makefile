@@ -40,9 +40,9 @@ WHEEL_TESTS ?= tests/ops/test_reference.py tests/ops/test_unscale_norm.py tests/
 # models need torch 2.11 and refuse an older one by name:
 # ARGS="--pairs 3.12:2.11.0" MATRIX_TESTS=tests/distributed/test_sharded_ends.py tests them.
 MATRIX_TESTS ?= tests/ops/test_reference.py tests/ops/test_unscale_norm.py tests/ops/test_exact.py tests/distributed/test_step.py \
-    tests/distributed/test_world_size.py tests/distributed/test_attach_traps.py
+    tests/distributed/test_world_size.py tests/distributed/test_attach_ddp.py
 # What CI runs on torch 2.9, in a minute.
-MATRIX_SMALL ?= tests/ops/test_reference.py tests/distributed/test_step.py tests/distributed/test_world_size.py tests/distributed/test_attach_traps.py
+MATRIX_SMALL ?= tests/ops/test_reference.py tests/distributed/test_step.py tests/distributed/test_world_size.py tests/distributed/test_attach_ddp.py
 # What `make test-isa` runs on each: half a minute. PYENGINE_ISA=avx2 make test runs everything on one.
 ISA_TESTS ?= tests/distributed/test_step.py tests/distributed/test_world_size.py
 # How long `make fuzz` takes for each of its targets.

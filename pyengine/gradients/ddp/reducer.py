@@ -1,7 +1,7 @@
 """DDP without its reductions: the gradients of its module are in the engine's own buckets.
 
 DDP still moves inputs and runs its forward. What this file uses of DDP beside its documented attributes was
-read in torch 2.9 to 2.13.
+read in torch 2.9 to 2.15.
 """
 
 from __future__ import annotations
