@@ -12,6 +12,7 @@ from types import UnionType
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 from pyengine.cli.arguments import Conflict
+from pyengine.cli.files import regular
 from pyengine.cli.study.grid import Cell
 from pyengine.cli.terminal import read_json
 
@@ -75,7 +76,7 @@ class Store:
         self.path = folder / "runs.jsonl"
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            self._file = self.path.open("ab+", buffering=0)
+            self._file = open(self.path, "ab+", buffering=0, opener=regular)  # noqa: SIM115 - closed by `close`
         except OSError as error:
             raise Conflict(
                 f"argument --out: cannot write {error.filename or self.path} ({error.strerror}): name a "
