@@ -151,6 +151,29 @@ def test_largest_dataset_is_what_the_task_has(model, task):
         main(["study", "--model", model, "--dataset-size", str(most + 1)])
 
 
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (("bench", "--short"), "leave out --short: bench has"),
+        (("bench", "step", "--short", "3"), "leave out --short 3: bench has"),
+        (("plan", "--global-batch", "8", "-q"), "leave out -q: plan has"),
+        (("doctor", "now"), "leave out now: doctor has"),
+    ],
+)
+def test_an_unknown_argument_is_named_below_those_of_the_command(capsys, arguments, named):
+    with pytest.raises(SystemExit, match="2"):
+        main(arguments)
+    printed = capsys.readouterr().err
+    assert printed.startswith(f"usage: python -m pyengine {arguments[0]} [-h] [--json]")
+    assert f"error: {named} only the arguments above" in printed
+
+
+def test_an_unknown_argument_without_a_command_is_named(capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main(["--short"])
+    assert "error: leave out --short, or put a command" in capsys.readouterr().err
+
+
 def test_without_a_command_help_is_printed(capsys):
     assert main([]) == 0
     assert "train" in capsys.readouterr().out
