@@ -16,6 +16,10 @@ from pyengine.ops.device import HOST
 __all__ = ["FOLDER", "_core", "can_gather", "core", "cuda_core", "grad_states", "hidden_core"]
 
 FOLDER = Path(__file__).parent
+_BUILD = (
+    "Build it with `pip install .` (needs a C++20 compiler) and PYENGINE_NO_EXT unset, and use it outside of "
+    "the clone, whose sources Python would import."
+)
 
 try:
     from pyengine.ops import _core
@@ -44,11 +48,7 @@ def core() -> ModuleType | None:
     if _core is None:
         warnings.warn(
             f"pyengine runs without its native core ({_missing}): results are the same, ops are slower. "
-            + (
-                hidden_core()
-                or "Build it with `pip install .` (needs a C++20 compiler) and PYENGINE_NO_EXT unset, and use "
-                "it outside of the clone, whose sources Python would import."
-            ),
+            + (hidden_core() or _BUILD),
             RuntimeWarning,
             stacklevel=3,
         )
