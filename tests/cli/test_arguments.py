@@ -57,6 +57,7 @@ BAD_STUDY = [
     (("--workers", "2,4"), "argument --workers: got 2,4, need 1 among them: speed-up is against one worker"),
     (("--batch", "0"), "argument --batch: got 0, need different whole numbers of at least 1"),
     (("--fixed", "local"), "argument --fixed: invalid choice: 'local'"),
+    (("--epochs", "1e308"), "argument --epochs: got 1e+308, need fewer than 2**53 samples"),
     (("--epochs", "inf"), "argument --epochs: got inf, need a finite number above 0"),
     (("--target", "95"), "argument --target: got 95, need a share above 0 and up to 1: 0.95 is 95 %"),
     (("--dataset-size", "2000"), "argument --dataset-size: got 2000, and cnn has 1437 samples"),
