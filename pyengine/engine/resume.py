@@ -15,7 +15,6 @@ from pyengine.checkpoint.snapshot import (
     Snapshot,
     disjoint,
     in_order,
-    is_whole,
     merge,
     share_residuals,
 )
@@ -25,6 +24,7 @@ from pyengine.engine.handshake import raise_problems
 from pyengine.gradients.settings import sum_dtype
 from pyengine.gradients.slots import local
 from pyengine.ops.exact_reference import BLOCK
+from pyengine.step.grad_scaler import state_problems
 from pyengine.window.counter import State, share_of_rest
 
 
@@ -237,7 +237,8 @@ def _misfits(
         )
     if not is_own and not engine.is_exact:
         worlds = sorted({s.world_size for s in snapshots})
-        if len(worlds) > 1 or sorted(s.rank for s in snapshots) != list(range(worlds[0])):
+        # A world may be of any size in a state: no list of its ranks.
+        if worlds != [len(snapshots)] or len({s.rank for s in snapshots}) < len(snapshots):
             yield (
                 f"states of {owners} on {here}: need those of all ranks of one save, each once, to share out "
                 "what they keep"
@@ -299,7 +300,6 @@ def _due(engine: Engine, done: list[int], part: Snapshot, *, is_own: bool) -> li
 
 
 _Like: TypeAlias = tuple[torch.dtype, tuple[int, ...]]
-_WHOLE = ("growth_interval", "_growth_tracker")
 
 
 def problems(engine: Engine, snapshots: Sequence[Snapshot]) -> Iterator[str]:
@@ -391,11 +391,7 @@ class Form:
         needed = scaler.state_dict().keys()
         if s.scaler.keys() != needed:
             yield f"{sorted(s.scaler)} of the loss scaler, need {sorted(needed)}"
-        for name, value in s.scaler.items():
-            if not (math.isfinite(value) and value >= 0):
-                yield f"scaler[{name!r}]={value}, need a finite number"
-            elif name in _WHOLE and not is_whole(value):
-                yield f"scaler[{name!r}]={value}, need a whole number"
+        yield from state_problems(s.scaler)
 
     def _sum(self, s: Snapshot) -> Iterator[str]:
         if s.sums and not s.places:
@@ -420,7 +416,11 @@ class Form:
         for name in s.carry.keys() - own.keys():
             yield f"carry[{name!r}], which is no parameter here"
         known = s.carry.keys() & own.keys()
-        yield from _unlike("carry", {n: s.carry[n] for n in known}, {n: own[n] for n in known})
+        unlike = list(_unlike("carry", {n: s.carry[n] for n in known}, {n: own[n] for n in known}))
+        yield from unlike
+        kept = [] if unlike else [s.carry[name] for name in known]
+        if not all(bool((grad._values() if grad.is_sparse else grad).isfinite().all()) for grad in kept):
+            yield "kept gradients that are not finite, so that no step could use them"
 
     def _residual(self, s: Snapshot) -> Iterator[str]:
         # Of as many elements as a whole sum has, which under tensor parallelism is a part of the parameter's.
