@@ -5,6 +5,7 @@ Three ways in: `GradSync` for a loop of your own, `attach` (or only `comm_hook`)
 """
 
 import sys
+from typing import TYPE_CHECKING, Any
 
 if sys.argv[:1] == ["-m"] and sys.orig_argv[-len(sys.argv)] == "pyengine":
     # `python -m pyengine`, which a signal may end in the seconds that the imports below take.
@@ -20,7 +21,7 @@ from pyengine.comm.axes import Axes
 from pyengine.comm.launching import launch
 from pyengine.data.batch_plan import BatchPlan, plan_batch, scale_lr, warm_up
 from pyengine.data.rng import micro_batch_rng, sample_rng, seed_everything, seed_rank, worker_init
-from pyengine.data.sampler import Dealer, WindowSampler
+from pyengine.data.sampler import WindowSampler
 from pyengine.engine.attach import attach
 from pyengine.engine.captured_windows import CapturedWindows
 from pyengine.engine.engine import MicroBatch
@@ -45,7 +46,6 @@ __all__ = [
     "CapturedWindows",
     "Checkpoint",
     "Checkpoints",
-    "Dealer",
     "Exact",
     "Finding",
     "GradNorms",
@@ -77,6 +77,19 @@ __all__ = [
     "wire",
     "worker_init",
 ]
+
+
+# Removed names and what to use instead, answered for one release.
+_REMOVED = {
+    "Dealer": "pass the loader of a pe.WindowSampler, and fewer micro-batches (accumulate=) on a slower rank",
+}
+
+if not TYPE_CHECKING:  # under which every name would exist
+
+    def __getattr__(name: str) -> Any:
+        if name in _REMOVED:
+            raise AttributeError(f"pyengine.{name} has been removed: {_REMOVED[name]}")
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
