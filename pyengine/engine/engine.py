@@ -168,9 +168,7 @@ class Engine:
         # one's state.
         self.holds_parts = batch is not None or reducer.saves_local_sums
         # What a state has to fit.
-        self.identity = identify(
-            settings.kind, shares.terms, shares.run, names, reducer.local_params()
-        )
+        self.identity = identify(settings.kind, shares.terms, shares.run, names, reducer.local_params())
         # Where ranks are, and in which state the window is.
         self.counter = WindowCounter(settings.accumulate, share=shares.of(comm.rank))
         # Gradients that no optimizer has used, which count into the next window.

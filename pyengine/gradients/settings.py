@@ -130,7 +130,12 @@ class Settings:
                 f"wire={self.wire}: need wire.FP32() with accumulator='exact', whose sums travel as "
                 "integers of their own"
             )
-        if not isinstance(self.nonfinite, str) or self.nonfinite not in NONFINITE_POLICIES:
+        if self.nonfinite == "drop_micro_batch":
+            found.append(
+                "use nonfinite='skip' or 'raise': 'drop_micro_batch' has been removed; the report still "
+                "names rank and micro-batch of an inf or nan"
+            )
+        elif not isinstance(self.nonfinite, str) or self.nonfinite not in NONFINITE_POLICIES:
             found.append(
                 f"nonfinite={self.nonfinite!r}: need one of {', '.join(map(repr, NONFINITE_POLICIES))}"
             )

@@ -108,7 +108,7 @@ def test_a_frozen_parameter_of_any_kind_gets_the_values_of_rank_0(kind, accumula
     rank, _ = me()
     model, want = _model(KINDS[kind](_of_rank(rank))), KINDS[kind](_of_rank(0))
     model.register_buffer("shown", KINDS[kind](_of_rank(rank)))
-    sync = pe.GradSync(model, accumulate=2, accumulator=accumulator, nonfinite="drop_micro_batch")
+    sync = pe.GradSync(model, accumulate=2, accumulator=accumulator)
     sync.audit(every=1, module=model)
     for held in (model.base, model.shown):
         if kind == "subclass":

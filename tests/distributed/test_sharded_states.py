@@ -34,7 +34,6 @@ NUMBERS = {
         ("equal", "flat", 3, {}),
         ("equal", "hsdp", 4, {"narrow": True, "nonfinite": "raise"}),
         ("equal", "nested", 2, {"narrow": True, "accumulator": "native"}),  # sums are wider than gradients
-        ("equal", "nested", 2, {"nonfinite": "drop_micro_batch"}),  # sums beside `.grad`
         ("unequal accumulate", "nested", 2, {}),
         ("unequal accumulate, more data", "replicate", 2, {"accumulator": "exact"}),
         ("has run out", "nested", 2, {"nonfinite": "raise"}),

@@ -161,11 +161,6 @@ BY_RANK = {"slots": [24, 12, 12], "accumulate": [8, 24, 8]}
             ["accumulate=[8, 24, 8] by rank: every rank gets 4 whole slots of 2"],
         ),
         (12, {"dtype": torch.bfloat16}, ["parameter 'weight' is torch.bfloat16", "leave slots out"]),
-        (
-            12,
-            {"nonfinite": "drop_micro_batch"},
-            ["nonfinite='drop_micro_batch'", "use nonfinite='skip'"],
-        ),
     ],
     ids=str,
 )

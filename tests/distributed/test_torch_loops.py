@@ -298,10 +298,3 @@ def test_what_is_no_bool_is_refused(value):
     _, sync = _engine()
     with pytest.raises(TypeError, match="^requires_gradient_sync="):
         sync.set_requires_gradient_sync(value)
-
-
-def test_exact_sums_over_batch_norms_need_to_know_the_forward():
-    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
-    sync = pe.GradSync(model, accumulate=2, accumulator="exact")
-    with pytest.raises(ValueError, match="over BatchNorms, whose statistics belong to a micro-batch"):
-        sync.set_requires_gradient_sync(False)
