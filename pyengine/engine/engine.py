@@ -57,7 +57,6 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from pyengine.audit.auditor import AuditError
-from pyengine.checkpoint.snapshot import Snapshot, identify
 from pyengine.comm.base import Comm
 from pyengine.data.rng import set_rng_states
 from pyengine.engine.backward import BeforeBackward, checked_backward, divided_by, reduction_of
@@ -65,6 +64,7 @@ from pyengine.engine.engine_ranks import EngineRanks, ShardedRanks
 from pyengine.engine.handshake import Shares, agree, problems_of, problems_of_exact, raise_problems, resized
 from pyengine.engine.kept_grads import KeptGrads
 from pyengine.engine.parameters import Ownership, TrainedParameters, in_backward_problems, owned_problems
+from pyengine.engine.snapshot import Snapshot, identify
 from pyengine.engine.window_audit import WindowAudit
 from pyengine.engine.window_graph import WindowGraph
 from pyengine.gradients.base import Reducer
@@ -164,9 +164,8 @@ class Engine:
         # How a full window is divided among ranks.
         self.shares = shares
         self.is_exact = settings.kind == "exact"
-        # Whether ranks share batches, or sum parts of other ranks' parameters: then no rank can load another
-        # one's state.
-        self.holds_parts = batch is not None or reducer.saves_local_sums
+        # Whether ranks share batches, or hold other elements of parameters.
+        self.holds_parts = batch is not None or reducer.counted is not None
         # What a state has to fit.
         self.identity = identify(settings.kind, shares.terms, shares.run, names, reducer.local_params())
         # Where ranks are, and in which state the window is.
@@ -221,14 +220,13 @@ class Engine:
         _log.debug("make a %s of %s", type(reducer).__name__, self.name)
         flush(device)
 
-    def reset(self, resumed: Snapshot | None = None) -> None:
-        """Forget the window: the next one starts without counts, or with the sums of `resumed`."""
-        self.resumed = resumed
+    def reset(self) -> None:
+        """Forget the window: the next one starts without counts."""
         # ---- of this window, on this rank ----
         # Counts and losses.
         self.counts = self.new_counts()
         # Runs of micro-batches, each of which is accumulated once.
-        self.runs = Runs(self.shares.run, done=0 if resumed is None else len(resumed.places))
+        self.runs = Runs(self.shares.run)
         # The totals over which its losses are means, if counts were read ahead.
         self.denominators: Denominators | None = None
         # Whether another window follows, as far as this rank knows.
@@ -258,23 +256,15 @@ class Engine:
         self._traffic = (self.comm.traffic.collectives, self.comm.traffic.bytes_sent)
         self.final.reset()
         self.marks.release()  # hooks of the last window would refuse this one
-        if resumed is not None:
-            self.counts.is_silent = True  # whether it was is not saved
-            for loss, count in zip(resumed.losses, resumed.counts, strict=True):
-                known = None if loss is None else torch.tensor(loss, dtype=torch.float64, device=HOST)
-                self.counts.append(known, count)
 
     # ---- open ----
 
     def open(self) -> None:
-        """Open a window, or continue the one that was resumed; the previous one must have been used."""
-        if self.counter.is_resumed:
-            self.counter.is_resumed = False
-        else:
-            self.close_window()
-            self.opened_at = self.counter.index
-            self.reset()
-            self.counter.open()
+        """Open a window; the previous one must have been used."""
+        self.close_window()
+        self.opened_at = self.counter.index
+        self.reset()
+        self.counter.open()
         self._bare_version = None
         self.ownership.follow()
         self.reducer.open()
@@ -307,8 +297,8 @@ class Engine:
     # ---- accumulate ----
 
     def begin(self) -> None:
-        """Start with sums of zero, or with those of a state; before every micro-batch, and before a window
-        that is launched without one. Refuse what others have done to gradients since the engine's last look.
+        """Start with sums of zero; called before every micro-batch, and before a window that is launched
+        without one. Refuse what others have done to gradients since the engine's last look.
         """
         if self._has_begun:
             self.look()
@@ -326,10 +316,7 @@ class Engine:
             measure.begin()
         self._has_begun = True
         if self.audit is not None:
-            self.audit.begin(self.counter.index, is_whole=self.resumed is None)
-        if self.resumed is not None:
-            self.reducer.load(self.resumed.sums, done=len(self.resumed.places))
-            self.resumed = None
+            self.audit.begin(self.counter.index)
         self.marks.record()
         self.marks.watch_hooks(self._refuse_taken)
 
@@ -417,8 +404,6 @@ class Engine:
     def flush(self) -> None:
         """Launch and reduce what has been accumulated, without a backward; see `Sync.flush`."""
         self.check_idle("flush")
-        if self.counter.is_resumed:
-            self.open()
         if self.counter.state is State.IDLE:
             raise RuntimeError(
                 "flush outside a window: there is nothing to send; open one with sync.windows(loader)"
@@ -636,8 +621,7 @@ class Engine:
                 trained[name] = trains_it or trained.get(name, False)
             place_of = {name: place for place, name in enumerate(trained)}
             self.final.add_names([place_of[name] for name in names], len(trained))
-            holds_parts = self.holds_parts or self.reducer.counted is not None
-            about = self.final, self.comm, self.reducer, holds_parts
+            about = self.final, self.comm, self.reducer, self.holds_parts
             self._measured = Measured([*trained], [*trained.values()], *about)
         return self._measured
 
@@ -814,8 +798,7 @@ class Engine:
     def is_broken(self) -> bool:
         """Whether an exception left the window half-way, or it was refused: a new loop has to abandon it."""
         is_refused = self.verdict is not None and self.verdict.error is not None
-        is_left = self.counter.state is State.OPEN and not self.counter.is_resumed
-        return is_left or bool(self.gave_up) or bool(self.unusable) or is_refused
+        return self.counter.state is State.OPEN or bool(self.gave_up) or bool(self.unusable) or is_refused
 
     def abandon(self, *, waits: bool = True) -> None:
         """Drop the window on this rank; the engine is clean afterwards.
@@ -890,7 +873,7 @@ class Engine:
         self.clock = Clock(self.device)
         self._has_begun = self.has_backward = True
         if self.audit is not None:
-            self.audit.begin(counter.index, is_whole=True)
+            self.audit.begin(counter.index)
         self.counts.take(graph.counts)
         counter.done = counter.handed
         graph.claim(self.verdicts.last_use())
@@ -982,15 +965,12 @@ class Engine:
         self.shares = resized(self.shares, accumulate, is_exact=self.is_exact)
         self.counter.accumulate, self.counter.share = accumulate, self.shares.of(self.comm.rank)
 
-    def resume(self, part: Snapshot, *, due: Sequence[int] | None) -> None:
-        """Continue from a snapshot, whose sums are only read, at the first backward.
-
-        `due` are the places that this rank has still to compute in the open window; None if none is open.
-        """
-        _log.debug("window %d: resume, %d micro-batches done", part.window, len(part.places))
+    def resume(self, part: Snapshot) -> None:
+        """Continue from a snapshot, between windows."""
+        _log.debug("window %d: resume", part.window)
         self.counter.go_to(part.window)
-        self.reset(part if due is not None else None)
-        self.kept_grads.load(part.carry, is_open=due is not None)
+        self.reset()
+        self.kept_grads.load(part.carry)
         for measure in self.measures:
             measure.load(part.measured.get(measure.field))
         if lost := part.measured.keys() - {measure.field for measure in self.measures}:
@@ -1012,8 +992,6 @@ class Engine:
         self.marks.record()
         self.verdicts.restart(part.steps)
         self.opened_at = part.window
-        if due is not None:
-            self.counter.resume(part.places, due)
         self.rng_due = {} if part.is_between_loops else part.rng  # set behind what the loader has drawn
         if part.is_between_loops:
             set_rng_states(part.rng)  # before the loader draws

@@ -133,11 +133,6 @@ class Shares:
         """Runs of the rank that has most of a full window."""
         return max(self.by_rank) // self.run
 
-    @property
-    def total(self) -> int:
-        """Places that any rank may name."""
-        return max(self.micro_batches, sum(self.by_rank))
-
 
 def resized(shares: Shares, accumulate: int, *, is_exact: bool) -> Shares:
     """Return how a full window is divided if every rank has `accumulate` micro-batches of it."""

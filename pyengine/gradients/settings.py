@@ -130,7 +130,7 @@ class Settings:
                 f"wire={self.wire}: need wire.FP32() with accumulator='exact', whose sums travel as "
                 "integers of their own"
             )
-        if self.nonfinite == "drop_micro_batch":
+        if str(self.nonfinite) == "drop_micro_batch":
             found.append(
                 "use nonfinite='skip' or 'raise': 'drop_micro_batch' has been removed; the report still "
                 "names rank and micro-batch of an inf or nan"

@@ -142,7 +142,7 @@ def test_a_reduction_counts_the_bytes_that_this_rank_sends():
         comm.max_of(1, 2, 3)
     sent = [call.args[0].nbytes for call in isend.call_args_list]
     assert (comm.traffic.collectives, comm.traffic.bytes_sent) == (2, sum(sent))
-    assert sent == [[23, 23], [23] * 4, [23, 23]][rank]
+    assert sent == [[24, 24], [24] * 4, [24, 24]][rank]
     comm.release()
 
 

@@ -92,7 +92,7 @@ def test_elements_and_counts_are_taken_once_over_both_axes(options, narrow):
 
 
 @on_ranks(4)
-def test_a_state_of_an_open_window_goes_on():
+def test_a_state_goes_on():
     assert_resumes(partial(_sequence, nonfinite="raise"), _mine())
 
 
