@@ -16,7 +16,6 @@ if sys.argv[:1] == ["-m"] and sys.orig_argv[-len(sys.argv)] == "pyengine":
 from pyengine import ops, telemetry, wire
 from pyengine.audit.auditor import AuditError, Finding
 from pyengine.audit.handle import Audit, audit
-from pyengine.checkpoint.checkpoints import Checkpoint, Checkpoints
 from pyengine.comm.axes import Axes
 from pyengine.comm.launching import launch
 from pyengine.data.batch_plan import BatchPlan, plan_batch, scale_lr, warm_up
@@ -44,8 +43,6 @@ __all__ = [
     "Axes",
     "BatchPlan",
     "CapturedWindows",
-    "Checkpoint",
-    "Checkpoints",
     "Exact",
     "Finding",
     "GradNorms",
@@ -81,6 +78,8 @@ __all__ = [
 
 # Removed names and what to use instead, answered for one release.
 _REMOVED = {
+    "Checkpoints": "save sync.state_dict() by torch.save, load it with weights_only=True, or use "
+    "torch.distributed.checkpoint (docs/reliability.md)",
     "Dealer": "pass the loader of a pe.WindowSampler, and fewer micro-batches (accumulate=) on a slower rank",
 }
 
