@@ -55,13 +55,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge
 from torch.nn import Parameter
 
 from pyengine.audit.auditor import AuditError
 from pyengine.checkpoint.snapshot import Snapshot, identify
 from pyengine.comm.base import Comm
 from pyengine.data.rng import set_rng_states
-from pyengine.engine.backward import BeforeBackward, checked_backward, divided_by, reduction_of
+from pyengine.engine.backward import BeforeBackward, checked_backward, divided_by, is_scaled, reduction_of
 from pyengine.engine.batch_norm import BatchNormReplay, batch_norm_problems
 from pyengine.engine.batch_norm import batch_norms as batch_norms_of
 from pyengine.engine.engine_ranks import EngineRanks, ShardedRanks
@@ -1216,12 +1217,32 @@ class Engine:
         """Return the window's totals, unless it is over and another one is about to open."""
         return None if self.counter.state in (State.IDLE, State.USED) else self.denominators
 
-    def warn_of_division(self, loss: Tensor) -> None:
+    def refuse_scaled(self, loss: Tensor | GradientEdge) -> None:
+        """Raise ValueError if a loss was multiplied by a loss scale already, which `backward` does."""
+        scaler = self.scaler
+        is_first = self.counter.index == 0
+        if (scaler is None and not is_first) or not is_scaled(
+            loss, None if scaler is None else scaler.scale_tensor, by_any=is_first
+        ):
+            return
+        if scaler is None:
+            raise ValueError(
+                "assign the loss scaler, sync.scaler = scaler, and give sync.backward the loss itself, "
+                "without scaler.scale: a GradScaler that the engine does not know has scaled this loss, and "
+                "nobody would unscale the gradients"
+            )
+        raise ValueError(
+            "give sync.backward (or mb.backward) the loss itself, without scaler.scale: it was scaled "
+            "already, and with sync.scaler set the engine scales it once more. In a micro_batch block call "
+            "sync.scaler.scale(loss).backward()"
+        )
+
+    def warn_of_division(self, loss: Tensor, count: object) -> None:
         """Warn once, in the first window, of a loss that was divided by the micro-batches of a window."""
         accumulate = self.counter.accumulate
         if self.counter.index or accumulate == 1 or "division" in self.warned:
             return
-        divisor = divided_by(loss, {accumulate, accumulate * self.comm.world_size})
+        divisor = divided_by(loss, {accumulate, accumulate * self.comm.world_size}, count)
         if divisor is not None:
             self.warned.add("division")
             warnings.warn(
@@ -1342,7 +1363,8 @@ class MicroBatch:
         run = checked_backward(
             loss, gradient=gradient, retain_graph=retain_graph, create_graph=create_graph, inputs=inputs
         )
-        self._engine.warn_of_division(loss)
+        self._engine.refuse_scaled(loss)
+        self._engine.warn_of_division(loss, self._count if self._is_stated else None)
         scaler = self._engine.scaler
         self._engine.has_backward = True
         run(loss if scaler is None else scaler.scale(loss))
@@ -1367,6 +1389,9 @@ class MicroBatch:
                 "mb.last_backward: the second one of this micro-batch, whose gradients have been "
                 "accumulated: mark the last backward only"
             )
+        for root in roots:
+            if root.dim() == 0:
+                self._engine.warn_of_division(root, self._count if self._is_stated else None)
         with self._engine.last_backward(self, roots):
             yield
         self._engine.marks.record()

@@ -311,9 +311,10 @@ class Sync:
         run = checked_backward(
             one, gradient=gradient, retain_graph=retain_graph, create_graph=create_graph, inputs=inputs
         )
+        engine.refuse_scaled(one)
         known = engine.due_count(count)
         with self._micro_batch_of_backward():
-            engine.warn_of_division(one)
+            engine.warn_of_division(one, count)
             engine.warn_of_reduction(one, count)
             with engine.micro_batch(known, is_stated=True) as made:
                 made.loss = one if gradient is None else None

@@ -78,6 +78,8 @@ class GradScaler(torch.amp.GradScaler):
     def scale(self, outputs: Any) -> Any:
         """Scale losses, as stock."""
         self.has_scaled = True
+        if isinstance(outputs, list | tuple):  # by the scale itself: stock multiplies these by a copy
+            return type(outputs)(map(self.scale, outputs))
         return super().scale(outputs)
 
     def unbind(self) -> None:
@@ -96,6 +98,11 @@ class GradScaler(torch.amp.GradScaler):
                 self._backoff_factor,
                 self._growth_interval,
             )
+
+    @property
+    def scale_tensor(self) -> Tensor | None:
+        """The tensor by which losses are multiplied; None before there is one."""
+        return self._scale
 
     def current_scale(self) -> Tensor:
         """Return the scale as a 0-dim float32 tensor that later updates leave alone, without a host read."""
