@@ -471,6 +471,8 @@ class Engine:
         if self.denominators is not None:
             self.counts.refusals += self.denominators.problems(self.counter.done, handed=self.counter.handed)
         self.counts.has_used_all = self.reducer.has_used_all()
+        if self.scaler is not None and self.has_backward:
+            self.counts.has_scaled = self.scaler.has_scaled
         self.follow_scale()
         self.header = header = self.launch_header_all_reduce(
             self.counts, more=self.has_more_windows, stage=_SENDS
@@ -1188,6 +1190,9 @@ class Engine:
                 "that is the last, or leave the mark out"
             )
         scaler = self.scaler
+        if self.batch is not None:
+            self.has_backward |= has_new or made._has_last
+            return  # another rank may have the losses: `Totals.is_unscaled`
         if scaler is not None and not scaler.has_scaled and (made._has_last or has_new):
             self.refuse(
                 f"the losses of micro-batch {made._index} were not scaled, and sync.scaler is set: call "
