@@ -68,7 +68,13 @@ from pyengine.engine.batch_norm import batch_norms as batch_norms_of
 from pyengine.engine.engine_ranks import EngineRanks, ShardedRanks
 from pyengine.engine.handshake import Shares, agree, problems_of, raise_problems, resized
 from pyengine.engine.kept_grads import KeptGrads
-from pyengine.engine.parameters import Ownership, TrainedParameters, in_backward_problems, owned_problems
+from pyengine.engine.parameters import (
+    Ownership,
+    TrainedParameters,
+    WrittenParameters,
+    in_backward_problems,
+    owned_problems,
+)
 from pyengine.engine.window_audit import WindowAudit
 from pyengine.engine.window_graph import WindowGraph
 from pyengine.gradients.base import Reducer
@@ -194,6 +200,8 @@ class Engine:
         self.verdicts = VerdictQueue(device)
         # Whether the model still trains the parameters that the engine was made over.
         self.trained = TrainedParameters(names, params, module)
+        # Whether others write to parameters inside a window.
+        self.written = WrittenParameters(params)
         # Makes the record of a window's counts and losses.
         most = shares.micro_batches if self.is_exact else math.inf
         self.new_counts = make_local_window(
@@ -267,6 +275,7 @@ class Engine:
         self.stepped: list[Stepped] = []
         self._traffic = (self.comm.traffic.collectives, self.comm.traffic.bytes_sent)
         self.final.reset()
+        self.written.forget()
         self.marks.release()  # hooks of the last window would refuse this one
         if resumed is not None:
             self.counts.is_silent = True  # whether it was is not saved
@@ -349,6 +358,8 @@ class Engine:
             self.resumed = None
         self.marks.record()
         self.marks.watch_hooks(self._refuse_taken)
+        if not is_lazy(self.device):
+            self.written.record()
 
     def follow_scale(self) -> None:
         """Let the residuals of wires follow the loss scale, whoever has changed it."""
@@ -470,6 +481,7 @@ class Engine:
         self.verdicts.reach_earlier(self.counter.index)
         if self.denominators is not None:
             self.counts.refusals += self.denominators.problems(self.counter.done, handed=self.counter.handed)
+        self.counts.refusals += self._problems_of_parameters()
         self.counts.has_used_all = self.reducer.has_used_all()
         if self.scaler is not None and self.has_backward:
             self.counts.has_scaled = self.scaler.has_scaled
@@ -715,6 +727,7 @@ class Engine:
         Callbacks get the record of the window's first step, in order.
         """
         verdict = self.wait()
+        self._refuse_written()
         done, factors = check.of(optimizer, is_handed_over=self.kept_grads.is_handed_over)
         stepped = {index for group in done.params for index in group}
         self.trained.notice_step(stepped)
@@ -732,6 +745,7 @@ class Engine:
         try:
             with span("optimizer"):
                 self.reducer.stepper.step(optimizer, self.final)
+            self.written.record()
         except BaseException:
             # It may have changed parameters: the next header shows a rank that steps it again.
             verdict.use.steps.append(replace(done, name=f"{done.name}, which raised,"))
@@ -768,7 +782,10 @@ class Engine:
 
     def hand_over(self) -> None:
         """Leave the window's gradients to the caller; what is left of them counts into the next window."""
-        self.wait().use.is_handed_over = True
+        verdict = self.wait()
+        self._refuse_written()
+        self.written.forget()
+        verdict.use.is_handed_over = True
         self._update_scale()
         self.batch_norms.apply(self.final.found_inf == 0)
         self.kept_grads.hand_over()
@@ -1132,6 +1149,20 @@ class Engine:
         found = self.marks.any_nonzero(changed)
         return None if found is None else (self.marks.describe(changed, "between windows"), found)
 
+    def _problems_of_parameters(self) -> Iterator[str]:
+        """Yield what is wrong with parameters at the window's end: written to, or with a stray gradient."""
+        written = [index for index in self.written.written() if self.reducer.is_used(index)]
+        if written:
+            yield _written_text([self.reducer.names[index] for index in written])
+        if strangers := self.trained.strangers():
+            yield _stranger_text(strangers)
+
+    def _refuse_written(self) -> None:
+        """Raise RuntimeError if parameters were written to behind the window's end, before its step."""
+        for text in self._problems_of_parameters():
+            self.unusable = f"{text}. Nothing was stepped here"
+            raise RuntimeError(self.unusable)
+
     def refuse_written_past(self) -> None:
         """Raise RuntimeError if gradients were written past the engine since its last look."""
         found = self.written_past()
@@ -1275,6 +1306,27 @@ class Engine:
             f"engine divides by counts, so the gradient would be that many times too {size}",
             stacklevel=3,
         )
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+    return f"parameter {names[0]!r}{more}"
+
+
+def _written_text(names: Sequence[str]) -> str:
+    return (
+        f"delete optimizer.step(), since sync.step steps: {_listed(names)} was written to inside the window, "
+        "between its first backward and its step, and may differ between ranks now: load a checkpoint. "
+        "(load_state_dict, weights of an average, a clamp or any other write belongs behind sync.step)"
+    )
+
+
+def _stranger_text(names: Sequence[str]) -> str:
+    return (
+        f"make the engine anew (sync.close() first) or freeze {names[0]!r} again: {_listed(names)} was "
+        "frozen or not there when the engine was made, and has a gradient that nobody reduces. (Or make the "
+        "engine while all are trainable, and freeze them afterwards)"
+    )
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
+from ctypes import c_uint8, c_uint16, c_uint32, c_uint64
 from functools import partial
 from itertools import chain
 from operator import attrgetter, is_, methodcaller
@@ -20,7 +21,7 @@ from torch.nn import Parameter
 
 from pyengine.ops.device import current_stream
 
-_tensor, _values = attrgetter("_cdata"), methodcaller("values")
+_tensor, _version, _values = attrgetter("_cdata"), attrgetter("_version"), methodcaller("values")
 _MOST_IDLE = 3  # steps in a row without a gradient
 # A key of the metadata of the node that accumulates a parameter's gradient: the mark lives as long as the
 # node, and no copy of the parameter and no file has it.
@@ -117,6 +118,7 @@ class TrainedParameters:
         self._known = [*params, *([] if module is None else module.parameters())]
         self._replaced: list[str] = []
         self._added: list[tuple[str, Parameter]] = []
+        self._frozen = [(n, p) for n, p in zip(names, params, strict=True) if not p.requires_grad]
         self._idle: Counter[int] = Counter()  # steps in a row without a gradient, by parameter
         self._has_warned = False
         self._remember()
@@ -140,12 +142,6 @@ class TrainedParameters:
                 "(sync.close()), and make engine and optimizer anew over the model as it is now. What "
                 "exchanges parameters (load_state_dict(assign=True), swap_tensors, weight_norm and other "
                 "parametrizations, a new layer) belongs before both"
-            )
-        late = [name for name, param in self._added if param.grad is not None]
-        if late and not exchanged:
-            yield (
-                f"parameter {late[0]!r} was added to the model after the engine was made, and has a gradient "
-                "that nobody reduces: make the engine anew (sync.close() lets the old one go), or freeze it"
             )
 
     def notice_step(self, stepped: AbstractSet[int]) -> None:
@@ -195,6 +191,62 @@ class TrainedParameters:
             if param.requires_grad and id(param) not in present
         ]
         self._replaced = gone if self._added else []
+
+    def strangers(self) -> list[str]:
+        """Return the names of parameters with a gradient that no engine owns: unfrozen or added since.
+
+        Cost: a look at `.grad` of the parameters that were frozen, or not there, when the engine was made.
+        """
+        late = [(name, param) for name, param in self._frozen if param.requires_grad]
+        return [
+            name for name, param in [*late, *self._added] if param.grad is not None and owner(param) is None
+        ]
+
+
+class WrittenParameters:
+    """Finds trained parameters that others than the engine have written to since `record`.
+
+    A write shows in a parameter's version; one to `.data`, on the host, in the bits of one of its elements.
+
+    Cost: 0.1 µs a parameter, on the host 1 µs; twice a window.
+    """
+
+    def __init__(self, params: Sequence[Parameter]) -> None:
+        self._params = params
+        self._then: tuple[list[int], list[int]] | None = None
+
+    def record(self) -> None:
+        self._then = self._look()
+
+    def forget(self) -> None:
+        """Let anybody write, until the next `record`."""
+        self._then = None
+
+    def written(self) -> list[int]:
+        """Return the indices of trained parameters that were written to; none without a `record`."""
+        if self._then is None or (now := self._look()) == self._then:
+            return []
+        pairs = enumerate(zip(*now, *self._then, strict=True))
+        return [
+            index
+            for index, (version, bits, old_version, old_bits) in pairs
+            if (version, bits) != (old_version, old_bits) and self._params[index].requires_grad
+        ]
+
+    def _look(self) -> tuple[list[int], list[int]]:
+        return list(map(_version, self._params)), list(map(_bits, self._params))
+
+
+def _bits(param: Parameter) -> int:
+    """Return the bits of an element in the middle of a parameter's memory; 0 where it is not the host's."""
+    read = _READERS.get(param.element_size()) if param.device.type == "cpu" else None
+    if read is None or not param.numel() or type(param) is not Parameter or param.layout != torch.strided:
+        return 0
+    middle = sum((size // 2) * stride for size, stride in zip(param.shape, param.stride(), strict=True))
+    return int(read.from_address(param.data_ptr() + middle * param.element_size()).value)
+
+
+_READERS: dict[int, Any] = {1: c_uint8, 2: c_uint16, 4: c_uint32, 8: c_uint64}
 
 
 def in_backward_problems(named: Iterable[tuple[str, Parameter]]) -> list[str]:

@@ -18,7 +18,7 @@ from pyengine.engine.backward import checked_backward
 from pyengine.engine.captured_windows import MIN_WARM_UP, CapturedWindows, capture_problems
 from pyengine.engine.engine import Engine, MicroBatch
 from pyengine.engine.loop import Batch, CountOf, MicroBatches, single_micro_batch, windows
-from pyengine.engine.misnamed import check_function
+from pyengine.engine.misnamed import answer_to_setting, check_function
 from pyengine.engine.resume import load_states, take_snapshot
 from pyengine.engine.retry import Items, Retries
 from pyengine.engine.window_audit import WindowAudit
@@ -77,6 +77,12 @@ class Sync:
         if engine is not None:
             engine.close()
             self._check, self._retries = OptimizerCheck([]), None
+
+    def __setattr__(self, name: str, value: object) -> None:
+        """Set an attribute; raise AttributeError for what would change nothing: methods, other settings."""
+        if answer := answer_to_setting(type(self), name, value):
+            raise AttributeError(answer)
+        super().__setattr__(name, value)
 
     def __repr__(self) -> str:
         name, engine = type(self).__name__, self._open_engine

@@ -249,6 +249,11 @@ class Reducer(ABC):
         trained = [(index, param) for index, param in enumerate(self.params) if param.requires_grad]
         return [param.register_hook(partial(look, index)) for index, param in trained]
 
+    def is_used(self, index: int) -> bool:
+        """Whether a micro-batch accumulated so far has used a parameter on this rank; True if not known."""
+        del index
+        return True
+
     def has_used_all(self) -> bool:
         """Whether the micro-batches accumulated so far have used all parameters on this rank.
 

@@ -284,6 +284,12 @@ class BucketReducer(Reducer):
         repeated = {self._bucket_of[param] for param in self._repeated}
         return [bucket for index, bucket in enumerate(self._buckets) if index not in repeated]
 
+    def is_used(self, index: int) -> bool:
+        if index not in self._bucket_of:
+            return False  # frozen when the engine was made
+        bucket = self._buckets[self._bucket_of[index]]
+        return bucket.is_used(bucket.indices.index(index))
+
     def has_used_all(self) -> bool:
         return all(all(bucket.used) for bucket in self._buckets)
 

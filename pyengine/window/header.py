@@ -34,8 +34,8 @@ _LOSSES = _CLAIMS + 2 * NUM_PIECES
 # Behind them, where ranks share batches, what must be 0: lanes of `SharedBatch`.
 _SHARED = _LOSSES + exact_scalars.NUM_LANES
 # ... how many ranks have scaled no loss although a scaler is set, and how many have: of a batch one rank may
-# have the losses of all. And how many ranks leave the count to the one that counts the batch: then lanes cannot
-# be compared.
+# have all losses. And how many ranks leave the count to the one that counts the batch: then lanes cannot be
+# compared.
 _UNSCALED, _SCALED, _SILENT = -3, -2, -1
 
 Count = int | float | Tensor

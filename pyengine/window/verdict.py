@@ -391,8 +391,8 @@ def check_counts(totals: Totals, comm: Comm, *, local: LocalWindow) -> None:
         )
     if totals.is_unscaled:
         raise ValueError(
-            "call sync.scaler.scale(loss).backward(), or mb.backward(loss), which scales, on the rank that has "
-            "the loss: sync.scaler is set, and no rank that shares a batch has scaled one. Nothing was "
+            "call sync.scaler.scale(loss).backward(), or mb.backward(loss), which scales, on the rank that "
+            "has the loss: sync.scaler is set, and no rank that shares a batch has scaled one. Nothing was "
             "stepped; call sync.abandon() on all ranks and go on"
         )
     if totals.invalid_counts:

@@ -166,6 +166,7 @@ WRONG = {
 def test_a_wrong_argument_is_named_and_changes_nothing(case):
     error, message, arguments = WRONG[case]
     model = nn.Linear(2, 1)
+    model.load_state_dict({name: torch.zeros_like(p) for name, p in model.named_parameters()})
     sync = pe.GradSync(model)
     clip = sync.clip_grad_value_ if case.startswith("value") else sync.clip_grad_norm_
     with sync.accumulate():
@@ -173,6 +174,5 @@ def test_a_wrong_argument_is_named_and_changes_nothing(case):
     with pytest.raises(error) as caught:
         clip(*arguments)
     assert str(caught.value).startswith(message)
-    model.load_state_dict({name: torch.zeros_like(p) for name, p in model.named_parameters()})
     assert sync.step(torch.optim.SGD(model.parameters(), lr=1.0))
     assert all((p == -1).all() for p in model.parameters())  # nothing was half-clipped
