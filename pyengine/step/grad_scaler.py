@@ -132,11 +132,11 @@ _NUMBERS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "growth_factor": (lambda value: 1 <= value < math.inf, "a finite number of at least 1"),
     "backoff_factor": (lambda value: 0 < value <= 1, "a number above 0 and up to 1"),
     "growth_interval": (
-        lambda value: isinstance(value, Integral) and 0 <= value < 2**63,
+        lambda value: isinstance(value, Integral) and 0 <= int(value) < 2**63,
         "a whole number from 0 to 2**63 - 1",
     ),
     "_growth_tracker": (
-        lambda value: isinstance(value, Integral) and 0 <= value < 2**31 - 1,
+        lambda value: isinstance(value, Integral) and 0 <= int(value) < 2**31 - 1,
         "a whole number from 0 to 2**31 - 2",
     ),
 }
