@@ -99,7 +99,8 @@ def _bytes(tensor: Tensor, largest: int | None) -> Tensor:
         raise TypeError(f"a sparse tensor of shape {list(tensor.shape)} is larger than any parameter here")
     here = tensor.detach().cpu()
     dense = here if here.layout is torch.strided else here.to_dense()
-    return dense.contiguous().reshape(-1).view(torch.uint8)
+    flat = dense.contiguous().reshape(-1)
+    return flat.as_strided(flat.shape, (1,)).view(torch.uint8)  # one element may have any stride
 
 
 def _span(tensor: Tensor) -> int:

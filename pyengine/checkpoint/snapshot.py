@@ -266,7 +266,7 @@ def _exact(parts: dict[str, Tensor], terms: int) -> ExactSum:
 
 
 def is_whole(value: Any, least: int = 0) -> bool:
-    return type(value) is int and value >= least
+    return type(value) is int and least <= value < 2**63
 
 
 def is_number(value: Any) -> bool:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import argparse
 import math
+import tempfile
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+from pyengine.cli.files import regular
 from pyengine.comm.launching import check_number
 
 _Settings = TypeVar("_Settings")
@@ -36,12 +38,11 @@ def writing(argument: str, what: str, remedy: str = "name a writable folder") ->
 
 
 def check_writable(argument: str, file: Path) -> None:
-    """Raise `Conflict` if a file cannot be written; do not create it."""
-    existed = file.exists()
+    """Raise `Conflict` if `files.written` could not write a file, or would replace something else."""
     with writing(argument, f"write {file}", "name a file in a folder that exists and is writable"):
-        file.open("ab").close()
-    if not existed:
-        file.unlink(missing_ok=True)  # every worker of torchrun checks
+        with suppress(FileNotFoundError):
+            open(file, "rb", opener=regular).close()
+        tempfile.TemporaryDirectory(dir=file.parent).cleanup()
 
 
 def check_absent(options: argparse.Namespace, name: str, why: str) -> None:

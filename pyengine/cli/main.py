@@ -28,11 +28,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line, by default with the arguments of this process; return the exit code."""
     terminal.prepare_output()
     parser = build_parser()
-    options = parser.parse_args(argv)
+    options, unknown = parser.parse_known_args(argv)
     if options.command is None:
+        if unknown:
+            parser.error(f"leave out {' '.join(unknown)}, or put a command and what it needs first")
         parser.print_help()
         return 0
     refuse: Callable[[str], NoReturn] = options.error
+    if unknown:
+        name, these = options.command, " ".join(unknown)
+        refuse(f"leave out {these}: {name} has only the arguments above, which {name} --help explains")
     if options.command not in _UNDER_TORCHRUN and dist.is_torchelastic_launched():
         refuse(f"{options.command} starts its own workers: run it with python, not with torchrun")
     kept = "nothing was saved"

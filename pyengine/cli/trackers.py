@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from pyengine.cli.arguments import Conflict, writing
+from pyengine.cli.files import make_folder
 from pyengine.step.step_record import StepRecord
 from pyengine.telemetry import Listener, Wandb
 
@@ -91,6 +92,7 @@ class Trackers:
 
                 from pyengine.telemetry.tensorboard import TensorBoard
 
+                make_folder(self.folder / name)
                 board = TensorBoard(self.folder / name)
                 stack.callback(board.close)
                 run.listeners.append(board)

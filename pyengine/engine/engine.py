@@ -904,6 +904,7 @@ class Engine:
         was_refused = header is not None and header.was_refused  # no window of all ranks
         self.counter.close(completed=self.counter.is_sent and not was_refused)
         self.kept_grads.clear()
+        self.reducer.abandon()
         self.marks.record()
         self.reset()
 

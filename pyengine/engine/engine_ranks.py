@@ -20,6 +20,7 @@ from pyengine.comm import Comm, Local, TorchDist, comm_for
 from pyengine.comm.axes import Axes, MeshRanks, as_tuple, axes_problems, process_groups
 from pyengine.comm.groups import group_of
 from pyengine.comm.shared_memory import problems_of_sharing, share_memory
+from pyengine.engine.replicas import Differing, differing, mark_of_part, warn_of_changed
 from pyengine.gradients.fsdp.places import is_counted
 from pyengine.gradients.fsdp.units import Unit
 from pyengine.gradients.layout import ParamSpec, first_difference
@@ -162,11 +163,31 @@ class EngineRanks:
         return share_memory(comm) if self._shared_memory else comm
 
     def broadcast(self, named: Sequence[tuple[str, Tensor]], groups: Groups) -> None:
-        """Overwrite tensors by those of the first rank of their group; warn of what cannot be written."""
+        """Overwrite tensors by those of the first rank of their group; warn of what that changes, and of what
+        cannot be written.
+
+        Raises ValueError, on every rank and before anything is written, if the ranks of a group hold no
+        replicas: other tensors, or different values of a parameter that is marked as a part.
+        """
         stored = {name: _stored_in(local(tensor)) for name, tensor in named}
-        for index, comm in enumerate(groups.comms):
-            mine = [parts for name, parts in stored.items() if self.group_named(name) == index]
-            comm.broadcast_([part for parts in mine for part in parts])
+        of_group = [
+            {name: parts for name, parts in stored.items() if self.group_named(name) == index}
+            for index in range(len(groups.comms))
+        ]
+        marks = {name: mark for name, tensor in named if (mark := mark_of_part(tensor))}
+        changed, problems = list[Differing](), list[str]()
+        for comm, tensors in zip(groups.comms, of_group, strict=True):
+            found, problem = differing(comm, tensors, marks)
+            changed += found
+            problems += [problem] if problem else []
+        if self.membership.described:
+            problems = [text for texts in self.comm.all_gather_object(problems) for text in texts]
+        if problems:
+            raise ValueError("; ".join(dict.fromkeys(problems)))
+        for comm, tensors in zip(groups.comms, of_group, strict=True):
+            comm.broadcast_([part for parts in tensors.values() for part in parts])
+        if mine := [each for each in changed if each.root == self._ranks[self.comm.rank]]:
+            warn_of_changed(mine)
         kept = [(name, tensor) for name, tensor in named if not stored[name]]
         if kept and self.comm.world_size > 1:
             name, tensor = kept[0]

@@ -31,8 +31,8 @@ from pyengine.wire.named import WireLike, as_wire
 class GradSync(Sync):
     """Own the gradients of a model in flat buckets, and reduce each bucket once a window.
 
-    Every rank makes it over the same parameters; rank 0's values (and a module's buffers) are copied to the
-    others.
+    Every rank makes it over replicas of the same parameters; rank 0's values (and a module's buffers) are
+    copied to the others, with a warning where they differed. Shards of other packages are refused.
 
     Args:
         params_or_module: a module, or its parameters, or `(name, parameter)` pairs. All that require a

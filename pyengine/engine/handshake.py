@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 import pyengine
 from pyengine.comm.base import Comm, own_host
 from pyengine.engine.engine_ranks import Membership, memberships_differ, most_parts
+from pyengine.engine.replicas import shard_problems
 from pyengine.gradients.layout import ParamSpec
 from pyengine.gradients.local_part import is_dtensor
 from pyengine.gradients.settings import PARAM_DTYPES, Exact, Settings
@@ -218,6 +219,7 @@ def problems_of(
         on = ", ".join(devices)
         yield f"params_or_module: parameters on {on}; need one device an engine: make one each"
     plain = [(name, p) for name, p in named if not (takes_shards and is_dtensor(p))]
+    yield from shard_problems(named)
     yield from _repeated(named)
     yield from _not_plain(plain)
     other = [(name, p.dtype) for name, p in trained if p.dtype not in PARAM_DTYPES]
@@ -282,14 +284,17 @@ _SHARDED = (
 )
 
 
+_FSDP1 = ("FullyShardedDataParallel", "XlaFullyShardedDataParallel")
+
+
 def problems_of_source(source: object) -> Iterator[str]:
     """Report which wrappers shard the parameters that `GradSync` is to own, or reduce their gradients."""
     modules = list(source.named_modules()) if isinstance(source, nn.Module) else []
-    fsdp1 = "FullyShardedDataParallel"  # by name: its import is slower than that of this package
-    sharded = [name for name, m in modules if any(kind.__name__ == fsdp1 for kind in type(m).__mro__)]
-    if sharded:  # its parameters do not show it
-        where = f" at {sharded[0]!r}" if sharded[0] else ""
-        yield f"params_or_module has a {fsdp1}{where}: {_SHARDED}"
+    # Also torch_xla's and fairscale's. By name: the import is slower than that of this package.
+    kinds = [(name, kind.__name__) for name, module in modules for kind in type(module).__mro__]
+    for name, kind in [each for each in kinds if each[1] in _FSDP1][:1]:  # parameters need not show it
+        where = f" at {name!r}" if name else ""
+        yield f"params_or_module has a {kind}{where}: {_SHARDED}"
     for _, module in modules:
         if isinstance(module, DistributedDataParallel | nn.DataParallel) or is_replicated(module):
             unwrap = "pass ddp_model.module, or keep the wrapper and use pe.attach(ddp_model)"

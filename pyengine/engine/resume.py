@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -15,16 +15,17 @@ from pyengine.checkpoint.snapshot import (
     Snapshot,
     disjoint,
     in_order,
-    is_whole,
     merge,
     share_residuals,
 )
 from pyengine.data.rng import rng_problem, rng_refusal, rng_states
 from pyengine.engine.engine import Engine
 from pyengine.engine.handshake import raise_problems
+from pyengine.gradients.local_part import is_dtensor
 from pyengine.gradients.settings import sum_dtype
 from pyengine.gradients.slots import local
 from pyengine.ops.exact_reference import BLOCK
+from pyengine.step.grad_scaler import state_problems
 from pyengine.window.counter import State, share_of_rest
 
 
@@ -212,9 +213,22 @@ def _put_together(engine: Engine, parts: list[Snapshot], own: list[Snapshot], *,
         mine = [s for s in kept if (s.rank, s.world_size) == (rank, world_size)]
         mine += [s for s in kept if s.world_size != world_size][rank::world_size]
         residuals = share_residuals(parts, rank=rank, world_size=world_size, device=engine.device)
-    part = merge([s for s in mine if s.places], parts[0], engine.device)
+    # Kept gradients of a sharded model are this rank's own shards.
+    part = merge([s for s in mine if s.places], (own or parts)[0], engine.device)
     part.rng, part.residuals = own[0].rng if own else {}, residuals
     return part
+
+
+_UNUSED = (
+    "step every optimizer, or set .grad to None, before sync.state_dict(), or start as many ranks as there "
+    "were, sharded as they were"
+)
+
+
+def holds_shards(engine: Engine) -> bool:
+    """Whether gradients are sharded, so that a rank can use kept ones of its own state only."""
+    params: Sequence[Any] = [param for param in engine.reducer.params if is_dtensor(param)]
+    return any(placement.is_shard() for param in params for placement in param.placements)
 
 
 def _misfits(
@@ -239,11 +253,14 @@ def _misfits(
         )
     if not is_own and not engine.is_exact:
         worlds = sorted({s.world_size for s in snapshots})
-        if len(worlds) > 1 or sorted(s.rank for s in snapshots) != list(range(worlds[0])):
+        # A world may be of any size in a state: no list of its ranks.
+        if worlds != [len(snapshots)] or len({s.rank for s in snapshots}) < len(snapshots):
             yield (
                 f"states of {owners} on {here}: need those of all ranks of one save, each once, to share out "
                 "what they keep"
             )
+    if not own and holds_shards(engine) and any(s.carry for s in snapshots):
+        yield f"gradients that no optimizer has used, of {owners}, on {here}: {_UNUSED}"
     if not is_own and engine.holds_parts:
         yield (
             "states in a list, and ranks here hold other parameters or share batches: pass each rank its own "
@@ -301,7 +318,6 @@ def _due(engine: Engine, done: list[int], part: Snapshot, *, is_own: bool) -> li
 
 
 _Like: TypeAlias = tuple[torch.dtype, tuple[int, ...]]
-_WHOLE = ("growth_interval", "_growth_tracker")
 
 
 def problems(engine: Engine, snapshots: Sequence[Snapshot]) -> Iterator[str]:
@@ -398,11 +414,7 @@ class Form:
         needed = scaler.state_dict().keys()
         if s.scaler.keys() != needed:
             yield f"{sorted(s.scaler)} of the loss scaler, need {sorted(needed)}"
-        for name, value in s.scaler.items():
-            if not (math.isfinite(value) and value >= 0):
-                yield f"scaler[{name!r}]={value}, need a finite number"
-            elif name in _WHOLE and not is_whole(value):
-                yield f"scaler[{name!r}]={value}, need a whole number"
+        yield from state_problems(s.scaler)
 
     def _sum(self, s: Snapshot) -> Iterator[str]:
         if s.sums and not s.places:
@@ -432,13 +444,20 @@ class Form:
             yield "negative numbers of calls in batch_norm"
 
     def _carry(self, s: Snapshot) -> Iterator[str]:
-        reducer = self.engine.reducer
+        reducer, comm = self.engine.reducer, self.engine.comm
+        if (s.rank, s.world_size) != (comm.rank, comm.world_size) and holds_shards(self.engine):
+            return  # of other shapes, and not used
         params = zip(reducer.names, reducer.params, strict=True)
         own = {name: (param.dtype, tuple(local(param).shape)) for name, param in params}
         for name in s.carry.keys() - own.keys():
             yield f"carry[{name!r}], which is no parameter here"
         known = s.carry.keys() & own.keys()
-        yield from _unlike("carry", {n: s.carry[n] for n in known}, {n: own[n] for n in known})
+        unlike = list(_unlike("carry", {n: s.carry[n] for n in known}, {n: own[n] for n in known}))
+        # Of a sharded model they are shards.
+        yield from (f"gradients that no optimizer has used: {_UNUSED} ({text})" for text in unlike[:1])
+        kept = [] if unlike else [s.carry[name] for name in known]
+        if not all(bool((grad._values() if grad.is_sparse else grad).isfinite().all()) for grad in kept):
+            yield "kept gradients that are not finite, so that no step could use them"
 
     def _residual(self, s: Snapshot) -> Iterator[str]:
         # Of as many elements as a whole sum has, which under tensor parallelism is a part of the parameter's.

@@ -160,6 +160,9 @@ class Reducer(ABC):
     def open(self) -> None:
         """Open a window, before any of its forwards."""
 
+    def abandon(self) -> None:
+        """Leave the model as it is between windows: the open one was dropped, or has been used."""
+
     def begin_padding(self) -> None:
         """Discard the gradients of the current micro-batch, and its writes to buffers: it is padding.
 

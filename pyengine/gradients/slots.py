@@ -81,7 +81,7 @@ def saved_flags(saved: Saved, names: Sequence[str], done: int, device: torch.dev
 
 
 def dense_strides(param: Tensor) -> tuple[int, ...]:
-    """Return the parameter's strides if it is dense, for example channels_last; else contiguous strides."""
+    """Return the parameter's strides; where its memory has gaps, those of a dense one in the same order."""
     return torch.empty_like(param.detach(), device="meta").stride()
 
 

@@ -17,12 +17,16 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
+import reprlib
 from collections.abc import Callable, Iterable, Sequence
+from numbers import Real
 from typing import ParamSpec, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
 
+from pyengine.ops.overlap import check_in_place
 from pyengine.ops.plan import add_up
 from pyengine.ops.pointers import TensorList, check_flat, check_scale
 from pyengine.ops.versions import BucketPlan
@@ -64,7 +68,7 @@ def flatten(
         out = torch.empty(sum(numels), dtype=dtype or first.dtype, device=first.device)
     elif dtype is not None:
         raise ValueError(f"dtype={dtype} and out are given; needed one of them, since out has a dtype")
-    _flatten_(out, entries, _scalar(scale, _tensor("out", out)), numels)
+    _flatten_(out, entries, _scalar("scale", scale, _tensor("out", out)), numels)
     return out
 
 
@@ -86,7 +90,7 @@ def unflatten_(tensors: Tensors, flat: Tensor, *, scale: Scale = 1.0, like: Tens
     """
     entries, numels = _slots("tensors", tensors, like)
     slots, present = _present(entries)
-    _unflatten_(present, flat, _scalar(scale, _tensor("flat", flat)), numels, slots)
+    _unflatten_(present, flat, _scalar("scale", scale, _tensor("flat", flat)), numels, slots)
 
 
 @torch.no_grad()
@@ -113,7 +117,7 @@ def accumulate_(
         tensor([1.5000, 1.5000])
     """
     entries, numels = _slots("grads", grads, like)
-    _accumulate_(acc, entries, _scalar(scale, _tensor("acc", acc)), numels, first)
+    _accumulate_(acc, entries, _scalar("scale", scale, _tensor("acc", acc)), numels, first)
     return acc
 
 
@@ -138,7 +142,7 @@ def unscale_norm(tensors: Tensors, inv_scale: Scale = 1.0) -> tuple[Tensor, Tens
         (tensor(5.), tensor(0.))
     """
     slots, present = _present(tensors)
-    return _unscale_norm(present, _scalar(inv_scale, *present), slots)
+    return _unscale_norm(present, _scalar("inv_scale", inv_scale, *present), slots)
 
 
 @torch.no_grad()
@@ -166,7 +170,7 @@ def unscale_norm_(tensors: Tensors, inv_scale: Scale = 1.0) -> tuple[Tensor, Ten
             raise TypeError(
                 f"tensors[{slot}] is a Parameter; needed its gradient: pass [p.grad for p in params]"
             )
-    return _unscale_norm_(present, _scalar(inv_scale, *present), slots)
+    return _unscale_norm_(present, _scalar("inv_scale", inv_scale, *present), slots)
 
 
 def _tensor(name: str, tensor: object, remedy: str = "") -> Tensor:
@@ -188,10 +192,17 @@ def _present(tensors: Tensors) -> tuple[list[int], list[Tensor]]:
     return list(present), list(present.values())
 
 
-def _scalar(scale: Scale, *beside: Tensor) -> Tensor:
+_LARGEST = torch.finfo(torch.float32).max
+
+
+def _scalar(name: str, scale: Scale, *beside: Tensor) -> Tensor:
     """Return a scale as a tensor; a number on the device of the first tensor `beside`."""
     if isinstance(scale, Tensor):
         return scale
+    if not isinstance(scale, Real):
+        raise TypeError(f"{name} is {type(scale).__name__}; needed a real number, or float32 []")
+    if _LARGEST < abs(scale) < math.inf:
+        raise ValueError(f"{name}={reprlib.repr(scale)}; needed a number in the range of float32")
     device = beside[0].device if beside else None
     return torch.full((), scale, dtype=torch.float32, device=device)
 
@@ -279,6 +290,8 @@ def _unscale_by_dtype(tensors: TensorList, inv_scale: Tensor, *, is_written: boo
         )
         for dtype in dtypes
     ]
+    if is_written and len(groups) > 1:
+        check_in_place(plan, [("tensors", group) for group in groups], ("inv_scale", inv_scale))
     # One more element than tensors: a sum needs at least one. Its total also shows what `nonfinite` shows.
     sumsq = torch.zeros(len(groups), len(tensors) + 1, dtype=torch.float64, device=device)
     nonfinite = torch.empty(len(tensors), dtype=torch.uint8, device=device)

@@ -1,8 +1,11 @@
 """Import the native core, pyengine.ops._core, if it was built."""
 
 import functools
+import sys
 import warnings
 from collections.abc import Sequence
+from importlib.machinery import EXTENSION_SUFFIXES
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -10,7 +13,13 @@ import torch  # before _core: the core looks torch's thread pool up by name in t
 
 from pyengine.ops.device import HOST
 
-__all__ = ["_core", "can_gather", "core", "cuda_core", "grad_states"]
+__all__ = ["FOLDER", "_core", "can_gather", "core", "cuda_core", "grad_states", "hidden_core"]
+
+FOLDER = Path(__file__).parent
+_BUILD = (
+    "Build it with `pip install .` (needs a C++20 compiler) and PYENGINE_NO_EXT unset, and use it outside of "
+    "the clone, whose sources Python would import."
+)
 
 try:
     from pyengine.ops import _core
@@ -20,13 +29,26 @@ except ImportError as error:
     _core, _missing = None, error  # type: ignore[assignment]
 
 
+def hidden_core() -> str:
+    """Return what to do where sources without a core hide an installed pyengine that has one; or nothing."""
+    for entry in sys.path:
+        other = Path(entry, "pyengine", "ops")
+        if other != FOLDER and any((other / f"_core{suffix}").is_file() for suffix in EXTENSION_SUFFIXES):
+            sources = FOLDER.parents[1]
+            return (
+                f"Run it in another folder than {sources}, or take that from PYTHONPATH: its sources have no "
+                f"core and hide the installed pyengine in {entry or Path.cwd()}, which has one."
+            )
+    return ""
+
+
 @functools.cache
 def core() -> ModuleType | None:
     """Return the native module, or None after a single warning; call it at an op's first use."""
     if _core is None:
         warnings.warn(
             f"pyengine runs without its native core ({_missing}): results are the same, ops are slower. "
-            "Build it with `pip install .` (needs a C++20 compiler) and PYENGINE_NO_EXT unset.",
+            + (hidden_core() or _BUILD),
             RuntimeWarning,
             stacklevel=3,
         )

@@ -8,6 +8,7 @@ finds a possible overlap, Python checks one by one and writes the message.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import combinations
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import torch
@@ -94,6 +95,20 @@ def check_into_list(plan: Plan, out: NamedList, tensors: NamedList, scale: Named
     ):
         return
     _refuse([*_of_list(out, written=True), *([] if in_place else _of_list(tensors)), _span(*scale)])
+
+
+def check_in_place(plan: Plan, lists: Sequence[NamedList], scale: Named) -> None:
+    """Check an op that writes several lists, each of its own dtype, in place, and reads a scale."""
+    core, tables = plan._native, [pointers.table for _, pointers in lists]
+    if any(_has_no_addresses(plan, pointers) for _, pointers in lists):
+        return
+    if (
+        core is not None
+        and all(core.is_disjoint(table) and core.is_outside(table, *_range(scale[1])) for table in tables)
+        and all(core.lists_are_apart(one, two) for one, two in combinations(tables, 2))
+    ):
+        return
+    _refuse([*(span for each in lists for span in _of_list(each, written=True)), _span(*scale)])
 
 
 def check_into(plan: Plan, targets: Sequence[Named], tensors: NamedList) -> None:

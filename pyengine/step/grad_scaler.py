@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import math
+import reprlib
+from collections.abc import Callable, Iterator, Mapping
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -58,8 +62,10 @@ class GradScaler(torch.amp.GradScaler):
         super().update(new_scale)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state, as stock; refused in the middle of a window."""
+        """Load a state, as stock; refused in the middle of a window, or with a number of no scaler."""
         self._check_between("scaler.load_state_dict")
+        if wrong := list(state_problems(state_dict)):
+            raise ValueError(f"load another state, this one has {wrong[0]}")
         super().load_state_dict(state_dict)
 
     def _check_between(self, what: str) -> None:
@@ -124,6 +130,32 @@ class GradScaler(torch.amp.GradScaler):
         # Sent, not filled in there: for a lazy device they would be constants of its first program.
         self._scale = send([self._init_scale], torch.float32, dev).reshape(())
         self._growth_tracker = send([self._init_growth_tracker], torch.int32, dev).reshape(())
+
+
+# What the numbers in a scaler's state can be. The scale is a float32 and the tracker an int32; torch's
+# setters accept more factors than its constructor.
+_NUMBERS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "scale": (lambda value: 2.0**-149 <= value <= (2 - 2**-23) * 2.0**127, "a float32 above 0"),
+    "growth_factor": (lambda value: 1 <= value < math.inf, "a finite number of at least 1"),
+    "backoff_factor": (lambda value: 0 < value <= 1, "a number above 0 and up to 1"),
+    "growth_interval": (
+        lambda value: isinstance(value, Integral) and 0 <= int(value) < 2**63,
+        "a whole number from 0 to 2**63 - 1",
+    ),
+    "_growth_tracker": (
+        lambda value: isinstance(value, Integral) and 0 <= int(value) < 2**31 - 1,
+        "a whole number from 0 to 2**31 - 2",
+    ),
+}
+
+
+def state_problems(state: Mapping[str, Any]) -> Iterator[str]:
+    """Report which numbers in a state, those of its names that are known, no scaler has."""
+    for name, (is_one, need) in _NUMBERS.items():
+        value = state.get(name, 1)
+        is_wide = isinstance(value, int) and abs(value) >= 2**63  # torch takes no such int, also as a scale
+        if name in state and (is_wide or not is_one(value)):
+            yield f"scaler[{name!r}]={reprlib.repr(value)}, need {need}"
 
 
 def taken_over(scaler: torch.amp.GradScaler) -> GradScaler:

@@ -191,6 +191,9 @@ class NoiseScale(Measure):
             return [
                 f"measured['noise_scale'] of shape {list(state.shape)}: need {_SUMS} finite float64 numbers"
             ]
+        weight, squared, windows, *_ = state.tolist()
+        if not (0 <= squared <= weight <= windows < 2**53 and (weight > 0) == (squared > 0) == (windows > 0)):
+            return ["measured['noise_scale'] with weights that no windows have"]
         return []
 
     def load(self, state: Tensor | None) -> None:

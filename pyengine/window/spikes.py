@@ -146,6 +146,9 @@ class SpikePolicy(Measure):
         if state.dtype != torch.float64 or state.shape != (numbers,):
             kept = f"{self!r} over these parameters keeps {numbers}: make it with the window that it had"
             return [f"measured['spike'] of {list(state.shape)} numbers, and {kept}"]
+        seen, norms = float(state[0]), state[1:]
+        if not (0 <= seen < 2**53 and seen.is_integer() and bool((norms >= 0).all())):
+            return ["measured['spike'] that is no number of windows and their norms"]
         return []
 
     def load(self, state: Tensor | None) -> None:

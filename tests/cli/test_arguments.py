@@ -57,6 +57,7 @@ BAD_STUDY = [
     (("--workers", "2,4"), "argument --workers: got 2,4, need 1 among them: speed-up is against one worker"),
     (("--batch", "0"), "argument --batch: got 0, need different whole numbers of at least 1"),
     (("--fixed", "local"), "argument --fixed: invalid choice: 'local'"),
+    (("--epochs", "1e308"), "argument --epochs: got 1e+308, need fewer than 2**53 samples"),
     (("--epochs", "inf"), "argument --epochs: got inf, need a finite number above 0"),
     (("--target", "95"), "argument --target: got 95, need a share above 0 and up to 1: 0.95 is 95 %"),
     (("--dataset-size", "2000"), "argument --dataset-size: got 2000, and cnn has 1437 samples"),
@@ -149,6 +150,29 @@ def test_largest_dataset_is_what_the_task_has(model, task):
     assert settings(build_parser().parse_args(["study", "--model", model, "--dataset-size", str(most)]))
     with pytest.raises(SystemExit):
         main(["study", "--model", model, "--dataset-size", str(most + 1)])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (("bench", "--short"), "leave out --short: bench has"),
+        (("bench", "step", "--short", "3"), "leave out --short 3: bench has"),
+        (("plan", "--global-batch", "8", "-q"), "leave out -q: plan has"),
+        (("doctor", "now"), "leave out now: doctor has"),
+    ],
+)
+def test_an_unknown_argument_is_named_below_those_of_the_command(capsys, arguments, named):
+    with pytest.raises(SystemExit, match="2"):
+        main(arguments)
+    printed = capsys.readouterr().err
+    assert printed.startswith(f"usage: python -m pyengine {arguments[0]} [-h] [--json]")
+    assert f"error: {named} only the arguments above" in printed
+
+
+def test_an_unknown_argument_without_a_command_is_named(capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main(["--short"])
+    assert "error: leave out --short, or put a command" in capsys.readouterr().err
 
 
 def test_without_a_command_help_is_printed(capsys):

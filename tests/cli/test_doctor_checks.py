@@ -40,10 +40,31 @@ def assert_says(finding: Finding, status: str, text: str, remedy: str = "") -> N
 def test_a_core_that_is_missing_or_broken(monkeypatch, tmp_path, file, status, text, remedy):
     monkeypatch.setattr(native, "_core", None)
     monkeypatch.setattr(native, "_missing", ImportError("undefined symbol: oops"))
-    monkeypatch.setattr(checks, "FOLDER", tmp_path)
+    monkeypatch.setattr(native, "FOLDER", tmp_path)
+    monkeypatch.setattr(native.sys, "path", [])
     if file:
         (tmp_path / file).write_text("")
     assert_says(checks.core(), status, text, remedy)
+
+
+@pytest.mark.parametrize("entry", ["installed", ""])
+def test_sources_without_a_core_that_hide_an_installed_one(monkeypatch, tmp_path, entry):
+    ops = tmp_path / "installed" / "pyengine" / "ops"
+    ops.mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "installed")
+    monkeypatch.setattr(native.sys, "path", [entry and str(tmp_path / entry)])
+    monkeypatch.setattr(native, "_core", None)
+    monkeypatch.setattr(native, "FOLDER", tmp_path / "clone" / "pyengine" / "ops")
+    (ops / "_core.cpython-39-x86_64-linux-gnu.so").touch()  # of another Python
+    assert_says(checks.core(), "warn", "plain PyTorch computes", "in another folder than the clone")
+    (ops / f"_core{EXTENSION_SUFFIXES[0]}").touch()
+    remedy = f"Run it in another folder than {tmp_path}/clone"
+    assert_says(checks.core(), "warn", f"not built in {tmp_path}/clone/pyengine, which hides", remedy)
+    assert f"the installed pyengine in {tmp_path}/installed, which has one" in checks.core().remedy
+    native.core.cache_clear()
+    with pytest.warns(RuntimeWarning, match=f"ops are slower. {remedy}"):
+        native.core()
+    native.core.cache_clear()
 
 
 @pytest.fixture

@@ -219,6 +219,17 @@ def test_report_shows_text_as_it_is_and_runs_none_of_it(make, tmp_path):
     assert "<script" not in page
 
 
+def test_report_takes_the_place_of_a_link_and_follows_none(make, tmp_path):
+    out, victim = tmp_path / "out", tmp_path / "victim"
+    out.mkdir()
+    victim.write_text("precious")
+    for name in ("report.html", "report.part"):
+        (out / name).symlink_to(victim)
+    make(Runner())
+    assert victim.read_text() == "precious"
+    assert not (out / "report.html").is_symlink() and "<html" in (out / "report.html").read_text()
+
+
 def test_report_names_what_is_not_in_the_figures(make, tmp_path):
     make(Runner(w2_b8_r1="stalled"), "--batch", "8,9")
     page = (tmp_path / "out" / "report.html").read_text()

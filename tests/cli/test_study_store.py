@@ -128,6 +128,18 @@ def odd(**changes: object) -> str:
         (odd(wall_s=math.nan), "'wall_s' is nan"),
         (odd(cpu_share=[]), "'cpu_share' has 0 entries, expected 1"),
         ("[" * 100000, "nested too deeply"),
+        *(
+            (odd(**{name: [value]}), rf"'{name}' is \[")
+            for name, value in (("seconds", 1e308), ("seconds", 0), ("seconds", -1.0), ("sync_s", 1e308))
+        ),
+        *(
+            (odd(**{name: value}), f"'{name}' is ")
+            for name, value in (
+                *((name, 10**400) for name in ("wall_s", "busy", "global_batch", "noise_scale")),
+                *(("global_batch", 0), ("workers", 2**70), ("busy", -1), ("noise_spread", -1.0)),
+                *(("cpu_share", [1e308]), ("peak_rss_bytes", [2**70]), ("accuracy", [[1, 1e308]])),
+            )
+        ),
     ],
     ids=lambda text: text[:20],
 )

@@ -126,6 +126,22 @@ ANY_STATE: dict[str, Callable[[Content], Any]] = {
     "no scale": lambda fields: fields["scaler"].pop("scale"),
     "a scale of nan": _set("scaler", "scale", to=float("nan")),
     "a negative scale": _set("scaler", "scale", to=-4.0),
+    **{
+        f"a scale of {value:.3g}": _set("scaler", "scale", to=value)
+        for value in (0, 0.0, 1e300, 1e-300, 2**70)
+    },
+    **{
+        f"{name} of {str(value)[:20]}": _set("scaler", name, to=value)
+        for name, values in {
+            "growth_factor": (0.5, 10**400, float("nan")),
+            "backoff_factor": (0.0, -0.5, 2.0, 10**400),
+            "growth_interval": (-1, 2**63, 2**70, 10**400),
+            "_growth_tracker": (-1, 2**31 - 1, 2**31, 2**70),
+        }.items()
+        for value in values
+    },
+    **{f"{name}=2**{bits}": _set(name, to=2**bits) for name in WHOLE for bits in (63, 2000)},
+    "a kept gradient of nan": _set("carry", "last.weight", to=torch.full((1, 5), float("nan"))),
     "a broken interval": _set("scaler", "growth_interval", to=2.5),
     "one number more in the scaler": _set("scaler", "more", to=1.0),
     "an unknown generator": _rename("rng", "torch", to="troch"),

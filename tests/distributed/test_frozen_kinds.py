@@ -120,6 +120,7 @@ def test_a_frozen_parameter_of_any_kind_gets_the_values_of_rank_0(kind, accumula
 @pytest.mark.parametrize("kind", KEPT)
 @on_ranks(2)
 def test_a_frozen_parameter_that_cannot_be_copied_is_named_and_trained_beside(kind):
+    torch.manual_seed(0)
     model = _model(KEPT[kind](_of_rank(0)))
     with recorded_warnings() as messages:
         sync = pe.GradSync(model, accumulate=2)

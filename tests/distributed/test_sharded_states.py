@@ -5,9 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from cases import assert_same, me
+import torch.distributed as dist
+from cases import assert_same, error_of, me
 from ranks import on_ranks
 from sharded_cases import (
+    Chain,
     all_batches,
     batch,
     loss_of,
@@ -17,6 +19,9 @@ from sharded_cases import (
     whole_grads,
     windows_of,
 )
+from torch import Tensor, nn
+
+import pyengine as pe
 
 # Accumulate and micro-batches by rank, and how many are handed out in the last window before it is saved.
 NUMBERS = {
@@ -124,3 +129,54 @@ def test_a_rank_without_any_batch_pads_with_a_copy_of_another_one_s(can):
         return
     assert can
     assert_same(whole_grads(model), right_grads([batch(number) for number in range(3)], 9))
+
+
+def _kept(model: nn.Module, sync: pe.Sync) -> dict[str, Any]:
+    """Return a state with gradients that no optimizer has used."""
+    for _ in windows_of(sync, model, own_batches(3)):
+        sync.unscale_()
+    return sync.state_dict()
+
+
+def _shards(model: nn.Module) -> dict[str, Tensor | None]:
+    """Return this rank's own parts of the gradients."""
+    grads = {name: param.grad for name, param in model.named_parameters()}
+    return {name: None if grad is None else grad.to_local().clone() for name, grad in grads.items()}
+
+
+@pytest.mark.parametrize("accumulator", ["fp32", "exact"])
+@on_ranks(2)
+def test_gradients_that_no_optimizer_has_used_are_each_rank_s_own_also_in_a_list(accumulator):
+    sync, model = sharded("nested", accumulate=3, accumulator=accumulator)
+    state = _kept(model, sync)
+    want = _shards(model)
+    states: list[Any] = [None, None]
+    dist.all_gather_object(states, state)
+    for given in (state, states):
+        model.zero_grad()
+        sync.load_state_dict(given)
+        assert_same(_shards(model), want)
+
+
+@pytest.mark.parametrize("origin", ["nested", "hsdp", "whole"])
+@pytest.mark.parametrize("accumulator", ["fp32", "exact"])
+@on_ranks(4)
+def test_gradients_that_no_optimizer_has_used_need_as_many_ranks(accumulator, origin):
+    group = [dist.new_group([2 * pair, 2 * pair + 1]) for pair in range(2)][me()[0] // 2]
+    options = {"accumulate": 3, "accumulator": accumulator}
+    if accumulator == "exact":
+        options["accumulator"] = pe.Exact(micro_batches=12)
+    states: list[Any] = [None] * 2
+    if origin == "whole":  # of two ranks, whose gradients are not sharded
+        model: nn.Module = Chain()
+        sync: pe.Sync = pe.GradSync(model, process_group=group, **options)
+        dist.all_gather_object(states, _kept(model, sync), group=group)
+        sync, model = sharded("nested", **options)
+    else:
+        sync, model = sharded(origin, **options)
+        states = [None] * 4
+        dist.all_gather_object(states, _kept(model, sync))
+        model = Chain()
+        sync = pe.GradSync(model, process_group=group, **options)
+    message = error_of(sync.load_state_dict, states)
+    assert "step every optimizer, or set .grad to None, before sync.state_dict(), or start as many" in message

@@ -140,3 +140,8 @@ def test_papers_are_linked_by_their_own_number():
         named = re.findall(r"arXiv:([\d.]+\d)", prose(page))
         linked = re.findall(r"\[arXiv:(\S+)\]\(https://arxiv\.org/abs/\1\)", prose(page))
         assert named == linked, name_of(page)
+
+
+def test_a_blank_line_ends_every_table():
+    ends = re.compile(r"^\|.*\n(?!\||<!--)(\S.*)", re.MULTILINE)
+    assert [(name_of(page), line) for page in PAGES for line in ends.findall(prose(page))] == []

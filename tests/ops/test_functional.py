@@ -1,8 +1,10 @@
 """pe.ops without an engine: on every device, without the core, and compiled, against plain PyTorch."""
 
 import functools
+import math
 import shutil
 
+import numpy
 import pytest
 import torch
 from op_cases import DTYPES, INF, NAN, assert_same_bits, clone, random_values
@@ -289,3 +291,59 @@ def test_arguments_that_do_not_fit_are_named(call, error, words):
     with pytest.raises(error, match=words):
         call()
     assert TWO[0].tolist() == [1, 1]  # nothing was written
+
+
+@pytest.mark.parametrize(
+    ("scale", "error"),
+    [
+        *((scale, ValueError) for scale in (1e300, -1e300, 2**200, -(10**400), 3.5e38)),
+        *((scale, TypeError) for scale in (1j, "0.5", None, [0.5])),
+    ],
+    ids=lambda value: repr(value)[:9],
+)
+@pytest.mark.parametrize("op", ["flatten", "unflatten_", "accumulate_", "unscale_norm", "unscale_norm_"])
+def test_a_scale_that_is_no_float32_is_named(op, scale, error):
+    tensors = [tensor.clone() for tensor in TWO]
+    with pytest.raises(error, match="scale(=| is ).*; needed a (real )?number"):
+        {
+            "flatten": lambda: pe.ops.flatten(tensors, scale=scale),
+            "unflatten_": lambda: pe.ops.unflatten_(tensors, torch.zeros(5), scale=scale),
+            "accumulate_": lambda: pe.ops.accumulate_(torch.zeros(5), tensors, scale=scale),
+            "unscale_norm": lambda: pe.ops.unscale_norm(tensors, scale),
+            "unscale_norm_": lambda: pe.ops.unscale_norm_(tensors, scale),
+        }[op]()
+    assert all(tensor.eq(1).all() for tensor in tensors)
+
+
+@pytest.mark.parametrize("scale", [2, True, 3e38, -3e38, math.inf, 1e-300, numpy.float32(0.5)])
+def test_a_number_in_the_range_of_float32_is_a_scale(scale):
+    assert pe.ops.flatten(TWO, scale=scale)[0] == torch.tensor(float(scale))
+
+
+MEMORY = torch.ones(8)
+
+
+@pytest.mark.parametrize(
+    "tensors",
+    [
+        [MEMORY[:4], MEMORY[2:4].view(torch.bfloat16)],
+        [MEMORY[2:4].view(torch.float16), None, MEMORY[:4]],
+        [MEMORY[:2], MEMORY[2:4].view(torch.bfloat16), MEMORY[3:].view(torch.float16)],
+        [MEMORY[:1], MEMORY.view(torch.bfloat16)[1:3]],
+    ],
+)
+def test_tensors_of_several_types_that_share_memory_are_named_before_any_is_written(tensors, device):
+    if device.type == "cuda":
+        pytest.skip("memory of the host")
+    with pytest.raises(ValueError, match=r"tensors\[\d\] shares memory with tensors\[\d\]"):
+        pe.ops.unscale_norm_(tensors, 0.5)
+    with pytest.raises(ValueError, match=r"tensors\[\d\] shares memory with inv_scale"):
+        pe.ops.unscale_norm_([MEMORY[:2], MEMORY[4:6].view(torch.bfloat16)], MEMORY[5])
+    assert MEMORY.tolist() == [1] * 8
+
+
+def test_neighbours_of_several_types_in_one_memory_are_scaled():
+    memory = torch.ones(8)
+    pe.ops.unscale_norm_([memory[:3], memory[3:5].view(torch.bfloat16).fill_(1), memory[5:]], 0.5)
+    assert memory[:3].tolist() == memory[5:].tolist() == [0.5] * 3
+    assert memory[3:5].view(torch.bfloat16).tolist() == [0.5] * 4

@@ -27,6 +27,27 @@ def _differ(rank: int) -> pe.GradSync:
     return pe.GradSync(nn.Linear(3, 2 + rank).to(device()), accumulate=2)
 
 
+def _sharded(rank: int) -> pe.GradSync:
+    from torch_xla.distributed.fsdp import XlaFullyShardedDataParallel
+
+    model = XlaFullyShardedDataParallel(nn.Linear(64, 64).to(device()))
+    before = [param.detach().cpu() for param in model.parameters()]
+    try:
+        return pe.GradSync(model, accumulate=2)
+    finally:
+        after = [param.detach().cpu() for param in model.parameters()]
+        assert all(torch.equal(one, two) for one, two in zip(before, after, strict=True))
+
+
+def _sharded_parameters(rank: int) -> pe.GradSync:
+    shard = nn.Parameter(torch.full((4,), float(rank)).to(device()))
+    shard._is_sharded = True
+    try:
+        return pe.GradSync([("shard", shard)], accumulate=2)
+    finally:
+        assert shard.detach().cpu().eq(rank).all()
+
+
 def _grouped(rank: int) -> pe.GradSync:
     return _make(rank, process_group=torch.distributed.ProcessGroup(0, 1))
 
@@ -60,8 +81,10 @@ def _attach(rank: int) -> pe.Sync:
         (1, _grouped, ": parameters on xla:0 are reduced by torch_xla over all"),
         (1, _attach, "ddp_model is on xla:0: DDP reduces from inside the backward"),
         (2, _differ, "parameter 0: rank 0 has 'weight' [2, 3] float32; rank 1 has 'weight' [3, 3] float32"),
+        (2, _sharded, "params_or_module has a XlaFullyShardedDataParallel"),
+        (2, _sharded_parameters, "parameter 'shard' is a shard (_is_sharded)"),
     ],
-    ids=["exact", "bf16", "no group", "group", "ddp", "other model"],
+    ids=["exact", "bf16", "no group", "group", "ddp", "other model", "torch_xla's FSDP", "its parameters"],
 )
 def test_what_cannot_work_is_refused_on_every_replica(replicas, world, make, message):
     for text in replicas(world).run(_refused, make, ValueError):

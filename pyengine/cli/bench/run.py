@@ -17,6 +17,7 @@ from pyengine.cli.bench.kernels.measure import OPS, measure, measure_roofs
 from pyengine.cli.bench.report import Report, on_kernels, on_windows
 from pyengine.cli.bench.windows import measure as windows
 from pyengine.cli.bench.windows.variants import VARIANTS
+from pyengine.cli.files import written
 from pyengine.cli.machine import card, hold_memory
 from pyengine.comm.launching import launch
 
@@ -44,7 +45,8 @@ def run(settings: Settings) -> int:
         out = settings.out
         if out is not None:
             try:
-                out.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+                with written(out) as part:
+                    part.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
             except OSError as error:
                 problems.append(f"cannot write {out} ({error.strerror}): the results above are not saved")
                 out = None

@@ -21,7 +21,6 @@ from pyengine.engine.grad_sync import GradSync
 from pyengine.ops import native
 from pyengine.ops.plan import BucketPlan
 
-FOLDER = Path(native.__file__).parent
 NVIDIA = Path("/dev/nvidiactl")  # exists if the driver is loaded
 CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - its size is read, nothing is written
@@ -104,15 +103,18 @@ def core() -> Finding:
 
 
 def _without_core(error: str) -> Finding:
-    files = sorted(path.name for path in FOLDER.glob("_core*") if path.suffix in (".so", ".pyd"))
+    files = sorted(path.name for path in native.FOLDER.glob("_core*") if path.suffix in (".so", ".pyd"))
     mine = [name for name in files if name.removeprefix("_core") in EXTENSION_SUFFIXES]
     if mine:
         return fail("core", f"{mine[0]} does not load: {error}", _REBUILD)
     others = f"; {', '.join(files)} is for another Python" if files else ""
+    if remedy := native.hidden_core():
+        return warn("core", f"not built in {native.FOLDER.parent}, which hides another pyengine", remedy)
     return warn(
         "core",
         f"not built{others}: plain PyTorch computes the same results, slower",
-        "pip install . in a clone of pyengine, with a C++20 compiler and PYENGINE_NO_EXT unset",
+        "pip install . in a clone of pyengine, with a C++20 compiler and PYENGINE_NO_EXT unset; then run "
+        "Python in another folder than the clone, whose sources it would import",
     )
 
 

@@ -155,6 +155,9 @@ def settings(options: argparse.Namespace) -> Settings:
         raise Conflict(f"argument --workers: got {got}, need 1 among them: speed-up is against one worker")
     check_workers(options.workers)
     subject, target, dataset_size = _subject(options)
+    epochs = options.epochs or _EPOCHS.get(subject, 1.0)
+    if epochs * dataset_size >= 2**53:
+        raise Conflict(f"argument --epochs: got {epochs:g}, need fewer than 2**53 samples in all")
     return fill(
         Settings,
         options,
@@ -162,7 +165,7 @@ def settings(options: argparse.Namespace) -> Settings:
         target=target,
         dataset_size=dataset_size,
         trackers=Trackers.of(options),
-        epochs=options.epochs or _EPOCHS.get(subject, 1.0),
+        epochs=epochs,
     )
 
 

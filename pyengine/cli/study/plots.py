@@ -16,6 +16,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from matplotlib.ticker import FixedFormatter, FixedLocator, MaxNLocator, NullLocator, PercentFormatter
 
+from pyengine.cli.files import written
 from pyengine.cli.gradient_measures import INK, STYLE, draw_noise_scale
 from pyengine.cli.noise import Range, duration
 from pyengine.cli.study.analysis import Analysis, Curve, Figures
@@ -48,7 +49,8 @@ def draw(analysis: Analysis, folder: Path, *, suffix: str = ".png") -> list[Plot
             path.unlink(missing_ok=True)
             figure = paint(analysis)
             if figure is not None:
-                figure.savefig(path, metadata={"Date": None})
+                with written(path) as part:
+                    figure.savefig(part, metadata={"Date": None})
                 plots.append(Plot(title, caption, path))
     return plots
 

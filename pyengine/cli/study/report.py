@@ -16,6 +16,7 @@ from rich.progress import TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from pyengine.cli import report
+from pyengine.cli.files import written
 from pyengine.cli.gradient_measures import with_spread
 from pyengine.cli.noise import Range, duration, percent
 from pyengine.cli.report import add_numbers
@@ -161,9 +162,8 @@ def write_page(content: Content, path: Path) -> None:
         autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
     page = environment.from_string(_TEMPLATE.read_text(encoding="utf-8")).render(_values(content))
-    part = path.with_suffix(".part")
-    part.write_text(page, encoding="utf-8")
-    part.replace(path)
+    with written(path) as part:
+        part.write_text(page, encoding="utf-8")
 
 
 def _values(content: Content) -> dict[str, Any]:

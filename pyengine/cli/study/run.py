@@ -17,6 +17,8 @@ import psutil
 import torch
 
 import pyengine
+from pyengine.cli.arguments import writing
+from pyengine.cli.files import make_folder
 from pyengine.cli.machine import cpu_name
 from pyengine.cli.noise import Range
 from pyengine.cli.study import plots as study_plots
@@ -63,6 +65,9 @@ def study(settings: Settings, execute: Execute, report: Report) -> int:
     wanted = [(cell.workers, cell.batch, repeat) for repeat in range(settings.repeats) for cell in plans]
     shared = {**settings.binding(), "machine": machine}
     with closing(Store(settings.folder, shared)) as store, report.live():
+        for name in ("logs", "plots"):
+            with writing("--out", f"write to {settings.folder / name}"):
+                make_folder(settings.folder / name)
         kept = {key for key, record in store.records.items() if record.is_done or not settings.retry}
         missing = [key for key in wanted if key not in kept]
         report.plan(runs=len(missing), kept=len(wanted) - len(missing), impossible=impossible)
@@ -177,7 +182,6 @@ class _Runs:
 
     def make(self, missing: Sequence[Key]) -> None:
         """Make a run of every cell, then repeat: drift over hours affects all cells alike."""
-        (self._settings.folder / "logs").mkdir(exist_ok=True)
         still = [Cell(workers, batch) for workers, batch, _ in missing]
         if still and not self._done:
             first = next(iter(self._plans))

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import fcntl
 import json
-import math
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import UnionType
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 from pyengine.cli.arguments import Conflict
+from pyengine.cli.files import regular
 from pyengine.cli.study.grid import Cell
 from pyengine.cli.terminal import read_json
 
@@ -75,7 +76,7 @@ class Store:
         self.path = folder / "runs.jsonl"
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            self._file = self.path.open("ab+", buffering=0)
+            self._file = open(self.path, "ab+", buffering=0, opener=regular)  # noqa: SIM115 - closed by `close`
         except OSError as error:
             raise Conflict(
                 f"argument --out: cannot write {error.filename or self.path} ({error.strerror}): name a "
@@ -170,6 +171,10 @@ def _record(text: bytes) -> Record:
     for name, value in line.items():
         if not _fits(value, hints[name]):
             raise ValueError(f"{name!r} is {str(value)[:40]}")
+    for names, least, most in _LIMITS:
+        for name in names:
+            if not all(least <= value <= most for value in _numbers(line[name])):
+                raise ValueError(f"{name!r} is {str(line[name])[:40]}, expected {least:g} to {most:g}")
     lengths = dict.fromkeys(("seconds", "sync_s", "losses"), line["steps"])
     lengths |= dict.fromkeys(("cpu_share", "peak_rss_bytes"), line["workers"])
     for name, number in lengths.items():
@@ -177,6 +182,28 @@ def _record(text: bytes) -> Record:
             raise ValueError(f"{name!r} has {len(line[name])} entries, expected {number}")
     line["accuracy"] = [(step, value) for step, value in line["accuracy"]]
     return Record(**line)
+
+
+_YEARS_S = 1e9
+# Of what a machine can measure: beyond it figures are divided by zero, or overflow.
+_LIMITS: tuple[tuple[tuple[str, ...], float, float], ...] = (
+    (("workers", "batch", "global_batch", "micro_batch", "accumulate"), 1, 2**53),
+    (("repeat", "steps", "bytes_on_wire", "peak_rss_bytes", "cpu_share"), 0, 2**53),
+    (("seconds",), 1e-9, _YEARS_S),
+    (("sync_s", "wall_s"), 0, _YEARS_S),
+    (("busy",), 0, 1),
+    (("noise_spread",), 0, sys.float_info.max),
+    (("accuracy",), -1e100, 1e100),  # of a user's own, which is drawn
+)
+
+
+def _numbers(value: Any) -> Iterator[float]:
+    """Return the numbers in a JSON value of numbers, lists and null."""
+    if isinstance(value, list):
+        for each in value:
+            yield from _numbers(each)
+    elif value is not None:
+        yield value
 
 
 def _fits(value: Any, hint: Any) -> bool:
@@ -189,7 +216,7 @@ def _fits(value: Any, hint: Any) -> bool:
     if kind is tuple:
         return isinstance(value, list) and len(value) == len(parts) and all(map(_fits, value, parts))
     if hint is float:
-        return type(value) in (int, float) and math.isfinite(value)
+        return type(value) in (int, float) and abs(value) <= sys.float_info.max
     return type(value) is hint  # isinstance accepts True as a whole number
 
 

@@ -17,6 +17,7 @@ from pathlib import Path
 import psutil
 
 from pyengine.cli import terminal
+from pyengine.cli.files import fresh
 from pyengine.cli.study.grid import Cell
 from pyengine.cli.study.probe import Run, Trace, work
 from pyengine.comm.launching import launch, signals_blocked
@@ -130,7 +131,7 @@ def _child(run: Run, result: str, log: str, parent: int) -> None:
     os.setsid()
     # Processes that are killed leave their temporary files in a folder that the study deletes.
     tempfile.tempdir = str(Path(result).parent)
-    with Path(log).open("w", encoding="utf-8") as file:
+    with fresh(Path(log)) as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
     threading.Thread(target=_end_with, args=(parent,), daemon=True).start()

@@ -24,6 +24,7 @@ from pyengine.cli.arguments import (
     fill,
     writing,
 )
+from pyengine.cli.files import make_folder, regular, written
 from pyengine.cli.tasks.base import MODELS
 from pyengine.cli.terminal import read_json
 from pyengine.cli.trackers import Trackers
@@ -176,15 +177,14 @@ def check_resumed(settings: Settings, model: str, folder: Path) -> None:
                     f"argument --{name.replace('_', '-')}: got {value}, and the checkpoints in {folder} are "
                     f"of a training with {then[name]}: give that to resume it, or name another folder"
                 )
-    whole = file.with_name(f".settings-{os.getpid()}")  # other ranks may read the file now
-    with writing("--checkpoints", f"write {file}"):
-        whole.write_text(json.dumps(now))
-        whole.replace(file)
+    with writing("--checkpoints", f"write {file}"), written(file) as part:  # other ranks may read it now
+        part.write_text(json.dumps(now))
 
 
 def _read(file: Path) -> dict[str, Any]:
     try:
-        found = read_json(file.read_text())
+        with open(file, encoding="utf-8", opener=regular) as opened:
+            found = read_json(opened.read())
     except (OSError, ValueError) as error:
         found = error
     if not isinstance(found, dict):
@@ -199,7 +199,8 @@ def _folders(folder: Path, models: tuple[str, ...]) -> dict[str, Path]:
     folders = {model: folder.absolute() / model for model in models}
     for path in folders.values():
         with writing("--checkpoints", f"create {path}"):
-            path.mkdir(parents=True, exist_ok=True)
+            folder.mkdir(parents=True, exist_ok=True)
+            make_folder(path)
     return folders
 
 

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from pyengine.checkpoint.checkpoints import Checkpoints
 from pyengine.cli import terminal
 from pyengine.cli.arguments import Conflict, writing
+from pyengine.cli.files import regular, written
 from pyengine.cli.gradient_measures import draw
 from pyengine.cli.tasks.base import Task
 from pyengine.cli.tasks.cnn import DigitsTask
@@ -64,9 +65,10 @@ def locked(folder: Path) -> Iterator[None]:
     if dist.is_torchelastic_launched():
         yield
         return
-    with writing("--checkpoints", f"write to {folder}"):
-        file = (folder / ".lock").open("w")
-    with file:
+    path = folder / ".lock"
+    with ExitStack() as stack:
+        with writing("--checkpoints", f"write {path}"):
+            file = stack.enter_context(open(path, "a", opener=regular))
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -143,7 +145,8 @@ def plot(task: Task, records: Sequence[StepRecord], trace: Path, report: Report)
     path = None
     if find_spec("matplotlib") is not None:
         path = trace.with_name(f"{trace.name.partition('.')[0]}-norms.png")
-        draw(measured, path, unit=task.unit)
+        with written(path) as part:
+            draw(measured, part, unit=task.unit)
     report.norms(path, next((record for record in reversed(measured) if record.noise_scale), None))
 
 
@@ -155,7 +158,10 @@ def write_trace(task: Task, settings: Settings, path: Path) -> None:
     mode = train_modes.make(settings.mode, task, settings, counted=False)
     batches = train_modes.batches(task, settings, dist.get_rank(), seed=settings.seed)
     list(mode.steps(itertools.islice(batches, _WARM_UP_WINDOWS * settings.accumulate)))
-    with chrome_trace(path):
+    with ExitStack() as stack:
+        if dist.get_rank() == 0:  # the profiler's own temporary file has a guessable name beside its path
+            path = stack.enter_context(written(path))
+        stack.enter_context(chrome_trace(path))
         list(mode.steps(itertools.islice(batches, TRACED_WINDOWS * settings.accumulate)))
 
 

@@ -97,6 +97,12 @@ class ShardedReducer(Reducer):
         for unit in self.units:
             unit.open()
 
+    def abandon(self) -> None:
+        """Show the sharded parameters again, which a budget keeps gathered, and narrow, for a window."""
+        self.reset()
+        for unit in self.units:
+            unit.close()
+
     def begin(self) -> None:
         for param in self.params:
             param.grad = None

@@ -1,0 +1,53 @@
+"""Files of commands: written whole, in place of what was there, and through no link; see SECURITY.md."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TextIO
+
+
+@contextmanager
+def written(path: Path) -> Iterator[Path]:
+    """Replace `path` by the file that the body writes to the path it is given, if the body raises nothing.
+
+    The given path has the same name and is in a folder that only this user can enter, so nobody can have put
+    a link there; a link at `path` itself is replaced, not followed.
+    """
+    with tempfile.TemporaryDirectory(prefix=".pyengine-", dir=path.parent) as folder:
+        part = Path(folder, path.name)
+        yield part
+        part.replace(path)
+
+
+def regular(path: str, flags: int) -> int:
+    """Open a regular file, as the `opener` of `open`; raise OSError for a link, a pipe or a device."""
+    try:
+        # Without O_NONBLOCK the open of a pipe would wait for another process.
+        descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise OSError(errno.ELOOP, "a symbolic link, which is not followed", path) from None
+        raise
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "no regular file", path)
+    return descriptor
+
+
+def fresh(path: Path) -> TextIO:
+    """Open a new file in place of what is there, for text that others may read meanwhile."""
+    path.unlink(missing_ok=True)
+    return path.open("x", encoding="utf-8")  # "x" follows no link
+
+
+def make_folder(path: Path) -> None:
+    """Make a folder within one that the user has named, if it is missing; raise OSError for a link."""
+    path.mkdir(exist_ok=True)
+    if path.is_symlink():
+        raise OSError(errno.ELOOP, "a symbolic link, which is not followed", str(path))
