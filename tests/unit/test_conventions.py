@@ -33,7 +33,15 @@ def test_a_wrong_argument_is_answered_with_the_right_one(make, args, kwargs, mes
         make(nn.Linear(1, 1), *args, **kwargs)
 
 
-@pytest.mark.parametrize(("module", "name", "remedy"), [(pe, "Dealer", "WindowSampler"), (pe, "Dealr", "")])
+@pytest.mark.parametrize(
+    ("module", "name", "remedy"),
+    [
+        (pe, "Dealer", "WindowSampler"),
+        (pe.wire, "Hierarchical", "shared_memory=True"),
+        (pe, "Dealr", ""),
+        (pe.wire, "FP33", ""),
+    ],
+)
 def test_a_removed_name_is_answered_with_what_to_use_instead(module, name, remedy):
     assert not hasattr(module, name)
     with pytest.raises(AttributeError, match=f"{name}.*{'removed' if remedy else ''}.*{remedy}"):
