@@ -5,6 +5,8 @@ Three ways in: `GradSync` for a loop of your own, `attach` (or only `comm_hook`)
 """
 
 import sys
+from functools import partial
+from typing import TYPE_CHECKING, NoReturn
 
 if sys.argv[:1] == ["-m"] and sys.orig_argv[-len(sys.argv)] == "pyengine":
     # `python -m pyengine`, which a signal may end in the seconds that the imports below take.
@@ -20,7 +22,7 @@ from pyengine.comm.axes import Axes
 from pyengine.comm.launching import launch
 from pyengine.data.batch_plan import BatchPlan, plan_batch, scale_lr, warm_up
 from pyengine.data.rng import micro_batch_rng, sample_rng, seed_everything, seed_rank, worker_init
-from pyengine.data.sampler import Dealer, WindowSampler
+from pyengine.data.sampler import WindowSampler
 from pyengine.engine.attach import attach
 from pyengine.engine.captured_windows import CapturedWindows
 from pyengine.engine.engine import MicroBatch
@@ -45,7 +47,6 @@ __all__ = [
     "CapturedWindows",
     "Checkpoint",
     "Checkpoints",
-    "Dealer",
     "Exact",
     "Finding",
     "GradNorms",
@@ -77,6 +78,25 @@ __all__ = [
     "wire",
     "worker_init",
 ]
+
+
+# Removed names and what to use instead, answered for one release.
+_REMOVED = {
+    "pyengine.Dealer": "pass the loader of a pe.WindowSampler; a slower rank may have a smaller accumulate=",
+    "pyengine.wire.Hierarchical": "NCCL reduces within hosts first by itself; over gloo pass "
+    "shared_memory=True, with which the ranks of a host together send a bucket once",
+}
+
+
+def _answer(module: str, name: str) -> NoReturn:
+    if (remedy := _REMOVED.get(f"{module}.{name}")) is not None:
+        raise AttributeError(f"{module}.{name} has been removed: {remedy}")
+    raise AttributeError(f"module {module!r} has no attribute {name!r}")
+
+
+if not TYPE_CHECKING:  # for which every name would exist
+    __getattr__ = partial(_answer, __name__)
+    wire.__getattr__ = partial(_answer, wire.__name__)
 
 
 def __dir__() -> list[str]:

@@ -188,8 +188,7 @@ def _checked_total(settings: Settings, by_rank: Sequence[int], parts: int) -> in
     if run > 1 and any(accumulate != mine for accumulate in by_rank):
         raise ValueError(
             f"{origin} with accumulate={list(by_rank)} by rank: every rank gets {slots // world_size} whole "
-            f"slots of {run} micro-batches, so need accumulate={mine}, which is WindowSampler's (a Dealer "
-            "deals single micro-batches: leave slots out)"
+            f"slots of {run} micro-batches, so need accumulate={mine}, which is WindowSampler's"
         )
     return total
 

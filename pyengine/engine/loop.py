@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from pyengine.data.sampler import Dealer, Dealt
 from pyengine.engine.engine import Engine
 from pyengine.engine.misnamed import check_function
 from pyengine.ops.device import is_lazy, runs_ahead, send
@@ -97,16 +96,11 @@ _COUNTING = "with counts read ahead (sync.windows with count=)"
 class Counting:
     """The counts of one loop over windows; `count` as for `Sync.windows`."""
 
-    def __init__(self, engine: Engine, loader: object, count: CountOf) -> None:
+    def __init__(self, engine: Engine, count: CountOf) -> None:
         example = 'lambda batch: batch["labels"].ne(-100).sum()'
         check_function(
             "count", count, f"that returns how many items a micro-batch has, for example {example}"
         )
-        if isinstance(loader, Dealer):
-            raise TypeError(
-                "count= with a Dealer: its micro-batches go to the next free rank, so no rank can read its "
-                "own ahead. Deal fixed shares out by a WindowSampler, or give each count to sync.backward"
-            )
         if is_lazy(engine.device):
             raise ValueError(
                 f"count= on {engine.device}: the host would have to read the totals before it records a "
@@ -290,17 +284,13 @@ _NOT_A_BATCH = (
 )
 
 
-def windows(
-    engine: Engine, loader: Iterable[Batch] | Dealer, count: CountOf | None
-) -> Iterator[Iterator[Any]]:
+def windows(engine: Engine, loader: Iterable[Batch], count: CountOf | None) -> Iterator[Iterator[Batch]]:
     """Cut a loader into windows, then yield empty ones until every rank has run out of data."""
-    counting = None if count is None else Counting(engine, loader, count)
+    counting = None if count is None else Counting(engine, count)
     if engine.is_broken:
         engine.abandon()
     engine.is_between_loops = False
-    if isinstance(loader, Dealer):
-        yield from _dealt(engine, loader)
-    elif engine.reducer.has_collective_forwards:
+    if engine.reducer.has_collective_forwards:
         yield from _cut_padded(engine, Lookahead(loader), counting)
     else:
         yield from _cut(engine, loader, counting)
@@ -324,33 +314,6 @@ def _cut(engine: Engine, loader: Iterable[Batch], counting: Counting | None) -> 
         others = (not source.has_next and engine.comm.world_size > 1) and (
             engine.counter.index == engine.opened_at or engine.verdicts.some_rank_has_more()
         )
-
-
-def _dealt(engine: Engine, dealer: Dealer) -> Iterator[Iterator[Dealt]]:
-    if engine.shares.run > 1:
-        raise TypeError(
-            f"loader is a Dealer, which deals single micro-batches, and accumulator=pe.Exact(slots=...) has "
-            f"slots of {engine.shares.run}, each added up on one rank: pass the loader of a WindowSampler, "
-            "or leave slots out"
-        )
-    if engine.counter.accumulate < dealer.micro_batches:
-        raise ValueError(
-            f"accumulate={engine.counter.accumulate} with a Dealer of {dealer.micro_batches} micro-batches a "
-            f"window: a rank may get all of them; make the engine with accumulate={dealer.micro_batches}"
-        )
-    if engine.batch is not None or engine.reducer.has_collective_forwards:
-        shared = "here ranks share batches", ", sharded along the axes that count"
-        why, more = (
-            shared if engine.batch is not None else ("the forwards of a sharded model are collective", "")
-        )
-        raise TypeError(
-            f"loader is a Dealer, which hands each micro-batch to the next free rank, and {why}: pass the "
-            f"loader of a WindowSampler{more}"
-        )
-    for window in dealer.windows():
-        engine.open()
-        yield _dealt_micro_batches(engine, Lookahead(window))
-        engine.close_window()
 
 
 @contextmanager
@@ -390,14 +353,6 @@ def _micro_batches(engine: Engine, source: Lookahead[Batch]) -> Iterator[Batch]:
         batch = source.pop()
         engine.hand_out(place, last=place == due[-1] or not source.has_next, more=source.has_next)
         yield batch
-    engine.end_hand_out()
-
-
-def _dealt_micro_batches(engine: Engine, source: Lookahead[Dealt]) -> Iterator[Dealt]:
-    while source.has_next:
-        place, rows = source.pop()
-        engine.hand_out(place, last=not source.has_next, more=source.has_next)
-        yield place, rows
     engine.end_hand_out()
 
 

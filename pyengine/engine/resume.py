@@ -102,11 +102,11 @@ def _check_between(engine: Engine) -> None:
         )
 
 
-def load_states(engine: Engine, states: object) -> list[int]:
+def load_states(engine: Engine, states: object) -> None:
     """Continue from this rank's snapshot, or divide those of all ranks among the ranks there are now.
 
-    Returns the places of the open window that are done, over all ranks. Raises ValueError, on every rank and
-    with nothing changed, if states do not fit the engine, each other, or those of other ranks.
+    Raises ValueError, on every rank and with nothing changed, if states do not fit the engine, each other, or
+    those of other ranks.
     """
     engine.assemble("calls sync.load_state_dict, as every rank has to")
     found, described, part = _prepare(engine, states)
@@ -120,7 +120,6 @@ def load_states(engine: Engine, states: object) -> list[int]:
     if engine.scaler is not None and part.scaler:
         engine.scaler.load_state_dict(part.scaler)
     engine.resume(part, due=_due(engine, done, part, is_own=described.is_own))
-    return done
 
 
 # Rank, world size, places and checksum of a part.

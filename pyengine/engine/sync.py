@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from pyengine.audit.handle import check_device, check_every
-from pyengine.data.sampler import Dealer
 from pyengine.engine.backward import checked_backward
 from pyengine.engine.captured_windows import MIN_WARM_UP, CapturedWindows, capture_problems
 from pyengine.engine.engine import Engine, MicroBatch
@@ -57,7 +56,6 @@ class Sync:
         self._clip_groups: dict[tuple[tuple[int, ...], ...], list[Tensor]] = {}
         self._running: MicroBatch | None = None
         self._retries: Retries | None = None  # from the first `retry_smaller` on
-        self._done: Sequence[int] = ()  # places that were done where a state was loaded
         # None: `windows` or `accumulate` knows which micro-batch is the last; else as `no_sync` has set it.
         self._requires_sync: bool | None = None
 
@@ -134,14 +132,12 @@ class Sync:
 
     # ---- loops ----
 
-    def windows(
-        self, loader: Iterable[Batch] | Dealer, *, count: CountOf | None = None
-    ) -> Iterator[Iterator[Any]]:
+    def windows(self, loader: Iterable[Batch], *, count: CountOf | None = None) -> Iterator[Iterator[Batch]]:
         """Cut a loader into windows of `accumulate` micro-batches; the last one may be shorter.
 
         Ranks may have different numbers of micro-batches and of windows: one that has run out gets empty
         windows, in which it contributes zeros, until all have. The loader is read one micro-batch
-        ahead. A `Dealer` has cut its windows already, and hands each micro-batch to the next free rank.
+        ahead.
 
         Args:
             loader: of this rank's micro-batches.
@@ -840,11 +836,6 @@ class Sync:
 
     # ---- states ----
 
-    @property
-    def done(self) -> list[int]:
-        """Places that were done on any rank when `load_state_dict` was called, for `Dealer.set_epoch`."""
-        return list(self._done)
-
     def state_dict(self) -> dict[str, Any]:
         """Return what this rank's engine holds, also in the middle of a window, as tensors and plain values.
 
@@ -882,11 +873,10 @@ class Sync:
                 that of the parameters (`state["window"]`). One dict may hold the parts of several ranks.
 
         Nothing of a rank's own is needed but its loader, which goes on behind what is done:
-        `sampler.set_epoch(..., due=sync.due)`, or `dealer.set_epoch(..., done=sync.done)`. The generators go
-        on from where they were when the loop takes the first micro-batch, if this rank's own state of as many
-        ranks is there. (The loader reads one micro-batch ahead: what it draws in this process from them is
-        not repeated; see `pe.sample_rng`.) What has to be alike on every world size starts from
-        `pe.micro_batch_rng`.
+        `sampler.set_epoch(..., due=sync.due)`. The generators go on from where they were when the loop takes
+        the first micro-batch, if this rank's own state of as many ranks is there. (The loader reads one
+        micro-batch ahead: what it draws in this process from them is not repeated; see `pe.sample_rng`.)
+        What has to be alike on every world size starts from `pe.micro_batch_rng`.
 
         Raises:
             ValueError: a state is damaged or does not fit, or ranks got different ones; on every rank, and
@@ -899,7 +889,7 @@ class Sync:
             >>> sync.load_state_dict([s for s in states if s["window"] == window])  # doctest: +SKIP
             >>> sampler.set_epoch(0, window=window, due=sync.due)  # doctest: +SKIP
         """
-        self._done = load_states(self._engine, states)
+        load_states(self._engine, states)
 
     # ---- audit ----
 

@@ -39,7 +39,7 @@ class Exact(Spelled):
             slots is exact. So the bits depend on the number of slots, and are the same on every number of
             ranks that divides it; and a slot costs one deposit, not one a micro-batch. Parameters narrower
             than float32 are refused, since PyTorch would add their gradients in their own dtype. None: every
-            micro-batch is a slot, and any rank may compute it; see `pe.Dealer`.
+            micro-batch is a slot, and any rank may compute it.
 
     The exact sum has 1 to 4096 slots. Its grid depends on their number, so runs have the same bits only if
     they have the same number of slots.

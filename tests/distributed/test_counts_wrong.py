@@ -128,6 +128,3 @@ def test_what_cannot_be_counted_ahead_is_refused():
     sync, *_ = _engine()
     with pytest.raises(TypeError, match="count is a int: need a function"):
         next(sync.windows(_batches(), count=3))
-    dealer = pe.Dealer(pe.WindowSampler(8, global_batch=4, micro_batch=2, seed=0))
-    with pytest.raises(TypeError, match="count= with a Dealer"):
-        next(sync.windows(dealer, count=len))

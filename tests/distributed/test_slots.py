@@ -180,14 +180,6 @@ def test_what_slots_cannot_have_is_refused_by_name_on_every_rank(slots, options,
     assert all(needle in message for needle in needles), message
 
 
-@on_ranks(3)
-def test_a_dealer_of_slots_is_refused():
-    sync = pe.GradSync(nn.Linear(2, 1), accumulate=8, accumulator=pe.Exact(micro_batches=24, slots=12))
-    sampler = pe.WindowSampler(24, micro_batch=1, global_batch=24)
-    with pytest.raises(TypeError, match="loader is a Dealer.*slots of 2"):
-        next(sync.windows(pe.Dealer(sampler)))
-
-
 @pytest.mark.parametrize("is_silent", [True, False])
 @on_ranks(2)
 def test_a_backward_out_of_turn_is_an_error_on_every_rank_and_the_next_window_clean(is_silent):

@@ -50,7 +50,7 @@ def _unpack(data: bytes) -> Any:
 class _Run:
     """A model in training; `checkpoint` and `sync` states travel as bytes, as through files."""
 
-    def __init__(self, kind: str, name: str, *, from_: bytes = b"", dealt: bool = False) -> None:
+    def __init__(self, kind: str, name: str, *, from_: bytes = b"") -> None:
         make, self._data = MODELS[name]
         torch.manual_seed(0)
         self.model = make()
@@ -59,9 +59,10 @@ class _Run:
         )
         if from_:
             self.model.load_state_dict(_unpack(from_)["model"])
-        accumulate = MICRO_BATCHES if dealt else self.sampler.accumulate
         exact = pe.Exact(micro_batches=MICRO_BATCHES)
-        self.sync, self.forward = wrap(kind, self.model, 0.01, accumulate=accumulate, accumulator=exact)
+        self.sync, self.forward = wrap(
+            kind, self.model, 0.01, accumulate=self.sampler.accumulate, accumulator=exact
+        )
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
         if from_:
             self.optimizer.load_state_dict(_unpack(from_)["optimizer"])
@@ -122,26 +123,21 @@ def _together(*values: bytes) -> Any:
     return values
 
 
-def _resume(run: _Run, states: Sequence[bytes], *, dealt: bool = False) -> None:
+def _resume(run: _Run, states: Sequence[bytes]) -> None:
     if states:
         loaded = [_unpack(state) for state in states]
         run.sync.load_state_dict(loaded[::-1] if me()[0] else loaded)  # in any order
-        run.sampler.set_epoch(0, window=loaded[0]["window"], due=None if dealt else run.sync.due)
+        run.sampler.set_epoch(0, window=loaded[0]["window"], due=run.sync.due)
 
 
 def _go_on(
-    kind: str, name: str, states: list[bytes], checkpoint: bytes, dealt: bool = False
+    kind: str, name: str, states: list[bytes], checkpoint: bytes
 ) -> tuple[tuple[str, list[float | None]], list[int]]:
-    run = _Run(kind, name, from_=checkpoint, dealt=dealt)
-    _resume(run, states, dealt=dealt)
+    run = _Run(kind, name, from_=checkpoint)
+    _resume(run, states)
     places: list[int] = []
-    loader: Any = run.sampler
-    if dealt:
-        loader = pe.Dealer(run.sampler)
-        loader.set_epoch(0, window=END, done=run.sync.done)
-    for number, window in enumerate(run.sync.windows(loader)):
-        for item in window:
-            rows = item[1] if dealt else item
+    for number, window in enumerate(run.sync.windows(run.sampler)):
+        for rows in window:
             if number == 0:
                 places.append(run.sync.place)
             run.backward(rows, run.sampler.window + number)
@@ -152,7 +148,7 @@ def _go_on(
 _alone: dict[str, tuple[str, list[float | None]]] = {}
 
 
-def _chain(ranks, kind: str, name: str, stops: list[tuple[int, int]], last: int, dealt: bool = False) -> None:
+def _chain(ranks, kind: str, name: str, stops: list[tuple[int, int]], last: int) -> None:
     """Stop on so many ranks in such a window, again and again; go on to the end on `last` ranks."""
     if name not in _alone:
         (_alone[name],) = ranks(1).run(_undisturbed, name)
@@ -164,7 +160,7 @@ def _chain(ranks, kind: str, name: str, stops: list[tuple[int, int]], last: int,
             checkpoint, states = stopped[0][0], []
         states, before = [*states, *(state for _, state in stopped)], at
     done = {place for state in states for place in content(_unpack(state))["places"]}
-    ended = ranks(last).run(_go_on, kind, name, states, checkpoint, dealt)
+    ended = ranks(last).run(_go_on, kind, name, states, checkpoint)
     for (end, later), _ in ended:
         assert (end, later) == (digest, losses[-len(later) :])
     computed = [place for _, places in ended for place in places]
@@ -191,10 +187,6 @@ def test_exact_sums_go_on_in_mid_window_on_any_world_size(ranks, kind, name, wor
 @pytest.mark.parametrize(("kind", "first"), [("own", END - 1), ("attach", END)])
 def test_a_run_that_went_on_in_mid_window_can_stop_again_in_the_same_one_or_a_later(ranks, kind, first):
     _chain(ranks, kind, "gpt", [(4, first), (3, END)], 1)
-
-
-def test_what_is_left_of_a_window_can_be_dealt(ranks):
-    _chain(ranks, "own", "cnn", [(2, END)], 3, dealt=True)
 
 
 def _first_window(kind: str, states: Sequence[bytes], stop: int | None) -> Any:

@@ -86,7 +86,7 @@ def _interrupted(kind: str) -> dict[str, Any]:
 def _everything(sync: pe.Sync) -> int:
     """Sum up all that loading could change: position, sums, counts, order, carry, scaler, generators."""
     grads = [param.grad for param in sync._engine.reducer.params]
-    return checksum([content(sync.state_dict()), grads, sync.window, sync.due, sync.done])
+    return checksum([content(sync.state_dict()), grads, sync.window, sync.due])
 
 
 def _message(sync: pe.Sync, states: Any) -> str:

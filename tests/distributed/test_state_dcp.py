@@ -67,7 +67,6 @@ def _goes_on(kind: str, folder: str, how: str = "engine") -> list[Tensor]:
     elif folder:
         dcp.load({"sync": sync}, checkpoint_id=folder, planner=LoadPlanner())
     done = 3 if folder else 0
-    assert set(sync.due).isdisjoint(sync.done) and len(sync.done) == done
     assert sum(_gathered(len(sync.due))) == 6 - done
     return _gradient(sync, model)
 

@@ -33,6 +33,21 @@ def test_a_wrong_argument_is_answered_with_the_right_one(make, args, kwargs, mes
         make(nn.Linear(1, 1), *args, **kwargs)
 
 
+@pytest.mark.parametrize(
+    ("module", "name", "remedy"),
+    [
+        (pe, "Dealer", "WindowSampler"),
+        (pe.wire, "Hierarchical", "shared_memory=True"),
+        (pe, "Dealr", ""),
+        (pe.wire, "FP33", ""),
+    ],
+)
+def test_a_removed_name_is_answered_with_what_to_use_instead(module, name, remedy):
+    assert not hasattr(module, name)
+    with pytest.raises(AttributeError, match=f"{name}.*{'removed' if remedy else ''}.*{remedy}"):
+        getattr(module, name)
+
+
 @pytest.mark.parametrize("name", WIRES)
 def test_a_wire_goes_by_the_name_of_the_command_line(name):
     with pe.GradSync(nn.Linear(1, 1), wire=name) as sync:

@@ -79,4 +79,4 @@ def test_every_wrong_value_is_reported_with_its_name():
 def test_lazy_devices_are_refused():
     engine = cast(Engine, SimpleNamespace(device=torch.device("xla")))
     with pytest.raises(ValueError, match="count= on xla: the host would have to read the totals"):
-        Counting(engine, [], len)
+        Counting(engine, len)
