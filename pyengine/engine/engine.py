@@ -669,7 +669,12 @@ class Engine:
         factor = self.final.clip(max_norm, norm)
         if self.is_late or runs_ahead(self.device) or float(factor) != 1:
             self.published.scale_(factor.float())
-            self.published.record()
+            self.note_own_writes()
+
+    def note_own_writes(self) -> None:
+        """Note that the engine itself has written to `.grad`, behind the window's end."""
+        self.published.record()
+        self.marks.record()
 
     def measured(self) -> Measured:
         """Keep norms by name from now on; every rank calls this at the same point.

@@ -479,7 +479,7 @@ class Sync:
         engine.wait()
         if not engine.final.is_shared:  # else one rank alone may ask, and the others must not be waited for
             engine.renew_norm("reads the norm")
-        return engine.final.grad_norm()
+        return engine.final.guarding_norm(engine.final.grad_norm())
 
     def grad_norms(self) -> dict[str, Tensor]:
         """Return the 2-norm of each parameter's gradient as it is, clipping included, by name.
@@ -580,8 +580,8 @@ class Sync:
             engine.clip(max_norm, norm)
         else:
             engine.published.scale_each_(final.clip_each(max_norm, groups).float())
-            engine.published.record()
-        return norm
+            engine.note_own_writes()
+        return final.guarding_norm(norm)
 
     def _groups_of(self, per: ClipPer) -> Sequence[Tensor] | None:
         """Return the indices of each group's names; None where each parameter is a group."""
@@ -615,6 +615,7 @@ class Sync:
         final.keep_norm()
         engine.published.clip_values_(value)
         engine.renew_norm("has clipped values", has_changed=True)
+        engine.note_own_writes()
         # Ranks that clip by another value are found out.
         verdict.use.factors.append(torch.tensor(value, dtype=torch.float64, device=HOST))
 

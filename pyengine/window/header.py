@@ -121,7 +121,12 @@ class LocalWindow:
     has_scaled: bool | None = None
 
     def append(self, loss: Tensor | None, count: Count, *, is_dropped: bool | Tensor = False) -> None:
-        """Note a micro-batch; count and loss of one that has left the window are 0, unread."""
+        """Note a micro-batch; count and loss of one that has left the window are 0, unread.
+
+        A loss that is not finite is 0 where it counts nothing: the mean over no item is nan.
+        """
+        if loss is not None and self._is_known(count) and float(count) == 0:
+            loss = _finite_where(True, loss)
         self.counts.append(_or_zero(count.detach() if isinstance(count, Tensor) else count, is_dropped))
         self.losses.append(None if loss is None else cast(Tensor, _or_zero(loss, is_dropped)))
         self.dropped.append(is_dropped)
@@ -129,7 +134,12 @@ class LocalWindow:
     def add_to(self, vector: Tensor) -> None:
         """Add to a header's vector what is on an accelerator, unread."""
         if losses := self._unread(self.losses):
-            vector[_LOSSES:] += exact_scalars.lanes(stacked(losses, vector.device))
+            values = stacked(losses, vector.device)
+            pairs = zip(self.losses, self.counts, strict=True)
+            theirs = [count for loss, count in pairs if isinstance(loss, Tensor) and not self._is_known(loss)]
+            if len(far := self._unread(theirs)) == len(losses):
+                values = _finite_where(stacked(far, vector.device) == 0, values)
+            vector[_LOSSES:] += exact_scalars.lanes(values)
         if unread := self._unread(self.counts):
             counts = stacked(unread, vector.device)
             valid = self.are_valid(counts)
@@ -210,7 +220,10 @@ class RunningWindow(LocalWindow):
     def append(self, loss: Tensor | None, count: Count, *, is_dropped: bool | Tensor = False) -> None:
         super().append(loss, count, is_dropped=is_dropped)
         if (known_loss := self.losses[-1]) is not None:
-            self._loss = self._loss + known_loss.to(self._loss.device)
+            value = known_loss.to(self._loss.device)
+            if isinstance(count, Tensor):
+                value = _finite_where(count.detach().reshape(()).to(value.device) == 0, value)
+            self._loss = self._loss + value
         if isinstance(is_dropped, Tensor):
             self._dropped = self._dropped + is_dropped.double()
         if isinstance(known := self.counts[-1], Tensor):
@@ -227,6 +240,11 @@ class RunningWindow(LocalWindow):
         row[_LOSSES + exact_scalars.ROUNDED_LANE] = exact_scalars.rounded(self._loss)
         row[_COUNT], row[_INVALID], row[_DROPPED] = self._count, self._invalid, self._dropped
         torch.add(vector, torch.stack(row), out=vector)
+
+
+def _finite_where(is_nothing: Tensor | bool, losses: Tensor) -> Tensor:
+    """Return losses, with 0 in place of inf and nan where nothing was counted: the mean of nothing is nan."""
+    return torch.where(~losses.isfinite() & is_nothing, 0.0, losses)
 
 
 def _or_zero(value: Count, is_dropped: bool | Tensor) -> Count:
