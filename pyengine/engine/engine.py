@@ -1125,8 +1125,8 @@ class Engine:
             self.counts.refusals.append(text)
         else:
             self.unusable = (
-                f"{text}. This rank cannot use the window: call sync.abandon() on every rank and go on. (A "
-                "rank on which it did not happen may have stepped: the next header says so)"
+                f"{text}. This rank cannot use the window: repair this, then call sync.abandon() on every "
+                "rank. (A rank on which it did not happen may have stepped: the next header says so)"
             )
             raise RuntimeError(self.unusable)
 

@@ -133,6 +133,8 @@ class Retries:
             undo.append(partial(set_rng_states, rng_states()))
             undo.append(engine.batch_norms.keep_rows())
             undo.append(self._keep_buffers())
+            if engine.audit is not None:
+                undo.append(engine.audit.keep())
             loss, count = self._checked(fn(part))
             engine.warn_of_reduction(loss, count)
             made.backward(loss)

@@ -409,7 +409,10 @@ def check_counts(totals: Totals, comm: Comm, *, local: LocalWindow) -> None:
 def raise_refusals(gathered: Sequence[Sequence[str]]) -> None:
     """Raise ValueError if some rank refuses the window; `gathered` has the reasons, by rank."""
     if refusals := by_rank(gathered):
-        raise ValueError(f"{refusals}. Nothing was stepped; call sync.abandon() on all ranks and go on")
+        raise ValueError(
+            f"{refusals}. Nothing was stepped: repair this, then call sync.abandon() on all ranks. (What is "
+            "not repaired comes back in the next window)"
+        )
 
 
 def by_rank(gathered: Sequence[Sequence[str]]) -> str:
