@@ -97,8 +97,8 @@ def owned_problems(named: Sequence[tuple[str, Parameter]]) -> Iterator[str]:
     if taken:
         more = f" and {len(taken) - 1} more" if len(taken) > 1 else ""
         yield (
-            f"parameter {taken[0]!r}{more} belongs to an engine that is still there: two would write the "
-            "same gradients. Call sync.close() on the old one first, or use that"
+            f"call sync.close() on the old engine first, or use that: parameter {taken[0]!r}{more} belongs "
+            "to an engine that is still there, and two would write the same gradients"
         )
 
 

@@ -93,6 +93,10 @@ class Sync:
             f"window={counter.index})"
         )
 
+    def __call__(self, *_: object, **__: object) -> Any:
+        """Raise TypeError: an engine has no forward."""
+        raise TypeError("call the model itself, and give its loss to sync.backward: an engine has no forward")
+
     def __enter__(self) -> Self:
         return self
 
@@ -958,6 +962,11 @@ def _checked_order(norm_type: object) -> float:
 
 def _check_limit(name: str, value: object, more: str = "") -> None:
     """Refuse what would make every gradient nan, or turn it round."""
+    if isinstance(value, Iterable) and not isinstance(value, str | Tensor):
+        raise TypeError(
+            f"leave the parameters out, sync.clip_grad_norm_(1.0): the engine clips its own; {name} is a "
+            f"{type(value).__name__}, need a number of at least 0"
+        )
     if not isinstance(value, Real) or isinstance(value, bool):
         raise TypeError(f"{name}={value!r} is a {type(value).__name__}: need a number of at least 0")
     if not float(value) >= 0:

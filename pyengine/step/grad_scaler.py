@@ -46,18 +46,18 @@ class GradScaler(torch.amp.GradScaler):
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
         """Unscale, as stock; refused while it belongs to an engine, whose gradients are unscaled once."""
-        self._check_free("unscale_", "leave it out, .grad is unscaled from the window's end on")
+        self._check_free("unscale_", "leave it out, since .grad is unscaled from the window's end on")
         super().unscale_(optimizer)
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
         """Step, as stock; refused while it belongs to an engine, which knows whether to skip."""
-        self._check_free("step", "call sync.step(optimizer)")
+        self._check_free("step", "call sync.step(optimizer) in place of scaler.step")
         return super().step(optimizer, *args, **kwargs)
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
         """Update the scale, as stock; refused while it belongs to an engine, but for a scale of yours."""
         if new_scale is None:
-            self._check_free("update", "leave it out, sync.step(optimizer) does it")
+            self._check_free("update", "leave it out, since sync.step(optimizer) updates")
         self._check_between("scaler.update")
         super().update(new_scale)
 
@@ -77,9 +77,7 @@ class GradScaler(torch.amp.GradScaler):
 
     def _check_free(self, what: str, instead: str) -> None:
         if self._final is not None:
-            raise RuntimeError(
-                f"scaler.{what}: this scaler belongs to an engine since `sync.scaler = scaler`: {instead}"
-            )
+            raise RuntimeError(f"{instead}: scaler.{what} is the engine's part since `sync.scaler = scaler`")
 
     def scale(self, outputs: Any) -> Any:
         """Scale losses, as stock."""
