@@ -19,7 +19,7 @@ from torch import nn
 from torch.autograd.graph import get_gradient_edge
 from torch.nn import Parameter
 
-from pyengine.ops.device import current_stream
+from pyengine.ops.device import HOST, current_stream
 
 _tensor, _version, _values = attrgetter("_cdata"), attrgetter("_version"), methodcaller("values")
 _MOST_IDLE = 3  # steps in a row without a gradient
@@ -239,7 +239,7 @@ class WrittenParameters:
 
 def _bits(param: Parameter) -> int:
     """Return the bits of an element in the middle of a parameter's memory; 0 where it is not the host's."""
-    read = _READERS.get(param.element_size()) if param.device.type == "cpu" else None
+    read = _READERS.get(param.element_size()) if param.device.type == HOST.type else None
     if read is None or not param.numel() or type(param) is not Parameter or param.layout != torch.strided:
         return 0
     middle = sum((size // 2) * stride for size, stride in zip(param.shape, param.stride(), strict=True))
