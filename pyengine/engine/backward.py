@@ -52,8 +52,7 @@ def is_scaled(loss: Tensor | GradientEdge, scaler: Tensor | None, *, by_any: boo
 
     Args:
         scaler: the scale of the engine's own loss scaler; None if it has none.
-        by_any: look for other scalers, too. Where a 0-dim tensor multiplies a loss, that takes milliseconds,
-            and the host reads it.
+        by_any: look for other scalers, too. Where a 0-dim tensor multiplies a loss, that takes milliseconds.
     """
     left, seen = [loss.grad_fn if isinstance(loss, Tensor) else loss.node], 0
     while left and seen < _MAX_TERMS:
@@ -78,10 +77,9 @@ _MAX_TERMS = 64
 
 
 def _belongs_to_scaler(scale: Tensor) -> bool:
-    """Whether a tensor has the value of the scale of some enabled GradScaler: that of a list is a copy."""
-    scalers = [each for each in gc.get_objects() if isinstance(each, torch.amp.GradScaler)]
-    scales = [each._scale for each in scalers if each._scale is not None]  # noqa: SLF001 - torch has no other
-    return any(scale.dtype == each.dtype and float(scale) == float(each) for each in scales)
+    """Whether a tensor is the scale of some GradScaler."""
+    scalers = (each for each in gc.get_objects() if isinstance(each, torch.amp.GradScaler))
+    return any(each._scale is scale for each in scalers)  # noqa: SLF001 - torch has no other name for it
 
 
 def divided_by(loss: Tensor, divisors: Collection[int], count: object) -> int | None:
