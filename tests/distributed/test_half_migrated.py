@@ -292,7 +292,7 @@ SCALED: dict[str, Callable[[torch.amp.GradScaler, Tensor], Tensor]] = {
 }
 
 
-# A stock scaler multiplies the losses of a list by copies of its scale, which cannot be told from other numbers.
+# A stock scaler multiplies the losses of a list by copies of its scale, which look like other numbers.
 @pytest.mark.parametrize(
     ("name", "whose"),
     [
