@@ -750,7 +750,7 @@ class Engine:
         try:
             with span("optimizer"):
                 self.reducer.stepper.step(optimizer, self.final)
-            self.written.record()
+            self.written.forget()  # its own writes, and those of further optimizers
         except BaseException:
             # It may have changed parameters: the next header shows a rank that steps it again.
             verdict.use.steps.append(replace(done, name=f"{done.name}, which raised,"))
@@ -860,7 +860,7 @@ class Engine:
                 f"window {counter.index} was left after {counter.done} backwards and never sent: call "
                 "sync.flush() and sync.step to use it, or sync.abandon() to drop it"
             )
-        if self.failure:
+        if self.failure and self.comm.world_size > 1:
             raise RuntimeError(
                 f"the gradients of window {counter.index} were not reduced on this rank ({self.failure}): "
                 "other ranks may have stepped; restart all ranks from a checkpoint"
@@ -878,7 +878,7 @@ class Engine:
         """Whether an exception left the window half-way, or it was refused: a new loop has to abandon it."""
         is_refused = self.verdict is not None and self.verdict.error is not None
         is_left = self.counter.state is State.OPEN and not self.counter.is_resumed
-        return is_left or bool(self.gave_up) or bool(self.unusable) or is_refused
+        return is_left or bool(self.gave_up or self.unusable or self.failure) or is_refused
 
     def abandon(self, *, waits: bool = True) -> None:
         """Drop the window on this rank; the engine is clean afterwards.
@@ -895,8 +895,8 @@ class Engine:
                     self.wait()
                 except (ValueError, FloatingPointError, RuntimeError):
                     # The others learn what was wrong with the window; here it is dropped anyway. The error of
-                    # a collective that broke stays.
-                    if self.verdict is None:
+                    # a collective that broke stays where there are others.
+                    if self.verdict is None and self.comm.world_size > 1:
                         raise
             if self.verdict is not None and not self.verdict.was_refused:
                 self._update_scale()  # the others update theirs when they step

@@ -52,7 +52,8 @@ class PlainStepper:
     def step(self, optimizer: Optimizer, final: FinalPass) -> None:
         name, found_inf = type(optimizer).__name__, final.found_inf
         # torch's fused SGD leaves the momentum that it creates in a skipped step uninitialized.
-        if skips_on_device(optimizer) and _written(optimizer) is not None:
+        is_ahead = runs_ahead(found_inf.device)
+        if is_ahead and skips_on_device(optimizer) and _written(optimizer) is not None:
             _log.debug("step %s, which skips by itself", name)
             fused: Any = optimizer
             fused.found_inf = found_inf
@@ -61,7 +62,7 @@ class PlainStepper:
             finally:
                 del fused.found_inf
             return
-        is_undone = runs_ahead(found_inf.device) and not runs_user_code(optimizer)
+        is_undone = is_ahead and not runs_user_code(optimizer)
         targets = self.targets(optimizer) if is_undone else None
         if targets is not None and (copies := allocate(targets)) is not None:
             _log.debug("step %s, undone on the device where the step is skipped", name)
