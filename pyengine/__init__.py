@@ -5,7 +5,8 @@ Three ways in: `GradSync` for a loop of your own, `attach` (or only `comm_hook`)
 """
 
 import sys
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, NoReturn
 
 if sys.argv[:1] == ["-m"] and sys.orig_argv[-len(sys.argv)] == "pyengine":
     # `python -m pyengine`, which a signal may end in the seconds that the imports below take.
@@ -78,17 +79,23 @@ __all__ = [
 
 # Removed names and what to use instead, answered for one release.
 _REMOVED = {
-    "Checkpoints": "save sync.state_dict() by torch.save, load it with weights_only=True, or use "
+    "pyengine.Checkpoints": "save sync.state_dict() by torch.save and load it with weights_only=True, or use "
     "torch.distributed.checkpoint (docs/reliability.md)",
-    "Dealer": "pass the loader of a pe.WindowSampler, and fewer micro-batches (accumulate=) on a slower rank",
+    "pyengine.Dealer": "pass the loader of a pe.WindowSampler; a slower rank may have a smaller accumulate=",
+    "pyengine.wire.Hierarchical": "NCCL reduces within hosts first by itself; over gloo pass "
+    "shared_memory=True, with which the ranks of a host together send a bucket once",
 }
 
-if not TYPE_CHECKING:  # under which every name would exist
 
-    def __getattr__(name: str) -> Any:
-        if name in _REMOVED:
-            raise AttributeError(f"pyengine.{name} has been removed: {_REMOVED[name]}")
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+def _answer(module: str, name: str) -> NoReturn:
+    if (remedy := _REMOVED.get(f"{module}.{name}")) is not None:
+        raise AttributeError(f"{module}.{name} has been removed: {remedy}")
+    raise AttributeError(f"module {module!r} has no attribute {name!r}")
+
+
+if not TYPE_CHECKING:  # for which every name would exist
+    __getattr__ = partial(_answer, __name__)
+    wire.__getattr__ = partial(_answer, wire.__name__)
 
 
 def __dir__() -> list[str]:

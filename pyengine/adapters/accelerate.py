@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -117,6 +117,23 @@ _REDUCES_ITSELF = {
     DistributedType.MEGATRON_LM: "use FSDP2 or DDP",
     DistributedType.XLA: "pe.GradSync drives XLA replicas itself (docs/xla.md)",
 }
+
+
+def _refuse_sync_gradients(value: object) -> NoReturn:
+    raise AttributeError(
+        f"sync_gradients={value}: a window ends when it is full, or with the loader; to end one "
+        "earlier, make its last micro-batch `with accelerator.sync.accumulate(last=True)`"
+    )
+
+
+def _refuse_no_sync() -> NoReturn:
+    raise RuntimeError(
+        "leave LocalSGD out, and model.no_sync(): gradients are reduced in a window's last backward, and "
+        "every rank steps with their mean, so there are no local steps; for fewer reductions prepare with a "
+        "larger accumulate"
+    )
+
+
 _OWN = frozenset({"sync", "_accelerator", "_settings", "_deferral", "_model", "_loaders", "_optimizers"})
 
 
@@ -159,6 +176,12 @@ class WindowAccelerator:
         return self.sync.is_sync_step
 
     @property
+    def gradient_state(self) -> Any:
+        """Accelerate's, with this model's end of windows; without a model as it is."""
+        state = self._accelerator.gradient_state
+        return state if self._model is None else WindowBoundary(self.sync, state)
+
+    @property
     def optimizer_step_was_skipped(self) -> bool:
         return any(optimizer.step_was_skipped for optimizer in self._optimizers)
 
@@ -180,6 +203,8 @@ class WindowAccelerator:
                     scaler, deferral = self._accelerator.scaler, self._deferral
                     self.sync: Sync = engine_for(item, self._settings, scaler=scaler, deferral=deferral)
                     self._model = item
+                    if isinstance(item, DistributedDataParallel):
+                        item.no_sync = _refuse_no_sync  # type: ignore[method-assign]  # LocalSGD calls it
                     if self.sync.scaler is not None:
                         self._accelerator.register_for_checkpointing(self.sync.scaler)
         # Schedulers last, because they look their optimizer up.
@@ -191,6 +216,18 @@ class WindowAccelerator:
         for kind, own in kinds:
             prepared = tuple(own(item) if isinstance(item, kind) else item for item in prepared)
         return prepared if len(prepared) > 1 else prepared[0]
+
+    def prepare_model(
+        self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
+    ) -> Any:
+        """Prepare this accelerator's model; one for evaluation only, as Accelerate does."""
+        if evaluation_mode:
+            return self._accelerator.prepare_model(model, device_placement, evaluation_mode)
+        return self.prepare(model, device_placement=None if device_placement is None else [device_placement])
+
+    def prepare_data_loader(self, data_loader: Any, *args: Any, **options: Any) -> Any:
+        """Prepare a loader whose end ends the last window."""
+        return self._loader(self._accelerator.prepare_data_loader(data_loader, *args, **options))
 
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
         """Return a loader of the remaining batches, whose end ends the last window as well."""
@@ -208,10 +245,17 @@ class WindowAccelerator:
                 "accumulate: no loader was prepared, so the end of a short last window is unknown: pass the "
                 "loader to prepare, or set it yourself: `with accelerator.sync.accumulate(last=...)`"
             )
-        # Whether one of the loaders is being iterated and has returned its last batch.
         state = self._accelerator.gradient_state
-        running = {id(loader) for loader in state.dataloader_references}
-        has_ended = any(id(loader) in running and loader.end_of_dataloader for loader in self._loaders)
+        running = [loader for loader in state.dataloader_references if loader is not None]
+        # accelerate.skip_first_batches makes another loader of the same dataset.
+        datasets = [loader.dataset for loader in self._loaders]
+        mine = [loader for loader in running if any(loader.dataset is each for each in datasets)]
+        if running and not mine:
+            raise RuntimeError(
+                "accumulate: pass the loader that this loop iterates to prepare of this accelerator, which "
+                "has prepared others only: the end of the loop's short last window is unknown"
+            )
+        has_ended = any(loader.end_of_dataloader for loader in mine)
         return self.sync.accumulate(last=state.sync_with_dataloader and has_ended)
 
     def backward(self, loss: Tensor, *, count: Count | None = None, **options: Any) -> None:
@@ -263,6 +307,7 @@ class WindowAccelerator:
         Another model, or this one, may be prepared next.
         """
         if self._model is not None:
+            vars(self._model).pop("no_sync", None)  # DDP's own again
             sync, self._model, self._loaders, self._optimizers = self.sync, None, [], []
             self._settings = replace(self._settings, accumulate=sync.gradient_accumulation_steps)
             if sync.scaler is not None:  # the next engine starts from this state
@@ -284,10 +329,7 @@ class WindowAccelerator:
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "sync_gradients":
-            raise AttributeError(
-                f"sync_gradients={value}: a window ends when it is full, or with the loader; to end one "
-                "earlier, make its last micro-batch `with accelerator.sync.accumulate(last=True)`"
-            )
+            _refuse_sync_gradients(value)
         if name in _OWN or hasattr(type(self), name):
             super().__setattr__(name, value)
         else:
@@ -375,7 +417,7 @@ class WindowAccelerator:
             step_with_optimizer=prepared.step_with_optimizer,
             split_batches=prepared.split_batches,
         )
-        ours.gradient_state = WindowBoundary(self.sync)
+        ours.gradient_state = WindowBoundary(self.sync, self._accelerator.gradient_state)
         return ours
 
 
@@ -383,16 +425,26 @@ class WindowAccelerator:
 
 
 class WindowBoundary:
-    """Reports window ends to an AcceleratedScheduler, in place of the process-wide GradientState."""
+    """A GradientState with the window ends of one model; the rest is the process-wide one's."""
 
     adjust_scheduler = False
 
-    def __init__(self, sync: Sync) -> None:
-        self._sync = sync
+    def __init__(self, sync: Sync, state: Any) -> None:
+        self._sync, self._state = sync, state
 
     @property
     def sync_gradients(self) -> bool:
         return self._sync.is_sync_step
+
+    @property
+    def num_steps(self) -> int:
+        return self._sync.gradient_accumulation_steps
+
+    def _set_sync_gradients(self, value: bool) -> None:
+        _refuse_sync_gradients(value)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._state, name)
 
 
 class AcceleratedWindowOptimizer(AcceleratedOptimizer):  # type: ignore[misc]  # accelerate is untyped

@@ -75,10 +75,30 @@ def engine_for(
     return sync
 
 
+def is_window_new(sync: Sync) -> bool:
+    """Return whether the next micro-batch is the first one of its window."""
+    return len(sync.due) == sync.gradient_accumulation_steps
+
+
 def abandon_open_window(sync: Sync) -> None:
     """Drop a window that the library's loop has left in its middle, where the loop begins the next one."""
-    if len(sync.due) < sync.gradient_accumulation_steps:
+    if not is_window_new(sync):
         sync.abandon()
+
+
+def allow_windows_of(sync: Sync, steps: int) -> None:
+    """Let the window that begins now, and later ones, have up to `steps` micro-batches.
+
+    The library's loop ends shorter windows itself.
+    """
+    if steps > sync.gradient_accumulation_steps and is_window_new(sync):
+        try:
+            sync.gradient_accumulation_steps = steps
+        except ValueError as error:
+            raise ValueError(
+                f"begin the training with the largest number of micro-batches a window, {steps}; callbacks "
+                f"may lower it later: {error}"
+            ) from None
 
 
 def backward(sync: Sync, loss: Tensor, *, count: Count | None, options: dict[str, Any]) -> None:

@@ -16,7 +16,13 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from pyengine.adapters.engine_for import EngineSettings, abandon_open_window, backward, engine_for
+from pyengine.adapters.engine_for import (
+    EngineSettings,
+    abandon_open_window,
+    allow_windows_of,
+    backward,
+    engine_for,
+)
 from pyengine.engine.sync import Sync
 from pyengine.gradients.fsdp.deferral import Defer, Deferral
 from pyengine.gradients.fsdp.private import is_unit
@@ -107,9 +113,7 @@ class Windows(EngineSettings, _Mixed):
         # The module's hook of this name may have ended the epoch: Lightning starts from zero gradients.
         if batch_idx == 0:
             abandon_open_window(sync)
-        steps = sync.gradient_accumulation_steps
-        if planned > steps and len(sync.due) == steps:  # a callback has set it
-            sync.gradient_accumulation_steps = planned
+        allow_windows_of(sync, planned)  # a callback may have set it
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         output = super().training_step(*args, **kwargs)

@@ -9,12 +9,13 @@ and the engine divides by the items of all ranks.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 from pyengine.engine.sync import Sync
 from pyengine.step.step_record import StepRecord
@@ -31,7 +32,7 @@ except ImportError as error:
     ) from error
 
 from pyengine.adapters.accelerate import WindowAccelerator
-from pyengine.adapters.engine_for import EngineSettings, abandon_open_window
+from pyengine.adapters.engine_for import EngineSettings, abandon_open_window, allow_windows_of, is_window_new
 from pyengine.gradients.fsdp.deferral import Defer, Deferral
 
 if TYPE_CHECKING:
@@ -43,11 +44,15 @@ else:
 class Windows(EngineSettings, _Mixed):
     """Mixin for a Trainer: `class MyTrainer(Windows, Seq2SeqTrainer)`.
 
-    Set the attributes below in the class body. `gradient_accumulation_steps`, `max_grad_norm`, `bf16` and the
-    other TrainingArguments keep their meaning, except `average_tokens_across_devices`: gradient and logged
-    loss are means over the items of all ranks. Items are the labels that are not -100, shifted where the
-    model's loss shifts them. Without labels every micro-batch has the same weight. A window in whose middle a
-    callback stops the epoch or the training is dropped.
+    Set the attributes below in the class body. A class with a `training_step` that runs its own backward
+    stands behind the mixin: `class Final(Windows, Mine)`, where `Mine` extends the Trainer alone.
+
+    `gradient_accumulation_steps`, `max_grad_norm`, `bf16` and the other TrainingArguments keep their meaning,
+    except `average_tokens_across_devices`: gradient and logged loss are means over the items of all ranks.
+    Items are the labels that are not -100, shifted where the model's loss shifts them. Without labels every
+    micro-batch has the same weight. A callback may change `args.gradient_accumulation_steps` between windows.
+    Data that end in the middle of a window make it a short one. A window in whose middle a callback stops the
+    epoch or the training is dropped.
 
     Attributes:
         wire, accumulator, nonfinite: as for `pe.GradSync`.
@@ -58,6 +63,8 @@ class Windows(EngineSettings, _Mixed):
     defer: Defer = "all"
     defer_budget_mb: float | None = None
     _listens_to: Sync | None = None
+    _epoch_steps: _EpochSteps | None = None
+    _steps_at_fetch = 0
 
     @property
     def sync(self) -> Sync:
@@ -89,10 +96,14 @@ class Windows(EngineSettings, _Mixed):
         self.accelerator.wraps_anew = args.auto_find_batch_size
 
     def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device) -> Any:
-        """Fetch a window's micro-batches, without a gather over ranks."""
-        abandon_open_window(self.sync)  # a callback has stopped the epoch, or the last training
+        """Fetch micro-batches without a gather over ranks; note whether the epoch ends with them."""
+        self._steps_at_fetch = self.args.gradient_accumulation_steps
         with self._counting_alone():
-            return super().get_batch_samples(epoch_iterator, num_batches, device)
+            batches, num_items = super().get_batch_samples(epoch_iterator, num_batches, device)
+        if self._epoch_steps is not None:
+            has_ended = len(batches) < num_batches or self.accelerator.gradient_state.end_of_dataloader
+            self._epoch_steps.add(len(batches), has_ended=has_ended)
+        return batches, num_items
 
     def training_step(
         self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Tensor | int | None = None
@@ -101,13 +112,37 @@ class Windows(EngineSettings, _Mixed):
         del num_items_in_batch  # of this rank's window; the engine counts micro-batches
         self.current_gradient_accumulation_steps = 1  # the Trainer divides some losses by it
         last = self.accelerator.gradient_state.sync_gradients  # set by the Trainer's loop just now
-        with self._counting_alone(), self.sync.accumulate(last=last):
+        steps = self.args.gradient_accumulation_steps
+        self._follow(steps, last=last)
+        with self._counting_alone(), self.sync.accumulate(last=last), self.accelerator.micro_batch(steps):
             device = self.args.device
             num = self._get_num_items_in_batch([inputs], device)
             items = None if num is None else torch.as_tensor(num, dtype=torch.int64, device=device)
             self.accelerator.items = items
-            loss = super().training_step(model, inputs, None if items is None else items.clamp(min=1))
+            with _replaced(self.args, "gradient_accumulation_steps", self.accelerator.divisor):
+                loss = super().training_step(model, inputs, None if items is None else items.clamp(min=1))
         return torch.zeros_like(loss)
+
+    def _follow(self, steps: int, *, last: bool) -> None:
+        """Let the engine's windows be as long as those of the Trainer's loop, which a callback may change."""
+        # What on_step_begin changes, the loop has not known for the window's first micro-batch.
+        allow_windows_of(self.sync, steps + (steps != self._steps_at_fetch))
+        if len(self.sync.due) == 1 and not last:
+            size = self.sync.gradient_accumulation_steps
+            raise RuntimeError(
+                "change args.gradient_accumulation_steps between windows, for example in on_step_end: it was "
+                f"set to {steps} in the middle of window {self.sync.window}, which began with at most {size} "
+                "micro-batches, and the Trainer's loop would now add more"
+            )
+
+    def _run_epoch(self, *args: Any, **options: Any) -> None:
+        abandon_open_window(self.sync)  # a callback has stopped the epoch before, or the last training
+        is_resumed = options["epoch"] == options["epochs_trained"]
+        done = options["steps_trained_in_current_epoch"] if is_resumed else 0
+        windows = options["num_update_steps_per_epoch"] - done // self.args.gradient_accumulation_steps
+        options["steps_in_epoch"] = self._epoch_steps = _EpochSteps(options["steps_in_epoch"])
+        self._epoch_steps.begin(done, num_fetches=windows)
+        super()._run_epoch(*args, **options)  # type: ignore[no-untyped-call]
 
     def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
         if self.is_distributed_loading_by_transformers:
@@ -161,7 +196,8 @@ def _replaced(owner: object, name: str, value: Any) -> Iterator[None]:
     try:
         yield
     finally:
-        setattr(owner, name, kept)
+        if getattr(owner, name) is value:  # else the body has set it
+            setattr(owner, name, kept)
 
 
 class Trainer(Windows, transformers.Trainer):
@@ -173,16 +209,115 @@ class Trainer(Windows, transformers.Trainer):
     """
 
 
+# ---- what the Trainer's loop and losses see in place of plain numbers ----
+
+
+class _EpochSteps(int):
+    """Micro-batches of an epoch, which equal the number after which the data have ended.
+
+    The Trainer's loop ends a short last window where the micro-batches equal `steps_in_epoch`. Without the
+    loader's length that is `max_steps` windows, which no epoch reaches.
+    """
+
+    def begin(self, done: int, *, num_fetches: int) -> None:
+        """Note the micro-batches done before a checkpoint, and how often the loop will fetch others."""
+        self._fetched, self._fetches_left, self._end = done, num_fetches, int(self)
+
+    def add(self, num: int, *, has_ended: bool) -> None:
+        """Count micro-batches that the loop has fetched for a window."""
+        self._fetched += num
+        self._fetches_left -= 1
+        if has_ended or self._fetches_left == 0:
+            self._end = self._fetched
+
+    def __eq__(self, other: object) -> bool:
+        return other == self._end
+
+    def __ne__(self, other: object) -> bool:
+        return other != self._end
+
+    __hash__ = int.__hash__
+
+
+class _Divisor(int):
+    """`args.gradient_accumulation_steps` within a training step, which notes the losses divided by it."""
+
+    def __init__(self, steps: int) -> None:
+        del steps  # int.__new__ has it
+        self.divided: list[torch.autograd.graph.Node] = []
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        del types
+        given: Sequence[Any] = (*args, *(kwargs or {}).values())
+        plain = tree_map(lambda item: int(item) if isinstance(item, cls) else item, (args, kwargs or {}))
+        result = func(*plain[0], **plain[1])
+        node = getattr(result, "grad_fn", None)
+        if node is not None and node.name() == "DivBackward0":
+            for divisor in given:
+                if isinstance(divisor, cls):
+                    divisor.divided.append(node)
+        return result
+
+    def __reduce__(self) -> tuple[type[int], tuple[int]]:
+        return int, (int(self),)  # a copy is a plain number
+
+    def check(self, loss: Tensor) -> None:
+        """Raise ValueError if a loss, or a part of it, was divided by this number."""
+        nodes = [loss.grad_fn] if self.divided else []
+        seen = set()
+        while nodes:
+            node = nodes.pop()
+            if node is None or node in seen:
+                continue
+            if node in self.divided:
+                raise ValueError(
+                    "leave the division by args.gradient_accumulation_steps out of the loss (compute_loss or "
+                    "training_step): the engine divides by the items of the whole window, so with both the "
+                    f"gradient would be {int(self)} times too small"
+                )
+            seen.add(node)
+            nodes += [following for following, _ in node.next_functions]
+
+
 class _TrainerAccelerator(WindowAccelerator):
     """Multiplies the Trainer's mean loss by its number of items before the backward.
 
     Attributes:
         items: of the running micro-batch, on this rank; None if unknown.
+        divisor: the number of micro-batches a window, as losses see it; None outside of a training step.
         wraps_anew: whether every `train` wraps the model again, for another batch size.
     """
 
     items: Tensor | None = None
+    divisor: _Divisor | None = None
     wraps_anew = False
+
+    @property
+    def gradient_accumulation_steps(self) -> int:
+        """Accelerate's own, 1 in a Trainer."""
+        return int(self._accelerator.gradient_accumulation_steps)
+
+    @gradient_accumulation_steps.setter
+    def gradient_accumulation_steps(self, steps: int) -> None:
+        raise AttributeError(
+            f"set args.gradient_accumulation_steps = {steps} instead, between windows: the Trainer's loop "
+            "decides where a window ends"
+        )
+
+    @property
+    def gradient_state(self) -> Any:
+        """Accelerate's own, in which the Trainer's loop sets where a window ends."""
+        return self._accelerator.gradient_state
+
+    @contextmanager
+    def micro_batch(self, steps: int) -> Iterator[None]:
+        """Accept backwards in the body, of losses that were not divided by `steps`."""
+        self.divisor = _Divisor(steps)
+        try:
+            yield
+        finally:
+            self.divisor = None
 
     def free_memory(self, *objects: Any) -> Any:
         """Close the engine only where the Trainer prepares the model again.
@@ -193,12 +328,40 @@ class _TrainerAccelerator(WindowAccelerator):
 
     def backward(self, loss: Tensor, *, count: Count | None = None, **options: Any) -> None:
         """Run the backward of a mean over `items`, passed on as their sum."""
+        if self.divisor is None:
+            raise RuntimeError(
+                "list Windows in front of the class whose training_step runs the backward: `class "
+                "Final(Windows, Mine)`, where `class Mine(Trainer)` has the training_step. This backward ran "
+                "outside of Windows.training_step, which opens the micro-batch"
+            )
+        if self.divisor > 1:
+            self.divisor.check(loss)
         if self.items is not None:
             # The mean over no items is nan in some models (T5, BERT), their sum is 0.
             loss, count = torch.where(self.items > 0, loss * self.items, 0.0), self.items
         super().backward(loss, count=count, **options)
 
+    def accumulate(self, *models: nn.Module) -> AbstractContextManager[None]:
+        """Do nothing: Windows.training_step has opened the micro-batch, where the Trainer's loop stands."""
+        del models
+        return nullcontext()
+
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
         """Do nothing: the engine already knows which micro-batches are not the last."""
         del model
         return nullcontext()
+
+    def _check_end(self, call: str) -> None:
+        """End a window whose last micro-batch a training step has left out; the loop is about to step."""
+        if self.sync_gradients:
+            return
+        try:
+            self.sync.refuse_bare_gradients()
+        except RuntimeError as error:
+            raise RuntimeError(
+                "call self.accelerator.backward(loss) in training_step, in place of loss.backward(), and "
+                f"list Windows in front of its class, `class Final(Windows, Mine)`: {error}"
+            ) from None
+        with self.sync.accumulate(last=True) if is_window_new(self.sync) else nullcontext():
+            pass  # a window without micro-batches, which other ranks may have
+        self.sync.flush()

@@ -80,6 +80,18 @@ class Probe:
         """Let the next gradient that comes begin a new window, for the one that was reduced is over."""
         self._is_over[0] = 1
 
+    def keep(self) -> Callable[[], None]:
+        """Return a function that forgets what is noted from now on until it is called."""
+        tensors = [(each, each.clone()) for each in (self.sums, self.last, self._lost)]
+        weights, arrivals, is_over = self._weights[:], self._arrivals[:], self._is_over[:]
+
+        def restore() -> None:
+            for tensor, kept in tensors:
+                tensor.copy_(kept)
+            self._weights[:], self._arrivals[:], self._is_over[:] = weights, arrivals, is_over
+
+        return restore
+
     def disarm(self) -> None:
         for handle in self._handles:
             handle.remove()

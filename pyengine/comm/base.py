@@ -95,7 +95,6 @@ class Comm(ABC):
         is_stream_ordered: whether the current stream (or a recorded program) waits for collectives, not the
             host.
         can_exchange: whether `all_to_all` and `all_gather` are there.
-        can_share_parts: whether `share_part` is there.
         can_or: whether `all_reduce_or` is there.
         has_own_memory: whether `allocate` returns memory in which reductions are faster than elsewhere.
         host_of: host of each rank of the group; empty until the engine's ranks have gathered it.
@@ -106,7 +105,6 @@ class Comm(ABC):
     backend = ""
     is_stream_ordered = False
     can_exchange = False
-    can_share_parts = False
     can_or = False
     has_own_memory = False
 
@@ -214,15 +212,6 @@ class Comm(ABC):
         Default: nothing is reserved.
         """
 
-    def share_part(self, flat: Tensor, part: slice) -> Work:
-        """Launch the completion of a buffer of which every rank holds a part; needs `can_share_parts`.
-
-        Args:
-            flat: `[numel]`, of the same dtype on every rank. `part` is read, the rest is written.
-            part: of this rank; parts of different ranks do not overlap. Elements in no part become 0.
-        """
-        raise NotImplementedError(f"{type(self).__name__} has no share_part: can_share_parts is False")
-
     def unsupported_reason(self, dtype: torch.dtype) -> str:
         """Return why this transport cannot reduce a dtype; empty if it can. Default: all are supported."""
         del dtype
@@ -244,19 +233,6 @@ class Comm(ABC):
         then waits for collectives anyway, or the hosts have no backend.
         """
         return None
-
-    def levels(self, hosts: Hosts | None = None) -> Levels:
-        """Return the transports within a host and across hosts. Every rank calls this.
-
-        Args:
-            hosts: ranks of the default group by host, the same number on each; None: as the machines have
-                them.
-
-        Raises:
-            ValueError: on every rank: the numbers differ, or a rank is on no host.
-            TypeError: this transport has no process group that could be split. That is the default.
-        """
-        raise TypeError("ranks of this transport are in no process group that could be split by host")
 
     def join(self, other: Comm) -> None:
         """Share the traffic counters and the stall watch of `other`; be released together with it."""
@@ -340,10 +316,6 @@ class Local(Comm):
     def __init__(self) -> None:
         super().__init__(rank=0, world_size=1)
 
-    def levels(self, hosts: Hosts | None = None) -> Levels:
-        del hosts
-        return Levels(self, self, 1)
-
     def between_hosts(self) -> Local:
         return self
 
@@ -384,25 +356,3 @@ def by_host(hosts: Sequence[Hashable]) -> Hosts:
     return tuple(
         tuple(rank for rank, host in enumerate(hosts) if host == one) for one in dict.fromkeys(hosts)
     )
-
-
-def indices_by_host(hosts: Hosts, ranks: Sequence[int]) -> Hosts:
-    """Return the indices in `ranks` by host; `hosts` may have other ranks, too."""
-    host_of = {rank: index for index, host in enumerate(hosts) for rank in host}
-    missing = [rank for rank in ranks if rank not in host_of]
-    if missing or len(host_of) < sum(map(len, hosts)):
-        why = f"rank {missing[0]} is in none of its rows" if missing else "a rank is in two of its rows"
-        raise ValueError(
-            f"mesh={[list(host) for host in hosts]}: {why}; need one row a host, and every rank "
-            "over which gradients are summed in one row"
-        )
-    return by_host([host_of[rank] for rank in ranks])
-
-
-def check_equal(hosts: Hosts) -> None:
-    if len({len(host) for host in hosts}) > 1:
-        raise ValueError(
-            f"the {sum(map(len, hosts))} ranks are {' + '.join(str(len(host)) for host in hosts)} by host: a "
-            "wire of two levels needs the same number on every host; start as many on each, or pass mesh= "
-            "with rows of equal length"
-        )

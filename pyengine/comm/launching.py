@@ -1,9 +1,7 @@
 """Run a function on every worker: on torchrun's workers, or on new processes of this machine.
 
-New workers are processes of torch.multiprocessing, which torch.distributed.elastic uses too. Elastic itself
-is not used: its agent serves a store on every network interface and unpickles what it reads from it. Its
-`multiprocessing.start_processes` waits forever for a worker that exits with code 0 before `fn` has returned,
-and replaces this process's signal handlers for good.
+New workers do not come from torch.distributed.elastic: its agent serves a store on every network interface
+and unpickles what it reads from it.
 """
 
 from __future__ import annotations
@@ -27,7 +25,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing import get_all_start_methods, resource_tracker
 from multiprocessing.connection import wait
-from multiprocessing.process import BaseProcess, parent_process
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import FrameType
 from typing import Any, Literal, NoReturn, TypeVar
@@ -48,7 +46,7 @@ from torch.multiprocessing import (  # type: ignore[attr-defined]  # torch's stu
 _log = logging.getLogger("pyengine.comm")
 T = TypeVar("T")
 
-_PROCESS = uuid.uuid4().hex  # torchrun's store outlives its workers: this process's keys carry its own name
+_PROCESS = uuid.uuid4().hex  # torchrun's store outlives its workers: keys of this process have its name
 _MAX_WORKERS_PER_CORE = 32
 _POLL_S = 0.1
 _TRACE_S = 1.0  # after the deadline, for workers to write their stacks
@@ -68,15 +66,14 @@ def launch(
 ) -> list[T]:
     """Run `fn(*args)` on every worker of a fresh process group, and wait for all of them.
 
-    In a process that torchrun has started, on one host or on many, this process is one of the workers: `fn`
-    runs here, in a group of all of them whose backends are torch's own choice (gloo for the CPU, NCCL for
-    CUDA). An exception of `fn` leaves this function as it is, and torchrun ends the other workers.
+    In a process that torchrun has started, this process is one of the workers: `fn` runs here, in a group of
+    all of them whose backends are torch's own choice (gloo for the CPU, NCCL for CUDA). An exception of `fn`
+    leaves this function as it is, and torchrun ends the other workers.
 
-    Everywhere else workers are started on this machine, in a gloo group over its loopback interface, which no
-    other machine reaches. They are new processes, which import the modules of `fn` and `args`; a script
-    calls this function under `if __name__ == "__main__":`. Functions of a notebook, an interactive session or
-    `python -c` cannot be imported: workers are then forked from this process and run torch on one thread
-    each, because a fork does not have the threads that this process has started.
+    Everywhere else workers are new processes of this machine, in a gloo group over its loopback interface.
+    They import the modules of `fn` and `args`; a script calls this function under
+    `if __name__ == "__main__":`. Functions of a notebook, an interactive session or `python -c` cannot be
+    imported: workers are then forked from this process and run torch on one thread each.
 
     Args:
         fn: a function of an importable module or script; in a notebook any function.
@@ -92,14 +89,12 @@ def launch(
         rank, in `fn`.
 
     Raises:
-        ValueError: `workers`, `timeout_s` or `fn` cannot be used, or this machine has too few cores. Or this
-            process is torchrun's worker, and an earlier call asked for another number of workers: such a
-            script has to start its workers itself.
+        ValueError: `workers`, `timeout_s` or `fn` cannot be used, or this machine has too few cores. Or an
+            earlier call under torchrun asked for another number of workers: such a script starts its own.
         RuntimeError: a worker failed; the others were ended, the message holds its rank and traceback. Or
             this machine cannot start so many processes. Or workers have to be forked, and this process holds
-            what a fork cannot use: an initialised device, a process group. Or this process is a worker, of
-            torchrun or of `launch`, and has a process group already. Or torchrun's other workers have not
-            called `launch` within half an hour.
+            what a fork cannot use: an initialised device, a process group. Or this process is a worker that
+            has a process group already, or the other workers have not called `launch` within half an hour.
         TimeoutError: workers had not ended after `timeout_s`, and have been ended.
         KeyboardInterrupt: after Ctrl-C, when the workers have ended.
         SystemExit: after SIGTERM, when the workers have ended, with 128 + the signal, unless SIGTERM has a
@@ -159,7 +154,8 @@ def _run_on_torchruns_workers(
             "torchrun has started them. A script that compares numbers of workers starts its own: run it "
             "by python, not by torchrun"
         )
-    dist.init_process_group(store=_meet(store, rank, world_size), rank=rank, world_size=world_size)
+    meeting = _meet(store, store.add(f"calls/{_PROCESS}", 1), rank, world_size)
+    dist.init_process_group(store=meeting, rank=rank, world_size=world_size)
     results: list[Any] = [None] * world_size
     if timeout_s is not None:
         faulthandler.dump_traceback_later(timeout_s, exit=True, file=2)
@@ -174,41 +170,27 @@ def _run_on_torchruns_workers(
 
 
 def _meet(
-    store: dist.Store, rank: int, world_size: int, timeout: timedelta = default_pg_timeout
+    store: dist.Store, call: int, rank: int, world_size: int, timeout: timedelta = default_pg_timeout
 ) -> dist.Store:
-    """Return a store that this call of every rank shares with no earlier call.
+    """Return the store of a call, by its number in each process, when all ranks have come to it.
 
-    torchrun's store keeps the keys of workers that have ended since, of any world size, so a counter of calls
-    would continue theirs. Each call has a random name instead, and the name of rank 0's call prefixes the
-    shared store: rank 0 sends it to the call that it finds under each rank, until that rank's present call
-    has confirmed it.
+    torchrun's store keeps the keys of workers that have ended. After a failure workers restart under another
+    prefix of torch's; where a host has joined they are more than before.
     """
-    call, absent = uuid.uuid4().hex, list(range(1, world_size))
-    if rank == 0:
-        meeting, end = call, time.monotonic() + timeout.total_seconds()
-        while absent and time.monotonic() < end:
-            for other in absent:
-                if store.check([f"call/{other}"]):
-                    store.set(f"meeting of/{store.get(f'call/{other}').decode()}", meeting)
-            time.sleep(0.01)
-            absent = [other for other in absent if not store.check([f"{meeting}/came/{other}"])]
-    else:
-        store.set(f"call/{rank}", call)
-        try:
-            store.wait([f"meeting of/{call}"], timeout)
-        except dist.DistStoreError:
-            absent = [0]
-        else:
-            meeting, absent = store.get(f"meeting of/{call}").decode(), []
-            store.set(f"{meeting}/came/{rank}", "")
-    if absent:
+    meeting = dist.PrefixStore(f"{world_size} workers/{call}", store)
+    came = [f"came/{each}" for each in range(world_size)]
+    meeting.set(came[rank], "")
+    try:
+        meeting.wait(came, timeout)
+    except dist.DistStoreError:
+        absent = [each for each in range(world_size) if not meeting.check([came[each]])]
         raise RuntimeError(
             f"ranks {absent} of {world_size} have not come to this launch within "
             f"{timeout.total_seconds():.0f} s: need as many calls on every worker of torchrun. A process "
             "that a worker has started replaces that worker here, too: start it by `env -u "
             "TORCHELASTIC_RUN_ID`, which gives it workers of its own"
-        )
-    return dist.PrefixStore(meeting, store)
+        ) from None
+    return meeting
 
 
 # --- On new workers of this machine ---
@@ -395,11 +377,8 @@ def _end(job: _Job, processes: Sequence[BaseProcess]) -> None:
     """End the workers that still run: by SIGTERM, behind which a worker may save, and then by force."""
     try:
         for rank, process in enumerate(processes):
-            if not job.file("trace", rank).exists():
-                process.kill()  # it still imports, with the signals blocked, and has nothing to save
-            elif process.is_alive():
-                process.terminate()
-                os.kill(process.pid or 0, signal.SIGCONT)  # a stopped process gets no other signal
+            # Without a trace it still imports, with the signals blocked, and has nothing to save.
+            (process.terminate if job.file("trace", rank).exists() else process.kill)()
         end = time.monotonic() + _GRACE_S
         for process in processes:
             process.join(max(0.0, end - time.monotonic()))
@@ -420,11 +399,8 @@ def _work(_: int, rank: int, job: _Job) -> None:
         # traceback. A fork has the handlers of its parent. A shell's background job ignores Ctrl-C.
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, signal.SIG_DFL)
-    # End with the launcher: torch asks for SIGINT, which a background job ignores. It may be dead already.
+    # End with the launcher: torch asks for SIGINT, which a background job ignores.
     _prctl_pr_set_pdeathsig(signal.SIGKILL)
-    launcher = parent_process()
-    if launcher is not None and not launcher.is_alive():
-        os._exit(1)
     faulthandler.enable(file=2)  # the descriptor: a notebook's sys.stderr has none
     with job.file("trace", rank).open("w") as trace:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)

@@ -64,8 +64,6 @@ class SharedMemory(_WithMemory[Arena]):
     dtypes that the arena does not support, use the process group, which reduces everything after `release`.
     """
 
-    can_share_parts = True
-
     def __init__(self, group: dist.ProcessGroup | None, device: torch.device, arena: Arena) -> None:
         super().__init__(group, device, arena)
         self.can_or = False  # a maximum in the arena is faster
@@ -78,7 +76,10 @@ class SharedMemory(_WithMemory[Arena]):
         return self._reduce_in(self._memory, flat, is_max=is_max)
 
     def share_part(self, flat: Tensor, part: slice) -> Work:
-        """Launch the second half of a reduction; its bytes have been counted with the first half."""
+        """Launch the completion of a buffer of which every rank holds a part; elements in no part become 0.
+
+        It is the second half of a reduction: its bytes have been counted with the first half.
+        """
         flat[: part.start].zero_()
         flat[part.stop :].zero_()
         if self._memory is None:
@@ -109,21 +110,16 @@ class SharedHosts(TorchDist):
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         return self._by_host.inside.allocate(numel, dtype, device)
 
-    def _part(self, ranks: Sequence[int], *, alone: bool) -> Comm:
-        inside = self._by_host.inside
-        is_host = inside.can_share_parts and inside.ranks == tuple(self.ranks[r] for r in ranks)
-        return inside if is_host else super()._part(ranks, alone=alone)
-
     def _all_reduce(self, flat: Tensor, op: dist.ReduceOp.RedOpType) -> Work:
         if op != dist.ReduceOp.SUM or not Arena.supports(flat, is_max=False):
             return super()._all_reduce(flat, op)
         part, inside, across = self._by_host.part_of(flat.numel()), self._by_host.inside, self._by_host.across
         rounds: list[Callable[[], Work]] = []
-        if inside.can_share_parts:  # else this rank is alone on its host
+        if isinstance(inside, SharedMemory):  # else this rank is alone on its host
             rounds.append(lambda: inside.all_reduce(flat))
         if part.stop > part.start:
             rounds.append(lambda: across.all_reduce(flat[part]))
-        if inside.can_share_parts:
+        if isinstance(inside, SharedMemory):
             rounds.append(lambda: inside.share_part(flat, part))
         return Staged((launch() for launch in rounds), len(rounds), flat.device)
 

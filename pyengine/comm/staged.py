@@ -12,28 +12,6 @@ from pyengine.comm.base import Work
 from pyengine.ops.device import has_events, recorded_event
 
 
-def rounds_of(work: Work) -> Iterator[Work]:
-    """Split a launched work into rounds of another one: a round for each collective of a staged work."""
-    if not isinstance(work, Staged):
-        yield work
-        return
-    for _ in range(work.rounds_left + 1):
-        yield _Round(work)
-
-
-class _Round(Work):
-    """The collective under way of a staged work; waiting for it launches the next one."""
-
-    def __init__(self, work: Staged) -> None:
-        self._work = work
-
-    def wait(self) -> None:
-        self._work.step()
-
-    def is_completed(self) -> bool:
-        return self._work.is_completed()
-
-
 class Staged:  # a `Work`, and no subclass: `isinstance` of a protocol's subclasses takes ten times as long
     """Collectives in sequence, and the computation after the last one.
 

@@ -38,10 +38,6 @@ from pyengine.comm.base import (
     Local,
     Work,
     by_dtype,
-    by_host,
-    check_equal,
-    indices_by_host,
-    own_host,
     ring_bytes,
 )
 from pyengine.comm.groups import (
@@ -145,7 +141,6 @@ class TorchDist(Comm):
         self._side_stream = SideStream(device) if self.is_stream_ordered else None
         self.can_or = is_gloo = not runs_ahead(device) and self.backend == "gloo"
         self._point_to_point = PointToPoint(self._handle) if is_gloo else None
-        self._levels: dict[Hosts | None, Levels] = {}
 
     @property
     def group(self) -> dist.ProcessGroup | None:
@@ -181,17 +176,6 @@ class TorchDist(Comm):
         hosts.join(self)
         hosts._handle.follow(self._handle, timeout=True)
         return hosts
-
-    def levels(self, hosts: Hosts | None = None) -> Levels:
-        if hosts not in self._levels:
-            if hosts is None:
-                found = by_host(self.all_gather_object(own_host()))
-            else:
-                found = indices_by_host(hosts, self.ranks)
-            check_equal(found)
-            _log.debug("split ranks %s by host: %s", self.ranks, found)
-            self._levels[hosts] = self.split(found)
-        return self._levels[hosts]
 
     def split(self, hosts: Hosts) -> Levels:
         """Return transports within a host and across hosts, released together with this one.
@@ -231,7 +215,6 @@ class TorchDist(Comm):
 
     def release(self) -> None:
         super().release()
-        self._levels = {}
         if self._point_to_point is not None:
             self._point_to_point.close()
         self._handle.release()

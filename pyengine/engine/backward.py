@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
@@ -46,36 +47,88 @@ def checked_backward(
     )
 
 
-def divided_by(loss: Tensor, divisors: Collection[int]) -> int | None:
-    """Return the one of `divisors` by which a loss was divided as the last thing, from its graph alone.
+def is_scaled(loss: Tensor | GradientEdge, scaler: Tensor | None, *, by_any: bool) -> bool:
+    """Whether a GradScaler has multiplied a loss, or a term of it, already; from the graph alone.
 
-    A division that is multiplied away again is none: that of a mean which is made the sum.
+    Args:
+        scaler: the scale of the engine's own loss scaler; None if it has none.
+        by_any: look for other scalers, too. Where a 0-dim tensor multiplies a loss, that takes milliseconds.
     """
-    node, product = loss.grad_fn, 1.0
+    left, seen = [loss.grad_fn if isinstance(loss, Tensor) else loss.node], 0
+    while left and seen < _MAX_TERMS:
+        node, seen = left.pop(), seen + 1
+        if node is None or node.name() not in _TERMS:
+            continue
+        left += [following for following, _ in node.next_functions]
+        scale = _saved(node, "other", "self") if node.name() == "MulBackward0" else None
+        if scale is None or scale.dim():
+            continue
+        if scale is scaler or (by_any and scaler is not scale and _belongs_to_scaler(scale)):
+            return True
+    return False
+
+
+# Nodes behind which a scaled loss is one still: sums and multiples of losses.
+_TERMS = {
+    *("AddBackward0", "SubBackward0", "MulBackward0", "DivBackward0", "NegBackward0", "ToCopyBackward0"),
+    *("SumBackward0", "SumBackward1", "MeanBackward0", "MeanBackward1", "StackBackward0", "ViewBackward0"),
+}
+_MAX_TERMS = 64
+
+
+def _belongs_to_scaler(scale: Tensor) -> bool:
+    """Whether a tensor is the scale of some GradScaler."""
+    scalers = (each for each in gc.get_objects() if isinstance(each, torch.amp.GradScaler))
+    return any(each._scale is scale for each in scalers)  # noqa: SLF001 - torch has no other name for it
+
+
+def divided_by(loss: Tensor, divisors: Collection[int], count: object) -> int | None:
+    """Return the one of `divisors` by which a mean, or a loss with a count, was divided; from its graph.
+
+    A division that is multiplied away again is none, unless `count` is the factor: that makes a mean the sum.
+    A division by 2, and of a sum without a count, has other reasons: two losses, or the items of a batch.
+    """
+    node, product, found = loss.grad_fn, 1.0, None
     while node is not None and node.name() in _SCALINGS:
         factor = _factor(node)
-        product *= 1.0 if factor is None else factor
-        for divisor in divisors:
-            is_it = factor is not None and math.isclose(factor * divisor, 1.0, rel_tol=1e-6)
-            if is_it and not math.isclose(product, 1.0, rel_tol=1e-6):
-                return divisor
+        if factor is not None and found is None and node.name() == "DivBackward0":
+            found = next((each for each in divisors if each > 2 and math.isclose(factor * each, 1.0)), None)
+        is_count = factor is not None and node.name() == "MulBackward0" and factor == count
+        product *= 1.0 if factor is None or is_count else factor
         node = next((following for following, _ in node.next_functions if following is not None), None)
-    return None
+    if found is None or math.isclose(product, 1.0, rel_tol=1e-6):
+        return None
+    is_mean = node is not None and (node.name().startswith("Mean") or _reduction_of(node) == "mean")
+    return found if is_mean or count is not None else None
 
 
 def reduction_of(loss: Tensor) -> str:
     """Return "mean" or "sum" if a loss is just what one of torch's loss functions has returned, else ""."""
-    reduction = getattr(loss.grad_fn, "_saved_reduction", None)  # torch's enum: none, mean, sum
+    return _reduction_of(loss.grad_fn)
+
+
+def _reduction_of(node: Any) -> str:
+    reduction = getattr(node, "_saved_reduction", None)  # torch's enum: none, mean, sum
     return {1: "mean", 2: "sum"}.get(reduction, "") if isinstance(reduction, int) else ""
+
+
+def _saved(node: Any, *names: str) -> Tensor | None:
+    """Return the first of the tensors that a node has saved under these names; None if it has none."""
+    for name in names:
+        try:
+            value = getattr(node, f"_saved_{name}", None)
+        except RuntimeError:  # written to since
+            continue
+        if isinstance(value, Tensor):
+            return value
+    return None
 
 
 def _factor(node: Any) -> float | None:
     """Return the number by which a node of the graph multiplies; None where it is no number of the host."""
     is_product = node.name() == "MulBackward0"
-    other = getattr(node, "_saved_other", None)
-    if other is None and is_product:
-        other = node._saved_self  # noqa: SLF001 - autograd's names for saved tensors
-    if not isinstance(other, Tensor) or other.dim() or runs_ahead(other.device):
+    other = _saved(node, "other", "self") if is_product else _saved(node, "other")
+    if other is None or other.dim() or runs_ahead(other.device):
         return None
     try:
         value = float(other)

@@ -54,16 +54,23 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge
 from torch.nn import Parameter
 
 from pyengine.audit.auditor import AuditError
 from pyengine.comm.base import Comm
 from pyengine.data.rng import set_rng_states
-from pyengine.engine.backward import BeforeBackward, checked_backward, divided_by, reduction_of
+from pyengine.engine.backward import BeforeBackward, checked_backward, divided_by, is_scaled, reduction_of
 from pyengine.engine.engine_ranks import EngineRanks, ShardedRanks
 from pyengine.engine.handshake import Shares, agree, problems_of, problems_of_exact, raise_problems, resized
 from pyengine.engine.kept_grads import KeptGrads
-from pyengine.engine.parameters import Ownership, TrainedParameters, in_backward_problems, owned_problems
+from pyengine.engine.parameters import (
+    Ownership,
+    TrainedParameters,
+    WrittenParameters,
+    in_backward_problems,
+    owned_problems,
+)
 from pyengine.engine.snapshot import Snapshot, identify
 from pyengine.engine.window_audit import WindowAudit
 from pyengine.engine.window_graph import WindowGraph
@@ -183,6 +190,8 @@ class Engine:
         self.verdicts = VerdictQueue(device)
         # Whether the model still trains the parameters that the engine was made over.
         self.trained = TrainedParameters(names, params, module)
+        # Whether others write to parameters inside a window.
+        self.written = WrittenParameters(params)
         # Makes the record of a window's counts and losses.
         most = shares.micro_batches if self.is_exact else math.inf
         self.new_counts = make_local_window(
@@ -255,6 +264,7 @@ class Engine:
         self.stepped: list[Stepped] = []
         self._traffic = (self.comm.traffic.collectives, self.comm.traffic.bytes_sent)
         self.final.reset()
+        self.written.forget()
         self.marks.release()  # hooks of the last window would refuse this one
 
     # ---- open ----
@@ -319,6 +329,8 @@ class Engine:
             self.audit.begin(self.counter.index)
         self.marks.record()
         self.marks.watch_hooks(self._refuse_taken)
+        if not is_lazy(self.device):
+            self.written.record()
 
     def follow_scale(self) -> None:
         """Let the residuals of wires follow the loss scale, whoever has changed it."""
@@ -428,7 +440,10 @@ class Engine:
         self.verdicts.reach_earlier(self.counter.index)
         if self.denominators is not None:
             self.counts.refusals += self.denominators.problems(self.counter.done, handed=self.counter.handed)
+        self.counts.refusals += self._problems_of_parameters()
         self.counts.has_used_all = self.reducer.has_used_all()
+        if self.scaler is not None and self.has_backward:
+            self.counts.has_scaled = self.scaler.has_scaled
         self.follow_scale()
         self.header = header = self.launch_header_all_reduce(
             self.counts, more=self.has_more_windows, stage=_SENDS
@@ -604,7 +619,12 @@ class Engine:
         factor = self.final.clip(max_norm, norm)
         if self.is_late or runs_ahead(self.device) or float(factor) != 1:
             self.published.scale_(factor.float())
-            self.published.record()
+            self.note_own_writes()
+
+    def note_own_writes(self) -> None:
+        """Note that the engine itself has written to `.grad`, behind the window's end."""
+        self.published.record()
+        self.marks.record()
 
     def measured(self) -> Measured:
         """Keep norms by name from now on; every rank calls this at the same point.
@@ -661,6 +681,7 @@ class Engine:
         Callbacks get the record of the window's first step, in order.
         """
         verdict = self.wait()
+        self._refuse_written()
         done, factors = check.of(optimizer, is_handed_over=self.kept_grads.is_handed_over)
         stepped = {index for group in done.params for index in group}
         self.trained.notice_step(stepped)
@@ -678,6 +699,7 @@ class Engine:
         try:
             with span("optimizer"):
                 self.reducer.stepper.step(optimizer, self.final)
+            self.written.forget()  # its own writes, and those of further optimizers
         except BaseException:
             # It may have changed parameters: the next header shows a rank that steps it again.
             verdict.use.steps.append(replace(done, name=f"{done.name}, which raised,"))
@@ -713,7 +735,10 @@ class Engine:
 
     def hand_over(self) -> None:
         """Leave the window's gradients to the caller; what is left of them counts into the next window."""
-        self.wait().use.is_handed_over = True
+        verdict = self.wait()
+        self._refuse_written()
+        self.written.forget()
+        verdict.use.is_handed_over = True
         self._update_scale()
         self.kept_grads.hand_over()
         flush(self.device)
@@ -781,7 +806,7 @@ class Engine:
                 f"window {counter.index} was left after {counter.done} backwards and never sent: call "
                 "sync.flush() and sync.step to use it, or sync.abandon() to drop it"
             )
-        if self.failure:
+        if self.failure and self.comm.world_size > 1:
             raise RuntimeError(
                 f"the gradients of window {counter.index} were not reduced on this rank ({self.failure}): "
                 "other ranks may have stepped; restart all ranks from a checkpoint"
@@ -798,7 +823,8 @@ class Engine:
     def is_broken(self) -> bool:
         """Whether an exception left the window half-way, or it was refused: a new loop has to abandon it."""
         is_refused = self.verdict is not None and self.verdict.error is not None
-        return self.counter.state is State.OPEN or bool(self.gave_up) or bool(self.unusable) or is_refused
+        is_left = self.counter.state is State.OPEN
+        return is_left or bool(self.gave_up or self.unusable or self.failure) or is_refused
 
     def abandon(self, *, waits: bool = True) -> None:
         """Drop the window on this rank; the engine is clean afterwards.
@@ -815,8 +841,8 @@ class Engine:
                     self.wait()
                 except (ValueError, FloatingPointError, RuntimeError):
                     # The others learn what was wrong with the window; here it is dropped anyway. The error of
-                    # a collective that broke stays.
-                    if self.verdict is None:
+                    # a collective that broke stays where there are others.
+                    if self.verdict is None and self.comm.world_size > 1:
                         raise
             if self.verdict is not None and not self.verdict.was_refused:
                 self._update_scale()  # the others update theirs when they step
@@ -828,6 +854,7 @@ class Engine:
         was_refused = header is not None and header.was_refused  # no window of all ranks
         self.counter.close(completed=self.counter.is_sent and not was_refused)
         self.kept_grads.clear()
+        self.reducer.abandon()
         self.marks.record()
         self.reset()
 
@@ -1036,8 +1063,8 @@ class Engine:
             self.counts.refusals.append(text)
         else:
             self.unusable = (
-                f"{text}. This rank cannot use the window: call sync.abandon() on every rank and go on. (A "
-                "rank on which it did not happen may have stepped: the next header says so)"
+                f"{text}. This rank cannot use the window: repair this, then call sync.abandon() on every "
+                "rank. (A rank on which it did not happen may have stepped: the next header says so)"
             )
             raise RuntimeError(self.unusable)
 
@@ -1065,6 +1092,20 @@ class Engine:
         changed = [index for index in self.marks.written() if not self.kept_grads.keeps(index)]
         found = self.marks.any_nonzero(changed)
         return None if found is None else (self.marks.describe(changed, "between windows"), found)
+
+    def _problems_of_parameters(self) -> Iterator[str]:
+        """Yield what is wrong with parameters at the window's end: written to, or with a stray gradient."""
+        written = [index for index in self.written.written() if self.reducer.is_used(index)]
+        if written:
+            yield _written_text([self.reducer.names[index] for index in written])
+        if strangers := self.trained.strangers():
+            yield _stranger_text(strangers)
+
+    def _refuse_written(self) -> None:
+        """Raise RuntimeError if parameters were written to behind the window's end, before its step."""
+        for text in self._problems_of_parameters():
+            self.unusable = f"{text}. Nothing was stepped here"
+            raise RuntimeError(self.unusable)
 
     def refuse_written_past(self) -> None:
         """Raise RuntimeError if gradients were written past the engine since its last look."""
@@ -1124,6 +1165,9 @@ class Engine:
                 "that is the last, or leave the mark out"
             )
         scaler = self.scaler
+        if self.batch is not None:
+            self.has_backward |= has_new or made._has_last
+            return  # another rank may have the losses: `Totals.is_unscaled`
         if scaler is not None and not scaler.has_scaled and (made._has_last or has_new):
             self.refuse(
                 f"the losses of micro-batch {made._index} were not scaled, and sync.scaler is set: call "
@@ -1153,12 +1197,32 @@ class Engine:
         """Return the window's totals, unless it is over and another one is about to open."""
         return None if self.counter.state in (State.IDLE, State.USED) else self.denominators
 
-    def warn_of_division(self, loss: Tensor) -> None:
+    def refuse_scaled(self, loss: Tensor | GradientEdge) -> None:
+        """Raise ValueError if a loss was multiplied by a loss scale already, which `backward` does."""
+        scaler = self.scaler
+        is_first = self.counter.index == 0
+        if (scaler is None and not is_first) or not is_scaled(
+            loss, None if scaler is None else scaler.scale_tensor, by_any=is_first
+        ):
+            return
+        if scaler is None:
+            raise ValueError(
+                "assign the loss scaler, sync.scaler = scaler, and give sync.backward the loss itself, "
+                "without scaler.scale: a GradScaler that the engine does not know has scaled this loss, and "
+                "nobody would unscale the gradients"
+            )
+        raise ValueError(
+            "give sync.backward (or mb.backward) the loss itself, without scaler.scale: it was scaled "
+            "already, and with sync.scaler set the engine scales it once more. In a micro_batch block call "
+            "sync.scaler.scale(loss).backward()"
+        )
+
+    def warn_of_division(self, loss: Tensor, count: object) -> None:
         """Warn once, in the first window, of a loss that was divided by the micro-batches of a window."""
         accumulate = self.counter.accumulate
         if self.counter.index or accumulate == 1 or "division" in self.warned:
             return
-        divisor = divided_by(loss, {accumulate, accumulate * self.comm.world_size})
+        divisor = divided_by(loss, {accumulate, accumulate * self.comm.world_size}, count)
         if divisor is not None:
             self.warned.add("division")
             warnings.warn(
@@ -1186,6 +1250,27 @@ class Engine:
             f"engine divides by counts, so the gradient would be that many times too {size}",
             stacklevel=3,
         )
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+    return f"parameter {names[0]!r}{more}"
+
+
+def _written_text(names: Sequence[str]) -> str:
+    return (
+        f"delete optimizer.step(), since sync.step steps: {_listed(names)} was written to inside the window, "
+        "between its first backward and its step, and may differ between ranks now: load a checkpoint. "
+        "(load_state_dict, weights of an average, a clamp or any other write belongs behind sync.step)"
+    )
+
+
+def _stranger_text(names: Sequence[str]) -> str:
+    return (
+        f"make the engine anew (sync.close() first) or freeze {names[0]!r} again: {_listed(names)} was "
+        "frozen or not there when the engine was made, and has a gradient that nobody reduces. (Or make the "
+        "engine while all are trainable, and freeze them afterwards)"
+    )
 
 
 @dataclass(frozen=True)
@@ -1279,7 +1364,8 @@ class MicroBatch:
         run = checked_backward(
             loss, gradient=gradient, retain_graph=retain_graph, create_graph=create_graph, inputs=inputs
         )
-        self._engine.warn_of_division(loss)
+        self._engine.refuse_scaled(loss)
+        self._engine.warn_of_division(loss, self._count if self._is_stated else None)
         scaler = self._engine.scaler
         self._engine.has_backward = True
         run(loss if scaler is None else scaler.scale(loss))
@@ -1304,6 +1390,9 @@ class MicroBatch:
                 "mb.last_backward: the second one of this micro-batch, whose gradients have been "
                 "accumulated: mark the last backward only"
             )
+        for root in roots:
+            if root.dim() == 0:
+                self._engine.warn_of_division(root, self._count if self._is_stated else None)
         with self._engine.last_backward(self, roots):
             yield
         self._engine.marks.record()

@@ -202,7 +202,10 @@ def problems_of(
         return
     trained = [(name, p) for name, p in named if p.requires_grad]
     if not trained:
-        yield f"params_or_module: none of {len(named)} parameters requires a gradient; pass trainable ones"
+        yield (
+            "pass trainable parameters to params_or_module, or leave the engine out where nothing is "
+            f"trained: none of {len(named)} parameters requires a gradient"
+        )
     devices = sorted({str(p.device) for _, p in named})
     if len(devices) > 1:
         on = ", ".join(devices)

@@ -57,6 +57,30 @@ def _answer(signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[st
     return ""
 
 
+# Arguments of an engine that stay as they were when it was made.
+_FIXED = {
+    *("wire", "accumulator", "nonfinite", "bucket_cap_mb", "stall_after_s", "process_group", "device_mesh"),
+    *("axes", "shared_memory", "defer", "defer_budget_mb"),
+}
+
+
+def answer_to_setting(kind: type, name: str, value: object) -> str:
+    """Return the answer to `engine.name = value` where that would change nothing; empty where it would."""
+    if name == "accumulate" or _ELSEWHERE.get(name) == "accumulate" != name:
+        if name != "gradient_accumulation_steps":
+            return f"set sync.gradient_accumulation_steps = {value!r}, between windows: {name} is no setting"
+        return ""
+    if name in _FIXED or _ELSEWHERE.get(name) in _FIXED:
+        fixed = name if name in _FIXED else _ELSEWHERE[name]
+        return f"pass {fixed}={value!r} to the engine when it is made: an engine keeps its {fixed}"
+    member = None if name.startswith("_") else getattr(kind, name, None)
+    if callable(member):
+        return f"call sync.{name}(...): {name} is a method, and no setting"
+    if isinstance(member, property) and member.fset is None:
+        return f"read sync.{name}: it cannot be set"
+    return ""
+
+
 def check_function(name: str, value: object, of: str) -> None:
     """Raise TypeError for an argument that cannot be called; `of`: what it is called with."""
     if not callable(value):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -13,6 +13,7 @@ from pyengine.data.rng import rng_problem, rng_refusal, rng_states
 from pyengine.engine.engine import Engine
 from pyengine.engine.handshake import raise_problems
 from pyengine.engine.snapshot import Identity, Snapshot
+from pyengine.gradients.local_part import is_dtensor
 from pyengine.gradients.slots import local
 from pyengine.step.grad_scaler import state_problems
 
@@ -124,19 +125,26 @@ def _misplaced(engine: Engine, snapshot: Snapshot) -> str:
     here = f"state of {snapshot.owner} on rank {rank} of {world_size}"
     if snapshot.world_size == world_size:
         return "" if snapshot.rank == rank else f"pass each rank its own state: {here}"
-    if not engine.holds_parts:
-        return ""
-    if engine.batch is not None or engine.reducer.model is None:
+    if engine.holds_parts and (engine.batch is not None or engine.reducer.model is None):
         return (
             f"start as many ranks as there were, on a mesh of the same shape: {here}, where ranks hold other "
             "parameters or share batches"
         )
-    return (
-        f"start as many ranks as there were, or save behind zero_grad(): {here}, with shards of gradients "
-        "that no optimizer had used"
-        if snapshot.carry
-        else ""
-    )
+    if snapshot.carry and _holds_shards(engine):
+        return f"{here} has gradients that no optimizer has used: {_UNUSED}"
+    return ""
+
+
+_UNUSED = (
+    "step every optimizer, or set .grad to None, before sync.state_dict(), or start as many ranks as there "
+    "were, sharded as they were"
+)
+
+
+def _holds_shards(engine: Engine) -> bool:
+    """Whether gradients are sharded, so that a rank can use kept ones of its own state only."""
+    params: list[Any] = [param for param in engine.reducer.params if is_dtensor(param)]
+    return any(placement.is_shard() for param in params for placement in param.placements)
 
 
 def _other(theirs: Identity, ours: Identity) -> str:
@@ -180,7 +188,9 @@ _Like: TypeAlias = tuple[torch.dtype, tuple[int, ...]]
 
 def _carry(engine: Engine, s: Snapshot) -> Iterator[str]:
     params = zip(engine.reducer.names, engine.reducer.params, strict=True)
-    yield from _unlike("carry", s.carry, {name: (p.dtype, tuple(local(p).shape)) for name, p in params})
+    unlike = _unlike("carry", s.carry, {name: (p.dtype, tuple(local(p).shape)) for name, p in params})
+    # Of a sharded model they are shards.
+    yield from (f"gradients that no optimizer has used: {_UNUSED} ({text})" for text in unlike)
 
 
 def _residuals(engine: Engine, s: Snapshot) -> Iterator[str]:

@@ -132,6 +132,8 @@ class Retries:
                 param.grad = None
             undo.append(partial(set_rng_states, rng_states()))
             undo.append(self._keep_buffers())
+            if engine.audit is not None:
+                undo.append(engine.audit.keep())
             loss, count = self._checked(fn(part))
             engine.warn_of_reduction(loss, count)
             made.backward(loss)

@@ -17,7 +17,7 @@ from pyengine.engine.backward import checked_backward
 from pyengine.engine.captured_windows import MIN_WARM_UP, CapturedWindows, capture_problems
 from pyengine.engine.engine import Engine, MicroBatch
 from pyengine.engine.loop import Batch, CountOf, MicroBatches, single_micro_batch, windows
-from pyengine.engine.misnamed import check_function
+from pyengine.engine.misnamed import answer_to_setting, check_function
 from pyengine.engine.resume import load_state, take_snapshot
 from pyengine.engine.retry import Items, Retries
 from pyengine.engine.window_audit import WindowAudit
@@ -76,6 +76,12 @@ class Sync:
             engine.close()
             self._check, self._retries = OptimizerCheck([]), None
 
+    def __setattr__(self, name: str, value: object) -> None:
+        """Set an attribute; raise AttributeError for what would change nothing: methods, other settings."""
+        if answer := answer_to_setting(type(self), name, value):
+            raise AttributeError(answer)
+        super().__setattr__(name, value)
+
     def __repr__(self) -> str:
         name, engine = type(self).__name__, self._open_engine
         if engine is None:
@@ -86,6 +92,10 @@ class Sync:
             f"world_size={engine.comm.world_size}, wire={wire}, accumulator={engine.identity.accumulator!r}, "
             f"window={counter.index})"
         )
+
+    def __call__(self, *_: object, **__: object) -> Any:
+        """Raise TypeError: an engine has no forward."""
+        raise TypeError("call the model itself, and give its loss to sync.backward: an engine has no forward")
 
     def __enter__(self) -> Self:
         return self
@@ -300,9 +310,10 @@ class Sync:
         run = checked_backward(
             one, gradient=gradient, retain_graph=retain_graph, create_graph=create_graph, inputs=inputs
         )
+        engine.refuse_scaled(one)
         known = engine.due_count(count)
         with self._micro_batch_of_backward():
-            engine.warn_of_division(one)
+            engine.warn_of_division(one, count)
             engine.warn_of_reduction(one, count)
             with engine.micro_batch(known, is_stated=True) as made:
                 made.loss = one if gradient is None else None
@@ -465,7 +476,7 @@ class Sync:
         engine.wait()
         if not engine.final.is_shared:  # else one rank alone may ask, and the others must not be waited for
             engine.renew_norm("reads the norm")
-        return engine.final.grad_norm()
+        return engine.final.guarding_norm(engine.final.grad_norm())
 
     def grad_norms(self) -> dict[str, Tensor]:
         """Return the 2-norm of each parameter's gradient as it is, clipping included, by name.
@@ -566,8 +577,8 @@ class Sync:
             engine.clip(max_norm, norm)
         else:
             engine.published.scale_each_(final.clip_each(max_norm, groups).float())
-            engine.published.record()
-        return norm
+            engine.note_own_writes()
+        return final.guarding_norm(norm)
 
     def _groups_of(self, per: ClipPer) -> Sequence[Tensor] | None:
         """Return the indices of each group's names; None where each parameter is a group."""
@@ -601,6 +612,7 @@ class Sync:
         final.keep_norm()
         engine.published.clip_values_(value)
         engine.renew_norm("has clipped values", has_changed=True)
+        engine.note_own_writes()
         # Ranks that clip by another value are found out.
         verdict.use.factors.append(torch.tensor(value, dtype=torch.float64, device=HOST))
 
@@ -930,6 +942,11 @@ def _checked_order(norm_type: object) -> float:
 
 def _check_limit(name: str, value: object, more: str = "") -> None:
     """Refuse what would make every gradient nan, or turn it round."""
+    if isinstance(value, Iterable) and not isinstance(value, str | Tensor):
+        raise TypeError(
+            f"leave the parameters out, sync.clip_grad_norm_(1.0): the engine clips its own; {name} is a "
+            f"{type(value).__name__}, need a number of at least 0"
+        )
     if not isinstance(value, Real) or isinstance(value, bool):
         raise TypeError(f"{name}={value!r} is a {type(value).__name__}: need a number of at least 0")
     if not float(value) >= 0:

@@ -161,6 +161,9 @@ class Reducer(ABC):
     def open(self) -> None:
         """Open a window, before any of its forwards."""
 
+    def abandon(self) -> None:
+        """Leave the model as it is between windows: the open one was dropped, or has been used."""
+
     def begin_padding(self) -> None:
         """Discard the gradients of the current micro-batch, and its writes to buffers: it is padding.
 
@@ -242,6 +245,11 @@ class Reducer(ABC):
 
         trained = [(index, param) for index, param in enumerate(self.params) if param.requires_grad]
         return [param.register_hook(partial(look, index)) for index, param in trained]
+
+    def is_used(self, index: int) -> bool:
+        """Whether a micro-batch accumulated so far has used a parameter on this rank; True if not known."""
+        del index
+        return True
 
     def has_used_all(self) -> bool:
         """Whether the micro-batches accumulated so far have used all parameters on this rank.

@@ -122,6 +122,10 @@ class Bucket:
                 self._accumulate(group)
         self._row = None
 
+    def is_used(self, slot: int) -> bool:
+        """Whether this rank has a gradient of a slot in this window."""
+        return self.used[slot] or self.params[slot].grad is not None
+
     def deposit(self, grads: Sequence[Tensor | None]) -> None:
         """Accumulate gradients that are not in `.grad`, one a slot, `[numel]`; the owner updates `used`."""
         self.total.deposit_(grads, first=self.is_empty, nonfinite=self._start_row())

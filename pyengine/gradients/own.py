@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -11,6 +12,7 @@ from functools import partial
 import torch
 from torch import Tensor
 from torch.nn import Parameter
+from torch.nn.parallel import DistributedDataParallel
 
 from pyengine.comm.base import Comm, Work
 from pyengine.comm.staged import Staged
@@ -287,6 +289,12 @@ class BucketReducer(Reducer):
         repeated = {self._bucket_of[param] for param in self._repeated}
         return [bucket for index, bucket in enumerate(self._buckets) if index not in repeated]
 
+    def is_used(self, index: int) -> bool:
+        if index not in self._bucket_of:
+            return False  # frozen when the engine was made
+        bucket = self._buckets[self._bucket_of[index]]
+        return bucket.is_used(bucket.indices.index(index))
+
     def has_used_all(self) -> bool:
         return all(all(bucket.used) for bucket in self._buckets)
 
@@ -429,6 +437,12 @@ class BucketReducer(Reducer):
                     "rank and continue"
                 )
             self._repeated |= late
+            if _is_reduced_by_ddp([self.params[param] for param in late]):
+                raise RuntimeError(
+                    "call the model itself, or make the engine by pe.attach(ddp_model): a "
+                    f"DistributedDataParallel around it reduces the gradient of {names} in the backward, "
+                    "too. This rank cannot use the window: call sync.abandon() on every rank"
+                )
             raise RuntimeError(
                 f"the gradient of {names} was accumulated again after its bucket may have been launched: a "
                 "backward ran inside the backward (reentrant checkpointing, a hook, a custom Function), "
@@ -448,3 +462,12 @@ class BucketReducer(Reducer):
             yield
         self._arrivals = arrivals  # not after a backward that failed
         self._repeated |= arrivals.repeated
+
+
+def _is_reduced_by_ddp(params: Sequence[Parameter]) -> bool:
+    """Whether a DDP that is not silent has some of the parameters: a search of milliseconds."""
+    mine = set(map(id, params))
+    ddps = (each for each in gc.get_objects() if isinstance(each, DistributedDataParallel))
+    return any(
+        ddp.require_backward_grad_sync and not mine.isdisjoint(map(id, ddp.parameters())) for ddp in ddps
+    )

@@ -260,6 +260,11 @@ class InPlaceBucket(OwnBucket):
             return self.params[slot].grad is not None
         return self._grads[slot]._version != self._stored[slot]
 
+    def is_used(self, slot: int) -> bool:
+        grad, view = self.params[slot].grad, self._grads[slot]
+        is_other = grad is not None and grad is not view
+        return self.used[slot] or is_other or view._version != self._begun[slot]
+
     def seal(self) -> None:
         """Store every gradient in the sum; record the slots' versions."""
         self._store()

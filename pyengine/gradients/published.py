@@ -184,8 +184,10 @@ class Published:
     @torch.no_grad()
     def clip_values_(self, value: float) -> None:
         """Clip every element to [-value, value], in place."""
-        held: list[Any] = [SimpleNamespace(grad=grad) for grad in local_grads(self._params)]
-        clip_grad_value_(held, value)
+        grads = [grad for grad in local_grads(self._params) if grad is not None]
+        if grads:  # torch refuses an empty list
+            held: list[Any] = [SimpleNamespace(grad=grad) for grad in grads]
+            clip_grad_value_(held, value)
 
 
 def _address(grad: Tensor | None) -> int:

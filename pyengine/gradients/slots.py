@@ -55,7 +55,7 @@ def views_of(flat: Tensor, params: Sequence[Parameter], plan: BucketPlan) -> lis
 
 
 def dense_strides(param: Tensor) -> tuple[int, ...]:
-    """Return the parameter's strides if it is dense, for example channels_last; else contiguous strides."""
+    """Return the parameter's strides; where its memory has gaps, those of a dense one in the same order."""
     return torch.empty_like(param.detach(), device="meta").stride()
 
 

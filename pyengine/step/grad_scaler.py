@@ -46,18 +46,18 @@ class GradScaler(torch.amp.GradScaler):
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
         """Unscale, as stock; refused while it belongs to an engine, whose gradients are unscaled once."""
-        self._check_free("unscale_", "leave it out, .grad is unscaled from the window's end on")
+        self._check_free("unscale_", "leave it out, since .grad is unscaled from the window's end on")
         super().unscale_(optimizer)
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
         """Step, as stock; refused while it belongs to an engine, which knows whether to skip."""
-        self._check_free("step", "call sync.step(optimizer)")
+        self._check_free("step", "call sync.step(optimizer) in place of scaler.step")
         return super().step(optimizer, *args, **kwargs)
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
         """Update the scale, as stock; refused while it belongs to an engine, but for a scale of yours."""
         if new_scale is None:
-            self._check_free("update", "leave it out, sync.step(optimizer) does it")
+            self._check_free("update", "leave it out, since sync.step(optimizer) updates")
         self._check_between("scaler.update")
         super().update(new_scale)
 
@@ -77,13 +77,13 @@ class GradScaler(torch.amp.GradScaler):
 
     def _check_free(self, what: str, instead: str) -> None:
         if self._final is not None:
-            raise RuntimeError(
-                f"scaler.{what}: this scaler belongs to an engine since `sync.scaler = scaler`: {instead}"
-            )
+            raise RuntimeError(f"{instead}: scaler.{what} is the engine's part since `sync.scaler = scaler`")
 
     def scale(self, outputs: Any) -> Any:
         """Scale losses, as stock."""
         self.has_scaled = True
+        if isinstance(outputs, list | tuple):  # by the scale itself: stock multiplies these by a copy
+            return type(outputs)(map(self.scale, outputs))
         return super().scale(outputs)
 
     def unbind(self) -> None:
@@ -102,6 +102,11 @@ class GradScaler(torch.amp.GradScaler):
                 self._backoff_factor,
                 self._growth_interval,
             )
+
+    @property
+    def scale_tensor(self) -> Tensor | None:
+        """The tensor by which losses are multiplied; None before there is one."""
+        return self._scale
 
     def current_scale(self) -> Tensor:
         """Return the scale as a 0-dim float32 tensor that later updates leave alone, without a host read."""
@@ -132,11 +137,11 @@ _NUMBERS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "growth_factor": (lambda value: 1 <= value < math.inf, "a finite number of at least 1"),
     "backoff_factor": (lambda value: 0 < value <= 1, "a number above 0 and up to 1"),
     "growth_interval": (
-        lambda value: isinstance(value, Integral) and 0 <= value < 2**63,
+        lambda value: isinstance(value, Integral) and 0 <= int(value) < 2**63,
         "a whole number from 0 to 2**63 - 1",
     ),
     "_growth_tracker": (
-        lambda value: isinstance(value, Integral) and 0 <= value < 2**31 - 1,
+        lambda value: isinstance(value, Integral) and 0 <= int(value) < 2**31 - 1,
         "a whole number from 0 to 2**31 - 2",
     ),
 }

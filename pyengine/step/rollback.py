@@ -11,22 +11,23 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 from torch.nn import Parameter
-from torch.optim import Optimizer
+from torch.optim import Adadelta, Optimizer
 
 from pyengine.window.final_pass import FinalPass
 
-_NOT_TAKEN_BACK = (
-    "so that a skipped step cannot be taken back on this device: use another optimizer, or "
-    "GradSync(nonfinite='raise'), where the host reads every window"
+_LET_THE_HOST_READ = (
+    "make the engine with nonfinite='raise', where the host reads every window, or use another optimizer"
 )
+_ON_THE_HOST = "on the host, where a step that the device skips cannot be undone"
 
 
 class RollbackStepper:
     """Steps any optimizer, then lets every parameter and its state keep the old values where they should.
 
     That is in a window that must not be used, and for a parameter that no rank used, whose gradient is zeros
-    here and not None. What a step creates cannot be undone: the first step over a parameter without state
-    waits for the host. The optimizer's gradients are gone after a step, and their memory with them.
+    here and not None. A skipped step leaves no state that it has created: the first step over a parameter
+    without state waits for the host, and so does a later one that creates or replaces state. The optimizer's
+    gradients are gone after a step, and their memory with them.
 
     Args:
         index: in `FinalPass.used`, by `id(parameter)`; other parameters of an optimizer have no gradient.
@@ -80,16 +81,27 @@ class RollbackStepper:
     def _step_and_take_back(self, optimizer: Optimizer, mine: list[Parameter], final: FinalPass) -> None:
         assert final.used is not None
         is_good = (final.found_inf == 0) & final.used
-        before = {param: _tensors(optimizer, param) for param in mine}
-        old = {param: [tensor.clone() for tensor in tensors] for param, tensors in before.items()}
+        before = {param: dict(optimizer.state.get(param, {})) for param in mine}
+        old = {
+            param: [tensor.clone() for tensor in _tensors(param, state)] for param, state in before.items()
+        }
         self._step(optimizer, mine)
-        for param, tensors in before.items():
-            if len(_tensors(optimizer, param)) != len(tensors):
-                name = type(optimizer).__name__
-                raise RuntimeError(f"{name} made state in a later step than its first, {_NOT_TAKEN_BACK}")
+        changed = []
+        for param, state in before.items():
             keeps_new = is_good[self._index[id(param)]]
-            for tensor, kept in zip(tensors, old[param], strict=True):
+            for tensor, kept in zip(_tensors(param, state), old[param], strict=True):
                 torch.where(keeps_new, tensor, kept, out=tensor)
+            now = optimizer.state.get(param, {})
+            if now.keys() != state.keys() or any(now[key] is not value for key, value in state.items()):
+                changed.append(param)
+        flags = is_good.tolist() if changed else []
+        for param in changed:
+            if flags[self._index[id(param)]]:
+                continue
+            if before[param]:
+                optimizer.state[param] = before[param]
+            else:
+                del optimizer.state[param]
 
     def _step(self, optimizer: Optimizer, params: list[Parameter]) -> None:
         """Step, and look once at each parameter whether that changes anything on the host."""
@@ -104,27 +116,35 @@ class RollbackStepper:
         _check_state(optimizer, new)
         if _numbers(optimizer) != numbers:
             name = type(optimizer).__name__
-            raise ValueError(f"{name} counts in its param_groups, on the host, {_NOT_TAKEN_BACK}")
+            raise ValueError(f"{_LET_THE_HOST_READ}: {name} counts in its param_groups {_ON_THE_HOST}")
         met.update(map(id, new))
 
 
-def _tensors(optimizer: Optimizer, param: Parameter) -> list[Tensor]:
-    state = optimizer.state.get(param, {})
+def _tensors(param: Parameter, state: Mapping[str, Any]) -> list[Tensor]:
     return [param, *(value for value in state.values() if isinstance(value, Tensor))]
 
 
 def _check_state(optimizer: Optimizer, mine: list[Parameter]) -> None:
     """Raise ValueError if a step changes something that lives on the host."""
     name = type(optimizer).__name__
-    if any(group.get("capturable") is False for group in optimizer.param_groups):
+    groups = optimizer.param_groups
+    has_capturable = not isinstance(optimizer, Adadelta)  # torch refuses its capturable=True on XLA devices
+    if not has_capturable:
         raise ValueError(
-            f"{name} with capturable=False counts its steps on the host, so that a skipped one cannot be "
-            f"taken back on this device: make it with {name}(..., capturable=True)"
+            f"{_LET_THE_HOST_READ}: {name} counts its steps {_ON_THE_HOST}, and torch has no "
+            "capturable=True for this optimizer here"
+        )
+    if any(group.get("capturable") is False for group in groups):
+        # On XLA devices torch has no fused steps, and refuses most foreach steps with capturable=True.
+        others = [f", {key}=False" for key in ("foreach", "fused") if any(g.get(key) for g in groups)]
+        raise ValueError(
+            f"use {name}(..., capturable=True{''.join(others)}): with capturable=False {name} counts its "
+            f"steps {_ON_THE_HOST}"
         )
     for param in mine:
         for key, value in optimizer.state.get(param, {}).items():
             if isinstance(value, int | float) or (isinstance(value, Tensor) and value.device != param.device):
-                raise ValueError(f"{name} keeps {key!r} on the host, {_NOT_TAKEN_BACK}")
+                raise ValueError(f"{_LET_THE_HOST_READ}: {name} keeps {key!r} {_ON_THE_HOST}")
 
 
 def _numbers(optimizer: Optimizer) -> list[dict[str, Any]]:

@@ -12,7 +12,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
-from torch.optim import SGD, Optimizer
+from torch.optim import SGD, Muon, Optimizer
 from torch.optim import optimizer as torch_optimizer
 
 from pyengine.ops.device import runs_ahead
@@ -34,10 +34,12 @@ class Stepper(Protocol):
 class PlainStepper:
     """Skips a step on the device: a fused optimizer does so itself, and torch's others are undone.
 
-    For every other optimizer the host waits for the decision.
+    For every other optimizer the host waits for the decision, and for every optimizer where a step would
+    create state: a skipped step leaves none, as if it had not been called.
 
-    Cost: of an undone step two launches a dtype that read the flag. Only where it is set they read and write
-    parameters and state. Memory as large as both during the step: 12 bytes a parameter for Adam in float32.
+    Cost: a look at every parameter and its state. Of an undone step two launches a dtype that read the flag.
+    Only where it is set they read and write parameters and state. Memory as large as both during the step:
+    12 bytes a parameter for Adam in float32.
     """
 
     def __init__(self) -> None:
@@ -49,7 +51,9 @@ class PlainStepper:
 
     def step(self, optimizer: Optimizer, final: FinalPass) -> None:
         name, found_inf = type(optimizer).__name__, final.found_inf
-        if skips_on_device(optimizer):
+        # torch's fused SGD leaves the momentum that it creates in a skipped step uninitialized.
+        is_ahead = runs_ahead(found_inf.device)
+        if is_ahead and skips_on_device(optimizer) and _written(optimizer) is not None:
             _log.debug("step %s, which skips by itself", name)
             fused: Any = optimizer
             fused.found_inf = found_inf
@@ -58,7 +62,7 @@ class PlainStepper:
             finally:
                 del fused.found_inf
             return
-        is_undone = runs_ahead(found_inf.device) and not runs_user_code(optimizer)
+        is_undone = is_ahead and not runs_user_code(optimizer)
         targets = self.targets(optimizer) if is_undone else None
         if targets is not None and (copies := allocate(targets)) is not None:
             _log.debug("step %s, undone on the device where the step is skipped", name)
@@ -156,21 +160,27 @@ def allocate(targets: _Targets) -> list[Tensor] | None:
         return None
 
 
+# Their steps create `momentum_buffer` where it is missing or None; others look whether there is any state.
+_WITH_LATE_MOMENTUM = SGD, Muon
+
+
 def _written(optimizer: Optimizer) -> list[Any] | None:
     """Return parameters that a step changes, each before its state; None if the step would create state."""
     tensors: list[Any] = []
     state_of = optimizer.state
+    has_late_momentum = type(optimizer) in _WITH_LATE_MOMENTUM
     for group in optimizer.param_groups:
         has_no_state = type(optimizer) is SGD and not group["momentum"]
         for param in group["params"]:
             if param.grad is None:
                 continue
-            state = state_of.get(param)
             tensors.append(param)
-            if state:
-                tensors += state.values()
-            elif not has_no_state:
+            if has_no_state:
+                continue
+            state = state_of.get(param)
+            if not state or (has_late_momentum and state.get("momentum_buffer") is None):
                 return None
+            tensors += state.values()
     return tensors
 
 

@@ -90,6 +90,8 @@ class FinalPass:
         self._has_names = True
         if self._holdings is not None:
             self._holdings.add_names(send(list(places), torch.int64, self.sumsq.device), num_names)
+            # Until the norm is computed again; in a window that a rank gave up it is not.
+            self._squares = self.sumsq.new_full((num_names,), torch.nan)
 
     def reset(self) -> None:
         """Forget the window, without work for the device: the next one overwrites sums and flags."""
@@ -143,6 +145,7 @@ class FinalPass:
         `was_read`: `sumsq` is that of changed gradients. Where ranks hold different elements one all-reduce,
         waited for: every rank calls this at the same point there.
         """
+        self.keep_norm()
         if was_read:
             self._clipped_since = self._one
         if self._holdings is not None:
@@ -156,6 +159,10 @@ class FinalPass:
         """Return the 2-norm of the gradients as they are; float64 0-dim."""
         return self._norm
 
+    def guarding_norm(self, norm: Tensor) -> Tensor:
+        """Return a norm; nan in place of a finite one where the step is skipped, for who steps without us."""
+        return torch.where((self.found_inf != 0) & norm.isfinite(), torch.nan, norm)
+
     def squares(self) -> Tensor:
         """Return the squared norm of each name's gradient as it is, float64 `[names]`; after `add_names`."""
         if self._holdings is not None:
@@ -163,7 +170,7 @@ class FinalPass:
         return self.sumsq * self._clipped_since.square()
 
     def norm_before_clipping(self) -> Tensor:
-        """Return the 2-norm as the first clipping found it, or as it is now; float64 0-dim."""
+        """Return the 2-norm as the window's end left it, whatever was clipped since; float64 0-dim."""
         return self._norm if self._before_clipping is None else self._before_clipping
 
     def norms_before_clipping(self) -> Tensor:

@@ -33,8 +33,10 @@ _CLAIMS = _POSITIONS + 4
 _LOSSES = _CLAIMS + 2 * NUM_PIECES
 # Behind them, where ranks share batches, what must be 0: lanes of `SharedBatch`.
 _SHARED = _LOSSES + exact_scalars.NUM_LANES
-# ... and how many ranks leave the count to the one that counts the batch: then lanes cannot be compared.
-_SILENT = -1
+# ... how many ranks have scaled no loss although a scaler is set, and how many have: of a batch one rank may
+# have all losses. And how many ranks leave the count to the one that counts the batch: then lanes cannot be
+# compared.
+_UNSCALED, _SCALED, _SILENT = -3, -2, -1
 
 Count = int | float | Tensor
 
@@ -113,16 +115,28 @@ class LocalWindow:
     is_silent: bool = False  # whether this rank leaves some count to the one that counts the batch
     # Whether this rank had used all of its parameters when the header was launched.
     has_used_all: bool = False
+    # Whether its losses were scaled when the header was launched; None without a loss scaler, or a backward.
+    has_scaled: bool | None = None
 
     def append(self, loss: Tensor | None, count: Count) -> None:
-        """Note a micro-batch."""
+        """Note a micro-batch.
+
+        A loss that is not finite is 0 where it counts nothing: the mean over no item is nan.
+        """
+        if loss is not None and self._is_known(count) and float(count) == 0:
+            loss = _finite_where(True, loss)
         self.counts.append(count.detach() if isinstance(count, Tensor) else count)
         self.losses.append(loss)
 
     def add_to(self, vector: Tensor) -> None:
         """Add to a header's vector what is on an accelerator, unread."""
         if losses := self._unread(self.losses):
-            vector[_LOSSES:] += exact_scalars.lanes(stacked(losses, vector.device))
+            values = stacked(losses, vector.device)
+            pairs = zip(self.losses, self.counts, strict=True)
+            theirs = [count for loss, count in pairs if isinstance(loss, Tensor) and not self._is_known(loss)]
+            if len(far := self._unread(theirs)) == len(losses):
+                values = _finite_where(stacked(far, vector.device) == 0, values)
+            vector[_LOSSES:] += exact_scalars.lanes(values)
         if unread := self._unread(self.counts):
             counts = stacked(unread, vector.device)
             valid = self.are_valid(counts)
@@ -201,7 +215,10 @@ class RunningWindow(LocalWindow):
     def append(self, loss: Tensor | None, count: Count) -> None:
         super().append(loss, count)
         if (known_loss := self.losses[-1]) is not None:
-            self._loss = self._loss + known_loss.to(self._loss.device)
+            value = known_loss.to(self._loss.device)
+            if isinstance(count, Tensor):
+                value = _finite_where(count.detach().reshape(()).to(value.device) == 0, value)
+            self._loss = self._loss + value
         if isinstance(known := self.counts[-1], Tensor):
             (value,) = stacked([known], self._loss.device)
             valid = self.are_valid(value)
@@ -216,6 +233,11 @@ class RunningWindow(LocalWindow):
         row[_LOSSES + exact_scalars.ROUNDED_LANE] = exact_scalars.rounded(self._loss)
         row[_COUNT], row[_INVALID] = self._count, self._invalid
         torch.add(vector, torch.stack(row), out=vector)
+
+
+def _finite_where(is_nothing: Tensor | bool, losses: Tensor) -> Tensor:
+    """Return losses, with 0 in place of inf and nan where nothing was counted: the mean of nothing is nan."""
+    return torch.where(~losses.isfinite() & is_nothing, 0.0, losses)
 
 
 def make_local_window(
@@ -241,6 +263,7 @@ class Totals:
     not_used_all: int  # ranks that had not used all of their parameters when they launched the header
     differ: bool  # whether ranks are at different places, or claim different things
     batches_differ: bool  # whether ranks that share a batch have counted differently
+    is_unscaled: bool  # whether ranks share batches, have a loss scaler, and no rank has scaled a loss
 
     @classmethod
     def of(cls, numbers: Sequence[float], world_size: int) -> Totals:
@@ -252,20 +275,22 @@ class Totals:
             for total, squares in zip(equal[::2], equal[1::2], strict=True)
         )
         loss = exact_scalars.total(losses)
-        shared = any(numbers[_SHARED:]) and not numbers[_SILENT]
+        shared = numbers[_SHARED:]
+        differs = any(shared[:_UNSCALED]) and not shared[_SILENT]
+        unscaled = bool(shared and shared[_UNSCALED] and not shared[_SCALED])
         counted = (micro_batches, more, invalid, unknown, not_used_all)
-        return cls(float(numbers[_COUNT]), loss, *counted, differ, shared)
+        return cls(float(numbers[_COUNT]), loss, *counted, differ, differs, unscaled)
 
     def forbid(self, max_micro_batches: float) -> bool:
         """Whether the window must not be used."""
-        is_wrong = self.invalid_counts > 0 or self.differ or self.batches_differ
+        is_wrong = self.invalid_counts > 0 or self.differ or self.batches_differ or self.is_unscaled
         return is_wrong or self.count == 0 or self.micro_batches > max_micro_batches
 
 
 class Header:
     """The header of one window; making it launches its all-reduce on every rank.
 
-    Cost: one all-reduce of 184 bytes (216 where ranks share batches), not waited for.
+    Cost: one all-reduce of 184 bytes (232 where ranks share batches), not waited for.
     """
 
     def __init__(
@@ -356,11 +381,12 @@ class Header:
         if self._max_micro_batches < math.inf:
             found |= vector[_MICRO_BATCHES] > self._max_micro_batches
         if len(vector) > _SHARED:
-            found |= (vector[_SHARED:] != 0).any() & (vector[_SILENT:] == 0).all()
+            found |= (vector[_SHARED:_UNSCALED] != 0).any() & (vector[_SILENT] == 0)
+            found |= (vector[_UNSCALED] > 0) & (vector[_SCALED] == 0)
         return found
 
     def vector(self) -> Tensor:
-        """Wait, and return the reduced numbers, float64 `[23]`, or `[27]` where ranks share batches."""
+        """Wait, and return the reduced numbers, float64 `[23]`, or `[29]` where ranks share batches."""
         if self._work is not None:
             self._work.wait()
             self._work = None
@@ -397,7 +423,8 @@ def _with_device_values(vector: Tensor, local: LocalWindow, claims: Claims) -> T
     if not batch.is_counting:
         vector[[_COUNT, _MICRO_BATCHES, _UNKNOWN]] = 0.0
         vector[_LOSSES:] = 0.0
-    return torch.cat([vector, lanes, lanes.new_full((1,), float(local.is_silent and not batch.is_counting))])
+    flags = local.has_scaled is False, local.has_scaled is True, local.is_silent and not batch.is_counting
+    return torch.cat([vector, lanes, send([*map(float, flags)], torch.float64, vector.device)])
 
 
 def stacked(values: Sequence[Tensor], device: torch.device) -> Tensor:

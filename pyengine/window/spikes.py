@@ -39,6 +39,8 @@ class SpikePolicy(Measure):
     alike, and no host waits. `StepRecord.spike` has the norm, the median, and the parameters that did it;
     `StepRecord.reason` says so in words.
 
+    While the median is 0, for example of a model that does not train yet, no window is a spike.
+
     The median is over the last `window` windows with a finite norm, those that were skipped or clipped
     included, so that it follows where norms have grown for good. The lower one of two in the middle is used.
     The policy does not act before it has seen so many windows. What it has seen is part of

@@ -380,6 +380,12 @@ def check_counts(totals: Totals, comm: Comm, *, local: LocalWindow) -> None:
             "the axes that count), or name the axes along which each counts its own: pe.Axes(count=...). "
             "Nothing was stepped; call sync.abandon() and go on"
         )
+    if totals.is_unscaled:
+        raise ValueError(
+            "call sync.scaler.scale(loss).backward(), or mb.backward(loss), which scales, on the rank that "
+            "has the loss: sync.scaler is set, and no rank that shares a batch has scaled one. Nothing was "
+            "stepped; call sync.abandon() on all ranks and go on"
+        )
     if totals.invalid_counts:
         gathered = comm.all_gather_object((local.problems(), local.all_refusals()))
         raise_refusals([texts for _, texts in gathered])
@@ -394,7 +400,10 @@ def check_counts(totals: Totals, comm: Comm, *, local: LocalWindow) -> None:
 def raise_refusals(gathered: Sequence[Sequence[str]]) -> None:
     """Raise ValueError if some rank refuses the window; `gathered` has the reasons, by rank."""
     if refusals := by_rank(gathered):
-        raise ValueError(f"{refusals}. Nothing was stepped; call sync.abandon() on all ranks and go on")
+        raise ValueError(
+            f"{refusals}. Nothing was stepped: repair this, then call sync.abandon() on all ranks. (What is "
+            "not repaired comes back in the next window)"
+        )
 
 
 def by_rank(gathered: Sequence[Sequence[str]]) -> str:

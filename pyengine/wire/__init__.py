@@ -6,7 +6,6 @@ from pyengine.wire.cast import BF16, FP16, FP32
 from pyengine.wire.encoded import FP8, Int8
 from pyengine.wire.error_feedback import ErrorFeedback
 from pyengine.wire.from_hook import FromHook
-from pyengine.wire.hierarchical import Hierarchical
 from pyengine.wire.memory import BucketMemory
 
 __all__ = [
@@ -18,7 +17,6 @@ __all__ = [
     "Comm",
     "ErrorFeedback",
     "FromHook",
-    "Hierarchical",
     "Int8",
     "Wire",
     "Work",

@@ -68,38 +68,6 @@ class Parts:
         return rows.view(self.world_size, -1)[:, : self.codec.num_bytes(self.numel_of(rank))]
 
 
-class _Identity(Codec):
-    """Float32 elements without an encoding."""
-
-    def __post_init__(self) -> None:
-        assert self.block == 1
-
-    def num_bytes(self, numel: int) -> int:
-        return numel * torch.float32.itemsize
-
-    def encode_(
-        self,
-        payload: Tensor,
-        values: Tensor,
-        *,
-        residual: Tensor | None = None,
-        seed: int | None = None,
-        offset: int = 0,
-    ) -> None:
-        del residual, seed, offset  # there is no rounding error
-        payload.view(torch.float32).copy_(values)
-
-    def sum_(self, out: Tensor, payloads: Tensor) -> None:
-        if out.numel() > 0:
-            torch.sum(payloads.view(torch.float32), 0, out=out)
-
-    def decode_(self, values: Tensor, payload: Tensor) -> None:
-        values.copy_(payload.view(torch.float32))
-
-
-IDENTITY = _Identity("float32")
-
-
 @dataclass(frozen=True)
 class Rounding:
     """Arguments of the encodings of one sum, besides the values."""

@@ -135,18 +135,3 @@ class BucketMemory:
         """Multiply the residual by `factor`, 0-dim."""
         if self._residual is not None and (runs_ahead(self._device) or float(factor) != 1):
             self._residual.mul_(factor)
-
-
-class BucketPart(BucketMemory):
-    """Memory of one part of a bucket. Made for every sum, which advances the turn of the whole."""
-
-    def __init__(self, whole: BucketMemory, bounds: slice, *, index: int, num_parts: int) -> None:
-        # Each part has a bucket number of its own.
-        number = whole.number * num_parts + index
-        super().__init__(number, bounds.stop - bounds.start, whole._device, [])  # noqa: SLF001 - of the same class
-        self.turn, self.payloads = whole.next_turn(), whole.payloads
-        self._whole, self._bounds = whole, bounds
-
-    @property
-    def residual(self) -> Tensor:
-        return self._whole.residual[self._bounds]

@@ -14,6 +14,7 @@ from worlds import CLOSE, Remembering, Weights, mean_of_windows, refusal
 pytest.importorskip("accelerate", reason="needs pyengine[adapters]")
 
 from accelerate import Accelerator
+from accelerate.local_sgd import LocalSGD
 from accelerate.utils import (
     DDPCommunicationHookType,
     DistributedDataParallelKwargs,
@@ -298,7 +299,30 @@ def _evaluated_first(model, optimizer):
     prepare(accelerator, model, accumulate=2)
 
 
+def _local_sgd(model, optimizer):
+    own = Accelerator(cpu=True)
+    _, model, _ = prepare(own, model, optimizer, accumulate=2)
+    with LocalSGD(own, model, local_sgd_steps=2):
+        pass
+
+
+def _sets_sync_gradients_of_the_state(model, optimizer):
+    accelerator, model = prepare(Accelerator(cpu=True), model, accumulate=2)
+    accelerator.gradient_state._set_sync_gradients(True)
+
+
+def _strange_loader(model, optimizer):
+    own = Accelerator(cpu=True)
+    accelerator, model, _ = prepare(own, model, loader(8), accumulate=2)
+    for _ in own.prepare(loader(8)):
+        with accelerator.accumulate(model):
+            pass
+
+
 _REFUSED = {
+    "leave LocalSGD out": _local_sgd,
+    "pass the loader that this loop iterates to prepare": _strange_loader,
+    "sync_gradients=True: a window ends when": _sets_sync_gradients_of_the_state,
     "backward: got learning_rate, need the loss": _options_of_backward,
     "clip_grad_norm_: put it under `if accelerator.sync_gradients:`": _clips_early("clip_grad_norm_"),
     "clip_grad_value_: put it under `if accelerator.sync_gradients:`": _clips_early("clip_grad_value_"),
@@ -343,6 +367,18 @@ def _refusals() -> dict[str, str]:
             model = Weights()
             found[case] = refusal(partial(run, model, Remembering(model)))
     return found
+
+
+def _freed_no_sync() -> bool:
+    with accelerated():
+        accelerator, model = prepare(Accelerator(cpu=True), Weights(), accumulate=2)
+        accelerator.free_memory()
+        with model.no_sync():
+            return model.require_backward_grad_sync
+
+
+def test_a_model_of_freed_memory_has_no_sync_of_ddp_again(ranks):
+    assert ranks(2).run(_freed_no_sync) == [False, False]
 
 
 def test_what_cannot_be_honoured_is_refused_by_name(ranks):

@@ -12,6 +12,7 @@ from worlds import CLOSE, Remembering, Weights, items, launched, mean_of_windows
 
 pytest.importorskip("accelerate", reason="needs pyengine[adapters]")
 
+import accelerate
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
 
@@ -153,3 +154,56 @@ def test_the_last_window_of_a_resumed_epoch_is_short_as_well(ranks):
     answers = ranks(2).run(_resumed)
     parts = [mean_of_windows([seen[p] for seen, _ in answers], 2) for p in (slice(0, 3), slice(3, 8))]
     torch.testing.assert_close(answers[0][1], parts[0] + parts[1], **CLOSE)
+
+
+def _prepared_alone(how: str) -> tuple:
+    with accelerated():
+        memory = Remembering(model := Weights())
+        accelerator, evaluated = prepare(Accelerator(cpu=True), loader(6), accumulate=ACCUMULATE)
+        model = accelerator.prepare_model(model) if how == "model" else accelerator.prepare(model)
+        optimizer = accelerator.prepare(memory)
+        data = accelerator.prepare_data_loader(loader(2 * 2 * 5))
+        for _ in evaluated:
+            break
+        skipped = accelerate.skip_first_batches(data, 4)
+        seen = loop(accelerator, model, optimizer, data, epochs=2)
+        if how == "skipped":
+            seen += loop(accelerator, model, optimizer, skipped, epochs=2)
+        return seen, memory.stepped_with
+
+
+@pytest.mark.parametrize("how", ["loader", "model", "skipped"])
+def test_what_is_prepared_by_the_accelerators_other_calls_ends_windows(ranks, how):
+    answers = ranks(2).run(_prepared_alone, how)
+    parts = [slice(0, 5), slice(5, 10)] + [slice(10, 11), slice(11, 12)] * (how == "skipped")
+    expected = [grad for part in parts for grad in mean_of_windows([s[part] for s, _ in answers], ACCUMULATE)]
+    torch.testing.assert_close(answers[0][1], expected, **CLOSE)
+
+
+def _teacher() -> bool:
+    with accelerated():
+        _, accelerator, model, *_ = prepared(Accelerator(cpu=True), 20, ACCUMULATE)
+        teacher = accelerator.prepare_model(Weights(), evaluation_mode=True)
+        return type(teacher) is Weights and teacher is not model
+
+
+def test_a_model_for_evaluation_is_prepared_as_by_accelerate(ranks):
+    assert ranks(2).run(_teacher) == [True, True]
+
+
+def _states() -> tuple:
+    with accelerated():
+        _, accelerator, model, optimizer, data = prepared(Accelerator(cpu=True), 2 * 2 * 5, ACCUMULATE)
+        found = []
+        for (x,) in data:
+            with accelerator.accumulate(model):
+                accelerator.backward(model(x).mean())
+                state = accelerator.gradient_state
+                found.append((state.sync_gradients, state.end_of_dataloader, state.num_steps))
+                optimizer.step()
+        return found
+
+
+def test_the_gradient_state_reports_the_windows(ranks):
+    ends = [False, False, False, True, True]
+    assert ranks(2).run(_states)[0] == [(end, i == 4, ACCUMULATE) for i, end in enumerate(ends)]

@@ -4,6 +4,7 @@ and losses that the Trainer alone scales wrongly.
 
 from __future__ import annotations
 
+import copy
 import math
 
 import pytest
@@ -328,3 +329,110 @@ def test_auto_find_batch_size_trains_with_the_size_that_fits(ranks, tmp_path):
     }
     for _, grads, _ in ranks(2).run(_train, RunsOutOfMemory, "tokens", 8, str(tmp_path), **options):
         assert len(grads) == 2  # of two sequences a rank, one after the other
+
+
+def _divided(loss: torch.Tensor, steps: int, how: str) -> torch.Tensor:
+    if how == "in place":
+        loss /= steps
+        return loss
+    return {"/": lambda: loss / steps, "div": lambda: loss.div(steps), "part": lambda: loss / steps + loss}[
+        how
+    ]()
+
+
+class Divides(WithWindows):
+    """Divides in compute_loss, as its class says how."""
+
+    how = "/"
+
+    def compute_loss(self, model, inputs, return_outputs=False, **options):
+        loss = super().compute_loss(model, inputs, **options)
+        return _divided(loss, self.args.gradient_accumulation_steps, self.how)
+
+
+class DividesOnce(Watching, transformers.Trainer):
+    """Runs forward and backward itself, as old Trainers do."""
+
+    def training_step(self, model, inputs, *args):
+        loss = super().compute_loss(model, self._prepare_inputs(inputs))
+        self.accelerator.backward(loss / self.args.gradient_accumulation_steps)
+        return loss.detach()
+
+
+class Final(Windows, DividesOnce):
+    """Ours in front of it."""
+
+
+@pytest.mark.parametrize("kind", ["tokens", "plain"])
+@pytest.mark.parametrize("how", ["/", "div", "in place", "part"])
+def test_a_loss_divided_by_the_number_of_micro_batches_is_refused(tmp_path, how, kind):
+    make = type("DividesSo", (Divides,), {"how": how})
+    with pytest.raises(ValueError, match="^leave the division by args.gradient_accumulation_steps out of"):
+        _train(make, kind, 4, str(tmp_path))
+
+
+def test_a_training_step_of_ones_own_that_divides_is_refused(ranks, tmp_path):
+    with pytest.raises(AssertionError, match="leave the division by args.gradient_accumulation_steps out"):
+        ranks(2).run(_train, Final, "tokens", 12, str(tmp_path))
+
+
+class DividesElsewhere(WithWindows):
+    """Reports a quotient, divides what is no loss, and by Accelerate's own number, which is 1."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, **options):
+        loss, steps = super().compute_loss(model, inputs, **options), self.args.gradient_accumulation_steps
+        assert (steps, steps % 3, [0] * steps, f"{steps}") == (4, 1, [0, 0, 0, 0], "4")
+        assert torch.zeros(steps).shape == (4,)
+        assert type(copy.deepcopy(steps)) is int
+        self.reported = loss.detach() / steps, loss / steps
+        return loss / self.accelerator.gradient_accumulation_steps / self.current_gradient_accumulation_steps
+
+
+def test_divisions_that_leave_the_loss_as_it_is_are_accepted(ranks, tmp_path):
+    answers = ranks(2).run(_train, DividesElsewhere, "tokens", 12, str(tmp_path))
+    assert max(_errors("tokens", answers)) < CLOSE
+
+
+class OwnStep(transformers.Trainer):
+    """Runs forward and backward itself."""
+
+    def training_step(self, model, inputs, *args):
+        with self.accelerator.accumulate(model):
+            loss = self.compute_loss(model, self._prepare_inputs(inputs))
+            self.accelerator.backward(loss)
+        return loss.detach()
+
+
+class Behind(Watching, Windows, OwnStep):
+    """The mixin in front of the class with the training step."""
+
+
+class InFront(Windows, transformers.Trainer):
+    """The training step in front of the mixin."""
+
+    training_step = OwnStep.training_step
+
+
+def test_a_training_step_of_ones_own_stands_behind_the_mixin(ranks, tmp_path):
+    answers = ranks(2).run(_train, Behind, "tokens", 12, str(tmp_path))
+    assert max(_errors("tokens", answers)) < CLOSE
+
+
+def test_a_training_step_in_front_of_the_mixin_is_refused_with_the_order_of_classes(ranks, tmp_path):
+    with pytest.raises(
+        AssertionError, match="list Windows in front of the class whose training_step"
+    ) as caught:
+        ranks(2).run(_train, InFront, "tokens", 12, str(tmp_path))
+    assert str(caught.value).count("class Final(Windows, Mine)") == 2  # on every rank
+
+
+class BareStep(InFront):
+    def training_step(self, model, inputs, *args):
+        loss = self.compute_loss(model, self._prepare_inputs(inputs))
+        loss.backward()
+        return loss.detach()
+
+
+def test_a_bare_backward_in_a_training_step_is_refused_with_what_replaces_it(tmp_path):
+    with pytest.raises(RuntimeError, match="^call self.accelerator.backward.loss. in training_step"):
+        _train(BareStep, "tokens", 4, str(tmp_path))

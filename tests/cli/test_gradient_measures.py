@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -37,10 +38,15 @@ KNOWN = records(NoiseEstimate(3.0, 1.0, 30.0, None, 1), NoiseEstimate(3.0, 1.0, 
 
 @pytest.fixture
 def figures(monkeypatch):
-    """The figures that are saved, which are not painted."""
+    """The figures that are saved, in empty files, which are not painted."""
     matplotlib = pytest.importorskip("matplotlib.figure")
     saved: list[Any] = []
-    monkeypatch.setattr(matplotlib.Figure, "savefig", lambda figure, path: saved.append(figure))
+
+    def save(figure: Any, path: Path) -> None:
+        Path(path).touch()
+        saved.append(figure)
+
+    monkeypatch.setattr(matplotlib.Figure, "savefig", save)
     return saved
 
 

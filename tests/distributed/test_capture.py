@@ -101,6 +101,7 @@ def _run(
 VIEWS = {"gradient_as_bucket_view": True}
 CASES = {
     "schedule": {"schedules": True, "bad": 6},
+    "first step skipped": {"bad": 0},
     "scaler": {"scales": True, "bad": 8},
     "bf16": {"dtype": torch.bfloat16, "wire": "bf16"},
     "int8+ef": {"wire": pe.wire.ErrorFeedback(pe.wire.Int8())},

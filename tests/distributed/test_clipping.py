@@ -8,6 +8,7 @@ import pytest
 import torch
 from cases import OPTIMIZERS, Inject, assert_alike, clip_and_step, engine, me, records_of
 from ranks import on_ranks
+from sharded_cases import sharded
 from torch import nn
 
 import pyengine as pe
@@ -166,6 +167,7 @@ WRONG = {
 def test_a_wrong_argument_is_named_and_changes_nothing(case):
     error, message, arguments = WRONG[case]
     model = nn.Linear(2, 1)
+    model.load_state_dict({name: torch.zeros_like(p) for name, p in model.named_parameters()})
     sync = pe.GradSync(model)
     clip = sync.clip_grad_value_ if case.startswith("value") else sync.clip_grad_norm_
     with sync.accumulate():
@@ -173,6 +175,73 @@ def test_a_wrong_argument_is_named_and_changes_nothing(case):
     with pytest.raises(error) as caught:
         clip(*arguments)
     assert str(caught.value).startswith(message)
-    model.load_state_dict({name: torch.zeros_like(p) for name, p in model.named_parameters()})
     assert sync.step(torch.optim.SGD(model.parameters(), lr=1.0))
     assert all((p == -1).all() for p in model.parameters())  # nothing was half-clipped
+
+
+@pytest.mark.parametrize("kind", ["own", "attach"])
+@on_ranks(2)
+def test_a_window_without_any_gradient_clips_nothing(kind):
+    model = _model()
+    sync, _ = engine(kind, model, accumulate=1)
+    with sync.accumulate(), sync.micro_batch(count=1):
+        pass
+    sync.clip_grad_norm_(1.0)
+    sync.clip_grad_value_(1.0)
+    sync.step(torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+@pytest.mark.parametrize("clip", ["parameter", "value", "norm"])
+@on_ranks(2)
+def test_what_one_optimizer_has_left_may_be_clipped_and_kept(clip):
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+    sync = pe.GradSync(model, accumulate=1)
+    first, second = (torch.optim.SGD(layer.parameters(), lr=0.1) for layer in model)
+    for k in range(2):
+        with sync.accumulate():
+            sync.backward(model(torch.ones(1, 2)).sum())
+        sync.step(first)
+        if clip == "value":
+            sync.clip_grad_value_(0.01)
+        else:
+            sync.clip_grad_norm_(0.01, per="parameter" if clip == "parameter" else None)
+        if k == 1:
+            sync.step(second)
+
+
+@on_ranks(2)
+def test_the_record_has_the_norm_of_the_windows_end_whatever_was_clipped_since():
+    model = nn.Linear(2, 1, bias=False)
+    sync = pe.GradSync(model, accumulate=1)
+    records = records_of(sync)
+    with sync.accumulate():
+        sync.backward(model(torch.full((1, 2), 3.0)).sum())
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    assert float(sync.grad_norm()) == pytest.approx(1.0, rel=1e-5)
+    sync.step(torch.optim.SGD(model.parameters(), lr=0.1))
+    assert records[0].grad_norm == pytest.approx(math.sqrt(18))
+
+
+@on_ranks(2)
+def test_the_norm_says_where_a_step_is_skipped_that_the_caller_makes():
+    """Of a window that counts nothing the gradients are zeros, which AdamW would decay with."""
+    model = nn.Linear(2, 1)
+    sync = pe.GradSync(model, accumulate=1)
+    with sync.accumulate():
+        sync.backward(0 * model(torch.ones(1, 2)).sum(), count=0)
+    sync.unscale_()
+    assert not sync.grad_norm().isfinite()
+
+
+@pytest.mark.parametrize("kind", ["flat", "replicate"])
+@pytest.mark.parametrize("how", ["clip", "norms"])
+@on_ranks(2)
+def test_norms_by_name_are_asked_for_first_in_a_window_with_inf(kind, how):
+    sync, forward = sharded(kind, accumulate=1)
+    with sync.accumulate():
+        sync.backward(Inject.apply(forward(torch.ones(2, 5)).sum(), math.inf))
+    if how == "clip":
+        sync.clip_grad_norm_(1.0, per="parameter")
+    else:
+        assert not all(norm.isfinite() for norm in sync.grad_norms().values())
+    assert not sync.step(torch.optim.SGD(forward.parameters(), lr=0.1))

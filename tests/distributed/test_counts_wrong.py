@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from cases import Integers, assert_alike, engine, integers, me
+from cases import Integers, assert_alike, engine, integers, me, records_of
 from ranks import on_ranks
+from torch import nn
 
 import pyengine as pe
 
@@ -128,3 +130,20 @@ def test_what_cannot_be_counted_ahead_is_refused():
     sync, *_ = _engine()
     with pytest.raises(TypeError, match="count is a int: need a function"):
         next(sync.windows(_batches(), count=3))
+
+
+@pytest.mark.parametrize("as_tensor", [False, True])
+@on_ranks(2)
+def test_the_mean_over_nothing_is_no_loss(as_tensor):
+    """Rank 1's first micro-batch has no labels: its mean is nan, its gradient and count are 0."""
+    weight = nn.Parameter(torch.ones(3))
+    sync = pe.GradSync([weight], accumulate=2)
+    records = records_of(sync)
+    for k in range(2):
+        with sync.accumulate():
+            nothing = (me()[0], k) == (1, 0)
+            loss = 0 * weight.sum() + math.nan if nothing else weight.sum()
+            count = 0 if nothing else 3
+            sync.backward(loss, count=torch.tensor(count) if as_tensor else count)
+    assert sync.step(torch.optim.SGD([weight], lr=0.1))
+    assert records[0].loss == 1.0 and records[0].count == 9

@@ -11,7 +11,7 @@ from marks import rest
 from ranks import on_ranks
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from wire_cases import BF16, E4M3, ENCODED, FEEDBACK, INT8, STOCHASTIC, WIRES, of_bucket, sum_bound, terms_of
+from wire_cases import BF16, ENCODED, FEEDBACK, STOCHASTIC, WIRES, of_bucket, sum_bound, terms_of
 
 import pyengine as pe
 from pyengine.comm import Local, TorchDist, comm_for
@@ -72,9 +72,7 @@ class _Made(TorchDispatchMode):
 def test_from_the_second_window_on_a_sum_takes_no_memory_and_has_the_bits_of_the_first():
     rank, world = me()
     comm = _comm()
-    two_levels = pe.wire.Hierarchical(intra=BF16, inter=INT8, mesh=[[each] for each in range(world)])
-    within = pe.wire.Hierarchical(intra=INT8, mesh=[[*range(world)]])
-    for wire in (*WIRES.values(), *FEEDBACK.values(), STOCHASTIC, two_levels, within):
+    for wire in (*WIRES.values(), *FEEDBACK.values(), STOCHASTIC):
         for numel in (64 * world, 999):
             bound = of_bucket(wire, numel)
             terms = [term.to(wire.dtype) for term in terms_of(numel, world)]
@@ -116,10 +114,8 @@ def test_a_wire_of_one_byte_sends_a_quarter_and_its_scales():
 @on_ranks(4)
 def test_what_is_not_finite_crosses_every_wire_at_its_own_element():
     rank, world = me()
-    comm, hosts = _comm(), [[0, 1], [2, 3]]
-    pairs = [(pe.wire.FP32(), pe.wire.FP32()), (BF16, pe.wire.FP32()), (pe.wire.FP32(), INT8), (INT8, E4M3)]
-    levels = [pe.wire.Hierarchical(intra=intra, inter=inter, mesh=hosts) for intra, inter in pairs]
-    for wire in (*WIRES.values(), *FEEDBACK.values(), STOCHASTIC, *levels):
+    comm = _comm()
+    for wire in (*WIRES.values(), *FEEDBACK.values(), STOCHASTIC):
         flat = torch.ones(300, dtype=wire.dtype)
         if rank == world - 1:
             flat[7], flat[200], flat[299] = torch.inf, -torch.inf, torch.nan

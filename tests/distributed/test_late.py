@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -29,6 +30,8 @@ from cases import (
 )
 from ranks import on_ranks
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import pyengine as pe
@@ -177,6 +180,37 @@ def test_an_optimizer_whose_step_cannot_be_undone_makes_the_host_wait(make, seen
         sync.step(optimizer)
         events.append(-1)
     assert events == seen
+
+
+def _sharded(model: nn.Module) -> pe.Sync:
+    fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+    return pe.attach(model, accumulate=1)
+
+
+@pytest.mark.parametrize(
+    ("make_engine", "make"),
+    [
+        (partial(pe.GradSync, accumulate=1), partial(torch.optim.SGD, lr=0.1, momentum=0.9)),
+        (_sharded, torch.optim.AdamW),  # torch's fused SGD does not run over DTensors
+    ],
+    ids=["SGD", "sharded AdamW"],
+)
+@on_ranks(2)
+def test_a_fused_first_step_that_inf_on_one_rank_skips_creates_no_state(make_engine, make):
+    rank, _ = me()
+    model = _model()
+    sync = make_engine(model)
+    sync._engine.is_late = True
+    params = list(model.parameters())
+    optimizer = make(params, fused=True)
+    for number, window in enumerate(sync.windows([torch.ones(1, 4)] * 2)):
+        for x in window:
+            sync.backward(model(x).sum() * (math.inf if (number, rank) == (0, 1) else 1.0))
+        sync.step(optimizer)
+        assert [param in optimizer.state for param in params] == [number == 1] * len(params)
+    for param, state in optimizer.state.items():
+        assert state.get("step", 1) == 1
+        assert torch.equal(state.get("momentum_buffer", param.grad), param.grad)
 
 
 @on_ranks(2)

@@ -66,17 +66,19 @@ SCHEDULES = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B, "interleaved": Schedu
 
 
 @pytest.mark.parametrize(
-    ("schedule", "world", "is_marked", "options"),
+    ("schedule", "world", "is_marked", "scale", "options"),
     [
-        ("gpipe", 2, False, {}),
-        ("1f1b", 2, True, {}),
-        ("gpipe", 4, True, {"accumulator": "exact"}),
-        ("interleaved", 4, False, {"accumulator": "exact"}),
+        ("gpipe", 2, False, None, {}),
+        ("1f1b", 2, True, None, {}),
+        ("gpipe", 2, False, 8.0, {}),
+        ("1f1b", 2, True, 8.0, {}),
+        ("gpipe", 4, True, None, {"accumulator": "exact"}),
+        ("interleaved", 4, False, 8.0, {"accumulator": "exact"}),
     ],
 )
 @on_ranks()
-def test_a_schedule_is_one_micro_batch_a_step(schedule, is_marked, options):
-    """Only the last stage knows losses and counts."""
+def test_a_schedule_is_one_micro_batch_a_step(schedule, is_marked, scale, options):
+    """Only the last stage knows losses and counts, and scales the losses."""
     dp = me()[1] // 2
     mesh = mesh_of(pp=2, dp=dp)
     rank, shard, group = mesh.get_local_rank("pp"), mesh.get_local_rank("dp"), mesh.get_group("pp")
@@ -87,11 +89,17 @@ def test_a_schedule_is_one_micro_batch_a_step(schedule, is_marked, options):
     stages = [
         PipelineStage(m, int(i), len(layers), torch.device("cpu"), group=group) for i, m in mine.items()
     ]
+
+    def loss_of(logits: Tensor, labels: Tensor) -> Tensor:
+        loss = _loss(logits, labels)
+        return loss if sync.scaler is None else sync.scaler.scale(loss)
+
     runner = SCHEDULES[schedule](
-        stages if virtual > 1 else stages[0], CHUNKS, loss_fn=_loss, scale_grads=False
+        stages if virtual > 1 else stages[0], CHUNKS, loss_fn=loss_of, scale_grads=False
     )
     axes = pe.Axes(replicate="dp", shard="pp")
     sync = pe.GradSync(mine, accumulate=ACCUMULATE, device_mesh=mesh, axes=axes, **options)
+    sync.scaler = None if scale is None else pe.GradScaler("cpu", init_scale=scale)
     optimizer = torch.optim.SGD(mine.parameters(), lr=0.1)
     records = records_of(sync)
     norms = []
@@ -104,7 +112,7 @@ def test_a_schedule_is_one_micro_batch_a_step(schedule, is_marked, options):
                 with mb.last_backward() if is_marked else nullcontext():
                     runner.step(x) if rank == 0 else runner.step(target=y, losses=losses)
                 if rank == 1 and not is_marked:
-                    mb.loss = torch.stack(losses).sum()
+                    mb.loss = torch.stack(losses).sum() / (scale or 1.0)
         norms.append(sync.clip_grad_norm_(0.5).item())
         sync.step(optimizer)
     want, want_norms = _in_one_process(whole, [_data(index) for index in range(dp)])
@@ -118,3 +126,20 @@ def test_a_schedule_is_one_micro_batch_a_step(schedule, is_marked, options):
     for name, param in mine.named_parameters():
         torch.testing.assert_close(param.double(), whole.get_parameter(name), rtol=1e-5, atol=1e-6)
     assert_alike([norms, [record.loss or 0.0 for record in records]])
+
+
+@pytest.mark.parametrize("is_marked", [False, True])
+@on_ranks(2)
+def test_a_pipeline_in_which_no_rank_has_scaled_a_loss_is_refused_on_every_rank(is_marked):
+    mesh = mesh_of(pp=2, dp=1)
+    rank, layer = mesh.get_local_rank("pp"), nn.Linear(2, 2)
+    sync = pe.GradSync([(f"stage{rank}", layer.weight)], device_mesh=mesh, axes=pe.Axes("dp", shard="pp"))
+    sync.scaler = pe.GradScaler("cpu", init_scale=8.0)
+    with (
+        pytest.raises(ValueError, match=r"^call sync\.scaler\.scale\(loss\)\.backward\(\)"),
+        sync.accumulate(),
+    ):
+        with sync.micro_batch(count=1) as mb, mb.last_backward() if is_marked else nullcontext():
+            layer(torch.ones(1, 2)).sum().backward()
+        sync.unscale_()
+    sync.abandon()

@@ -475,3 +475,28 @@ def _train_within_a_limit(kind: str) -> None:
     for total, param in zip(want, params, strict=True):
         # 128 fp32 additions of terms below 1, and TF32's products where these are on.
         torch.testing.assert_close(param.grad.double(), total, rtol=2e-3, atol=128 * 2**-23)
+
+
+@pytest.mark.parametrize("kind", ["own", "attach"])
+@on_ranks(2)
+def test_an_audit_forgets_what_a_failed_attempt_has_brought(kind):
+    """Rank 1's backward runs out of memory half-way, behind the last layer's gradient."""
+    model = nn.Sequential(nn.Linear(3, 3, bias=False), nn.Linear(3, 1, bias=False))
+    sync, forward = engine(kind, model, accumulate=2)
+    sync.audit(every=1)
+    optimizer, fails = torch.optim.SGD(model.parameters(), lr=0.1), [me()[0] == 1]
+
+    def run_out(_: Tensor) -> None:
+        if fails[0]:
+            fails[0] = False
+            raise torch.OutOfMemoryError("no room")
+
+    def loss_of(part: Tensor) -> tuple[Tensor, int]:
+        hidden = model[0](part) if kind == "own" else forward.module[0](part)
+        hidden.register_hook(run_out)
+        return model[1](hidden).sum(), len(part)
+
+    for window in sync.windows([torch.ones(4, 3)] * 4):
+        for x in window:
+            sync.retry_smaller(x, loss_of)
+        sync.step(optimizer)

@@ -183,3 +183,46 @@ def test_a_sync_batch_norm_is_refused():
     assert "1 is a SyncBatchNorm: with accumulator='exact'" in error_of(
         pe.GradSync, model, accumulate=1, accumulator="exact"
     )
+
+
+# ---- optimizers over shards, as docs/reproducible.md has them ----
+
+_OPTIMIZERS = {
+    "SGD": (torch.optim.SGD, {"momentum": 0.9, "nesterov": True, "weight_decay": 0.1}),
+    "Adam": (torch.optim.Adam, {"weight_decay": 0.1}),
+    "Adam, amsgrad": (torch.optim.Adam, {"amsgrad": True}),
+    "AdamW": (torch.optim.AdamW, {"weight_decay": 0.1}),
+    "Adagrad": (torch.optim.Adagrad, {"weight_decay": 0.1}),
+    "RMSprop": (torch.optim.RMSprop, {"momentum": 0.9, "centered": True}),
+    "Adamax": (torch.optim.Adamax, {}),
+    "NAdam": (torch.optim.NAdam, {}),
+    "RAdam": (torch.optim.RAdam, {}),
+    "Adadelta": (torch.optim.Adadelta, {}),
+    "ASGD": (torch.optim.ASGD, {}),
+    "Rprop": (torch.optim.Rprop, {}),
+}
+_NUMEL = 1037
+
+
+def _stepped(name: str, dtype: torch.dtype, shard: int, **options: bool) -> torch.Tensor:
+    """Return a parameter behind four steps, in which shards of so many elements are stepped."""
+    kind, settings = _OPTIMIZERS[name]
+    values = torch.Generator().manual_seed(0)
+    whole, *grads = (torch.randn(_NUMEL, generator=values).to(dtype) for _ in range(5))
+    params = [nn.Parameter(part.clone()) for part in whole.split(shard)]
+    optimizer = kind(params, lr=0.1, **settings, **options)
+    for grad in grads:
+        for param, part in zip(params, grad.split(shard), strict=True):
+            param.grad = part.clone()
+        optimizer.step()
+    return torch.cat([param.detach() for param in params])
+
+
+@pytest.mark.parametrize("shard", [519, 347, 61, 7])
+@pytest.mark.parametrize("foreach", [False, True])
+@pytest.mark.parametrize(
+    ("name", "dtype"), [*((name, F32) for name in _OPTIMIZERS), ("AdamW", BF16)], ids=str
+)
+def test_shards_of_any_size_are_stepped_to_the_bits_of_the_whole(name, dtype, foreach, shard):
+    whole = _stepped(name, dtype, _NUMEL, foreach=foreach)
+    assert torch.equal(_stepped(name, dtype, shard, foreach=foreach), whole)

@@ -24,6 +24,7 @@ from sharded_cases import (
 )
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 import pyengine as pe
 from pyengine.gradients.fsdp.private import groups_of
@@ -126,4 +127,25 @@ def test_a_state_between_windows_goes_on_whatever_is_deferred(options):
     sync, model = sharded("nested")
     sync.load_state_dict(state)
     assert sync.window == 1
+    assert_trains_a_window(sync, model)
+
+
+@pytest.mark.parametrize("options", [ALL_OF_IT, {"defer": "all"}, {"defer_budget_mb": 48 / 2**20}], ids=str)
+@pytest.mark.parametrize("accumulator", ["fp32", "exact"])
+@pytest.mark.parametrize("kind", ["nested", "hsdp"])
+@on_ranks(4)
+def test_an_abandoned_window_leaves_the_sharded_parameters_in_the_model(kind, accumulator, options):
+    model = shard(Chain(), kind, narrow=True)
+    options = {} if accumulator == "exact" else options
+    sync = pe.attach(model, accumulate=3, accumulator=accumulator, **options)
+    before = {name: param for name, param in model.named_parameters()}
+    for window in sync.windows(own_batches(3)):
+        sync.backward(loss_of(model, next(iter(window))), count=3)
+        break
+    sync.abandon()
+    after = dict(model.named_parameters())
+    assert all(after[name] is param for name, param in before.items())
+    with torch.no_grad():  # a forward behind it shards them again
+        loss_of(model, own_batches(1)[0])
+    assert all(isinstance(p, DTensor) for name, p in model.named_parameters() if name.startswith("first"))
     assert_trains_a_window(sync, model)

@@ -11,6 +11,7 @@ from cases import me, records_of
 from ranks import on_ranks
 from sharded_cases import Chain, shard, train_a_window
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -178,7 +179,7 @@ REFUSED = {
     "only replicas": "reduces in float32, and wire=BF16(): it has replicas and no shards",
     "wider": "reduces in bfloat16, and wire=FP32(): need a wire of the dtype",
     "early": "wire=FP16() for unit '', which sends gradients before the window's count is known",
-    "feedback between hosts": "which has no reduce_scatter: pass the wire of torch.float32",
+    "a hook": "which has no reduce_scatter: pass the wire of torch.float32",
     "own": "it has a custom reduce-scatter",
 }
 
@@ -199,9 +200,9 @@ def test_a_wire_that_units_cannot_use_is_refused_on_every_rank(case):
         case "early":
             fully_shard(model)
             options = {"wire": pe.wire.FP16(), "defer": "none"}
-        case "feedback between hosts":
+        case "a hook":
             fully_shard(model)
-            options["wire"] = pe.wire.Hierarchical(inter=pe.wire.ErrorFeedback(pe.wire.Int8()))
+            options["wire"] = pe.wire.FromHook(allreduce_hook)
         case "own":
             fully_shard(model).set_custom_reduce_scatter(_Own())
     with pytest.raises(ValueError) as error:

@@ -35,7 +35,13 @@ def test_a_wrong_argument_is_answered_with_the_right_one(make, args, kwargs, mes
 
 @pytest.mark.parametrize(
     ("module", "name", "remedy"),
-    [(pe, "Dealer", "WindowSampler"), (pe, "Checkpoints", r"torch\.save"), (pe, "Dealr", "")],
+    [
+        (pe, "Dealer", "WindowSampler"),
+        (pe, "Checkpoints", r"torch\.save"),
+        (pe.wire, "Hierarchical", "shared_memory=True"),
+        (pe, "Dealr", ""),
+        (pe.wire, "FP33", ""),
+    ],
 )
 def test_a_removed_name_is_answered_with_what_to_use_instead(module, name, remedy):
     assert not hasattr(module, name)

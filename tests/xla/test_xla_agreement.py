@@ -110,7 +110,9 @@ class _CountsInGroup(torch.optim.SGD):
 @pytest.mark.parametrize(
     ("optimizer", "message"),
     [
-        (torch.optim.AdamW, r"make it with AdamW(..., capturable=True)"),
+        (torch.optim.AdamW, "use AdamW(..., capturable=True): with"),
+        (partial(torch.optim.AdamW, foreach=True), "use AdamW(..., capturable=True, foreach=False): with"),
+        (torch.optim.Adadelta, "nonfinite='raise', where the host reads every window"),
         (torch.optim.Adagrad, "Adagrad keeps 'step' on the host"),
         (_CountsInGroup, "_CountsInGroup counts in its param_groups"),
     ],

@@ -83,3 +83,26 @@ def _bf16_sums_keep_growing(rank: int) -> float:
 
 def test_bf16_gradients_do_not_stop_growing(replicas):
     assert replicas(1).run(_bf16_sums_keep_growing) == [1.0]  # 300 / 300; a sum in bf16 stops at 256
+
+
+def _in_gaps(rank: int) -> list[torch.Tensor]:
+    """Return gradients of parameters whose memory has gaps, or another order than their shape."""
+    views = (
+        lambda big: big[0, :3, :6].t(),
+        lambda big: big[:3, :5, :4].permute(2, 0, 1),
+        lambda big: big[0, :, 3],
+    )
+    params = [torch.nn.Parameter(view(torch.zeros(8, 8, 8).to(device()))) for view in views]
+    sync = pe.GradSync(params, accumulate=1)
+    with sync.accumulate():
+        numbers = [torch.arange(float(p.numel())).view(p.shape).to(device()) for p in params]
+        loss = sum((p * each).sum() for p, each in zip(params, numbers, strict=True))
+        sync.backward(loss * (1 + 2 * rank))
+        sync.unscale_()
+    return [param.grad.cpu() for param in params]
+
+
+def test_gradients_have_the_order_of_the_shape_where_memory_has_gaps(replicas):
+    for grads in replicas(2).run(_in_gaps):
+        for grad in grads:
+            assert torch.equal(grad, 2.0 * torch.arange(float(grad.numel())).view(grad.shape))

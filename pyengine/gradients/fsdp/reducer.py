@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
-from weakref import WeakMethod
+from weakref import WeakMethod, finalize
 
 import torch
 from torch import Tensor, nn
@@ -70,6 +70,9 @@ class ShardedReducer(Reducer):
         for unit in self.units:
             unit.attach(self.wire, names)
         self.unsharded = Unsharded(managed.model, self.units, self.params, settings=managed.settings)
+        # Called by `release`, or when the engine is collected without `close`.
+        self._give_back = finalize(self, _give_back, self.units, self.unsharded)
+        self._give_back.atexit = False
         self.is_clean = True  # FSDP has no state of an unfinished window
         self._divisor: Divisor | None = None
         self._used_flags: UsedFlags | None = None
@@ -90,6 +93,12 @@ class ShardedReducer(Reducer):
         self.is_clean, self._divisor, self._used_flags = False, None, None
         for unit in self.units:
             unit.open()
+
+    def abandon(self) -> None:
+        """Show the sharded parameters again, which a budget keeps gathered, and narrow, for a window."""
+        self.reset()
+        for unit in self.units:
+            unit.close()
 
     def begin(self) -> None:
         for param in self.params:
@@ -136,13 +145,14 @@ class ShardedReducer(Reducer):
     def clear_written_outside_grad(self) -> None:
         self.unsharded.arrived.clear()
 
+    def is_used(self, index: int) -> bool:
+        return self.unsharded.used[index] or self.params[index].grad is not None
+
     def release(self, *, keeps_grad: bool) -> None:
         """Restore the units, which reduce in every backward again."""
         self.reset()
         self.end_padding()
-        self.unsharded.release()
-        for unit in self.units:
-            unit.release()
+        self._give_back()
         if not keeps_grad:
             for param in self.params:
                 param.grad = None
@@ -159,6 +169,12 @@ class ShardedReducer(Reducer):
         if not self.is_clean and has_run(self.model):
             reset_iter_state(self.model)
         self.is_clean = True
+
+
+def _give_back(units: Sequence[Unit], unsharded: Unsharded) -> None:
+    unsharded.release()
+    for unit in units:
+        unit.release()
 
 
 class FSDPReducer(ShardedReducer):

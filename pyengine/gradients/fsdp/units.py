@@ -145,6 +145,11 @@ class Unit:
         self.module.set_requires_gradient_sync(True, recurse=False)
         self.module.set_reshard_after_backward(True, recurse=False)
 
+    def close(self) -> None:
+        """Reduce nothing outside of windows, and hold no gathered parameters."""
+        self.disable_reduction()
+        self.module.reshard()
+
     def release(self) -> None:
         self.module.reshard()
         self._saved_settings.restore()
