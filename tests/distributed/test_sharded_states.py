@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch.distributed as dist
-from cases import assert_same, error_of, me
+from cases import assert_same, error_of
 from ranks import on_ranks
 from sharded_cases import Chain, own_batches, sharded, windows_of
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import pyengine as pe
 
@@ -42,7 +42,7 @@ def test_gradients_that_no_optimizer_has_used_are_each_rank_s_own(accumulator):
 @pytest.mark.parametrize("accumulator", ["fp32", "exact"])
 @on_ranks(4)
 def test_gradients_that_no_optimizer_has_used_need_as_many_ranks(accumulator, origin):
-    group = [dist.new_group([2 * pair, 2 * pair + 1]) for pair in range(2)][me()[0] // 2]
+    group = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pairs", "members")).get_group("members")
     options = {"accumulate": 3, "accumulator": accumulator}
     if accumulator == "exact":
         options["accumulator"] = pe.Exact(micro_batches=12)
@@ -50,11 +50,14 @@ def test_gradients_that_no_optimizer_has_used_need_as_many_ranks(accumulator, or
         model: nn.Module = Chain()
         sync: pe.Sync = pe.GradSync(model, process_group=group, **options)
         state = _kept(model, sync)
+        sync.close()
         sync, model = sharded("nested", **options)
     else:
         sync, model = sharded(origin, **options)
         state = _kept(model, sync)
+        sync.close()
         model = Chain()
         sync = pe.GradSync(model, process_group=group, **options)
     message = error_of(sync.load_state_dict, state)
+    sync.close()
     assert "step every optimizer, or set .grad to None, before sync.state_dict(), or start as many" in message
