@@ -9,7 +9,7 @@ still decides which micro-batch is a window's last. Under manual optimization th
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -32,7 +32,7 @@ from pyengine.telemetry import numbers
 
 try:
     from lightning.pytorch import Callback, LightningModule, Trainer
-    from lightning.pytorch.callbacks import GradientAccumulationScheduler
+    from lightning.pytorch.callbacks import BaseFinetuning, GradientAccumulationScheduler
     from lightning.pytorch.plugins.precision import MixedPrecision
     from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy
     from lightning.pytorch.strategies.parallel import ParallelStrategy
@@ -320,10 +320,27 @@ class WindowStrategy(Windows, DDPStrategy):
         is_bare = not self._module.automatic_optimization
         model = self._module.get_submodule(name) if is_bare else self.model
         assert model is not None
-        return engine_for(model, self._settings(accumulate), is_bare=is_bare)
+        # A callback of this kind has frozen layers already, and unfreezes them in the middle of the fit.
+        callbacks: list[Callback] = self._module.trainer.callbacks  # type: ignore[attr-defined]  # set elsewhere
+        unfreezes = any(isinstance(each, BaseFinetuning) for each in callbacks)
+        with _all_trained(model) if unfreezes else nullcontext():
+            return engine_for(model, self._settings(accumulate), is_bare=is_bare)
 
     def _register_ddp_hooks(self) -> None:
         """Do nothing: the engine registers its own hook."""
+
+
+@contextmanager
+def _all_trained(model: nn.Module) -> Iterator[None]:
+    """Let all parameters require gradients in the body, for an engine to own them."""
+    frozen = [param for param in model.parameters() if not param.requires_grad]
+    for param in frozen:
+        param.requires_grad_(True)
+    try:
+        yield
+    finally:
+        for param in frozen:
+            param.requires_grad_(False)
 
 
 class ShardedWindowStrategy(Windows, ModelParallelStrategy):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -78,7 +78,8 @@ _MAX_TERMS = 64
 
 def _belongs_to_scaler(scale: Tensor) -> bool:
     """Whether a tensor is the scale of some GradScaler."""
-    scalers = (each for each in gc.get_objects() if isinstance(each, torch.amp.GradScaler))
+    # By type: `isinstance` asks objects for their class, and dead proxies raise.
+    scalers: Iterator[Any] = (e for e in gc.get_objects() if issubclass(type(e), torch.amp.GradScaler))
     return any(each._scale is scale for each in scalers)  # noqa: SLF001 - torch has no other name for it
 
 

@@ -215,7 +215,7 @@ class WrittenParameters:
         self._params = params
         self._then: tuple[list[int], list[int]] | None = None
         # Whether the host reads them: not a device's, nor shards.
-        is_plain = all(type(param) is Parameter for param in params)
+        is_plain = all(type(param) is Parameter and param.layout is torch.strided for param in params)
         self._is_read = is_plain and params[0].device.type == HOST.type
         # Where parameters are, and an element in the middle of each: ctypes reads it by its address.
         self._addresses: list[int] = []

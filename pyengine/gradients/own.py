@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -467,7 +468,8 @@ class BucketReducer(Reducer):
 def _is_reduced_by_ddp(params: Sequence[Parameter]) -> bool:
     """Whether a DDP that is not silent has some of the parameters: a search of milliseconds."""
     mine = set(map(id, params))
-    ddps = (each for each in gc.get_objects() if isinstance(each, DistributedDataParallel))
+    # By type: `isinstance` asks objects for their class, and dead proxies raise.
+    ddps: Iterator[Any] = (e for e in gc.get_objects() if issubclass(type(e), DistributedDataParallel))
     return any(
         ddp.require_backward_grad_sync and not mine.isdisjoint(map(id, ddp.parameters())) for ddp in ddps
     )

@@ -45,6 +45,8 @@ class PlainStepper:
     def __init__(self) -> None:
         # What a step of an optimizer wrote last time, as its own objects, and as targets.
         self._seen: WeakKeyDictionary[Optimizer, tuple[list[Any], _Targets | None]] = WeakKeyDictionary()
+        # What a step found that created no state.
+        self._complete: WeakKeyDictionary[Optimizer, tuple[Any, ...]] = WeakKeyDictionary()
 
     def needs_host(self, optimizer: Optimizer) -> bool:
         return not skips_on_device(optimizer) and self.targets(optimizer) is None
@@ -52,8 +54,7 @@ class PlainStepper:
     def step(self, optimizer: Optimizer, final: FinalPass) -> None:
         name, found_inf = type(optimizer).__name__, final.found_inf
         # torch's fused SGD leaves the momentum that it creates in a skipped step uninitialized.
-        is_ahead = runs_ahead(found_inf.device)
-        if is_ahead and skips_on_device(optimizer) and _written(optimizer) is not None:
+        if skips_on_device(optimizer) and self._has_state(optimizer):
             _log.debug("step %s, which skips by itself", name)
             fused: Any = optimizer
             fused.found_inf = found_inf
@@ -62,7 +63,7 @@ class PlainStepper:
             finally:
                 del fused.found_inf
             return
-        is_undone = is_ahead and not runs_user_code(optimizer)
+        is_undone = runs_ahead(found_inf.device) and not runs_user_code(optimizer)
         targets = self.targets(optimizer) if is_undone else None
         if targets is not None and (copies := allocate(targets)) is not None:
             _log.debug("step %s, undone on the device where the step is skipped", name)
@@ -71,6 +72,22 @@ class PlainStepper:
         elif not bool(found_inf):
             _log.debug("step %s after the host has read the decision", name)
             optimizer.step()
+
+    def _has_state(self, optimizer: Optimizer) -> bool:
+        """Whether a step creates no state; looks at each state only where something has changed."""
+        groups, state = optimizer.param_groups, optimizer.state
+        found = (
+            id(state),
+            len(state),
+            [group.get("momentum") for group in groups],
+            [param.grad is None for group in groups for param in group["params"]],
+        )
+        if self._complete.get(optimizer) == found:
+            return True
+        is_complete = _written(optimizer) is not None
+        if is_complete:
+            self._complete[optimizer] = found
+        return is_complete
 
     def targets(self, optimizer: Optimizer) -> _Targets | None:
         """Return what a step writes, a plan and its tensors for each dtype; None if it cannot be undone.

@@ -16,6 +16,7 @@ pytest.importorskip("lightning", reason="needs pyengine[adapters]")
 from lightning.pytorch import LightningModule
 from lightning.pytorch import Trainer as LightningTrainer
 from lightning.pytorch.callbacks import (
+    BackboneFinetuning,
     Callback,
     GradientAccumulationScheduler,
     StochasticWeightAveraging,
@@ -250,3 +251,41 @@ def _refusals() -> dict[str, str]:
 def test_what_cannot_be_honoured_is_refused_by_name(ranks):
     found = ranks(2).run(_refusals)[0]
     assert {case: message for case, message in found.items() if case not in message} == {}
+
+
+class WithBackbone(LightningModule):
+    """A head over a backbone, which `BackboneFinetuning` freezes and unfreezes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.backbone, self.head = nn.Linear(FEATURES, 3, bias=False), nn.Linear(3, 1, bias=False)
+        self.after: list[torch.Tensor] = []
+
+    def training_step(self, batch, batch_idx):
+        return self.head(self.backbone(batch[0])).mean()
+
+    def on_train_epoch_end(self):
+        self.after.append(self.backbone.weight.detach().clone())
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.head.parameters(), lr=0.1)
+
+
+def _finetuned(accumulate: int) -> list[torch.Tensor]:
+    """Train three windows of all items, an epoch each."""
+    module = WithBackbone()
+    callback = BackboneFinetuning(unfreeze_backbone_at_epoch=1, backbone_initial_lr=0.1, verbose=False)
+    before = module.backbone.weight.detach().clone()
+    options = {"accumulate_grad_batches": accumulate, "callbacks": [callback]}
+    fit(module, WindowStrategy(), 4 * ACCUMULATE, max_epochs=3, **options)
+    return [before, *module.after]
+
+
+def test_layers_that_a_callback_unfreezes_are_reduced_from_then_on(ranks):
+    """Two ranks train as one does; under Lightning's DDP they would part."""
+    first, second = ranks(2).run(_finetuned, ACCUMULATE)
+    assert torch.equal(first[0], first[1])  # frozen in the first epoch
+    assert not torch.equal(first[1], first[2]) and not torch.equal(first[2], first[3])
+    assert all(map(torch.equal, first, second))
+    torch.testing.assert_close(first, ranks(1).run(_finetuned, 2 * ACCUMULATE)[0], rtol=1e-5, atol=1e-6)
