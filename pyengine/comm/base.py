@@ -273,6 +273,20 @@ class Comm(ABC):
             self.roll_call.watch.close()
             self.roll_call.watch = None
 
+    # ---- interrupts ----
+
+    def in_step(self) -> InStep:
+        """Break off if an interrupt leaves the body behind a launch.
+
+        The other ranks then wait for what the body was about to launch, and this rank no longer knows what
+        that was. The body stores what it has launched. Other exceptions are those that all ranks raise.
+        """
+        return InStep(self)
+
+    def break_off(self, error: BaseException) -> None:
+        """Start no further collective; those of the other ranks fail where a stall watch runs."""
+        self.roll_call.break_off(error)
+
     # ---- waiting ----
 
     def side_stream(self, tensors: Sequence[Tensor]) -> AbstractContextManager[None]:
@@ -313,6 +327,28 @@ class Comm(ABC):
         """Let the stall watch describe where this rank is by `position`, which another thread calls."""
         if self.roll_call.watch is not None:
             self.roll_call.watch.position = position
+
+
+def is_interrupt(error: BaseException | None) -> bool:
+    """Whether an exception may come anywhere, on one rank alone: Ctrl-C, or no memory."""
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    return error is not None and not isinstance(error, Exception)
+
+
+class InStep:
+    """The context of `Comm.in_step`. A class: there are several a window."""
+
+    def __init__(self, comm: Comm) -> None:
+        self._comm, self._before = comm, comm.traffic.collectives
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if is_interrupt(error) and self._comm.traffic.collectives != self._before:
+            assert error is not None
+            self._comm.break_off(error)
 
 
 @dataclass(frozen=True)

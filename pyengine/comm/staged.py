@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from torch.futures import Future
 
-from pyengine.comm.base import Work
+from pyengine.comm.base import Comm, Work
 from pyengine.ops.device import has_events, recorded_event
 
 
@@ -32,6 +32,34 @@ class _Round(Work):
 
     def is_completed(self) -> bool:
         return self._work.is_completed()
+
+
+# A step of a staged work that is due: the work, how many steps are left behind it, and its transport.
+Step = tuple["Staged", int, Comm]
+
+
+def next_steps(works: Iterable[tuple[Work, Comm]]) -> list[Step]:
+    """Return one step of each staged work that has to be continued, in order.
+
+    Where a stream waits instead of the host, the last step also runs what follows the last collective.
+    """
+    return [
+        (work, work.steps_left - 1, comm)
+        for work, comm in works
+        if isinstance(work, Staged) and (work.rounds_left or (comm.is_stream_ordered and work.steps_left))
+    ]
+
+
+def run_steps(due: list[Step]) -> None:
+    """Run and remove steps, in the order that all ranks have in common.
+
+    An interrupt leaves the steps that have not been run, and no step is run twice.
+    """
+    while due:
+        work, left, comm = due[0]
+        with comm.side_stream([]):
+            work.step_to(left)
+        del due[0]
 
 
 class Staged:  # a `Work`, and no subclass: `isinstance` of a protocol's subclasses takes ten times as long
@@ -66,6 +94,16 @@ class Staged:  # a `Work`, and no subclass: `isinstance` of a protocol's subclas
         if not self._is_over:
             self._advance()
 
+    @property
+    def steps_left(self) -> int:
+        """How many calls of `step` have something to do."""
+        return 0 if self._is_over else self.rounds_left + 1
+
+    def step_to(self, left: int) -> None:
+        """Step once, unless at most `left` steps are left; raises as `step`."""
+        if self._error is not None or self.steps_left > left:
+            self.step()
+
     def wait(self) -> None:
         """Run to the end; on an accelerator the current stream waits for it."""
         while not self._is_over or self._error is not None:
@@ -82,21 +120,32 @@ class Staged:  # a `Work`, and no subclass: `isinstance` of a protocol's subclas
         return self._future
 
     def _advance(self) -> None:
+        before = self._work
+        if before is not None:
+            try:
+                before.wait()  # an interrupt changes nothing: the next step waits again
+            except Exception as error:
+                self._fail(error, before)
+                raise
         try:
-            if self._work is not None:
-                self._work.wait()
             self._work = next(self._rounds, None)
-        except Exception as error:
-            self._error, self._is_over = error, True
-            # This rank skips collectives that follow this one on other ranks, so it starts no further one.
-            if (break_off := getattr(self._work, "break_off", None)) is not None:
-                break_off(error)
-            self._future.set_exception(error)
+            if self._work is not None:
+                self.rounds_left -= 1
+                return
+            self.rounds_left = 0
+            if has_events(self._device):
+                self._event = recorded_event(self._device, enable_timing=False)
+            self._is_over = True
+        except BaseException as error:
+            self._fail(error, before)
             raise
-        if self._work is not None:
-            self.rounds_left -= 1
-            return
-        self.rounds_left, self._is_over = 0, True
-        if has_events(self._device):
-            self._event = recorded_event(self._device, enable_timing=False)
         self._future.set_result(None)
+
+    def _fail(self, error: BaseException, work: Work | None) -> None:
+        what = f"{error!r} has left a reduction between its collectives"
+        self._error = error if isinstance(error, Exception) else RuntimeError(what)  # interrupts come once
+        self._is_over = True
+        # This rank skips collectives that follow this one on other ranks, so it starts no further one.
+        if (break_off := getattr(work, "break_off", None)) is not None:
+            break_off(error)
+        self._future.set_exception(self._error)

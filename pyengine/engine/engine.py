@@ -51,7 +51,6 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import cache, partial
-from threading import Lock
 from typing import Any
 
 import torch
@@ -60,7 +59,7 @@ from torch.nn import Parameter
 
 from pyengine.audit.auditor import AuditError
 from pyengine.checkpoint.snapshot import Snapshot, identify
-from pyengine.comm.base import Comm
+from pyengine.comm.base import Comm, is_interrupt
 from pyengine.data.rng import set_rng_states
 from pyengine.engine.backward import BeforeBackward, checked_backward, divided_by, reduction_of
 from pyengine.engine.batch_norm import BatchNormReplay, batch_norm_problems
@@ -217,7 +216,9 @@ class Engine:
         self.part_size: int | None = None
         # What the user has been warned of already.
         self.warned: set[str] = set()
-        self._running = Lock()
+        # Of micro-batches that run or try to, on any thread; the first one has the turn. Weak, for one whose
+        # frame has gone without its end.
+        self._turns: dict[weakref.ref[_Turn], None] = {}
         self.ownership = Ownership(params, self)
         # The version of a parameter at the last backward past this engine.
         self._bare_version: int | None = None
@@ -250,6 +251,10 @@ class Engine:
         # Parts of micro-batches that ran out of memory, and ran again.
         self.num_retries = 0
         self._has_begun = False
+        # Whether the owner has reduced and published its gradients; what follows is done once.
+        self._has_finished = False
+        # The optimizer whose step has begun and not ended; empty if there is none.
+        self._stepping = ""
         # None until it is launched.
         self.header: Header | None = None
         self._is_launching = False
@@ -281,11 +286,15 @@ class Engine:
         """Open a window, or continue the one that was resumed; the previous one must have been used."""
         if self.counter.is_resumed:
             self.counter.is_resumed = False
-        else:
-            self.close_window()
-            self.opened_at = self.counter.index
-            self.reset()
-            self.counter.open()
+            self._prepare()
+            return
+        self.close_window()
+        self.opened_at = self.counter.index
+        self.reset()
+        self._prepare()
+        self.counter.open()  # behind it all: what an interrupt leaves is opened again
+
+    def _prepare(self) -> None:
         self._bare_version = None
         self.ownership.follow()
         self.reducer.open()
@@ -362,13 +371,17 @@ class Engine:
         """Make the body one micro-batch, whose backwards it runs; then accumulate, and launch the window if
         this is its last one and no backward was marked as the last.
         """
-        if not self._running.acquire(blocking=False):
-            raise RuntimeError(
-                "backward while another backward of this engine is running, in another thread or around "
-                "this one: a window's micro-batches run one after the other; in `with sync.micro_batch():` "
-                "call loss.backward() itself; give each thread an engine of its own, or add the losses up"
-            )
+        turn = _Turn()
+        ref = weakref.ref(turn)
+        self._turns[ref] = None
         try:
+            if self._running() is not turn:
+                raise RuntimeError(
+                    "backward while another backward of this engine is running, in another thread or around "
+                    "this one: a window's micro-batches run one after the other; in `with "
+                    "sync.micro_batch():` call loss.backward() itself; give each thread an engine of its "
+                    "own, or add the losses up"
+                )
             made = MicroBatch(self, count, is_stated=is_stated)
             self.begin()
             self._check_turn()
@@ -400,7 +413,7 @@ class Engine:
             finally:
                 self.marks.record()
         finally:
-            self._running.release()
+            self._turns.pop(ref, None)
 
     def last_backward(self, made: MicroBatch, roots: Sequence[Tensor]) -> AbstractContextManager[None]:
         """Run the last backward of a micro-batch in the body, and accumulate its gradients from inside it; in
@@ -474,24 +487,28 @@ class Engine:
             self.counts.refusals += self.denominators.problems(self.counter.done, handed=self.counter.handed)
         self.counts.has_used_all = self.reducer.has_used_all()
         self.follow_scale()
-        self.header = header = self.launch_header_all_reduce(
-            self.counts, more=self.has_more_windows, stage=_SENDS
-        )
         self.batch_norms.stop_counting()
-        self.counter.state = State.SENT
-        self._is_launching = True
         try:
+            with self.comm.in_step():
+                header = self.launch_header_all_reduce(self.counts, more=self.has_more_windows, stage=_SENDS)
+                self.header, self.counter.state, self._is_launching = header, State.SENT, True
             yield header
         except BaseException as error:
-            # Other ranks wait for the buckets that are still missing.
-            _log.debug("window %d: give up after %r", self.counter.index, error)
-            self.gave_up = repr(error)
-            self.reducer.give_up()
-            self.batch_norms.start_exchange(self.comm, header)
+            if self._is_launching:
+                _log.debug("window %d: give up after %r", self.counter.index, error)
+                self.gave_up = repr(error)
+                with suppress(RuntimeError):  # of collectives, which the end of the window raises again
+                    self._give_up()
             raise
         finally:
             self._is_launching = False
         self.batch_norms.start_exchange(self.comm, header)
+
+    def _give_up(self) -> None:
+        """Launch the collectives that are missing, for which other ranks wait; once, however often called."""
+        assert self.header is not None
+        self.reducer.give_up()
+        self.batch_norms.start_exchange(self.comm, self.header)
 
     def launch_header_all_reduce(self, counts: LocalWindow, *, more: bool, stage: str) -> Header:
         """Launch a header, 192 bytes: this rank's place and counts, and what ranks have to have alike."""
@@ -553,27 +570,18 @@ class Engine:
     def _wait_once(self) -> Verdict:
         header = self.header
         assert header is not None  # the counter says SENT
+        if self._has_finished or (self.failure and self.comm.world_size == 1):
+            raise self._not_reduced()
         changed = self.marks.changed()
-        with self.clock.phase("exposed_sync"):
-            try:
-                self.reducer.finish(self.final)
-            except BaseException as error:
-                self.failure = str(error) or repr(error)
-                raise
-            if self.audit is not None:
-                self.audit.sample(self.scaler)
-            params = self.reducer.params
-            has_gradient = is_lazy(self.device) or any(param.grad is not None for param in params)
-            has_kept = bool(self.kept_grads.pending())
-            if has_kept:
-                self.kept_grads.add()
-                self.published.read(self.final)
-            self.final.compute_norm(is_refused=header.is_refused())
-            self.batch_norms.wait()
-        self.verdict = verdict = self._conclude(header, has_gradient=has_gradient, has_kept=has_kept)
-        if not header.was_refused:
-            self.reducer.residuals.drop_if(self.final.found_inf)
-        self.counter.state = State.REDUCED
+        try:
+            has_gradient, has_kept = self._reduce(header)
+            self.verdict = verdict = self._conclude(header, has_gradient=has_gradient, has_kept=has_kept)
+            if not header.was_refused:
+                self.reducer.residuals.drop_if(self.final.found_inf)
+            self.failure, self.counter.state = "", State.REDUCED
+        except BaseException as error:
+            self._fail(error)
+            raise
         self.verdicts.append(verdict)
         if self.scaler is not None:
             self.scaler.has_scaled = False
@@ -588,6 +596,41 @@ class Engine:
                 self.refuse(self.marks.describe(changed, "behind the window's end"))
         self.published.record()
         return verdict
+
+    def _reduce(self, header: Header) -> tuple[bool, bool]:
+        """Wait for the reductions; return whether there is any gradient, and whether any was kept."""
+        with self.clock.phase("exposed_sync"):
+            self.reducer.finish(self.final)
+            self._has_finished = True
+            if self.audit is not None:
+                self.audit.sample(self.scaler)
+            params = self.reducer.params
+            has_gradient = is_lazy(self.device) or any(param.grad is not None for param in params)
+            has_kept = bool(self.kept_grads.pending())
+            if has_kept:
+                self.kept_grads.add()
+                self.published.read(self.final)
+            self.final.compute_norm(is_refused=header.is_refused())
+            self.batch_norms.wait()
+        return has_gradient, has_kept
+
+    def _fail(self, error: BaseException) -> None:
+        """Note that the window's end was left by an exception."""
+        self.failure = self.failure or str(error) or repr(error)
+        if self._has_finished or isinstance(error, Exception):  # else an interrupt of `finish`, to be called again
+            self.comm.break_off(error)
+
+    def _not_reduced(self) -> RuntimeError:
+        window = f"window {self.counter.index}"
+        if self.comm.world_size == 1:
+            return RuntimeError(
+                f"call sync.abandon() and go on: the end of {window} was left by an exception "
+                f"({self.failure}), and nothing was stepped"
+            )
+        return RuntimeError(
+            f"the gradients of {window} were not reduced on this rank ({self.failure}): other ranks may have "
+            "stepped; restart all ranks from a checkpoint"
+        )
 
     def _conclude(self, header: Header, *, has_gradient: bool, has_kept: bool) -> Verdict:
         """Decide on the device whether the window may be used, and keep what explains to the host why not."""
@@ -644,6 +687,10 @@ class Engine:
         """
         if self.is_void:
             return
+        with self.comm.in_step():
+            self._renew_norm(stage, has_changed=has_changed)
+
+    def _renew_norm(self, stage: str, *, has_changed: bool) -> None:
         if self.final.is_shared and not runs_ahead(self.device):
             header = self.launch_header_all_reduce(self.new_counts(), more=False, stage=stage)
             check_agreement(header, header.totals(), self.comm)
@@ -654,10 +701,24 @@ class Engine:
 
     def clip(self, max_norm: float | Tensor, norm: Tensor) -> None:
         """Multiply the gradients by min(1, max_norm / norm), where the host does not see that this is 1."""
-        factor = self.final.clip(max_norm, norm)
-        if self.is_late or runs_ahead(self.device) or float(factor) != 1:
-            self.published.scale_(factor.float())
-            self.published.record()
+        with self.changing_grads():
+            factor = self.final.clip(max_norm, norm)
+            if self.is_late or runs_ahead(self.device) or float(factor) != 1:
+                self.published.scale_(factor.float())
+                self.published.record()
+
+    @contextmanager
+    def changing_grads(self) -> Iterator[None]:
+        """Refuse the window on this rank if an interrupt leaves the body, which changes all gradients."""
+        try:
+            yield
+        except BaseException as error:
+            if is_interrupt(error):
+                self.unusable = (
+                    f"call sync.abandon() and go on: an exception ({error!r}) has left the clipping of "
+                    f"window {self.counter.index} half done, and nothing was stepped"
+                )
+            raise
 
     def measured(self) -> Measured:
         """Keep norms by name from now on; every rank calls this at the same point.
@@ -730,6 +791,7 @@ class Engine:
             self.audit.look_at(optimizer)
         norm = self.final.norm_before_clipping()
         try:
+            self._stepping = type(optimizer).__name__
             with span("optimizer"):
                 self.reducer.stepper.step(optimizer, self.final)
         except BaseException:
@@ -748,7 +810,7 @@ class Engine:
         if self.counter.state is not State.USED:
             self.batch_norms.apply(has_stepped)
             self.verdicts.count_step()
-        self.counter.state = State.USED
+        self.counter.state, self._stepping = State.USED, ""
         self.kept_grads.use(stepped, self.final.found_inf)
         self.marks.record()
         flush(self.device)
@@ -777,8 +839,8 @@ class Engine:
     def _update_scale(self) -> None:
         """Update the loss scale by the outcome, once."""
         if self.scaler is not None and not self._is_scale_updated:
+            self._is_scale_updated = True  # before: after an interrupt never twice
             self.scaler.follow()
-            self._is_scale_updated = True
 
     def _report(self, verdict: Verdict, norm: Tensor) -> Callable[[Totals, bool], None]:
         """Stop the clock, and return what makes this window's record once the numbers are known."""
@@ -839,9 +901,11 @@ class Engine:
                 "sync.flush() and sync.step to use it, or sync.abandon() to drop it"
             )
         if self.failure:
+            raise self._not_reduced()
+        if self._stepping:
             raise RuntimeError(
-                f"the gradients of window {counter.index} were not reduced on this rank ({self.failure}): "
-                "other ranks may have stepped; restart all ranks from a checkpoint"
+                f"load model and optimizer from a checkpoint, or call sync.abandon() and go on with them as "
+                f"they are: {self._half_stepped()}"
             )
         if not self.is_closed:
             raise RuntimeError(
@@ -856,7 +920,7 @@ class Engine:
         """Whether an exception left the window half-way, or it was refused: a new loop has to abandon it."""
         is_refused = self.verdict is not None and self.verdict.error is not None
         is_left = self.counter.state is State.OPEN and not self.counter.is_resumed
-        return is_left or bool(self.gave_up) or bool(self.unusable) or is_refused
+        return is_left or is_refused or bool(self.gave_up or self.unusable or self.failure)
 
     def abandon(self, *, waits: bool = True) -> None:
         """Drop the window on this rank; the engine is clean afterwards.
@@ -868,8 +932,11 @@ class Engine:
             self.check_idle("abandon")
             # Nothing follows a header in which ranks are known to disagree.
             is_over = self.header is not None and bool(self.header.disagreement)
-            if self.counter.state is State.SENT and not is_over:
+            # A single rank waits for nobody.
+            if self.counter.state is State.SENT and not is_over and self.comm.world_size > 1:
                 try:
+                    if self.gave_up:
+                        self._give_up()  # which another interrupt may have left
                     self.wait()
                 except (ValueError, FloatingPointError, RuntimeError):
                     # The others learn what was wrong with the window; here it is dropped anyway. The error of
@@ -882,6 +949,9 @@ class Engine:
                     self.reducer.residuals.drop_if(torch.ones((), dtype=torch.float32, device=self.device))
             flush(self.device)
         _log.debug("window %d: abandon, %s", self.counter.index, self.counter.state.value)
+        if self._stepping:
+            text, self._stepping = self._half_stepped(), ""
+            warnings.warn(f"load model and optimizer from a checkpoint, to be sure: {text}", stacklevel=3)
         self.batch_norms.close()
         header = self.header if self.verdict is None else self.verdict
         was_refused = header is not None and header.was_refused  # no window of all ranks
@@ -889,6 +959,12 @@ class Engine:
         self.kept_grads.clear()
         self.marks.record()
         self.reset()
+
+    def _half_stepped(self) -> str:
+        return (
+            f"an exception has left the step of {self._stepping} with window {self.counter.index}, so some "
+            "parameters may have been stepped, and others not"
+        )
 
     def whereabouts(self) -> str:
         """Describe the engine's position to any thread."""
@@ -1091,11 +1167,15 @@ class Engine:
 
     def check_idle(self, what: str) -> None:
         """Raise RuntimeError while a micro-batch runs."""
-        if self._running.locked():  # in any thread
+        if self._running() is not None:
             raise RuntimeError(
                 f"{what} while a micro-batch of this engine is running: leave the block of sync.micro_batch "
                 "first"
             )
+
+    def _running(self) -> _Turn | None:
+        """Return the turn of the micro-batch that runs, in any thread; None if none does."""
+        return next(filter(None, (ref() for ref in [*self._turns])), None)
 
     def refuse(self, text: str) -> None:
         """Refuse the window on every rank; if it has been launched already, raise RuntimeError here."""
@@ -1143,7 +1223,7 @@ class Engine:
         """Warn once where a loop trains past this engine: no window has opened between two backwards that are
         not the engine's, and an optimizer has written to the parameter.
         """
-        if self._running.locked():
+        if self._turns and self._running() is not None:
             return
         version, before = param._version, self._bare_version
         self._bare_version = version
@@ -1263,6 +1343,10 @@ class Stepped:
     scheduler: Any
     done: OptimizerStep  # as ranks compare it
     indices: Collection[int]  # of the parameters that it has stepped
+
+
+class _Turn:
+    """Lives as long as the frame of `Engine.micro_batch`."""
 
 
 class MicroBatch:

@@ -28,7 +28,7 @@ _NEVER = -1  # instead of a number: the rank has no batch, not even an old one
 
 
 class Lookahead(Generic[Batch]):
-    """An iterator that knows whether it has a next item, and shows later ones before `pop` returns them."""
+    """An iterator that knows whether it has a next item, and shows later ones before it hands them out."""
 
     def __init__(self, items: Iterable[Batch]) -> None:
         self._items = iter(items)
@@ -42,13 +42,22 @@ class Lookahead(Generic[Batch]):
     def has_next(self) -> bool:
         return bool(self._read)
 
-    def pop(self) -> Batch:
-        """Return the next item, and read another one; where that raises, the next item stays the next."""
+    @property
+    def has_more(self) -> bool:
+        """Whether an item follows the next one, behind `next_item`."""
+        return len(self._read) > 1
+
+    def next_item(self) -> Batch:
+        """Return the next item, and read another one. The item stays the next until `remove`."""
         self._read_up_to(2)
-        return self._read.popleft()
+        return self._read[0]
+
+    def remove(self) -> None:
+        """Remove the next item, which has been handed out."""
+        del self._read[0]
 
     def peek(self, num: int) -> list[Batch]:
-        """Return the next `num` items, fewer where the data ends; `pop` gives them again."""
+        """Return the next `num` items, fewer where the data ends; they stay the next."""
         self._read_up_to(num)
         return list(self._read)[:num]
 
@@ -66,7 +75,7 @@ class Lookahead(Generic[Batch]):
                         RuntimeWarning,
                         stacklevel=2,
                     )
-            except Exception as error:
+            except BaseException as error:
                 self._error = repr(error)
                 raise
             else:
@@ -82,7 +91,8 @@ def sum_over_ranks(engine: Engine, numbers: Sequence[float]) -> list[float]:
     if engine.batch is not None and not engine.batch.is_counting:
         numbers = [0.0] * len(numbers)  # of a batch that another rank counts
     vector = send([*numbers], torch.float64, engine.device)
-    engine.comm.all_reduce(vector).wait()
+    with engine.comm.in_step():
+        engine.comm.all_reduce(vector).wait()
     return vector.tolist()
 
 
@@ -367,8 +377,8 @@ def single_micro_batch(engine: Engine, *, last: bool) -> Iterator[None]:
     ends = last or not rest
     if engine.reducer.has_collective_forwards:
         meet_at_micro_batch(engine, last=ends)
-    engine.hand_out(place, last=ends, more=not last)
     try:
+        engine.hand_out(place, last=ends, more=not last)
         yield
         if ends:
             engine.end_hand_out()
@@ -387,16 +397,18 @@ def _micro_batches(engine: Engine, source: Lookahead[Batch]) -> Iterator[Batch]:
     for place in due:
         if not source.has_next:
             break
-        batch = source.pop()
-        engine.hand_out(place, last=place == due[-1] or not source.has_next, more=source.has_next)
+        batch = source.next_item()
+        engine.hand_out(place, last=place == due[-1] or not source.has_more, more=source.has_more)
+        source.remove()
         yield batch
     engine.end_hand_out()
 
 
 def _dealt_micro_batches(engine: Engine, source: Lookahead[Dealt]) -> Iterator[Dealt]:
     while source.has_next:
-        place, rows = source.pop()
-        engine.hand_out(place, last=not source.has_next, more=source.has_next)
+        place, rows = source.next_item()
+        engine.hand_out(place, last=not source.has_more, more=source.has_more)
+        source.remove()
         yield place, rows
     engine.end_hand_out()
 
@@ -517,8 +529,9 @@ def _handed_out(
         if not runs_ahead(engine.device) and index:
             meet_at_micro_batch(engine, last=last)
         if index < mine:
-            old[:] = [source.pop()]
-            engine.hand_out(places[index], last=last, more=source.has_next)
+            old[:] = [source.next_item()]
+            engine.hand_out(places[index], last=last, more=source.has_more)
+            source.remove()
         else:
             engine.pad(last=last)
         yield old[0]

@@ -580,8 +580,9 @@ class Sync:
         if per is None:
             engine.clip(max_norm, norm)
         else:
-            engine.published.scale_each_(final.clip_each(max_norm, groups).float())
-            engine.published.record()
+            with engine.changing_grads():
+                engine.published.scale_each_(final.clip_each(max_norm, groups).float())
+                engine.published.record()
         return norm
 
     def _groups_of(self, per: ClipPer) -> Sequence[Tensor] | None:
@@ -613,9 +614,10 @@ class Sync:
         value, engine = float(clip_value), self._engine
         verdict, final = engine.wait(), engine.final
         engine.renew_norm("clips values")
-        final.keep_norm()
-        engine.published.clip_values_(value)
-        engine.renew_norm("has clipped values", has_changed=True)
+        with engine.changing_grads():
+            final.keep_norm()
+            engine.published.clip_values_(value)
+            engine.renew_norm("has clipped values", has_changed=True)
         # Ranks that clip by another value are found out.
         verdict.use.factors.append(torch.tensor(value, dtype=torch.float64, device=HOST))
 

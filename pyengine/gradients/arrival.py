@@ -31,7 +31,7 @@ class Watch:
     Args:
         params: the parameters, in the order in which a backward produces their gradients.
         has_arrived: returns whether the running backward has accumulated the gradient of `params[index]`.
-        on_complete: called at most once between `start` and `stop`, inside the backward.
+        on_complete: called at most once, inside the backward that `watching` surrounds.
     """
 
     def __init__(
@@ -40,10 +40,11 @@ class Watch:
         self._params, self._has_arrived, self._on_complete = params, has_arrived, on_complete
         self._missing = 0
         self._hook: Any = None
+        self._running: Sequence[None] = ()
 
-    def start(self) -> None:
-        """Start to watch, before the backward has accumulated any gradient."""
-        self._missing = len(self._params) - 1
+    def start(self, running: Sequence[None]) -> None:
+        """Start to watch, before the backward has accumulated any gradient; until `running` is empty."""
+        self._missing, self._running = len(self._params) - 1, running
         self._move()
 
     def stop(self) -> None:
@@ -54,6 +55,8 @@ class Watch:
 
     def _move(self) -> None:
         self.stop()
+        if not self._running:  # an interrupt has kept the hook from being removed
+            return
         while self._missing >= 0 and (
             self._has_arrived(self._missing) or not self._params[self._missing].requires_grad
         ):
@@ -68,11 +71,13 @@ class Watch:
 @contextmanager
 def watching(watches: Sequence[Watch]) -> Iterator[None]:
     """Watch during the body, which is a backward."""
+    running = [None]
     try:
         for watch in watches:
-            watch.start()
+            watch.start(running)
         yield
     finally:
+        running.clear()
         for watch in watches:
             watch.stop()
 

@@ -94,6 +94,8 @@ class GradMarks:
         self._names, self._params = reducer.names, reducer.params
         self._reducer = reducer
         self._handles: list[Any] = []
+        # Ends the hooks of a window, also those that an interrupt has kept out of `_handles`.
+        self._found: list[str] = []
         self._then = GradVersions(self._params)
         self.record()
 
@@ -120,7 +122,7 @@ class GradMarks:
         # Python's garbage collector does not see hooks of a parameter: a strong reference would keep the
         # engine alive.
         call = WeakMethod(refuse)
-        found: list[str] = []
+        self._found = found = []
         # Of parameters, when their gradient is about to be accumulated; of sharded ones, whose hooks FSDP2
         # calls behind its reduction, when the window begins.
         versions: dict[str, int] = {}
@@ -158,6 +160,7 @@ class GradMarks:
                 self._handles.append(param.register_post_accumulate_grad_hook(partial(look, name)))
 
     def release(self) -> None:
+        self._found.append("")
         for handle in self._handles:
             handle.remove()
         self._handles = []

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from pyengine.comm.base import Comm, Work
-from pyengine.comm.staged import Staged
+from pyengine.comm.staged import Step, next_steps, run_steps
 from pyengine.gradients.arrival import Arrivals, Watch, may_nest, watching
 from pyengine.gradients.base import Reducer, Residuals, not_reduced, problems_of_capture
 from pyengine.gradients.exact_sums import Terms
@@ -92,6 +92,9 @@ class Transfers:
         self.all = [Transfer(bucket, groups.comms[bucket.spec.group]) for bucket in buckets]
         self.header, self._divisor, self._are_alike = header, divisor, groups.are_alike
         self._next = 0
+        self.num_waited = 0  # buckets that `wait_in_order` has yielded
+        # Later collectives of buckets that come before the next bucket's first one.
+        self._due: list[Step] = []
 
     def complete(self, transfer: Transfer) -> None:
         """Mark a bucket as complete; launch what may be launched."""
@@ -113,17 +116,25 @@ class Transfers:
             return
         while self._next < len(self.all):
             self._launch(poison=poison)
-        staged = [transfer.work for transfer in self.all if isinstance(transfer.work, Staged)]
-        for _ in range(1 + max((work.rounds_left for work in staged), default=0)):
-            self._launch_later_rounds(self.all)
+        run_steps(self._due)
+        while due := self._later_rounds(self.all):
+            self._due = due
+            run_steps(due)
+
+    @property
+    def is_launched(self) -> bool:
+        """Whether every collective has been launched, or none is to follow the header."""
+        return (self._next == len(self.all) and not self._due) or self.header.is_refused()
 
     def wait_in_order(self) -> Iterator[OwnBucket]:
-        """Wait for each bucket in turn; later reductions still run."""
-        for index, transfer in enumerate(self.all[: self._next]):
+        """Wait for each bucket in turn; later reductions still run. After an interrupt: for the others."""
+        for index in range(self.num_waited, self._next):
+            transfer = self.all[index]
             with span("wait for bucket", index):
                 transfer.work.wait()
                 transfer.held = []
                 yield transfer.bucket
+            self.num_waited += 1
 
     def drop(self) -> None:
         """Release the buckets of a window that was given up, whose tensors launched collectives may use."""
@@ -133,37 +144,33 @@ class Transfers:
                     transfer.held = []
 
     def _launch(self, *, poison: bool) -> None:
+        run_steps(self._due)
         transfer = self.all[self._next]
         # 1/count is computed from the header. On a side stream, waiting for the header does not stall the
         # backward.
         comm = transfer.comm
         tensors = transfer.bucket.sent_tensors() if comm.is_stream_ordered else []
+        later = self._later_rounds(self.all[: self._next]) if self._are_alike else []
         _log.debug("launch bucket %d of %d%s", self._next, len(self.all), ", with nan" if poison else "")
-        with span("launch bucket", self._next), comm.side_stream([]):
+        with comm.in_step(), span("launch bucket", self._next), comm.side_stream([]):
             inv_count = self._divisor.before_wire()
-            transfer.work = transfer.bucket.send(inv_count, comm, poison=poison)
+            work = transfer.bucket.send(inv_count, comm, poison=poison)
+            transfer.work, self._next, self._due = work, self._next + 1, later
             transfer.held, device = tensors, transfer.bucket.device
             if tensors and has_events(device) and not is_capturing():
                 # Of captured work no event can be looked at: tensors are held until `wait_in_order`.
                 transfer.is_read = recorded_event(device, enable_timing=False)
-        for earlier in self.all[: self._next]:
+        for earlier in self.all[: self._next - 1]:
             if earlier.is_read is not None and earlier.is_read.query():
                 earlier.held, earlier.is_read = [], None
-        self._next += 1
-        if self._are_alike:
-            self._launch_later_rounds(self.all[: self._next - 1])
+        run_steps(self._due)
 
-    def _launch_later_rounds(self, transfers: Sequence[Transfer]) -> None:
-        """Launch the next collective of buckets that need several.
+    def _later_rounds(self, transfers: Sequence[Transfer]) -> list[Step]:
+        """Return the next collectives of buckets that need several.
 
-        The last bucket comes first: its collective runs while the CPU adds up the earlier buckets. Where a
-        stream waits instead of the host, the last step also finishes the bucket on that stream.
+        The last bucket comes first: its collective runs while the CPU adds up the earlier buckets.
         """
-        for transfer in reversed(transfers):
-            comm, work = transfer.comm, transfer.work
-            if isinstance(work, Staged) and (work.rounds_left or comm.is_stream_ordered):
-                with comm.side_stream([]):
-                    work.step()
+        return next_steps((transfer.work, transfer.comm) for transfer in reversed(transfers))
 
 
 class BucketReducer(Reducer):
@@ -341,10 +348,16 @@ class BucketReducer(Reducer):
             raise not_reduced(" after some buckets had been reduced")
         # Waits. Raises the reason, where collectives after the header cannot complete.
         transfers.header.vector()
-        self._transfers = None
-        self._norms.begin()
+        if not transfers.is_launched:
+            raise not_reduced(" before all buckets had been sent")
+        if not transfers.num_waited:
+            self._norms.begin()
         for bucket in transfers.wait_in_order():
+            # An interrupt here leaves a bucket of which nobody knows whether it has been divided.
+            self._transfers = None
             bucket.from_wire(self._divisor.after_wire(), self._norms)
+            self._transfers = transfers
+        self._transfers = None
         self._norms.copy_to(final)
         final.leave_out(self._drop_unused())
 
@@ -418,11 +431,12 @@ class BucketReducer(Reducer):
             if group not in self._used_flags:
                 # A poisoned rank reports every parameter as used, so that the nan it has sent is not dropped.
                 mine = [each or poison for bucket in self._buckets_of(group) for each in bucket.used]
-                self._used_flags[group] = used.all_reduce(mine, are_all=header.all_used())
-        if not self._has_launched:
-            self._has_launched = True
-            if not self._order_is_final:
-                # After the buckets' collectives all ranks are at the same point of this engine.
+                with used.comm.in_step():
+                    self._used_flags[group] = used.all_reduce(mine, are_all=header.all_used())
+        self._has_launched = True
+        if self._agreed is None and not self._order_is_final:
+            # After the buckets' collectives all ranks are at the same point of this engine.
+            with self._comm.in_step():
                 self._agreed = self._comm.all_gather_object(self.order())[0]
 
     def _buckets_of(self, group: int) -> list[OwnBucket]:

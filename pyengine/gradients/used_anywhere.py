@@ -67,7 +67,7 @@ class UsedAnywhere:
     def __init__(self, comm: Comm, device: torch.device) -> None:
         hosts = comm.between_hosts()
         self.on_hosts = hosts is not None
-        self._comm = comm if hosts is None else hosts
+        self.comm = comm if hosts is None else hosts
         self._device = device if hosts is None else HOST
 
     def all_reduce(self, used: Sequence[bool], *, are_all: bool = False) -> UsedFlags:
@@ -83,7 +83,7 @@ class UsedAnywhere:
             none = torch.empty(0, dtype=torch.uint8, device=HOST)
             used = [True] * len(used) if are_all else used
             return UsedFlags(used, none, Done(none), on_stream=False)
-        comm = self._comm
+        comm = self.comm
         if comm.can_or:
             # Bits, so that flags are small: see [Note: small reductions] in comm/torch_dist.py.
             flags = _as_bits(used, len(used) + (-len(used) % _LENGTH if self.on_hosts else 0))

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from pyengine.comm.base import Comm, Work
-from pyengine.gradients.base import Reducer
+from pyengine.gradients.base import Reducer, not_reduced
 from pyengine.gradients.layout import ParamSpec, backward_order, build
 from pyengine.gradients.settings import Settings, sum_dtype
 from pyengine.gradients.slots import Saved, saved_flags, saved_sums
@@ -123,6 +123,7 @@ class XlaReducer(Reducer):
     @torch.no_grad()
     def reduce(self, header: Header) -> None:
         """Queue every reduction, and zero the sums."""
+        self._is_clean = False
         self._divisor = Divisor(header.inv_count, self._wire, header.inv_scale)
         self._used_anywhere = self._usage_here().clone()
         # One program with the header's all-reduce, if that precedes it.
@@ -142,6 +143,8 @@ class XlaReducer(Reducer):
     @torch.no_grad()
     def finish(self, final: FinalPass) -> None:
         """Record the operations that publish `.grad`; nothing is computed yet."""
+        if not self._is_clean:
+            raise not_reduced()
         for work in self._works:
             work.wait()
         scale = self._divisor.after_wire()

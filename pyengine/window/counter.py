@@ -143,8 +143,8 @@ class WindowCounter:
 
     def close(self, *, completed: bool) -> None:
         """End the window; only a completed (synchronised) one counts."""
-        self.state, self.is_resumed = State.IDLE, False
-        self.index += completed
+        # One statement: an interrupt leaves nothing half done.
+        self.state, self.is_resumed, self.index = State.IDLE, False, self.index + completed
         if completed:
             self._replacement = []
 

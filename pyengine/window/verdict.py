@@ -133,11 +133,12 @@ class Verdict:
         """
         totals = self._look()
         if not self.is_reached:
-            self.is_reached = True
-            try:
-                self._judge(totals)
-            except (ValueError, RuntimeError, FloatingPointError) as error:
-                self.error = error.with_traceback(None)  # which would keep every frame alive, this one too
+            with self._comm.in_step():
+                try:
+                    self._judge(totals)
+                except (ValueError, RuntimeError, FloatingPointError) as error:
+                    self.error = error.with_traceback(None)  # which would keep every frame alive, this one too
+                self.is_reached = True
         actions = self._pop_waiting_to_know()
         waiting, self._waiting = self._waiting, []
         if self.error is None:
@@ -323,8 +324,12 @@ class VerdictQueue:
         """Reach the earliest verdict, and warn of skipped steps: the first one, unless a loss scale may have
         caused it, and the 10th, 100th, ... in a row.
         """
-        verdict = self._unread.pop(0)
-        verdict.reach()
+        verdict = self._unread[0]
+        try:
+            verdict.reach()
+        finally:
+            if verdict.is_reached:  # not after an interrupt
+                self._unread.remove(verdict)
         self._skipped = self._skipped + 1 if verdict.skips else 0
         is_first = verdict.skips and not (self._has_warned or verdict.evidence.is_scaled)
         if is_first or self._skipped in _WARN_AT:

@@ -21,7 +21,7 @@ def _complete(order: tuple[int, ...], frozen: tuple[int, ...]) -> list[set[int]]
         if param.requires_grad:
             param.register_post_accumulate_grad_hook(lambda _, index=index: arrived.add(index))
     watch = Watch(params, arrived.__contains__, lambda: complete.append(set(arrived)))
-    watch.start()
+    watch.start([None])
     for index in order:
         params[index].sum().backward()
     watch.stop()

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from pyengine.comm.base import Comm
-from pyengine.comm.staged import Staged
+from pyengine.comm.staged import Staged, Step, next_steps, run_steps
 from pyengine.gradients.base import not_reduced
 from pyengine.gradients.bucket import Bucket, aligned
 from pyengine.gradients.exact_sums import Terms, exact_over_ranks
@@ -81,13 +81,14 @@ class ExactFSDPReducer(ShardedReducer):
             [is_first_on_mesh(param) for param in self.params], torch.bool, self.params[0].device
         )
         self._works: list[Staged] = []
+        self._due: list[Step] = []
 
     def buckets(self) -> Sequence[UnitBucket]:
         return self._buckets
 
     def begin(self) -> None:
         super().begin()
-        self._works = []
+        self._works, self._due = [], []
 
     def collect(self) -> None:
         """Deposit the gradients in the unsharded parameters' `.grad`."""
@@ -108,7 +109,7 @@ class ExactFSDPReducer(ShardedReducer):
 
     def finish(self, final: FinalPass) -> None:
         is_sent = len(self._works) == len(self._buckets) and not any(work.rounds_left for work in self._works)
-        if self._divisor is None or self._used_flags is None or not is_sent:
+        if self._divisor is None or self._used_flags is None or not is_sent or self._is_read:
             raise not_reduced()
         for unit in self.units:
             unit.module.reshard()  # reentrant checkpoints may have unsharded it again
@@ -116,6 +117,7 @@ class ExactFSDPReducer(ShardedReducer):
         self._norms.begin()
         for place, (bucket, work) in enumerate(zip(self._buckets, self._works, strict=True)):
             work.wait()
+            self._is_read = True
             bucket.publish(scale, self._norms, place)
         self._norms.copy_to(final)
         self._used_flags.drop_unused(self.params)
@@ -136,9 +138,14 @@ class ExactFSDPReducer(ShardedReducer):
     def _start(self, *, poison: bool) -> None:
         """Launch the missing rounds; the first round of every unit precedes the later ones."""
         for bucket in self._buckets[len(self._works) :]:
-            self._works.append(bucket.rounds(poison=poison))
-        while any(work.rounds_left for work in self._works):
-            for work in self._works:
-                work.step()
+            with self.comm.in_step():
+                self._works.append(bucket.rounds(poison=poison))
+        run_steps(self._due)
+        while due := next_steps((work, self.comm) for work in self._works):
+            self._due = due
+            run_steps(due)
         if self._used_flags is None:
-            self._used_flags = self.used.all_reduce([poison or is_used for is_used in self.unsharded.used])
+            with self.used.comm.in_step():
+                self._used_flags = self.used.all_reduce(
+                    [poison or is_used for is_used in self.unsharded.used]
+                )

@@ -21,7 +21,7 @@ from torch.nn import Parameter
 
 from pyengine.comm.base import Comm
 from pyengine.gradients.arrival import graph_leaves
-from pyengine.gradients.base import Reducer, Residuals
+from pyengine.gradients.base import Reducer, Residuals, not_reduced
 from pyengine.gradients.fsdp.private import has_run, reduce_dtype, reset_iter_state
 from pyengine.gradients.fsdp.replay import Replay, copy_buffers
 from pyengine.gradients.fsdp.traffic import ShardWire
@@ -76,6 +76,7 @@ class ShardedReducer(Reducer):
         self.is_clean = True  # FSDP has no state of an unfinished window
         self._divisor: Divisor | None = None
         self._used_flags: UsedFlags | None = None
+        self._is_read = False  # whether `finish` has begun to divide the gradients
         self._has_warned = False
         # A weak reference: hooks of parameters refer to `unsharded`, and Python's garbage collector does not
         # see them.
@@ -90,7 +91,7 @@ class ShardedReducer(Reducer):
         """Open a window: earlier backwards reduce only what is not deferred."""
         self.reset()
         self.end_padding()
-        self.is_clean, self._divisor, self._used_flags = False, None, None
+        self.is_clean, self._divisor, self._used_flags, self._is_read = False, None, None, False
         for unit in self.units:
             unit.open()
 
@@ -223,10 +224,13 @@ class FSDPReducer(ShardedReducer):
         for unit in self.units:
             unit.disable_reduction()
         if self._divisor is not None and self._used_flags is None:
-            self._used_flags = self.used.all_reduce(self.unsharded.used)
+            with self.used.comm.in_step():
+                self._used_flags = self.used.all_reduce(self.unsharded.used)
 
     def finish(self, final: FinalPass) -> None:
         """Read and scale `.grad` once: FSDP has waited and written it already."""
+        if self._is_read:
+            raise not_reduced()
         if self._gave_up:
             final.void = self._nan
         if self._used_flags is not None:
@@ -239,7 +243,7 @@ class FSDPReducer(ShardedReducer):
                     "an exception has ended the window's last backward on this rank; FSDP cannot resume it, "
                     f"and other ranks wait in it: {error}"
                 ) from error
-        self._used_flags = None
+        self._is_read = True
         self._published.read(final, None if self._divisor is None else self._divisor.after_wire())
 
     def blame(self) -> Callable[[int], list[int] | None]:
@@ -313,5 +317,6 @@ class FSDPReducer(ShardedReducer):
                 "window's last backward, which did not run through the model's own forward: call the model "
                 "itself, not its submodules. (Or a hook has removed it: remove the hook)"
             )
-        self._used_flags = self.used.all_reduce(self.unsharded.used)
+        with self.used.comm.in_step():
+            self._used_flags = self.used.all_reduce(self.unsharded.used)
         self.is_clean = True
