@@ -15,6 +15,7 @@ from torch.nn.utils import clip_grad_value_, get_total_norm
 
 from pyengine.comm.base import by_dtype
 from pyengine.gradients.bucket import packed
+from pyengine.gradients.local_part import is_dtensor
 from pyengine.gradients.marks import GradVersions
 from pyengine.gradients.norms import ReducedNorms
 from pyengine.gradients.slots import dense, dense_strides, local
@@ -28,7 +29,8 @@ class Published:
     """The gradients in `.grad` of an engine's parameters, as they are at each call.
 
     The user may have written to them, or replaced them by other tensors. These methods read and scale the
-    tensors that an optimizer would step with.
+    tensors that an optimizer would step with. They write by address or to `.data`, so that the version of a
+    gradient shows what others have written.
     """
 
     def __init__(self, names: Sequence[str], params: Sequence[Parameter]) -> None:
@@ -40,6 +42,7 @@ class Published:
         # A lazy device has no memory addresses for the core.
         self._rest = [] if is_lazy(device) else [param for param in params if param.dtype in DTYPE_CODES]
         self._then = GradVersions(self._params)
+        self._dtensors: list[Any] = [param for param in self._params if is_dtensor(param)]
         self._lay_out([param for param in self._rest if param.requires_grad])
         self.record()
 
@@ -61,11 +64,14 @@ class Published:
     def record(self) -> None:
         """Record the gradients as they are, for `has_changed`."""
         self._then.record()
+        self._local_versions = self._local_versions_now()
         # An assignment to `.grad.data` replaces the memory alone, which no version counter shows.
         self._addresses = None if self._then.sees_memory else self._addresses_now()
 
     def has_changed(self) -> bool:
         """Whether gradients were written to or replaced since `record`."""
+        if self._local_versions != self._local_versions_now():
+            return True
         if self._addresses is None:
             return not self._then.is_unchanged()
         return bool(self._then.changed()) or self._addresses != self._addresses_now()
@@ -124,7 +130,7 @@ class Published:
             except (TypeError, ValueError):  # a .grad was replaced by a tensor that the core cannot address
                 for grad in grads:
                     if grad is not None:
-                        grad.mul_(scale)
+                        _unversioned(grad).mul_(scale)
 
     @torch.no_grad()
     def scale_each_(self, factors: Tensor) -> None:
@@ -134,7 +140,7 @@ class Published:
         """
         for grad, factor in zip(local_grads(self._params), factors.unbind(), strict=True):
             if grad is not None and (runs_ahead(self._device) or float(factor) != 1):
-                grad.mul_(factor)
+                _unversioned(grad).mul_(factor)
 
     def _copied(self, params: Sequence[Parameter]) -> list[Tensor | None]:
         """Return gradients as plain float32 tensors on the device; refuse those that cannot be read."""
@@ -150,6 +156,10 @@ class Published:
             wide = None if grad is None else dense(grad).to(self._device, torch.float32)
             copies.append(None if wide is None else wide.clone(memory_format=torch.contiguous_format))
         return copies
+
+    def _local_versions_now(self) -> list[int]:
+        """Return the versions of local tensors, which DTensors do not show."""
+        return [param.grad.to_local()._version for param in self._dtensors if param.grad is not None]
 
     def _addresses_now(self) -> list[int]:
         """Return the addresses of the gradients; empty on a lazy device, whose tensors have none."""
@@ -184,8 +194,10 @@ class Published:
     @torch.no_grad()
     def clip_values_(self, value: float) -> None:
         """Clip every element to [-value, value], in place."""
-        held: list[Any] = [SimpleNamespace(grad=grad) for grad in local_grads(self._params)]
-        clip_grad_value_(held, value)
+        grads = [grad for grad in local_grads(self._params) if grad is not None]
+        if grads:  # torch's function fails without any
+            held: list[Any] = [SimpleNamespace(grad=_unversioned(grad)) for grad in grads]
+            clip_grad_value_(held, value)
 
 
 def _address(grad: Tensor | None) -> int:
@@ -195,6 +207,11 @@ def _address(grad: Tensor | None) -> int:
 def local_grads(params: Sequence[Parameter]) -> list[Tensor | None]:
     """Return this rank's local tensor of every gradient, or None."""
     return [None if param.grad is None else local(param.grad) for param in params]
+
+
+def _unversioned(grad: Tensor) -> Tensor:
+    """Return a gradient to be written to without a change of its version; a sparse one as it is."""
+    return grad.data if grad.layout is torch.strided else grad
 
 
 def _flat_grads(params: Sequence[Parameter]) -> list[Tensor | None]:

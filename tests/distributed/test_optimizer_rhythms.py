@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
+
 import pytest
 import torch
 from cases import engine, me, recorded_warnings
@@ -79,6 +82,65 @@ def test_gradients_that_no_optimizer_has_ever_used_are_named_once():
             sync.step(fast)
     (text,) = texts
     assert text.startswith("step 'slow' too, set .grad to None, or freeze")
+
+
+CLIPPINGS: dict[str, Callable[[pe.Sync], object]] = {
+    "norm": lambda sync: sync.clip_grad_norm_(0.5),
+    "norm of each": lambda sync: sync.clip_grad_norm_(0.5, per="parameter"),
+    "norm of a group": lambda sync: sync.clip_grad_norm_(0.5, per={"slow": ["slow"]}),
+    "inf-norm": lambda sync: sync.clip_grad_norm_(0.5, math.inf),
+    "values": lambda sync: sync.clip_grad_value_(0.5),
+}
+
+
+@pytest.mark.parametrize("name", CLIPPINGS)
+@pytest.mark.parametrize("kind", ["own", "own-native", "own-exact"])
+@on_ranks(2)
+def test_what_one_optimizer_keeps_is_clipped_behind_the_step_of_another(kind, name):
+    model = Pair()
+    sync, forward = engine(kind, model, accumulate=1)
+    fast, slow = torch.optim.SGD([model.fast], lr=1.0), torch.optim.SGD([model.slow], lr=1.0)
+    for window in range(4):
+        with sync.accumulate():
+            sync.backward(forward(_data(window, me()[0])), count=2)
+        sync.step(fast)
+        CLIPPINGS[name](sync)
+        if window % 2:
+            sync.step(slow)
+        else:
+            assert model.slow.grad.abs().max() <= 0.5
+
+
+@pytest.mark.parametrize("name", CLIPPINGS)
+@on_ranks(2)
+def test_a_bare_backward_in_front_of_a_clipping_is_still_refused(name):
+    model = Pair()
+    sync = pe.GradSync(model, accumulate=1)
+    fast = torch.optim.SGD([model.fast], lr=1.0)
+    with sync.accumulate():
+        sync.backward(model(_data(0, me()[0])), count=2)
+    sync.step(fast)
+    model(_data(1, 0)).backward()
+    CLIPPINGS[name](sync)
+    with pytest.raises(ValueError, match="the gradient of 'fast' was written to between windows"):
+        with sync.accumulate():
+            sync.backward(model(_data(0, me()[0])), count=2)
+        sync.step(fast)
+
+
+@pytest.mark.parametrize("kind", ["own", "own-native"])
+@on_ranks(2)
+def test_one_optimizers_gradients_may_be_zeroed_in_place_between_windows(kind):
+    model = Pair()
+    sync, forward = engine(kind, model, accumulate=1)
+    fast, slow = torch.optim.SGD([model.fast], lr=1.0), torch.optim.SGD([model.slow], lr=1.0)
+    for window, zeroed in enumerate([fast, slow, fast, slow]):
+        with sync.accumulate():
+            sync.backward(forward(_data(window, me()[0])), count=2)
+        sync.step(fast)
+        if window % 2:
+            sync.step(slow)
+        zeroed.zero_grad(set_to_none=False)
 
 
 @on_ranks(2)
