@@ -62,7 +62,7 @@ from pyengine.audit.auditor import AuditError
 from pyengine.checkpoint.snapshot import Snapshot, identify
 from pyengine.comm.base import Comm
 from pyengine.data.rng import set_rng_states
-from pyengine.engine.backward import BeforeBackward, checked_backward, divided_by, reduction_of
+from pyengine.engine.backward import BeforeBackward, checked_backward, reduction_of
 from pyengine.engine.batch_norm import BatchNormReplay, batch_norm_problems
 from pyengine.engine.batch_norm import batch_norms as batch_norms_of
 from pyengine.engine.engine_ranks import EngineRanks, ShardedRanks
@@ -81,7 +81,7 @@ from pyengine.gradients.settings import Settings
 from pyengine.ops.capture import report as report_uncapturable
 from pyengine.ops.device import HOST, Readback, flush, is_lazy, runs_ahead, send
 from pyengine.ops.trace import span
-from pyengine.step.grad_scaler import GradScaler
+from pyengine.step.grad_scaler import GradScaler, is_scaled
 from pyengine.step.step_record import Clock, StepCallback, StepRecord
 from pyengine.step.window_optimizer import OptimizerCheck
 from pyengine.window.claims import Claims, OptimizerStep
@@ -97,7 +97,7 @@ from pyengine.window.header import (
     checked_count,
     make_local_window,
 )
-from pyengine.window.measure import Measure, Measured, ReducedWindow
+from pyengine.window.measure import Measure, Measured, ReducedWindow, trained
 from pyengine.window.verdict import (
     Evidence,
     Outcome,
@@ -249,6 +249,8 @@ class Engine:
         self.has_backward = False
         # Parts of micro-batches that ran out of memory, and ran again.
         self.num_retries = 0
+        # Why its losses are not scaled, where another rank that shares the batch may have scaled them.
+        self.unscaled = ""
         self._has_begun = False
         # None until it is launched.
         self.header: Header | None = None
@@ -568,8 +570,15 @@ class Engine:
             if has_kept:
                 self.kept_grads.add()
                 self.published.read(self.final)
-            self.final.compute_norm(is_refused=header.is_refused())
+            if self.gave_up:
+                self.final.void = torch.full_like(self.final.void, torch.nan)
+            is_refused = header.is_refused()
+            votes = self.final.compute_norm(
+                is_refused=is_refused, votes=None if is_refused else self._votes()
+            )
             self.batch_norms.wait()
+        if votes is not None and self.batch is not None:
+            self._forbid_unscaled(self.batch.lacks_scale(votes, self.comm.world_size))
         self.verdict = verdict = self._conclude(header, has_gradient=has_gradient, has_kept=has_kept)
         if not header.was_refused:
             self.reducer.residuals.drop_if(self.final.found_inf)
@@ -591,7 +600,7 @@ class Engine:
 
     def _conclude(self, header: Header, *, has_gradient: bool, has_kept: bool) -> Verdict:
         """Decide on the device whether the window may be used, and keep what explains to the host why not."""
-        self.final.forbid(header.forbids())
+        self.final.forbid_use(header.forbids())
         dropped: Callable[[], dict[int, list[str]]] = dict
         if self.dropping is not None:
             self.final.back_off(header.has_dropped())
@@ -630,7 +639,7 @@ class Engine:
         """Whether the host knows that a rank gave the window up: that one may not call what others call, so
         no collective follows, and the norm stays nan.
         """
-        return not self.is_late and bool(self.final.void != 0)
+        return not self.is_late and bool(self.final.void.isnan())
 
     def renew_norm(self, stage: str, *, has_changed: bool = False) -> None:
         """Compute the norm again if gradients were written to, or replaced, since it was computed.
@@ -652,12 +661,28 @@ class Engine:
             self.published.record()
         self.final.renew_norm(was_read=has_changed)
 
+    def look_at_norm(self) -> None:
+        """Compute the norm again if gradients were written to, or replaced, without a collective: only where
+        this rank holds all elements.
+        """
+        if self.reducer.holds_all and not self.is_void and self.published.has_changed():
+            self.published.read(self.final)
+            self.published.record()
+            self.final.renew_norm(was_read=True, is_alone=True)
+
     def clip(self, max_norm: float | Tensor, norm: Tensor) -> None:
         """Multiply the gradients by min(1, max_norm / norm), where the host does not see that this is 1."""
         factor = self.final.clip(max_norm, norm)
         if self.is_late or runs_ahead(self.device) or float(factor) != 1:
             self.published.scale_(factor.float())
             self.published.record()
+
+    def trained_names(self) -> list[str]:
+        """Return the names of trained parameters: those of all ranks once `measured` has been called."""
+        if self._measured is not None:
+            return [*trained(self._measured, self._measured.names)]
+        pairs = zip(self.reducer.names, self.reducer.params, strict=True)
+        return [name for name, param in pairs if param.requires_grad]
 
     def measured(self) -> Measured:
         """Keep norms by name from now on; every rank calls this at the same point.
@@ -728,7 +753,7 @@ class Engine:
             self.reach_verdicts()
         if self.audit is not None:
             self.audit.look_at(optimizer)
-        norm = self.final.norm_before_clipping()
+        norm = self.final.reduced_norm()
         try:
             with span("optimizer"):
                 self.reducer.stepper.step(optimizer, self.final)
@@ -957,7 +982,7 @@ class Engine:
             if param.grad is not grad:
                 param.grad = grad
         self.published.record()
-        report = self._report(verdict, self.final.norm_before_clipping())
+        report = self._report(verdict, self.final.reduced_norm())
         self.batch_norms.close()
         self.verdicts.count_step()
         counter.state = State.USED
@@ -1192,10 +1217,33 @@ class Engine:
             )
         scaler = self.scaler
         if scaler is not None and not scaler.has_scaled and (made._has_last or has_new):
-            self.refuse(
-                f"the losses of micro-batch {made._index} were not scaled, and sync.scaler is set: call "
-                "sync.scaler.scale(loss).backward(), or sync.backward(loss), which scales"
+            text = (
+                "call sync.scaler.scale(loss).backward(), or sync.backward(loss), which scales: the losses "
+                f"of micro-batch {made._index} were not scaled, and sync.scaler is set"
             )
+            if self.batch is None or not self.final.is_shared:
+                self.refuse(
+                    f"{text}. (Where gradients arrive scaled from another rank, as in a pipeline, pass "
+                    "device_mesh= and axes=, so that ranks know who shares a batch)"
+                )
+            elif not self.is_padding:
+                self.unscaled = self.unscaled or f"{text}, nor on another rank that shares the batch"
+
+    def _votes(self) -> Tensor | None:
+        """Return what ranks that share a batch are asked behind a window: whether its losses were scaled."""
+        if self.batch is None or not self.final.is_shared:
+            return None
+        has_scaled = self.scaler is None or (self.scaler.has_scaled and not self.unscaled)
+        is_idle = not self.counts.counts
+        votes = self.batch.votes(has_scaled=has_scaled or is_idle, lacks_scale=bool(self.unscaled))
+        return send(votes, torch.float64, self.device)
+
+    def _forbid_unscaled(self, is_unscaled: Tensor) -> None:
+        """Refuse the window if losses of a batch were scaled on none of its ranks: bool 0-dim, unread."""
+        if self.scaler is not None:
+            self.final.forbid_use(is_unscaled)
+            if self.unscaled:
+                self.counts.doubts.append((self.unscaled, is_unscaled))
 
     # ---- losses and counts ----
 
@@ -1220,20 +1268,24 @@ class Engine:
         """Return the window's totals, unless it is over and another one is about to open."""
         return None if self.counter.state in (State.IDLE, State.USED) else self.denominators
 
-    def warn_of_division(self, loss: Tensor) -> None:
-        """Warn once, in the first window, of a loss that was divided by the micro-batches of a window."""
-        accumulate = self.counter.accumulate
-        if self.counter.index or accumulate == 1 or "division" in self.warned:
+    def check_not_scaled(self, loss: Tensor) -> None:
+        """Raise ValueError for a loss that a GradScaler has scaled already.
+
+        Scalers other than `pe.GradScaler` are looked for in the first window only, see `is_scaled`.
+        """
+        if not is_scaled(loss, searches=self.counter.index == 0):
             return
-        divisor = divided_by(loss, {accumulate, accumulate * self.comm.world_size})
-        if divisor is not None:
-            self.warned.add("division")
-            warnings.warn(
-                f"leave the division by {divisor} out of the loss, if it stands for accumulate={accumulate}: "
-                "the engine divides by what all micro-batches count, and with both the gradient is that much "
-                "too small. (Where it is something else, such as the size of a batch, the loss is right.)",
-                stacklevel=3,
+        if self.scaler is None:
+            raise ValueError(
+                "assign the scaler once, sync.scaler = scaler, and pass the loss itself to sync.backward: a "
+                "GradScaler has scaled this loss, and sync.scaler is not set (or not enabled), so that "
+                "nobody would unscale the gradients"
             )
+        raise ValueError(
+            "pass the loss itself, sync.backward(loss), which scales it by sync.scaler: a GradScaler has "
+            "scaled this loss already, and its gradient would be the scale times too large. (In a "
+            "micro_batch block sync.scaler.scale(loss).backward() may stay)"
+        )
 
     def warn_of_reduction(self, loss: Tensor, count: Count | None) -> None:
         """Warn once, in the first window, of a sum without its count, and of a mean with one."""
@@ -1346,7 +1398,7 @@ class MicroBatch:
         run = checked_backward(
             loss, gradient=gradient, retain_graph=retain_graph, create_graph=create_graph, inputs=inputs
         )
-        self._engine.warn_of_division(loss)
+        self._engine.check_not_scaled(loss)
         scaler = self._engine.scaler
         self._engine.has_backward = True
         run(loss if scaler is None else scaler.scale(loss))
@@ -1366,12 +1418,16 @@ class MicroBatch:
 
         Raises:
             RuntimeError: the second one of a block; or a gradient came again after its bucket could leave.
+            ValueError: a root was scaled, and `sync.scaler` is not set.
         """
         if self._has_last:
             raise RuntimeError(
                 "mb.last_backward: the second one of this micro-batch, whose gradients have been "
                 "accumulated: mark the last backward only"
             )
+        if self._engine.scaler is None:
+            for root in roots:
+                self._engine.check_not_scaled(root)
         with self._engine.last_backward(self, roots):
             yield
         self._engine.marks.record()

@@ -56,7 +56,7 @@ class Membership:
     @classmethod
     def plain(cls, *, rank: int, world_size: int) -> Membership:
         """Return that of a rank whose parameters are those of all ranks, and whose batch is its own."""
-        return cls("", (range(world_size),), SharedBatch(rank, 1, True), world_size)
+        return cls("", (range(world_size),), SharedBatch(rank, 1, 0, True), world_size)
 
 
 def memberships_differ(memberships: Sequence[Membership], specs: Sequence[Sequence[ParamSpec]]) -> str:
@@ -280,7 +280,8 @@ class EngineRanks:
             count = replicate if axes.count is None else as_tuple(axes.count)
             sharing = mesh.along([axis for axis in mesh.shape if axis not in count])
             # The last of them: the last stage of a pipeline has the loss.
-            batch = SharedBatch(mesh.index(count), len(sharing), sharing[-1] == dist.get_rank())
+            position, last = sharing.index(dist.get_rank()), len(sharing) - 1
+            batch = SharedBatch(mesh.index(count), len(sharing), position, position == last)
             num_batches = mesh.size(count)
         groups = list(dict.fromkeys([everywhere, *along.values()]))
         self._patterns = [(groups.index(ranks), pattern) for pattern, ranks in along.items()]
@@ -504,6 +505,7 @@ def _sharing(plain: Membership, mesh: Any, data_ndim: int) -> Membership:
     """Return the membership of a rank on a mesh whose axes behind those of the data share batches."""
     ranks = MeshRanks(mesh)
     data, others = [*ranks.shape][:data_ndim], [*ranks.shape][data_ndim:]
-    batch = SharedBatch(ranks.index(data), ranks.size(others), ranks.index(others) == 0)
+    position = ranks.index(others)
+    batch = SharedBatch(ranks.index(data), ranks.size(others), position, position == 0)
     described = f"a mesh of shape {list(mesh.mesh.shape)}, {data_ndim} axes of which hold data"
     return replace(plain, described=described, batch=batch, num_batches=ranks.size(data))

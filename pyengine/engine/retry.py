@@ -32,7 +32,7 @@ from pyengine.data.rng import rng_states, set_rng_states
 from pyengine.engine.engine import Engine, MicroBatch
 from pyengine.ops.capture import report as report_uncapturable
 from pyengine.ops.device import is_lazy, runs_ahead
-from pyengine.window.header import Count, checked_count
+from pyengine.window.header import Count, checked_count, without_nan
 
 # Errors of running out of memory that are no torch.OutOfMemoryError: of the CPU's allocator, and of cuBLAS.
 _TEXTS = ("DefaultCPUAllocator", "CUBLAS_STATUS_ALLOC_FAILED")
@@ -100,7 +100,7 @@ class Retries:
             num = left if engine.part_size is None else min(engine.part_size, left)
             done = self._attempt(made, fn, items.part(start, start + num))
             if done is not None:
-                losses.append(done[0])
+                losses.append(without_nan(*done) if engine.known_denominators() is None else done[0])
                 counts.append(done[1])
                 start += num
                 continue

@@ -315,12 +315,13 @@ class Sync:
         run = checked_backward(
             one, gradient=gradient, retain_graph=retain_graph, create_graph=create_graph, inputs=inputs
         )
+        engine.check_not_scaled(one)
         known = engine.due_count(count)
+        recorded = one if totals is None else totals.recorded(loss, one, engine.counter.done)
         with self._micro_batch_of_backward():
-            engine.warn_of_division(one)
             engine.warn_of_reduction(one, count)
             with engine.micro_batch(known, is_stated=True) as made:
-                made.loss = one if gradient is None else None
+                made.loss = recorded if gradient is None else None
                 scaled = one if engine.scaler is None else engine.scaler.scale(one)
                 with made.only_backward(scaled):
                     run(scaled)
@@ -461,9 +462,10 @@ class Sync:
         """Mark the window's gradients as used without `step`; `.grad` holds their mean already.
 
         Gradients that you do not zero are carried into the next window, as in a plain PyTorch loop. Where
-        `step` would be skipped, for inf or nan or because a rank gave the window up, they hold inf or nan:
-        look at `grad_norm()` before you step yourself. The loss scale of `scaler` is updated, as in `step`.
-        Every rank calls it: the next header compares whether ranks have used a window in this way.
+        `step` would be skipped, for inf or nan, because a rank gave the window up, or because its count is 0
+        (then gradients are 0), `grad_norm()` is inf or nan: look at it before you step yourself. The loss
+        scale of `scaler` is updated, as in `step`. Every rank calls it: the next header compares whether
+        ranks have used a window in this way.
 
         Raises:
             RuntimeError: the window has not been sent; or as `step`.
@@ -472,29 +474,31 @@ class Sync:
 
     def grad_norm(self) -> Tensor:
         """Return the 2-norm of the gradients as they are, clipping included; float64, 0-dim, on their device.
-        Where ranks hold different elements (shards, experts): as they were reduced, or clipped last.
+        Where ranks hold different elements (shards, experts): as they were reduced, or clipped last. Inf or
+        nan in every window that `step` would skip, but for one that a `pe.SpikePolicy` has skipped.
 
         Cost: a look at every `.grad`; if one was written to since they were reduced, a read of each.
         """
         engine = self._engine
         engine.wait()
-        if not engine.final.is_shared:  # else one rank alone may ask, and the others must not be waited for
-            engine.renew_norm("reads the norm")
+        engine.look_at_norm()  # one rank alone may ask, and the others must not be waited for
         return engine.final.grad_norm()
 
     def grad_norms(self) -> dict[str, Tensor]:
         """Return the 2-norm of each parameter's gradient as it is, clipping included, by name.
 
-        Float64, 0-dim, on their device; the same bits on every rank. 0 without a gradient; frozen parameters
-        are left out. Where ranks hold different elements (shards, experts, stages) each norm is over all
-        ranks' elements of that name. Every rank calls this at the same point there. For every step's record:
-        `sync.measure(pe.GradNorms())`.
+        Float64, 0-dim, on their device; the same bits on every rank. 0 without a gradient, nan in a window
+        that a rank gave up; frozen parameters are left out. Where ranks hold different elements (shards,
+        experts, stages) each norm is over all ranks' elements of that name. Every rank calls this at the same
+        point there. For every step's record: `sync.measure(pe.GradNorms())`.
 
         Cost: as `grad_norm`. Where ranks hold different elements one all-reduce of 8 bytes a parameter, in
         every later window the norm's own.
         """
         engine = self._engine
         engine.wait()
+        if engine.is_void:  # a rank that has left the window does not call this
+            return dict.fromkeys(engine.trained_names(), engine.final.grad_norm())
         measured = engine.measured()
         engine.renew_norm("reads norms by name")
         return trained(measured, engine.final.squares().sqrt().unbind())
@@ -563,10 +567,12 @@ class Sync:
         if per is not None and order != 2.0:
             raise ValueError(f"norm_type={norm_type!r} with per={per!r}: need 2.0, or leave per out")
         verdict, final = engine.wait(), engine.final
-        groups = None if per is None else self._groups_of(per)
+        # A rank that has left the window does not call this.
+        groups = None if per is None or engine.is_void else self._groups_of(per)
         engine.renew_norm(f"clips to a {order:g}-norm{'' if per is None else ' of each parameter or group'}")
         is_largest = order == math.inf and not engine.is_void
-        norm = final.inf_norm(engine.published.largest()) if is_largest else final.grad_norm()
+        found = final.inf_norm(engine.published.largest()) if is_largest else final.norm_of_grads()
+        norm = final.shown(found)
         if error_if_nonfinite:
             engine.reach_verdicts()
             # As torch does, for a norm that is the same on every rank.
@@ -578,8 +584,8 @@ class Sync:
                     "sync.abandon()"
                 )
         if per is None:
-            engine.clip(max_norm, norm)
-        else:
+            engine.clip(max_norm, found)
+        elif not engine.is_void:
             engine.published.scale_each_(final.clip_each(max_norm, groups).float())
             engine.published.record()
         return norm
@@ -611,9 +617,8 @@ class Sync:
         """
         _check_limit("clip_value", clip_value)
         value, engine = float(clip_value), self._engine
-        verdict, final = engine.wait(), engine.final
+        verdict = engine.wait()
         engine.renew_norm("clips values")
-        final.keep_norm()
         engine.published.clip_values_(value)
         engine.renew_norm("has clipped values", has_changed=True)
         # Ranks that clip by another value are found out.

@@ -133,6 +133,11 @@ class Reducer(ABC):
     min_warm_up = 0
 
     @cached_property
+    def holds_all(self) -> bool:
+        """Whether this rank holds all elements of all parameters, so that it alone can compute the norm."""
+        return self.counted is None
+
+    @cached_property
     def stepper(self) -> Stepper:
         """Steps an optimizer over these gradients, or skips the step."""
         return PlainStepper()

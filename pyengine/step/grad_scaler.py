@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import gc
+import re
+from collections import deque
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -78,7 +82,8 @@ class GradScaler(torch.amp.GradScaler):
     def scale(self, outputs: Any) -> Any:
         """Scale losses, as stock."""
         self.has_scaled = True
-        return super().scale(outputs)
+        scaled = super().scale(outputs)
+        return _marked(scaled) if self._enabled else scaled
 
     def unbind(self) -> None:
         """Belong to no engine any more; scale and its growth stay."""
@@ -117,6 +122,93 @@ class GradScaler(torch.amp.GradScaler):
         # Sent, not filled in there: for a lazy device they would be constants of its first program.
         self._scale = send([self._init_scale], torch.float32, dev).reshape(())
         self._growth_tracker = send([self._init_growth_tracker], torch.int32, dev).reshape(())
+
+
+# ---- losses that were scaled already ----
+
+# In the metadata of the graph's node that has scaled.
+_MARK = "scaled by a pyengine.GradScaler"
+# Nodes that a scaled loss passes through as a term: sums, factors, casts, views.
+_LINEAR = re.compile(
+    "(Add|Sub|Rsub|Mul|Div|Neg|Sum|Mean|Stack|Cat|Dot|ToCopy|Clone|Alias|Select|Unbind|Index|Slice|Expand|"
+    "View|Squeeze|Unsqueeze|ReshapeAlias|UnsafeView)Backward"
+)
+_MAX_NODES = 64
+
+
+def is_scaled(loss: Tensor, *, searches: bool) -> bool:
+    """Whether a GradScaler has scaled a loss, or a term of it, from its graph alone.
+
+    Args:
+        loss: with a graph.
+        searches: look for scalers other than `GradScaler`, too, which leave no mark: their product has a
+            scale that one of them refers to.
+
+    Cost: 2 µs where the loss is no sum or product. With `searches`, where a factor is a 0-dim float32 tensor,
+    tens of milliseconds, in which Python's garbage collector looks for the factor's owner.
+    """
+    due = deque([loss.grad_fn])
+    for _ in range(_MAX_NODES):
+        node: Any = due.popleft() if due else None
+        if node is None:
+            if not due:
+                return False
+            continue
+        if _MARK in node.metadata or (searches and _has_scale(node)):
+            return True
+        if _LINEAR.match(node.name()):
+            due.extend(following for following, _ in node.next_functions)
+    return False
+
+
+def _marked(scaled: Any) -> Any:
+    """Mark what `scale` returns: a tensor, a list or tuple, or another iterable, which is read lazily."""
+    if isinstance(scaled, Tensor):
+        node: Any = scaled.grad_fn
+        if node is not None:
+            node.metadata[_MARK] = True
+        return scaled
+    if not isinstance(scaled, list | tuple):
+        return map(_marked, scaled)
+    for each in scaled:
+        _marked(each)
+    return scaled
+
+
+def _has_scale(node: Any) -> bool:
+    """Whether a node of the graph multiplies by the scale of some GradScaler."""
+    if node.name() != "MulBackward0":
+        return False
+    try:
+        factor = node._saved_other  # noqa: SLF001 - autograd's names for saved tensors
+        factor = node._saved_self if factor is None else factor  # noqa: SLF001
+    except RuntimeError:  # a second backward, which autograd refuses itself
+        return False
+    # Numbers are float64 or int64, and a loss that is weighed by another one has a graph.
+    if not isinstance(factor, Tensor) or factor.dtype is not torch.float32:
+        return False
+    return not factor.dim() and not factor.requires_grad and _is_scale(factor, gc.get_referrers(factor))
+
+
+def _is_scale(factor: Tensor, owners: Sequence[Any]) -> bool:
+    """Whether a tensor is the scale of some GradScaler, or a copy; `owners` refer to it."""
+    if any(_attribute(owner, "GradScaler", "_scale") is factor for owner in owners):
+        return True
+    # `scale` of a list multiplies by a copy for each device. The dict of copies is part of a cycle, which
+    # lives until Python's next collection.
+    copies = [owner for owner in owners if type(owner) is dict and owner.get(factor.device) is factor]
+    return any(
+        _attribute(owner, "_MultiDeviceReplicator", "_per_device_tensors") is each
+        for each in copies
+        for owner in gc.get_referrers(each)
+    )
+
+
+def _attribute(owner: Any, kind: str, name: str) -> Any:
+    """Return an attribute of an object, if a class of it is called `kind`, or of a `__dict__`."""
+    if any(each.__name__ == kind for each in type(owner).__mro__):
+        owner = vars(owner)
+    return owner.get(name) if type(owner) is dict else None
 
 
 def taken_over(scaler: torch.amp.GradScaler) -> GradScaler:

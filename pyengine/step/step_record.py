@@ -33,8 +33,8 @@ class StepRecord:
         micro_batches: micro-batches in the window, over all ranks.
         count: items in the window, over all ranks: the divisor of the gradient.
         loss: sum of the window's losses over all ranks, divided by `count`; None when nothing was counted.
-        grad_norm: 2-norm of the mean gradient before clipping, loss scale removed; inf or nan when skipped
-            for it.
+        grad_norm: 2-norm of the mean gradient as it was reduced, before any clipping or write to `.grad`,
+            loss scale removed; inf or nan when skipped for it.
         skipped: whether the parameters were left alone.
         reason: why they were, which micro-batches were dropped, or why a `pe.SpikePolicy` has clipped; empty
             otherwise.

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from pyengine.window.header import without_nan
+
 # The name of a count that has none.
 ONLY = "count"
 
@@ -81,6 +83,23 @@ class Denominators:
         if not known:
             return torch.zeros((), dtype=torch.float32, device=device, requires_grad=True)
         return sum(known[1:], start=known[0])
+
+    def recorded(self, losses: Loss, weighed: Tensor, done: int) -> Tensor:
+        """Return what is recorded of losses that `weigh` has made one; `done` micro-batches came before.
+
+        Those that are not finite and of which it counts 0 are left out: [Note: losses of a count of 0].
+        """
+        index = done - self.first
+        if not isinstance(losses, Mapping) or index >= len(self.counts):
+            return weighed
+        counts = self.counts[index]
+        if all(counts[name] for name, total in self.totals.items() if total):
+            return weighed
+        terms = [
+            (self._term(name, losses[name]), counts[name]) for name, total in self.totals.items() if total
+        ]
+        known = [without_nan(term.detach(), count) for term, count in terms if term is not None]
+        return sum(known[1:], start=known[0]) if known else weighed
 
     def _term(self, name: str, loss: Tensor | float) -> Tensor | None:
         if not isinstance(loss, Tensor):

@@ -34,26 +34,31 @@ class Holdings:
         """Let `whole` return sums by name, too, in the same all-reduce: 8 bytes a name more."""
         self.places, self._num_names = places, num_names
 
-    def whole(self, sumsq: Tensor, void: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the sum over all ranks' elements, nan if any rank gave the window up, and sums by name.
+    def whole(
+        self, sumsq: Tensor, void: Tensor, votes: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return the sum over all ranks' elements, `void`, sums by name, and the sum of all ranks' `votes`.
 
         The parts of the ranks are added in the order of ranks, whatever the all-reduce does, so the bits are
-        the same on every rank, and a rank that counts nothing changes none. A sum that is not counted voids,
-        too.
+        the same on every rank, and a rank that counts nothing changes none. `void` is nan if it is on any
+        rank, else inf if a sum that is not counted is not finite, else 0.
 
-        Cost: one all-reduce of 8 bytes a rank and 8 more, and 8 a name after `add_names`; waited for.
+        Cost: one all-reduce of 8 bytes a rank and 8 more, 8 a name after `add_names`, and 8 a vote; waited
+        for.
         """
         counted = torch.where(self._counted, sumsq, 0.0)
-        uncounted = torch.where(self._counted, 0.0, sumsq)
+        uncounted = add_up(torch.where(self._counted, 0.0, sumsq))
         world_size = self._comm.world_size
         parts = sumsq.new_zeros(world_size + 1 + self._num_names)
         parts[self._comm.rank] = add_up(counted)
-        parts[world_size] = add_up(uncounted) * 0 + void
-        by_name = parts[world_size + 1 :]
+        parts[world_size] = torch.where(is_not_finite(uncounted), torch.inf, 0.0) + void
         if self.places is not None:
-            by_name.index_copy_(0, self.places, counted)
+            parts[world_size + 1 :].index_copy_(0, self.places, counted)
+        size = len(parts)
+        if votes is not None:
+            parts = torch.cat([parts, votes])
         self._comm.all_reduce(parts).wait()
-        return add_up(parts[:world_size]), parts[world_size], by_name
+        return add_up(parts[:world_size]), parts[world_size], parts[world_size + 1 : size], parts[size:]
 
     def largest(self, value: Tensor) -> Tensor:
         """Return the largest of all ranks' values, nan if one is. One all-reduce, waited for."""
@@ -90,12 +95,15 @@ class FinalPass:
         self._has_names = True
         if self._holdings is not None:
             self._holdings.add_names(send(list(places), torch.int64, self.sumsq.device), num_names)
+            self._squares = self.sumsq.new_full((num_names,), torch.nan)  # until the next norm
 
     def reset(self) -> None:
         """Forget the window, without work for the device: the next one overwrites sums and flags."""
         # float32 0-dim: 1 if a gradient holds inf or nan, which a loss scale follows; 1 if the step must be
-        # skipped, for that or another reason; nan if a rank gave the window up, else 0.
+        # skipped, for that or another reason; nan if a rank gave the window up, else 0 or inf.
         self.overflow = self.found_inf = self.void = self._zero
+        # float64 0-dim: nan if the window may not be used although its gradients are finite, else 0.
+        self._forbidden = self._none
         # float64 0-dim: 1 if a measure has skipped or clipped the window.
         self.acted = self._none
         # float64 0-dim, the product of the clip factors so far, of which each counts as its mean over names:
@@ -105,21 +113,23 @@ class FinalPass:
         self._clipped_since = self._one
         # bool `[num_params]`, which parameters any rank used; None where `.grad is None` shows it.
         self.used: Tensor | None = None
-        self._before_clipping: Tensor | None = None
-        self._squares_before_clipping: Tensor | None = None
+        self._reduced_squares: Tensor | None = None
 
-    def compute_norm(self, *, is_refused: bool = False) -> None:
+    def compute_norm(self, *, is_refused: bool = False, votes: Tensor | None = None) -> Tensor | None:
         """Derive norm and skip decision from the sums of squares that the kernels left, and `void`.
 
         Where ranks hold different elements one all-reduce, waited for; none behind a header that
-        `is_refused`.
+        `is_refused`. Returns the sum of all ranks' `votes` if there was one.
         """
-        total = add_up(self.sumsq)  # in registration order: not a matter of buckets or threads
+        total, counted_votes = add_up(self.sumsq), None  # in registration order, whatever buckets are
         if self._holdings is not None and not is_refused:
-            total, void, self._squares = self._holdings.whole(self.sumsq, self.void)
+            total, void, self._squares, counted_votes = self._holdings.whole(self.sumsq, self.void, votes)
             self.void = void.float()
-        self._norm = total.sqrt()
+        self._norm = self._reduced_norm = total.sqrt()
+        if self._has_names:
+            self._reduced_squares = self.squares().clone()  # `sumsq` may be overwritten
         self.overflow = self.found_inf = is_not_finite(total + self.void).float()
+        return counted_votes
 
     def leave_out(self, params: Sequence[int]) -> None:
         """Do not count parameters that no rank has used: what is reduced for them are residuals, which go."""
@@ -132,6 +142,11 @@ class FinalPass:
         """Skip the step if `flag` (bool, 0-dim, on the device) is set."""
         self.found_inf = torch.where(flag, self._yes, self.found_inf)
 
+    def forbid_use(self, flag: Tensor) -> None:
+        """Skip the step if `flag` is set, and let `grad_norm` show that to the caller's own step."""
+        self.forbid(flag)
+        self._forbidden = self._forbidden.masked_fill(flag, torch.nan)
+
     def back_off(self, flag: Tensor) -> None:
         """Let the loss scale back off if `flag` (bool, 0-dim, on the device) is set."""
         self.overflow = torch.where(flag, self._yes, self.overflow)
@@ -141,24 +156,36 @@ class FinalPass:
         """Whether ranks hold different elements, so that the norm needs a collective."""
         return self._holdings is not None
 
-    def renew_norm(self, *, was_read: bool) -> None:
+    def renew_norm(self, *, was_read: bool, is_alone: bool = False) -> None:
         """Compute the norm again, where gradients may have been changed since; the skip decision stays.
 
-        `was_read`: `sumsq` is that of changed gradients. Where ranks hold different elements one all-reduce,
-        waited for: every rank calls this at the same point there.
+        Where ranks hold different elements one all-reduce, waited for: every rank calls this at the same
+        point there.
+
+        Args:
+            was_read: `sumsq` is that of changed gradients.
+            is_alone: no other rank calls this, and this rank holds all elements.
         """
         if was_read:
             self._clipped_since = self._one
-        if self._holdings is not None:
+        if self._holdings is not None and not is_alone:
             sumsq = self.sumsq * self._clipped_since.square()
-            total, _, self._squares = self._holdings.whole(sumsq, self._zero)
+            total, _, self._squares, _ = self._holdings.whole(sumsq, self._zero)
             self._norm = total.sqrt()
         elif was_read:
             self._norm = add_up(self.sumsq).sqrt()
 
     def grad_norm(self) -> Tensor:
-        """Return the 2-norm of the gradients as they are; float64 0-dim."""
+        """Return the 2-norm of the gradients as they are, or nan if the window may not be used."""
+        return self.shown(self._norm)
+
+    def norm_of_grads(self) -> Tensor:
+        """Return the 2-norm of the gradients as they are, float64 0-dim, in every window."""
         return self._norm
+
+    def shown(self, norm: Tensor) -> Tensor:
+        """Return a norm of the gradients, float64 0-dim, or nan if the window may not be used."""
+        return norm if self._forbidden is self._none else norm + self._forbidden
 
     def squares(self) -> Tensor:
         """Return the squared norm of each name's gradient as it is, float64 `[names]`; after `add_names`."""
@@ -166,21 +193,14 @@ class FinalPass:
             return self._squares
         return self.sumsq * self._clipped_since.square()
 
-    def norm_before_clipping(self) -> Tensor:
-        """Return the 2-norm as the first clipping found it, or as it is now; float64 0-dim."""
-        return self._norm if self._before_clipping is None else self._before_clipping
+    def reduced_norm(self) -> Tensor:
+        """Return the 2-norm as it was reduced, before any clipping or write; float64 0-dim."""
+        return self._reduced_norm
 
-    def norms_before_clipping(self) -> Tensor:
+    def reduced_norms(self) -> Tensor:
         """Return the same of each name's gradient, float64 `[names]`."""
-        kept = self._squares_before_clipping
+        kept = self._reduced_squares  # None: the names were added behind the window's end
         return (self.squares() if kept is None else kept).sqrt()
-
-    def keep_norm(self) -> None:
-        """Remember the norms before the first clipping."""
-        if self._before_clipping is None:
-            self._before_clipping = self._norm
-            if self._has_names:
-                self._squares_before_clipping = self.squares()
 
     def inf_norm(self, largest: Tensor) -> Tensor:
         """Return the largest of all ranks' `largest`, float64 0-dim, with the same bits on every rank."""
@@ -188,7 +208,6 @@ class FinalPass:
 
     def clip(self, max_norm: float | Tensor, norm: Tensor) -> Tensor:
         """Return min(1, max_norm / (norm + 1e-6)), float64 0-dim, for the caller to multiply by."""
-        self.keep_norm()
         factor = (max_norm / (norm + CLIP_EPSILON)).clamp(max=1.0)
         self._norm = self._norm * factor
         if self._has_names and self._holdings is not None:
@@ -207,7 +226,6 @@ class FinalPass:
         Returns:
             float64 `[num_params]`, the same bits on every rank, for the caller to multiply by.
         """
-        self.keep_norm()
         squares = self.squares()
         sums = squares if groups is None else torch.stack([add_up(squares[group]) for group in groups])
         factors = (max_norm / (sums.sqrt() + CLIP_EPSILON)).clamp(max=1.0)

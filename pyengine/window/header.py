@@ -74,6 +74,7 @@ class SharedBatch:
 
     index: int  # which batch
     num_ranks: int  # how many share each
+    position: int  # of this rank among them
     is_counting: bool  # whether this rank counts the batch; one of them does
 
     def lanes(self, numbers: Tensor) -> Tensor:
@@ -89,6 +90,25 @@ class SharedBatch:
         pieces = [mixed >> PIECE_BITS * lane & 2**PIECE_BITS - 1 for lane in range(NUM_PIECES)]
         weight = 1 - self.num_ranks if self.is_counting else 1
         return torch.stack(pieces).double() * weight
+
+    def votes(self, *, has_scaled: bool, lacks_scale: bool) -> list[float]:
+        """Return what, summed over all ranks, `lacks_scale` reads.
+
+        Args:
+            has_scaled: this rank has scaled all of its losses, or the batch has none in this window.
+            lacks_scale: this rank has gradients, and has not scaled their losses itself.
+        """
+        scaled = [0.0] * self.num_ranks
+        scaled[self.position] = float(has_scaled)
+        return [float(lacks_scale), *scaled]
+
+    def lacks_scale(self, votes: Tensor, world_size: int) -> Tensor:
+        """Return whether some batch may have unscaled gradients, bool 0-dim.
+
+        Batches have their loss at the same position, for example on the last stage of each pipeline: the
+        ranks of one position have to have scaled, for every batch.
+        """
+        return (votes[0] > 0) & (votes[1:].amax() < world_size // self.num_ranks)
 
 
 def _mix(value: Tensor) -> Tensor:
@@ -124,8 +144,8 @@ class LocalWindow:
 
     def add_to(self, vector: Tensor) -> None:
         """Add to a header's vector what is on an accelerator, unread."""
-        if losses := self._unread(self.losses):
-            vector[_LOSSES:] += exact_scalars.lanes(stacked(losses, vector.device))
+        if losses := self._unread_losses(vector.device):
+            vector[_LOSSES:] += exact_scalars.lanes(torch.cat(losses))
         if unread := self._unread(self.counts):
             counts = stacked(unread, vector.device)
             valid = self.are_valid(counts)
@@ -139,6 +159,31 @@ class LocalWindow:
     def known(self, values: Sequence[Count | None]) -> list[float]:
         """Return the values that the host reads without waiting."""
         return [float(value) for value in values if value is not None and self._is_known(value)]
+
+    def known_losses(self) -> list[float]:
+        """Return the losses that the host reads without waiting; see [Note: losses of a count of 0]."""
+        known = (pair for pair in self._loss_pairs() if self._is_loss_known(*pair))
+        return [
+            0.0 if not math.isfinite(loss) and float(count) == 0 else float(loss) for loss, count in known
+        ]
+
+    def _unread_losses(self, device: torch.device) -> list[Tensor]:
+        """Return the other losses, float64 `[n]` each; see [Note: losses of a count of 0]."""
+        unread = [pair for pair in self._loss_pairs() if not self._is_loss_known(*pair)]
+        ready = [without_nan(loss, count) for loss, count in unread if self._is_known(count)]
+        found = [stacked(ready, device)] if ready else []
+        if both := [(loss, count) for loss, count in unread if not self._is_known(count)]:
+            losses, counts = (stacked([*values], device) for values in zip(*both, strict=True))
+            found.append(without_nan(losses, counts))
+        return found
+
+    def _loss_pairs(self) -> list[tuple[Tensor, Count]]:
+        """Return the losses that are known on this rank, each with its count."""
+        pairs = zip(self.losses, self.counts, strict=True)
+        return [(loss, count) for loss, count in pairs if loss is not None]
+
+    def _is_loss_known(self, loss: Tensor, count: Count) -> bool:
+        return self._is_known(loss) and (self._is_known(count) or math.isfinite(loss))
 
     def _unread(self, values: Sequence[Any]) -> list[Tensor]:
         return [value for value in values if isinstance(value, Tensor) and not self._is_known(value)]
@@ -206,7 +251,8 @@ class RunningWindow(LocalWindow):
     def append(self, loss: Tensor | None, count: Count, *, is_dropped: bool | Tensor = False) -> None:
         super().append(loss, count, is_dropped=is_dropped)
         if (known_loss := self.losses[-1]) is not None:
-            self._loss = self._loss + known_loss.to(self._loss.device)
+            # A number 0 changes the program of this micro-batch, which has no collective.
+            self._loss = self._loss + without_nan(known_loss.to(self._loss.device), self.counts[-1])
         if isinstance(is_dropped, Tensor):
             self._dropped = self._dropped + is_dropped.double()
         if isinstance(known := self.counts[-1], Tensor):
@@ -234,6 +280,20 @@ def _or_zero(value: Count, is_dropped: bool | Tensor) -> Count:
     if is_dropped:
         return torch.zeros_like(value) if isinstance(value, Tensor) else 0
     return value
+
+
+# [Note: losses of a count of 0]
+# A micro-batch without items, for example without labels, has a mean of 0 / 0: given as `mean * 0` with a
+# count of 0 its gradient is 0, and its loss, nan, stays out of the window's. A finite loss is added whatever
+# its count: of several micro-batches with the answers to one prompt only one counts the prompt.
+
+
+def without_nan(losses: Tensor, counts: Count) -> Tensor:
+    """Return losses, with 0 for one that is not finite and whose count is 0; nothing is read."""
+    if isinstance(counts, Tensor):
+        counts = counts.to(losses.device).reshape(losses.shape)
+        return torch.where(counts == 0, losses.nan_to_num(0.0, 0.0, 0.0), losses)
+    return losses if counts else losses.nan_to_num(0.0, 0.0, 0.0)
 
 
 def make_local_window(
@@ -407,7 +467,7 @@ def _numbers(local: LocalWindow, position: tuple[int, int], more: bool, claims: 
     numbers = [math.fsum(valid), len(local.counts), more, invalid, unknown, dropped, not local.has_used_all]
     for value in (*(value % 2**PIECE_BITS for value in position), *claims.pieces()):
         numbers += [value, value * value]
-    return [*map(float, numbers), *exact_scalars.lanes_of(local.known(local.losses))]
+    return [*map(float, numbers), *exact_scalars.lanes_of(local.known_losses())]
 
 
 def _with_device_values(vector: Tensor, local: LocalWindow, claims: Claims) -> Tensor:

@@ -118,7 +118,7 @@ class GradNorms(Measure):
         return "GradNorms()"
 
     def numbers(self) -> Tensor:
-        return self._measured.final.norms_before_clipping()
+        return self._measured.final.reduced_norms()
 
     def record(self, numbers: Sequence[float], *, skipped: bool) -> dict[str, float]:
         del skipped

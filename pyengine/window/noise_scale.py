@@ -165,7 +165,7 @@ class NoiseScale(Measure):
         if header.inv_scale is not None:
             parts[0] *= header.inv_scale.square()
         count = header.vector()[0]
-        total = final.norm_before_clipping().square() * count
+        total = final.reduced_norm().square() * count
         flag = (final.found_inf == 0).double() * is_whole
         self._numbers = torch.stack([parts[0], parts[1], total, count, flag])
 

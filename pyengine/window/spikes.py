@@ -41,8 +41,8 @@ class SpikePolicy(Measure):
 
     The median is over the last `window` windows with a finite norm, those that were skipped or clipped
     included, so that it follows where norms have grown for good. The lower one of two in the middle is used.
-    The policy does not act before it has seen so many windows. What it has seen is part of
-    `sync.state_dict()`.
+    The policy does not act before it has seen so many windows, nor while the median is 0. What it has seen
+    is part of `sync.state_dict()`.
 
     Args:
         factor: above 1.
@@ -93,7 +93,7 @@ class SpikePolicy(Measure):
     def wait(self, window: ReducedWindow) -> Tensor | None:
         del window
         final = self._measured.final
-        row = torch.cat([final.grad_norm().view(1), final.norms_before_clipping()])
+        row = torch.cat([final.grad_norm().view(1), final.reduced_norms()])
         medians = self._history.sort(dim=0).values[(self._window - 1) // 2]
         is_known = (self._seen >= self._window) & (medians[0] > 0)
         limit = torch.where(is_known, self._factor * medians[0], torch.inf)

@@ -233,7 +233,7 @@ class Verdict:
         nonfinite = self.outcome.nonfinite.nonzero().flatten().tolist()
         blamed = {evidence.names[param]: evidence.blame(param) for param in nonfinite}
         local = evidence.local
-        mine = RankFindings(evidence.gave_up, local.nonfinite_losses(), blamed, local.refusals)
+        mine = RankFindings(evidence.gave_up, local.nonfinite_losses(), blamed, local.all_refusals())
         findings: Sequence[RankFindings] = self._comm.all_gather_object(mine)
         raise_refusals([each.refusals for each in findings])
         return describe(findings, is_exact=evidence.local.is_exact)

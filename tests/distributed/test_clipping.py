@@ -8,6 +8,7 @@ import pytest
 import torch
 from cases import OPTIMIZERS, Inject, assert_alike, clip_and_step, engine, me, records_of
 from ranks import on_ranks
+from sharded_cases import batch, loss_of, sharded
 from torch import nn
 
 import pyengine as pe
@@ -140,6 +141,108 @@ def test_a_norm_that_is_not_finite_is_an_error_on_every_rank_alike(kind, norm_ty
     assert sync.step(optimizer)
     assert "weight" in str(error.value) and f"norm of order {norm_type:g}" in str(error.value)
     assert_alike(str(error.value))
+
+
+@pytest.mark.parametrize("kind", ["own", "own-native", "own-exact", "attach"])
+@pytest.mark.parametrize("per", [None, "parameter"])
+@on_ranks(2)
+def test_a_window_without_any_gradient_is_clipped_to_nothing(kind, per):
+    """Micro-batches without a loss, and then none at all."""
+    model = nn.Linear(2, 1)
+    sync, _ = engine(kind, model, accumulate=2)
+    for window in sync.windows([1, 2] if me()[0] else []):
+        for _ in window:
+            with sync.micro_batch(count=0):
+                pass
+        sync.clip_grad_value_(1.0)
+        sync.clip_grad_norm_(1.0, per=per)
+        sync.clip_grad_value_(1.0)
+        assert all(param.grad is None for param in model.parameters())
+        assert not sync.step(torch.optim.SGD(model.parameters(), lr=1.0))
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@on_ranks(2)
+def test_the_guard_of_ones_own_step_skips_a_window_that_counts_nothing(fused):
+    model = nn.Linear(2, 1)
+    sync = pe.GradSync(model, accumulate=1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.5, weight_decay=0.5, fused=fused)
+    before = [param.detach().clone() for param in model.parameters()]
+    for count in (torch.tensor(0), 0, 2):
+        with sync.accumulate():
+            sync.backward(model(torch.ones(1, 2)).sum() * count, count=count)
+        norms = [sync.clip_grad_norm_(1.0), sync.clip_grad_norm_(1.0, math.inf), sync.grad_norm()]
+        sync.unscale_()
+        assert {bool(norm.isfinite()) for norm in norms} == {bool(count)}
+        assert all(param.grad.isfinite().all() for param in model.parameters())  # and may be carried
+        if norms[-1].isfinite():
+            optimizer.step()
+        else:
+            assert all(map(torch.equal, model.parameters(), before))
+        model.zero_grad()
+    assert not any(map(torch.equal, model.parameters(), before))
+
+
+def _torchs(sync: pe.Sync, model: nn.Module) -> None:
+    nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+
+
+def _by_hand(sync: pe.Sync, model: nn.Module) -> None:
+    for param in model.parameters():
+        param.grad *= 0.5
+
+
+@pytest.mark.parametrize("edit", [_torchs, _by_hand])
+@pytest.mark.parametrize("looks", ["grad_norm", "grad_norms", "clip_grad_norm_", "clip_grad_value_", "step"])
+@on_ranks(2)
+def test_the_record_has_the_norm_before_any_clipping(edit, looks):
+    model = nn.Linear(2, 1)
+    sync = pe.GradSync(model, accumulate=1)
+    sync.measure(pe.GradNorms())
+    with sync.accumulate():
+        sync.backward(model(torch.full((1, 2), 4.0)).sum())
+    edit(sync, model)
+    arguments = {"clip_grad_norm_": (0.1,), "clip_grad_value_": (0.1,)}
+    if looks != "step":
+        getattr(sync, looks)(*arguments.get(looks, ()))
+    sync.step(torch.optim.SGD(model.parameters(), lr=0.0))
+    assert sync.last_record.grad_norm == pytest.approx(math.sqrt(33))
+    assert sync.last_record.grad_norms == pytest.approx({"weight": math.sqrt(32), "bias": 1.0})
+
+
+def _of_local_tensors(sync: pe.Sync, model: nn.Module) -> None:
+    for param in model.parameters():
+        if param.grad is not None:
+            param.grad.to_local().mul_(0.5)
+
+
+def _of_dtensors(sync: pe.Sync, model: nn.Module) -> None:
+    for param in model.parameters():
+        if param.grad is not None:
+            param.grad.mul_(0.5)
+
+
+def _of_new_tensors(sync: pe.Sync, model: nn.Module) -> None:
+    for param in model.parameters():
+        if param.grad is not None:
+            param.grad = param.grad * 0.5
+
+
+@pytest.mark.parametrize("edit", [_of_local_tensors, _of_dtensors, _of_new_tensors])
+@on_ranks(2)
+def test_a_replicated_models_norm_is_that_of_the_gradients_as_they_are(edit):
+    sync, model = sharded("replicate")
+    for k in range(3):
+        with sync.accumulate():
+            sync.backward(loss_of(model, batch(k)))
+    before = sync.grad_norm()
+    edit(sync, model)
+    if me()[0] == 0:  # may ask alone
+        assert sync.grad_norm().item() == pytest.approx(before.item() / 2, rel=1e-12)
+    assert sync.clip_grad_norm_(math.inf).item() == pytest.approx(before.item() / 2, rel=1e-12)
+    assert sync.grad_norm().item() == pytest.approx(before.item() / 2, rel=1e-12)
+    sync.step(torch.optim.SGD(model.parameters(), lr=0.0))
+    assert sync.last_record.grad_norm == pytest.approx(before.item())
 
 
 WRONG = {

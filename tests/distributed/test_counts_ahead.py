@@ -103,3 +103,69 @@ def test_a_loss_of_which_nothing_was_counted_adds_nothing_even_nan_and_a_window_
             sync.backward({"ce": ce.sum() * math.nan, "aux": aux})
         assert bool(sync.step(optimizer)) == bool(sync.totals["aux"])
     assert [record.count for record in records] == [0.0, 4.0]
+
+
+def _mean(weight: torch.Tensor, items: int) -> torch.Tensor:
+    """Return the mean over a micro-batch's items: nan, with a gradient of 0, where there are none."""
+    return weight.sum() * items + torch.zeros(items).mean()
+
+
+def _items(items: int) -> int:
+    return items
+
+
+def _items_and_one(items: int) -> dict[str, int]:
+    return {"a": items, "b": 1}
+
+
+def _by_number(sync: pe.Sync, weight: torch.Tensor, items: int) -> None:
+    sync.backward(_mean(weight, items), count=items)
+
+
+def _by_tensor(sync: pe.Sync, weight: torch.Tensor, items: int) -> None:
+    sync.backward(_mean(weight, items), count=torch.tensor(items))
+
+
+def _in_a_block(sync: pe.Sync, weight: torch.Tensor, items: int) -> None:
+    with sync.micro_batch() as mb:
+        loss = _mean(weight, items)
+        mb.count, mb.loss = items, loss
+        mb.backward(weight.sum() * items)
+
+
+def _in_parts(sync: pe.Sync, weight: torch.Tensor, items: int) -> None:
+    """Two parts, of which the first has no items."""
+    sync.part_size = 1
+    sync.retry_smaller(torch.arange(2), lambda part: (_mean(weight, n := items * int(part)), n))
+
+
+def _ahead(sync: pe.Sync, weight: torch.Tensor, items: int) -> None:
+    sync.backward(_mean(weight, items))
+
+
+def _several(sync: pe.Sync, weight: torch.Tensor, items: int) -> None:
+    sync.backward({"a": _mean(weight, items), "b": 2 * weight.sum()})
+
+
+@pytest.mark.parametrize(
+    ("backward", "count", "want"),
+    [
+        (_by_number, None, 3.0),
+        (_by_tensor, None, 3.0),
+        (_in_a_block, None, 3.0),
+        (_in_parts, None, 3.0),
+        (_ahead, _items, 3.0),
+        (_several, _items_and_one, 9.0),
+    ],
+)
+@on_ranks(2)
+def test_a_micro_batch_without_items_whose_mean_is_nan_leaves_the_windows_loss_alone(backward, count, want):
+    weight = torch.nn.Parameter(torch.ones(3))
+    sync = pe.GradSync([weight], accumulate=2)
+    for window in sync.windows([2, 0] if me()[0] else [0, 4], count=count):
+        for items in window:
+            backward(sync, weight, items)
+        sync.step(torch.optim.SGD([weight], lr=0.0))
+    assert sync.last_record.loss == want
+    assert not sync.last_record.skipped
+    assert weight.grad.isfinite().all()

@@ -10,7 +10,7 @@ import torch
 from cases import Integers, assert_alike, engine, grads, integers, me, records_of, window_of_integers
 from meshes import Block, cut, mesh_of
 from ranks import on_ranks
-from sharded_cases import loss_of, own_batches, sharded, whole_grads
+from sharded_cases import Chain, batch, loss_of, own_batches, sharded, whole_grads
 from torch import Tensor, nn
 
 import pyengine as pe
@@ -133,6 +133,32 @@ def test_each_parameter_or_group_is_clipped_by_its_own_norm(kind):
         assert sync.grad_norm().item() == pytest.approx(total, rel=1e-6)
         assert norm.item() > total
         sync.step(torch.optim.SGD(model.parameters(), lr=0.0))
+
+
+@pytest.mark.parametrize("value", [math.inf, math.nan])
+@pytest.mark.parametrize("use", ["grad_norms", "parameter", "group"])
+@pytest.mark.parametrize(("kind", "world"), [("replicate", 2), ("hsdp", 4), ("flat", 3), ("own", 2)])
+@on_ranks()
+def test_norms_by_name_may_be_asked_for_first_in_a_window_with_inf(kind, use, value):
+    if kind == "own":
+        model = Chain()
+        sync = pe.GradSync(model, accumulate=3)
+    else:
+        sync, model = sharded(kind)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for window in range(2):
+        for k in range(3):
+            factor = value if (window, k, me()[0]) == (0, 1, 0) else 1.0
+            with sync.accumulate():
+                sync.backward(loss_of(model, batch(k)) * factor)
+        if use == "grad_norms":
+            norms = sync.grad_norms()
+            assert all(norm.isfinite() for norm in norms.values()) is bool(window)
+            assert norms["first.never"] == 0
+        else:
+            sync.clip_grad_norm_(1.0, per=use if use == "parameter" else {"one": ["scale", "first.weight"]})
+        assert bool(sync.step(optimizer)) is bool(window)
+    assert sync.grad_norms().keys() == dict(model.named_parameters()).keys()
 
 
 @on_ranks(2)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import re
 from collections.abc import Callable
 from functools import partial
 
@@ -11,7 +13,6 @@ from cases import Integers, engine, error_of, integers, recorded_warnings
 from ranks import on_ranks
 from sharded_cases import Chain, batch, loss_of, shard
 from torch import Tensor, nn
-from torch.utils.flop_counter import FlopCounterMode
 
 import pyengine as pe
 
@@ -140,27 +141,6 @@ def test_backwards_beside_windows_that_train_nothing_are_none_of_our_business():
     assert texts == []
 
 
-DIVISIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "/ accumulate": lambda loss: loss / 4,
-    "* 1 / accumulate": lambda loss: loss * (1 / 4),
-    "1 / accumulate *": lambda loss: 0.25 * loss,
-    "/ tensor": lambda loss: loss / torch.tensor(4),
-    "tensor *": lambda loss: torch.tensor(0.25) * loss,
-    "in place": lambda loss: loss.div_(4.0),
-    "cast behind it": lambda loss: (loss / 4).double(),
-    "times a count": lambda loss: (loss / 4) * 3,
-    "minus": lambda loss: -(loss / 4),
-}
-OTHERS: dict[str, Callable[[Tensor], Tensor]] = {
-    "none": lambda loss: loss,
-    "by another number": lambda loss: loss / 3,
-    "times": lambda loss: loss * 4,
-    "and times it again": lambda loss: (loss / 4) * torch.tensor(4),
-    "of a term": lambda loss: loss + loss / 4,
-    "of an input": lambda loss: (loss / 4).exp(),
-}
-
-
 def _warned(
     loss_of: Callable[[nn.Parameter], Tensor],
     *,
@@ -182,18 +162,19 @@ def _warned(
     return texts
 
 
-@pytest.mark.parametrize(
-    ("name", "count", "is_block"),
-    [(name, (None, 3)[number // 2 % 2], bool(number % 2)) for number, name in enumerate(DIVISIONS)],
-)
-def test_a_loss_divided_by_accumulate_is_warned_of_once(name, count, is_block):
-    (text,) = _warned(lambda weight: DIVISIONS[name](weight.sum()), count=count, is_block=is_block)
-    assert text.startswith("leave the division by 4 out of the loss")
+LOSSES: dict[str, Callable[[Tensor], Tensor]] = {
+    "half of a squared error": lambda weight: 0.5 * weight.square().mean(),
+    "mean of two": lambda weight: (weight.sum() + weight.exp().sum()) / 2,
+    "GAN": lambda weight: (
+        (nn.functional.softplus(weight[0]).mean() + nn.functional.softplus(weight[1]).mean()) / 2
+    ),
+    "VAE": lambda weight: weight.square().sum() - 0.5 * (1 + weight - weight.square() - weight.exp()).sum(),
+}
 
 
-@pytest.mark.parametrize("name", OTHERS)
-def test_other_losses_are_not_warned_of(name):
-    assert _warned(lambda weight: OTHERS[name](weight.sum()), count=3) == []
+@pytest.mark.parametrize("name", LOSSES)
+def test_factors_that_belong_to_a_loss_are_not_warned_of(name):
+    assert _warned(LOSSES[name], accumulate=2) == []
 
 
 @pytest.mark.parametrize(
@@ -213,19 +194,128 @@ def test_a_sum_without_its_count_and_a_mean_with_one_are_warned_of_once(reductio
     assert [text.startswith(says) for text in texts] == ([True] if says else [])
 
 
-def test_a_loss_is_not_read_under_a_dispatch_mode():
-    with FlopCounterMode(display=False):
-        assert _warned(lambda weight: 2 * weight.sum() / 4, count=3) == []
+class _Held:
+    """An engine, a scaler and a weight of which a loss is made."""
+
+    def __init__(self, kind: str) -> None:
+        gc.collect()  # a stock scaler's copies for a list are known until the next collection
+        self.weight = nn.Parameter(torch.ones(3))
+        self.sync = pe.GradSync([self.weight], accumulate=2)
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
+        if kind == "its own":
+            self.sync.scaler = self.scaler
+        elif kind == "another":
+            self.sync.scaler = pe.GradScaler("cpu", init_scale=8.0)
+        elif kind == "another engine's":
+            self.scaler = pe.GradScaler("cpu", init_scale=64.0)
+
+    def loss(self) -> Tensor:
+        return self.weight.square().sum()
 
 
-def test_windows_of_one_micro_batch_have_no_division_to_warn_of():
-    assert _warned(lambda weight: weight.sum() / 1, accumulate=1) == []
+SCALERS = ("its own", "another", "none", "another engine's")
+SCALED: dict[str, Callable[[torch.amp.GradScaler, Callable[[], Tensor]], Tensor]] = {
+    "scaled": lambda scaler, loss: scaler.scale(loss()),
+    "of a list": lambda scaler, loss: scaler.scale([loss(), loss()])[1],
+    "of an iterator": lambda scaler, loss: next(iter(scaler.scale(each() for each in [loss]))),
+    "sum": lambda scaler, loss: scaler.scale(loss()) + scaler.scale(loss()),
+    "sum of a list": lambda scaler, loss: torch.stack(scaler.scale([loss() for _ in range(20)])).sum(),
+    "divided": lambda scaler, loss: scaler.scale(loss()) / 2,
+    "times a count": lambda scaler, loss: scaler.scale(loss() / 2) * 3,
+    "in double": lambda scaler, loss: scaler.scale(loss()).double(),
+    "plus an auxiliary loss": lambda scaler, loss: loss() + 0.1 * scaler.scale(loss()),
+    "twice": lambda scaler, loss: scaler.scale(scaler.scale(loss())),
+}
 
 
-@on_ranks(3)
-def test_a_loss_divided_by_the_micro_batches_of_all_ranks_is_warned_of():
-    (text,) = _warned(lambda weight: weight.sum() / 6, accumulate=2)
-    assert text.startswith("leave the division by 6 out of the loss")
+def _give(sync: pe.Sync, loss: Tensor, how: str) -> None:
+    if how == "backward":
+        sync.backward(loss, count=3)
+    elif how == "wide":
+        sync.backward(loss.expand(2), gradient=torch.ones(2))
+    elif how == "retry":
+        sync.retry_smaller(torch.ones(3), lambda part: (loss, len(part)))
+    else:
+        with sync.micro_batch(count=3) as mb:
+            mb.backward(loss)
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "how"),
+    [
+        (kind, name, ("backward", "block", "wide", "retry")[(i + j) % 4])
+        for i, kind in enumerate(SCALERS)
+        for j, name in enumerate(SCALED)
+    ],
+)
+def test_a_loss_that_was_scaled_is_refused_before_anything_runs(kind, name, how):
+    held = _Held(kind)
+    first = (
+        "assign the scaler once" if held.sync.scaler is None else "pass the loss itself, sync.backward(loss)"
+    )
+    with pytest.raises(ValueError, match=f"^{re.escape(first)}"), held.sync.accumulate():
+        _give(held.sync, SCALED[name](held.scaler, held.loss), how)
+    assert held.weight.grad is None
+    held.sync.close()
+
+
+@pytest.mark.parametrize("kind", ["none", "another engine's"])
+def test_a_marked_backward_of_a_scaled_loss_is_refused_where_nobody_unscales(kind):
+    held = _Held(kind)
+    with pytest.raises(ValueError, match="^assign the scaler once"), held.sync.accumulate():
+        loss = held.scaler.scale(held.loss())
+        with held.sync.micro_batch() as mb, mb.last_backward(loss):
+            loss.backward()
+    held.sync.close()
+
+
+def test_a_scaled_loss_is_refused_in_later_windows_and_among_several_losses():
+    held = _Held("its own")
+    seen = []
+    with held.sync, pytest.raises(ValueError, match="^pass the loss itself"):
+        for window in held.sync.windows(range(4), count=lambda _: {"a": 1, "b": 2}):
+            for k in window:
+                seen.append(k)
+                loss = held.scaler.scale(held.loss()) if k == 2 else held.loss()
+                held.sync.backward({"a": held.loss(), "b": loss})
+            held.sync.step(torch.optim.SGD([held.weight], lr=0.0))
+    assert seen == [0, 1, 2]
+
+
+WEIGHT = torch.tensor(64.0)
+WEIGHTS = {WEIGHT.device: torch.tensor(64.0)}
+CONSTANTS: dict[str, Callable[[Tensor, torch.amp.GradScaler], Tensor]] = {
+    "a number": lambda loss, scaler: loss * 64.0,
+    "a tensor that others keep": lambda loss, scaler: loss * WEIGHT,
+    "a tensor": lambda loss, scaler: torch.tensor(64.0) * loss,
+    "a tensor by device": lambda loss, scaler: loss * WEIGHTS[loss.device],
+    "a loss": lambda loss, scaler: loss * loss.detach(),
+    "a disabled scaler": lambda loss, scaler: torch.amp.GradScaler("cpu", enabled=False).scale(loss),
+    "a scaled loss without its graph": lambda loss, scaler: loss + scaler.scale(loss).detach(),
+}
+
+
+@pytest.mark.parametrize("name", CONSTANTS)
+@pytest.mark.parametrize("kind", SCALERS)
+def test_other_factors_of_a_loss_are_not_taken_for_a_scale(kind, name):
+    held = _Held(kind)
+    held.scaler.scale(torch.ones(()))
+    with held.sync.accumulate():
+        held.sync.backward(CONSTANTS[name](held.loss(), held.scaler))
+    held.sync.abandon()
+    held.sync.close()
+
+
+@pytest.mark.parametrize("kind", SCALERS)
+def test_a_gradient_penalty_of_a_scaled_loss_is_no_scaled_loss(kind):
+    """As in torch's examples of automatic mixed precision."""
+    held = _Held(kind)
+    with held.sync.accumulate():
+        loss = held.weight.pow(3).sum()
+        (grad,) = torch.autograd.grad(held.scaler.scale(loss), held.weight, create_graph=True)
+        held.sync.backward(loss + (grad * (1.0 / held.scaler.get_scale())).norm())
+    held.sync.abandon()
+    held.sync.close()
 
 
 @pytest.mark.parametrize("make", [pe.GradSync, pe.Checkpoints], ids=["GradSync", "Checkpoints"])

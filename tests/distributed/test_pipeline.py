@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from contextlib import nullcontext
 
 import pytest
 import torch
+import torch.distributed as dist
 from cases import assert_alike, me, records_of
 from meshes import mesh_of
 from ranks import on_ranks
@@ -118,3 +120,72 @@ def test_a_schedule_is_one_micro_batch_a_step(schedule, is_marked, options):
     for name, param in mine.named_parameters():
         torch.testing.assert_close(param.double(), whole.get_parameter(name), rtol=1e-5, atol=1e-6)
     assert_alike([norms, [record.loss or 0.0 for record in records]])
+
+
+class _Stage:
+    """A stage whose schedule is two calls: a forward, and a backward of what came from the next stage."""
+
+    def __init__(self, mine: nn.Module, sync: pe.Sync, group: object, scales_at: Sequence[int]) -> None:
+        self.mine, self.sync, self.scales_at = mine, sync, scales_at
+        self.ranks = dist.get_process_group_ranks(group)
+        self.place = self.ranks.index(dist.get_rank())
+
+    def run(self, x: Tensor, last: int) -> None:
+        """Run the stages up to the rank at place `last`, whose loss is the sum of its output."""
+        if self.place:
+            dist.recv(x, src=self.ranks[self.place - 1])
+            x.requires_grad_()
+        out = self.mine(x)
+        if self.place == last:
+            loss = out.sum()
+            (self.sync.scaler.scale(loss) if self.place in self.scales_at else loss).backward()
+        else:
+            dist.send(out.detach(), dst=self.ranks[self.place + 1])
+            grad = torch.empty_like(out)
+            dist.recv(grad, src=self.ranks[self.place + 1])
+            out.backward(grad)
+        if self.place:
+            dist.send(x.grad, dst=self.ranks[self.place - 1])
+
+
+def _staged(
+    dp: int, scales_at: dict[int, tuple[int, ...]], *, is_marked: bool, rows: Sequence[int]
+) -> list[Tensor]:
+    """Train a window of a pipeline under a loss scale; return the mean gradients of this rank's stage."""
+    mesh = mesh_of(pp=me()[1] // dp, dp=dp)
+    shard, stages = mesh.get_local_rank("dp"), me()[1] // dp
+    mine = nn.Linear(2, 2, bias=False)
+    nn.init.ones_(mine.weight)
+    axes = pe.Axes(replicate="dp", shard="pp")
+    sync = pe.GradSync(mine, accumulate=2, device_mesh=mesh, axes=axes)
+    sync.scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=1)
+    stage = _Stage(mine, sync, mesh.get_group("pp"), scales_at[shard])
+    for window in sync.windows(range(rows[shard])):
+        for _ in window:
+            with sync.micro_batch() as mb, mb.last_backward() if is_marked else nullcontext():
+                stage.run(torch.ones(1, 2), last=stages - 1)
+        assert sync.step(torch.optim.SGD(mine.parameters(), lr=0.0))
+    assert sync.scaler.get_scale() == 16.0
+    return [param.grad for param in mine.parameters()]
+
+
+@pytest.mark.parametrize("is_marked", [False, True])
+@pytest.mark.parametrize(("world", "dp", "rows"), [(2, 1, [2]), (3, 1, [1]), (4, 2, [2, 1]), (4, 2, [0, 2])])
+@on_ranks()
+def test_stages_without_a_loss_get_gradients_that_are_scaled(dp, rows, is_marked):
+    stages = me()[1] // dp
+    place = mesh_of(pp=stages, dp=dp).get_local_rank("pp")
+    (grad,) = _staged(dp, dict.fromkeys(range(dp), (stages - 1,)), is_marked=is_marked, rows=rows)
+    assert torch.equal(grad, torch.full((2, 2), 2.0**place * 2.0 ** (stages - 1 - place)))
+
+
+@pytest.mark.parametrize("is_marked", [False, True])
+@pytest.mark.parametrize(
+    ("world", "dp", "scales_at"), [(2, 1, {0: ()}), (4, 2, {0: (1,), 1: ()}), (4, 2, {0: (), 1: ()})]
+)
+@on_ranks()
+def test_losses_that_no_stage_of_a_batch_has_scaled_are_refused_on_every_rank(dp, scales_at, is_marked):
+    with pytest.raises(
+        ValueError, match=r"call sync\.scaler\.scale.*the losses of micro-batch 0 were not scaled"
+    ):
+        _staged(dp, scales_at, is_marked=is_marked, rows=[2] * dp)

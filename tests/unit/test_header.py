@@ -12,7 +12,15 @@ from hypothesis import strategies as st
 
 from pyengine.comm import Local
 from pyengine.window.claims import Claims
-from pyengine.window.header import MAX_COUNT, Header, LocalWindow, SharedBatch, Totals, checked_count
+from pyengine.window.header import (
+    MAX_COUNT,
+    Header,
+    LocalWindow,
+    RunningWindow,
+    SharedBatch,
+    Totals,
+    checked_count,
+)
 
 CPU = torch.device("cpu")
 NAN, INF = math.nan, math.inf
@@ -138,7 +146,7 @@ def test_every_micro_batch_counts_once_whoever_has_how_many_and_shares_them(wind
     headers = []
     for index, window in enumerate(windows):
         for rank in range(sharing):
-            batch = SharedBatch(index, sharing, rank == speaker % sharing)
+            batch = SharedBatch(index, sharing, rank, rank == speaker % sharing)
             local = LocalWindow(batch=batch if sharing > 1 else None)
             for count, is_far, is_dropped in window:
                 local.append(
@@ -151,3 +159,56 @@ def test_every_micro_batch_counts_once_whoever_has_how_many_and_shares_them(wind
     assert (totals.count, totals.loss) == (sum(kept), len(kept))
     assert totals.micro_batches == sum(map(len, windows))
     assert not (totals.differ or totals.batches_differ)
+
+
+@pytest.mark.parametrize(
+    ("scaled", "lacks"),
+    [
+        ({(0, 2), (1, 2)}, False),  # the last stage of each pipeline
+        ({(0, 0), (1, 0)}, False),  # a schedule whose loss is on the first one
+        ({(0, 1), (0, 2), (1, 1)}, False),
+        ({(0, 2)}, True),
+        ({(0, 0), (0, 1), (0, 2)}, True),
+        (set(), True),
+    ],
+    ids=str,
+)
+def test_ranks_that_share_batches_know_whether_the_losses_of_each_were_scaled(scaled, lacks):
+    """Two batches of three ranks each; those that have not scaled have gradients."""
+    votes = [
+        SharedBatch(index, 3, position, position == 2).votes(
+            has_scaled=(index, position) in scaled, lacks_scale=(index, position) not in scaled
+        )
+        for index in range(2)
+        for position in range(3)
+    ]
+    batch = SharedBatch(0, 3, 0, False)
+    assert bool(batch.lacks_scale(torch.tensor(votes).sum(0), world_size=6)) is lacks
+
+
+NAN_LOSSES = [
+    (0, torch.nan, 0.0),
+    (0, torch.inf, 0.0),
+    (0, 3.0, 3.0),  # of an item that another micro-batch counts
+    (2, torch.nan, torch.nan),
+    (torch.tensor(0), torch.nan, 0.0),
+    (torch.tensor([[0]]), torch.nan, 0.0),
+    (torch.tensor(0.0), 3.0, 3.0),
+    (torch.tensor(2), torch.nan, torch.nan),
+]
+
+
+@pytest.mark.parametrize("is_lazy", [False, True])
+@pytest.mark.parametrize("is_known", [False, True])
+@pytest.mark.parametrize(("count", "loss", "want"), NAN_LOSSES, ids=str)
+def test_a_count_of_0_contributes_no_loss_that_is_not_finite(
+    monkeypatch, count, loss, want, is_known, is_lazy
+):
+    monkeypatch.setattr("pyengine.window.header.runs_ahead", lambda _: not is_known)
+    zeros = [torch.zeros((), dtype=torch.float64) for _ in range(5)]
+    local = RunningWindow(False, INF, zeros) if is_lazy else LocalWindow()
+    local.append(torch.tensor(4.0), 2)
+    local.append(torch.tensor(loss), count)
+    local.append(None, 1)
+    header = Header(Local(), CPU, local=local, position=(0, 0), more=False, claims=Claims("sends", "one"))
+    assert header.totals().loss == pytest.approx(4.0 + want, nan_ok=True)

@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 from weakref import WeakMethod
 
@@ -85,6 +86,12 @@ class ShardedReducer(Reducer):
         # `.grad` of the caller's leaves while padding runs: by the leaf's id, the leaf and its gradient.
         self._preserved: dict[int, tuple[Tensor, Tensor | None]] = {}
         self._ignored = [param for param in managed.model.parameters() if id(param) not in names]
+
+    @cached_property
+    def holds_all(self) -> bool:
+        """Whether the model is replicated, on one mesh of all ranks: under `replicate`."""
+        params: Sequence[Any] = self.params
+        return all(place.is_replicate() for param in params for place in param.placements)
 
     def open(self) -> None:
         """Open a window: earlier backwards reduce only what is not deferred."""
@@ -186,7 +193,6 @@ class FSDPReducer(ShardedReducer):
         self._divisor_wire: Wire = settings.wire if waits else FP32()
         self._replay = Replay(managed.model)
         self._published = Published(self.names, self.params)
-        self._nan = torch.full((), torch.nan, dtype=torch.float32, device=self.params[0].device)
         self._gave_up = False
 
     def open(self) -> None:
@@ -227,8 +233,6 @@ class FSDPReducer(ShardedReducer):
 
     def finish(self, final: FinalPass) -> None:
         """Read and scale `.grad` once: FSDP has waited and written it already."""
-        if self._gave_up:
-            final.void = self._nan
         if self._used_flags is not None:
             try:
                 self._used_flags.drop_unused(self.params, waits=self._gave_up)
