@@ -154,8 +154,7 @@ def _run_on_torchruns_workers(
             "torchrun has started them. A script that compares numbers of workers starts its own: run it "
             "by python, not by torchrun"
         )
-    meeting = _meet(store, store.add(f"calls/{_PROCESS}", 1), rank, world_size)
-    dist.init_process_group(store=meeting, rank=rank, world_size=world_size)
+    dist.init_process_group(store=_meet(store, rank, world_size), rank=rank, world_size=world_size)
     results: list[Any] = [None] * world_size
     if timeout_s is not None:
         faulthandler.dump_traceback_later(timeout_s, exit=True, file=2)
@@ -170,27 +169,41 @@ def _run_on_torchruns_workers(
 
 
 def _meet(
-    store: dist.Store, call: int, rank: int, world_size: int, timeout: timedelta = default_pg_timeout
+    store: dist.Store, rank: int, world_size: int, timeout: timedelta = default_pg_timeout
 ) -> dist.Store:
-    """Return the store of a call, by its number in each process, when all ranks have come to it.
+    """Return a store that this call of every rank shares with no earlier call.
 
-    torchrun's store keeps the keys of workers that have ended. After a failure workers restart under another
-    prefix of torch's; where a host has joined they are more than before.
+    torchrun's store keeps the keys of workers that have ended since, of any world size, so a counter of calls
+    would continue theirs. Each call has a random name instead, and the name of rank 0's call prefixes the
+    shared store: rank 0 sends it to the call that it finds under each rank, until that rank's present call
+    has confirmed it.
     """
-    meeting = dist.PrefixStore(f"{world_size} workers/{call}", store)
-    came = [f"came/{each}" for each in range(world_size)]
-    meeting.set(came[rank], "")
-    try:
-        meeting.wait(came, timeout)
-    except dist.DistStoreError:
-        absent = [each for each in range(world_size) if not meeting.check([came[each]])]
+    call, absent = uuid.uuid4().hex, list(range(1, world_size))
+    if rank == 0:
+        meeting, end = call, time.monotonic() + timeout.total_seconds()
+        while absent and time.monotonic() < end:
+            for other in absent:
+                if store.check([f"call/{other}"]):
+                    store.set(f"meeting of/{store.get(f'call/{other}').decode()}", meeting)
+            time.sleep(0.01)
+            absent = [other for other in absent if not store.check([f"{meeting}/came/{other}"])]
+    else:
+        store.set(f"call/{rank}", call)
+        try:
+            store.wait([f"meeting of/{call}"], timeout)
+        except dist.DistStoreError:
+            absent = [0]
+        else:
+            meeting, absent = store.get(f"meeting of/{call}").decode(), []
+            store.set(f"{meeting}/came/{rank}", "")
+    if absent:
         raise RuntimeError(
             f"ranks {absent} of {world_size} have not come to this launch within "
             f"{timeout.total_seconds():.0f} s: need as many calls on every worker of torchrun. A process "
             "that a worker has started replaces that worker here, too: start it by `env -u "
             "TORCHELASTIC_RUN_ID`, which gives it workers of its own"
-        ) from None
-    return meeting
+        )
+    return dist.PrefixStore(meeting, store)
 
 
 # --- On new workers of this machine ---

@@ -18,7 +18,7 @@ from pyengine.engine.handshake import group_problems, prepare_wire, problems_of_
 from pyengine.engine.misnamed import explained
 from pyengine.engine.sync import Sync
 from pyengine.gradients.exact_sums import Terms
-from pyengine.gradients.layout import Layout, ParamSpec
+from pyengine.gradients.layout import ParamSpec
 from pyengine.gradients.own import BucketReducer
 from pyengine.gradients.settings import Accumulator, Exact, NonFinite, Settings, as_accumulator
 from pyengine.gradients.xla import XlaReducer, problems_of_device
@@ -121,13 +121,6 @@ class GradSync(Sync):
 
         source = params_or_module
         super().__init__(make_engine(named, ranks, settings, reducer, source=source, problems=problems))
-
-    @property
-    def layout(self) -> Layout:
-        """The place of every gradient, by bucket and slot."""
-        reducer = self._engine.reducer
-        assert isinstance(reducer, BucketReducer | XlaReducer)
-        return reducer.layout
 
 
 def _named(source: Any) -> tuple[list[tuple[str, nn.Parameter]], list[tuple[str, Tensor]]]:

@@ -21,6 +21,9 @@ from pyengine.engine.misnamed import answer_to_setting, check_function
 from pyengine.engine.resume import load_states, take_snapshot
 from pyengine.engine.retry import Items, Retries
 from pyengine.engine.window_audit import WindowAudit
+from pyengine.gradients.layout import Layout
+from pyengine.gradients.own import BucketReducer
+from pyengine.gradients.xla import XlaReducer
 from pyengine.ops.device import HOST, flush, send
 from pyengine.step.grad_scaler import GradScaler, taken_over
 from pyengine.step.step_record import StepCallback, StepHandle, StepRecord
@@ -108,6 +111,18 @@ class Sync:
         if self._open_engine is None:
             raise RuntimeError("this engine has been closed: make a new one over the model")
         return self._open_engine
+
+    @property
+    def layout(self) -> Layout:
+        """The place of every gradient, by bucket and slot.
+
+        Raises:
+            AttributeError: FSDP2 and `replicate` keep the layout of this model's gradients.
+        """
+        reducer = self._engine.reducer
+        if isinstance(reducer, BucketReducer | XlaReducer):
+            return reducer.layout
+        raise AttributeError("sync.layout: need GradSync or attach over DDP; here torch has the layout")
 
     @property
     def scaler(self) -> GradScaler | None:

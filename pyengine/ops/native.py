@@ -31,9 +31,10 @@ except ImportError as error:
 
 def hidden_core() -> str:
     """Return what to do where sources without a core hide an installed pyengine that has one; or nothing."""
+    here = FOLDER.resolve()
     for entry in sys.path:
-        other = Path(entry, "pyengine", "ops")
-        if other != FOLDER and any((other / f"_core{suffix}").is_file() for suffix in EXTENSION_SUFFIXES):
+        other = Path(entry, "pyengine", "ops").resolve()  # "" is the current folder
+        if other != here and any((other / f"_core{suffix}").is_file() for suffix in EXTENSION_SUFFIXES):
             sources = FOLDER.parents[1]
             return (
                 f"Run it in another folder than {sources}, or take that from PYTHONPATH: its sources have no "

@@ -29,13 +29,13 @@ def torchrun(*arguments: str, **environment: str) -> subprocess.CompletedProcess
     )
 
 
-def meet(store: dist.Store, call: int, world_size: int) -> set[str]:
+def meet(store: dist.Store, world_size: int) -> set[str]:
     """Let all ranks meet, the last one first, and return what each reads of what rank 0 has written then."""
 
     def one(rank: int) -> str:
-        shared = launching._meet(store, call, rank, world_size, timedelta(seconds=60))
+        shared = launching._meet(store, rank, world_size, timedelta(seconds=60))
         if rank == 0:
-            shared.set("word", f"{call} of {world_size}")
+            shared.set("word", str(world_size))
         return shared.get("word").decode()
 
     with ThreadPoolExecutor(world_size) as ranks:
@@ -68,22 +68,30 @@ def test_a_restart_meets_although_only_one_rank_had_come_before(absent):
     assert sorted(restarted.stdout.splitlines()) == ["[(0, 0), (0, 1)]"] * 2 + ["[(1, 0), (1, 1)]"] * 2
 
 
-def test_calls_and_rounds_of_other_sizes_meet_in_one_store_each_by_itself():
+@pytest.mark.parametrize("world_sizes", [(2, 4, 4), (4, 2, 3), (1, 2, 1)], ids=str)
+def test_rounds_of_any_size_meet_in_one_store_each_by_itself(world_sizes):
     store = dist.HashStore()
-    for call, world_size in ((1, 2), (2, 2), (1, 4), (1, 1)):
-        assert meet(store, call, world_size) == {f"{call} of {world_size}"}
+    assert [meet(store, world_size) for world_size in world_sizes] == [{str(size)} for size in world_sizes]
 
 
-def test_every_rank_that_came_names_all_who_have_not_come():
+@pytest.mark.parametrize("early", [0, 1])
+def test_one_who_came_and_went_is_not_met_afterwards(early):
     store = dist.HashStore()
-    assert meet(store, 1, 4) == {"1 of 4"}
-    with ThreadPoolExecutor(2) as ranks:
-        coming = [ranks.submit(launching._meet, store, 2, rank, 4, timedelta(seconds=0.5)) for rank in (0, 2)]
-        for one in coming:
-            with pytest.raises(
-                RuntimeError, match=r"^ranks \[1, 3\] of 4 have not come to this launch within"
-            ):
-                one.result()
+    with pytest.raises(
+        RuntimeError, match=rf"^ranks \[{1 - early}\] of 2 have not come to this launch within 0 s"
+    ):
+        launching._meet(store, early, 2, timedelta(milliseconds=50))
+    assert meet(store, 2) == {"2"}
+
+
+def test_rank_0_names_all_who_have_not_come():
+    store = dist.HashStore()
+    meet(store, 4)
+    with ThreadPoolExecutor(1) as other:
+        coming = other.submit(launching._meet, store, 2, 4, timedelta(seconds=60))
+        with pytest.raises(RuntimeError, match=r"^ranks \[1, 3\] of 4 have not come"):
+            launching._meet(store, 0, 4, timedelta(seconds=2))
+        coming.result()
 
 
 @pytest.mark.parametrize("command", ["verify", "study", "bench", "doctor"])

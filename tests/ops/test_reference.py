@@ -23,6 +23,8 @@ from cuda_cases import (
 )
 from op_cases import DTYPES, NAN, make_flat, make_plan
 
+from pyengine.ops import native
+
 FIRST = [True, False]
 # Elements that the list of tensors and the flat buffer lie beyond a boundary: another phase each, then the
 # same, among them half of a 16-byte access in every dtype.
@@ -116,3 +118,9 @@ def test_without_the_core_one_warning_at_first_use_and_the_same_bits(tmp_path):
     assert at_import == 0
     assert len(messages) == 1 and "pip install" in messages[0]
     assert_same(on_host(make_plan()), results)
+
+
+def test_an_import_from_the_current_folder_is_hidden_by_no_other(monkeypatch):
+    monkeypatch.chdir(native.FOLDER.parents[1])
+    monkeypatch.setattr(sys, "path", [""])
+    assert native.hidden_core() == ""

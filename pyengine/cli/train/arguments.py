@@ -41,7 +41,7 @@ examples:
   python -m pyengine train                                   both models, 2 workers, 8 micro-batches a window
   python -m pyengine train --model gpt --wire bf16           half the bytes on the network
   python -m pyengine train --model gpt --wire int8-ef        a quarter of the bytes, with error feedback
-  python -m pyengine train --model cnn --mode ddp-hook       keep DDP: pyengine reduces its buckets
+  python -m pyengine train --model cnn --mode ddp-hook       keep DDP around the model
   python -m pyengine train --workers 4 --accumulate 2        more ranks, shorter windows
   python -m pyengine train --dtype bf16 --accumulator fp32   bf16 parameters, gradients summed in fp32
   python -m pyengine train --checkpoints runs/1              stop and resume at any time

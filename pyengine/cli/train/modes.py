@@ -57,7 +57,7 @@ def pop_gradient(model: nn.Module) -> Tensor:
 
 
 class Windowed:
-    """pyengine in one of its forms: it owns flat buckets, or reduces DDP's (`on_ddp`)."""
+    """pyengine in one of its forms: over a bare model, or over DDP (`on_ddp`)."""
 
     def __init__(self, task: Task, model: nn.Module, settings: Settings, *, on_ddp: bool) -> None:
         self.model, self._task = model, task  # the bare module
@@ -85,9 +85,6 @@ class Windowed:
     @property
     def buckets(self) -> int:
         """The number of gradient buckets."""
-        if self._ddp is not None:
-            return _num_buckets(self._ddp)
-        assert isinstance(self._sync, GradSync)
         return len(self._sync.layout.buckets)
 
     def steps(self, batches: Iterable[Batch]) -> Iterator[StepRecord]:
@@ -138,7 +135,7 @@ class PlainDDP:
 
     @property
     def buckets(self) -> int:
-        return _num_buckets(self._ddp)
+        return len(self._ddp.reducer._get_zeros_like_grad_buckets())  # noqa: SLF001 - DDP has no public count
 
     def measure(self) -> None:
         """Plain DDP has no engine that measures."""
@@ -191,10 +188,6 @@ def make(mode: str, task: Task, settings: Settings, *, counted: bool = True) -> 
     if mode == "ddp":
         return PlainDDP(task, model, settings, counted=counted)
     return Windowed(task, model, settings, on_ddp=mode == "ddp-hook")
-
-
-def _num_buckets(ddp: DistributedDataParallel) -> int:
-    return len(ddp.reducer._get_zeros_like_grad_buckets())  # noqa: SLF001 - DDP has no public count
 
 
 class _Meter:
