@@ -281,7 +281,7 @@ def one_of_many(rank: int, world: int) -> Iterator[None]:
     def init(self: TorchDist, *arguments: Any) -> None:
         make(self, *arguments)
         self.can_or = True
-        self._point_to_point = PointToPoint(self._handle)
+        self._point_to_point = PointToPoint(self.handle)
 
     def all_reduce(flat: torch.Tensor, op: Any = dist.ReduceOp.SUM, **options: Any) -> Any:
         return launch(summed(flat, op), op, **options)

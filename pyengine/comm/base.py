@@ -241,7 +241,7 @@ class Comm(ABC):
         other._joined.append(self)
 
     def release(self) -> None:
-        """End everything that this transport runs beside the caller; it can still be used afterwards."""
+        """End everything that this transport runs beside the caller, and the process groups it has made."""
         for comm in self._joined:
             comm.release()
         self._joined = []

@@ -1,22 +1,27 @@
-"""Process groups among the ranks of an engine: how they are made, found again, held and used again.
-
-torch keeps every group until the default one ends (`destroy_process_group`), so nothing here destroys one. A
-group that an engine has left serves a later engine.
+"""Process groups among the ranks of an engine: how they are made, held and destroyed.
 
 [Note: an engine's own group]
 A backend pairs the collectives of a group by their order on each rank. Where the host waits for collectives,
 an engine launches its buckets when the window's header has arrived, which is sooner on one rank than on
 another. Any other collective of that group, by the user in the backward or by a second engine, would be
-paired with a bucket, and the two would be added up. So buckets use a group that no other code uses.
+paired with a bucket, and the two would be added up. So buckets use a group that no other code uses. Every
+engine makes one, and destroys it when it is closed or freed.
+
+[Note: destroying a group]
+Each rank destroys its end of a group by itself, at another time than other ranks. A collective that has
+completed on a rank needs nothing more from it. The threads of a gloo group end when its last reference goes,
+which waits for collectives that are under way, up to their timeout. So a thread of its own drops that
+reference, and the caller waits for that thread for a second at most.
 """
 
 from __future__ import annotations
 
+import _thread
 import hashlib
 import logging
+import os
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -27,6 +32,8 @@ from torch.distributed import distributed_c10d as c10d
 from pyengine.ops.device import HOST
 
 _log = logging.getLogger("pyengine.comm")
+
+_DESTROY_S = 1.0  # for which `destroy` waits
 
 # ---- groups that several engines share ----
 
@@ -60,7 +67,7 @@ def find_or_make(
     torch's own list of groups is searched: it holds the same ones on each of the ranks, which make them
     together.
     """
-    for group in c10d._world.pg_map:
+    for group in [*c10d._world.pg_map]:  # a garbage collection may destroy one meanwhile
         if group.group_desc == f"pyengine: {purpose}" and dist.get_process_group_ranks(group) == [*ranks]:
             _log.debug("reuse process group for %s over ranks %s", purpose, ranks)
             return group
@@ -115,7 +122,7 @@ def make(
     ones of torch; checked against 2.9 to 2.15.)
 
     Args:
-        purpose: description that no other group of these ranks has.
+        purpose: description that no other group of these ranks has, or has had.
         ranks: sorted, as the default group numbers them.
         backend: None: that of the default group, for the same devices; or the backend of one kind of device.
     """
@@ -136,136 +143,82 @@ def make(
         group_desc=f"pyengine: {purpose}",
     )
     c10d._world.pg_group_ranks[group] = {rank: index for index, rank in enumerate(ranks)}
+    # torch names groups of `use_local_synchronization=True` by the number of these names, which has to be
+    # the same on every rank.
+    del c10d._world.pg_names[group]
     _log.debug("make process group for %s over ranks %s, timeout %s", purpose, ranks, timeout)
     return group
 
 
-# ---- groups that one engine at a time uses: see [Note: an engine's own group] ----
+def destroy(reference: weakref.ref[dist.ProcessGroup], pid: int) -> None:
+    """Destroy this rank's end of a group, also in a garbage collection; see [Note: destroying a group]."""
+    group = reference()
+    if group is None or group not in c10d._world.pg_map or os.getpid() != pid:  # a fork has no such threads
+        return
+    c10d._world.pg_names[group] = group.group_name  # see `make`
+    dist.destroy_process_group(group)
+    _log.debug("destroyed process group for %s", group.group_desc)
+    held, is_freed = [group], _thread.allocate_lock()
+    is_freed.acquire()
+    del group
 
+    def free() -> None:
+        held.clear()
+        is_freed.release()
 
-@dataclass
-class GroupUsage:
-    """How an engine's own group is used on this rank."""
-
-    ranks: tuple[int, ...]  # as the default group numbers them
-    backend: str
-    number: int  # the same on every rank; no other group of these ranks and this backend has it
-    # Handles of this group and of groups of its levels, until they are released or freed.
-    users: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)
-    # Collectives that this rank has launched. Where the number differs between ranks, the next collective of
-    # one rank would be paired with an earlier one of another.
-    launched: int = 0
-    is_broken: bool = False  # whether a collective has failed
-
-    @property
-    def name(self) -> str:
-        return f"buckets of one engine, {self.backend}, {self.number}"
-
-
-@dataclass(frozen=True)
-class GroupOffer:
-    """What one rank offers before an engine chooses its own group."""
-
-    unused: Mapping[int, int]  # launched collectives of each group that could be used again, by its number
-    next_number: int  # of a group that this rank would make
-
-
-# By group; torch's own list of groups keeps the keys alive.
-_usages: weakref.WeakKeyDictionary[dist.ProcessGroup, GroupUsage] = weakref.WeakKeyDictionary()
-
-
-def offer_groups(ranks: Sequence[int], backend: str) -> GroupOffer:
-    usages = [usage for _, usage in _own_groups(ranks, backend)]
-    return GroupOffer(
-        {usage.number: usage.launched for usage in usages if not usage.users and not usage.is_broken},
-        1 + max((usage.number for usage in usages), default=-1),
-    )
-
-
-def choose_own_group(
-    ranks: Sequence[int], backend: str, offers: Sequence[GroupOffer], timeout: timedelta
-) -> dist.ProcessGroup:
-    """Return a group of these sorted ranks that is unused on all of them, or make it; all of them call this.
-
-    The ranks have launched equally many collectives in it.
-    """
-    numbers = [n for n, m in offers[0].unused.items() if all(each.unused.get(n) == m for each in offers)]
-    if numbers:
-        _log.debug("reuse process group %d for buckets of one engine over ranks %s", min(numbers), ranks)
-        return next(group for group, usage in _own_groups(ranks, backend) if usage.number == min(numbers))
-    usage = GroupUsage(tuple(ranks), backend, max(each.next_number for each in offers))
-    group = make(usage.name, ranks, backend=backend, timeout=timeout)
-    _usages[group] = usage
-    return group
-
-
-def _own_groups(ranks: Sequence[int], backend: str) -> Iterator[tuple[dist.ProcessGroup, GroupUsage]]:
-    for group in c10d._world.pg_map:
-        usage = _usages.get(group)
-        if usage is not None and (usage.ranks, usage.backend) == (tuple(ranks), backend):
-            yield group, usage
+    _thread.start_new_thread(free, ())  # threading.Thread has a lock, in which the collection may run
+    is_freed.acquire(timeout=_DESTROY_S)
 
 
 class GroupHandle:
-    """A process group as one transport holds it: it does not keep the group alive.
+    """A process group as transports hold it: it does not keep the group alive.
 
     Whoever holds a group beyond its end keeps its threads.
+
+    Args:
+        is_own: whether the group is an engine's own: `release`, or the end of this object, destroys it.
+        leader: handle of the group whose timeout this one gets; None: the group keeps its timeout.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None,
+        device: torch.device,
+        *,
+        is_own: bool = False,
+        leader: GroupHandle | None = None,
+    ) -> None:
         self.ranks: tuple[int, ...] = tuple(dist.get_process_group_ranks(group))
-        self.usage = None if group is None else _usages.get(group)  # of this group, if it is an engine's own
-        # Distinguishes the levels of this group from those of others.
-        self.name = f"ranks {[*self.ranks]}" + ("" if self.usage is None else f", {self.usage.name}")
         self._group = None if group is None else weakref.ref(group)
         self._device = device  # of the tensors; a group has a backend for each kind of device
-        self._leader: GroupHandle | None = None  # of the engine's group, whose timeout this group gets
-        self._follows_timeout = False  # also where the group is not an engine's own
-        # Of the engine's own group that `release` gives back: this one, or the one that this is a level of.
-        self.kept: GroupUsage | None = None
-        self._keep(self.usage)
+        self._leader = leader
+        self._destroy = None
+        if is_own and self._group is not None:
+            self._destroy = weakref.finalize(self, destroy, self._group, os.getpid())
+            self._destroy.atexit = False  # the interpreter starts no thread then
 
     def get(self) -> dist.ProcessGroup | None:
         if self._group is None:
             return None
         found = self._group()
-        if found is None:
+        if found is None or (self._destroy is not None and not self._destroy.alive):
             raise RuntimeError(
                 f"make the engine anew: the process group of its ranks {[*self.ranks]} has been destroyed "
-                "(destroy_process_group)"
+                "(destroy_process_group, or sync.close())"
             )
         return found
 
-    def follow(self, other: GroupHandle, *, timeout: bool = False) -> None:
-        """Use the timeout of another handle's engine, and keep that engine's own group in use.
-
-        With `timeout`, use that of `other` itself, also where neither group is an engine's own.
-        """
-        self._leader = other if timeout else other._leader or other
-        self._follows_timeout = self._follows_timeout or timeout
-        if other.kept is not None:
-            self._keep(other.kept)
-
     def timeout(self) -> timedelta:
         """Return the timeout of collectives: that of the engine's group, which the user may set any time."""
-        return timeout_of((self._leader or self).get(), self._device)
+        return timeout_of(self.get(), self._device) if self._leader is None else self._leader.timeout()
 
-    def count_launch(self) -> None:
-        """Count a collective that is about to start, and give it the timeout of the engine's group."""
-        if self.kept is not None or self._follows_timeout:
+    def apply_timeout(self) -> None:
+        """Give a collective that is about to start the timeout of the engine's group."""
+        if self._leader is not None:
             group = self.get()
             if (limit := self.timeout()) != timeout_of(group, self._device):
                 c10d._set_pg_timeout(limit, group)
-        if self.usage is not None:
-            self.usage.launched += 1
 
     def release(self) -> None:
-        """Let a later engine use the group."""
-        if self.kept is not None and self in self.kept.users:
-            self.kept.users.discard(self)
-            _log.debug("release process group for %s over ranks %s", self.kept.name, self.ranks)
-
-    def _keep(self, usage: GroupUsage | None) -> None:
-        self.kept = usage
-        if usage is not None:
-            usage.users.add(self)
+        if self._destroy is not None:
+            self._destroy()

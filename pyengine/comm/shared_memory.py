@@ -19,7 +19,7 @@ from torch import Tensor
 
 from pyengine.comm.arena import Arena, MemoryOffer
 from pyengine.comm.base import Comm, Hosts, Levels, Local, Work, by_host, ring_bytes
-from pyengine.comm.groups import backend_of
+from pyengine.comm.groups import GroupHandle, backend_of
 from pyengine.comm.staged import Staged
 from pyengine.comm.torch_dist import TorchDist
 from pyengine.ops.device import runs_ahead
@@ -40,7 +40,9 @@ class _WithMemory(TorchDist, Generic[_Memory]):
 
     has_own_memory = True
 
-    def __init__(self, group: dist.ProcessGroup | None, device: torch.device, memory: _Memory) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup | GroupHandle | None, device: torch.device, memory: _Memory
+    ) -> None:
         super().__init__(group, device)
         self._memory: _Memory | None = memory
 
@@ -64,7 +66,9 @@ class SharedMemory(_WithMemory[Arena]):
     dtypes that the arena does not support, use the process group, which reduces everything after `release`.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None, device: torch.device, arena: Arena) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup | GroupHandle | None, device: torch.device, arena: Arena
+    ) -> None:
         super().__init__(group, device, arena)
         self.can_or = False  # a maximum in the arena is faster
 
@@ -88,7 +92,7 @@ class SharedMemory(_WithMemory[Arena]):
 
     def _reduce_in(self, arena: Arena, flat: Tensor, *, is_max: bool) -> Work:
         with self.roll_call.named():
-            work: Any = arena.reduce(flat, is_max=is_max, timeout_s=self._handle.timeout().total_seconds())
+            work: Any = arena.reduce(flat, is_max=is_max, timeout_s=self.handle.timeout().total_seconds())
         return self._launched(work, f"an all-reduce of {flat.nbytes} bytes")
 
 
@@ -103,7 +107,9 @@ class SharedHosts(TorchDist):
 
     has_own_memory = True
 
-    def __init__(self, group: dist.ProcessGroup | None, device: torch.device, levels: Levels) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup | GroupHandle | None, device: torch.device, levels: Levels
+    ) -> None:
         super().__init__(group, device)
         self._by_host = levels
 
@@ -179,13 +185,13 @@ def share_memory(comm: Comm) -> Comm:
     if isinstance(inside, TorchDist):
         processes = [each.process for each in mine]
         arena = Arena(descriptor, processes=processes, place=inside.rank, ranks=inside.ranks)
-        inside = SharedMemory(inside.group, inside.device, arena)
+        inside = SharedMemory(inside.handle, inside.device, arena)
         inside.join(levels.inside)
     else:  # a single rank needs no arena
         os.close(descriptor)
     if inside.world_size == comm.world_size:
         return inside
-    shared = SharedHosts(comm.group, comm.device, replace(levels, inside=inside))
+    shared = SharedHosts(comm.handle, comm.device, replace(levels, inside=inside))
     shared.join(comm)
     return shared
 
@@ -281,6 +287,6 @@ def register_memory(comm: TorchDist) -> TorchDist:
         return comm
     assert pool is not None
     _log.debug("reduce in memory that NCCL has registered, ranks %s", comm.ranks)
-    registered = RegisteredMemory(comm.group, comm.device, pool)
+    registered = RegisteredMemory(comm.handle, comm.device, pool)
     registered.join(comm)
     return registered

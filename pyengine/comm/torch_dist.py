@@ -18,6 +18,7 @@ import hashlib
 import logging
 import pickle
 import queue
+import secrets
 import struct
 import threading
 import weakref
@@ -42,13 +43,11 @@ from pyengine.comm.base import (
 )
 from pyengine.comm.groups import (
     GroupHandle,
-    choose_own_group,
-    find_or_make,
     group_of_hosts,
     group_or_default,
     has_gloo,
+    make,
     name_of_backend,
-    offer_groups,
 )
 from pyengine.comm.watch import StallWatch, StoreRollCall, failure
 from pyengine.ops.capture import is_capturing
@@ -121,30 +120,33 @@ class SideStream:
 
 
 class TorchDist(Comm):
-    """Collectives of one process group, on tensors of one device; None is the default group."""
+    """Collectives of one process group, on tensors of one device; None is the default group.
+
+    An engine's own group is passed as its handle, which transports over the same group share.
+    """
 
     can_exchange = True
     roll_call: StoreRollCall
 
-    def __init__(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
+    def __init__(self, group: dist.ProcessGroup | GroupHandle | None, device: torch.device) -> None:
+        handle = group if isinstance(group, GroupHandle) else GroupHandle(group, device)
+        group = handle.get()
         super().__init__(rank=dist.get_rank(group), world_size=dist.get_world_size(group))
         if self.rank < 0:
             raise ValueError("process_group: this process is not a member; pass a group that contains it")
-        self._handle = GroupHandle(group, device)
-        self.ranks = self._handle.ranks
+        self.handle, self.ranks = handle, handle.ranks
         self.roll_call = StoreRollCall(group)
-        self.roll_call.usage = self._handle.kept
         self.device, self.backend = device, name_of_backend(group, device)
         self.is_stream_ordered = runs_ahead(device) and self.backend not in _HOST_ORDERED
         # Of what is not on the device yet: such a backend sends memory of the device only.
         self._device_of_values = device if self.is_stream_ordered else HOST
         self._side_stream = SideStream(device) if self.is_stream_ordered else None
         self.can_or = is_gloo = not runs_ahead(device) and self.backend == "gloo"
-        self._point_to_point = PointToPoint(self._handle) if is_gloo else None
+        self._point_to_point = PointToPoint(self.handle) if is_gloo else None
 
     @property
     def group(self) -> dist.ProcessGroup | None:
-        return self._handle.get()
+        return self.handle.get()
 
     # ---- transports beside this one ----
 
@@ -153,14 +155,12 @@ class TorchDist(Comm):
 
         See [Note: an engine's own group] in groups.py.
 
-        Cost: a gather of objects; and a process group, unless an earlier engine has left one.
+        Cost: a process group, and two all-reduces of 8 bytes.
         """
         if self.world_size == 1 or self.is_stream_ordered:
             return self
-        offers = self.all_gather_object(offer_groups(self.ranks, self.backend))
-        group = choose_own_group(self.ranks, self.backend, offers, self._handle.timeout())
-        own = TorchDist(group, self.device)
-        own.join(self)
+        own = self._over(self.ranks, f"buckets of engine {self._new_number():x}", self.backend)
+        own.max_of(0)  # behind it every rank is connected: another one may be about to release its end
         return own
 
     def between_hosts(self) -> Comm | None:
@@ -172,9 +172,9 @@ class TorchDist(Comm):
             return Local()
         if not (self.is_stream_ordered and has_gloo(self.group)):
             return None
-        hosts = TorchDist(group_of_hosts(self.group), HOST)
+        handle = GroupHandle(group_of_hosts(self.group), HOST, leader=self.handle)
+        hosts = TorchDist(handle, HOST)
         hosts.join(self)
-        hosts._handle.follow(self._handle, timeout=True)
         return hosts
 
     def split(self, hosts: Hosts) -> Levels:
@@ -184,40 +184,36 @@ class TorchDist(Comm):
         """
         mine = next(host for host in hosts if self.rank in host)
         index, num_parts = mine.index(self.rank), min(map(len, hosts))
-        across_ranks = [host[index] for host in hosts] if index < num_parts else [self.rank]
-        is_even = len({len(host) for host in hosts}) == 1
-        # Every rank of a group makes it in this order.
-        inside, across = self._part(mine, alone=not is_even), self._part(across_ranks, alone=not is_even)
-        return Levels(inside, across, num_parts)
+        across = [host[index] for host in hosts] if index < num_parts else [self.rank]
+        purpose = f"levels of engine {self._new_number():x}"
+        return Levels(self._part(mine, purpose), self._part(across, purpose), num_parts)
 
-    def _part(self, ranks: Sequence[int], *, alone: bool) -> Comm:
-        """Return a transport over some of the ranks of this one.
-
-        With `alone` also a single rank gets a process group: torch names the groups of
-        `dist.new_group(use_local_synchronization=True)` by how many groups a rank has, so all ranks need the
-        same number.
-        """
+    def _part(self, ranks: Sequence[int], purpose: str) -> Comm:
+        """Return a transport over some of the ranks of this one."""
         if len(ranks) == self.world_size:
             return self
-        members = [self.ranks[rank] for rank in ranks]
-        group = None
-        if alone or len(ranks) > 1:
-            group = find_or_make(members, f"levels of {self._handle.name}", self._handle.timeout())
-        comm = Local() if len(ranks) == 1 else TorchDist(group, self.device)
-        comm.join(self)
-        return comm
+        if len(ranks) > 1:
+            return self._over([self.ranks[rank] for rank in ranks], purpose)
+        alone = Local()
+        alone.join(self)
+        return alone
 
-    def join(self, other: Comm) -> None:
-        super().join(other)
-        if isinstance(other, TorchDist):
-            self._handle.follow(other._handle)  # noqa: SLF001 - of the same class
-            self.roll_call.usage = self._handle.kept
+    def _over(self, ranks: Sequence[int], purpose: str, backend: str | None = None) -> TorchDist:
+        """Return a transport over a new group, which is destroyed when the transport is released or freed."""
+        group = make(purpose, ranks, timeout=self.handle.timeout(), backend=backend)
+        made = TorchDist(GroupHandle(group, self.device, is_own=True, leader=self.handle), self.device)
+        made.join(self)
+        return made
+
+    def _new_number(self) -> int:
+        """Return a number that no other group has, the same on every rank."""
+        return self.max_of(secrets.randbits(62))[0]
 
     def release(self) -> None:
         super().release()
         if self._point_to_point is not None:
             self._point_to_point.close()
-        self._handle.release()
+        self.handle.release()
 
     # ---- waiting ----
 
@@ -253,7 +249,7 @@ class TorchDist(Comm):
         return None if self.is_stream_ordered else self.roll_call.watch
 
     def _launching(self) -> AbstractContextManager[None]:
-        self._handle.count_launch()
+        self.handle.apply_timeout()
         return self.roll_call.named()
 
     def _launched(self, work: dist.Work | P2PWork | SwapWork, what: str) -> _Work:

@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_process_group_store
 from torch.futures import Future
 
-from pyengine.comm.groups import GroupUsage, group_or_default
+from pyengine.comm.groups import group_or_default
 from pyengine.comm.process_state import ProcessId
 from pyengine.ops.trace import find_caller
 
@@ -474,8 +474,6 @@ class StoreRollCall(RollCall):
         super().__init__()
         self._rank, self._ranks = dist.get_rank(), dist.get_process_group_ranks(group)
         self.store: dist.Store = _get_process_group_store(group_or_default(group))
-        # Of an engine's own group, which serves no other engine once a collective has failed.
-        self.usage: GroupUsage | None = None
         self._found: str | None = None
         self._broken = ""
 
@@ -501,8 +499,6 @@ class StoreRollCall(RollCall):
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if not isinstance(error, RuntimeError) or isinstance(error, torch.OutOfMemoryError):
             return
-        if self.usage is not None:
-            self.usage.is_broken = True
         if "a collective failed" in str(error):
             return
         if self._found is None:
@@ -520,8 +516,6 @@ class StoreRollCall(RollCall):
         Those of other ranks fail where a watch runs. gloo ends a process that receives other sizes than it
         waits for.
         """
-        if self.usage is not None:
-            self.usage.is_broken = True
         if self._broken or "a collective failed" in str(error):
             self._broken = self._broken or str(error)
             return

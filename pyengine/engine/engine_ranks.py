@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from pyengine.comm import Comm, Local, TorchDist, comm_for
 from pyengine.comm.axes import Axes, MeshRanks, as_tuple, axes_problems, process_groups
-from pyengine.comm.groups import group_of
+from pyengine.comm.groups import GroupHandle, group_of
 from pyengine.comm.shared_memory import problems_of_sharing, share_memory
 from pyengine.engine.replicas import Differing, differing, mark_of_part, warn_of_changed
 from pyengine.gradients.fsdp.places import is_counted
@@ -326,7 +326,11 @@ class EngineRanks:
         if len(ranks) == self.comm.world_size:
             return self.comm
         members = sorted(self._ranks[rank] for rank in ranks)
-        comm = Local() if len(ranks) == 1 else TorchDist(group_of(members, self.device), self.device)
+        comm: Comm = Local()
+        if len(ranks) > 1:
+            assert isinstance(self.comm, TorchDist)
+            group, leader = group_of(members, self.device), self.comm.handle
+            comm = TorchDist(GroupHandle(group, self.device, leader=leader), self.device)
         comm.join(self.comm)
         return comm
 

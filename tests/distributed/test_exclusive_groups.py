@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import time
 from datetime import timedelta
 from typing import Any
@@ -17,7 +18,6 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.nn.parallel import DistributedDataParallel
 
 import pyengine as pe
-from pyengine.comm.groups import _usages
 
 KINDS = pytest.mark.parametrize("kind", ["own", "attach"])
 WINDOWS = 4
@@ -116,50 +116,96 @@ def test_engines_that_share_a_backward_do_not_meet(kind):
             half.zero_grad()
 
 
-@on_ranks(2)
-def test_a_group_serves_the_next_engine_once_no_rank_uses_it():
-    found = []
+def _number() -> int:
+    return len(dist.distributed_c10d._world.pg_map)
 
-    def engine() -> pe.GradSync:
+
+def _run_a_window(sync: pe.GradSync, model: nn.Module) -> None:
+    with sync.accumulate():
+        sync.backward(model(torch.ones(1, 2)).sum())
+
+
+@pytest.mark.parametrize("how", ["close", "free", "fail"])
+@on_ranks(2)
+def test_an_engine_makes_a_group_and_destroys_it_with_itself(how):
+    rank, _ = me()
+    numbers = []
+    for _ in range(3):
         model = nn.Linear(2, 2)
-        sync = pe.GradSync(model, accumulate=1)
-        with sync.accumulate():
-            sync.backward(model(torch.ones(1, 2)).sum())
-        found.append(len(dist.distributed_c10d._world.pg_map))
-        return sync
-
-    rank, _ = me()
-    engine().close()
-    engine().close()  # in the same group
-    held = engine()
-    engine().close()  # beside the other one
-    if rank == 0:
-        held.close()
-    engine().close()  # in the second group: on rank 1 the first one is still in use
-    held.close()
-    engine()
-    gc.collect()  # without an end it is as good as closed
-    engine().close()
-    assert found == [2, 2, 2, 3, 3, 3, 3]
+        if how == "fail":
+            with pytest.raises(ValueError, match="rank 1: wire='none'"):
+                pe.GradSync(model, wire="none" if rank else "fp32")
+            continue
+        sync = pe.GradSync(model)
+        _run_a_window(sync, model)
+        numbers.append(_number())
+        if how == "close":
+            sync.close()
+        del sync
+        gc.collect()
+        assert _number() == 1
+    assert numbers == ([] if how == "fail" else [2] * 3) and _number() == 1
 
 
-def _own_groups() -> list[dist.ProcessGroup]:
-    return [group for group in dist.distributed_c10d._world.pg_map if group in _usages]
-
-
-@pytest.mark.parametrize(("how", "expected"), [("", 1), ("other place", 2), ("broken", 2)])
 @on_ranks(2)
-def test_a_group_that_a_rank_has_spoiled_is_left_alone(how, expected):
+def test_a_rank_that_closes_in_a_window_neither_hangs_nor_disturbs_other_engines():
+    """Rank 0 has launched a bucket to which rank 1 does not come."""
     rank, _ = me()
-    pe.GradSync(nn.Linear(2, 2), accumulate=1).close()
-    (group,) = _own_groups()
-    usage = _usages[group]
-    if how == "other place":
-        usage.launched += rank  # as if this rank had started a collective that the other has not
-    elif how == "broken":
-        usage.is_broken = rank == 1
-    pe.GradSync(nn.Linear(2, 2), accumulate=1).close()
-    assert len(_own_groups()) == expected
+    model, other = nn.Linear(2, 2), nn.Linear(2, 2)
+    sync, second = pe.GradSync(model), pe.GradSync(other)
+    begin = time.monotonic()
+    if rank == 0:
+        dist.all_reduce(torch.ones(4), group=comm_of_buckets(sync).group, async_op=True)
+        sync.close()
+    for _ in range(2):
+        _run_a_window(second, other)
+        second.step(torch.optim.SGD(other.parameters(), lr=0.1))
+    dist.barrier()  # the default group goes on, too
+    pe.GradSync(nn.Linear(2, 2)).close()
+    sync.close()
+    assert time.monotonic() - begin < 30  # of a timeout of minutes
+
+
+@on_ranks(3)
+def test_a_rank_may_close_its_engine_while_others_are_still_in_its_last_collective():
+    rank, world = me()
+    for number in range(6):
+        model = nn.Linear(2, 300, bias=False)
+        with pe.GradSync(model, bucket_cap_mb=1e-3) as sync:
+            with sync.accumulate():
+                loss = (model.weight * (1.0 + rank)).sum()
+                _be_late(loss, number)
+                sync.backward(loss, count=1)
+            sync.unscale_()
+        assert torch.equal(model.weight.grad, torch.full((300, 2), (1 + world) / 2))
+
+
+@on_ranks(2)
+def test_an_engine_that_one_rank_has_closed_does_not_change_the_names_of_torchs_groups():
+    rank, _ = me()
+    sync = pe.GradSync(nn.Linear(2, 2))
+    if rank == 0:
+        sync.close()
+    group = dist.new_group([0, 1], use_local_synchronization=True, timeout=timedelta(seconds=20))
+    flat = torch.ones(1)
+    dist.all_reduce(flat, group=group)
+    assert float(flat) == 2
+    dist.destroy_process_group(group)
+
+
+@on_ranks(2)
+def test_a_fork_leaves_the_group_of_its_parent_alone():
+    sync = pe.GradSync(nn.Linear(2, 2))
+    comm = comm_of_buckets(sync)
+    group = comm.group
+    pid = os.fork()
+    if pid == 0:
+        comm.handle.release()
+        os._exit(group not in dist.distributed_c10d._world.pg_map)
+    assert os.waitpid(pid, 0)[1] == 0
+    flat = torch.ones(1)
+    comm.all_reduce(flat).wait()
+    assert float(flat) == 2
 
 
 @on_ranks(2)
@@ -173,7 +219,7 @@ def test_ddp_goes_on_by_its_own_group_behind_an_attach_that_failed():
         pe.attach(ddp, accumulate=1, wire=pe.wire.FromHook(allreduce_hook, alone))
     other = nn.Linear(2, 2, bias=False)
     found = []
-    with pe.GradSync(other, accumulate=1) as sync:  # may take the group that the failed engine had
+    with pe.GradSync(other, accumulate=1) as sync:
         with sync.accumulate():
             sync.backward((other.weight * (1.0 + rank)).sum(), count=1)
         (ddp(torch.ones(1, 2)).sum() * (1.0 + rank)).backward()  # DDP reduces again, by its own group
@@ -211,7 +257,7 @@ def test_it_ends_with_the_default_group_and_has_its_timeout():
     pe.GradSync(model, accumulate=1).close()
     dist.distributed_c10d._set_pg_timeout(timedelta(seconds=33))
     sync = pe.GradSync(model, accumulate=1)
-    (group,) = _own_groups()
+    group = comm_of_buckets(sync).group
     assert group._get_backend(torch.device("cpu")).options._timeout == timedelta(seconds=33)
     del group
     comm = comm_of_buckets(sync)

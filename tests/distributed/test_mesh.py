@@ -321,7 +321,7 @@ def test_stages_hold_other_parameters_and_share_norm_and_clip_factor(kind, dtype
 
 
 @on_ranks(4)
-def test_later_engines_use_the_process_groups_that_earlier_ones_have_made():
+def test_later_engines_use_the_groups_of_axes_that_earlier_ones_have_made():
     how, numbers = _expert_axes(mesh_of(edp=2, ep=2)), set()
     for is_ddp in [False] * 3 + [True] * 3:
         model = nn.ModuleDict({"shared": nn.Linear(2, 2), "experts": nn.ModuleList([nn.Linear(2, 2)])})

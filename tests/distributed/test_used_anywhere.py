@@ -43,7 +43,7 @@ def _streams() -> Iterator[list[bool]]:
 
     def init(self: Any, group: Any, device: torch.device) -> None:
         make(self, group, device)
-        self.is_stream_ordered = not _is_of_hosts(group)
+        self.is_stream_ordered = not _is_of_hosts(self.group)
 
     def noted(self: Any, used: Any, **known: bool) -> Any:
         by_hosts.append(_is_of_hosts(self._comm.group))
