@@ -84,7 +84,7 @@ class NoSyncView(NoSync):
 
 
 class Floor(Raw):
-    """The two collectives of a window by hand: a header of 192 bytes, launched before the last backward, and
+    """The two collectives of a window by hand: a header of 184 bytes, launched before the last backward, and
     the gradients as one vector when it has arrived. Without any check.
     """
 

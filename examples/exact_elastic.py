@@ -1,6 +1,6 @@
 """Kill a worker in the middle, go on with fewer, end with the same bits: python examples/exact_elastic.py
 
-docs/reproducible.md tells why, and how to keep what the interrupted window had finished too.
+docs/reproducible.md tells why.
 """
 
 import os
@@ -24,18 +24,17 @@ def train(folder: str, dies_at: int | None) -> list[float]:
     data = torch.randn(MICRO_BATCHES * STEPS, 16)
     model = nn.Sequential(nn.Linear(16, 32), nn.Dropout(0.1), nn.Linear(32, 1))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    checkpoint, start = Path(folder) / "last.pt", 0
-    if checkpoint.exists():
-        saved = torch.load(checkpoint, weights_only=True)
-        model.load_state_dict(saved["model"])
-        optimizer.load_state_dict(saved["optimizer"])
-        start = saved["steps"]
 
     sampler = pe.WindowSampler(len(data), seed=SEED, micro_batch=1, global_batch=MICRO_BATCHES)
-    sampler.set_epoch(0, window=start)
     exact = pe.Exact(micro_batches=MICRO_BATCHES)
     sync = pe.GradSync(model, accumulate=sampler.accumulate, accumulator=exact)
-    for step, window in enumerate(sync.windows(sampler), start=start):
+    checkpoint, parts = Path(folder) / "last.pt", {"model": model, "optimizer": optimizer, "sync": sync}
+    if checkpoint.exists():
+        saved = torch.load(checkpoint, weights_only=True)
+        for name, part in parts.items():
+            part.load_state_dict(saved[name])  # rank 0's, on every rank
+    sampler.set_epoch(0, window=sync.window)
+    for step, window in enumerate(sync.windows(sampler), start=sync.window):
         for rows in window:
             with pe.micro_batch_rng(SEED, step=step, index=sync.place):  # dropout by micro-batch, not by rank
                 sync.backward(model(data[rows]).square().sum(), count=len(rows))
@@ -43,7 +42,7 @@ def train(folder: str, dies_at: int | None) -> list[float]:
                 os.kill(os.getpid(), signal.SIGKILL)
         sync.step(optimizer)
         if dist.get_rank() == 0:
-            state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "steps": step + 1}
+            state = {name: part.state_dict() for name, part in parts.items()}
             torch.save(state, checkpoint.with_suffix(".new"))
             checkpoint.with_suffix(".new").replace(checkpoint)
     return [value for parameter in model.parameters() for value in parameter.flatten().tolist()]

@@ -17,7 +17,6 @@ if sys.argv[:1] == ["-m"] and sys.orig_argv[-len(sys.argv)] == "pyengine":
 from pyengine import ops, telemetry, wire
 from pyengine.audit.auditor import AuditError, Finding
 from pyengine.audit.handle import Audit, audit
-from pyengine.checkpoint.checkpoints import Checkpoint, Checkpoints
 from pyengine.comm.axes import Axes
 from pyengine.comm.launching import launch
 from pyengine.data.batch_plan import BatchPlan, plan_batch, scale_lr, warm_up
@@ -45,8 +44,6 @@ __all__ = [
     "Axes",
     "BatchPlan",
     "CapturedWindows",
-    "Checkpoint",
-    "Checkpoints",
     "Exact",
     "Finding",
     "GradNorms",
@@ -82,6 +79,8 @@ __all__ = [
 
 # Removed names and what to use instead, answered for one release.
 _REMOVED = {
+    "pyengine.Checkpoints": "save sync.state_dict() by torch.save and load it with weights_only=True, or use "
+    "torch.distributed.checkpoint (docs/reliability.md)",
     "pyengine.Dealer": "pass the loader of a pe.WindowSampler; a slower rank may have a smaller accumulate=",
     "pyengine.wire.Hierarchical": "NCCL reduces within hosts first by itself; over gloo pass "
     "shared_memory=True, with which the ranks of a host together send a bucket once",

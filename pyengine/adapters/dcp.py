@@ -7,27 +7,22 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from torch.distributed.checkpoint import DefaultLoadPlanner, Metadata
 from torch.distributed.checkpoint.planner import ReadItem
 
-from pyengine.checkpoint.loading import load
-
-_PART = re.compile(r"rank \d+ of \d+")
+from pyengine.engine.snapshot import PART
 
 
 class LoadPlanner(DefaultLoadPlanner):
     """DCP's own planner, which also loads an engine saved by another number of ranks.
 
     On the same number of ranks every rank reads its own entry, as with DCP's planner. On another number every
-    rank reads the entries of all ranks. Of an open window `sync.load_state_dict` then divides the sums and
-    the remaining micro-batches among the ranks, with accumulator="exact"; it refuses other sums of an open
-    window, on every rank. The arguments are those of `DefaultLoadPlanner`.
+    rank reads that of rank 0; see `sync.load_state_dict`. The arguments are those of `DefaultLoadPlanner`.
 
-    Entries other than tensors are read as data. They are refused if they have anything but tensors and plain
-    values; DCP's own planner would unpickle them. DCP's file `.metadata` is a pickle, which DCP reads before
-    it calls a planner: load only folders of people whose code you would run.
-
-    Cost: on another number of ranks every rank reads the sums of all entries: 8 bytes an element each.
+    Entries other than tensors are read by `torch.load(weights_only=True)`: they are refused if they have
+    anything but tensors and plain values; DCP's own planner would unpickle them. DCP's file `.metadata` is a
+    pickle, which DCP reads before it calls a planner: load only folders of people whose code you would run.
 
     Example:
         >>> from pyengine.adapters.dcp import LoadPlanner  # doctest: +SKIP
@@ -41,28 +36,36 @@ class LoadPlanner(DefaultLoadPlanner):
         metadata: Metadata | None = None,
         is_coordinator: bool = False,
     ) -> None:
-        """Request the entries that other ranks have saved; called by DCP."""
+        """Request the entry of rank 0 where that of this rank is missing; called by DCP."""
         saved = [] if metadata is None else list(metadata.state_dict_metadata)
         for prefix, state in _states(state_dict, ""):
-            own = next(filter(_PART.fullmatch, state))
+            own = next(filter(PART.fullmatch, state))
             parts = [name.removeprefix(prefix) for name in saved if name.startswith(prefix)]
-            if f"{prefix}{own}" not in saved and (parts := list(filter(_PART.fullmatch, parts))):
+            if own not in parts and (first := [name for name in parts if _is_of_rank_0(name)]):
                 del state[own]
-                state.update(dict.fromkeys(parts))
+                state[first[0]] = None
         super().set_up_planner(state_dict, metadata, is_coordinator)
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """Read an entry other than a tensor, without unpickling it; called by DCP."""
+        """Read an entry other than a tensor, without running code in it; called by DCP."""
         name = read_item.dest_index.fqn
         try:
-            loaded = load(value)
+            with torch.sparse.check_sparse_tensor_invariants():
+                loaded = torch.load(value, map_location="cpu", weights_only=True)
         except Exception as error:
-            raise ValueError(f"checkpoint entry {name!r}: {error}") from error
+            found = re.search(r"GLOBAL ([\w.]+)", str(error))
+            what = f"it holds {found[1]}, which is no tensor and no plain value" if found else error
+            raise ValueError(f"checkpoint entry {name!r} cannot be read: {what}") from error
         tree: Any = self.original_state_dict if self.flatten_state_dict else self.state_dict
         *outer, last = self.mappings[name] if self.flatten_state_dict else [name]
         for key in outer:
             tree = tree[key]
         tree[last] = loaded
+
+
+def _is_of_rank_0(name: str) -> bool:
+    match = PART.fullmatch(name)
+    return match is not None and match[1] == "0"
 
 
 def _states(tree: dict[str, Any], prefix: str) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -71,7 +74,7 @@ def _states(tree: dict[str, Any], prefix: str) -> Iterator[tuple[str, dict[str, 
         if isinstance(value, dict):
             inner = f"{prefix}{key}."
             is_state = {"version", "window", "steps"} <= value.keys()
-            if is_state and len([name for name in value if _PART.fullmatch(str(name))]) == 1:
+            if is_state and len([name for name in value if PART.fullmatch(str(name))]) == 1:
                 yield inner, value
             else:
                 yield from _states(value, inner)

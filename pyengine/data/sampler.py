@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sized
+from collections.abc import Iterator, Sized
 from copy import copy
 from numbers import Integral
 
@@ -108,10 +108,10 @@ class WindowSampler(Sampler[list[int]]):
         if rank >= world_size:
             raise ValueError(f"rank={rank}: need 0 to {world_size - 1}, since world_size={world_size}")
         other = copy(self)
-        other.rank, other.world_size, other._due = rank, world_size, None  # noqa: SLF001 - a copy of this object
+        other.rank, other.world_size = rank, world_size
         return other
 
-    def set_epoch(self, epoch: int, *, window: int = 0, due: Collection[int] | None = None) -> None:
+    def set_epoch(self, epoch: int, *, window: int = 0) -> None:
         """Set the epoch of the next iteration, and where it begins.
 
         A run can resume with any world size.
@@ -119,21 +119,13 @@ class WindowSampler(Sampler[list[int]]):
         Args:
             epoch: the order of the samples depends on it.
             window: first window, counted in the epoch.
-            due: this rank's micro-batches of that window, by their index in it over all ranks: `sync.due`
-                after `sync.load_state_dict`. None: its usual share.
         """
         whole(epoch=epoch, window=window)
         if window >= self.num_windows:
             raise ValueError(
                 f"window={window}: an epoch has {self.num_windows} windows; use set_epoch({epoch + 1})"
             )
-        if due is not None and not all(index in range(self.micro_batches) for index in due):
-            raise ValueError(
-                f"due={sorted(due)}: need indices from 0 to {self.micro_batches - 1}; leave due out between "
-                "windows, or, with more ranks than micro-batches, make the engine with "
-                f"accumulator=pe.Exact(micro_batches={self.micro_batches})"
-            )
-        self.epoch, self.window, self._due = epoch, window, None if due is None else sorted(due)
+        self.epoch, self.window = epoch, window
 
     @property
     def first(self) -> int:
@@ -167,8 +159,7 @@ class WindowSampler(Sampler[list[int]]):
     def _share(self, window: int) -> list[int]:
         """This rank's micro-batches of a window, as indices in the epoch."""
         begin, there_are = window * self.micro_batches, -(-self._kept // self.micro_batch)
-        own = self._own if window != self.window or self._due is None else self._due
-        return [begin + index for index in own if begin + index < there_are]
+        return [begin + index for index in self._own if begin + index < there_are]
 
     def _order(self) -> Tensor:
         """The epoch's samples, int64 [kept]."""

@@ -84,7 +84,7 @@ def attach(
     Raises:
         TypeError: neither DDP nor sharded by FSDP2. RuntimeError: an FSDP2 that cannot be driven; 2.11's can.
         ValueError: `axes.groups` names a parameter that DDP reduces; a DDP that reduces past its buckets, or
-            has a hook; a SyncBatchNorm with "exact"; a unit's policy, mesh or hook that cannot be driven; a
+            has a hook; a unit's policy, mesh or hook that cannot be driven; a
             trained sparse embedding over FSDP2. Raised on every rank.
 
     Cost: that of `GradSync`. DDP's own buckets stay allocated and unused: one more copy of the gradients.

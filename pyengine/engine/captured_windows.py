@@ -252,12 +252,8 @@ def capture_problems(engine: Engine) -> Iterator[str]:
         yield f"sync.measure has the host look at every window: leave out {engine.measures}"
     if engine.raises:
         yield "nonfinite='raise' has the host wait for every window: need 'skip'"
-    if engine.dropping is not None:
-        yield "nonfinite='drop_micro_batch' notes on the host what it drops: need 'skip'"
     if engine.runs.size > 1:
         yield "accumulator=pe.Exact(slots=...) takes micro-batches one by one: leave slots out"
-    if engine.batch_norms.num_modules:
-        yield "accumulator='exact' replays BatchNorms by the places of micro-batches: need another one"
 
 
 def _keep(engine: Engine, graph: WindowGraph) -> None:

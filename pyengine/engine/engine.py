@@ -19,8 +19,7 @@ groups over which gradients are summed ("buckets"):
  6. buckets  the flags of used parameters (`UsedAnywhere.all_reduce`), between hosts where these have a group;
              not where the header says that every rank had used all of its parameters before it.
              Then the broadcast of a DDP's buffers.
- 7. engine   once in an engine's life the order in which gradients came; BatchNorm's rows
-             (`BatchNormReplay.start_exchange`).
+ 7. engine   once in an engine's life the order in which gradients came.
  8. engine   in `wait`: the norm, where ranks hold different elements (`Holdings`); sums of `sync.measure`;
              the audit's checksums; the gathers of the verdict, if something is wrong.
  9. engine   in each call that clips or returns norms by name, where ranks hold different elements: on the
@@ -59,14 +58,11 @@ from torch.autograd.graph import GradientEdge
 from torch.nn import Parameter
 
 from pyengine.audit.auditor import AuditError
-from pyengine.checkpoint.snapshot import Snapshot, identify
 from pyengine.comm.base import Comm
 from pyengine.data.rng import set_rng_states
 from pyengine.engine.backward import BeforeBackward, checked_backward, divided_by, is_scaled, reduction_of
-from pyengine.engine.batch_norm import BatchNormReplay, batch_norm_problems
-from pyengine.engine.batch_norm import batch_norms as batch_norms_of
 from pyengine.engine.engine_ranks import EngineRanks, ShardedRanks
-from pyengine.engine.handshake import Shares, agree, problems_of, raise_problems, resized
+from pyengine.engine.handshake import Shares, agree, problems_of, problems_of_exact, raise_problems, resized
 from pyengine.engine.kept_grads import KeptGrads
 from pyengine.engine.parameters import (
     Ownership,
@@ -75,10 +71,10 @@ from pyengine.engine.parameters import (
     in_backward_problems,
     owned_problems,
 )
+from pyengine.engine.snapshot import Snapshot, identify
 from pyengine.engine.window_audit import WindowAudit
 from pyengine.engine.window_graph import WindowGraph
 from pyengine.gradients.base import Reducer
-from pyengine.gradients.dropping import Dropping
 from pyengine.gradients.exact_sums import Terms
 from pyengine.gradients.layout import ParamSpec
 from pyengine.gradients.marks import REMEDY, GradMarks
@@ -154,7 +150,6 @@ class Engine:
         reducer: Reducer,
         comm: Comm,
         settings: Settings,
-        batch_norms: BatchNormReplay,
         *,
         shares: Shares,
         batch: SharedBatch | None,
@@ -168,7 +163,7 @@ class Engine:
         # An identity that all ranks of the engine have in common.
         self.name = f"{held} (engine {shares.engine_id:08x})"
         self.device = device = params[0].device
-        self.reducer, self.comm, self.batch_norms = reducer, comm, batch_norms
+        self.reducer, self.comm = reducer, comm
         # The module that has the parameters; None where the engine was made over the parameters alone.
         self.module = module
         # The batch that this rank shares with others; None where every rank has its own.
@@ -176,13 +171,10 @@ class Engine:
         # How a full window is divided among ranks.
         self.shares = shares
         self.is_exact = settings.kind == "exact"
-        # Whether ranks share batches, or sum parts of other ranks' parameters: then no rank can load another
-        # one's state.
-        self.holds_parts = batch is not None or reducer.saves_local_sums
+        # Whether ranks share batches, or hold other elements of parameters.
+        self.holds_parts = batch is not None or reducer.counted is not None
         # What a state has to fit.
-        self.identity = identify(
-            settings.kind, shares.terms, shares.run, batch_norms.num_modules, names, reducer.local_params()
-        )
+        self.identity = identify(settings.kind, shares.terms, shares.run, names, reducer.local_params())
         # Where ranks are, and in which state the window is.
         self.counter = WindowCounter(settings.accumulate, share=shares.of(comm.rank))
         # Gradients that no optimizer has used, which count into the next window.
@@ -191,8 +183,6 @@ class Engine:
         self.marks = GradMarks(reducer)
         # The gradients in `.grad`, for example of a window that has been reduced.
         self.published = Published(names, params)
-        # Checks micro-batches before they are accumulated; None where none is ever dropped.
-        self.dropping = Dropping(reducer, self.published) if settings.drops else None
         # Norm and finite flags of the mean gradients.
         holdings = None if reducer.counted is None else Holdings(reducer.counted, comm, device)
         self.final = FinalPass(len(params), device, holdings)
@@ -239,14 +229,13 @@ class Engine:
         _log.debug("make a %s of %s", type(reducer).__name__, self.name)
         flush(device)
 
-    def reset(self, resumed: Snapshot | None = None) -> None:
-        """Forget the window: the next one starts without counts, or with the sums of `resumed`."""
-        self.resumed = resumed
+    def reset(self) -> None:
+        """Forget the window: the next one starts without counts."""
         # ---- of this window, on this rank ----
         # Counts and losses.
         self.counts = self.new_counts()
         # Runs of micro-batches, each of which is accumulated once.
-        self.runs = Runs(self.shares.run, done=0 if resumed is None else len(resumed.places))
+        self.runs = Runs(self.shares.run)
         # The totals over which its losses are means, if counts were read ahead.
         self.denominators: Denominators | None = None
         # Whether another window follows, as far as this rank knows.
@@ -277,32 +266,20 @@ class Engine:
         self.final.reset()
         self.written.forget()
         self.marks.release()  # hooks of the last window would refuse this one
-        if resumed is not None:
-            self.counts.is_silent = True  # whether it was is not saved
-            dropped = resumed.dropped or [False] * len(resumed.losses)
-            for loss, count, is_dropped in zip(resumed.losses, resumed.counts, dropped, strict=True):
-                known = None if loss is None else torch.tensor(loss, dtype=torch.float64, device=HOST)
-                self.counts.append(known, count, is_dropped=is_dropped)
 
     # ---- open ----
 
     def open(self) -> None:
-        """Open a window, or continue the one that was resumed; the previous one must have been used."""
-        if self.counter.is_resumed:
-            self.counter.is_resumed = False
-        else:
-            self.close_window()
-            self.opened_at = self.counter.index
-            self.reset()
-            self.counter.open()
+        """Open a window; the previous one must have been used."""
+        self.close_window()
+        self.opened_at = self.counter.index
+        self.reset()
+        self.counter.open()
         self._bare_version = None
         self.ownership.follow()
         self.reducer.open()
         # Before any forward, in which FSDP2 shows other parameters.
         self.counts.refusals += self.trained.problems()
-        self.batch_norms.open()
-        if self.resumed is not None:
-            self.batch_norms.load(self.resumed.places, self.resumed.batch_norm)
         if self.rng_due:
             set_rng_states(self.rng_due)
             self.rng_due = {}
@@ -311,7 +288,6 @@ class Engine:
         """Count a micro-batch given to the loop: the window's `last`, with `more` windows behind it."""
         self.counter.hand_out(place, last=last)
         self.has_more_windows, self.is_padding = more, False
-        self.batch_norms.hand_out(place)
 
     def pad(self, *, last: bool) -> None:
         """Count a micro-batch of padding, given to the loop because other ranks run one."""
@@ -331,8 +307,8 @@ class Engine:
     # ---- accumulate ----
 
     def begin(self) -> None:
-        """Start with sums of zero, or with those of a state; before every micro-batch, and before a window
-        that is launched without one. Refuse what others have done to gradients since the engine's last look.
+        """Start with sums of zero; called before every micro-batch, and before a window that is launched
+        without one. Refuse what others have done to gradients since the engine's last look.
         """
         if self._has_begun:
             self.look()
@@ -346,16 +322,11 @@ class Engine:
         self.clock = Clock(self.device)
         self.kept_grads.keep()
         self.reducer.begin()
-        if self.dropping is not None:
-            self.dropping.begin()
         for measure in self.measures:
             measure.begin()
         self._has_begun = True
         if self.audit is not None:
-            self.audit.begin(self.counter.index, is_whole=self.resumed is None)
-        if self.resumed is not None:
-            self.reducer.load(self.resumed.sums, done=len(self.resumed.places))
-            self.resumed = None
+            self.audit.begin(self.counter.index)
         self.marks.record()
         self.marks.watch_hooks(self._refuse_taken)
         if not is_lazy(self.device):
@@ -384,17 +355,16 @@ class Engine:
             self._check_turn()
             for measure in self.measures:
                 measure.begin_micro_batch()
-            is_due = self.counter.done + 1 < self.counter.handed
             try:
                 sparing: AbstractContextManager[object] = nullcontext()
                 if self.is_padding:  # its backwards must not change gradients that are not the engine's
                     self.reducer.preserve_grads(())
                     sparing = BeforeBackward(self.reducer.preserve_grads)
-                with self.clock.phase("backward"), self.batch_norms.micro_batch(due=is_due), sparing:
+                with self.clock.phase("backward"), sparing:
                     yield made
                     if not made._has_only:
                         self._refuse_wrong(made)
-                    if not made._has_last or self.dropping is not None:
+                    if not made._has_last:
                         self._note(made)
                         if made._ends_run:
                             self.reducer.collect()
@@ -417,9 +387,6 @@ class Engine:
         the window's last micro-batch launch the header before it, and each bucket as soon as it is complete.
         """
         made._has_last = self.has_backward = True
-        self.batch_norms.stop_counting()
-        if self.dropping is not None:
-            return nullcontext()  # whether it is dropped is known only when all of its gradients are
         self._note(made)
         if made._syncs and self.reducer.overlaps:
             return self._overlap(roots)
@@ -431,18 +398,12 @@ class Engine:
             yield
 
     def _note(self, made: MicroBatch) -> None:
-        """Count a micro-batch: from here on the window's header may be launched. Where micro-batches with inf
-        or nan are dropped, such a one contributes nothing.
-        """
+        """Count a micro-batch: from here on the window's header may be launched."""
         self.counter.count_backward()
         self.counts.is_silent |= not made._is_stated
-        is_dropped: bool | Tensor = False
-        if self.dropping is not None:
-            is_dropped = self.dropping.check(made._index, made.loss)
-            self.batch_norms.drop(is_dropped)
         if not self.is_padding:
             self.runs.add(ends=made._ends_run)
-            self.counts.append(made.loss, made.count, is_dropped=is_dropped)
+            self.counts.append(made.loss, made.count)
 
     def end_run(self) -> None:
         """Accumulate a run that gets no further micro-batch."""
@@ -455,8 +416,6 @@ class Engine:
     def flush(self) -> None:
         """Launch and reduce what has been accumulated, without a backward; see `Sync.flush`."""
         self.check_idle("flush")
-        if self.counter.is_resumed:
-            self.open()
         if self.counter.state is State.IDLE:
             raise RuntimeError(
                 "flush outside a window: there is nothing to send; open one with sync.windows(loader)"
@@ -489,7 +448,6 @@ class Engine:
         self.header = header = self.launch_header_all_reduce(
             self.counts, more=self.has_more_windows, stage=_SENDS
         )
-        self.batch_norms.stop_counting()
         self.counter.state = State.SENT
         self._is_launching = True
         try:
@@ -499,14 +457,12 @@ class Engine:
             _log.debug("window %d: give up after %r", self.counter.index, error)
             self.gave_up = repr(error)
             self.reducer.give_up()
-            self.batch_norms.start_exchange(self.comm, header)
             raise
         finally:
             self._is_launching = False
-        self.batch_norms.start_exchange(self.comm, header)
 
     def launch_header_all_reduce(self, counts: LocalWindow, *, more: bool, stage: str) -> Header:
-        """Launch a header, 192 bytes: this rank's place and counts, and what ranks have to have alike."""
+        """Launch a header, 184 bytes: this rank's place and counts, and what ranks have to have alike."""
         return Header(
             self.comm,
             self.device,
@@ -581,7 +537,6 @@ class Engine:
                 self.kept_grads.add()
                 self.published.read(self.final)
             self.final.compute_norm(is_refused=header.is_refused())
-            self.batch_norms.wait()
         self.verdict = verdict = self._conclude(header, has_gradient=has_gradient, has_kept=has_kept)
         if not header.was_refused:
             self.reducer.residuals.drop_if(self.final.found_inf)
@@ -604,10 +559,6 @@ class Engine:
     def _conclude(self, header: Header, *, has_gradient: bool, has_kept: bool) -> Verdict:
         """Decide on the device whether the window may be used, and keep what explains to the host why not."""
         self.final.forbid(header.forbids())
-        dropped: Callable[[], dict[int, list[str]]] = dict
-        if self.dropping is not None:
-            self.final.back_off(header.has_dropped())
-            dropped = self.dropping.reports()
         measures = [] if header.is_refused() else [*self.measures]
         for measure in measures:
             limit = measure.wait(ReducedWindow(header, self.counts, is_whole=not has_kept))
@@ -620,7 +571,6 @@ class Engine:
             self.gave_up,
             self.reducer.names,
             self.runs.blame(self.reducer.blame()),
-            dropped,
             lambda: "; ".join(filter(None, (measure.reason() for measure in measures))),
             self.scaler is not None,
             self.has_backward,
@@ -691,8 +641,7 @@ class Engine:
                 trained[name] = trains_it or trained.get(name, False)
             place_of = {name: place for place, name in enumerate(trained)}
             self.final.add_names([place_of[name] for name in names], len(trained))
-            holds_parts = self.holds_parts or self.reducer.counted is not None
-            about = self.final, self.comm, self.reducer, holds_parts
+            about = self.final, self.comm, self.reducer, self.holds_parts
             self._measured = Measured([*trained], [*trained.values()], *about)
         return self._measured
 
@@ -765,7 +714,6 @@ class Engine:
             verdict.use.factors += [self.final.clipped, *factors]
         self.stepped.append(Stepped(optimizer, scheduler, done, stepped))
         if self.counter.state is not State.USED:
-            self.batch_norms.apply(has_stepped)
             self.verdicts.count_step()
         self.counter.state = State.USED
         self.kept_grads.use(stepped, self.final.found_inf)
@@ -792,7 +740,6 @@ class Engine:
         self.written.forget()
         verdict.use.is_handed_over = True
         self._update_scale()
-        self.batch_norms.apply(self.final.found_inf == 0)
         self.kept_grads.hand_over()
         flush(self.device)
 
@@ -831,7 +778,6 @@ class Engine:
                     exposed_sync_s=clock.seconds("exposed_sync"),
                     step_s=clock.elapsed(),
                     held_bytes=held_bytes,
-                    dropped=totals.dropped,
                     num_retries=num_retries,
                     **measured,
                 )
@@ -877,7 +823,7 @@ class Engine:
     def is_broken(self) -> bool:
         """Whether an exception left the window half-way, or it was refused: a new loop has to abandon it."""
         is_refused = self.verdict is not None and self.verdict.error is not None
-        is_left = self.counter.state is State.OPEN and not self.counter.is_resumed
+        is_left = self.counter.state is State.OPEN
         return is_left or bool(self.gave_up or self.unusable or self.failure) or is_refused
 
     def abandon(self, *, waits: bool = True) -> None:
@@ -904,7 +850,6 @@ class Engine:
                     self.reducer.residuals.drop_if(torch.ones((), dtype=torch.float32, device=self.device))
             flush(self.device)
         _log.debug("window %d: abandon, %s", self.counter.index, self.counter.state.value)
-        self.batch_norms.close()
         header = self.header if self.verdict is None else self.verdict
         was_refused = header is not None and header.was_refused  # no window of all ranks
         self.counter.close(completed=self.counter.is_sent and not was_refused)
@@ -955,7 +900,7 @@ class Engine:
         self.clock = Clock(self.device)
         self._has_begun = self.has_backward = True
         if self.audit is not None:
-            self.audit.begin(counter.index, is_whole=True)
+            self.audit.begin(counter.index)
         self.counts.take(graph.counts)
         counter.done = counter.handed
         graph.claim(self.verdicts.last_use())
@@ -981,7 +926,6 @@ class Engine:
                 param.grad = grad
         self.published.record()
         report = self._report(verdict, self.final.norm_before_clipping())
-        self.batch_norms.close()
         self.verdicts.count_step()
         counter.state = State.USED
         verdict.use.factors += graph.factors
@@ -1010,7 +954,7 @@ class Engine:
         Every rank calls this between windows: the header of a window states how the one before was used, and
         no header follows the last. Or where it has opened a window: if a rank has dropped this window and
         opens it again while the others are in its middle, its header is paired with theirs, and all raise.
-        One all-reduce of 192 bytes, for which the host waits; nothing on a lazy device, nor alone.
+        One all-reduce of 184 bytes, for which the host waits; nothing on a lazy device, nor alone.
         """
         self.reach_verdicts()
         gathered: Sequence[Sequence[str]] = [problems]
@@ -1029,7 +973,7 @@ class Engine:
         For calls whose own collectives have other sizes than a header: where only some ranks make such a call
         and the others go on, gloo would end their processes.
 
-        Cost: an all-reduce of 192 bytes, for which the host waits; nothing on a lazy device, nor alone.
+        Cost: an all-reduce of 184 bytes, for which the host waits; nothing on a lazy device, nor alone.
         """
         self.reach_verdicts()
         if self.comm.world_size > 1 and not is_lazy(self.device):
@@ -1048,15 +992,12 @@ class Engine:
         self.shares = resized(self.shares, accumulate, is_exact=self.is_exact)
         self.counter.accumulate, self.counter.share = accumulate, self.shares.of(self.comm.rank)
 
-    def resume(self, part: Snapshot, *, due: Sequence[int] | None) -> None:
-        """Continue from a snapshot, whose sums are only read, at the first backward.
-
-        `due` are the places that this rank has still to compute in the open window; None if none is open.
-        """
-        _log.debug("window %d: resume, %d micro-batches done", part.window, len(part.places))
+    def resume(self, part: Snapshot) -> None:
+        """Continue from a snapshot, between windows."""
+        _log.debug("window %d: resume", part.window)
         self.counter.go_to(part.window)
-        self.reset(part if due is not None else None)
-        self.kept_grads.load(part.carry, is_open=due is not None)
+        self.reset()
+        self.kept_grads.load(part.carry)
         for measure in self.measures:
             measure.load(part.measured.get(measure.field))
         if lost := part.measured.keys() - {measure.field for measure in self.measures}:
@@ -1078,8 +1019,6 @@ class Engine:
         self.marks.record()
         self.verdicts.restart(part.steps)
         self.opened_at = part.window
-        if due is not None:
-            self.counter.resume(part.places, due)
         self.rng_due = {} if part.is_between_loops else part.rng  # set behind what the loader has drawn
         if part.is_between_loops:
             set_rng_states(part.rng)  # before the loader draws
@@ -1098,7 +1037,6 @@ class Engine:
             self.verdicts.read_all()
         keeps = self.kept_grads.is_handed_over and not self.stepped
         self.abandon(waits=False)
-        self.batch_norms.release()
         for measure in self.measures:
             measure.release()
         self.reducer.release(keeps_grad=keeps)
@@ -1495,20 +1433,18 @@ def make_engine(
     try:
         specs = ranks.specs(named)
         model = source if isinstance(source, nn.Module) else None
-        module = model if settings.kind == "exact" and model is not None else nn.Module()
         found = [
             *problems_of(named, settings, takes_shards=ranks.takes_dtensors),
             *problems,
             *owned_problems(named),
             *in_backward_problems(named),
-            *batch_norm_problems(module),
-            *ranks.problems_with(named, settings, num_batch_norms=len(batch_norms_of(module))),
+            *ranks.problems_with(named, settings),
+            *problems_of_exact(source, settings),
         ]
         shares = agree(comm, specs, settings, found, ranks.membership)
         reducer = make_reducer(specs, Terms(shares.terms, shares.most_terms))
-        batch_norms = BatchNormReplay(module, most=shares.most, total=shares.total)
         batch = ranks.membership.shared_batch
-        engine = Engine(reducer, comm, settings, batch_norms, shares=shares, batch=batch, module=model)
+        engine = Engine(reducer, comm, settings, shares=shares, batch=batch, module=model)
     except BaseException:
         comm.release()
         raise

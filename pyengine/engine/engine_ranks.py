@@ -198,7 +198,7 @@ class EngineRanks:
                 stacklevel=2,
             )
 
-    def problems_with(self, named: Named, settings: Settings, *, num_batch_norms: int) -> Iterator[str]:
+    def problems_with(self, named: Named, settings: Settings) -> Iterator[str]:
         yield from self.problems
         if settings.shared_memory is True:
             yield from problems_of_sharing(self.comm, self.device)
@@ -208,13 +208,6 @@ class EngineRanks:
                 f"parameter {narrow[0]!r} is a narrow DTensor, and accumulator='native' would sum it in its "
                 "own type, which autograd cannot do in a buffer of ours: use accumulator='fp32'"
             )
-        if num_batch_norms and settings.kind == "exact" and self.membership.shared_batch is not None:
-            yield (
-                "accumulator='exact' replays BatchNorm's running statistics of every rank, and here ranks "
-                "share batches: use GroupNorm, or pass the parameters instead of the module and keep "
-                "statistics alike yourself"
-            )
-        yield from _problems_of_drops(self.membership, settings)
 
     def problems_under_ddp(self, named: Named, group: dist.ProcessGroup) -> Iterator[str]:
         """Report what DDP, with one group for all that it does not ignore, cannot do over these ranks."""
@@ -333,14 +326,6 @@ class EngineRanks:
             comm = TorchDist(GroupHandle(group, self.device, leader=leader), self.device)
         comm.join(self.comm)
         return comm
-
-
-def _problems_of_drops(membership: Membership, settings: Settings) -> Iterator[str]:
-    if settings.drops and membership.shared_batch is not None:
-        yield (
-            "nonfinite='drop_micro_batch' where ranks share a batch: each of them sees its part of the "
-            "gradients, and would drop other micro-batches: use nonfinite='skip'"
-        )
 
 
 def _replicate(axes: Axes, mesh: MeshRanks) -> tuple[str, ...]:
@@ -467,15 +452,14 @@ class ShardedRanks:
     def specs(self, named: Named) -> list[ParamSpec]:
         return [ParamSpec.of(name, param) for name, param in named]
 
-    def problems_with(self, named: Named, settings: Settings, *, num_batch_norms: int) -> Iterator[str]:
-        del named, num_batch_norms
+    def problems_with(self, named: Named, settings: Settings) -> Iterator[str]:
+        del named
         yield from self._problems
         if self._is_cut and settings.kind == "exact":
             yield (
                 "accumulator='exact' with tensor parallelism below FSDP: a micro-batch's own bits depend on "
                 "how parameters are cut there, so that no sum has them on every mesh; use 'fp32'"
             )
-        yield from _problems_of_drops(self.membership, settings)
 
     def counted(self, units: Sequence[Unit]) -> dict[int, bool]:
         """Return by id whether this rank counts what it holds: over all ranks each element once."""

@@ -42,8 +42,7 @@ class GradSync(Sync):
             of one, "bf16" or "int8-ef" for example; or torch.float32, torch.bfloat16, torch.float16.
         accumulator: "fp32", or torch.float32, sums in fp32 whatever the parameters' type; "native" sums in
             their own type; "exact" gives the same bits for every world size (docs/reproducible.md), over the
-            fp32 wire only, with whole-numbered counts; given a module, not its parameters, it keeps
-            BatchNorm's running statistics alike too. `pe.Exact(micro_batches=...)` is the same where the
+            fp32 wire only, with whole-numbered counts. `pe.Exact(micro_batches=...)` is the same where the
             window is not the sum of `accumulate` over ranks, and `pe.Exact(micro_batches=..., slots=...)`
             sums exactly over slots of it, which costs less.
         process_group: None is the default group, or this process alone if there is none. On an XLA device
@@ -55,9 +54,7 @@ class GradSync(Sync):
             accelerators with streams. The first to leave ends with the parameter that fills one MiB, so
             that the network begins early. On an XLA device all gradients of a type are one bucket.
         nonfinite: "skip" leaves the parameters alone in a step with inf or nan; "raise" raises
-            FloatingPointError on every rank, and has every micro-batch checked so that the message names it;
-            "drop_micro_batch" removes a micro-batch with inf or nan from sum and count, and the window is
-            used (docs/window.md has what that costs).
+            FloatingPointError on every rank, and has every micro-batch checked so that the message names it.
         stall_after_s: seconds of waiting for other ranks after which a warning names those that are missing,
             and where all ranks are (docs/reliability.md); a rank that has died is an error on all others
             within seconds. None or 0: neither, and no thread that watches.
@@ -66,8 +63,7 @@ class GradSync(Sync):
             without copies (docs/wires.md); False goes through the process group.
 
     Raises:
-        ValueError: an argument is off, or the ranks' parameters differ, or "exact" meets a SyncBatchNorm;
-            raised on every rank.
+        ValueError: an argument is off, or the ranks' parameters differ; raised on every rank.
 
     Cost: fp32 parameters need one buffer of their size, which `.grad` views. Narrow parameters with
     `accumulator="fp32"` need 4 bytes an element for the sum and their own size for the wire.

@@ -133,16 +133,6 @@ class Shares:
         """Runs of the rank that has most of a full window."""
         return max(self.by_rank) // self.run
 
-    @property
-    def total(self) -> int:
-        """Places that any rank may name."""
-        return max(self.micro_batches, sum(self.by_rank))
-
-    @property
-    def most(self) -> int:
-        """Micro-batches that a rank may get, also of the rest of a window that is divided again."""
-        return max(*self.by_rank, -(-self.micro_batches // len(self.by_rank)))
-
 
 def resized(shares: Shares, accumulate: int, *, is_exact: bool) -> Shares:
     """Return how a full window is divided if every rank has `accumulate` micro-batches of it."""
@@ -243,6 +233,18 @@ def problems_of(
                 f"accumulator={settings.accumulator}, and parameter {name!r} is {p.dtype}: PyTorch would add "
                 f"up the {settings.run} micro-batches of a slot in that type; keep float32 parameters, for "
                 "example under torch.autocast, or leave slots out"
+            )
+
+
+def problems_of_exact(source: object, settings: Settings) -> Iterator[str]:
+    """Report which modules would make bits depend on the world size."""
+    modules = source.named_modules() if isinstance(source, nn.Module) and settings.kind == "exact" else ()
+    for name, module in modules:
+        if isinstance(module, nn.SyncBatchNorm):
+            yield (
+                f"{name or 'the module'} is a SyncBatchNorm: with accumulator='exact' a micro-batch's "
+                "statistics must not depend on what other ranks compute at the same time. Use BatchNorm or "
+                "GroupNorm"
             )
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from pyengine.gradients.published import local_grads
-from pyengine.gradients.slots import as_gradient, local
+from pyengine.gradients.slots import as_gradient, dense, local
 from pyengine.ops.device import runs_ahead
 
 _MAX_NAMED = 3
@@ -69,7 +69,7 @@ class KeptGrads:
     def keep(self) -> None:
         """Copy what is left in `.grad`, before the next window's gradients replace it."""
         if self._used is None:
-            return  # a resumed window has loaded them
+            return  # no window before this one
         left = self._left()
         self.clear()
         self._kept = left
@@ -96,18 +96,17 @@ class KeptGrads:
         self._is_added = True
 
     def save(self) -> dict[str, Tensor]:
-        """Return copies of what counts into a window still to be sent, by name: this rank's part."""
-        kept = self._left() if self.is_used else {} if self._is_added else self._kept
-        return {self._names[index]: grad.clone() for index, grad in kept.items()}
+        """Return copies of what counts into the next window, by name: this rank's part, dense."""
+        left = self._left() if self.is_used else {}
+        return {self._names[index]: dense(grad).clone() for index, grad in left.items()}
 
-    def load(self, saved: Mapping[str, Tensor], *, is_open: bool) -> None:
-        """Load what `save` returned, in place of everything: into the open window, or back to the caller."""
+    def load(self, saved: Mapping[str, Tensor]) -> None:
+        """Set `.grad` to copies of what `save` returned, in place of everything that was kept."""
         self.clear()
-        if is_open:
-            self._kept = {index: saved[name] for index, name in enumerate(self._names) if name in saved}
-        elif saved:
+        if saved:
             for name, param in zip(self._names, self._params, strict=True):
-                param.grad = as_gradient(saved[name], param) if name in saved else None
+                part = saved[name].detach().to(param.device, copy=True) if name in saved else None
+                param.grad = None if part is None else as_gradient(part, param)
             self.hand_over()
 
     def _left(self) -> dict[int, Tensor]:

@@ -18,7 +18,7 @@ from pyengine.engine.engine import Engine
 from pyengine.engine.misnamed import check_function
 from pyengine.ops.device import is_lazy, runs_ahead, send
 from pyengine.window.counter import State, WindowCounter
-from pyengine.window.denominators import ONLY, Denominators, base_of
+from pyengine.window.denominators import ONLY, Denominators
 from pyengine.window.header import Count, LocalWindow, checked_count, stacked
 
 Batch = TypeVar("Batch")
@@ -116,97 +116,47 @@ class Counting:
         of `Engine.meet` and `sum_over_ranks`; in a loop's first window a gather of the names, too.
         """
         engine = self._engine
-        local = engine.counts
-        done = [float(count) for count in local.counts]
-        names, counts, problems = count_ahead(self._count, batches, local, self._names, engine.device)
-        drops = engine.dropping is not None
-        if drops and len(names) > 1:
-            problems.append(
-                f"count: use nonfinite='skip' or 'raise' with counts of several losses, {names}: under "
-                "nonfinite='drop_micro_batch' the losses are weighed by totals before it is known which "
-                "micro-batches leave the window, and their counts with them"
-            )
+        names, counts, problems = count_ahead(self._count, batches, engine.counts, self._names, engine.device)
         kind = "a window" if self._names else "a loop"
         engine.meet(stage=f"begins {kind} {_COUNTING}", problems=problems)
-        saved: dict[str, float] = {}
         if not self._names:
-            self._names, saved = _agree(engine, names)
-        names = self._names
-        # Of what was done before a state was saved, only the divisor's count is known here.
-        earlier = {base_of(saved or dict.fromkeys(names, 1.0)): math.fsum(done)}
-        own = [math.fsum([earlier.get(name, 0.0), *(count[name] for count in counts)]) for name in names]
-        totals = dict(zip(names, sum_over_ranks(engine, own), strict=True))
-        if saved and not drops:  # what was done before may have been dropped, and its count is 0 then
-            _check_resumed(saved, totals)
-        engine.denominators = Denominators(saved or totals, counts, first=len(done))
+            self._names = _agree(engine, names)
+        own = [math.fsum(count[name] for count in counts) for name in self._names]
+        totals = dict(zip(self._names, sum_over_ranks(engine, own), strict=True))
+        engine.denominators = Denominators(totals, counts)
 
 
 def _begin_counts(engine: Engine, counting: Counting | None, source: Lookahead[Any]) -> None:
-    """Count the open window ahead, where the loop does; else raise ValueError if it was begun with losses
-    that were weighed by totals.
-    """
+    """Count the open window ahead, where the loop does."""
     if counting is not None:
         counting.begin(source.peek(len(engine.counter.due)))
-        return
-    resumed = engine.resumed
-    if resumed is not None and len(resumed.totals) > 1:
-        raise ValueError(
-            f"count: the window that goes on was begun with counts of {list(resumed.totals)}: loop over "
-            "sync.windows(loader, count=...) on every rank, as before"
-        )
 
 
-def _agree(engine: Engine, names: list[str]) -> tuple[list[str], dict[str, float]]:
-    """Return the names that all ranks count, and the totals of the window if it was resumed; a rank without
-    data learns them. Raise ValueError where ranks differ, or not enough is known of a resumed window.
+def _agree(engine: Engine, names: list[str]) -> list[str]:
+    """Return the names that all ranks count; a rank without data learns them. Raise ValueError where ranks
+    differ.
     """
-    resumed = engine.resumed
-    sent = names, {} if resumed is None else dict(resumed.totals), bool(engine.counts.counts)
-    gathered: Sequence[tuple[list[str], dict[str, float], bool]] = engine.comm.all_gather_object(sent)
-    named = {rank: theirs for rank, (theirs, _, _) in enumerate(gathered) if theirs}
+    gathered: Sequence[list[str]] = engine.comm.all_gather_object(names)
+    named = {rank: theirs for rank, theirs in enumerate(gathered) if theirs}
     agreed = next(iter(named.values()), [])
     if any(set(theirs) != set(agreed) for theirs in named.values()):
         listed = "; ".join(f"rank {rank} counts {theirs}" for rank, theirs in named.items())
         raise ValueError(f"count: {listed}. Let the function give the same names on every rank")
-    saved = [theirs for _, theirs, _ in gathered if theirs]
-    if not saved:
-        if len(agreed) > 1 and any(has_done for *_, has_done in gathered):
-            raise ValueError(
-                f"count: gives {agreed}, and the window that goes on was begun without: its state has one "
-                "count a micro-batch. Finish it by sync.windows(loader), and count from the next one on"
-            )
-        return agreed, {}
-    if any(theirs != saved[0] for theirs in saved) or (agreed and set(agreed) != set(saved[0])):
-        raise ValueError(
-            f"count: gives {agreed}, and the states of the window that goes on have the totals {saved}: "
-            "count the same things, and load states of one run"
-        )
-    return list(saved[0]), saved[0]
-
-
-def _check_resumed(saved: Mapping[str, float], totals: Mapping[str, float]) -> None:
-    """Raise on every rank if a resumed window is not the one whose totals weighed its first losses."""
-    base = base_of(saved)
-    if not math.isclose(saved[base], totals[base], rel_tol=1e-9):
-        raise ValueError(
-            f"count: the window that goes on was to count {saved[base]:.17g} of {base!r}, and counts "
-            f"{totals[base]:.17g} now: let the loader go on behind the micro-batches that are done "
-            "(set_epoch(..., due=sync.due)), on every rank"
-        )
+    return agreed
 
 
 def count_ahead(
     count: CountOf, batches: Sequence[Any], local: LocalWindow, names: Sequence[str], device: torch.device
 ) -> tuple[list[str], list[dict[str, float]], list[str]]:
-    """Count micro-batches behind those of `local`, which decides what is valid; `names` are empty at first.
+    """Count a window's micro-batches; `local` decides what is valid; `names` are empty at first.
 
     Returns the names of the losses, the counts by micro-batch, and problems, each with its micro-batch.
     Tensors among the counts are read at once, by way of `device`.
     """
-    names, first = list(names), len(local.counts)
+    names = list(names)
     problems: list[str] = []
     all_given: list[dict[str, Count]] = []
-    for index, batch in enumerate(batches, start=first):
+    for index, batch in enumerate(batches):
         where = f"of micro-batch {index}"
         all_given.append({})
         try:
@@ -238,7 +188,7 @@ def count_ahead(
     problems += [
         f"{_what(name)} of micro-batch {index} is {value}: need a finite{whole} number of at least 0 "
         "and at most 2**53"
-        for index, read in enumerate(counts, start=first)
+        for index, read in enumerate(counts)
         for name, value in read.items()
         if not local.is_valid(value)
     ]
@@ -300,11 +250,10 @@ def windows(engine: Engine, loader: Iterable[Batch], count: CountOf | None) -> I
 
 def _cut(engine: Engine, loader: Iterable[Batch], counting: Counting | None) -> Iterator[Iterator[Batch]]:
     source = Lookahead(loader)
-    # A rank without any data still has to meet the others, or to send what it has resumed.
-    others = engine.comm.world_size > 1 or engine.counter.is_resumed
+    others = engine.comm.world_size > 1  # a rank without any data still has to meet the others
     while source.has_next or others:
         engine.open()
-        if source.has_next and not (engine.counter.share or engine.counter.due):
+        if source.has_next and not engine.counter.share:
             raise ValueError(_NO_SHARE)
         _begin_counts(engine, counting, source)
         yield _micro_batches(engine, source)
@@ -319,12 +268,12 @@ def _cut(engine: Engine, loader: Iterable[Batch], counting: Counting | None) -> 
 @contextmanager
 def single_micro_batch(engine: Engine, *, last: bool) -> Iterator[None]:
     """Make the body one micro-batch, the window's last one if it is full or `last` is set."""
-    if engine.counter.state is not State.OPEN or engine.counter.is_resumed:
+    if engine.counter.state is not State.OPEN:
         engine.open()
     if not engine.counter.due:
         raise RuntimeError(
-            f"accumulate: this rank has no micro-batch left in window {engine.counter.index}, which others "
-            "finish: call sync.flush() and sync.step() first"
+            f"accumulate: this rank has no micro-batch left in window {engine.counter.index}: call "
+            "sync.flush() and sync.step() first"
         )
     place, *rest = engine.counter.due
     ends = last or not rest
@@ -377,15 +326,10 @@ def _cut_padded(
     while True:
         engine.open()
         ahead, due = _read(engine, source), len(engine.counter.due)
-        old = old or ahead[:1]  # of a resumed window this rank may have done its share
         mine = min(len(ahead), due) or (0 if old else _NEVER)
         first = world_size - rank if mine > 0 else 0  # the largest is of the first rank with micro-batches
-        most, minus_fewest, first, handed = engine.comm.max_of(mine, -mine, first, engine.counter.handed)
+        most, minus_fewest, first = engine.comm.max_of(mine, -mine, first)
         if most <= 0:
-            if handed:  # of a resumed window; no rank has anything to add
-                yield _handed_out(engine, source, old, mine=0, fewest=0, most=0)
-                engine.close_window()
-                continue
             engine.counter.close(completed=False)  # what the caller has left in `.grad` stays
             return
         if -minus_fewest == _NEVER:
@@ -397,9 +341,9 @@ def _cut_padded(
 
 def meet_at_micro_batch(engine: Engine, *, last: bool) -> None:
     """Raise on every rank unless all of them hand out the same micro-batch; before its forward."""
-    # Of a resumed window ranks may have done different numbers before: those are not counted.
-    number = engine.counter.handed - engine.counter.num_resumed + 1
-    engine.meet(stage=f"hands out micro-batch {number} of a window{', its last' if last else ''}")
+    engine.meet(
+        stage=f"hands out micro-batch {engine.counter.handed + 1} of a window{', its last' if last else ''}"
+    )
 
 
 def _read(engine: Engine, source: Lookahead[Batch]) -> list[Batch]:
@@ -409,7 +353,7 @@ def _read(engine: Engine, source: Lookahead[Batch]) -> list[Batch]:
     """
     try:
         ahead = source.peek(len(engine.counter.due) + 1)
-        problems = [_NO_SHARE] if ahead and not (engine.counter.share or engine.counter.due) else []
+        problems = [_NO_SHARE] if ahead and not engine.counter.share else []
     except Exception as error:
         # The other ranks wait in `engine.meet`: they raise too, and this rank raises its own error.
         try:

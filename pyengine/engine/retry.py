@@ -12,7 +12,7 @@ and these are added when the backward has ended. This serves every owner whose g
 
 Nothing is launched inside an attempt: the parts are one `micro_batch` block without a `last_backward`, so the
 header, and every bucket, follow the last part. Collective forwards are refused. After a failure random
-generators, buffers of the module, and BatchNorm's rows of exact sums get their values back.
+generators and buffers of the module get their values back.
 """
 
 from __future__ import annotations
@@ -131,7 +131,6 @@ class Retries:
             for param in self._params:
                 param.grad = None
             undo.append(partial(set_rng_states, rng_states()))
-            undo.append(engine.batch_norms.keep_rows())
             undo.append(self._keep_buffers())
             if engine.audit is not None:
                 undo.append(engine.audit.keep())

@@ -18,7 +18,7 @@ from pyengine.engine.captured_windows import MIN_WARM_UP, CapturedWindows, captu
 from pyengine.engine.engine import Engine, MicroBatch
 from pyengine.engine.loop import Batch, CountOf, MicroBatches, single_micro_batch, windows
 from pyengine.engine.misnamed import answer_to_setting, check_function
-from pyengine.engine.resume import load_states, take_snapshot
+from pyengine.engine.resume import load_state, take_snapshot
 from pyengine.engine.retry import Items, Retries
 from pyengine.engine.window_audit import WindowAudit
 from pyengine.gradients.layout import Layout
@@ -206,7 +206,6 @@ class Sync:
         Raises:
             RuntimeError: inside a micro-batch of `windows` or `accumulate`, which know the last one
                 themselves. From `backward`: it is the window's last by `accumulate`.
-            ValueError: "exact" replays BatchNorms, and the forward would not know its micro-batch.
 
         Example:
             >>> for i, (x, y) in enumerate(loader, start=1):  # doctest: +SKIP
@@ -231,7 +230,7 @@ class Sync:
 
         Raises:
             TypeError: no bool.
-            RuntimeError, ValueError: as `no_sync`.
+            RuntimeError: as `no_sync`.
         """
         if not isinstance(requires_gradient_sync, bool):
             raise TypeError(
@@ -244,12 +243,6 @@ class Sync:
             raise RuntimeError(
                 "no_sync or set_requires_gradient_sync inside a micro-batch of sync.windows or "
                 "sync.accumulate, which know the window's last one: leave it out"
-            )
-        if engine.batch_norms.num_modules:
-            raise ValueError(
-                "no_sync or set_requires_gradient_sync with accumulator='exact' over BatchNorms, whose "
-                "statistics belong to a micro-batch from its forward on: put the forward and the backward "
-                "into `with sync.accumulate(last=...):`"
             )
         self._requires_sync = requires_gradient_sync
 
@@ -839,77 +832,64 @@ class Sync:
         return counter.latest
 
     @property
-    def is_slot_end(self) -> bool:
-        """Whether no slot, as `pe.Exact(slots=...)` cuts the window, is half summed: behind a backward
-        `state_dict` may be called. True everywhere without slots.
-        """
-        engine = self._engine
-        return engine.counter.state is not State.OPEN or not engine.runs.is_open
-
-    @property
     def due(self) -> list[int]:
-        """Places of the window's micro-batches that this rank is still to compute,
-        for `WindowSampler.set_epoch`.
-        """
+        """Places of the window's micro-batches that this rank has not been handed yet."""
         counter = self._engine.counter
         return list(counter.due if counter.state is State.OPEN else counter.share)
 
     # ---- states ----
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what this rank's engine holds, also in the middle of a window, as tensors and plain values.
+        """Return what this rank's engine holds between two windows, as tensors and plain values.
 
-        `{"version", "window", "steps", "rank 0 of 2": (content, checksum)}`; so
-        `torch.distributed.checkpoint`, for which an engine is a `Stateful`, does not mix up ranks. A rank's
-        content is windows and steps completed; the sums, counts, losses and running statistics of the open
-        window's micro-batches that are done here, with their places; the loss scale, gradients carried over,
-        what the wire has lost and is still to send, and the states of the random generators. Parameters,
-        optimizer and scheduler are the caller's to save, as ever. On an accelerator every rank calls this at
-        the same point, as `synchronize`.
-
-        With accumulator="exact" the last states of any ranks in a window fit together, whenever each was
-        saved.
+        `{"version", "window", "steps", "rank 0 of 2": (content,)}`; so `torch.distributed.checkpoint`, for
+        which an engine is a `Stateful`, does not mix up ranks. `window` and `steps` are completed. A rank's
+        content is the loss scale, the order of the buckets, gradients carried over, what measures keep, what
+        the wire has lost and is still to send, and the states of the random generators. Parameters, optimizer
+        and scheduler are the caller's to save, as ever. On an accelerator every rank calls this at the same
+        point, as `synchronize`.
 
         Raises:
-            RuntimeError: between a micro-batch's hand-out and its backward (so also after one that had no
-                backward, for the rest of the window), between the window's last backward and the step, or
-                inside a slot of `pe.Exact(slots=...)` (see `is_slot_end`).
+            RuntimeError: inside a window, whose sums are not saved: a run that dies loses one window at most.
 
-        Cost: copies the sums: 4 bytes an element (2 of narrow "native" ones), 8 for "exact". Their checksum
-        reads the copy once on the host, about 2 GB/s (a device's is copied there), and so does
-        `load_state_dict`.
+        Cost: copies of the residuals and of gradients carried over; nothing else has a parameter's size.
+
+        Example:
+            >>> for window in sync.windows(loader):  # doctest: +SKIP
+            ...     train(window)
+            ...     sync.step(optimizer)
+            ...     state = {"model": model.state_dict(), "sync": sync.state_dict()}
+            ...     torch.save(state, f"rank-{dist.get_rank()}.pt")
         """
         return take_snapshot(self._engine).to_dict()
 
-    def load_state_dict(self, states: dict[str, Any] | Sequence[dict[str, Any]]) -> None:
-        """Continue where `state_dict` was called, bit for bit; every rank calls this before its loop.
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue where `state_dict` was called; every rank calls this before its loop.
 
         Args:
-            states: this rank's own state, on as many ranks as there were; or a list of the states of all
-                ranks, the same on every rank, taken between windows, of which what a wire keeps is then
-                shared out among the ranks there are now. With accumulator="exact" the window may be open:
-                sums and remaining micro-batches are shared out, too, and a state may be missing, or older
-                than others that hold its micro-batches: what is missing is computed again. All of one window,
-                that of the parameters (`state["window"]`). One dict may hold the parts of several ranks.
+            state: on as many ranks as there were this rank's own: the run continues bit for bit. On another
+                number of ranks that of any rank of the save, for example rank 0's on all: residuals of the
+                wire start from zero, and random generators are left as they are. With accumulator="exact"
+                the next window has the same bits on every number of ranks.
 
-        Nothing of a rank's own is needed but its loader, which goes on behind what is done:
-        `sampler.set_epoch(..., due=sync.due)`. The generators go on from where they were when the loop takes
-        the first micro-batch, if this rank's own state of as many ranks is there. (The loader reads one
-        micro-batch ahead: what it draws in this process from them is not repeated; see `pe.sample_rng`.)
-        What has to be alike on every world size starts from `pe.micro_batch_rng`.
+        The loader is the caller's to set behind what is done, for example by
+        `sampler.set_epoch(epoch, window=sync.window)`. The generators go on from where they were when the
+        loop takes the first micro-batch. (The loader reads one micro-batch ahead: what it draws in this
+        process from them is not repeated; see `pe.sample_rng`.) What has to be alike on every world size
+        starts from `pe.micro_batch_rng`.
 
         Raises:
-            ValueError: a state is damaged or does not fit, or ranks got different ones; on every rank, and
-                nothing has changed. All of a state is checked before any rank loads it.
+            ValueError: a state is damaged or does not fit, or those of ranks are of different saves; on every
+                rank, and nothing has changed.
             RuntimeError: some rank is elsewhere in its loop; on every rank.
 
         Example:
-            >>> paths = sorted(folder.glob("sync-*.pt"))  # doctest: +SKIP
-            >>> states = [torch.load(path, weights_only=True) for path in paths]  # doctest: +SKIP
-            >>> sync.load_state_dict([s for s in states if s["window"] == window])  # doctest: +SKIP
-            >>> sampler.set_epoch(0, window=window, due=sync.due)  # doctest: +SKIP
+            >>> state = torch.load(f"rank-{dist.get_rank()}.pt", weights_only=True)  # doctest: +SKIP
+            >>> model.load_state_dict(state["model"])  # doctest: +SKIP
+            >>> sync.load_state_dict(state["sync"])  # doctest: +SKIP
+            >>> sampler.set_epoch(0, window=sync.window)  # doctest: +SKIP
         """
-        load_states(self._engine, states)
+        load_state(self._engine, state)
 
     # ---- audit ----
 

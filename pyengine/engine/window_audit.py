@@ -74,15 +74,13 @@ class WindowAudit:
         """Whether ranks are compared in a window, or the host reads in it what the one before has found."""
         return self.is_due(window) or self.is_due(window - 1)
 
-    def begin(self, window: int, *, is_whole: bool) -> None:
-        """Look at a window that begins, if it is due; `is_whole`: none of it has run before."""
+    def begin(self, window: int) -> None:
+        """Look at a window that begins, if it is due."""
         self._window, self._samples = window, None
         if not self.is_due(window):
             self._auditor.conclude()
         else:
             self._auditor.begin()
-            if not is_whole:
-                self._auditor.probe.disarm()
 
     def look_at(self, optimizer: Any) -> None:
         """Compare an optimizer's state from now on."""
@@ -114,7 +112,7 @@ class WindowAudit:
             counts=claimed / world_sizes,
             count=total.reshape(()),
             claimed=claimed,
-            void=final.found_inf + header.has_dropped(),
+            void=final.found_inf,
         )
         self._auditor.check(self._window, samples, counted)
 

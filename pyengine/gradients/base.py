@@ -16,7 +16,6 @@ from torch.nn import Parameter
 
 from pyengine.comm.base import Comm
 from pyengine.gradients.bucket import Bucket, Observer
-from pyengine.gradients.slots import Saved
 from pyengine.step.stepper import PlainStepper, Stepper
 from pyengine.window.final_pass import FinalPass
 from pyengine.window.header import Header
@@ -30,9 +29,16 @@ class Residuals:
     They are multiplied by a loss scale as gradients are, by that of the last window.
     """
 
-    def __init__(self, owners: Sequence[tuple[WireMemory, Mapping[str, Hashable]]], wire: Wire) -> None:
+    def __init__(
+        self,
+        owners: Sequence[tuple[WireMemory, Mapping[str, Hashable]]],
+        wire: Wire,
+        numels: Mapping[str, int],
+    ) -> None:
         # The memory of each owner, and in it the key of each parameter by name.
         self.owners, self.wire = list(owners), wire
+        # By name, the elements of each parameter's residual.
+        self.numels = dict(numels)
         self.is_kept = wire.keeps_residual
         # By what they are multiplied, float32, 0-dim; None as long as there has been no loss scale.
         self._scale: Tensor | None = None
@@ -123,7 +129,7 @@ class Reducer(ABC):
     # `groups_of_params` returns the groups.
     model: Any = None
     # The part of these gradients that a narrow wire has rounded away and adds to a later window.
-    residuals = Residuals([], FP32())
+    residuals = Residuals([], FP32(), {})
     # Bytes that this rank holds through a window in order to communicate less often.
     held_bytes = 0
     # Called with this rank's own sums of every bucket, in every window before the all-reduce. None: the owner
@@ -134,11 +140,6 @@ class Reducer(ABC):
     def stepper(self) -> Stepper:
         """Steps an optimizer over these gradients, or skips the step."""
         return PlainStepper()
-
-    @property
-    def saves_local_sums(self) -> bool:
-        """Whether `save` returns sums of this rank's shards, which no other rank can load."""
-        return bool(self.counted)
 
     def local_params(self) -> Sequence[Parameter]:
         """Return `params` with this rank's local tensor of each DTensor that FSDP2 does not shard."""
@@ -205,13 +206,6 @@ class Reducer(ABC):
         """
         for bucket in self.buckets():
             bucket.collect()
-
-    def grad_holders(self) -> Sequence[Any]:
-        """Return by parameter the tensor whose `.grad` is the micro-batch's gradient, until `collect`.
-
-        None for a parameter without such a tensor.
-        """
-        return self.params
 
     def written_outside_grad(self) -> Sequence[int]:
         """Return the indices of gradients written elsewhere since `clear_written_outside_grad`."""
@@ -328,13 +322,12 @@ class Reducer(ABC):
 
         return blame
 
-    # ---- checkpoints, and the end ----
+    # ---- states, and the end ----
 
     def order(self) -> list[int]:
-        """Return the registration indices in the buckets' order.
+        """Return the registration indices in the order of the buckets on which ranks have agreed.
 
-        The order is the one that ranks have agreed on, or that this rank has observed. Empty if it is not
-        known, or if the engine does not choose it.
+        Empty if they have not, or if the engine does not choose the order.
         """
         return []
 
@@ -343,30 +336,6 @@ class Reducer(ABC):
 
         Called between windows, on every rank with the same order.
         """
-
-    def save(self) -> Saved:
-        """Return copies of the sums of this window's earlier micro-batches, without unused parameters.
-
-        Raises:
-            RuntimeError: the sums cannot be saved in the middle of a window.
-        """
-        saved: Saved = {}
-        for bucket in self.buckets():
-            saved |= bucket.save([self.names[index] for index in bucket.indices])
-        return saved
-
-    def load(self, saved: Saved, *, done: int) -> None:
-        """Restore the sums that `save` returned, of `done` micro-batches, in a new window."""
-        for bucket in self.buckets():
-            bucket.load(saved, [self.names[index] for index in bucket.indices], done=done)
-
-    def load_problems(self) -> list[str]:
-        """Return the reasons why `load` cannot work here; empty if it can."""
-        return []
-
-    def sum_forms(self) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-        """Return dtype and shape of saved sums that do not follow from parameter and accumulator."""
-        return {}
 
     @abstractmethod
     def release(self, *, keeps_grad: bool) -> None:

@@ -19,7 +19,7 @@ from torch.nn import Parameter
 from pyengine.gradients.arrival import Watch
 from pyengine.gradients.layout import ALIGN_ELEMENTS
 from pyengine.gradients.local_part import grad_version
-from pyengine.gradients.slots import Saved, saved_flags, saved_sums, slot_gradient
+from pyengine.gradients.slots import slot_gradient
 from pyengine.gradients.sums import Sum
 from pyengine.ops.device import runs_ahead
 from pyengine.ops.plan import BucketPlan
@@ -144,23 +144,6 @@ class Bucket:
             return [row for row in found if row < first_of_sum] or found[:1]
 
         return blame
-
-    def slot_state(self, slot: int) -> dict[str, Tensor]:
-        """See `Sum.slot_state`."""
-        return self.total.slot_state(self.plan.offsets[slot], self.plan.numels[slot])
-
-    def save(self, names: Sequence[str]) -> Saved:
-        sums = {slot: self.slot_state(slot) for slot, is_used in enumerate(self.used) if is_used}
-        return saved_sums(sums, self.flagged, names)
-
-    def load(self, saved: Saved, names: Sequence[str], *, done: int) -> None:
-        self.total.resume()
-        self._set_first(False)
-        for slot, name in enumerate(names):
-            for part, tensor in self.slot_state(slot).items():
-                tensor.copy_(saved[name][part]) if name in saved else tensor.zero_()
-        self.used = [name in saved for name in names]
-        self.flagged = [*saved_flags(saved, names, done, self.device)]
 
     def _accumulate(self, group: SlotGroup) -> None:
         flags = self._start_row()[group.start : group.stop]

@@ -106,7 +106,7 @@ class TermsOverRanks(ExactOverRanks):
     """An exact sum of one term a rank, sent as float; the rank that sums the terms turns them into integers.
 
     So ranks send no more than in a float32 all-reduce, and the bits are those of `ExactOverRanks`. In a
-    window in which a rank has more than one term, or continues from a checkpoint, all ranks merge integers.
+    window in which a rank has more than one term all ranks merge integers.
 
     The flags of a deposit do not show a finite term of 2^126 or more. The sum, which is nan there, shows it.
 
@@ -135,20 +135,6 @@ class TermsOverRanks(ExactOverRanks):
 
     def begin(self) -> None:
         self._form.is_integers = False
-
-    def resume(self) -> None:
-        self._form.is_integers = True
-        self.limbs.zero_()
-        self.bins.zero_()
-
-    def slot_state(self, offset: int, numel: int) -> dict[str, Tensor]:
-        if self._form.is_integers:
-            return super().slot_state(offset, numel)
-        whole = -(-numel // BLOCK) * BLOCK
-        total = ExactSum(BucketPlan([0], [numel]), numel=whole, terms=self._terms, device=self.hi.device)
-        flag = torch.zeros(1, dtype=torch.uint8, device=self.hi.device)
-        total.deposit_([self.rounded[offset : offset + numel]], first=True, nonfinite=flag)
-        return total.slot_state(0, numel)
 
     def deposit_(self, tensors: TensorList | Pointers, *, first: bool, nonfinite: Tensor) -> None:
         if not first and not self._form.is_integers:
@@ -181,7 +167,9 @@ class TermsOverRanks(ExactOverRanks):
     def _become_integers(self) -> None:
         """Turn the term into integers."""
         term = self.rounded.clone()
-        self.resume()
+        self._form.is_integers = True
+        self.limbs.zero_()
+        self.bins.zero_()
         ignored_flags = torch.zeros(len(self._full_plan.numels), dtype=torch.uint8, device=term.device)
         self.over(self._full_plan).deposit_(
             slots_of(term, self._full_plan), first=True, nonfinite=ignored_flags

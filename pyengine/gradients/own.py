@@ -196,7 +196,8 @@ class BucketReducer(Reducer):
         # ---- order of the buckets ----
         # Whether a window has been reduced: on every rank in the same window.
         self._has_launched = False
-        # Rank 0's order of arrival, for the next window; None before the first reduction.
+        # The order of the buckets from the next window on: rank 0's order of arrival, or that of a state.
+        # None before the first reduction.
         self._agreed: list[int] | None = None
         # False until the second window. One rank needs no agreement; ranks with other parameters cannot
         # agree.
@@ -212,8 +213,10 @@ class BucketReducer(Reducer):
         own = sorted({spec.group for spec in specs if spec.requires_grad})
         self._used = {group: UsedAnywhere(groups.comms[group], params[0].device) for group in own}
         self._used_flags: dict[int, UsedFlags] = {}
-        keys = {spec.name: spec.name for spec in specs if spec.requires_grad}
-        self.residuals = Residuals([(self._memory, keys)], self._wire)
+        trained = [spec for spec in specs if spec.requires_grad]
+        keys = {spec.name: spec.name for spec in trained}
+        numels = {spec.name: spec.numel for spec in trained}
+        self.residuals = Residuals([(self._memory, keys)], self._wire, numels)
         self._lay_out(backward_order(specs))
 
     def _lay_out(self, order: Sequence[int]) -> None:
@@ -360,14 +363,10 @@ class BucketReducer(Reducer):
             param.grad = param.grad.clone() if keeps_grad and param.grad is not None else None
 
     def order(self) -> list[int]:
-        if self._comm.world_size > 1 and self._order_is_final:
-            return [*self._bucket_of]
-        if not self._has_launched:
-            return []
-        return backward_order(self._specs) if self._arrivals is None else self._arrivals.order
+        return self._agreed or []
 
     def lay_out_as(self, order: list[int]) -> None:
-        self._order_is_final = True
+        self._agreed, self._order_is_final = order, True
         expected, seen = backward_order(self._specs), set(order)
         order = [*order, *(index for index in expected if index not in seen)]
         if order != [*self._bucket_of]:
@@ -409,7 +408,8 @@ class BucketReducer(Reducer):
             self._has_launched = True
             if not self._order_is_final:
                 # After the buckets' collectives all ranks are at the same point of this engine.
-                self._agreed = self._comm.all_gather_object(self.order())[0]
+                seen = backward_order(self._specs) if self._arrivals is None else self._arrivals.order
+                self._agreed = self._comm.all_gather_object(seen)[0]
 
     def _buckets_of(self, group: int) -> list[OwnBucket]:
         return [bucket for bucket in self._buckets if bucket.spec.group == group]

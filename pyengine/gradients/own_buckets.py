@@ -18,7 +18,7 @@ from pyengine.gradients.layout import BucketSpec
 from pyengine.gradients.local_part import LocalPart
 from pyengine.gradients.norms import ReducedNorms
 from pyengine.gradients.settings import Settings, sum_dtype
-from pyengine.gradients.slots import Saved, slots_of, views_of
+from pyengine.gradients.slots import slots_of, views_of
 from pyengine.gradients.sums import FLAT_SUMS, InPlaceSum, Sum
 from pyengine.ops.plan import BucketPlan
 from pyengine.wire import Wire
@@ -292,21 +292,6 @@ class InPlaceBucket(OwnBucket):
     def blame(self) -> Callable[[int], list[int] | None]:
         return super().blame() if self._is_watching else lambda slot: None
 
-    def save(self, names: Sequence[str]) -> Saved:
-        self._store_all()
-        self._note_used()
-        return super().save(names)
-
-    def load(self, saved: Saved, names: Sequence[str], *, done: int) -> None:
-        super().load(saved, names, done=done)
-        if not self._is_watching:
-            self.flagged = []
-        self._is_first = False
-        for param, grad in zip(self.params, self._grads, strict=True):
-            param.grad = grad
-        self._begun = self._versions()
-        self._stored = list(self._begun)
-
     def _versions(self) -> list[int]:
         return [grad._version for grad in self._grads]
 
@@ -390,7 +375,7 @@ def own_bucket(
     dtype = sum_dtype(settings.kind, spec.dtype)
     # A DTensor's `.grad` wraps the view: an in-place add of autograd would not show in the view's version.
     has_parts = any(isinstance(param, LocalPart) for param in params)
-    if dtype != spec.dtype or settings.drops or has_parts:
+    if dtype != spec.dtype or has_parts:
         dtype = dtype if dtype != spec.dtype else torch.float32
         return FlatBucket(spec, params, dtype, wire=wire, comm=comm)
     return InPlaceBucket(spec, params, wire=wire, comm=comm, watch=settings.raises)

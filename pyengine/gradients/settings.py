@@ -20,7 +20,7 @@ PARAM_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # By kind of sum, the dtype that sums gradients of narrower dtypes.
 SUM_DTYPES = {"fp32": torch.float32}
 Accumulator = Literal["fp32", "native", "exact"]
-NonFinite = Literal["skip", "raise", "drop_micro_batch"]
+NonFinite = Literal["skip", "raise"]
 KINDS = get_args(Accumulator)
 NONFINITE_POLICIES = get_args(NonFinite)
 
@@ -96,14 +96,6 @@ class Settings:
         return self.nonfinite == "raise"
 
     @property
-    def drops(self) -> bool:
-        """Whether a micro-batch with inf or nan is dropped from its window.
-
-        Then sums are separate from `.grad`, and a micro-batch is added, or reduced, only after its check.
-        """
-        return isinstance(self.nonfinite, str) and self.nonfinite == "drop_micro_batch"
-
-    @property
     def cap_bytes(self) -> int:
         """Size of a bucket."""
         return int(self.bucket_cap_mb * 2**20)
@@ -138,20 +130,14 @@ class Settings:
                 f"wire={self.wire}: need wire.FP32() with accumulator='exact', whose sums travel as "
                 "integers of their own"
             )
-        if not isinstance(self.nonfinite, str) or self.nonfinite not in NONFINITE_POLICIES:
+        if str(self.nonfinite) == "drop_micro_batch":
+            found.append(
+                "use nonfinite='skip' or 'raise': 'drop_micro_batch' has been removed; the report still "
+                "names rank and micro-batch of an inf or nan"
+            )
+        elif not isinstance(self.nonfinite, str) or self.nonfinite not in NONFINITE_POLICIES:
             found.append(
                 f"nonfinite={self.nonfinite!r}: need one of {', '.join(map(repr, NONFINITE_POLICIES))}"
-            )
-        elif self.drops and self.kind == "native":
-            found.append(
-                "accumulator='native' with nonfinite='drop_micro_batch': autograd adds each micro-batch to "
-                ".grad, from which it cannot be removed again: use accumulator='fp32'"
-            )
-        elif self.drops and not wrong_window and self.run > 1:
-            found.append(
-                f"accumulator={self.accumulator} with nonfinite='drop_micro_batch': autograd adds up the "
-                f"{self.run} micro-batches of a slot, from which none can be removed again: "
-                "leave slots out, or use nonfinite='skip'"
             )
         if not self.watches_stalls and self.stall_after_s is not None and not _is_zero(self.stall_after_s):
             found.append(

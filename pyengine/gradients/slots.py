@@ -5,7 +5,7 @@ It is 1-D, in the order in which the parameter is stored.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,11 +13,6 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from pyengine.ops.plan import BucketPlan
-
-# By parameter name, the tensors of its sum in storage order: "sum", float32 or the parameter's dtype
-# `[numel]`; or of an exact sum "limbs", int32 `[2, blocks, 64]`, and "bins", uint8 `[blocks]`. With them
-# "nonfinite", uint8 `[micro-batches]`, where micro-batches are checked.
-Saved = dict[str, dict[str, Tensor]]
 
 
 def local(tensor: Any) -> Tensor:
@@ -57,27 +52,6 @@ def views_of(flat: Tensor, params: Sequence[Parameter], plan: BucketPlan) -> lis
         flat.as_strided(param.size(), dense_strides(param), offset).data
         for param, offset in zip(params, plan.offsets, strict=True)
     ]
-
-
-def saved_sums(
-    sums: Mapping[int, Mapping[str, Tensor]], flagged: list[Tensor], names: Sequence[str]
-) -> Saved:
-    """Return copies of sums, which `sums` has by slot, with the flags of the micro-batches, if any."""
-    columns = torch.stack(flagged, 1).unbind() if flagged else ()
-    return {
-        names[slot]: {part: tensor.clone() for part, tensor in parts.items()}
-        | ({"nonfinite": columns[slot].clone()} if columns else {})
-        for slot, parts in sums.items()
-    }
-
-
-def saved_flags(saved: Saved, names: Sequence[str], done: int, device: torch.device) -> Tensor:
-    """Return the saved flags of the finished micro-batches, uint8 `[done, len(names)]`."""
-    rows = torch.zeros(done, len(names), dtype=torch.uint8, device=device)
-    for index, name in enumerate(names):
-        if "nonfinite" in saved.get(name, {}):
-            rows[:, index] = saved[name]["nonfinite"]
-    return rows
 
 
 def dense_strides(param: Tensor) -> tuple[int, ...]:

@@ -22,16 +22,9 @@ class Sum(ABC):
     def begin(self) -> None:
         """Start a window without any gradient."""
 
-    def resume(self) -> None:
-        """Start a window with a sum of zero, to load into."""
-
     @abstractmethod
     def over(self, plan: BucketPlan) -> Any:
         """Return the same sum, in the same memory, for fewer slots of the same flat buffer."""
-
-    @abstractmethod
-    def slot_state(self, offset: int, numel: int) -> dict[str, Tensor]:
-        """Return one slot's sum as a checkpoint holds it (see `Saved`); after `resume` its own memory."""
 
     def scalars(self) -> list[Tensor]:
         """Return the tensors that `deposit_` reads besides gradients and sum."""
@@ -59,9 +52,6 @@ class FlatSum(Sum):
         other = copy(self)
         other._plan = plan  # noqa: SLF001 - a copy of this object
         return other
-
-    def slot_state(self, offset: int, numel: int) -> dict[str, Tensor]:
-        return {"sum": self.flat[offset : offset + numel]}
 
     def scalars(self) -> list[Tensor]:
         return [self._one]

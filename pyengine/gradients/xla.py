@@ -20,8 +20,7 @@ from pyengine.comm.base import Comm, Work
 from pyengine.gradients.base import Reducer
 from pyengine.gradients.layout import ParamSpec, backward_order, build
 from pyengine.gradients.settings import Settings, sum_dtype
-from pyengine.gradients.slots import Saved, saved_flags, saved_sums
-from pyengine.ops.device import HOST, flush, is_lazy, send
+from pyengine.ops.device import flush, is_lazy, send
 from pyengine.step.rollback import RollbackStepper
 from pyengine.window.divisor import Divisor
 from pyengine.window.final_pass import FinalPass
@@ -157,24 +156,6 @@ class XlaReducer(Reducer):
     def blame(self) -> Callable[[int], list[int] | None]:
         is_watching, watched = self._is_watching, self._watched
         return lambda param: flagged_in(watched, param) if is_watching else None
-
-    @torch.no_grad()
-    def save(self) -> Saved:
-        sums = {i: {"sum": total.reshape(-1)} for i, total in self._sums.items() if self._used[i]}
-        saved = saved_sums(sums, self._watched, self.names)
-        flush(self._device)
-        return saved
-
-    @torch.no_grad()
-    def load(self, saved: Saved, *, done: int) -> None:
-        rows = saved_flags(saved, self.names, done, HOST)
-        for index, total in self._sums.items():
-            kept = saved.get(self.names[index])
-            self._used[index] = kept is not None
-            total.zero_() if kept is None else total.copy_(kept["sum"].view_as(total))
-        self._watched = list(rows.to(self._device)) if self._is_watching else []
-        self._is_clean = False
-        flush(self._device)
 
     def release(self, *, keeps_grad: bool) -> None:
         self._sums, self._flat, self._works = {}, {}, []

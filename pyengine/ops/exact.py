@@ -151,21 +151,6 @@ class ExactSum:
         other._use(plan, self.limbs[:, start:stop], self.bins[blocks])
         return other
 
-    def slot_state(self, offset: int, numel: int) -> dict[str, Tensor]:
-        """Return the memory of a slot's sum, which this object still owns.
-
-        Args:
-            offset, numel: of the slot; blocks is numel / 64, rounded up.
-
-        Returns:
-            limbs: int32 [2, blocks, 64], a view.
-            bins: uint8 [blocks], a view.
-
-        Cost: nothing.
-        """
-        blocks = slice(offset // BLOCK, -(-(offset + numel) // BLOCK))
-        return {"limbs": self.limbs.view(2, -1, BLOCK)[:, blocks], "bins": self.bins[blocks]}
-
     def deposit_(self, tensors: TensorList | Pointers, *, first: bool, nonfinite: Tensor) -> None:
         """Add one term: every slot's tensor.
 

@@ -36,7 +36,7 @@ class StepRecord:
         grad_norm: 2-norm of the mean gradient before clipping, loss scale removed; inf or nan when skipped
             for it.
         skipped: whether the parameters were left alone.
-        reason: why they were, which micro-batches were dropped, or why a `pe.SpikePolicy` has clipped; empty
+        reason: why they were, or why a `pe.SpikePolicy` has clipped; empty
             otherwise.
         bytes_on_wire: bytes this rank sent for the window.
         collectives: collectives this rank launched for the window, header included.
@@ -45,7 +45,6 @@ class StepRecord:
         step_s: seconds from the window's first backward to the end of the optimizer step.
         held_bytes: of a sharded model, what this rank holds through a window to communicate less: unsharded
             sums, and parameters that stay gathered (docs/sharded.md).
-        dropped: micro-batches that left the window for inf or nan, over all ranks.
         num_retries: parts of this rank's micro-batches that ran out of memory, and ran again in smaller ones
             (`sync.retry_smaller`).
         grad_norms: as `grad_norm`, of each parameter by name; None without `sync.measure(pe.GradNorms())`.
@@ -67,7 +66,6 @@ class StepRecord:
     exposed_sync_s: float
     step_s: float
     held_bytes: int = 0
-    dropped: int = 0
     num_retries: int = 0
     grad_norms: dict[str, float] | None = None
     noise_scale: NoiseEstimate | None = None

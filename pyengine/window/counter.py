@@ -8,26 +8,13 @@ changes the result.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from enum import Enum
-from itertools import groupby
-
-import torch
-from torch import Tensor
 
 
 def share(num: int, *, rank: int, world_size: int) -> range:
     """Return which of `num` things a rank has: neighbours, and as many as any other rank has, or one more."""
     return range(rank * num // world_size, (rank + 1) * num // world_size)
-
-
-def share_of_rest(
-    all_: Collection[int], done: Collection[int], *, rank: int, world_size: int, run: int = 1
-) -> list[int]:
-    """Return which places a rank computes when those in `done` are done; a `run`'s belong to one rank."""
-    rest = sorted(set(all_) - set(done))
-    runs = [list(places) for _, places in groupby(rest, lambda place: place // run)]
-    return [place for i in share(len(runs), rank=rank, world_size=world_size) for place in runs[i]]
 
 
 class State(Enum):
@@ -49,10 +36,10 @@ class WindowCounter:
         self.accumulate = accumulate  # micro-batches of a full window, per rank
         # This rank's places in it. Empty where there are more ranks than places.
         self.share = range(accumulate) if share is None else share
-        self._replacement: list[int] = []
         self.index = 0  # windows completed so far; ranks count alike
         self.state = State.IDLE
         self.places: list[int] = []
+        self.due: list[int] = []
         self._clear()
 
     def open(self) -> None:
@@ -61,17 +48,8 @@ class WindowCounter:
 
     def go_to(self, index: int) -> None:
         """Stand between windows, with so many completed; nothing of an open one is left."""
-        self._replacement = []
         self.close(completed=False)
         self.index = index
-
-    def resume(self, places: Sequence[int], due: Sequence[int]) -> None:
-        """Open a window in its middle: with micro-batches that are done, and those still due."""
-        # If this is dropped, its replacement must not claim micro-batches that other ranks hold.
-        self._replacement = [*places, *due][: self.accumulate]
-        self.open()
-        self.places, self.due, self.done = list(places), list(due), len(places)
-        self.num_resumed, self.is_resumed = len(places), True
 
     def hand_out(self, place: int, *, last: bool) -> None:
         """Count a micro-batch that the loop receives; `last`: the window gets no further one."""
@@ -143,20 +121,16 @@ class WindowCounter:
 
     def close(self, *, completed: bool) -> None:
         """End the window; only a completed (synchronised) one counts."""
-        self.state, self.is_resumed = State.IDLE, False
+        self.state = State.IDLE
         self.index += completed
-        if completed:
-            self._replacement = []
 
     def _clear(self) -> None:
         self.places = []  # of the micro-batches handed out in this window, in order
         self.padding = 0  # handed out for the sake of their collectives: an old batch once more
-        self.num_resumed = 0  # handed out before the window was resumed
-        self.due = list(self._replacement or self.share)  # still to hand out, if the data lasts
+        self.due = list(self.share)  # still to hand out, if the data lasts
         self.done = 0  # backwards run
         self.is_complete = False  # the last micro-batch has been handed out
         self.is_exhausted = False  # the loop has come to the end; backwards may still follow
-        self.is_resumed = False  # comes from `resume`, and no loop continues it yet
 
 
 class Runs:
@@ -167,12 +141,12 @@ class Runs:
     the gradients notes flags by run, and micro-batches are named here.
     """
 
-    def __init__(self, size: int, *, done: int = 0) -> None:
+    def __init__(self, size: int) -> None:
         self.size = size
         # Whether the last run is half summed: what its micro-batches brought has not been accumulated.
         self.is_open = False
-        self._run_of = list(range(done))
-        self._num_ended = done
+        self._run_of: list[int] = []
+        self._num_ended = 0
 
     def ends_at(self, place: int) -> bool:
         """Whether the micro-batch at a place, counted in the window over all ranks, is its run's last."""
@@ -197,12 +171,6 @@ class Runs:
             return None if runs is None else [i for i, run in enumerate(run_of) if run in runs]
 
         return by_run if self.size == 1 else by_micro_batch
-
-    def spread(self, flags: Tensor) -> Tensor:
-        """Return flags by micro-batch, `[micro_batches]`, from flags by run, `[runs]`."""
-        if self.size == 1:
-            return flags
-        return flags[torch.tensor(self._run_of, dtype=torch.int64, device=flags.device)]
 
 
 MAX_ACCUMULATE = 2**20  # places are listed

@@ -31,7 +31,6 @@ class Denominators:
     # where no rank has data.
     totals: Mapping[str, float]
     counts: Sequence[Mapping[str, float]]  # by micro-batch of this rank in the order of hand-out, by loss
-    first: int = 0  # micro-batches of the window that were done before these
 
     def __post_init__(self) -> None:
         self.base = base_of(self.totals)
@@ -40,12 +39,11 @@ class Denominators:
     def take(self, done: int, *, handed: int) -> float:
         """Return what the next micro-batch adds to the divisor: 0 for padding, which is not counted."""
         self._has_several_out |= handed - done > 1
-        index = done - self.first
-        return self.counts[index][self.base] if index < len(self.counts) else 0.0
+        return self.counts[done][self.base] if done < len(self.counts) else 0.0
 
     def problems(self, done: int, *, handed: int) -> list[str]:
         """Report why a window that ends cannot be divided by what was counted."""
-        counted = self.first + len(self.counts)
+        counted = len(self.counts)
         why = ""
         if len(self.totals) > 1 and done < counted:
             why = (

@@ -134,10 +134,6 @@ class FinalPass:
         """Skip the step if `flag` (bool, 0-dim, on the device) is set."""
         self.found_inf = torch.where(flag, self._yes, self.found_inf)
 
-    def back_off(self, flag: Tensor) -> None:
-        """Let the loss scale back off if `flag` (bool, 0-dim, on the device) is set."""
-        self.overflow = torch.where(flag, self._yes, self.overflow)
-
     @property
     def is_shared(self) -> bool:
         """Whether ranks hold different elements, so that the norm needs a collective."""

@@ -14,7 +14,7 @@ from copy import copy
 from dataclasses import dataclass, field
 from functools import partial
 from numbers import Real
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,7 +28,7 @@ _log = logging.getLogger("pyengine.window")
 
 # The vector: seven numbers, what must be equal on every rank (positions, then the pieces of the claims), each
 # with its square, and the losses as lanes of `exact_scalars`.
-_COUNT, _MICRO_BATCHES, _, _INVALID, _UNKNOWN, _DROPPED, _, _POSITIONS = range(8)
+_COUNT, _MICRO_BATCHES, _, _INVALID, _UNKNOWN, _, _POSITIONS = range(7)
 _CLAIMS = _POSITIONS + 4
 _LOSSES = _CLAIMS + 2 * NUM_PIECES
 # Behind them, where ranks share batches, what must be 0: lanes of `SharedBatch`.
@@ -109,8 +109,6 @@ class LocalWindow:
     # Items each loss was summed over; numbers, or 0-dim tensors that stay on their device.
     counts: list[Count] = field(default_factory=list)
     losses: list[Tensor | None] = field(default_factory=list)  # detached, 0-dim; None: not known
-    # Which of them have left the window, count and loss with them; a tensor stays on its device.
-    dropped: list[bool | Tensor] = field(default_factory=list)
     refusals: list[str] = field(default_factory=list)  # why else this rank refuses the window, in words
     doubts: list[tuple[str, Tensor]] = field(default_factory=list)  # refusals, if the 0-dim bool is set
     batch: SharedBatch | None = None  # that this rank shares with others
@@ -120,16 +118,15 @@ class LocalWindow:
     # Whether its losses were scaled when the header was launched; None without a loss scaler, or a backward.
     has_scaled: bool | None = None
 
-    def append(self, loss: Tensor | None, count: Count, *, is_dropped: bool | Tensor = False) -> None:
-        """Note a micro-batch; count and loss of one that has left the window are 0, unread.
+    def append(self, loss: Tensor | None, count: Count) -> None:
+        """Note a micro-batch.
 
         A loss that is not finite is 0 where it counts nothing: the mean over no item is nan.
         """
         if loss is not None and self._is_known(count) and float(count) == 0:
             loss = _finite_where(True, loss)
-        self.counts.append(_or_zero(count.detach() if isinstance(count, Tensor) else count, is_dropped))
-        self.losses.append(None if loss is None else cast(Tensor, _or_zero(loss, is_dropped)))
-        self.dropped.append(is_dropped)
+        self.counts.append(count.detach() if isinstance(count, Tensor) else count)
+        self.losses.append(loss)
 
     def add_to(self, vector: Tensor) -> None:
         """Add to a header's vector what is on an accelerator, unread."""
@@ -145,8 +142,6 @@ class LocalWindow:
             valid = self.are_valid(counts)
             vector[_COUNT] += torch.where(valid, counts, 0.0).sum()
             vector[_INVALID] += (~valid).sum()
-        for is_dropped in self._unread(self.dropped):
-            vector[_DROPPED] += is_dropped.to(vector.device)
         if doubts := self._unread([doubt for _, doubt in self.doubts]):
             vector[_INVALID] += stacked(doubts, vector.device).sum()
 
@@ -162,7 +157,7 @@ class LocalWindow:
 
     def take(self, other: LocalWindow) -> None:
         """Note the micro-batches of a window whose work runs again."""
-        self.counts, self.losses, self.dropped = list(other.counts), list(other.losses), list(other.dropped)
+        self.counts, self.losses = list(other.counts), list(other.losses)
         self.is_silent = other.is_silent
 
     def counts_on(self, device: torch.device) -> Tensor:
@@ -210,22 +205,20 @@ class LocalWindow:
 
 class RunningWindow(LocalWindow):
     """Adds losses and counts up as they come, so that what a micro-batch adds never depends on how many there
-    are. `zeros` are five 0-dim float64 tensors, each a buffer of its own on the device; not written to.
+    are. `zeros` are four 0-dim float64 tensors, each a buffer of its own on the device; not written to.
     """
 
     def __init__(self, is_exact: bool, max_micro_batches: float, zeros: Sequence[Tensor]) -> None:
         super().__init__(is_exact, max_micro_batches)
-        self._loss, self._count, self._invalid, self._dropped, self._zero = zeros
+        self._loss, self._count, self._invalid, self._zero = zeros
 
-    def append(self, loss: Tensor | None, count: Count, *, is_dropped: bool | Tensor = False) -> None:
-        super().append(loss, count, is_dropped=is_dropped)
+    def append(self, loss: Tensor | None, count: Count) -> None:
+        super().append(loss, count)
         if (known_loss := self.losses[-1]) is not None:
             value = known_loss.to(self._loss.device)
             if isinstance(count, Tensor):
                 value = _finite_where(count.detach().reshape(()).to(value.device) == 0, value)
             self._loss = self._loss + value
-        if isinstance(is_dropped, Tensor):
-            self._dropped = self._dropped + is_dropped.double()
         if isinstance(known := self.counts[-1], Tensor):
             (value,) = stacked([known], self._loss.device)
             valid = self.are_valid(value)
@@ -238,7 +231,7 @@ class RunningWindow(LocalWindow):
     def add_to(self, vector: Tensor) -> None:
         row = [self._zero] * len(vector)  # one addition: each write to an element would be five operations
         row[_LOSSES + exact_scalars.ROUNDED_LANE] = exact_scalars.rounded(self._loss)
-        row[_COUNT], row[_INVALID], row[_DROPPED] = self._count, self._invalid, self._dropped
+        row[_COUNT], row[_INVALID] = self._count, self._invalid
         torch.add(vector, torch.stack(row), out=vector)
 
 
@@ -247,24 +240,13 @@ def _finite_where(is_nothing: Tensor | bool, losses: Tensor) -> Tensor:
     return torch.where(~losses.isfinite() & is_nothing, 0.0, losses)
 
 
-def _or_zero(value: Count, is_dropped: bool | Tensor) -> Count:
-    """Return a value, or 0 where its micro-batch is dropped: unread on a device."""
-    if isinstance(is_dropped, Tensor):
-        known = value if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64, device=HOST)
-        (wide,) = stacked([known], is_dropped.device)
-        return torch.where(is_dropped, 0.0, wide)
-    if is_dropped:
-        return torch.zeros_like(value) if isinstance(value, Tensor) else 0
-    return value
-
-
 def make_local_window(
     device: torch.device, *, is_exact: bool, max_micro_batches: float, batch: SharedBatch | None
 ) -> Callable[[], LocalWindow]:
     """Return what makes, for each window of an engine, an empty one to note counts and losses in."""
     if not is_lazy(device):
         return partial(LocalWindow, is_exact, max_micro_batches, batch=batch)
-    zeros = [torch.zeros((), dtype=torch.float64, device=device) for _ in range(5)]
+    zeros = [torch.zeros((), dtype=torch.float64, device=device) for _ in range(4)]
     return partial(RunningWindow, is_exact, max_micro_batches, zeros)
 
 
@@ -278,7 +260,6 @@ class Totals:
     more: int  # ranks that have another window after it
     invalid_counts: int  # micro-batches whose count cannot be summed, and refusals
     unknown_losses: int  # micro-batches whose loss is not known
-    dropped: int  # micro-batches that have left the window
     not_used_all: int  # ranks that had not used all of their parameters when they launched the header
     differ: bool  # whether ranks are at different places, or claim different things
     batches_differ: bool  # whether ranks that share a batch have counted differently
@@ -287,7 +268,7 @@ class Totals:
     @classmethod
     def of(cls, numbers: Sequence[float], world_size: int) -> Totals:
         """Read the numbers of a reduced header; see the layout of the vector above."""
-        micro_batches, more, invalid, unknown, dropped, not_used_all = map(int, numbers[1:_POSITIONS])
+        micro_batches, more, invalid, unknown, not_used_all = map(int, numbers[1:_POSITIONS])
         equal, losses = numbers[_POSITIONS:_LOSSES], numbers[_LOSSES:_SHARED]
         differ = any(
             world_size * squares != total * total
@@ -297,7 +278,7 @@ class Totals:
         shared = numbers[_SHARED:]
         differs = any(shared[:_UNSCALED]) and not shared[_SILENT]
         unscaled = bool(shared and shared[_UNSCALED] and not shared[_SCALED])
-        counted = (micro_batches, more, invalid, unknown, dropped, not_used_all)
+        counted = (micro_batches, more, invalid, unknown, not_used_all)
         return cls(float(numbers[_COUNT]), loss, *counted, differ, differs, unscaled)
 
     def forbid(self, max_micro_batches: float) -> bool:
@@ -309,7 +290,7 @@ class Totals:
 class Header:
     """The header of one window; making it launches its all-reduce on every rank.
 
-    Cost: one all-reduce of 192 bytes (240 where ranks share batches), not waited for.
+    Cost: one all-reduce of 184 bytes (232 where ranks share batches), not waited for.
     """
 
     def __init__(
@@ -389,10 +370,6 @@ class Header:
             self._inv_count = count.reciprocal().masked_fill(~(count > 0), 0.0).float()
         return self._inv_count
 
-    def has_dropped(self) -> Tensor:
-        """Return, as a 0-dim bool on the device, whether some micro-batch has left the window."""
-        return self.vector()[_DROPPED] > 0
-
     def forbids(self) -> Tensor:
         """Return, bool 0-dim on the device, whether the window must not be used: `Totals` has the reason."""
         if self._is_visible:
@@ -409,7 +386,7 @@ class Header:
         return found
 
     def vector(self) -> Tensor:
-        """Wait, and return the reduced numbers, float64 `[24]`, or `[30]` where ranks share batches."""
+        """Wait, and return the reduced numbers, float64 `[23]`, or `[29]` where ranks share batches."""
         if self._work is not None:
             self._work.wait()
             self._work = None
@@ -429,8 +406,7 @@ def _numbers(local: LocalWindow, position: tuple[int, int], more: bool, claims: 
     doubts = local.known([doubt for _, doubt in local.doubts])
     invalid = len(known) - len(valid) + len(local.refusals) + sum(doubts)
     unknown = sum(loss is None for loss in local.losses)
-    dropped = sum(local.known(local.dropped))
-    numbers = [math.fsum(valid), len(local.counts), more, invalid, unknown, dropped, not local.has_used_all]
+    numbers = [math.fsum(valid), len(local.counts), more, invalid, unknown, not local.has_used_all]
     for value in (*(value % 2**PIECE_BITS for value in position), *claims.pieces()):
         numbers += [value, value * value]
     return [*map(float, numbers), *exact_scalars.lanes_of(local.known(local.losses))]

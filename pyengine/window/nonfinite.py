@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -55,17 +55,6 @@ def describe(findings: Sequence[RankFindings], *, is_exact: bool = False) -> str
     limit = "; or a finite value from 2**126 (8.5e37) on, which accumulator='exact' cannot hold"
     origin = _origin(sources, findings) + limit * is_exact
     return f"inf or nan in the gradient of {listed([repr(name) for name in names])}, from {origin}"
-
-
-def describe_dropped(found: Sequence[Mapping[int, Sequence[str]]]) -> str:
-    """Report which micro-batches, by rank, have left a window, and what of them was not finite."""
-    places = [
-        f"rank {rank}, micro-batch {index} ({listed(what)})"
-        for rank, dropped in enumerate(found)
-        for index, what in sorted(dropped.items())
-    ]
-    more = f"; and {len(places) - MAX_NAMED} more" if len(places) > MAX_NAMED else ""
-    return f"dropped for inf or nan: {'; '.join(places[:MAX_NAMED])}{more}"
 
 
 def listed(what: Sequence[str]) -> str:

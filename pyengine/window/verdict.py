@@ -16,7 +16,7 @@ from pyengine.ops.device import Readback, flush, is_lazy
 from pyengine.window.claims import Use, difference
 from pyengine.window.final_pass import FinalPass
 from pyengine.window.header import Header, LocalWindow, Totals
-from pyengine.window.nonfinite import RankFindings, describe, describe_dropped
+from pyengine.window.nonfinite import RankFindings, describe
 
 _log = logging.getLogger("pyengine.window")
 
@@ -42,7 +42,6 @@ class Evidence:
     gave_up: str  # the exception that ended its last backward; empty if none did
     names: Sequence[str]  # of parameters, in registration order
     blame: Blame
-    dropped: Callable[[], dict[int, list[str]]] = dict  # by micro-batch what of it was not finite
     acted: Callable[[], str] = str  # what a measure has done to the window; empty if nothing
     is_scaled: bool = False  # whether its losses were scaled
     has_backward: bool = False  # whether a backward has run in it, as far as that is known
@@ -78,7 +77,7 @@ class Verdict:
         self, header: Header, outcome: Outcome, evidence: Evidence, *, comm: Comm, raises: bool
     ) -> None:
         self.totals: Totals | None = None  # sums over all ranks; None until read
-        # Why the step is skipped, which micro-batches were dropped, or why it was clipped; empty if neither.
+        # Why the step is skipped, or why it was clipped; empty if neither.
         self.reason = ""
         self.outcome, self.evidence = outcome, evidence
         self._header, self._comm, self._raises = header, comm, raises
@@ -123,8 +122,7 @@ class Verdict:
     @property
     def is_quiet(self) -> bool:
         """Whether the verdict was read and leaves the ranks nothing to talk about."""
-        is_plain = not self._is_zero and not self._has_acted
-        return self.is_good and is_plain and self.totals is not None and not self.totals.dropped
+        return self.is_good and not self._is_zero and not self._has_acted
 
     def reach(self) -> Totals:
         """Wait for the outcome, and call what waited for it; later calls return or raise the same at once.
@@ -155,15 +153,14 @@ class Verdict:
         return totals
 
     def warn_of_skip(self, in_a_row: int) -> None:
-        """Warn that the step was skipped, and why; not where dropped micro-batches were warned of."""
-        if self.totals is not None and not self.totals.dropped:
-            which = "the step was" if in_a_row == 1 else f"the last {in_a_row} steps were"
-            stops = "" if self._has_acted else "; nonfinite='raise' stops at the first"
-            warnings.warn(
-                f"window {self.evidence.index}: {which} skipped on every rank: {self.reason}. sync.on_step "
-                f"reports every one{stops}",
-                stacklevel=2,
-            )
+        """Warn that the step was skipped, and why."""
+        which = "the step was" if in_a_row == 1 else f"the last {in_a_row} steps were"
+        stops = "" if self._has_acted else "; nonfinite='raise' stops at the first"
+        warnings.warn(
+            f"window {self.evidence.index}: {which} skipped on every rank: {self.reason}. sync.on_step "
+            f"reports every one{stops}",
+            stacklevel=2,
+        )
 
     def _look(self) -> Totals:
         if self.totals is None:
@@ -181,14 +178,8 @@ class Verdict:
     def _judge(self, totals: Totals) -> None:
         if self.skips:
             check_agreement(self._header, totals, self._comm)
-        dropped = ""
-        if totals.dropped:
-            dropped = describe_dropped(self._comm.all_gather_object(self.evidence.dropped()))
-        if dropped:
-            self.reason = dropped
-            warnings.warn(f"window {self.evidence.index}: {dropped}", stacklevel=2)
         if self._has_acted:  # only on a window that could have been used
-            self.reason = "; ".join(filter(None, (dropped, self.evidence.acted())))
+            self.reason = self.evidence.acted()
             return
         if not self.skips:
             if self._is_zero:
@@ -204,7 +195,7 @@ class Verdict:
                 f"size: pe.Exact(micro_batches={totals.micro_batches})"
             )
         if totals.count == 0:
-            self.reason = dropped or "count is 0 on every rank: nothing to average over"
+            self.reason = "count is 0 on every rank: nothing to average over"
             return
         self.reason = self._why_not_finite()
         if self._raises:

@@ -1,6 +1,6 @@
 """What a wire keeps of one bucket from one window to the next.
 
-Residuals are kept by parameter, because bucket layouts change, and states are loaded on other world sizes.
+Residuals are kept by parameter, because bucket layouts change.
 """
 
 from __future__ import annotations

@@ -40,14 +40,12 @@ def train(
     rng: Rng = keyed,
     lr: Number = lambda: 1e-2,
     weight: Number = lambda: 1.0,
-    replays: bool = True,
 ) -> None:
     """Train as the documentation says; a fault is passed in, and may depend on the rank."""
     model = make()
     data = torch.randn(400, 8, generator=torch.Generator().manual_seed(1))
     sampler = pe.WindowSampler(len(data), seed=0, micro_batch=4, global_batch=4 * MICRO_BATCHES)
-    source = model if replays else list(model.named_parameters())
-    sync = pe.GradSync(source, accumulate=sampler.accumulate, accumulator=accumulator)
+    sync = pe.GradSync(model, accumulate=sampler.accumulate, accumulator=accumulator)
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr())
     factor = weight()
     verify.watch(model, optimizer=optimizer, sync=sync)
@@ -79,8 +77,7 @@ with_norm = partial(network, has_norm=True)
 right = train
 plain_sums = partial(train, accumulator="fp32")
 dropout_by_rank = partial(train, rng=_rng_of_rank)
-batch_norm_replayed = partial(train, make=with_norm)
-batch_norm = partial(train, make=with_norm, replays=False)
+batch_norm = partial(train, make=with_norm)
 optimizer_by_rank = partial(train, lr=lambda: 1e-2 * (1 + dist.get_rank()))
 optimizer_by_world = partial(train, lr=lambda: 1e-2 * dist.get_world_size())
 divided_by_world = partial(train, weight=lambda: 1 / dist.get_world_size())

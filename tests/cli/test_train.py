@@ -69,9 +69,7 @@ def test_ddp_sends_each_bucket_a_backward_and_pyengine_each_and_a_header_a_windo
     for row in events(lines, "comparison"):
         expected = ACCUMULATE * row["buckets"] if row["mode"] == "ddp" else row["buckets"] + 1
         if (row["model"], row["mode"]) == ("cnn", "ddp-hook"):
-            expected += (
-                2  # BatchNorm's buffers, floats and counts, uncounted in plain DDP
-            )
+            expected += 2  # BatchNorm's buffers, floats and counts, uncounted in plain DDP
         assert row["collectives"] == expected
     assert {row["mode"] for row in events(lines, "comparison")} >= {"ddp"}
 

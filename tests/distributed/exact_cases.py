@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.checkpoint import checkpoint
 
 import pyengine as pe
 
@@ -37,33 +36,14 @@ class Gpt(nn.Module):
 class Cnn(nn.Module):
     """Convolutions in front of BatchNorms, of sizes that are not round; returns a summed loss."""
 
-    def __init__(self, variant: str = "plain") -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.variant = variant
-        options = {"momentum": None} if variant == "mean" else {"momentum": 0.3}
-        self.stem = nn.Sequential(nn.Conv2d(3, 7, 3, padding=1), nn.BatchNorm2d(7, **options), nn.ReLU())
-        self.block = nn.Sequential(nn.Conv2d(7, 7, 3, padding=1), nn.BatchNorm2d(7, **options), nn.ReLU())
-        track = variant != "untracked"
-        self.norm = nn.BatchNorm1d(7, track_running_stats=track, **options)
-        self.head = nn.Linear(7, 5)
-
-    def train(self, mode: bool = True) -> Cnn:
-        """Keep the frozen one frozen."""
-        super().train(mode)
-        if self.variant == "frozen":
-            self.norm.eval()
-        return self
+        self.stem = nn.Sequential(nn.Conv2d(3, 7, 3, padding=1), nn.BatchNorm2d(7), nn.ReLU())
+        self.norm, self.head = nn.BatchNorm1d(7), nn.Linear(7, 5)
 
     def forward(self, x: Tensor) -> Tensor:
         target = x.float().mean((2, 3)).argmax(1)
-        h = self.stem(x)
-        if self.variant == "checkpoint":
-            h = checkpoint(self.block, h, use_reentrant=False)
-        else:
-            h = self.block(h)
-        if self.variant == "twice":
-            h = self.block(h)
-        logits = self.head(self.norm(h.mean((2, 3))))
+        logits = self.head(self.norm(self.stem(x).mean((2, 3))))
         return nn.functional.cross_entropy(logits.float(), target, reduction="sum")
 
 

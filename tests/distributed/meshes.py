@@ -175,28 +175,26 @@ def assert_trained(
 
 
 def assert_resumes(make: Callable[[], tuple[pe.Sync, nn.Module]], data: list[Tensor]) -> None:
-    """Stop in the middle of a window, and go on in another engine as if it had not been."""
+    """Stop behind a window, and go on in another engine as if there had been one."""
 
-    def run(sync: pe.Sync, model: nn.Module, data: list[Tensor]) -> tuple[list[Tensor], dict[str, Any]]:
-        states = []
+    def run(data: list[Tensor], state: dict[str, Any] | None) -> tuple[list[list[Tensor]], dict[str, Any]]:
+        sync, model = make()
+        if state is not None:
+            sync.load_state_dict(state)
+        found, states = [], []
         for window in sync.windows(data):
             for x in window:
                 sync.backward(loss_of(model, x), count=count_of(x))
-                if not sync.is_sync_step:
-                    states.append(sync.state_dict())
             sync.unscale_()
-        grads = [param.grad for param in model.parameters()]
+            grads = [param.grad for param in model.parameters()]
+            found.append([g.full_tensor().clone() if hasattr(g, "full_tensor") else g.clone() for g in grads])
+            model.zero_grad()
+            states.append(sync.state_dict())
         sync.close()
-        return [g.full_tensor() if hasattr(g, "full_tensor") else g for g in grads], states[-1]
+        return found, states[0]
 
-    data = data[:ACCUMULATE]
-    want, state = run(*make(), data)
-    sync, model = make()
-    sync.load_state_dict(state)
-    for window in sync.windows(data[-1:]):
-        for x in window:
-            sync.backward(loss_of(model, x), count=count_of(x))
-        sync.unscale_()
-    for param, grad in zip(model.parameters(), want, strict=True):
-        found = param.grad.full_tensor() if hasattr(param.grad, "full_tensor") else param.grad
+    whole, state = run(data[: 2 * ACCUMULATE], None)
+    rest, _ = run(data[ACCUMULATE : 2 * ACCUMULATE], state)
+    assert len(whole) == 2
+    for grad, found in zip(whole[1], rest[0], strict=True):
         assert torch.equal(found, grad)

@@ -69,7 +69,7 @@ def _owned(made: Made, model: Model, places: Places) -> tuple[pe.Sync, nn.Module
         for unit in model.units if soak.owner != "flat" else ():
             wrap(unit, **how)
         wrap(model, **how)
-        if made.policy != "drop_micro_batch" and soak.accumulator != "exact":
+        if soak.accumulator != "exact":
             none = {"defer": "none"} if made.dtype == torch.float32 else {}  # narrow sums would be rounded
             options |= random.choice([{}, none, {"defer_budget_mb": float("inf")}])
         return pe.attach(model, **options), model
@@ -246,7 +246,6 @@ class Subject:
     def _pass(self, how: str) -> None:
         """Let the reference take the step, compare, and go on to the next window."""
         items, count, skips = self._right()
-        window = self._next
         self._next += 1
         if not skips:
             sums = self._reference.sums(items)
@@ -254,9 +253,7 @@ class Subject:
         self._assert_same(self._params, self._reference.params)
         if how:
             record = self._records.pop()
-            dropped = self.made.policy == "drop_micro_batch" and self._loop.trouble == "bad"
-            dropped = dropped and window == self._loop.window
-            assert (record.count, record.skipped, record.dropped) == (count, skips, dropped), record
+            assert (record.count, record.skipped) == (count, skips), record
             assert not self._records
             clear(self._model, self.made.clear)
 
@@ -272,17 +269,14 @@ class Subject:
     def _right(self) -> tuple[list[tuple[int, Item]], int, bool]:
         """Return what the window is made of, with the ranks; its count, and whether it must be skipped."""
         loop, window = self._loop, self._next
-        drops = self.made.policy == "drop_micro_batch"
         kept, count = [], 0
         for rank in range(self.made.soak.world):
             for k, item in enumerate(loop.items(window, rank)):
-                if drops and loop.is_bad(window, rank, k):
-                    continue
                 count += item.count
                 if loop.style(window, k, rank) != "silent":
                     kept.append((rank, item))
         is_here = window == loop.window
-        is_wrong = is_here and (loop.is_voided or (loop.trouble == "bad" and not drops))
+        is_wrong = is_here and (loop.is_voided or loop.trouble == "bad")
         return kept, count, count == 0 or is_wrong
 
 

@@ -89,7 +89,6 @@ def draw_model(soak: Soak, number: int) -> Made:
         tuple(random.randint(1, 7) for _ in range(random.randint(least, 3)))
         for _ in range(random.randint(2, 4))
     ]
-    policies = ["skip", "raise"] if soak.accumulator == "native" else ["skip", "raise", "drop_micro_batch"]
     is_wide = soak.is_sharded and soak.accumulator == "native"  # else sums would be in the policy's type
     return Made(
         key,
@@ -98,7 +97,7 @@ def draw_model(soak: Soak, number: int) -> Made:
         dtype=torch.float32 if is_wide else random.choice([torch.float32, torch.bfloat16]),
         shapes=tuple(shapes),
         num_experts=1 if soak.owner == "experts" else 0,
-        policy=random.choice(policies),
+        policy=random.choice(["skip", "raise"]),
         is_fused=not soak.is_sharded and random.random() < 0.3,
         clear=random.choice(["engine", "none", "zeros"]),
         bits=random.getrandbits(32),
@@ -198,9 +197,9 @@ class Loop:
     @property
     def is_voided(self) -> bool:
         """Whether the trouble is found by all ranks when the window is reduced: some rank failed while it was
-        sent. Where micro-batches may be dropped nothing is sent before a backward has ended.
+        sent.
         """
-        return self.trouble == "last backward" and self.made.policy != "drop_micro_batch"
+        return self.trouble == "last backward"
 
     @property
     def is_everybodys(self) -> bool:

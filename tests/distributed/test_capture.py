@@ -402,7 +402,6 @@ def test_counts_read_ahead_are_refused():
     [
         ({}, "the parameters are on cpu: a graph needs a CUDA device"),
         ({"nonfinite": "raise"}, "nonfinite='raise'"),
-        ({"nonfinite": "drop_micro_batch"}, "nonfinite='drop_micro_batch'"),
         ({"accumulator": pe.Exact(micro_batches=4, slots=2), "accumulate": 4}, "leave slots out"),
     ],
 )

@@ -33,7 +33,7 @@ def test_each_floor_logs_what_it_decides():
         "pyengine.gradients: lay out 2 parameters in 1 buckets",
         "pyengine.engine: make a BucketReducer of 2 parameters, the first 'weight'",
         "pyengine.window: window 0: launch header of 1 micro-batches",
-        "pyengine.comm: launch an all-reduce of 192 bytes over ranks (0, 1)",
+        "pyengine.comm: launch an all-reduce of 184 bytes over ranks (0, 1)",
         "pyengine.gradients: launch bucket 0 of 1",
         "pyengine.wire: sum a bucket of",
         "pyengine.window: window 0: skip False, Totals(count=2.0, loss=",

@@ -84,7 +84,6 @@ PARTS = {
     "summed": "parameter 'up.weight' is a DTensor on axis 'dp', over which its gradient is to be summed",
     "native": "parameter 'up.weight' is a narrow DTensor, and accumulator='native'",
     "other experts": "parameter 0: rank 0 has 'experts.0.weight' [6, 6] float32; rank 2 has",
-    "BatchNorm": "here ranks share batches",
     "accumulate": "accumulate=[1, 2, 3, 4] by rank, and rank 0 shares its batch with rank 1",
     "terms": "makes 2050 micro-batches a window over all ranks in 2 parts each",
     "ddp": "ddp_model reduces over ranks",
@@ -112,8 +111,6 @@ def test_what_cannot_be_had_on_a_mesh_is_refused_on_every_rank(case):
         model = Experts(torch.float32)
         model.experts = nn.ModuleList([nn.Linear(6, 6 + rank)])
         options["axes"] = pe.Axes(replicate=("dp", "tp"), groups={"experts.*": "dp"})
-    elif case == "BatchNorm":
-        model, options["accumulator"] = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6)), "exact"
     elif case == "accumulate":
         options["accumulate"] = 1 + rank
     elif case == "terms":

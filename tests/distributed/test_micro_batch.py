@@ -7,7 +7,6 @@ import torch
 from cases import Integers, assert_same, engine, grads, integers, me, mean_of_integers
 from ranks import on_ranks
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 import pyengine as pe
 
@@ -238,42 +237,3 @@ def test_losses_that_were_not_scaled_are_refused():
         for k in range(2):
             with sync.accumulate(), sync.micro_batch():
                 model(*integers(k)).backward()
-
-
-class _Normed(nn.Module):
-    """A BatchNorm whose forward runs again inside the backward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.head = nn.BatchNorm1d(3), nn.Linear(3, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(checkpoint(self.norm, x, use_reentrant=False)).sum()
-
-
-def _statistics(is_block: bool, is_inside: bool) -> list[Tensor]:
-    rank, _ = me()
-    torch.manual_seed(0)
-    model = _Normed()
-    sync = pe.GradSync(model, accumulate=2, accumulator="exact")
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for window in sync.windows([integers(10 * rank + k)[1] for k in range(4)]):
-        for x in window:
-            loss = None if is_inside else model(x)
-            if not is_block:
-                sync.backward(model(x) if loss is None else loss)
-                continue
-            with sync.micro_batch() as mb:
-                loss = model(x) if loss is None else loss
-                loss.backward(retain_graph=True)
-                with mb.last_backward():
-                    (0 * loss).backward()
-        sync.step(optimizer)
-    return [b.clone() for b in model.buffers()]
-
-
-@pytest.mark.parametrize("is_inside", [True, False])
-@on_ranks(2)
-def test_running_statistics_count_the_forwards_of_a_block_once(is_inside):
-    got, want = (_statistics(is_block, is_inside) for is_block in (True, False))
-    assert all(map(torch.equal, got, want))

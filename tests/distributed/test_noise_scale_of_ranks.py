@@ -58,7 +58,6 @@ def _train(sync: pe.Sync, forward: nn.Module, windows: list[list[np.ndarray]]) -
     ("owner", "world", "is_scaled", "options"),
     [
         ("own", 1, False, {}),
-        ("own", 1, False, {"nonfinite": "drop_micro_batch"}),
         ("own", 2, False, {}),
         ("own", 3, False, {"wire": pe.wire.FP16()}),
         ("own", 3, True, {}),

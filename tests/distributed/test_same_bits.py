@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from cases import error_of, me, records_of
-from exact_cases import STEPS, Gpt, digest, train_gpt, wrap
+from exact_cases import STEPS, Cnn, Gpt, digest, train_gpt, wrap
 from marks import rest
 from ranks import on_ranks
 from torch import nn
@@ -148,6 +148,41 @@ def test_more_micro_batches_than_the_sum_can_take_is_an_error_on_every_rank():
                 sync.backward(model(x).sum())
             sync.step(torch.optim.SGD(model.parameters(), lr=0.1))
     assert torch.equal(model.weight, before)
+
+
+def _train_cnn(kind: str) -> tuple[str, list[float]]:
+    """Train for two windows; return a digest of parameters and optimizer, and a running mean."""
+    torch.manual_seed(0)
+    model = Cnn()
+    data = torch.randn(4 * MICRO_BATCHES, 3, 5, 5)
+    sampler = pe.WindowSampler(len(data), seed=7, micro_batch=2, global_batch=2 * MICRO_BATCHES)
+    sync, forward = wrap(kind, model, 0.001, accumulate=sampler.accumulate, accumulator="exact")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for window in sync.windows(sampler):
+        for rows in window:
+            sync.backward(forward(data[rows]), count=len(rows))
+        assert sync.step(optimizer)
+    state = [value for p in model.parameters() for value in optimizer.state[p].values()]
+    return digest(*model.parameters(), *state), model.norm.running_mean.tolist()
+
+
+@pytest.mark.parametrize(("kind", "world"), [("own", 2), ("attach", 3), *rest(("own", 3), ("attach", 2))])
+def test_parameters_under_batch_norm_have_the_same_bits_and_running_statistics_those_of_ranks(
+    ranks, kind, world
+):
+    """Statistics are averages over the micro-batches of a rank; over DDP of rank 0."""
+    alone, mean = _single(ranks, _train_cnn, "own")
+    digests, means = zip(*ranks(world).run(_train_cnn, kind), strict=True)
+    assert digests == (alone,) * world
+    assert mean not in means
+
+
+@on_ranks(2)
+def test_a_sync_batch_norm_is_refused():
+    model = nn.Sequential(nn.Linear(2, 2), nn.SyncBatchNorm(2))
+    assert "1 is a SyncBatchNorm: with accumulator='exact'" in error_of(
+        pe.GradSync, model, accumulate=1, accumulator="exact"
+    )
 
 
 # ---- optimizers over shards, as docs/reproducible.md has them ----

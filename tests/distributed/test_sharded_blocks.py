@@ -80,7 +80,7 @@ WAYS = {twice: 3, _beside_grad: 1, marked: 3, _chunks: 1, _cached: 2, _several: 
     ("kind", "world", "options"),
     [
         ("flat", 1, {}),
-        ("flat", 3, {"nonfinite": "drop_micro_batch"}),
+        ("flat", 3, {}),
         ("nested", 2, {"nonfinite": "raise"}),
         ("nested", 2, {"defer": "none"}),
         ("nested", 2, {"accumulator": "exact"}),

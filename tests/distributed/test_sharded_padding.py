@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
-from cases import me
+from cases import assert_same, me
 from ranks import on_ranks
+from sharded_cases import batch, loss_of, own_batches, right_grads, sharded, whole_grads
 from torch import Tensor, nn
 from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.fsdp import fully_shard
@@ -97,3 +100,33 @@ def test_a_flush_gives_an_ignored_parameter_no_gradient():
     model.own.grad = None
     sync.flush()
     assert model.own.grad is None
+
+
+class _Unpicklable:
+    """A batch that no other rank can get."""
+
+    def __init__(self, rank: int) -> None:
+        self.data = batch(rank)
+
+    def __reduce__(self) -> Any:
+        raise TypeError("not to be sent")
+
+
+@pytest.mark.parametrize("can", [True, False])
+@on_ranks(2)
+def test_a_rank_without_any_batch_pads_with_a_copy_of_another_one_s(can):
+    rank, _ = me()
+    sync, model = sharded("nested")
+    own: list[Any] = own_batches(3) if can else [_Unpicklable(0)]
+    try:
+        for window in sync.windows([] if rank else own):
+            for data in window:
+                assert sync.is_padding == (rank == 1)
+                sync.backward(loss_of(model, data if can else data.data), count=3)
+            sync.unscale_()
+    except ValueError as error:
+        assert not can
+        assert str(error).startswith("rank 1 has no micro-batch at all, and needs a copy of another one's")
+        return
+    assert can
+    assert_same(whole_grads(model), right_grads([batch(number) for number in range(3)], 9))

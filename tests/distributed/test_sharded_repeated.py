@@ -30,7 +30,7 @@ class Tied(nn.Module):
 
 
 def _wrapped(owner: str, model: nn.Module, reduce: torch.dtype | None) -> tuple[pe.Sync, nn.Module]:
-    options = {"accumulate": 2, "accumulator": "exact", "nonfinite": "drop_micro_batch"}
+    options = {"accumulate": 2, "accumulator": "exact"}
     if owner == "own":
         return pe.GradSync(model, **options), model
     if owner == "ddp":

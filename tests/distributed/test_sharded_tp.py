@@ -92,7 +92,7 @@ def test_elements_and_counts_are_taken_once_over_both_axes(options, narrow):
 
 
 @on_ranks(4)
-def test_a_state_of_an_open_window_goes_on():
+def test_a_state_goes_on():
     assert_resumes(partial(_sequence, nonfinite="raise"), _mine())
 
 
@@ -129,7 +129,6 @@ def test_gradients_that_are_partial_sums_are_redistributed():
 
 REFUSED = {
     "exact": "accumulator='exact' with tensor parallelism below FSDP",
-    "drop": "nonfinite='drop_micro_batch' where ranks share a batch",
     "one unit over all ranks": "FSDP unit 'down' is on a mesh of ranks [0, 1, 2, 3]",
 }
 
@@ -141,8 +140,6 @@ def test_meshes_that_do_not_fit_together_are_refused_on_every_rank(case):
     parallelize_module(model, mesh["tp"], {"up": ColwiseParallel()})
     if case == "exact":
         options = {"accumulator": "exact"}
-    elif case == "drop":
-        options = {"nonfinite": "drop_micro_batch"}
     else:
         fully_shard(model.down)
     fully_shard(model, mesh=mesh["dp"])

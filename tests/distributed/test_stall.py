@@ -54,7 +54,7 @@ def _alone(what: str) -> list[str]:
 def test_a_rank_that_alone_loads_a_state_is_told_who_has_not_come_and_where_it_stands(ranks):
     warned = ranks(3).run(_alone, "load_state_dict")
     assert [len(texts) for texts in warned] == [1, 0, 0]
-    late = "ranks 1, 2 of 3 have not launched an all-reduce of 192 bytes"
+    late = "ranks 1, 2 of 3 have not launched an all-reduce of 184 bytes"
     assert f"{late}: rank 0 has waited for 0." in warned[0][0]
     assert re.search(r"rank 1 .*step 0, window 0, .* in _elsewhere: time.sleep\(4 \* AFTER_S\)", warned[0][0])
     assert re.search(

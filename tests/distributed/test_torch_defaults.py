@@ -33,7 +33,7 @@ def _default(of_torch: torch.dtype | str | None) -> Iterator[None]:
 
 
 def _made(owner: str, accumulator: str, model: nn.Module) -> tuple[pe.Sync, nn.Module, nn.Module]:
-    options = {"accumulate": 2, "accumulator": accumulator, "nonfinite": "drop_micro_batch"}
+    options = {"accumulate": 2, "accumulator": accumulator}
     if owner == "own":
         return pe.GradSync(model, **options), model, model
     if owner == "fsdp":

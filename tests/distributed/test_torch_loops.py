@@ -176,27 +176,6 @@ def test_buffers_of_ddp_travel_in_such_a_loop_too():
     assert all(torch.equal(mean, means[0]) for mean in means)
 
 
-@on_ranks(2)
-def test_such_a_loop_resumes_from_a_state():
-    """Save between two micro-batches, and go on."""
-    rank, _ = me()
-    states, found = [], []
-    for begin in (0, 2):
-        model = Integers(torch.float32)
-        sync = pe.GradSync(model, accumulate=3)
-        if begin:
-            sync.load_state_dict(states[begin - 1])
-        assert len(sync.due) == 3 - begin
-        for place in range(begin, 3):
-            sync.set_requires_gradient_sync(place == 2)
-            sync.backward(model(*integers(10 * rank + place)), count=3)
-            if place < 2:
-                states.append(sync.state_dict())
-        sync.unscale_()
-        found.append(grads(model))
-    assert_same(*found)
-
-
 @pytest.mark.parametrize("where", ["forward", "backward"])
 @on_ranks(2)
 def test_sync_is_on_again_behind_a_block_that_raised(where):
@@ -298,10 +277,3 @@ def test_what_is_no_bool_is_refused(value):
     _, sync = _engine()
     with pytest.raises(TypeError, match="^requires_gradient_sync="):
         sync.set_requires_gradient_sync(value)
-
-
-def test_exact_sums_over_batch_norms_need_to_know_the_forward():
-    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
-    sync = pe.GradSync(model, accumulate=2, accumulator="exact")
-    with pytest.raises(ValueError, match="over BatchNorms, whose statistics belong to a micro-batch"):
-        sync.set_requires_gradient_sync(False)

@@ -198,29 +198,6 @@ def test_a_failure_is_refused_in_an_earlier_backward_and_voids_the_window_of_bot
         assert reasons == ["rank 2 gave the window up: MemoryError('no room for a gradient')"]
 
 
-@pytest.mark.parametrize("accumulator", ["fp32", "exact"])
-@on_ranks(3)
-def test_a_window_goes_on_in_another_engine(accumulator):
-    rank, _ = me()
-
-    def run(sync: pe.Sync, ddp: nn.Module, ks: list[int]) -> None:
-        for k in ks:
-            with sync.accumulate():
-                sync.backward(ddp(*integers(100 * rank + k), uses=_uses(rank, k)), count=3)
-
-    sync, ddp = _attached("every other", accumulator=accumulator)
-    run(sync, ddp, [0, 1])
-    state = sync.state_dict()
-    sync.abandon()
-    sync.close()
-    assert all(param.grad is None for param in ddp.parameters())
-    sync, ddp = _attached("every other", accumulator=accumulator)
-    sync.load_state_dict(state)
-    run(sync, ddp, [2])
-    sync.unscale_()
-    assert_same(grads(ddp.module), _want(ddp.module, "every other", [0, 1, 2]))
-
-
 @pytest.mark.parametrize(("which", "accumulator"), [("everyone", "fp32"), ("every other", "exact")])
 @on_ranks(3)
 def test_a_window_ended_early_on_one_rank_is_sent_to_the_right_buckets(which, accumulator):

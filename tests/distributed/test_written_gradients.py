@@ -260,36 +260,3 @@ def test_the_record_has_a_loss_where_every_block_has_one(given, want):
         sync.step(torch.optim.SGD(model.parameters(), lr=0.0))
     sync.synchronize()
     assert [record.loss for record in records] == [want, want]
-
-
-@pytest.mark.parametrize("has_loss", [True, False])
-@on_ranks(2)
-def test_a_window_of_blocks_is_saved_and_resumed(has_loss):
-    state, found = {}, []
-    for ks in ([0, 1], [1]):
-        model = Integers(torch.float32)
-        with pe.GradSync(model, accumulate=2) as sync:
-            if state:
-                sync.load_state_dict(state)
-            for k in ks:
-                with sync.accumulate(), sync.micro_batch(count=3) as mb:
-                    loss = model(*integers(k))
-                    loss.backward()
-                    mb.loss = loss if has_loss else None
-                if k == 0:
-                    state = sync.state_dict()
-            sync.unscale_()
-            found.append(grads(model))
-    assert_same(*found)
-
-
-@on_ranks(2)
-def test_a_window_that_no_step_could_use_is_not_saved():
-    model = Integers(torch.float32)
-    sync = pe.GradSync(model, accumulate=2)
-    with sync.accumulate():
-        sync.backward(model(*integers(0)))
-    for param in model.parameters():
-        param.grad = torch.ones_like(param)
-    with pytest.raises(RuntimeError, match="state_dict: no step could use window 0"):
-        sync.state_dict()

@@ -7,7 +7,6 @@ import json
 import os
 import signal
 import subprocess
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,7 +22,8 @@ from kill_orders import Order
 from torch import Tensor, nn
 
 import pyengine as pe
-from pyengine.checkpoint import state_file
+from pyengine.cli.train import saves
+from pyengine.cli.train.saves import Saves
 
 MICRO_BATCHES = 8
 
@@ -110,11 +110,10 @@ def train(plan: Plan, trap: KillTrap, attempt: int) -> str:
     """Go on from the newest checkpoint, and return a digest of everything at the end."""
     trap.at("met")
     torch.set_num_threads(1)
-    with watched(trap), _watched_files(trap), warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with watched(trap), _watched_files(trap):
         run = _Run(plan, trap)
         start = run.resume()
-        run.log("resumed", step=start, attempt=attempt, warned=[str(each.message) for each in caught])
+        run.log("resumed", step=start, attempt=attempt)
         trap.at("resumed")
         return run.windows(start)
 
@@ -152,43 +151,50 @@ class _Run:
             bucket_cap_mb=1e-4,
         )
         self._sync.on_step(lambda record: trap.at("callback"))
-        self._checkpoints = pe.Checkpoints(plan.folder / "checkpoints")
+        folder = plan.folder / "checkpoints"
+        folder.mkdir(exist_ok=True)
+        self._saves = Saves(folder)
 
     def resume(self) -> int:
-        """Load the newest whole step, and return it: twice the windows that are done, and 1 in the middle of
-        one.
-        """
-        is_exact = self._plan.accumulator == "exact"
-        found = self._checkpoints.load_all() if is_exact else self._checkpoints.load()
+        """Load the newest whole step, and return it: the windows that are done."""
+        found = self._newest() if self._plan.accumulator == "exact" else self._saves.load()
         if found is None:
             return 0
-        own = found.states[0]
+        step, own = found
         self._model.load_state_dict(own["model"])
         self._optimizer.load_state_dict(own["optimizer"])
         self._scheduler.load_state_dict(own["scheduler"])
-        self._sync.load_state_dict([state["sync"] for state in found.states] if is_exact else own["sync"])
-        return found.step
+        self._sync.load_state_dict(own["sync"])
+        return step
+
+    def _newest(self) -> tuple[int, Any] | None:
+        """Return the newest step that is whole, of however many ranks, and what this rank loads of it."""
+        rank, world = dist.get_rank(), dist.get_world_size()
+        for first in sorted((self._plan.folder / "checkpoints").glob("step-*.rank-0-of-*.pt"), reverse=True):
+            step, size = int(first.name.split(".")[0].removeprefix("step-")), int(first.stem.split("-")[-1])
+            files = [first.with_name(first.name.replace("rank-0", f"rank-{r}")) for r in range(size)]
+            if all(file.exists() for file in files):
+                found = [saves.read(file) for file in files]
+                if len({each["save"] for each in found}) == 1:
+                    return step, found[rank if size == world else 0]["state"]
+        return None
 
     def windows(self, start: int) -> str:
         trap, sync = self._trap, self._sync
-        first = start // 2
-        if first == self._plan.windows:
+        if start == self._plan.windows:
             return self._digest()
-        self._sampler.set_epoch(0, window=first, due=sync.due)
-        for step, window in enumerate(sync.windows(self._loader()), start=first):
-            for position, rows in enumerate(window):
+        self._sampler.set_epoch(0, window=start)
+        for step, window in enumerate(sync.windows(self._loader()), start=start):
+            for rows in window:
                 trap.turn = "last" if sync.is_sync_step else "early"
                 with pe.micro_batch_rng(3, step=step, index=sync.place):
                     sync.backward(self._model(self._data[rows]), count=len(rows))
-                # A window that was resumed in its middle may have left this rank one micro-batch.
-                if position == 0 and 2 * step >= start:
-                    self._save(2 * step + 1)
             trap.at("clip")
             sync.clip_grad_norm_(1.0)
             sync.step(self._optimizer, self._scheduler)
             trap.at("stepped")
-            self.log("stepped", step=2 * step + 2, digest=self._digest())
-            self._save(2 * step + 2)
+            self.log("stepped", step=step + 1, digest=self._digest())
+            self._save(step + 1)
             trap.end_window()
         return self._digest()
 
@@ -213,7 +219,7 @@ class _Run:
             "scheduler": self._scheduler,
             "sync": self._sync,
         }
-        self._checkpoints.save(step, {name: part.state_dict() for name, part in parts.items()})
+        self._saves.save(step, {name: part.state_dict() for name, part in parts.items()})
         self.log("saved", step=step)
         self._trap.at("saved")
 
@@ -228,21 +234,17 @@ class _Run:
 @contextmanager
 def _watched_files(trap: KillTrap) -> Iterator[None]:
     """Pass the phases of a checkpoint's file: on the way to it, in it, and when old ones go."""
-    write, piece, fsync = state_file.write, state_file._Summed.write, os.fsync
-    pieces, syncs = [0], [0]
+    write, save, fsync = saves.write, torch.save, os.fsync
+    syncs = [0]
 
     def write_and_tell(*args: Any) -> None:
-        pieces[0] = syncs[0] = 0
+        syncs[0] = 0
         write(*args)
         trap.at("written")
 
-    def piece_and_tell(self: Any, data: Any) -> int:
-        pieces[0] += 1
-        if pieces[0] == 1:
-            trap.at("opened")
-        elif pieces[0] == 9:  # some of a state's tensors, and no directory of them
-            trap.at("half written")
-        return piece(self, data)
+    def save_and_tell(state: Any, file: Any) -> None:
+        trap.at("opened")
+        save(state, _InPieces(file, trap))
 
     def fsync_and_tell(descriptor: int) -> None:
         trap.at("named" if syncs[0] else "unsynced")  # the file, then the folder
@@ -250,14 +252,30 @@ def _watched_files(trap: KillTrap) -> Iterator[None]:
         fsync(descriptor)
 
     with (
-        mock.patch.object(state_file, "write", write_and_tell),
-        mock.patch.object(state_file._Summed, "write", piece_and_tell),
+        mock.patch.object(saves, "write", write_and_tell),
+        mock.patch.object(torch, "save", save_and_tell),
         mock.patch.object(os, "fsync", fsync_and_tell),
         mock.patch.object(Path, "replace", _behind(trap, "unnamed", Path.replace)),
         mock.patch.object(Path, "unlink", _behind(trap, "remove", Path.unlink)),
-        mock.patch.object(state_file, "read", _behind(trap, "load", state_file.read)),
+        mock.patch.object(saves, "read", _behind(trap, "load", saves.read)),
     ):
         yield
+
+
+class _InPieces:
+    """A file that passes a phase when some of a state's tensors are written, and no directory of them."""
+
+    def __init__(self, file: Any, trap: KillTrap) -> None:
+        self._file, self._trap, self._pieces = file, trap, 0
+
+    def write(self, data: Any) -> int:
+        self._pieces += 1
+        if self._pieces == 9:
+            self._trap.at("half written")
+        return self._file.write(data)
+
+    def flush(self) -> None:
+        self._file.flush()
 
 
 def _behind(trap: KillTrap, phase: str, function: Callable[..., Any]) -> Callable[..., Any]:

@@ -6,11 +6,8 @@ import functools
 import io
 import pickle
 import random
-import tempfile
 import zipfile
-import zlib
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy
@@ -19,13 +16,10 @@ from draw import LARGE, Draw
 from torch import Tensor, nn
 
 import pyengine as pe
-from pyengine.checkpoint import state_file
-from pyengine.checkpoint.checksum import checksum
 from pyengine.data.rng import rng_states, set_rng_states
 
 OWNER = "rank 0 of 1"
 KINDS = ("fp32", "exact")
-ORIGIN = state_file.Origin(step=3, rank=0, world_size=1, save="one")
 executed: list[str] = []
 
 
@@ -37,25 +31,24 @@ class Evil:
 
 
 def run(data: bytes) -> None:
-    """Damage a state in memory or its file, and load it."""
+    """Damage a state, or its file, and load it."""
     draw = Draw(data)
     damage = draw.pick((_damaged_state, _damaged_file))
     damage(draw, draw.pick(KINDS))
     assert not executed, f"code was executed {executed}"
 
 
-# ---- an engine in the middle of a window ----
+# ---- an engine between windows ----
 
 
 class _Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.norm = nn.Linear(3, 5), nn.BatchNorm1d(5)
-        self.last = nn.Linear(5, 1, bias=False)
+        self.first, self.last = nn.Linear(3, 5), nn.Linear(5, 1, bias=False)
         self.unused = nn.Parameter(torch.ones(2))
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.last(self.norm(self.first(x))).square().sum()
+        return self.last(self.first(x)).square().sum()
 
 
 @functools.cache
@@ -66,7 +59,7 @@ def _engine(kind: str) -> tuple[pe.GradSync, bytes]:
         model = _Model()
         sync = pe.GradSync(model, accumulate=3, accumulator=kind, bucket_cap_mb=1e-4)
         sync.scaler = pe.GradScaler("cpu", init_scale=4.0)
-        for index in range(5):
+        for index in range(6):
             with sync.accumulate():
                 sync.backward(
                     model(torch.randn(4, 3, generator=torch.Generator().manual_seed(index))), count=4
@@ -83,17 +76,21 @@ def _saved(kind: str) -> dict[str, Any]:
     return torch.load(io.BytesIO(_engine(kind)[1]), weights_only=True)
 
 
-def _everything(sync: pe.GradSync) -> int:
-    grads = [param.grad for param in sync._engine.reducer.params]
-    return checksum([sync.state_dict()[OWNER][0], grads, sync.window, sync.due])
+def _packed(value: Any) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return buffer.getvalue()
 
 
-def _load(kind: str, state: Any, want: int) -> None:
-    """Load a state into an engine that stands where a good one was; taken, it is what the engine holds."""
+def _everything(sync: pe.GradSync) -> bytes:
+    grads = [None if param.grad is None else param.grad.clone() for param in sync._engine.reducer.params]
+    return _packed([sync.state_dict(), grads])
+
+
+def _load(kind: str, state: Any) -> None:
+    """Load a state into an engine that has loaded a good one; it is taken as it is, or changes nothing."""
     sync, _ = _engine(kind)
-    sync.abandon()
     sync.load_state_dict(_saved(kind))
-    sync.abandon()  # between windows
     before = _everything(sync)
     try:
         sync.load_state_dict(state)
@@ -101,9 +98,9 @@ def _load(kind: str, state: Any, want: int) -> None:
         assert "state" in str(error), f"the error does not say what is wrong: {error}"
         assert _everything(sync) == before, f"refused ({error}), and something has changed"
         return
-    content = sync.state_dict()[OWNER][0]
-    assert _meaning(content) == want, "taken, and the engine holds something else"
-    _draw_from(content["rng"])
+    again = sync.state_dict()
+    assert (again["window"], again["steps"]) == (state["window"], state["steps"])
+    _draw_from(again[OWNER][0]["rng"])
 
 
 def _draw_from(states: dict[str, Any]) -> None:
@@ -114,42 +111,15 @@ def _draw_from(states: dict[str, Any]) -> None:
     set_rng_states(before)
 
 
-def _meaning(content: Any) -> int:
-    """Sum up a state's content, however it is written: flags that are all 0 may be left out, and what is
-    empty.
-    """
-    plain = {name: value for name, value in content.items() if name not in ("dropped", "totals") or value}
-    plain["counts"] = [float(count) for count in content["counts"]]
-    plain["losses"] = [None if loss is None else float(loss) for loss in content["losses"]]
-    plain["sums"] = {
-        name: {part: t for part, t in parts.items() if part != "nonfinite" or t.any()}
-        for name, parts in content["sums"].items()
-    }
-    return checksum(plain)
-
-
 # ---- damage to a dictionary ----
 
 
 def _damaged_state(draw: Draw, kind: str) -> None:
     state = _saved(kind)
-    want = _meaning(state[OWNER][0])
-    form = draw.pick(("as saved", "flat", "forged"))
-    if form == "flat":  # version 1: without a checksum
-        state = {"version": 1, **state[OWNER][0]}
-    spoilt = state[OWNER][0] if form == "forged" else state
+    spoilt = draw.pick((state, state[OWNER][0]))
     for _ in range(1 + draw.below(3)):
         _damage(draw, spoilt)
-    if form != "as saved":
-        try:
-            content = spoilt if form == "forged" else {k: v for k, v in spoilt.items() if k != "version"}
-            want, crc = _meaning(content), checksum(content)
-        except Exception:  # noqa: BLE001 - then no checksum fits, and it will be refused
-            want = crc = -1
-    if form == "forged":
-        state = {"version": 2, "window": spoilt.get("window"), "steps": spoilt.get("steps")}
-        state[OWNER] = spoilt, crc
-    _load(kind, draw.pick((state, [state])) if kind == "exact" else state, want)
+    _load(kind, state)
 
 
 def _damage(draw: Draw, root: Any) -> None:
@@ -275,41 +245,15 @@ TENSORS: tuple[Callable[[Tensor], Any], ...] = (
 # ---- damage to a file ----
 
 
-@functools.cache
-def _folder() -> tuple[tempfile.TemporaryDirectory[str], Path]:
-    folder = tempfile.TemporaryDirectory()
-    return folder, Path(folder.name) / "part.pt"
-
-
-@functools.cache
-def _file(kind: str) -> bytes:
-    _, path = _folder()
-    state_file.write(path, ORIGIN, _saved(kind))
-    return path.read_bytes()
-
-
 def _damaged_file(draw: Draw, kind: str) -> None:
-    content = bytearray(_file(kind))
+    content = bytearray(draw.pick((_engine(kind)[1], *_evil())))
     for _ in range(1 + draw.below(3)):
         draw.pick(CUTS)(draw, content)
-    is_forged = draw.once_in(2)
-    if is_forged:
-        content = draw.pick((_with_checksum, _with_header))(draw, content)
-    _, path = _folder()
-    path.write_bytes(content)
     try:
-        origin = state_file.check(path)
-    except (ValueError, OSError):
+        state = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+    except Exception:  # noqa: BLE001 - of bytes that torch cannot read
         return
-    if not is_forged:
-        same = bytes(content[256:]) == _file(kind)[256:]  # before that are blanks, too
-        assert same and origin == ORIGIN, "a damaged file was taken for a whole one"
-    try:
-        state = state_file.read(path)
-    except Exception:  # noqa: BLE001 - of bytes that nobody has saved with this checksum
-        assert is_forged
-        return
-    _load(kind, state, _meaning(_saved(kind)[OWNER][0]))
+    _load(kind, state)
 
 
 def _flip(draw: Draw, content: bytearray) -> None:
@@ -341,36 +285,6 @@ def _keep(draw: Draw, content: bytearray) -> None:
 
 
 CUTS = (_flip, _cut, _leave_out, _clear, _overwrite, _keep)
-
-
-def _with_checksum(draw: Draw, content: bytearray) -> bytearray:
-    """Give what is there, or a pickle that executes something, a header that fits."""
-    payload = draw.pick((bytes(content[256:]), *_evil()))
-    _, path = _folder()
-    state_file.write(path, ORIGIN, 0)
-    header = path.read_bytes()[: state_file._HEADER_BYTES]
-    said = state_file._header(header)
-    text = _text({**said, "bytes": len(payload), "crc32": zlib.crc32(payload)})
-    return bytearray(text) + payload
-
-
-def _with_header(draw: Draw, content: bytearray) -> bytearray:
-    """Give the payload a header whose own checksum fits, of anything."""
-    said: Any = state_file._header(_file(KINDS[0])[: state_file._HEADER_BYTES])
-    odd = draw.pick((said, [], 3, None, {}))
-    if odd is said:
-        said[draw.pick([*said])] = draw.pick((None, "x", -1, 1.5, [], 2, 10**40))
-        if draw.once_in(4):
-            said.pop(draw.pick([*said]))
-    return bytearray(_text(odd)) + content[256:]
-
-
-def _text(said: Any) -> bytes:
-    import json
-
-    text = json.dumps(said).encode()
-    head = state_file._MAGIC + b"%08x " % zlib.crc32(text) + text
-    return head.ljust(state_file._HEADER_BYTES - 1) + b"\n"
 
 
 @functools.cache

@@ -143,35 +143,27 @@ def _losses(model: nn.Module, batch: Names) -> list[torch.Tensor]:
 
 @contextmanager
 def exact() -> Iterator[Names]:
-    """A sampler, and a state of each rank from the middle of the first window."""
+    """A sampler, its loader, and where a checkpoint would be."""
     with loop() as names:
         sampler = pe.WindowSampler(
             len(names["data"]), seed=SEED, micro_batch=MICRO_BATCH, global_batch=WINDOW
         )
         exact = pe.Exact(micro_batches=sampler.micro_batches)
         loader = DataLoader(names["data"], batch_sampler=sampler)
-        rank, world_size, folder = dist.get_rank(), dist.get_world_size(), Path.cwd()
         names |= {"seed": SEED, "epochs": 2, "sampler": sampler, "exact": exact, "loader": loader}
-        names |= {"rank": rank, "world_size": world_size, "folder": folder, "window": 0}
-        sync = pe.GradSync(names["model"], accumulate=sampler.accumulate, accumulator=exact)
-        for x, y in next(sync.windows(loader)):
-            sync.backward(names["loss_sum"](names["model"](x), y), count=len(y))
-            torch.save(sync.state_dict(), folder / f"part-{world_size}-{rank}.pt")
-            break
-        sync.close()
-        dist.barrier()
-        yield names
+        yield names | {"rank": dist.get_rank(), "checkpoint": Path.cwd() / "last.pt"}
 
 
 @contextmanager
 def checkpoint() -> Iterator[Names]:
-    """A new engine, and a checkpoint that another one has written in the middle of a window."""
+    """A new engine, and a checkpoint that another one has written behind a window."""
     with loop() as names:
         model, folder = copy.deepcopy(names["model"]), Path.cwd()
         x, y = names["data"][:MICRO_BATCH]
         sync = pe.GradSync(model, accumulate=3, accumulator="exact")
-        with sync.accumulate():
+        with sync.accumulate(last=True):
             sync.backward(names["loss_sum"](model(x), y), count=len(y))
+        sync.unscale_()
         dcp.save({"model": model.state_dict(), "sync": sync}, checkpoint_id=folder)
         sync.close()
         new = pe.GradSync(names["model"], accumulate=3, accumulator="exact")

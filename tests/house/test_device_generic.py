@@ -22,8 +22,7 @@ ALLOWED = {
     "ops/trace.py": "NVTX is CUDA's own",
     "engine/window_graph.py": "graphs are torch.cuda's",
     "data/rng.py": "seeds every generator that there is, XLA's too",
-    "checkpoint/checkpoints.py": "ranks exchange what files hold, which the host has read",
-    "checkpoint/loading.py": "a file is read into the host's memory",
+    "adapters/dcp.py": "an entry is read into the host's memory",
     "comm/shared_memory.py": "NCCL's memory pools are torch.cuda's",
     "comm/xla.py": "torch_xla's transport: what its CPU backend cannot reduce",
 }

@@ -37,6 +37,7 @@ def test_a_wrong_argument_is_answered_with_the_right_one(make, args, kwargs, mes
     ("module", "name", "remedy"),
     [
         (pe, "Dealer", "WindowSampler"),
+        (pe, "Checkpoints", r"torch\.save"),
         (pe.wire, "Hierarchical", "shared_memory=True"),
         (pe, "Dealr", ""),
         (pe.wire, "FP33", ""),
@@ -113,3 +114,8 @@ def test_audits_say_how_many_windows_they_have_checked():
 
 def test_dir_has_what_is_public():
     assert sorted({*pe.__all__, "__version__"}) == sorted(dir(pe))
+
+
+def test_a_policy_that_has_been_removed_is_answered_with_what_to_use():
+    with pytest.raises(ValueError, match=r"^(rank 0: )?use nonfinite='skip' or 'raise': .* has been removed"):
+        pe.GradSync(nn.Linear(1, 1), nonfinite="drop_micro_batch")

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pyengine.window.counter import State, WindowCounter, check_accumulate, share, share_of_rest
+from pyengine.window.counter import State, WindowCounter, check_accumulate, share
 
 
 def _syncs(counter: WindowCounter) -> bool:
@@ -50,17 +50,6 @@ def test_a_bad_window_length_is_named(value):
     assert f"accumulate={value!r}" in check_accumulate(value)[0]
 
 
-def test_what_replaces_a_dropped_resumed_window_takes_its_places_until_one_is_completed_or_loaded():
-    counter = WindowCounter(3, share=range(3, 6))
-    counter.resume([0, 7], [4])
-    counter.close(completed=False)
-    counter.open()
-    assert counter.due == [0, 7, 4]
-    counter.go_to(5)
-    counter.open()
-    assert (counter.index, counter.due) == (5, [3, 4, 5])
-
-
 def _run(counter: WindowCounter, data: st.DataObject, most: int) -> list[int]:
     """Hand out up to `most` places that are due, with backwards whenever; return those whose backward
     ran.
@@ -73,24 +62,6 @@ def _run(counter: WindowCounter, data: st.DataObject, most: int) -> list[int]:
             syncs.append(_syncs(counter))
     assert syncs == [False] * (len(due) - 1) + [True] * bool(due)
     return counter.places
-
-
-@settings(max_examples=30, deadline=None)
-@given(data=st.data(), num=st.integers(1, 9), before=st.integers(1, 4), after=st.integers(1, 4))
-def test_every_micro_batch_of_a_window_is_done_once_whoever_stops_and_goes_on(data, num, before, after):
-    """A window is begun by some ranks, each of which stops somewhere, and ended by others."""
-    done: list[int] = []
-    for rank in range(before):
-        mine = share(num, rank=rank, world_size=before)
-        counter = WindowCounter(num, share=mine)
-        counter.open()
-        done += _run(counter, data, most=data.draw(st.integers(0, len(mine))))
-    saved = sorted(done)
-    for rank in range(after):
-        counter = WindowCounter(num, share=share(num, rank=rank, world_size=after))
-        counter.resume([], share_of_rest(range(num), saved, rank=rank, world_size=after))
-        done += _run(counter, data, most=num)
-    assert sorted(done) == [*range(num)]
 
 
 @settings(max_examples=30, deadline=None)

@@ -13,8 +13,8 @@ from pyengine.window.denominators import Denominators, base_of
 CPU = torch.device("cpu")
 
 
-def _known(*counts: dict[str, float], first: int = 0, **totals: float) -> Denominators:
-    return Denominators(totals, counts, first)
+def _known(*counts: dict[str, float], **totals: float) -> Denominators:
+    return Denominators(totals, counts)
 
 
 def _loss(value: float, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -77,8 +77,8 @@ def test_losses_that_are_not_those_counted_are_refused(losses: Any, message: str
 
 
 def test_a_micro_batch_adds_its_count_of_the_divisor_and_padding_nothing():
-    known = _known({"a": 0.0, "b": 2.0}, {"a": 0.0, "b": 3.0}, first=4, a=0.0, b=9.0)
-    assert [known.take(done, handed=done + 1) for done in (4, 5, 6)] == [2.0, 3.0, 0.0]
+    known = _known({"a": 0.0, "b": 2.0}, {"a": 0.0, "b": 3.0}, a=0.0, b=9.0)
+    assert [known.take(done, handed=done + 1) for done in range(3)] == [2.0, 3.0, 0.0]
 
 
 @pytest.mark.parametrize(

@@ -126,10 +126,6 @@ def test_a_bad_argument_is_named(changes, error, message):
             lambda sampler: sampler.set_epoch(5, window=4),
             r"window=4: an epoch has 3 windows; use set_epoch\(6\)",
         ),
-        (
-            lambda sampler: sampler.set_epoch(0, due=[8, 1]),
-            r"due=\[1, 8\]: need indices from 0 to 7; leave due",
-        ),
         (lambda sampler: sampler.shard(rank=2, world_size=2), "rank=2"),
         (lambda sampler: sampler.shard(rank=-1, world_size=2), "rank=-1"),
     ],

@@ -134,13 +134,3 @@ def test_the_policy_raise_names_the_parameter_and_the_micro_batch_on_every_repli
     for text in replicas(2).run(_raise, job):
         assert "window 1: inf or nan in the gradient of '0.weight'" in text
         assert "rank 1, micro-batch 1" in text
-
-
-def test_a_dropped_micro_batch_leaves_its_window_on_every_replica(replicas):
-    job = Job(PLAN, spoil=(1, 4), nonfinite="drop_micro_batch")
-    outcomes, expected = replicas(2).run(train, job), reference(job, 2)
-    for outcome in outcomes:
-        assert outcome.stepped == [True] * 3
-        assert [record.dropped for record in outcome.records] == [0, 1, 0]
-        assert "rank 1, micro-batch 1 (its loss, " in outcome.records[1].reason
-        assert_near(outcome.params, expected)

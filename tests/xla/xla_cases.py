@@ -154,8 +154,6 @@ def reference(job: Job, world: int, *, without: Sequence[int] = ()) -> list[Tens
         count = 0
         for rank, total in enumerate(plan):
             for index in range(window * ACCUMULATE, min(total, (window + 1) * ACCUMULATE)):
-                if job.nonfinite == "drop_micro_batch" and job.spoil == (rank, index):
-                    continue
                 x, y = micro_batch(rank, index)
                 loss_sum(model, x, y).backward()
                 count += len(x)

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from pyengine.checkpoint.checkpoints import Checkpoints
 from pyengine.cli import terminal
 from pyengine.cli.arguments import Conflict, writing
 from pyengine.cli.files import regular, written
@@ -29,6 +28,7 @@ from pyengine.cli.train import modes as train_modes
 from pyengine.cli.train.arguments import Settings, check_resumed
 from pyengine.cli.train.compare import compare
 from pyengine.cli.train.report import Report
+from pyengine.cli.train.saves import Saves
 from pyengine.comm.launching import launch
 from pyengine.step.step_record import StepRecord
 from pyengine.telemetry import chrome_trace
@@ -179,18 +179,18 @@ class Saving:
         self.start = 0  # the step of the newest checkpoint, from which training continues
         self.stopped = 0  # the signal that has ended the training
         self._every, self._parts, self._steps = every, parts, steps
-        self._checkpoints = None if folder is None else Checkpoints(folder)
+        self._saves = None if folder is None else Saves(folder)
         self._signal = 0
-        found = self._checkpoints.load() if self._checkpoints else None
+        found = self._saves.load() if self._saves else None
         if found is not None:
-            self.start = found.step
+            self.start, state = found
             for name, part in parts.items():
-                part.load_state_dict(found.state[name])
+                part.load_state_dict(state[name])
 
     @contextmanager
     def signals(self) -> Iterator[None]:
         """Defer signals in the body to `must_stop`; raise one that arrives after the last step again."""
-        if self._checkpoints is None:
+        if self._saves is None:
             yield
             return
         before = {number: signal.getsignal(number) for number in _SIGNALS}
@@ -210,11 +210,11 @@ class Saving:
 
     def must_stop(self, step: int) -> bool:
         """Save a checkpoint if one is due after `step` steps; return whether a rank has received a signal."""
-        if self._checkpoints is None:
+        if self._saves is None:
             return False
         received = torch.tensor(self._signal)
         dist.all_reduce(received, dist.ReduceOp.MAX)  # all ranks stop after the same step
         self.stopped = int(received)
         if self.stopped or step % self._every == 0 or step == self._steps:
-            self._checkpoints.save(step, {name: part.state_dict() for name, part in self._parts.items()})
+            self._saves.save(step, {name: part.state_dict() for name, part in self._parts.items()})
         return bool(self.stopped)

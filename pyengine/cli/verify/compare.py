@@ -152,9 +152,9 @@ _TEXTS = {
     "nondeterministic operations (torch.use_deterministic_algorithms finds them).",
     "windows": "The windows have different items: use the same micro-batches in every world size "
     "(pe.WindowSampler), and let each rank accumulate its share of them (accumulate=sampler.accumulate).",
-    "BatchNorm": "Running statistics are averages over the micro-batches of a rank, which depend on the "
-    'world size: make the engine over the module itself (not its parameters) with accumulator="exact", which '
-    "replays them in the window's order, or use a norm without them (GroupNorm, LayerNorm).",
+    "BatchNorm": "Running statistics are averages over the micro-batches of one rank, which depend on the "
+    "world size. Training does not read them: where nothing else differs, parameters have the same bits. "
+    "Evaluate with those of one rank, or use a norm without them (GroupNorm, LayerNorm).",
     "buffers": "The forward writes a buffer from the micro-batches of its rank: gather its inputs over the "
     "whole window, in the window's order.",
     "norm": "The gradients are equal and their norm is not: it is summed in an order that depends on ranks "

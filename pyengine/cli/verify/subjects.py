@@ -48,5 +48,9 @@ def _train(task: Task, verify: Probe) -> None:
 def _build(task: Task) -> nn.Module:
     torch.manual_seed(_SEED)
     model = task.build()
+    for module in model.modules():
+        if isinstance(module, nn.BatchNorm2d):  # its running statistics differ by world size
+            module.track_running_stats = False
+            module.running_mean = module.running_var = module.num_batches_tracked = None
     model.get_submodule("head").register_forward_pre_hook(lambda _, inputs: dropout(inputs[0], 0.1))
     return model

@@ -82,11 +82,6 @@ def _choice_problems(unit: Unit, settings: Settings) -> Iterator[str]:
             f"defer='outer' for unit {unit.name!r}, which has no replicas of shards (a mesh of two "
             "dimensions): use 'all' or 'none'"
         )
-    if unit.mode != "all" and settings.drops:
-        yield (
-            f"defer={unit.mode!r} for unit {unit.name!r}, which reduces a micro-batch before it is known "
-            "to be finite, so that nonfinite='drop_micro_batch' could not drop it: use 'all'"
-        )
     narrow = any(p.dtype.itemsize < torch.float32.itemsize for p in unit.params if p.requires_grad)
     if unit.mode == "none" and narrow and settings.kind == "fp32":
         yield (

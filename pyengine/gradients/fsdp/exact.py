@@ -21,7 +21,7 @@ from pyengine.gradients.exact_sums import Terms, exact_over_ranks
 from pyengine.gradients.fsdp.places import is_first_on_mesh, shard_of
 from pyengine.gradients.fsdp.reducer import Managed, ShardedReducer
 from pyengine.gradients.norms import ReducedNorms
-from pyengine.gradients.slots import Saved, as_gradient, slots_of
+from pyengine.gradients.slots import as_gradient, slots_of
 from pyengine.ops.device import send
 from pyengine.ops.exact_reference import BLOCK
 from pyengine.window.final_pass import FinalPass
@@ -121,17 +121,6 @@ class ExactFSDPReducer(ShardedReducer):
         self._used_flags.drop_unused(self.params)
         # Every rank has the norm of the unsharded sums; the first rank of each mesh reports it.
         final.sumsq = torch.where(self._reports_norm, final.sumsq, 0.0)
-
-    def save(self) -> Saved:
-        for bucket in self._buckets:
-            bucket.used = [self.unsharded.used[index] for index in bucket.indices]
-        return super().save()
-
-    def load(self, saved: Saved, *, done: int) -> None:
-        super().load(saved, done=done)
-        for bucket in self._buckets:
-            for index, is_used in zip(bucket.indices, bucket.used, strict=True):
-                self.unsharded.used[index] = self.unsharded.used[index] or is_used
 
     def _start(self, *, poison: bool) -> None:
         """Launch the missing rounds; the first round of every unit precedes the later ones."""

@@ -30,7 +30,6 @@ from pyengine.gradients.fsdp.unsharded import Unsharded
 from pyengine.gradients.marks import REMEDY
 from pyengine.gradients.published import Published
 from pyengine.gradients.settings import Settings
-from pyengine.gradients.slots import Saved
 from pyengine.gradients.used_anywhere import UsedAnywhere, UsedFlags
 from pyengine.window.divisor import Divisor
 from pyengine.window.final_pass import FinalPass
@@ -57,7 +56,6 @@ class ShardedReducer(Reducer):
     """A sharded model whose units reduce when the window ends."""
 
     has_collective_forwards = True
-    saves_local_sums = False  # checkpoints hold unsharded sums and residuals
 
     def __init__(self, managed: Managed) -> None:
         self.names: Sequence[str] = [name for name, _ in managed.named]
@@ -66,7 +64,6 @@ class ShardedReducer(Reducer):
         self.units, self.comm = managed.units, managed.comm
         self.held_bytes = sum(unit.held_bytes for unit in self.units)
         self.model: Any = managed.model
-        self._is_separate = managed.settings.drops
         self.wire = ShardWire(managed.settings.wire, managed.comm)
         self.used = UsedAnywhere(self.comm, self.params[0].device)
         names = {id(param): name for name, param in managed.named}
@@ -108,9 +105,6 @@ class ShardedReducer(Reducer):
             param.grad = None
         self.unsharded.begin()
         super().begin()
-
-    def grad_holders(self) -> Sequence[Any]:
-        return self.unsharded.grad_holders()
 
     def begin_padding(self) -> None:
         """Mark the current micro-batch as padding, which leaves no trace."""
@@ -198,7 +192,9 @@ class FSDPReducer(ShardedReducer):
             for unit in self.units
         )
         keys = {name: name for name, param in managed.named if param.requires_grad}
-        self.residuals = Residuals([(self.wire.memory, keys)], settings.wire)
+        numel_of = {id(param): unit.whole_numel(param) for unit in self.units for param in unit.params}
+        numels = {name: numel_of[id(param)] for name, param in managed.named if param.requires_grad}
+        self.residuals = Residuals([(self.wire.memory, keys)], settings.wire, numels)
         self._divisor_wire: Wire = settings.wire if waits else FP32()
         self._replay = Replay(managed.model)
         self._published = Published(self.names, self.params)
@@ -210,8 +206,6 @@ class FSDPReducer(ShardedReducer):
         self._gave_up = False
 
     def collect(self) -> None:
-        if self._is_separate:
-            self.unsharded.add_to_sums()
         self.unsharded.count_micro_batch()
         self.end_padding()
 
@@ -220,8 +214,6 @@ class FSDPReducer(ShardedReducer):
 
         FSDP reduces only in a backward.
         """
-        if self._is_separate:
-            self.unsharded.move_sums_to_grad()
         with self._reducing(header):
             pass
 
@@ -260,30 +252,6 @@ class FSDPReducer(ShardedReducer):
 
     def blame(self) -> Callable[[int], list[int] | None]:
         return self.unsharded.blame()
-
-    def save(self) -> Saved:
-        if refusal := self.load_problems():
-            raise RuntimeError(f"state_dict: {refusal[0]}")
-        return self.unsharded.save(self.names)
-
-    def load(self, saved: Saved, *, done: int) -> None:
-        self.unsharded.load(saved, self.names, done=done)
-
-    def sum_forms(self) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-        return self.unsharded.sum_forms(self.names)
-
-    def load_problems(self) -> list[str]:
-        """Refuse states of an open window whose sums are partly reduce-scattered.
-
-        Such sums are in FSDP's memory, and a checkpoint for another mesh cannot hold them.
-        """
-        return [
-            f"unit {unit.name!r} has defer={unit.mode!r}, so the sums of an open window are in FSDP's "
-            "reduced shards: save and load between windows, after sync.step, or attach with defer='all', "
-            "which keeps unsharded sums until the window ends"
-            for unit in self.units
-            if unit.mode != "all" and any(param.requires_grad for param in unit.params)
-        ][:1]
 
     def release(self, *, keeps_grad: bool) -> None:
         super().release(keeps_grad=keeps_grad)

@@ -15,7 +15,7 @@ from pyengine.gradients.fsdp.private import compute_dtype, reduce_dtype
 from pyengine.gradients.fsdp.units import Unit
 from pyengine.gradients.local_part import in_placements
 from pyengine.gradients.settings import Settings
-from pyengine.gradients.slots import Saved, as_gradient, local, saved_flags, saved_sums
+from pyengine.gradients.slots import local
 from pyengine.window.nonfinite import flagged_in
 
 
@@ -28,8 +28,6 @@ class Unsharded:
 
     Args:
         params: the sharded parameters, in registration order; all indices here refer to it.
-        settings: with `drops`, `.grad` holds only the current micro-batch's gradient until `add_to_sums` or
-            `pop_grads`.
     """
 
     def __init__(
@@ -40,7 +38,6 @@ class Unsharded:
         *,
         settings: Settings,
     ) -> None:
-        self._is_separate = settings.drops
         # Exact sums check the gradients that they get, in the dtype in which these were computed. Other
         # gradients are summed in the dtype in which their unit reduces, and checked on arrival.
         self._widens = settings.kind != "exact"
@@ -50,8 +47,6 @@ class Unsharded:
         self._found: dict[int, Any] = {}
         self._handles: list[Any] = []
         # ---- gradients of this window ----
-        # Sums outside `.grad`: with `separate`, or loaded before the first forward.
-        self._sums: dict[int, Tensor] = {}
         # Parameters whose gradients FSDP would cast at the end of a backward; and the gradients of this
         # micro-batch, hidden from FSDP.
         self._converted: set[int] = set()
@@ -70,12 +65,12 @@ class Unsharded:
         self.used = [False] * len(params)  # whether this window has a gradient of the parameter here
         places = _places(model, self._index)
         self._units: list[list[int]] = []
-        self._sum_types: dict[int, tuple[torch.dtype, tuple[int]]] = {}  # dtypes and sizes of deferred sums
+        self._sum_types: dict[int, torch.dtype] = {}  # of deferred sums
         for unit in units:
             indices = [self._index[id(param)] for param in unit.params]
             if unit.mode == "all":  # sums of earlier micro-batches stay here
                 self._units.append(indices)
-                self._sum_types |= {index: _sum_of(params[index], unit) for index in indices}
+                self._sum_types |= {index: _sum_type(params[index], unit) for index in indices}
             self._register_in_forward(unit.module, [(index, *places[index]) for index in indices])
 
     @property
@@ -84,7 +79,7 @@ class Unsharded:
 
     def begin(self) -> None:
         """Start a window with sums of zero."""
-        self._sums, self._unconverted = {}, {}
+        self._unconverted = {}
         self._rows, self._flags = [], {}
         self.used = [False] * len(self.used)
         for param in self._found.values():
@@ -154,53 +149,13 @@ class Unsharded:
         self._restore_unconverted()
         return [self._found.get(index) for index in range(len(self.used))]
 
-    def add_to_sums(self) -> None:
-        """Add the micro-batch's gradients to the separate sums."""
-        is_void = self.is_void
-        for index, grad in self.pop_grads().items():
-            if is_void:
-                continue
-            if index in self._sums:
-                self._sums[index] = self._sums[index].view(grad.shape).add_(grad)
-            else:
-                self._sums[index] = grad
-
-    def move_sums_to_grad(self) -> None:
-        """Move the separate sums to `.grad`, for FSDP to reduce."""
-        for index in list(self._found):
-            self._move_sum_to_grad(index)
-
     def pop_grads(self) -> dict[int, Tensor]:
         """Return the micro-batch's gradients by index, unsharded; set `.grad` to None."""
         self._restore_unconverted()
         grads = {index: param.grad for index, param in self._found.items() if param.grad is not None}
         for index in grads:
             self._found[index].grad = None
-            self.used[index] = self.used[index] or (self._is_separate and not self.is_void)
         return grads
-
-    def save(self, names: Sequence[str]) -> Saved:
-        """See `Reducer.save`."""
-        grads = {index: param.grad for index, param in self._found.items() if param.grad is not None}
-        totals = {**self._sums, **grads}.items()
-        sums = {index: {"sum": local(total).reshape(-1)} for index, total in totals if self.used[index]}
-        return saved_sums(sums, self._rows, names)
-
-    def sum_forms(self, names: Sequence[str]) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-        """Return dtype and shape of the sums that `save` may return, by name."""
-        return {names[index]: form for index, form in self._sum_types.items()}
-
-    def load(self, saved: Saved, names: Sequence[str], *, done: int) -> None:
-        """See `Reducer.load`."""
-        for index, name in enumerate(names):
-            if "sum" in saved.get(name, {}):
-                self.used[index] = True
-                kept = saved[name]["sum"]
-                self._sums[index] = kept.detach().to(self._device, copy=True) if self._is_separate else kept
-        if not self._is_separate:
-            self.move_sums_to_grad()
-        if self._watches:
-            self._rows = list(saved_flags(saved, names, done, self._device))
 
     def blame(self) -> Callable[[int], list[int] | None]:
         """See `Reducer.blame`."""
@@ -231,9 +186,9 @@ class Unsharded:
         for index, module, name in places:
             param: Any = getattr(module, name)
             self._found[index] = param
-            if index in self._sum_types and self._sum_types[index][0] != param.dtype:
+            if index in self._sum_types and self._sum_types[index] != param.dtype:
                 if self._widens:
-                    param.grad_dtype = self._sum_types[index][0]
+                    param.grad_dtype = self._sum_types[index]
                 else:
                     self._converted.add(index)
             if param.requires_grad:
@@ -241,15 +196,6 @@ class Unsharded:
                     param.register_hook(partial(self._on_gradient, index)),
                     param.register_post_accumulate_grad_hook(partial(self._on_accumulated, index)),
                 ]
-            if not self._is_separate:
-                self._move_sum_to_grad(index)
-
-    def _move_sum_to_grad(self, index: int) -> None:
-        """Move a parameter's separate sum to its `.grad`."""
-        param = self._found[index]
-        if index in self._sums:
-            kept = self._sums.pop(index).detach().to(param.device, copy=True)
-            param.grad = as_gradient(kept.view(local(param).shape), param)
 
     def _on_accumulated(self, index: int, param: Any) -> None:
         """Record an accumulated gradient.
@@ -261,7 +207,7 @@ class Unsharded:
             self.on_repeat()
         self.arrived.add(index)
         if not self.is_void:
-            self.used[index] = self.used[index] or not self._is_separate
+            self.used[index] = True
             if self._watches:
                 flag = self._arriving.pop(index)
                 self._flags[index] = self._flags[index] | flag if index in self._flags else flag
@@ -287,11 +233,11 @@ class Unsharded:
         return None if redistributed is grad else redistributed
 
 
-def _sum_of(param: Parameter, unit: Unit) -> tuple[torch.dtype, tuple[int]]:
-    """Return dtype and size of a parameter's unsharded sum."""
+def _sum_type(param: Parameter, unit: Unit) -> torch.dtype:
+    """Return the dtype of a parameter's unsharded sum."""
     dtype, reduced = compute_dtype(unit.module, param), reduce_dtype(unit.module)
     is_widened = reduced is not None and reduced.itemsize > dtype.itemsize
-    return reduced if reduced and is_widened else dtype, (unit.whole_numel(param),)
+    return reduced if reduced and is_widened else dtype
 
 
 def _places(model: nn.Module, index: Mapping[int, int]) -> dict[int, tuple[nn.Module, str]]:

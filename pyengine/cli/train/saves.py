@@ -1,0 +1,128 @@
+"""Checkpoints of `train`: a save that is interrupted loses no step, and no link is followed."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import sys
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from pyengine.cli.files import regular, written
+
+_KEPT = 2  # steps: if the newest file is damaged, the one before it loads
+
+
+def write(path: Path, state: Any) -> None:
+    """Write a file that is there as a whole, on the disk, or not at all; one that is there is replaced."""
+    with written(path) as part, part.open("xb") as file:
+        torch.save(state, file)
+        file.flush()
+        os.fsync(file.fileno())
+    descriptor = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)  # so that the name is on the disk, too
+    finally:
+        os.close(descriptor)
+
+
+def read(path: Path) -> Any:
+    """Return the state in a regular file, as data: no code runs, no tensor reaches beyond its memory."""
+    with open(path, "rb", opener=regular) as file, torch.sparse.check_sparse_tensor_invariants():
+        return torch.load(file, map_location="cpu", weights_only=True)
+
+
+class Saves:
+    """The saved steps of one training; every rank makes this and calls its methods alike.
+
+    Each rank has a file of each step. A step counts when the files of all ranks are there and of one save.
+
+    Args:
+        folder: of the files, which exists.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._suffix = folder, f".rank-{dist.get_rank()}-of-{dist.get_world_size()}.pt"
+
+    def save(self, step: int, state: Any) -> None:
+        """Save this rank's state; when this returns, those of all ranks are on the disk. Older steps go.
+
+        Raises:
+            RuntimeError: some rank could not write; on every rank. Earlier steps are kept.
+        """
+        save = self._gathered(uuid.uuid4().hex)[0]
+        self._on_all(
+            lambda: write(self._path(step), {"save": save, "state": state}),
+            f"step {step} could not be written to {self._folder}",
+        )
+        self._on_all(self._remove_old, f"older steps in {self._folder} could not be removed")
+
+    def load(self) -> tuple[int, Any] | None:
+        """Return the newest step that is whole, and this rank's state; None if there is none yet.
+
+        Raises:
+            RuntimeError: the folder cannot be read, or has steps and none that is whole; on every rank.
+        """
+        by_rank = self._on_all(self._steps, f"{self._folder} cannot be read")
+        problems = []
+        for step in sorted(set().union(*by_rank), reverse=True):
+            found = self._gathered(self._look(step))
+            wrong = [f"rank {rank}: {text}" for rank, (_, text) in enumerate(found) if text]
+            if len({save for save, _ in found}) > 1:
+                wrong.append("the ranks' files are of different saves")
+            if not wrong:
+                return step, read(self._path(step))["state"]
+            problems.append(f"step {step} is not whole ({wrong[0]})")
+            if dist.get_rank() == 0:
+                print(f"{self._folder}: {problems[-1]}: going on from an earlier one", file=sys.stderr)
+        if len(problems) > 1:  # of one alone nothing is lost: the first save was interrupted
+            raise RuntimeError(
+                f"name an empty folder to start anew: none in {self._folder} loads, {'; '.join(problems)}"
+            )
+        return None
+
+    def _look(self, step: int) -> tuple[str, str]:
+        """Return of which save this rank's file is, and why it does not load."""
+        try:
+            found = read(self._path(step))
+            return found["save"], ""
+        except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks wait for this one
+            return "", f"{self._path(step).name}: {type(error).__name__}: {error}"
+
+    def _steps(self) -> set[int]:
+        """Return the steps of which this rank has a file."""
+        names = (path.name for path in self._folder.iterdir())
+        matches = (re.fullmatch(rf"step-(\d+){re.escape(self._suffix)}", name) for name in names)
+        return {int(match[1]) for match in matches if match}
+
+    def _remove_old(self) -> None:
+        for step in sorted(self._steps())[:-_KEPT]:
+            self._path(step).unlink(missing_ok=True)
+        if dist.get_rank() == 0:  # of processes that died; all ranks have written
+            for part in self._folder.glob(".pyengine-*"):
+                shutil.rmtree(part, ignore_errors=True)
+
+    def _path(self, step: int) -> Path:
+        return self._folder / f"step-{step:010}{self._suffix}"
+
+    def _gathered(self, mine: Any) -> list[Any]:
+        everybody: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everybody, mine)
+        return everybody
+
+    def _on_all(self, work: Callable[[], Any], what: str) -> list[Any]:
+        """Return what `work` returns on every rank; raise on every rank if it raised on some rank."""
+        try:
+            mine = work(), ""
+        except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks wait for this one
+            mine = None, f"{what}: {type(error).__name__}: {error}"
+        gathered = self._gathered(mine)
+        if found := [f"rank {rank}: {text}" for rank, (_, text) in enumerate(gathered) if text]:
+            raise RuntimeError("; ".join(found))
+        return [result for result, _ in gathered]
