@@ -291,6 +291,36 @@ class Comm(ABC):
             self.roll_call.watch.position = position
 
 
+class Unbroken:
+    """A context that starts no further collective once an interrupt has left its body behind a launch.
+
+    Ctrl-C or no memory comes on one rank alone. The other ranks then wait for what the body was about to
+    launch, and this rank no longer knows what that was. Other exceptions are those that all ranks raise.
+
+    Args:
+        comm: transport of the body, or one that has joined it.
+    """
+
+    # A class, not a generator: there are several a window.
+    def __init__(self, comm: Comm) -> None:
+        self._comm, self._num_before = comm, comm.traffic.collectives
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if is_interrupt(error) and self._comm.traffic.collectives != self._num_before:
+            assert error is not None
+            self._comm.roll_call.break_off(error)
+
+
+def is_interrupt(error: BaseException | None) -> bool:
+    """Whether an exception may come anywhere, on one rank alone: Ctrl-C, or no memory."""
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    return error is not None and not isinstance(error, Exception)
+
+
 @dataclass(frozen=True)
 class Levels:
     """Transports of a rank in two levels."""

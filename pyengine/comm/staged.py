@@ -60,16 +60,22 @@ class Staged:  # a `Work`, and no subclass: `isinstance` of a protocol's subclas
         return self._future
 
     def _advance(self) -> None:
+        before = self._work
         try:
-            if self._work is not None:
-                self._work.wait()
+            if before is not None:
+                before.wait()
             self._work = next(self._rounds, None)
-        except Exception as error:
-            self._error, self._is_over = error, True
+        except BaseException as error:
+            self._is_over = True
+            if isinstance(error, Exception):
+                self._error = error
             # This rank skips collectives that follow this one on other ranks, so it starts no further one.
-            if (break_off := getattr(self._work, "break_off", None)) is not None:
+            if (break_off := getattr(before, "break_off", None)) is not None:
                 break_off(error)
-            self._future.set_exception(error)
+                if self._error is None:  # an interrupt comes once; the error stays
+                    self._error = RuntimeError(f"{error!r} has left a reduction between its collectives")
+            if self._error is not None:
+                self._future.set_exception(self._error)
             raise
         if self._work is not None:
             self.rounds_left -= 1

@@ -37,6 +37,7 @@ from pyengine.comm.base import (
     Hosts,
     Levels,
     Local,
+    Unbroken,
     Work,
     by_dtype,
     ring_bytes,
@@ -81,7 +82,7 @@ class _Work(Work):
     ) -> None:
         self._work, self._roll_call, self._watch = work, roll_call, watch
 
-    def break_off(self, error: Exception) -> None:
+    def break_off(self, error: BaseException) -> None:
         self._roll_call.break_off(error)
 
     def wait(self) -> None:
@@ -310,7 +311,8 @@ class TorchDist(Comm):
     def max_of(self, *values: int) -> list[int]:
         flat = torch.tensor(values, dtype=torch.int64, device=self._device_of_values)
         what = f"an agreement on {flat.nbytes} bytes"
-        self._reduce_over_group(flat, dist.ReduceOp.MAX, what).wait()
+        with Unbroken(self):
+            self._reduce_over_group(flat, dist.ReduceOp.MAX, what).wait()
         return flat.tolist()
 
     def all_gather_object(self, value: object) -> list[Any]:
@@ -332,18 +334,19 @@ class TorchDist(Comm):
             for data in pickles
             for word in struct.unpack("<qq", hashlib.blake2b(data, digest_size=16).digest())
         ]
-        most = self.max_of(*words, *(~word for word in words), *map(len, pickles), *numbers)
-        highest, lowest = most[: len(words)], [~word for word in most[len(words) : 2 * len(words)]]
-        lengths = most[2 * len(words) : 2 * len(words) + len(pickles)]
         gathered = []
-        for index, value in enumerate(values):
-            mine = slice(2 * index, 2 * index + 2)
-            are_equal = highest[mine] == lowest[mine]
-            gathered.append(
-                [value] * self.world_size
-                if are_equal
-                else self._gather_pickles(pickles[index], lengths[index])
-            )
+        with Unbroken(self):
+            most = self.max_of(*words, *(~word for word in words), *map(len, pickles), *numbers)
+            highest, lowest = most[: len(words)], [~word for word in most[len(words) : 2 * len(words)]]
+            lengths = most[2 * len(words) : 2 * len(words) + len(pickles)]
+            for index, value in enumerate(values):
+                mine = slice(2 * index, 2 * index + 2)
+                are_equal = highest[mine] == lowest[mine]
+                gathered.append(
+                    [value] * self.world_size
+                    if are_equal
+                    else self._gather_pickles(pickles[index], lengths[index])
+                )
         return gathered, most[len(most) - len(numbers) :]
 
     def _gather_pickles(self, data: bytes, longest: int) -> list[Any]:
@@ -362,8 +365,9 @@ class TorchDist(Comm):
         return [pickle.loads(row.cpu().numpy().tobytes()) for row in rows]  # noqa: S301 - SECURITY.md
 
     def broadcast_(self, tensors: list[Tensor]) -> None:
-        for piece in _pieces(tensors):
-            self._broadcast_piece_(piece)
+        with Unbroken(self):
+            for piece in _pieces(tensors):
+                self._broadcast_piece_(piece)
 
     def _broadcast_piece_(self, piece: list[Tensor]) -> None:
         """Overwrite tensors of one dtype in one collective; a single tensor needs no copy.

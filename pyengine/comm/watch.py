@@ -466,6 +466,9 @@ class RollCall:
         """Add the ranks that do not answer to the error of the body, a collective. Default: add nothing."""
         return nullcontext()
 
+    def break_off(self, error: BaseException) -> None:
+        """Start no further collective. Default: there are no other ranks."""
+
 
 class StoreRollCall(RollCall):
     """Asks the ranks of a group through its store; only the store is kept, not the group."""
@@ -510,7 +513,7 @@ class StoreRollCall(RollCall):
         has_verdict = self.watch is not None and self.watch.verdict
         raise RuntimeError(failure(self._found, None if has_verdict else error)) from error
 
-    def break_off(self, error: Exception) -> None:
+    def break_off(self, error: BaseException) -> None:
         """Start no further collective: this rank could not start one that other ranks are in.
 
         Those of other ranks fail where a watch runs. gloo ends a process that receives other sizes than it

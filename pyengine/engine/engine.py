@@ -58,7 +58,7 @@ from torch.autograd.graph import GradientEdge
 from torch.nn import Parameter
 
 from pyengine.audit.auditor import AuditError
-from pyengine.comm.base import Comm
+from pyengine.comm.base import Comm, Unbroken
 from pyengine.data.rng import set_rng_states
 from pyengine.engine.backward import BeforeBackward, checked_backward, divided_by, is_scaled, reduction_of
 from pyengine.engine.engine_ranks import EngineRanks, ShardedRanks
@@ -445,11 +445,11 @@ class Engine:
         if self.scaler is not None and self.has_backward:
             self.counts.has_scaled = self.scaler.has_scaled
         self.follow_scale()
-        self.header = header = self.launch_header_all_reduce(
-            self.counts, more=self.has_more_windows, stage=_SENDS
-        )
-        self.counter.state = State.SENT
-        self._is_launching = True
+        with Unbroken(self.comm):
+            self.header = header = self.launch_header_all_reduce(
+                self.counts, more=self.has_more_windows, stage=_SENDS
+            )
+            self.counter.state, self._is_launching = State.SENT, True
         try:
             yield header
         except BaseException as error:
@@ -606,13 +606,14 @@ class Engine:
         """
         if self.is_void:
             return
-        if self.final.is_shared and not runs_ahead(self.device):
-            header = self.launch_header_all_reduce(self.new_counts(), more=False, stage=stage)
-            check_agreement(header, header.totals(), self.comm)
-        if has_changed := has_changed or self.published.has_changed():
-            self.published.read(self.final)
-            self.published.record()
-        self.final.renew_norm(was_read=has_changed)
+        with Unbroken(self.comm):
+            if self.final.is_shared and not runs_ahead(self.device):
+                header = self.launch_header_all_reduce(self.new_counts(), more=False, stage=stage)
+                check_agreement(header, header.totals(), self.comm)
+            if has_changed := has_changed or self.published.has_changed():
+                self.published.read(self.final)
+                self.published.record()
+            self.final.renew_norm(was_read=has_changed)
 
     def clip(self, max_norm: float | Tensor, norm: Tensor) -> None:
         """Multiply the gradients by min(1, max_norm / norm), where the host does not see that this is 1."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.nn.parallel import DistributedDataParallel
 
-from pyengine.comm.base import Comm, Work
+from pyengine.comm.base import Comm, Unbroken, Work
 from pyengine.comm.staged import Staged
 from pyengine.gradients.arrival import Arrivals, Watch, may_nest, watching
 from pyengine.gradients.base import Reducer, Residuals, not_reduced, problems_of_capture
@@ -136,6 +136,10 @@ class Transfers:
 
     def _launch(self, *, poison: bool) -> None:
         transfer = self.all[self._next]
+        with Unbroken(transfer.comm):
+            self._launch_next(transfer, poison=poison)
+
+    def _launch_next(self, transfer: Transfer, *, poison: bool) -> None:
         # 1/count is computed from the header. On a side stream, waiting for the header does not stall the
         # backward.
         comm = transfer.comm
@@ -161,11 +165,12 @@ class Transfers:
         The last bucket comes first: its collective runs while the CPU adds up the earlier buckets. Where a
         stream waits instead of the host, the last step also finishes the bucket on that stream.
         """
-        for transfer in reversed(transfers):
-            comm, work = transfer.comm, transfer.work
-            if isinstance(work, Staged) and (work.rounds_left or comm.is_stream_ordered):
-                with comm.side_stream([]):
-                    work.step()
+        with Unbroken(transfers[0].comm) if transfers else nullcontext():
+            for transfer in reversed(transfers):
+                comm, work = transfer.comm, transfer.work
+                if isinstance(work, Staged) and (work.rounds_left or comm.is_stream_ordered):
+                    with comm.side_stream([]):
+                        work.step()
 
 
 class BucketReducer(Reducer):
@@ -399,17 +404,20 @@ class BucketReducer(Reducer):
         header = self._transfers.header
         if header.is_refused():
             return
+        with Unbroken(self._comm):
+            self._launch_used_flags(header, poison=poison)
+            if not self._has_launched and not self._order_is_final:
+                # After the buckets' collectives all ranks are at the same point of this engine.
+                seen = backward_order(self._specs) if self._arrivals is None else self._arrivals.order
+                self._agreed = self._comm.all_gather_object(seen)[0]
+            self._has_launched = True
+
+    def _launch_used_flags(self, header: Header, *, poison: bool) -> None:
         for group, used in self._used.items():
             if group not in self._used_flags:
                 # A poisoned rank reports every parameter as used, so that the nan it has sent is not dropped.
                 mine = [each or poison for bucket in self._buckets_of(group) for each in bucket.used]
                 self._used_flags[group] = used.all_reduce(mine, are_all=header.all_used())
-        if not self._has_launched:
-            self._has_launched = True
-            if not self._order_is_final:
-                # After the buckets' collectives all ranks are at the same point of this engine.
-                seen = backward_order(self._specs) if self._arrivals is None else self._arrivals.order
-                self._agreed = self._comm.all_gather_object(seen)[0]
 
     def _buckets_of(self, group: int) -> list[OwnBucket]:
         return [bucket for bucket in self._buckets if bucket.spec.group == group]

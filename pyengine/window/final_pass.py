@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from pyengine.comm.base import Comm
+from pyengine.comm.base import Comm, Unbroken
 from pyengine.ops.device import send
 from pyengine.ops.plan import add_up
 from pyengine.window.nonfinite import is_not_finite
@@ -52,14 +52,17 @@ class Holdings:
         by_name = parts[world_size + 1 :]
         if self.places is not None:
             by_name.index_copy_(0, self.places, counted)
-        self._comm.all_reduce(parts).wait()
+        with Unbroken(self._comm):
+            self._comm.all_reduce(parts).wait()
         return add_up(parts[:world_size]), parts[world_size], by_name
 
     def largest(self, value: Tensor) -> Tensor:
         """Return the largest of all ranks' values, nan if one is. One all-reduce, waited for."""
         values = value.new_zeros(self._comm.world_size)
         values[self._comm.rank] = value
-        self._comm.all_reduce(values).wait()  # a sum: what a maximum makes of nan is the backend's own affair
+        with Unbroken(self._comm):
+            # A sum: what a maximum makes of nan is the backend's own affair.
+            self._comm.all_reduce(values).wait()
         return values.amax()
 
 

@@ -11,7 +11,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from pyengine.comm.base import Comm
+from pyengine.comm.base import Comm, Unbroken
 from pyengine.ops.device import Readback, flush, is_lazy
 from pyengine.window.claims import Use, difference
 from pyengine.window.final_pass import FinalPass
@@ -131,11 +131,14 @@ class Verdict:
         """
         totals = self._look()
         if not self.is_reached:
-            self.is_reached = True
-            try:
-                self._judge(totals)
-            except (ValueError, RuntimeError, FloatingPointError) as error:
-                self.error = error.with_traceback(None)  # which would keep every frame alive, this one too
+            with Unbroken(self._comm):
+                try:
+                    self._judge(totals)
+                except (ValueError, RuntimeError, FloatingPointError) as error:
+                    self.error = error.with_traceback(
+                        None
+                    )  # which would keep every frame alive, this one too
+                self.is_reached = True
         actions = self._pop_waiting_to_know()
         waiting, self._waiting = self._waiting, []
         if self.error is None:

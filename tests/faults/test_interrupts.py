@@ -1,30 +1,36 @@
-"""Ctrl-C at every call of a window of one process: `abandon`, or a new loop, goes on with clean windows.
+"""Ctrl-C at every call of a window.
 
-Between the reduction and the step a new loop says that the window was not used: `abandon` drops it.
+One process goes on with clean windows after `abandon`, or in a new loop. Between the reduction and the step a
+new loop says that the window was not used: `abandon` drops it. Several ranks go on with the same parameters,
+or an error is raised on every rank; no process is ended.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from datetime import timedelta
 from types import FrameType
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from marks import rest
 from torch import Tensor, nn
 
 import pyengine as pe
+from pyengine.comm import watch
 
 
 class Interrupt:
-    """Raises KeyboardInterrupt in the n-th call of a function of pyengine, once."""
+    """Raises KeyboardInterrupt in the n-th call of a function in files of pyengine, once."""
 
-    def __init__(self, at: int) -> None:
-        self.at, self.seen = at, 0
+    def __init__(self, at: int, files: str = "") -> None:
+        self.at, self.seen, self.files = at, 0, f"/pyengine/{files}"
 
     def __call__(self, frame: FrameType, event: str, _: Any) -> None:
-        if event == "call" and "/pyengine/" in frame.f_code.co_filename:
+        if event == "call" and self.files in frame.f_code.co_filename:
             self.seen += 1
             if self.seen == self.at:
                 sys.setprofile(None)
@@ -99,3 +105,56 @@ def _attempt(action: Callable[[], object], wrong: list[str], at: int) -> None:
         action()
     except Exception as error:  # noqa: BLE001 - all of them are listed
         wrong.append(f"{at}: abandon {error!r}"[:150])
+
+
+def _interrupted(options: dict[str, Any], at: int, files: str) -> tuple[list[float], str, int]:
+    """Train over two ranks; an interrupt on rank 0 is caught, and its loop goes on."""
+    watch.WAIT_S = 0.2
+    rank, group = dist.get_rank(), dist.new_group(timeout=timedelta(seconds=2))
+    small = {"process_group": group, "bucket_cap_mb": 1e-5, "stall_after_s": 0.3}
+    model, sync, optimizer = _made(small | options)
+    steps: list[pe.StepRecord] = []
+    sync.on_step(steps.append)
+    xs = torch.randn(8, 1, 3, generator=torch.Generator().manual_seed(rank))
+    interrupt, error = Interrupt(at if rank == 0 else 0, files), ""
+    try:
+        _windows(model, sync, optimizer, xs[:2])
+        try:
+            sys.setprofile(interrupt)
+            _windows(model, sync, optimizer, xs[2:4])
+        except KeyboardInterrupt:
+            sync.abandon()
+            _windows(model, sync, optimizer, xs[2 * len(steps) : 4])
+        finally:
+            sys.setprofile(None)
+        _windows(model, sync, optimizer, xs[4:])
+    except RuntimeError as raised:
+        error = str(raised)
+    return (
+        torch.cat([param.detach().flatten() for param in model.parameters()]).tolist(),
+        error,
+        interrupt.seen,
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "files", "places"),
+    [
+        ({"accumulator": "exact"}, "comm/staged.py", (5, 14)),
+        *rest(
+            ({"accumulator": "exact"}, "", range(1, 1334, 41)),
+            ({"wire": "int8-ef"}, "", range(1, 2000, 61)),
+        ),
+    ],
+    ids=str,
+)
+def test_ranks_go_on_alike_or_all_raise_after_an_interrupt_on_one(ranks, options, files, places):
+    outcomes = set()
+    for at in places:
+        ends = ranks(2).ends(60, _interrupted, options, at, files)
+        assert all(end.exit_code is None and not end.error for end in ends), (at, ends)
+        (mine, error, _), (theirs, its_error, _) = (end.value for end in ends)
+        assert bool(error) == bool(its_error), (at, error, its_error)
+        assert error or mine == theirs, at
+        outcomes.add(error[:30])
+    assert any("collective failed" in error for error in outcomes)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from pyengine.comm.base import Comm
+from pyengine.comm.base import Comm, Unbroken
 from pyengine.comm.staged import Staged
 from pyengine.gradients.base import not_reduced
 from pyengine.gradients.bucket import Bucket, aligned
@@ -124,10 +124,13 @@ class ExactFSDPReducer(ShardedReducer):
 
     def _start(self, *, poison: bool) -> None:
         """Launch the missing rounds; the first round of every unit precedes the later ones."""
-        for bucket in self._buckets[len(self._works) :]:
-            self._works.append(bucket.rounds(poison=poison))
-        while any(work.rounds_left for work in self._works):
-            for work in self._works:
-                work.step()
-        if self._used_flags is None:
-            self._used_flags = self.used.all_reduce([poison or is_used for is_used in self.unsharded.used])
+        with Unbroken(self.comm):
+            for bucket in self._buckets[len(self._works) :]:
+                self._works.append(bucket.rounds(poison=poison))
+            while any(work.rounds_left for work in self._works):
+                for work in self._works:
+                    work.step()
+            if self._used_flags is None:
+                self._used_flags = self.used.all_reduce(
+                    [poison or is_used for is_used in self.unsharded.used]
+                )
