@@ -112,6 +112,8 @@ from pyengine.window.verdict import (
 
 _log = logging.getLogger("pyengine.engine")
 
+# Where a rank is, for the stall report.
+_FREED = "the end of its engine, which was freed: keep `sync` in a variable for as long as the other ranks do"
 _SENDS = "sends a window"
 _MEASURE = "call it between windows, for example before the loop"
 
@@ -614,6 +616,15 @@ class Engine:
                 self.published.read(self.final)
                 self.published.record()
             self.final.renew_norm(was_read=has_changed)
+
+    def renew_norm_alone(self) -> None:
+        """Compute the norm again as `renew_norm`, where this rank can without the others."""
+        if not self.final.is_shared:
+            self.renew_norm("reads the norm")
+        elif self.reducer.holds_all and not self.is_void and self.published.has_changed():
+            self.published.read(self.final)
+            self.published.record()
+            self.final.renew_norm_alone()
 
     def clip(self, max_norm: float | Tensor, norm: Tensor) -> None:
         """Multiply the gradients by min(1, max_norm / norm), where the host does not see that this is 1."""
@@ -1450,5 +1461,5 @@ def make_engine(
         comm.release()
         raise
     whereabouts = weakref.WeakMethod(engine.whereabouts)  # the stall watch must not keep the engine alive
-    comm.report_position(lambda: "the end of its engine" if (find := whereabouts()) is None else find())
+    comm.report_position(lambda: _FREED if (find := whereabouts()) is None else find())
     return engine

@@ -483,14 +483,14 @@ class Sync:
 
     def grad_norm(self) -> Tensor:
         """Return the 2-norm of the gradients as they are, clipping included; float64, 0-dim, on their device.
-        Where ranks hold different elements (shards, experts): as they were reduced, or clipped last.
+        Where ranks hold different elements (shards, experts, not `replicate`): as they were reduced, or
+        clipped last.
 
         Cost: a look at every `.grad`; if one was written to since they were reduced, a read of each.
         """
         engine = self._engine
         engine.wait()
-        if not engine.final.is_shared:  # else one rank alone may ask, and the others must not be waited for
-            engine.renew_norm("reads the norm")
+        engine.renew_norm_alone()  # one rank alone may ask, and the others must not be waited for
         return engine.final.guarding_norm(engine.final.grad_norm())
 
     def grad_norms(self) -> dict[str, Tensor]:
@@ -606,20 +606,22 @@ class Sync:
             self._clip_groups[groups] = [send(group, torch.int64, engine.device) for group in groups]
         return self._clip_groups[groups]
 
-    def clip_grad_value_(self, clip_value: float) -> None:
+    def clip_grad_value_(self, clip_value: float, foreach: bool | None = None) -> None:
         """Clip every element of the mean gradient to [-clip_value, clip_value], as
         `torch.nn.utils.clip_grad_value_` does. Whether the step is skipped for inf or nan does not change.
 
         Args:
             clip_value: the largest allowed absolute value, the same on every rank.
+            foreach: as in torch; nothing here depends on it.
 
         Raises:
-            TypeError: no number.
+            TypeError: no number, or parameters, which the engine knows.
             ValueError: a negative number, or nan.
 
         Cost: one pass that reads and writes every gradient, and one that reads for the norm (`grad_norm`, and
             a later `clip_grad_norm_`).
         """
+        del foreach
         _check_limit("clip_value", clip_value)
         value, engine = float(clip_value), self._engine
         verdict, final = engine.wait(), engine.final
@@ -955,11 +957,14 @@ def _checked_order(norm_type: object) -> float:
     return order
 
 
+_CLIPPED_BY = {"max_norm": "clip_grad_norm_", "clip_value": "clip_grad_value_"}
+
+
 def _check_limit(name: str, value: object, more: str = "") -> None:
     """Refuse what would make every gradient nan, or turn it round."""
     if isinstance(value, Iterable) and not isinstance(value, str | Tensor):
         raise TypeError(
-            f"leave the parameters out, sync.clip_grad_norm_(1.0): the engine clips its own; {name} is a "
+            f"leave the parameters out, sync.{_CLIPPED_BY[name]}(1.0): the engine clips its own; {name} is a "
             f"{type(value).__name__}, need a number of at least 0"
         )
     if not isinstance(value, Real) or isinstance(value, bool):

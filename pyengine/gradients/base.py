@@ -125,6 +125,8 @@ class Reducer(ABC):
     # By parameter, whether this rank adds its elements to the norm, so that over all ranks every element is
     # added once (see `Holdings`). None: all ranks hold the same elements.
     counted: Sequence[bool] | None = None
+    # Whether this rank holds all elements of all parameters where ranks count their own.
+    holds_all = False
     # The outermost FSDP2 module, whose DTensor parameters show which ranks share a shard. None:
     # `groups_of_params` returns the groups.
     model: Any = None

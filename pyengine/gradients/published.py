@@ -15,6 +15,7 @@ from torch.nn.utils import clip_grad_value_, get_total_norm
 
 from pyengine.comm.base import by_dtype
 from pyengine.gradients.bucket import aligned
+from pyengine.gradients.local_part import is_dtensor
 from pyengine.gradients.marks import GradVersions
 from pyengine.gradients.norms import ReducedNorms
 from pyengine.gradients.slots import dense, dense_strides, local
@@ -40,6 +41,7 @@ class Published:
         # A lazy device has no memory addresses for the core.
         self._rest = [] if is_lazy(device) else [param for param in params if param.dtype in DTYPE_CODES]
         self._then = GradVersions(self._params)
+        self._dtensors: list[Any] = [param for param in self._params if is_dtensor(param)]
         self._lay_out([param for param in self._rest if param.requires_grad])
         self.record()
 
@@ -61,14 +63,21 @@ class Published:
     def record(self) -> None:
         """Record the gradients as they are, for `has_changed`."""
         self._then.record()
+        self._local_versions = self._local_versions_now()
         # An assignment to `.grad.data` replaces the memory alone, which no version counter shows.
         self._addresses = None if self._then.sees_memory else self._addresses_now()
 
     def has_changed(self) -> bool:
         """Whether gradients were written to or replaced since `record`."""
+        if self._local_versions != self._local_versions_now():
+            return True
         if self._addresses is None:
             return not self._then.is_unchanged()
         return bool(self._then.changed()) or self._addresses != self._addresses_now()
+
+    def _local_versions_now(self) -> list[int]:
+        """Return the versions of local tensors, which their DTensors do not show."""
+        return [param.grad.to_local()._version for param in self._dtensors if param.grad is not None]
 
     @torch.no_grad()
     def read(self, final: FinalPass, scale: Tensor | None = None) -> None:

@@ -158,6 +158,15 @@ class FinalPass:
         elif was_read:
             self._norm = add_up(self.sumsq).sqrt()
 
+    def renew_norm_alone(self) -> None:
+        """Compute the norm again from `sumsq` of all elements, which was read just now, without a collective.
+
+        Norms by name are as the ranks added them up last.
+        """
+        self.keep_norm()
+        self._clipped_since = self._one
+        self._norm = add_up(self.sumsq).sqrt()
+
     def grad_norm(self) -> Tensor:
         """Return the 2-norm of the gradients as they are; float64 0-dim."""
         return self._norm

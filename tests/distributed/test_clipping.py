@@ -8,7 +8,7 @@ import pytest
 import torch
 from cases import OPTIMIZERS, Inject, assert_alike, clip_and_step, engine, me, records_of
 from ranks import on_ranks
-from sharded_cases import sharded
+from sharded_cases import batch, loss_of, sharded
 from torch import nn
 
 import pyengine as pe
@@ -157,6 +157,12 @@ WRONG = {
     "max norm negative tensor": (ValueError, "max_norm=-1.0: need a number of", (torch.tensor([-1.0]),)),
     "max norm none": (TypeError, "max_norm=None is a NoneType", (None,)),
     "max norm tensor": (TypeError, "max_norm=tensor([1., 1.]) is a Tensor", (torch.ones(2),)),
+    "parameters": (TypeError, "leave the parameters out, sync.clip_grad_norm_(1.0)", ([torch.ones(1)], 1.0)),
+    "value parameters": (
+        TypeError,
+        "leave the parameters out, sync.clip_grad_value_(1.0): the engine clips its own; clip_value",
+        ([torch.ones(1)], 1.0),
+    ),
     "value negative": (ValueError, "clip_value=-1.0: need a number of at least 0", (-1.0,)),
     "value nan": (ValueError, "clip_value=nan: need a number of at least 0", (math.nan,)),
     "value text": (TypeError, "clip_value='1' is a str: need a number of at least 0", ("1",)),
@@ -231,6 +237,33 @@ def test_the_norm_says_where_a_step_is_skipped_that_the_caller_makes():
         sync.backward(0 * model(torch.ones(1, 2)).sum(), count=0)
     sync.unscale_()
     assert not sync.grad_norm().isfinite()
+
+
+def _halve_local_tensors(model):
+    for param in model.parameters():
+        if param.grad is not None:
+            param.grad.to_local().mul_(0.5)
+
+
+def _replace(model):
+    for param in model.parameters():
+        if param.grad is not None:
+            param.grad = param.grad * 0.5
+
+
+@pytest.mark.parametrize("edit", [_halve_local_tensors, _replace])
+@on_ranks(2)
+def test_a_replicated_models_norm_follows_an_edit_on_one_rank_that_asks(edit):
+    sync, model = sharded("replicate", accumulate=1)
+    with sync.accumulate():
+        sync.backward(loss_of(model, batch(1)))
+    half = pytest.approx(sync.grad_norm().item() / 2, rel=1e-12)
+    edit(model)
+    if me()[0] == 0:
+        assert sync.grad_norm().item() == half
+    assert sync.clip_grad_norm_(math.inf).item() == half
+    assert sync.grad_norm().item() == half
+    sync.step(torch.optim.SGD(model.parameters(), lr=0.0))
 
 
 @pytest.mark.parametrize("kind", ["flat", "replicate"])

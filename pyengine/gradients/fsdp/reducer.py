@@ -61,6 +61,8 @@ class ShardedReducer(Reducer):
         self.names: Sequence[str] = [name for name, _ in managed.named]
         self.params: Sequence[Parameter] = [param for _, param in managed.named]
         self.counted: Sequence[bool] = managed.counted
+        placed: Sequence[Any] = self.params
+        self.holds_all = all(each.is_replicate() for param in placed for each in param.placements)
         self.units, self.comm = managed.units, managed.comm
         self.held_bytes = sum(unit.held_bytes for unit in self.units)
         self.model: Any = managed.model
