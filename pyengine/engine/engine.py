@@ -217,6 +217,8 @@ class Engine:
         self.part_size: int | None = None
         # What the user has been warned of already.
         self.warned: set[str] = set()
+        # Index of the first window that this object has opened: not 0 behind a state.
+        self._first_window: int | None = None
         self._running = Lock()
         self.ownership = Ownership(params, self)
         # The version of a parameter at the last backward past this engine.
@@ -275,6 +277,8 @@ class Engine:
         """Open a window; the previous one must have been used."""
         self.close_window()
         self.opened_at = self.counter.index
+        if self._first_window is None:
+            self._first_window = self.counter.index
         self.reset()
         self.counter.open()
         self._bare_version = None
@@ -1212,7 +1216,7 @@ class Engine:
     def refuse_scaled(self, loss: Tensor | GradientEdge) -> None:
         """Raise ValueError if a loss was multiplied by a loss scale already, which `backward` does."""
         scaler = self.scaler
-        is_first = self.counter.index == 0
+        is_first = self.counter.index == self._first_window
         if (scaler is None and not is_first) or not is_scaled(
             loss, None if scaler is None else scaler.scale_tensor, by_any=is_first
         ):

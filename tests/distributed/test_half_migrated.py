@@ -290,6 +290,21 @@ SCALED: dict[str, Callable[[torch.amp.GradScaler, Tensor], Tensor]] = {
 }
 
 
+def test_a_scaled_loss_is_refused_in_the_first_window_of_a_loop_that_goes_on():
+    weight = nn.Parameter(torch.ones(3, 2))
+    optimizer, scaler = torch.optim.SGD([weight], lr=0.1), torch.amp.GradScaler("cpu")
+    with pe.GradSync([weight], accumulate=1) as sync:
+        for window in sync.windows([1.0]):
+            for x in window:
+                sync.backward(weight.sum() * x)
+            sync.step(optimizer)
+        state = sync.state_dict()
+    with pe.GradSync([weight], accumulate=1) as sync:
+        sync.load_state_dict(state)
+        with pytest.raises(ValueError, match=r"^assign the loss scaler"), sync.accumulate():
+            sync.backward(scaler.scale(weight.sum()))
+
+
 # A stock scaler multiplies the losses of a list by copies of its scale, which look like other numbers.
 @pytest.mark.parametrize(
     ("name", "whose"),
