@@ -468,7 +468,9 @@ class Engine:
             self._is_launching = False
 
     def launch_header_all_reduce(self, counts: LocalWindow, *, more: bool, stage: str) -> Header:
-        """Launch a header, 184 bytes: this rank's place and counts, and what ranks have to have alike."""
+        """Launch a header: this rank's place and counts, and what ranks have to have alike. 184 bytes; 232
+        where ranks share batches.
+        """
         return Header(
             self.comm,
             self.device,

@@ -129,7 +129,7 @@ def test_gradients_of_other_types_travel_over_every_wire():
 
 @on_ranks(2)
 def test_sums_of_our_own_travel_over_encoded_wires():
-    """Sums beside `.grad`, of narrow parameters: 1/count and residuals come in."""
+    """Narrow gradients are summed in a buffer of their own, and 1/count and residuals are added there."""
     rank, world = me()
     for wire in (INT8, FEEDBACK["int8"], FEEDBACK["bf16"], BF16):
         model = nn.Linear(40, 1, bias=False).to(torch.bfloat16)

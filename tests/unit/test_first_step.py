@@ -157,6 +157,16 @@ def _loaded(make: Make, optimizer: Optimizer) -> Optimizer:
     return other
 
 
+def _bits_of_two_windows(sync: pe.Sync, model: _Model, optimizer: Optimizer) -> list[dict[str, Tensor]]:
+    """Train two windows; return bits before and after each."""
+    found = [_bits(model, optimizer)]
+    for number in range(2):
+        _window(sync, model.loss(number), optimizer)
+        found.append(_bits(model, optimizer))
+    sync.synchronize()
+    return found
+
+
 def _train(
     make: Make, is_late: bool, skip: dict[str, Any] | None, *, reloads: bool
 ) -> list[dict[str, Tensor]]:
@@ -168,12 +178,7 @@ def _train(
             _window(sync, model.loss(5), optimizer, **skip)
         if reloads:
             optimizer = _loaded(make, optimizer)
-        found = [_bits(model, optimizer)]
-        for number in range(2):
-            _window(sync, model.loss(number), optimizer)
-            found.append(_bits(model, optimizer))
-        sync.synchronize()
-    return found
+        return _bits_of_two_windows(sync, model, optimizer)
 
 
 @pytest.mark.parametrize("reloads", [False, True], ids=["goes on", "saved and loaded"])
@@ -203,12 +208,7 @@ def _train_with_a_late_parameter(
             optimizer.add_param_group({"params": [model.second]})
         if skip is not None:
             _window(sync, model.loss(6), optimizer, **skip)
-        found = [_bits(model, optimizer)]
-        for number in range(2):
-            _window(sync, model.loss(number), optimizer)
-            found.append(_bits(model, optimizer))
-        sync.synchronize()
-    return found
+        return _bits_of_two_windows(sync, model, optimizer)
 
 
 @pytest.mark.parametrize("added", [False, True], ids=["not used before", "added"])
