@@ -86,39 +86,6 @@ int64_t first_moved(const BucketPlan& plan, const Table& table, const py::list& 
   return -1;
 }
 
-// The gradients that parameters had at one moment. Their list comes with each call, and Python owns it: its garbage
-// collector would not see a reference from here.
-class GradStates {
- public:
-  // Returns whether every parameter still has the gradient of the last call.
-  bool record(const py::list& params) {
-    const std::vector<GradState> before = std::exchange(states_, read(params));
-    return std::equal(before.begin(), before.end(), states_.begin(), states_.end(),
-                      [](const GradState& a, const GradState& b) { return a.tensor == b.tensor; });
-  }
-  bool is_unchanged(const py::list& params) const { return states_ == read(params); }
-  // Whether all gradients have memory of their own, so that is_unchanged sees an assignment to `.grad.data`. Those of
-  // a subclass such as DTensor may have a storage without memory.
-  bool have_memory() const {
-    return std::all_of(states_.begin(), states_.end(), [](const GradState& s) { return !s.tensor || s.data; });
-  }
-  // By parameter; 0 without a gradient.
-  std::vector<int64_t> versions() const {
-    std::vector<int64_t> found;
-    for (const GradState& state : states_) found.push_back(state.version);
-    return found;
-  }
-
- private:
-  static std::vector<GradState> read(const py::list& params) {
-    std::vector<GradState> states(params.size());
-    for (size_t i = 0; i < states.size(); ++i)
-      states[i] = grad_state(PyList_GET_ITEM(params.ptr(), static_cast<Py_ssize_t>(i)));
-    return states;
-  }
-  std::vector<GradState> states_;
-};
-
 // ---- an op in both plans ----
 
 // The ops of csrc/cuda, as Ops for csrc/cpu; null in a build without CUDA.
@@ -304,13 +271,6 @@ void bind_torch(py::module_& m) {
     TensorFacts facts;
     return is_plain(tensor.ptr(), &facts);
   });
-  m.def("can_read_grads", &can_read_grads);
-  py::class_<GradStates>(m, "GradStates", py::module_local())
-      .def(py::init<>())
-      .def("record", &GradStates::record)
-      .def("is_unchanged", &GradStates::is_unchanged)
-      .def("have_memory", &GradStates::have_memory)
-      .def("versions", &GradStates::versions);
 }
 
 void bind_table(py::module_& m) {

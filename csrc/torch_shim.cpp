@@ -23,9 +23,6 @@ struct Shim {
   Status (*get_device_type)(Handle, int32_t*);
   Status (*get_device_index)(Handle, int32_t*);
   Status (*is_contiguous)(Handle, bool*);
-  Status (*is_defined)(Handle, bool*);
-  const Handle* (*grad)(const void*);      // const at::Tensor& c10::TensorImpl::grad() const
-  int64_t (*version)(const Handle*);       // int64_t at::TensorBase::_version() const
 };
 
 template <class Fn>
@@ -49,9 +46,6 @@ Shim find_shim() {
   find(library, "aoti_torch_get_device_type", shim.get_device_type);
   find(library, "aoti_torch_get_device_index", shim.get_device_index);
   find(library, "aoti_torch_is_contiguous", shim.is_contiguous);
-  find(library, "aoti_torch_is_defined", shim.is_defined);
-  find(library, "_ZNK3c1010TensorImpl4gradEv", shim.grad);
-  find(library, "_ZNK2at10TensorBase8_versionEv", shim.version);
   return shim;
 }
 
@@ -172,22 +166,6 @@ bool is_at(const void* object, const void* data, int64_t numel, int64_t size) {
   const char* begin = load<const char*>(storage, places.data);
   const int64_t offset = load<int64_t>(impl, places.storage_offset);
   return begin && begin + offset * size == data && (offset + numel) * size <= load<int64_t>(storage, places.bytes);
-}
-
-bool can_read_grads() { return places.tensor && shim().is_defined && shim().grad && shim().version; }
-
-GradState grad_state(const void* object) {
-  const Shim& s = shim();
-  const Handle* grad = s.grad(impl_of(object));
-  bool is_defined = false;
-  s.is_defined(const_cast<Handle*>(grad), &is_defined);
-  if (!is_defined) return {};
-  GradState state{*grad, s.version(grad), load<const void*>(*grad, places.storage)};
-  if (state.storage) {
-    state.data = load<const void*>(state.storage, places.data);
-    state.storage_offset = load<int64_t>(*grad, places.storage_offset);
-  }
-  return state;
 }
 
 }  // namespace pyengine

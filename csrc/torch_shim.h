@@ -46,19 +46,4 @@ bool tensor_facts(const void* object, TensorFacts* facts);
 // The storage may have been freed and allocated again, smaller, at the same address. True before learn_tensor_object.
 bool is_at(const void* object, const void* data, int64_t numel, int64_t size);
 
-// A tensor's gradient: the address of its TensorImpl, which another one may get once this one has been freed; its
-// version; and where its elements are. All are 0 if there is no gradient.
-struct GradState {
-  const void* tensor = nullptr;
-  int64_t version = 0;
-  const void *storage = nullptr, *data = nullptr;  // a sparse gradient has none of its own
-  int64_t storage_offset = 0;                      // elements
-  bool operator==(const GradState& other) const = default;
-};
-
-// Whether torch has what grad_state calls. False before learn_tensor_object.
-bool can_read_grads();
-
-GradState grad_state(const void* object);
-
 }  // namespace pyengine

@@ -181,10 +181,10 @@ class Engine:
         self.counter = WindowCounter(settings.accumulate, share=shares.of(comm.rank))
         # Gradients that no optimizer has used, which count into the next window.
         self.kept_grads = KeptGrads(names, params)
-        # Detects gradients that were written past the engine.
-        self.marks = GradMarks(reducer)
         # The gradients in `.grad`, for example of a window that has been reduced.
         self.published = Published(names, params)
+        # Detects gradients that were written past the engine.
+        self.marks = GradMarks(reducer, self.published)
         # Norm and finite flags of the mean gradients.
         holdings = None if reducer.counted is None else Holdings(reducer.counted, comm, device)
         self.final = FinalPass(len(params), device, holdings)
@@ -312,12 +312,15 @@ class Engine:
 
     # ---- accumulate ----
 
-    def begin(self) -> None:
+    def begin(self, *, may_replace: bool = False) -> None:
         """Start with sums of zero; called before every micro-batch, and before a window that is launched
-        without one. Refuse what others have done to gradients since the engine's last look.
+        without one. Refuse what others have done to gradients since the engine's last look; `may_replace`:
+        the backwards to come may replace gradients, which would hide that others have.
         """
         if self._has_begun:
             self.look()
+            if may_replace:
+                self.counts.refusals += self._problems_of_gradients()
             return
         if found := self.written_past():  # a gradient since the last window, not zeroed: it would be lost
             text, is_more_than_zeros = found
@@ -345,9 +348,9 @@ class Engine:
             self.reducer.residuals.follow(None if scaler is None else scaler.current_scale())
 
     @contextmanager
-    def micro_batch(self, count: Count, *, is_stated: bool) -> Iterator[MicroBatch]:
+    def micro_batch(self, count: Count, *, is_stated: bool, may_replace: bool) -> Iterator[MicroBatch]:
         """Make the body one micro-batch, whose backwards it runs; then accumulate, and launch the window if
-        this is its last one and no backward was marked as the last.
+        this is its last one and no backward was marked as the last. `may_replace` as for `begin`.
         """
         if not self._running.acquire(blocking=False):
             raise RuntimeError(
@@ -357,7 +360,7 @@ class Engine:
             )
         try:
             made = MicroBatch(self, count, is_stated=is_stated)
-            self.begin()
+            self.begin(may_replace=may_replace)
             self._check_turn()
             for measure in self.measures:
                 measure.begin_micro_batch()
@@ -374,6 +377,8 @@ class Engine:
                         self._note(made)
                         if made._ends_run:
                             self.reducer.collect()
+                if may_replace:
+                    self.reducer.follow_replaced_grads()
                 if made._syncs and self.counter.state is State.OPEN:
                     self.launch()
             except BaseException as error:
@@ -393,6 +398,8 @@ class Engine:
         the window's last micro-batch launch the header before it, and each bucket as soon as it is complete.
         """
         made._has_last = self.has_backward = True
+        if not made._has_only:
+            self.reducer.follow_replaced_grads()  # by earlier backwards of the block
         self._note(made)
         if made._syncs and self.reducer.overlaps:
             return self._overlap(roots)
@@ -446,6 +453,7 @@ class Engine:
         self.verdicts.reach_earlier(self.counter.index)
         if self.denominators is not None:
             self.counts.refusals += self.denominators.problems(self.counter.done, handed=self.counter.handed)
+        self.counts.refusals += self._problems_of_gradients()
         self.counts.refusals += self._problems_of_parameters()
         self.counts.has_used_all = self.reducer.has_used_all()
         if self.scaler is not None and self.has_backward:
@@ -561,7 +569,7 @@ class Engine:
         if changed:
             with suppress(RuntimeError):  # `wait` raises it, behind what ranks conclude together
                 self.refuse(self.marks.describe(changed, "behind the window's end"))
-        self.published.record()
+        self.marks.record_published()
         return verdict
 
     def _conclude(self, header: Header, *, has_gradient: bool, has_kept: bool) -> Verdict:
@@ -641,8 +649,7 @@ class Engine:
 
     def note_own_writes(self) -> None:
         """Note that the engine itself has written to `.grad`, behind the window's end."""
-        self.published.record()
-        self.marks.record()
+        self.marks.record_published()
 
     def measured(self) -> Measured:
         """Keep norms by name from now on; every rank calls this at the same point.
@@ -735,7 +742,7 @@ class Engine:
             self.verdicts.count_step()
         self.counter.state = State.USED
         self.kept_grads.use(stepped, self.final.found_inf)
-        self.marks.record()
+        self.marks.record_published()
         flush(self.device)
         self._call_once_known(verdict, scheduler, report)
         return has_stepped
@@ -873,7 +880,7 @@ class Engine:
         self.counter.close(completed=self.counter.is_sent and not was_refused)
         self.kept_grads.clear()
         self.reducer.abandon()
-        self.marks.record()
+        self.marks.record_published()
         self.reset()
 
     def whereabouts(self) -> str:
@@ -906,8 +913,7 @@ class Engine:
         self.clock.stop()
         for readback in graph.section.readbacks:  # what the host has asked for in the capture
             readback.start(readback.captured)
-        self.published.record()
-        self.marks.record()
+        self.marks.record_published()
 
     def run_again(self, graph: WindowGraph) -> None:
         """Run a window, whose micro-batches have all been handed out, as the graph of an earlier one's work.
@@ -942,7 +948,7 @@ class Engine:
         for param, grad in zip(self.reducer.params, graph.grads, strict=True):
             if param.grad is not grad:
                 param.grad = grad
-        self.published.record()
+        self.marks.record_published()
         report = self._report(verdict, self.final.norm_before_clipping())
         self.verdicts.count_step()
         counter.state = State.USED
@@ -951,7 +957,6 @@ class Engine:
             verdict.use.steps.append(step.done)
             self.trained.notice_step(step.indices)
             self.kept_grads.use(step.indices, self.final.found_inf)
-        self.marks.record()
         for step in graph.stepped:
             self._call_once_known(verdict, step.scheduler, None)
         self._call_once_known(verdict, None, report)
@@ -1034,7 +1039,7 @@ class Engine:
                 "engine's wire does not: they are lost, as a window's rounding is without them",
                 stacklevel=3,
             )
-        self.marks.record()
+        self.marks.record_published()
         self.verdicts.restart(part.steps)
         self.opened_at = part.window
         self.rng_due = {} if part.is_between_loops else part.rng  # set behind what the loader has drawn
@@ -1107,9 +1112,14 @@ class Engine:
         if is_lazy(self.device):
             return None
         # What no optimizer has used is the user's to change: it counts into this window.
-        changed = [index for index in self.marks.written() if not self.kept_grads.keeps(index)]
+        changed = [index for index in self.published.changed() if not self.kept_grads.keeps(index)]
         found = self.marks.any_nonzero(changed)
         return None if found is None else (self.marks.describe(changed, "between windows"), found)
+
+    def _problems_of_gradients(self) -> Iterator[str]:
+        """Yield which gradients others have replaced between micro-batches."""
+        if replaced := self.reducer.replaced_grads():
+            yield self.marks.describe(replaced, "between micro-batches")
 
     def _problems_of_parameters(self) -> Iterator[str]:
         """Yield what is wrong with parameters at the window's end: written to, or with a stray gradient."""

@@ -277,7 +277,8 @@ class Sync:
         """
         engine = self._engine
         known = engine.due_count(count)
-        with self._micro_batch_of_backward(), engine.micro_batch(known, is_stated=count is not None) as made:
+        run = engine.micro_batch(known, is_stated=count is not None, may_replace=True)
+        with self._micro_batch_of_backward(), run as made:
             self._running = made
             try:
                 yield made
@@ -330,7 +331,7 @@ class Sync:
         with self._micro_batch_of_backward():
             engine.warn_of_division(one, count)
             engine.warn_of_reduction(one, count)
-            with engine.micro_batch(known, is_stated=True) as made:
+            with engine.micro_batch(known, is_stated=True, may_replace=create_graph) as made:
                 made.loss = one if gradient is None else None
                 scaled = one if engine.scaler is None else engine.scaler.scale(one)
                 with made.only_backward(scaled):

@@ -16,6 +16,7 @@ from torch.nn import Parameter
 
 from pyengine.comm.base import Comm
 from pyengine.gradients.bucket import Bucket, Observer
+from pyengine.gradients.grad_versions import GradVersions
 from pyengine.step.stepper import PlainStepper, Stepper
 from pyengine.window.final_pass import FinalPass
 from pyengine.window.header import Header
@@ -208,6 +209,30 @@ class Reducer(ABC):
         """
         for bucket in self.buckets():
             bucket.collect()
+
+    @cached_property
+    def _grad_versions(self) -> GradVersions:
+        return GradVersions(self.params)
+
+    def record_grads(self) -> None:
+        """Record the gradients at the end of a micro-batch."""
+        self._grad_versions.record()
+
+    def changed_grads(self) -> list[int]:
+        """Return the indices of gradients written to or replaced since `record_grads`.
+
+        Where gradients share a version, those that may have been written to.
+        """
+        return self._grad_versions.changed()
+
+    def replaced_grads(self) -> list[int]:
+        """Return the indices of gradients that others have replaced between micro-batches of this window,
+        where `changed_grads` has not shown it.
+        """
+        return []
+
+    def follow_replaced_grads(self) -> None:
+        """Note that the backwards of this micro-batch may have replaced gradients: with create_graph=True."""
 
     def written_outside_grad(self) -> Sequence[int]:
         """Return the indices of gradients written elsewhere since `clear_written_outside_grad`."""

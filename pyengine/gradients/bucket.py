@@ -95,6 +95,9 @@ class Bucket:
         reference cycle.
         """
         self.arm()
+        return self._watches()
+
+    def _watches(self) -> list[Watch]:
         return [
             Watch(group.params, partial(self._has_arrived_in, group), partial(self._accumulate, group))
             for group in self._groups
@@ -112,7 +115,7 @@ class Bucket:
         """Whether the backward since `arm` has accumulated this slot's gradient."""
         if self._armed is None:
             return self.params[slot].grad is not None
-        return _mark(self.params[slot]) != self._armed[slot]
+        return mark(self.params[slot]) != self._armed[slot]
 
     def collect(self) -> None:
         """Accumulate the gradients in `.grad`, and set `.grad` to None."""
@@ -231,8 +234,8 @@ def _split_into_groups(numels: Sequence[int], itemsize: int, device: torch.devic
 
 def grad_marks(params: Sequence[Parameter]) -> list[Mark]:
     """Return marks that change whenever a gradient is replaced or written to."""
-    return list(map(_mark, params))
+    return list(map(mark, params))
 
 
-def _mark(param: Parameter) -> Mark:
+def mark(param: Parameter) -> Mark:
     return None if param.grad is None else (id(param.grad), grad_version(param))

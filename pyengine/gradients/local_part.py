@@ -79,6 +79,11 @@ def local_parts(params: Sequence[Parameter]) -> list[Parameter]:
     return [cast(Parameter, LocalPart(param)) if is_dtensor(param) else param for param in params]
 
 
+def whole(param: Parameter) -> Parameter:
+    """Return the DTensor parameter of a `LocalPart`, or the parameter itself."""
+    return cast(Parameter, param._param) if isinstance(param, LocalPart) else param  # noqa: SLF001
+
+
 def grad_version(param: Parameter) -> int:
     """Return how often autograd has written to `.grad`."""
     if isinstance(param, LocalPart):

@@ -295,6 +295,20 @@ class BucketReducer(Reducer):
         repeated = {self._bucket_of[param] for param in self._repeated}
         return [bucket for index, bucket in enumerate(self._buckets) if index not in repeated]
 
+    def record_grads(self) -> None:
+        for bucket in self._buckets:
+            bucket.record_grads()
+
+    def changed_grads(self) -> list[int]:
+        return sorted(bucket.indices[slot] for bucket in self._buckets for slot in bucket.changed_grads())
+
+    def replaced_grads(self) -> list[int]:
+        return sorted(bucket.indices[slot] for bucket in self._buckets for slot in bucket.replaced_grads())
+
+    def follow_replaced_grads(self) -> None:
+        for bucket in self._buckets:
+            bucket.follow_replaced_grads()
+
     def is_used(self, index: int) -> bool:
         if index not in self._bucket_of:
             return False  # frozen when the engine was made

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
-from operator import is_
+from operator import attrgetter, is_
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,16 +13,19 @@ from torch.nn import Parameter
 
 from pyengine.comm.base import Comm, Work
 from pyengine.gradients.arrival import Watch
-from pyengine.gradients.bucket import Bucket, Mark, Observer, SlotGroup, grad_marks
+from pyengine.gradients.bucket import Bucket, Mark, Observer, SlotGroup, grad_marks, mark
 from pyengine.gradients.exact_sums import Terms, exact_over_ranks
+from pyengine.gradients.grad_versions import GradVersions
 from pyengine.gradients.layout import BucketSpec
-from pyengine.gradients.local_part import LocalPart
+from pyengine.gradients.local_part import LocalPart, whole
 from pyengine.gradients.norms import ReducedNorms
 from pyengine.gradients.settings import Settings, sum_dtype
 from pyengine.gradients.slots import slots_of, views_of
 from pyengine.gradients.sums import FLAT_SUMS, InPlaceSum, Sum
 from pyengine.ops.plan import BucketPlan
 from pyengine.wire import Wire
+
+_grad, _version = attrgetter("grad"), attrgetter("_version")
 
 
 class OwnBucket(Bucket):
@@ -51,12 +55,14 @@ class OwnBucket(Bucket):
         is_one = result is wire_buffer
         self._slots = self._wire_slots if is_one else self.plan.pointers(slots_of(result, self.plan))
         self._descriptions = _descriptions(self.params)
+        self._locations = _locations(self.params)
+        self._versions = GradVersions([whole(param) for param in self.params])
         self.bind()
 
     def bind(self) -> None:
         """Make the views for `.grad`."""
         self._grads = views_of(self._result, self.params, self.plan)
-        self._addresses = [grad.data_ptr() for grad in self._grads]
+        self._addresses = list(map(Tensor.data_ptr, self._grads))
 
     def begin(self) -> None:
         """Start a window: the first gradients overwrite the sum.
@@ -64,22 +70,43 @@ class OwnBucket(Bucket):
         A cast or move of the model and back leaves a parameter as it was, but gives the views of `.grad`
         other memory. Then the views are made again.
         """
-        if (now := _descriptions(self.params)) != self._descriptions:
-            slots = zip(self.spec.slots, now, self._descriptions, strict=True)
-            name, is_now, was = next((slot.name, one, other) for slot, one, other in slots if one != other)
-            raise ValueError(
-                f"parameter {name!r} is {_describe(is_now)} now, and was {_describe(was)} when this "
-                "engine was made: cast, move or convert the model first, then make the engine "
-                "(sync.close() releases the old one)"
-            )
+        if (now := _locations(self.params)) != self._locations:
+            self._check_descriptions()
+            self._locations = now
         for param in self.params:
             param.grad = None
-        if [grad.data_ptr() for grad in self._grads] != self._addresses:
+        if list(map(Tensor.data_ptr, self._grads)) != self._addresses:
             self.bind()
         super().begin()
         # Marks of the gradients when the last backward had completed the bucket; of none after `send`.
         self._sealed: list[Mark] = []
         self._late: list[int] = []  # slots that had changed by then when `send` began
+
+    def _check_descriptions(self) -> None:
+        """Raise ValueError if a parameter was cast, moved to another device or converted."""
+        slots = zip(self.spec.slots, _descriptions(self.params), self._descriptions, strict=True)
+        for slot, now, was in slots:
+            if now != was:
+                raise ValueError(
+                    f"parameter {slot.name!r} is {_describe(now)} now, and was {_describe(was)} when this "
+                    "engine was made: cast, move or convert the model first, then make the engine "
+                    "(sync.close() releases the old one)"
+                )
+
+    def record_grads(self) -> None:
+        """Record the gradients at the end of a micro-batch."""
+        self._versions.record()
+
+    def changed_grads(self) -> list[int]:
+        """Return the slots whose gradients were written to or replaced since `record_grads`."""
+        return self._versions.changed()
+
+    def replaced_grads(self) -> list[int]:
+        """Return the slots of gradients that others have replaced, where `changed_grads` has not shown it."""
+        return []
+
+    def follow_replaced_grads(self) -> None:
+        """Note that the backwards of this micro-batch may have replaced gradients."""
 
     def seal(self) -> None:
         """Record the gradients; the last backward, which may still run, has accumulated all of them."""
@@ -209,7 +236,12 @@ class InPlaceBucket(OwnBucket):
     sum is reduced in place when the wire has the same type; otherwise it is cast into a wire buffer (1/count
     folded in) and back.
 
-    Autograd's in-place add increments the version of a slot's view, which shows that the slot has arrived.
+    Autograd's in-place add increments the version of a slot's view. In the last backward each view has a
+    version of its own, which shows that the slot has arrived. Until then the views of slots that the first
+    micro-batch has used share the version of the buffer: a single number shows whether code outside the
+    engine has written to a gradient between micro-batches. Such code may also replace a gradient. That is
+    looked for in one slot after every micro-batch, and in every slot before and after a block of the
+    caller's backwards, and before the last backward.
 
     `watch` checks every micro-batch for gradients that are not finite, so that a report can name it: one more
     read each.
@@ -227,31 +259,88 @@ class InPlaceBucket(OwnBucket):
         self._over_wire = wire
         super().__init__(spec, params, InPlaceSum(plan, self._flat), wire_buffer, self._flat)
 
+    def bind(self) -> None:
+        super().bind()
+        self._shared: list[Tensor] | None = None  # as `_grads`, with the version of `_flat`; made when needed
+
     def begin(self) -> None:
         super().begin()
         self._is_first = True
+        # What `.grad` is once the first micro-batch is stored, unless autograd or a hook has replaced it.
+        self._views = list(self._grads)
+        self._is_sharing = False  # whether those of used slots are of `_shared`
+        # Slots that `record_grads` looks at, beside the version of `_flat`. None: it looks at all of them.
+        self._watched: list[int] | None = None
         self._first_row_of_sum = 0  # every row describes the sum so far
         # Versions of the views: at the start of the window or when the views were made; when the sum was
         # looked at last, which is before the last backward, and when that has completed the bucket.
-        self._begun = self._versions()
-        self._stored = list(self._begun)
-        self._is_sealed = False
+        self._begun = self._own_versions()
+        self._stored = self._begun
+        self._is_sealed = self._is_sent = False
+
+    def record_grads(self) -> None:
+        if self._is_sent:
+            return  # `_stored` are the versions
+        if self._watched is None:
+            super().record_grads()
+        else:
+            self._then = self._look(self._watched)
+
+    def changed_grads(self) -> list[int]:
+        if self._is_sent:
+            return self.late()
+        if self._watched is None:
+            return super().changed_grads()
+        if (now := self._look(self._watched)) == self._then:
+            return []
+        if replaced := self.replaced_grads():
+            return replaced
+        slots = zip(self._watched, now[2:], self._then[2:], strict=True)
+        changed = {slot for slot, mark, then in slots if mark != then}
+        if now[0] != self._then[0]:
+            changed |= set(range(len(self.params))) - set(self._watched)
+        return sorted(changed)
+
+    def replaced_grads(self) -> list[int]:
+        if self._watched is None:
+            return []
+        slots = enumerate(zip(self.params, self._views, strict=True))
+        replaced = [slot for slot, (param, view) in slots if param.grad is not view]
+        return [slot for slot in replaced if slot not in self._watched]
+
+    def follow_replaced_grads(self) -> None:
+        if self._watched is not None:
+            self._watched += self.replaced_grads()
+
+    def _look(self, slots: Sequence[int]) -> list[Any]:
+        is_there = self.params[self._sample].grad is self._views[self._sample]
+        return [self._flat._version, is_there, *(mark(self.params[slot]) for slot in slots)]
 
     def watches(self) -> list[Watch]:
-        if self._is_first:
-            self.arm()
-        return super().watches() if self._is_first else []  # later on autograd adds in place
+        if not self._is_first:
+            return []  # autograd adds in place
+        self._is_sharing = True
+        if any(param.grad is not None for param in self.params):  # of earlier backwards of this micro-batch
+            self._store()
+            return []
+        return self._watches()
 
     def collect(self) -> None:
-        """Store the first backward's gradients; autograd has added later ones already."""
-        if self._is_first or self._is_watching:
-            self._store_all()
-            self._record_nonfinite()
-        else:
-            self._stored = self._versions()
+        """Store the first micro-batch's gradients; autograd has added later ones already."""
+        if self._is_first:
+            self._is_sharing = True
+            self._store()
+            hooked = [bool(param._post_accumulate_grad_hooks) for param in self.params]  # noqa: SLF001 - which may replace it
+            slots = enumerate(zip(self.used, hooked, strict=True))
+            self._watched = [slot for slot, (used, is_hooked) in slots if is_hooked or not used]
+            self._sample = self.used.index(True) if True in self.used else 0
+        elif self._is_watching:
+            self._rebind_moved()
+            self._store()
+        self._record_nonfinite()
 
     def arm(self) -> None:
-        """Store the gradients of earlier backwards, if any."""
+        """Store the gradients of earlier backwards, if any, and give each view a version of its own."""
         if not self._is_first or any(param.grad is not None for param in self.params):
             self._store_all()
 
@@ -268,6 +357,7 @@ class InPlaceBucket(OwnBucket):
     def seal(self) -> None:
         """Store every gradient in the sum; record the slots' versions."""
         self._store()
+        self._stored = self._own_versions()
         self._is_sealed = True
 
     def late(self) -> list[int]:
@@ -279,6 +369,7 @@ class InPlaceBucket(OwnBucket):
     def send(self, inv_count: Tensor | None, comm: Comm, *, poison: bool) -> Work:
         if not self._is_sealed:
             self._store_all()
+        self._is_sent = True
         self._record_nonfinite()
         self._note_used()
         if not self._is_in_place:
@@ -292,8 +383,8 @@ class InPlaceBucket(OwnBucket):
     def blame(self) -> Callable[[int], list[int] | None]:
         return super().blame() if self._is_watching else lambda slot: None
 
-    def _versions(self) -> list[int]:
-        return [grad._version for grad in self._grads]
+    def _own_versions(self) -> list[int]:
+        return list(map(_version, self._grads))
 
     def _note_used(self) -> None:
         """Mark the slots that autograd has added to as used."""
@@ -308,10 +399,16 @@ class InPlaceBucket(OwnBucket):
             self.flagged.append(flags)
 
     def _store_all(self) -> None:
-        """Store every gradient, also after a move of the model."""
+        """Store every gradient, also after a move of the model; each view has a version of its own then."""
         if not self._is_first:
             self._rebind_moved()
         self._store()
+        if self._is_sharing:
+            self._is_sharing, self._watched = False, None
+            self._views = list(self._grads)
+            for param, view in zip(self.params, self._grads, strict=True):
+                param.grad = view
+        self._stored = self._own_versions()
 
     def _store(self) -> None:
         """Store every gradient in the sum; `.grad` views the sum."""
@@ -322,41 +419,54 @@ class InPlaceBucket(OwnBucket):
             self._is_first = False
         else:
             self._store_replaced()
-        self._stored = self._versions()
 
     def _accumulate(self, group: SlotGroup) -> None:
         """Overwrite the old sum with a group's first gradients."""
         group.total.deposit_(group.pop(self.used), first=True, nonfinite=self.one)
-        for param, view in zip(group.params, self._grads[group.start : group.stop], strict=True):
-            param.grad = view
         group.is_first = False
+        used_views = self._shared_views() if self._is_sharing else self._grads
+        for slot, param in enumerate(group.params, start=group.start):
+            param.grad = self._views[slot] = (used_views if self.used[slot] else self._grads)[slot]
+
+    def _shared_views(self) -> list[Tensor]:
+        """Return views like `_grads`, whose version is that of `_flat`."""
+        if self._shared is None:
+            with torch.no_grad():
+                slots = zip(self._grads, self.plan.offsets, strict=True)
+                self._shared = [
+                    self._flat.as_strided(grad.size(), grad.stride(), offset).detach()
+                    for grad, offset in slots
+                ]
+        return self._shared
 
     def _store_replaced(self) -> None:
         """Store gradients whose `.grad` was replaced by another tensor."""
-        grads = [param.grad for param in self.params]
-        if all(map(is_, grads, self._grads)):
+        grads = list(map(_grad, self.params))
+        if all(map(is_, grads, self._views)):
             return
-        for index, (param, grad, view) in enumerate(zip(self.params, grads, self._grads, strict=True)):
+        slots = enumerate(zip(self.params, grads, self._views, self._grads, strict=True))
+        for slot, (param, grad, view, own) in slots:
             if grad is view:
                 continue
             if grad is None:
-                view.zero_()
-                self.used[index], self._begun[index] = False, view._version
+                own.zero_()
+                self.used[slot], self._begun[slot] = False, own._version
             else:
-                view.copy_((grad.to_dense() if grad.is_sparse else grad).detach())
+                own.copy_((grad.to_dense() if grad.is_sparse else grad).detach())
             param.grad = view
 
     def _rebind_moved(self) -> None:
         """Make new views of slots that a cast or move has copied."""
-        if [grad.data_ptr() for grad in self._grads] == self._addresses:
+        if list(map(Tensor.data_ptr, self._views)) == self._addresses:
             return
-        moved, self._stored = list(self._grads), self._versions()
+        moved, self._stored = self._views, self._own_versions()
         self._note_used()
         self.bind()
+        self._views, self._watched, self._is_sharing = list(self._grads), None, False
         for index, (old, view) in enumerate(zip(moved, self._grads, strict=True)):
             if old.data_ptr() == self._addresses[index] and self.params[index].grad is old:
                 self.params[index].grad = view  # its memory has not moved
-        self._begun = self._versions()
+        self._begun = self._own_versions()
         self._stored = list(self._begun)
 
 
@@ -390,6 +500,10 @@ def _flat(spec: BucketSpec, dtype: torch.dtype, device: torch.device, comm: Comm
     if comm is None:
         return torch.zeros(spec.numel, dtype=dtype, device=device)
     return comm.allocate(spec.numel, dtype, device)
+
+
+def _locations(params: Sequence[Parameter]) -> list[int]:
+    return [param.data_ptr() for param in params]
 
 
 # The properties of a parameter that must not change.

@@ -15,8 +15,8 @@ from torch.nn.utils import clip_grad_value_, get_total_norm
 
 from pyengine.comm.base import by_dtype
 from pyengine.gradients.bucket import aligned
+from pyengine.gradients.grad_versions import GradVersions
 from pyengine.gradients.local_part import is_dtensor
-from pyengine.gradients.marks import GradVersions
 from pyengine.gradients.norms import ReducedNorms
 from pyengine.gradients.slots import dense, dense_strides, local
 from pyengine.ops.device import is_lazy, runs_ahead
@@ -65,15 +65,19 @@ class Published:
         self._then.record()
         self._local_versions = self._local_versions_now()
         # An assignment to `.grad.data` replaces the memory alone, which no version counter shows.
-        self._addresses = None if self._then.sees_memory else self._addresses_now()
+        self._addresses = self._addresses_now()
 
     def has_changed(self) -> bool:
         """Whether gradients were written to or replaced since `record`."""
-        if self._local_versions != self._local_versions_now():
-            return True
-        if self._addresses is None:
-            return not self._then.is_unchanged()
-        return bool(self._then.changed()) or self._addresses != self._addresses_now()
+        return (
+            bool(self._then.changed())
+            or self._local_versions != self._local_versions_now()
+            or self._addresses != self._addresses_now()
+        )
+
+    def changed(self) -> list[int]:
+        """Return the indices of gradients that were written to or replaced since `record`."""
+        return self._then.changed()
 
     def _local_versions_now(self) -> list[int]:
         """Return the versions of local tensors, which their DTensors do not show."""

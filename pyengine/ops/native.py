@@ -3,17 +3,15 @@
 import functools
 import sys
 import warnings
-from collections.abc import Sequence
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import torch  # before _core: the core looks torch's thread pool up by name in the loaded library
 
 from pyengine.ops.device import HOST
 
-__all__ = ["FOLDER", "_core", "can_gather", "core", "cuda_core", "grad_states", "hidden_core"]
+__all__ = ["FOLDER", "_core", "can_gather", "core", "cuda_core", "hidden_core"]
 
 FOLDER = Path(__file__).parent
 _BUILD = (
@@ -93,15 +91,3 @@ def can_gather() -> bool:
     return _core.learn_tensor_object(
         probe, probe._cdata, storage._cdata, keys, 1013, storage.data_ptr(), 1237, plain, _PLAIN_TYPES
     )
-
-
-def grad_states(params: Sequence[object]) -> Any:
-    """Return a `_core.GradStates`, which reads the gradients of parameters; None where only Python can."""
-    if not (can_gather() and _core.can_read_grads()):
-        return None
-    read = torch.Tensor.grad, torch.Tensor._version
-    # Any other class has a `grad` of its own, or is no tensor.
-    are_plain = all(
-        (getattr(cls, "grad", None), getattr(cls, "_version", None)) == read for cls in set(map(type, params))
-    )
-    return _core.GradStates() if are_plain else None

@@ -56,10 +56,15 @@ def _unflattened(forward: nn.Module) -> None:
     pe.ops.unflatten_(written, 2 * pe.ops.flatten(written))
 
 
+def _cleared_in_part(forward: nn.Module) -> None:
+    """Of two optimizers, one clears its gradients."""
+    {name.rpartition(".")[2]: param for name, param in forward.named_parameters()}["matrix"].grad = None
+
+
 # What is done, and before which micro-batch.
 ANYWHERE = [(_bare, 0), (_bare, 1), (_bare_in_part, 2), (_replaced, 1)]
 IN_GRAD = [(nn.Module.zero_grad, 1), (_zeroed_in_place, 1), (_scaled, 1), (_unscaled_by_our_op, 1)]
-IN_GRAD += [(_unflattened, 1)]  # where sums are in `.grad`
+IN_GRAD += [(_unflattened, 1), (_cleared_in_part, 1), (_cleared_in_part, 2)]  # where sums are in `.grad`
 CASES = [(kind, *write) for kind in ("own", "own-native", "attach-view") for write in ANYWHERE]
 CASES += [("own-exact", _bare, 1), ("attach", _bare, 1)]
 CASES += [(kind, *write) for kind in ("own-native", "attach-view") for write in IN_GRAD]
@@ -99,6 +104,23 @@ def test_a_gradient_that_somebody_else_writes_is_refused_on_every_rank(kind, wri
     assert not any(earlier) and after == ""
     assert refused.startswith("rank 1: ")
     assert "the gradient of 'matrix'" in refused and "micro_batch" in refused
+
+
+@pytest.mark.parametrize("kind", ["own-native", "attach-view"])
+@on_ranks(2)
+def test_a_hook_may_replace_the_gradient_that_it_gets(kind):
+    model = Integers(torch.float32)
+    mask = torch.tensor([1.0, 0.0, 1.0])
+    model.matrix.register_post_accumulate_grad_hook(lambda param: setattr(param, "grad", param.grad * mask))
+    sync, forward = engine(kind, model, accumulate=3)
+    for _ in range(2):
+        for k in range(3):
+            with sync.accumulate():
+                sync.backward(forward(*integers(k)), count=3)
+        sync.unscale_()
+        want = mean_of_integers(model, [integers(k) for k in range(3)], 9)
+        assert_same(grads(model), {**want, "matrix": want["matrix"] * mask})
+        sync.step(torch.optim.SGD(model.parameters(), lr=0.0))
 
 
 @pytest.mark.parametrize("kind", ["own", "own-native", "attach"])
