@@ -321,7 +321,7 @@ class Sync:
         one: Any = loss
         if totals is not None:
             one = totals.weigh(loss, engine.device)
-        elif isinstance(loss, Mapping):
+        elif not isinstance(loss, Tensor) and isinstance(loss, Mapping):
             raise TypeError(f"loss: got a dict of {list(loss)}, and {_UNCOUNTED}")
         run = checked_backward(
             one, gradient=gradient, retain_graph=retain_graph, create_graph=create_graph, inputs=inputs

@@ -9,12 +9,16 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from operator import attrgetter
 from typing import Any
 
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge
 from torch.nn import Parameter
+
+# The hooks of `register_post_accumulate_grad_hook`, by id, or None: torch lists them nowhere else.
+post_accumulate_hooks = attrgetter("_post_accumulate_grad_hooks")
 
 # Torch's own Python autograd functions, of torch.compile and of module hooks. They run no backward inside.
 _KNOWN = {"CompiledFunctionBackward", "BackwardHookFunctionBackward"}

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property, partial
 from typing import Any
 from weakref import WeakMethod
@@ -97,6 +97,17 @@ def problems_of_capture(comm: Comm, observers: Sequence[Observer] | None) -> lis
     return problems
 
 
+class Then(AbstractContextManager[None]):
+    """Calls `action` behind a body that has raised nothing. A class: a generator costs four times as much."""
+
+    def __init__(self, action: Callable[[], None]) -> None:
+        self._action = action
+
+    def __exit__(self, kind: object, *error: object) -> None:
+        if kind is None:
+            self._action()
+
+
 class Reducer(ABC):
     """Own the gradients of an engine: accumulate them over a window and reduce them at its end.
 
@@ -185,15 +196,13 @@ class Reducer(ABC):
         for bucket in self.buckets():
             bucket.begin()
 
-    @contextmanager
-    def add(self) -> Iterator[None]:
+    def add(self) -> AbstractContextManager[None]:
         """Accumulate the gradients that a micro-batch's backwards have added to `.grad`.
 
         The body is the last of the micro-batch's backwards; others may have run before it. Called once a
         micro-batch. Launches no collective. When the body raises, the window is not used.
         """
-        yield
-        self.collect()
+        return Then(self.collect)
 
     def leave_in_grad(self) -> AbstractContextManager[None]:
         """Leave the gradients of the body in `.grad`, where autograd adds those of the next micro-batch.

@@ -10,6 +10,7 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
+from operator import or_
 from typing import Any
 
 import torch
@@ -197,9 +198,8 @@ class SlotGroup:
         `slot_gradient`. `used`, by slot of the bucket, is set to True where there is a gradient.
         """
         grads = [param.grad for param in self.params]
-        for index, grad in enumerate(grads, start=self.start):
-            if grad is not None:
-                used[index] = True
+        found = [grad is not None for grad in grads]
+        used[self.start : self.stop] = map(or_, used[self.start : self.stop], found)
         pointers: Pointers | None = None
         if self._is_contiguous:
             # The core checks a thousand gradients in 25 µs, so Python looks only at gradients that the core

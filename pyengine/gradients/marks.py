@@ -10,6 +10,7 @@ from weakref import WeakMethod
 import torch
 from torch import Tensor
 
+from pyengine.gradients.arrival import post_accumulate_hooks
 from pyengine.gradients.base import Reducer
 from pyengine.gradients.published import Published
 from pyengine.gradients.slots import dense, local
@@ -81,9 +82,9 @@ class GradMarks:
                 param,
             )
 
-        for name, param in zip(self._names, self._params, strict=True):
-            # torch lists hooks nowhere else, and takes none for a parameter that has been frozen since.
-            if param._post_accumulate_grad_hooks and param.requires_grad:  # noqa: SLF001
+        hooks = map(post_accumulate_hooks, self._params)
+        for name, param, hooked in zip(self._names, self._params, hooks, strict=True):
+            if hooked and param.requires_grad:  # torch takes none for a parameter that has been frozen since
                 # Hooks of a tensor run before its gradient is accumulated, and those behind that in the order
                 # of registration: `look` comes last.
                 versions[name] = param._version

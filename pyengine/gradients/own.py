@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from pyengine.comm.base import Comm, Unbroken, Work
 from pyengine.comm.staged import Staged
 from pyengine.gradients.arrival import Arrivals, Watch, may_nest, watching
-from pyengine.gradients.base import Reducer, Residuals, not_reduced, problems_of_capture
+from pyengine.gradients.base import Reducer, Residuals, Then, not_reduced, problems_of_capture
 from pyengine.gradients.exact_sums import Terms
 from pyengine.gradients.layout import ParamSpec, backward_order, build
 from pyengine.gradients.local_part import local_parts, release
@@ -212,7 +212,8 @@ class BucketReducer(Reducer):
         self._arrivals: Arrivals | None = None
         # Parameters whose gradient has been accumulated more than once in a backward.
         self._repeated: set[int] = set()
-        self.observers = None if settings.kind == "exact" else []
+        self._is_exact = settings.kind == "exact"
+        self.observers = None if self._is_exact else []
         # ---- reduction ----
         self._memory = WireMemory()
         own = sorted({spec.group for spec in specs if spec.requires_grad})
@@ -269,13 +270,14 @@ class BucketReducer(Reducer):
             self.lay_out_as(self._agreed)
         super().begin()
 
-    @contextmanager
-    def add(self) -> Iterator[None]:
+    def add(self) -> AbstractContextManager[None]:
         """Accumulate inside the body where possible, from the cache."""
-        with (
-            self._record_arrivals_once(),
-            watching([watch for bucket in self._accumulated_in_backward() for watch in bucket.watches()]),
-        ):
+        watches = [watch for bucket in self._accumulated_in_backward() for watch in bucket.watches()]
+        return self._add(watches) if watches or self._arrivals is None else Then(self.collect)
+
+    @contextmanager
+    def _add(self, watches: Sequence[Watch]) -> Iterator[None]:
+        with self._record_arrivals_once(), watching(watches):
             yield
         self.collect()
 
@@ -288,7 +290,7 @@ class BucketReducer(Reducer):
         An exact sum has room for one deposit a micro-batch, so its bucket is accumulated inside the backward
         only where each gradient is known to arrive once.
         """
-        if self._settings.kind != "exact":
+        if not self._is_exact:
             return self._buckets
         if self._arrivals is None:
             return []

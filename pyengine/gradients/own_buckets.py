@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
-from operator import attrgetter, is_
+from operator import attrgetter, is_, methodcaller
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from pyengine.comm.base import Comm, Work
-from pyengine.gradients.arrival import Watch
+from pyengine.gradients.arrival import Watch, post_accumulate_hooks
 from pyengine.gradients.bucket import Bucket, Mark, Observer, SlotGroup, grad_marks, mark
 from pyengine.gradients.exact_sums import Terms, exact_over_ranks
 from pyengine.gradients.grad_versions import GradVersions
@@ -26,6 +27,7 @@ from pyengine.ops.plan import BucketPlan
 from pyengine.wire import Wire
 
 _grad, _version = attrgetter("grad"), attrgetter("_version")
+_data_ptr = methodcaller("data_ptr")
 
 
 class OwnBucket(Bucket):
@@ -314,13 +316,13 @@ class InPlaceBucket(OwnBucket):
 
     def _look(self, slots: Sequence[int]) -> list[Any]:
         is_there = self.params[self._sample].grad is self._views[self._sample]
-        return [self._flat._version, is_there, *(mark(self.params[slot]) for slot in slots)]
+        return [self._flat._version, is_there, *map(mark, map(self.params.__getitem__, slots))]
 
     def watches(self) -> list[Watch]:
         if not self._is_first:
             return []  # autograd adds in place
         self._is_sharing = True
-        if any(param.grad is not None for param in self.params):  # of earlier backwards of this micro-batch
+        if any(grad is not None for grad in map(_grad, self.params)):  # of earlier backwards of the block
             self._store()
             return []
         return self._watches()
@@ -330,9 +332,8 @@ class InPlaceBucket(OwnBucket):
         if self._is_first:
             self._is_sharing = True
             self._store()
-            hooked = [bool(param._post_accumulate_grad_hooks) for param in self.params]  # noqa: SLF001 - which may replace it
-            slots = enumerate(zip(self.used, hooked, strict=True))
-            self._watched = [slot for slot, (used, is_hooked) in slots if is_hooked or not used]
+            slots = enumerate(zip(self.used, map(post_accumulate_hooks, self.params), strict=True))
+            self._watched = [slot for slot, (used, hooks) in slots if hooks or not used]
             self._sample = self.used.index(True) if True in self.used else 0
         elif self._is_watching:
             self._rebind_moved()
@@ -424,9 +425,12 @@ class InPlaceBucket(OwnBucket):
         """Overwrite the old sum with a group's first gradients."""
         group.total.deposit_(group.pop(self.used), first=True, nonfinite=self.one)
         group.is_first = False
-        used_views = self._shared_views() if self._is_sharing else self._grads
-        for slot, param in enumerate(group.params, start=group.start):
-            param.grad = self._views[slot] = (used_views if self.used[slot] else self._grads)[slot]
+        if self._is_sharing:
+            slots = zip(self.used, self._shared_views(), self._grads, strict=True)
+            mine = itertools.islice(slots, group.start, group.stop)
+            self._views[group.start : group.stop] = [shared if used else own for used, shared, own in mine]
+        for param, view in zip(group.params, self._views[group.start : group.stop], strict=True):
+            param.grad = view
 
     def _shared_views(self) -> list[Tensor]:
         """Return views like `_grads`, whose version is that of `_flat`."""
@@ -503,7 +507,7 @@ def _flat(spec: BucketSpec, dtype: torch.dtype, device: torch.device, comm: Comm
 
 
 def _locations(params: Sequence[Parameter]) -> list[int]:
-    return [param.data_ptr() for param in params]
+    return list(map(_data_ptr, params))
 
 
 # The properties of a parameter that must not change.

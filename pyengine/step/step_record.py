@@ -126,10 +126,10 @@ class Clock:
         return self._between(self._start, self._stop)
 
     def now(self) -> Any:
-        if is_capturing():
-            return None
         if not self._has_events:
             return time.perf_counter()
+        if is_capturing():
+            return None
         return recorded_event(self._device, enable_timing=True)
 
     def _between(self, start: Any, stop: Any) -> float:

@@ -46,6 +46,8 @@ MAX_COUNT = 2.0**53
 
 def checked_count(count: object) -> Count:
     """Return a count that can be added up, or raise before anything has run; the header checks its value."""
+    if type(count) is int and -MAX_COUNT < count < MAX_COUNT:
+        return count  # nearly always
     if isinstance(count, Tensor):
         if count.numel() != 1:
             raise ValueError(
