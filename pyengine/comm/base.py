@@ -98,6 +98,7 @@ class Comm(ABC):
         can_or: whether `all_reduce_or` is there.
         has_own_memory: whether `allocate` returns memory in which reductions are faster than elsewhere.
         host_of: host of each rank of the group; empty until the engine's ranks have gathered it.
+        engine_id: random, the same on every rank; None until the engine's ranks have agreed on it.
         traffic: what this rank has sent so far.
         roll_call: adds to the error of a failed collective which ranks do not answer.
     """
@@ -112,6 +113,7 @@ class Comm(ABC):
         self.rank, self.world_size = rank, world_size
         self.ranks: tuple[int, ...] = tuple(range(world_size))
         self.host_of: Mapping[int, Hashable] = {}
+        self.engine_id: int | None = None
         self.traffic = Traffic()
         self.roll_call = RollCall()
         self._joined: list[Comm] = []

@@ -144,6 +144,7 @@ class TorchDist(Comm):
         self._side_stream = SideStream(device) if self.is_stream_ordered else None
         self.can_or = is_gloo = not runs_ahead(device) and self.backend == "gloo"
         self._point_to_point = PointToPoint(self.handle) if is_gloo else None
+        self._num_names = 0  # of groups made from this transport
 
     @property
     def group(self) -> dist.ProcessGroup | None:
@@ -156,11 +157,11 @@ class TorchDist(Comm):
 
         See [Note: an engine's own group] in groups.py.
 
-        Cost: a process group, and two all-reduces of 8 bytes.
+        Cost: a process group, and an all-reduce of 8 bytes; one more if no engine has agreed over this one.
         """
         if self.world_size == 1 or self.is_stream_ordered:
             return self
-        own = self._over(self.ranks, f"buckets of engine {self._new_number():x}", self.backend)
+        own = self._over(self.ranks, f"buckets of engine {self._new_name()}", self.backend)
         own.max_of(0)  # behind it every rank is connected: another one may be about to release its end
         return own
 
@@ -186,7 +187,7 @@ class TorchDist(Comm):
         mine = next(host for host in hosts if self.rank in host)
         index, num_parts = mine.index(self.rank), min(map(len, hosts))
         across = [host[index] for host in hosts] if index < num_parts else [self.rank]
-        purpose = f"levels of engine {self._new_number():x}"
+        purpose = f"levels of engine {self._new_name()}"
         return Levels(self._part(mine, purpose), self._part(across, purpose), num_parts)
 
     def _part(self, ranks: Sequence[int], purpose: str) -> Comm:
@@ -206,9 +207,11 @@ class TorchDist(Comm):
         made.join(self)
         return made
 
-    def _new_number(self) -> int:
-        """Return a number that no other group has, the same on every rank."""
-        return self.max_of(secrets.randbits(62))[0]
+    def _new_name(self) -> str:
+        """Return a name that no other group has, the same on every rank."""
+        self._num_names += 1
+        number = self.max_of(secrets.randbits(62))[0] if self.engine_id is None else self.engine_id
+        return f"{number:x}.{self._num_names}"
 
     def release(self) -> None:
         super().release()

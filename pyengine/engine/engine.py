@@ -163,7 +163,7 @@ class Engine:
             held = f"parts of a model on {comm.world_size} ranks"
         # ---- of all windows ----
         # An identity that all ranks of the engine have in common.
-        self.name = f"{held} (engine {shares.engine_id:08x})"
+        self.name = f"{held} (engine {shares.engine_id % 2**32:08x})"
         self.device = device = params[0].device
         self.reducer, self.comm = reducer, comm
         # The module that has the parameters; None where the engine was made over the parameters alone.

@@ -163,8 +163,8 @@ class EngineRanks:
         return share_memory(comm) if self._shared_memory else comm
 
     def broadcast(self, named: Sequence[tuple[str, Tensor]], groups: Groups) -> None:
-        """Overwrite tensors by those of the first rank of their group; warn of what that changes, and of what
-        cannot be written.
+        """Overwrite tensors by those of the first rank of their group, where some differ; warn of what that
+        changes, and of what cannot be written.
 
         Raises ValueError, on every rank and before anything is written, if the ranks of a group hold no
         replicas: other tensors, or different values of a parameter that is marked as a part.
@@ -175,19 +175,20 @@ class EngineRanks:
             for index in range(len(groups.comms))
         ]
         marks = {name: mark for name, tensor in named if (mark := mark_of_part(tensor))}
-        changed, problems = list[Differing](), list[str]()
+        by_group, problems = list[list[Differing]](), list[str]()
         for comm, tensors in zip(groups.comms, of_group, strict=True):
             found, problem = differing(comm, tensors, marks)
-            changed += found
+            by_group.append(found)
             problems += [problem] if problem else []
         if self.membership.described:
             problems = [text for texts in self.comm.all_gather_object(problems) for text in texts]
         if problems:
             raise ValueError("; ".join(dict.fromkeys(problems)))
-        for comm, tensors in zip(groups.comms, of_group, strict=True):
-            comm.broadcast_([part for parts in tensors.values() for part in parts])
-        if mine := [each for each in changed if each.root == self._ranks[self.comm.rank]]:
-            warn_of_changed(mine)
+        for comm, tensors, found in zip(groups.comms, of_group, by_group, strict=True):
+            if found:  # the same on every rank of the group
+                comm.broadcast_([part for parts in tensors.values() for part in parts])
+                if found[0].root == self._ranks[self.comm.rank]:
+                    warn_of_changed(found)
         kept = [(name, tensor) for name, tensor in named if not stored[name]]
         if kept and self.comm.world_size > 1:
             name, tensor = kept[0]
@@ -378,10 +379,9 @@ def _dtensor_problem(
 
 def _spec(name: str, param: Parameter, group: int) -> ParamSpec:
     part = local(param)
-    spec = ParamSpec.of(name, param)
     strides = () if part.is_contiguous() else part.stride()
     stored = "" if param.requires_grad else _described_parts(part)
-    return replace(spec, shape=tuple(part.shape), strides=strides, group=group, stored=stored)
+    return ParamSpec(name, tuple(part.shape), param.dtype, param.requires_grad, strides, group, stored)
 
 
 def _stored_in(tensor: Tensor) -> list[Tensor]:

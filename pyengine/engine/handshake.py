@@ -48,8 +48,9 @@ def agree(
     host = own_host() if sent is not None and settings.kind == "exact" else None
     (gathered, places), (engine_id,) = comm.all_gather_objects(
         [(pyengine.__version__, problems, sent, list(specs)), (host, None if is_plain else membership)],
-        uuid4().int % 2**32,
+        uuid4().int % 2**62,
     )
+    comm.engine_id = engine_id
     versions = [version for version, *_ in gathered]
     if len(set(versions)) > 1:
         which = "; ".join(f"rank {rank} has {version}" for rank, version in enumerate(versions))
@@ -114,7 +115,7 @@ class Shares:
     places: list[range]
     micro_batches: int  # over all ranks; ranks that share a batch count as one
     by_rank: list[int]  # each rank's `accumulate`; by batch where ranks share them
-    engine_id: int  # 32 random bits that all ranks of this engine have in common
+    engine_id: int  # 62 random bits that all ranks of this engine have in common
     batches: list[int]  # by rank, whose batch it computes, as an index into those
     are_alike: bool  # whether all ranks have parameters of the same names
     run: int  # micro-batches that one rank adds up before it accumulates them; see `Runs`

@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import get_gradient_edge
 from torch.nn import Parameter
 
 from pyengine.ops.device import HOST, current_stream
@@ -59,7 +58,7 @@ class Ownership:
         # autograd accumulates a parameter's gradient on the stream that was current when this node was made.
         # As long as the nodes are alive they have one stream, and autograd lets it wait for the streams of
         # each backward.
-        self._nodes = [get_gradient_edge(param).node for param in self._params]
+        self._nodes = nodes_of(self._params)
         self._stream = current_stream(self._params[0].device) if self._params else None
         for node in self._nodes:
             node.metadata[_MARK] = self._engine
@@ -80,20 +79,35 @@ def _report(engine: weakref.ref[Any], param: Parameter, *_: object) -> None:
         owner.notice_backward(param)
 
 
+def nodes_of(params: Sequence[Parameter]) -> list[Any]:
+    """Return the nodes that accumulate the gradients of trained parameters, as `get_gradient_edge` does."""
+    with torch.enable_grad():
+        views: list[Any] = [param.view_as(param) for param in params]
+        return [view.grad_fn.next_functions[0][0] for view in views]
+
+
 def owner(param: Parameter) -> object | None:
-    if not param.requires_grad:
-        return None
-    node: Any = get_gradient_edge(param).node
-    mark: weakref.ref[object] | None = node.metadata.get(_MARK)
-    return None if mark is None else mark()
+    return next(_owners([param]), None)
+
+
+def _owners(params: Iterable[Parameter]) -> Iterator[object | None]:
+    """Yield the engine to which each trained parameter belongs, or None."""
+    for node in nodes_of([param for param in params if param.requires_grad]):
+        mark: weakref.ref[object] | None = node.metadata.get(_MARK)
+        yield None if mark is None else mark()
 
 
 def owned_problems(named: Sequence[tuple[str, Parameter]]) -> Iterator[str]:
     """Report which parameters belong to another engine that is still there."""
-    taken = [name for name, param in named if owner(param) is not None]
-    if taken:
+    trained = {name: param for name, param in named if param.requires_grad and param.is_leaf}
+
+    def owned() -> list[str]:
+        owners = zip(trained, _owners(trained.values()), strict=True)
+        return [name for name, engine in owners if engine is not None]
+
+    if taken := owned():
         gc.collect()  # engines that are no longer referenced
-        taken = [name for name, param in named if owner(param) is not None]
+        taken = owned()
     if taken:
         more = f" and {len(taken) - 1} more" if len(taken) > 1 else ""
         yield (

@@ -5,6 +5,8 @@ It is 1-D, in the order in which the parameter is stored.
 
 from __future__ import annotations
 
+import itertools
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -56,6 +58,9 @@ def views_of(flat: Tensor, params: Sequence[Parameter], plan: BucketPlan) -> lis
 
 def dense_strides(param: Tensor) -> tuple[int, ...]:
     """Return the parameter's strides; where its memory has gaps, those of a dense one in the same order."""
+    if param.is_contiguous():
+        sizes = [max(size, 1) for size in param.shape]
+        return tuple(itertools.accumulate(sizes[:0:-1], operator.mul, initial=1))[::-1] if sizes else ()
     return torch.empty_like(param.detach(), device="meta").stride()
 
 
