@@ -20,7 +20,7 @@ class LocalPart:
     """
 
     def __init__(self, param: Any) -> None:
-        self._param = param
+        self.param = param
         self._read: tuple[Tensor, Tensor] | None = None
         self._hook: Any = (
             param.register_post_accumulate_grad_hook(_redistribute_grad) if param.requires_grad else None
@@ -29,7 +29,7 @@ class LocalPart:
     @property
     def grad(self) -> Tensor | None:
         """The local tensor of the gradient, in the gradient's memory. Settable."""
-        grad = self._param.grad
+        grad = self.param.grad
         if grad is None:
             self._read = None
         elif self._read is None or self._read[0] is not grad:
@@ -39,29 +39,29 @@ class LocalPart:
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
         if value is None:
-            self._read = self._param.grad = None
-        elif self._read is None or self._read[1] is not value or self._param.grad is not self._read[0]:
-            whole = as_gradient(value, self._param)
-            self._param.grad, self._read = whole, (whole, value)
+            self._read = self.param.grad = None
+        elif self._read is None or self._read[1] is not value or self.param.grad is not self._read[0]:
+            whole = as_gradient(value, self.param)
+            self.param.grad, self._read = whole, (whole, value)
 
     @property
     def grad_version(self) -> int:
         """How often autograd has written to the DTensor's gradient."""
-        return 0 if self._param.grad is None else self._param.grad._version
+        return 0 if self.param.grad is None else self.param.grad._version
 
     def release(self) -> None:
         if self._hook is not None:
             self._hook.remove()
 
     def detach(self) -> Tensor:
-        return local(self._param)
+        return local(self.param)
 
     def register_post_accumulate_grad_hook(self, hook: Callable[[Any], None]) -> Any:
-        return self._param.register_post_accumulate_grad_hook(hook)
+        return self.param.register_post_accumulate_grad_hook(hook)
 
     @property
     def requires_grad(self) -> bool:
-        return bool(self._param.requires_grad)
+        return bool(self.param.requires_grad)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -81,7 +81,7 @@ def local_parts(params: Sequence[Parameter]) -> list[Parameter]:
 
 def whole(param: Parameter) -> Parameter:
     """Return the DTensor parameter of a `LocalPart`, or the parameter itself."""
-    return cast(Parameter, param._param) if isinstance(param, LocalPart) else param  # noqa: SLF001
+    return cast(Parameter, param.param) if isinstance(param, LocalPart) else param
 
 
 def grad_version(param: Parameter) -> int:
