@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pyengine.cli.bench.windows.variants import MAX_NORM, Variant
+from pyengine.cli.bench.variants import MAX_NORM, Variant
 from pyengine.gradients.layout import ALIGN_ELEMENTS
 from pyengine.ops.plan import BucketPlan, add_up
 

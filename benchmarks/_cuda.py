@@ -1,4 +1,4 @@
-"""Time kernels on a CUDA device, with more cases and more columns than `python -m pyengine bench`.
+"""Time kernels on a CUDA device, with more cases and more columns than on a processor.
 
 A call is timed twice, both times by a pair of events. *Queued*: the stream sleeps while the host launches the
 call, so that the events enclose the device's work alone. *Idle*: the stream is empty when the call begins, so
@@ -22,12 +22,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from kernels.accumulate import accumulate_case, cast_case
+from kernels.case import Build, Run, Sizes, Slots
+from kernels.chain import chain_case
+from kernels.measure import OPS, in_turn, percentile
+from kernels.pack import pack_case, unpack_case
+from kernels.unscale_norm import case as unscale_case
 
-from pyengine.cli.bench.kernels.accumulate import accumulate_case, cast_case
-from pyengine.cli.bench.kernels.case import Build, Run, Sizes, Slots
-from pyengine.cli.bench.kernels.measure import OPS, in_turn, percentile
-from pyengine.cli.bench.kernels.pack import pack_case, unpack_case
-from pyengine.cli.bench.kernels.unscale_norm import case as unscale_case
 from pyengine.ops import native
 
 OURS, LISTS, COPY = "pyengine", "raw lists", "copy_ of as many bytes"
@@ -85,6 +86,10 @@ def _more_cases(op: str, sizes: Sizes) -> list[Build]:
             norm("unscale+check+norm fp16 in place, 8 tensors", few, FP16, True),
             norm("check+norm fp32 read only, 400 tensors", many, F32, False),
             norm("check+norm fp32 read only, one 25 MiB bucket", one, F32, False),
+        ],
+        "chain": [
+            partial(chain_case, f"window of 4 x bf16, 8 tensors, {size}", large),
+            partial(chain_case, "window of 4 x bf16, one 25 MiB bucket", one),
         ],
     }.get(op, [])
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import _cuda
 import torch
+from kernels.case import Sizes
 
-from pyengine.cli.bench.kernels.case import Sizes
 from pyengine.cli.machine import card, hold_memory
 
 RESULTS = Path(__file__).resolve().parent / "results"
@@ -27,22 +27,20 @@ class Options:
     seconds: float
     save: bool
     device: str
+    once: Path | None
 
     @property
     def sizes(self) -> Sizes:
         return Sizes(self.megabytes, self.device)
 
 
-def parse_options(description: str | None, *, ops: Sequence[str] = ()) -> Options:
-    """Read the command line and put torch and malloc into the state that the numbers are for.
-
-    Args:
-        ops: between which the command line may choose.
+def parse_options(description: str | None, *, ops: Sequence[str]) -> Options:
+    """Read the command line, which chooses between `ops`, and put torch and malloc into the state that the
+    numbers are for.
     """
     parser = argparse.ArgumentParser(description=description)
-    if ops:
-        parser.add_argument("ops", nargs="+", choices=ops, help="what to measure, one after the other")
-    parser.set_defaults(ops=[])
+    parser.add_argument("ops", nargs="+", choices=ops, help="what to measure, one after the other")
+    parser.add_argument("--once", type=Path, metavar="FILE", help="run each large case once, for a profiler")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--megabytes", type=int, help="of float32 in the large cases: 128, on CUDA 256")

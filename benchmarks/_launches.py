@@ -13,6 +13,7 @@ _BASE = ("floor", "ddp", *CONTROL)
 _FRAMEWORKS = ("accelerate", "fabric", "trainer", "megatron")
 _SAME_BYTES = (*_BASE, "no_sync", *_FRAMEWORKS, "replicate_deferred", "engine", "attach")
 _SHARDED = ("fsdp2", "fsdp2_deferred", "attach_fsdp2", "replicate")
+_DEFERRALS = ("fsdp2", "fsdp2_deferred", "attach_fsdp2_none", "attach_fsdp2", "attach_fsdp2_gathered")
 _HOOKS = ("no_sync_bf16", "no_sync_fp16", "no_sync_powersgd")
 _WIRES = (
     "engine",
@@ -81,13 +82,16 @@ _HELD = (
     *("replicate_deferred", "no_sync_powersgd", "engine", "attach", "engine_bf16", "engine_int8_ef"),
     *("engine_exact_slots", "engine_shared"),
 )
-_SLOW = ("floor", *CONTROL, "no_sync_bf16", "no_sync_powersgd", *_WIRES[:3])
+_MORE_WIRES = ("engine_bf16_sum_fp32", "engine_fp8_e4m3_ef", "engine_exact")
+_SLOW = ("floor", *CONTROL, "no_sync_bf16", "no_sync_powersgd", *_WIRES[:3], *_MORE_WIRES)
 LAUNCHES = (
     Launch("truth", _TRUE, kind="truth", accumulate=2, rounds=8),
     Launch("base", (*_SAME_BYTES, *_SHARDED), is_counted=True),
     Launch("wires", (*_FEWER_BYTES, *_SHARED), rounds=14, is_counted=True),
     Launch("gbit", (*_SAME_BYTES, "fsdp2_deferred", "attach_fsdp2"), rate=1000, rounds=4),
-    Launch("gbit-wires", _FEWER_BYTES, rate=1000, rounds=6),
+    Launch("gbit-wires", (*_FEWER_BYTES, *_MORE_WIRES), rate=1000, rounds=6),
+    Launch("sharded-4", ("floor", *CONTROL, *_DEFERRALS), world=4, rounds=4),
+    Launch("gbit-sharded", ("floor", *CONTROL, *_DEFERRALS), rate=1000, rounds=4),
     Launch("deepspeed", _DEEPSPEED, is_counted=True),
     Launch("gbit-deepspeed", _DEEPSPEED, rate=1000, rounds=12),
     Launch("memory", _HELD, rounds=3, kind="memory"),

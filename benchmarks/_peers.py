@@ -11,14 +11,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from _megatron import Megatron
 from torch import Tensor, nn
 from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.fsdp import fully_shard
 
 import pyengine as pe
-from pyengine.cli.bench.windows import variants
-from pyengine.cli.bench.windows.variants import VARIANTS, Engine, NoSyncView, Variant
+from pyengine.cli.bench import variants
+from pyengine.cli.bench.variants import VARIANTS, Engine, NoSyncView, Variant
 
 
 class NoSyncViewAgain(NoSyncView):
@@ -83,13 +82,28 @@ class AttachFSDP2(Engine):
     """pyengine.attach over fully_shard."""
 
     label = "attach over FSDP2"
+    deferral: dict[str, Any] = {}  # noqa: RUF012 - never written
 
     def make(self) -> pe.Sync:
         for block in getattr(self.model, "blocks", ()):
             fully_shard(block)
         fully_shard(self.model)
         _take_parameters(self)
-        return pe.attach(self.model, accumulate=len(self.micro_batches))
+        return pe.attach(self.model, accumulate=len(self.micro_batches), **self.deferral)
+
+
+class AttachFSDP2None(AttachFSDP2):
+    """The same, and every micro-batch is reduced."""
+
+    label = 'attach over FSDP2, defer="none"'
+    deferral = {"defer": "none"}  # noqa: RUF012
+
+
+class AttachFSDP2Gathered(AttachFSDP2):
+    """The same with parameters that stay gathered for the whole window."""
+
+    label = "attach over FSDP2, defer_budget_mb=math.inf"
+    deferral = {"defer_budget_mb": math.inf}  # noqa: RUF012
 
 
 class Fabric(Variant):
@@ -220,6 +234,50 @@ class DeepSpeedZero1(DeepSpeedZero0):
     stage = 1
 
 
+class Megatron(Variant):
+    """megatron-core's DistributedDataParallel: fp32 main_grad, one fp32 all-reduce of each bucket, no
+    overlap. It takes a change to torch for the whole process to run on a CPU.
+
+    Its own unscale and clip need its optimizer; the epilogue here is the same work on main_grad with torch's
+    calls.
+    """
+
+    label = "megatron-core"
+    needs = "megatron"
+
+    def setup(self) -> None:
+        torch.cuda.current_device = lambda: torch.device("cpu")  # type: ignore[assignment,return-value]
+        from megatron.core import parallel_state
+        from megatron.core.distributed import DistributedDataParallel as MegatronDDP
+        from megatron.core.distributed import DistributedDataParallelConfig
+        from megatron.core.transformer import TransformerConfig
+
+        if not parallel_state.model_parallel_is_initialized():
+            parallel_state.initialize_model_parallel()
+        config = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=1)
+        self.ddp = MegatronDDP(
+            config,
+            DistributedDataParallelConfig(grad_reduce_in_fp32=True, overlap_grad_reduce=False),
+            self.model,
+        )
+        self.forward = self.ddp
+
+    def micro_batch(self, x: Tensor, *, last: bool) -> None:
+        super().micro_batch(x, last=last)
+        if last:
+            self.ddp.finish_grad_sync()
+
+    def epilogue(self) -> Tensor:
+        for p in self.model.parameters():
+            main_grad: Tensor = p.main_grad  # type: ignore[attr-defined]
+            p.grad = main_grad.to(p.dtype) if p.dtype != main_grad.dtype else main_grad
+        return super().epilogue()
+
+    def step(self) -> None:
+        super().step()
+        self.ddp.zero_grad_buffer()
+
+
 CONTESTANTS: dict[str, type[Variant]] = VARIANTS | {
     "no_sync_view_again": NoSyncViewAgain,
     "fsdp2": FSDP2,
@@ -227,6 +285,8 @@ CONTESTANTS: dict[str, type[Variant]] = VARIANTS | {
     "replicate": Replicate,
     "replicate_deferred": ReplicateDeferred,
     "attach_fsdp2": AttachFSDP2,
+    "attach_fsdp2_none": AttachFSDP2None,
+    "attach_fsdp2_gathered": AttachFSDP2Gathered,
     "fabric": Fabric,
     "trainer": Trainer,
     "zero0": DeepSpeedZero0,

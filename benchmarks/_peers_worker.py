@@ -21,9 +21,9 @@ from _work import build_micro_batches, build_model
 from torch._C._profiler import _ExperimentalConfig
 from torch.profiler import ProfilerActivity, profile
 
-from pyengine.cli.bench.windows import variants as stock
-from pyengine.cli.bench.windows.measure import DTYPES, odd_ones
-from pyengine.cli.bench.windows.variants import Variant
+from pyengine.cli.bench import variants as stock
+from pyengine.cli.bench.measure import DTYPES, odd_ones
+from pyengine.cli.bench.variants import Variant
 
 LR = 2.0**20  # at which a parameter after a step of SGD is its gradient, but for 2^-20
 END_LR = 3e-4  # of AdamW, for losses at the end

@@ -11,7 +11,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
-from pyengine.cli.bench.windows import variants
+from pyengine.cli.bench import variants
 
 
 def fit(variant: Any) -> None:

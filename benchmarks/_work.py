@@ -1,5 +1,5 @@
-"""What `bench_peers.py` trains: the models of `bench_step.py` at several sizes, a CNN, and windows of any
-length.
+"""What `bench_peers.py` trains: the models of `python -m pyengine bench` at several sizes, a CNN, and windows
+of any length.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from pyengine.cli.bench.windows.models import GPT, GPT_CONTEXT, GPT_VOCABULARY, Premade, Shape, Small
+from pyengine.cli.bench.models import GPT, GPT_CONTEXT, GPT_VOCABULARY, Premade, Shape, Small
 
 WIDTHS = {"gpt": 384, "gpt-5m": 192, "gpt-26m": 480}  # 17.4, 5.1 and 26 M parameters
 _IMAGE, _CLASSES, _IMAGES = 32, 10, 4

@@ -1,6 +1,6 @@
 """What an audit costs, window by window beside the same loop without one, and whether it ever cries wolf.
 
-    python benchmarks/bench_audit.py --save               # GPT of bench_step: every=1 and every=100
+    python benchmarks/bench_audit.py --save               # the GPT of `bench`: every=1 and every=100
     python benchmarks/bench_audit.py --clean 100000 --save  # clean windows, each checked: alarms counted
 
 Two gloo workers with one thread each. Three engines over models of their own take turns, window by window:
@@ -30,7 +30,7 @@ from torch.nn.parallel import DistributedDataParallel
 import pyengine as pe
 from pyengine.audit.auditor import Auditor
 from pyengine.audit.probe import Probe
-from pyengine.cli.bench.windows.models import MICRO_BATCHES, build
+from pyengine.cli.bench.models import MICRO_BATCHES, build
 from pyengine.cli.machine import card, hold_memory
 from pyengine.comm.launching import launch
 

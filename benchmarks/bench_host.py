@@ -4,14 +4,17 @@ The model is a chain of linear layers of width 8, so that nearly all of the time
 autograd, launches. Variants take turns window by window in the same processes. `control` is `no_sync_view`
 once more: their difference is noise. `floor` is what the collectives of a window cost by hand. With
 --device cuda there is one NCCL rank, and a phase ends when its calls have returned. On the CPU there are two
-gloo ranks of one thread, and each phase includes what it waits for the other rank.
+gloo ranks of one thread, and each phase includes what it waits for the other rank. `making` is the time of a
+constructor alone: of DDP, of an engine, of `attach` to a DDP that is there.
 """
 
 import argparse
 import statistics
 import time
 from collections import defaultdict
+from collections.abc import Sequence
 from contextlib import nullcontext
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -200,9 +203,34 @@ def measure(num_params: int, accumulate: int, rounds: int, device: str) -> dict[
     return {name: _summary(windows[WARM_UP:]) for name, windows in taken.items()}
 
 
-def _summary(windows: list[dict[str, float]]) -> dict[str, float]:
+def measure_making(num_params: int, rounds: int) -> dict[str, dict[str, float]]:
+    """Return min and median milliseconds of a constructor on this rank, of a chain of so many parameters."""
+    torch.set_num_threads(1)
+    taken: dict[str, list[dict[str, float]]] = defaultdict(list)
+    for _ in range(rounds + 1):
+        models = [Raw(num_params, 1, torch.device("cpu")).model for _ in range(4)]
+        ddp = DistributedDataParallel(models[3], gradient_as_bucket_view=True)
+        makers = {
+            "ddp": partial(DistributedDataParallel, models[0], gradient_as_bucket_view=True),
+            "control": partial(DistributedDataParallel, models[1], gradient_as_bucket_view=True),
+            "engine": partial(pe.GradSync, models[2], accumulate=1),
+            "attach": partial(pe.attach, ddp, accumulate=1),
+        }
+        for name, make in makers.items():
+            dist.barrier()
+            start = time.perf_counter()
+            made = make()
+            taken[name].append({"making": time.perf_counter() - start})
+            if isinstance(made, pe.Sync):
+                made.close()
+    return {name: _summary(rows[1:], ("making",)) for name, rows in taken.items()}
+
+
+def _summary(
+    windows: list[dict[str, float]], phases: Sequence[str] = (*PHASES, "window")
+) -> dict[str, float]:
     row = {}
-    for phase in (*PHASES, "window"):
+    for phase in phases:
         values = [1e3 * window[phase] for window in windows]
         row |= {f"{phase}_min_ms": min(values), f"{phase}_p50_ms": statistics.median(values)}
     return row
@@ -230,6 +258,12 @@ def main() -> None:
     parser.add_argument("--save", action="store_true", help="write results/<date>-host[-cuda].json")
     options = parser.parse_args()
     cases = {}
+    if options.device == "cpu":
+        making = pe.launch(measure_making, workers=2, args=(100, options.rounds))[0]
+        cases["making, 100 parameters"] = making
+        for name, row in making.items():
+            times = [f"{row[key]:9.3f} ({row[key] / making['ddp'][key]:5.2f})" for key in row]
+            print(f"making, 100 parameters: {name:14}{' '.join(times)}")
     for num_params in map(int, options.parameters.split(",")):
         for accumulate in map(int, options.accumulate.split(",")):
             case = (num_params, accumulate, options.rounds)

@@ -1,10 +1,18 @@
 """Kernels against torch's expressions of the same work:
 python benchmarks/bench_kernels.py pack exact [--device cuda] [--save].
+
+With `--once FILE` each large case runs once, for a profiler that `gpu.py` starts, and FILE gets their names:
+only what is between `cudaProfilerStart` and `cudaProfilerStop` counts.
 """
 
+import json
+from collections.abc import Sequence
+from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import _cuda
+import torch
 from _harness import (
     Options,
     measure_and_print_yardstick,
@@ -15,14 +23,21 @@ from _harness import (
     save,
     save_cuda,
 )
+from kernels.case import Build, Sizes
+from kernels.measure import OPS, measure, measure_roofs
 
-from pyengine.cli.bench.kernels.measure import OPS, measure, measure_roofs
 from pyengine.cli.machine import card
+
+# In the names of cases: those of many or small tensors, and of other sizes than the large one.
+_OTHERS = ("400", "1000", "MiB")
 
 
 def main() -> None:
     """Measure one case of an op after the other, print the table, and write a result file an op if asked."""
     options = parse_options(__doc__, ops=tuple(OPS))
+    if options.once is not None:
+        run_once(options, options.once)
+        return
     for op in options.ops:
         (_report_cuda if options.sizes.is_cuda else _report_cpu)(op, options)
 
@@ -79,6 +94,32 @@ def _print_targets(rows: list[dict[str, Any]]) -> None:
                 met = "met " if mine["above_floor_us"] <= 10 else "MISS"
                 times = f"{mine['above_floor_us']:6.1f} us, from idle {mine['idle_above_floor_us']:6.1f}"
                 print(f"{met} 10 us above the launch floor: {times}  {row['case']}, {name}")
+
+
+def large(ops: Sequence[str], sizes: Sizes) -> dict[str, Build]:
+    """Return the cases of a few large tensors by name."""
+    builds = {str(build.args[0]): build for op in ops for build in _cuda.cases(op, sizes)}
+    return {name: build for name, build in builds.items() if not any(part in name for part in _OTHERS)}
+
+
+def run_once(options: Options, file: Path) -> None:
+    """Run each large case once, and write their names down in that order."""
+    done: list[str] = []
+    is_cuda = options.sizes.is_cuda
+    for name, build in large(options.ops, options.sizes).items():
+        case = build()
+        if is_cuda:
+            torch.cuda.synchronize()
+        with torch.cuda.profiler.profile() if is_cuda else nullcontext():
+            case.run()
+            if is_cuda:
+                torch.cuda.synchronize()
+        done.append(name)
+        machine = card(1) | (_cuda.machine_card() if is_cuda else {})
+        content = {"machine": machine, "megabytes": options.megabytes, "cases": done}
+        file.write_text(json.dumps(content))  # now: a run that is stopped keeps what it has
+        print(name, flush=True)
+    print(f"{len(done)} cases")
 
 
 if __name__ == "__main__":

@@ -34,7 +34,10 @@ def serve(rank: int, store: str, case: str, variants: Sequence[str]) -> None:
     import torch
     import torch.distributed as dist
 
-    from pyengine.cli.bench.windows.measure import DEVICES, Setting, by_phase
+    try:
+        from pyengine.cli.bench.measure import DEVICES, Setting, by_phase
+    except ModuleNotFoundError:  # BEFORE may be older than that module's place
+        from pyengine.cli.bench.windows.measure import DEVICES, Setting, by_phase
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.FileStore(store, WORLD), rank=rank, world_size=WORLD)
@@ -142,7 +145,9 @@ def main() -> None:
     parser.add_argument("before", type=Path, help="the other checkout")
     parser.add_argument("--after", type=Path, default=AFTER, help="this one, if not given")
     parser.add_argument(
-        "--case", action="append", help="model:dtype:micro-batches, as bench_step.py has them"
+        "--case",
+        action="append",
+        help="model:dtype:micro-batches, a model of `python -m pyengine bench`",
     )
     parser.add_argument("--variants", default="floor,no_sync_view,engine,engine_bf16,attach")
     parser.add_argument("--starts", type=int, default=3)

@@ -1,127 +1,176 @@
-"""Whole windows on CUDA devices, a rank a device over NCCL, and how the host drives them.
+"""Whole windows on CUDA devices, a rank a device over NCCL: as the host launches them, and as one CUDA graph.
 
-    python benchmarks/bench_windows.py gpt124:bf16:8 [--out FILE]
+    python benchmarks/bench_windows.py gpt124:bf16:8 small:fp32:8 [--save]
 
-Window times are those of `python -m pyengine bench step --device cuda`. Further windows of each variant
-measure milliseconds until the host has launched a window of an idle device (`host`), kernels
-launched, copies and fills, and waits for the device, as the profiler counts them, and the largest memory
-(`peak`).
+A case is model, dtype and micro-batches. All contestants take turns window by window in the same processes;
+`control` is the captured floor once more: their difference is noise. `window` is the time of a window that
+the host launches behind another one, `host` that until it has launched one while the device is idle. Further
+windows tell the kernels that are launched, copies and fills, and waits for the device, as the profiler counts
+them, and the largest memory (`peak`). Windows are captured on a single rank only.
 """
 
 from __future__ import annotations
 
 import argparse
-import gc
+import datetime
+import itertools
 import json
 import re
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import _cuda
 import torch
+import torch.distributed as dist
 from _by_hand import ByHand
-from table import tables
+from _harness import RESULTS, save
+from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from pyengine.cli.bench.windows.device import DEVICES, Processor
-from pyengine.cli.bench.windows.measure import Outcome, Setting, measure, merged, rows
-from pyengine.cli.bench.windows.variants import VARIANTS, Variant
+from pyengine.cli.bench.device import DEVICES, Processor
+from pyengine.cli.bench.measure import Setting, odd_ones
+from pyengine.cli.bench.variants import MAX_NORM, VARIANTS, Engine, Variant
 from pyengine.cli.machine import card
 from pyengine.comm.launching import launch
 
 VARIANTS["by_hand"] = ByHand
-# The most telling first.
 DEFAULT = "engine,no_sync_view,engine_bf16,attach,no_sync_bf16,accelerate,floor,by_hand"
-_TIMEOUT_S = 90.0
+CAPTURED = ("floor", "no_sync_view", "engine", "attach", "by_hand")
+COLUMNS = ("window_p50_ms", "window_min_ms", "host_p50_ms", "host_min_ms", "launches", "waits", "peak_mb")
+_WARM_UP = 11  # windows that torch asks for before DDP is captured
 
 Run = Callable[[], object]
+Row = dict[str, Any]
 
 
 def main() -> None:
-    """Measure, print the tables, and write the result file if asked."""
+    """Measure, print and save, case by case."""
     options = _options()
-    model, dtype, micro_batches = options.case.split(":")
-    names = tuple(options.variants.split(","))
-    setting = Setting(
-        model, dtype, names, options.rounds, device=options.device, micro_batches=int(micro_batches)
-    )
-    found = rows(merged(launch(_times, workers=options.world, args=(setting,))))
-    names = [name for name, row in found.items() if "failed" not in row]
-    for name, row in figures(setting, names, options.world).items():
-        found[name] |= row
     machine = card(1, options.device) | (_cuda.machine_card() if options.device == "cuda" else {})
     machine |= {"ranks": options.world, "network": "NCCL" if options.device == "cuda" else "loopback"}
-    content = {"machine": machine, "options": vars(options) | {"out": None}, "cases": {setting.name: found}}
-    for table in tables(content):
-        print("", *table, sep="\n")
-    if options.out:
-        options.out.write_text(json.dumps(content, indent=2) + "\n")
+    cases = _saved(machine) if options.save else {}
+    for case in options.cases:
+        model, dtype, micro_batches = case.split(":")
+        names = tuple(options.variants.split(","))
+        setting = Setting(
+            model, dtype, names, options.rounds, device=options.device, micro_batches=int(micro_batches)
+        )
+        ranks = launch(measure, workers=options.world, args=(setting,))
+        cases[case] = {name: _slowest([rank[name] for rank in ranks]) for name in ranks[0]}
+        _print(case, cases[case])
+        if options.save:  # now: a run that is stopped keeps what it has
+            content = {"machine": machine, "options": vars(options), "cases": cases}
+            print("wrote", save("windows-cuda", content), flush=True)
 
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("case", help="model:dtype:micro-batches")
+    parser.add_argument("cases", nargs="+", help="model:dtype:micro-batches")
     parser.add_argument("--variants", default=DEFAULT)
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--device", choices=tuple(DEVICES), default="cuda")
     parser.add_argument("--world", type=int, help="ranks (default: one a device)")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="write a result file")
+    parser.add_argument("--save", action="store_true", help="write results/<date>-windows-cuda.json")
     options = parser.parse_args()
     options.world = options.world or max(1, torch.cuda.device_count())
     return options
 
 
-def _times(setting: Setting) -> Outcome:
-    return measure(setting, lambda done: None)
+def _saved(machine: Row) -> dict[str, Any]:
+    """Return the cases of today's result file, if it is of this machine."""
+    path = RESULTS / f"{datetime.date.today()}-windows-cuda.json"
+    content = json.loads(path.read_text()) if path.exists() else {"machine": None}
+    return content["cases"] if content["machine"] == machine else {}
 
 
-# ---- in further windows ----
+def _slowest(rows: list[Row]) -> Row:
+    """Return the largest of each figure on any rank."""
+    return {key: max(row[key] for row in rows) for key in rows[0]}
 
 
-def figures(setting: Setting, names: Sequence[str], world: int) -> dict[str, dict[str, Any]]:
-    """Return the figures of variants beside their times: the largest of all ranks, or why there are none."""
-    try:
-        ranks = launch(counts, workers=world, args=(setting, tuple(names)), timeout_s=_TIMEOUT_S)
-    except (RuntimeError, TimeoutError) as error:
-        why = str(error).strip().splitlines()[-1]
-        return {name: {"not_counted": why} for name in names}
-    return {name: {key: max(rank[name][key] for rank in ranks) for key in ranks[0][name]} for name in names}
-
-
-def counts(setting: Setting, names: Sequence[str]) -> dict[str, dict[str, float]]:
-    """Return each variant's host time of a window and, on CUDA, its memory and calls, on this rank."""
+def measure(setting: Setting) -> dict[str, Row]:
+    """Return the figures of each variant on this rank, eager and captured, or why it was not captured."""
     device = DEVICES[setting.device]()
+    found: dict[str, Row] = {}
     with device.entered():
-        return {name: _count(setting, name, device) for name in names}
-
-
-def _count(setting: Setting, name: str, device: Processor) -> dict[str, float]:
-    gc.collect()
-    held = torch.cuda.memory_allocated() if setting.device == "cuda" else 0  # by earlier variants
-    variant = setting.make(name, device)
-    for _ in range(2):
-        variant.marks(lambda: None)
-    device.synchronize()
-    taken = [time_window(lambda: variant.marks(lambda: None), device)[1] for _ in range(setting.rounds)]
-    found: dict[str, float] = {"host_p50_ms": statistics.median(taken) * 1e3}
-    if setting.device == "cuda":
-        torch.cuda.reset_peak_memory_stats()
-        variant.marks(lambda: None)
-        device.synchronize()
-        found["peak_mb"] = (torch.cuda.max_memory_allocated() - held) / 2**20
-        found |= launches(_calls(variant, device))
+        runs: dict[str, Run] = {}
+        variants: dict[str, Variant] = {}
+        for name in setting.variants:
+            variants[name], memory = _with_memory(partial(warm, setting, name, device), setting.device)
+            runs[name] = variants[name].window
+            found[name] = memory
+        if odd := odd_ones(variants, None):
+            raise RuntimeError(next(iter(odd.values())))
+        for name in CAPTURED if dist.get_world_size() == 1 else ():
+            if name in variants:
+                try:
+                    runs[f"{name}, captured"] = captured(setting, name, device)
+                except (RuntimeError, ValueError) as error:
+                    found[f"{name}, captured"] = {"failed": str(error).strip().splitlines()[0]}
+        if "floor, captured" in runs:
+            runs["control"] = runs["floor, captured"]
+        for name, times in _in_turn(runs, setting.rounds, device).items():
+            found[name] = found.get(name, {}) | times
+        if setting.device == "cuda":
+            for name, run in runs.items():
+                found[name] |= launches(_calls(run, device))
     return found
 
 
-def _calls(variant: Variant, device: Processor) -> Counter[str]:
+def _with_memory(make: Callable[[], Variant], device: str) -> tuple[Variant, Row]:
+    """Make a variant; return it with the most memory that it has held."""
+    if device == "cpu":
+        return make(), {}
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    variant = make()
+    return variant, {"peak_mb": (torch.cuda.max_memory_allocated() - before) / 2**20}
+
+
+def _in_turn(runs: Mapping[str, Run], rounds: int, device: Processor) -> dict[str, Row]:
+    """Time a window of each in every round; none always follows the same one."""
+    times: dict[str, list[tuple[float, float]]] = {name: [] for name in runs}
+    names = list(runs)
+    for number in range(rounds):
+        turn = number % len(names)
+        for name in names[turn:] + names[:turn]:
+            times[name].append(time_window(runs[name], device))
+    return {name: _summary(taken) for name, taken in times.items()}
+
+
+def _summary(taken: list[tuple[float, float]]) -> Row:
+    row: Row = {}
+    for key, values in zip(("window", "host"), zip(*taken, strict=True), strict=True):
+        row |= {f"{key}_min_ms": 1e3 * min(values), f"{key}_p50_ms": 1e3 * statistics.median(values)}
+    return row
+
+
+def time_window(window: Run, device: Processor) -> tuple[float, float]:
+    """Return the seconds of a window on the device and on the host.
+
+    The host's is that of a first window, which finds the device idle and has nothing to wait for; the
+    device's that of a second one, which the host has launched behind it.
+    """
+    device.synchronize()
+    start = time.perf_counter()
+    window()
+    host = time.perf_counter() - start
+    begin = device.now()
+    window()
+    end = device.now()
+    device.synchronize()
+    return device.seconds(begin, end), host
+
+
+def _calls(run: Run, device: Processor) -> Counter[str]:
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
-        variant.marks(lambda: None)
+        run()
         device.synchronize()
     return Counter({each.key: each.count for each in profiler.key_averages()})
 
@@ -140,21 +189,99 @@ def launches(calls: Mapping[str, int]) -> dict[str, int]:
     }
 
 
-def time_window(window: Run, device: Processor) -> tuple[float, float]:
-    """Return the seconds of a window on the device and on the host.
+def warm(setting: Setting, name: str, device: Processor, *, windows: int = 3) -> Variant:
+    """Return a variant that has trained so many windows."""
+    variant = setting.make(name, device)
+    for group in variant.optimizer.param_groups:
+        group["capturable"] = windows == _WARM_UP
+    for _ in range(windows):
+        variant.window()
+    device.synchronize()
+    return variant
 
-    The host's is that of a first window, which finds the device idle and has nothing to wait for; the
-    device's that of a second one, which the host has launched behind it.
+
+# ---- as a CUDA graph ----
+
+
+def captured(setting: Setting, name: str, device: Processor) -> Run:
+    """Return a call that trains a window of a variant by its graph.
+
+    Raises:
+        RuntimeError, ValueError: a window cannot be captured, or its replays do not train.
     """
-    device.synchronize()
-    start = time.perf_counter()
-    window()
-    host = time.perf_counter() - start
-    begin = device.now()
-    window()
-    end = device.now()
-    device.synchronize()
-    return device.seconds(begin, end), host
+    if setting.device == "cpu":
+        return _checked(warm(setting, name, device, windows=_WARM_UP), lambda run: capture(run, "cpu"))
+    stream = torch.cuda.Stream()  # of the default one a graph captures nothing
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        variant = warm(setting, name, device, windows=_WARM_UP)
+        replay = _checked(variant, lambda run: capture(run, setting.device))
+    torch.cuda.current_stream().wait_stream(stream)
+    return replay
+
+
+def capture(run: Run, device: str) -> Run:
+    """Capture a call as a graph; return the call that replays it."""
+    if device == "cpu":
+        raise RuntimeError("a CUDA graph needs a CUDA device")
+    graph = torch.cuda.CUDAGraph()
+    # "thread_local": NCCL's watchdog queries events from a thread of its own meanwhile.
+    with torch.cuda.graph(graph, stream=torch.cuda.current_stream(), capture_error_mode="thread_local"):
+        run()
+    return graph.replay
+
+
+def _checked(variant: Variant, capture: Callable[[Run], Run]) -> Run:
+    """Capture a variant's window; see that a replay trains."""
+    replay = _engine_windows(variant) if isinstance(variant, Engine) else capture(variant.window)
+    before = [parameter.detach().clone() for parameter in variant.model.parameters()]
+    replay()
+    pairs = zip(variant.model.parameters(), before, strict=True)
+    has_moved = any(not bool((parameter == old).all()) for parameter, old in pairs)
+    norm = float(variant.grad_norm)
+    if not (has_moved and 0 < norm < float("inf")):
+        raise RuntimeError(
+            f"the window was captured, and a replay does not train: gradient norm {norm:g}, parameters "
+            f"{'changed' if has_moved else 'unchanged'}"
+        )
+
+    return partial(_run, replay, variant)
+
+
+def _run(replay: Run, variant: Variant) -> None:
+    """Run a graph, and keep alive what it writes to."""
+    del variant
+    replay()
+
+
+def _engine_windows(variant: Engine) -> Run:
+    """Return a call that trains a window of an engine by its graph."""
+    sync = variant.sync
+
+    def train_window(batches: list[Tensor]) -> None:
+        for x in batches:
+            sync.backward(variant.forward(x))
+        variant.grad_norm = sync.clip_grad_norm_(MAX_NORM)
+        sync.step(variant.optimizer)
+
+    step = sync.capture(train_window)
+    windows = sync.windows(itertools.cycle(variant.micro_batches))
+
+    def train() -> None:
+        step(next(windows))
+
+    for _ in range(_WARM_UP + 1):
+        train()
+    if not step.num_captured:
+        raise RuntimeError("; ".join(step.problems))
+    return train
+
+
+def _print(case: str, found: Mapping[str, Row]) -> None:
+    print(case, f"{'':28}" + "".join(f"{name:>15}" for name in COLUMNS), sep="\n")
+    for name, row in found.items():
+        cells = row.get("failed") or "".join(f"{row.get(key, float('nan')):15.2f}" for key in COLUMNS)
+        print(f"{name:28}{cells}", flush=True)
 
 
 if __name__ == "__main__":

@@ -43,7 +43,8 @@ CASES = (
     *("gpt124-long:fp32:8", "gpt124:bf16:8", "small:fp32:8", "gpt124-short:bf16:8", "gpt124:fp32:8"),
     *("gpt124:fp16:8", "small:bf16:8", "gpt124:bf16:1", "small:fp32:1", "gpt124:fp32:1"),
 )
-STEMS = ("accumulate", "unscale_norm", "pack", "exact", "chain", "codec")
+COUNTED = ("accumulate", "unscale_norm", "pack", "exact", "codec")  # a case launches one kernel
+STEMS = (*COUNTED, "chain")
 TOOLS = ("memcheck", "racecheck")
 # Every kernel over lists short and long, in about twenty tests: each tensor is an allocation there.
 SANITIZED = (
@@ -89,11 +90,10 @@ def steps(*, is_dry: bool = False) -> dict[str, list[Task]]:
     A rehearsal runs one of those that are alike, and measures all ops in one process.
     """
     cases, tools = (CASES[:1], TOOLS[:1]) if is_dry else (CASES, TOOLS)
-    ops = tuple(stem for stem in STEMS if stem != "chain")
     return {
         "tests": _tests(),
-        "kernels": [_kernels("chain"), _kernels(*ops)] if is_dry else [_kernels(stem) for stem in STEMS],
-        "host": [_host(), _captured()],
+        "kernels": [_kernels(*STEMS)] if is_dry else [_kernels(stem) for stem in STEMS],
+        "host": [_host()],
         "windows": [_windows(case) for case in cases],
         "counters": [_counters()],
         "sanitize": [_sanitizer(tool) for tool in tools],
@@ -132,8 +132,7 @@ def _collect(run: Sequence[str]) -> list[str]:
 
 
 def _kernels(*stems: str) -> Task:
-    named = ["bench_chain.py"] if stems == ("chain",) else ["bench_kernels.py", *stems]
-    script = [PYTHON, f"benchmarks/{named[0]}", *named[1:], "--device"]
+    script = [PYTHON, "benchmarks/bench_kernels.py", *stems, "--device"]
     run = [*script, "cuda", "--seconds", SECONDS_A_CASE, "--save"]
     dry = [*script, "cpu", "--seconds", "0.001", "--megabytes", "1"]
     return Task("-".join(stems), run, dry, 120, tell=_targets_told)
@@ -145,33 +144,25 @@ def _host() -> Task:
     return Task("host", [*script, "cuda", "--rounds", "20", "--save"], dry, 300)
 
 
-def _captured() -> Task:
-    script = [PYTHON, "benchmarks/bench_captured.py", "--device"]
-    dry = [*script, "cpu", "--cases", "small0:fp32", "--variants", "engine,by_hand", "--rounds", "1"]
-    return Task("captured", [*script, "cuda", "--save"], dry, 240)
-
-
 def _windows(case: str) -> Task:
     model, dtype, _ = case.split(":")
-    more = ["--out", str(LOGS / f"step-{case.replace(':', '-')}.json")]
     # A window of 1000 small parameters takes half a second of the host's.
     few = ["--rounds", "3", "--variants", "engine,no_sync_view,attach,by_hand"] if model == "small" else []
     if model == "gpt124-long":  # each variant is compiled
         few = ["--variants", "engine,no_sync_view,attach,floor,by_hand"]
     script = [PYTHON, "benchmarks/bench_windows.py"]
     tiny = [f"small0:{dtype}:1", "--device", "cpu", "--rounds", "3", "--world", "1"]
-    variants = ["--variants", "engine,no_sync_view,by_hand"]
-    dry = [*script, *tiny, *variants, *more]
-    return Task(case, [*script, case, *few, *more], dry, 150, then=merge_windows)
+    dry = [*script, *tiny, "--variants", "engine,no_sync_view,by_hand"]
+    return Task(case, [*script, case, *few, "--save"], dry, 200)
 
 
 def _counters() -> Task:
-    script = [PYTHON, "benchmarks/bench_counters.py", "--device"]
+    script = [PYTHON, "benchmarks/bench_kernels.py", *COUNTED, "--once", str(LOGS / "cases.json"), "--device"]
     ncu = ["ncu", "--csv", "--metrics", ",".join(METRICS), "--print-units", "base", "--clock-control", "none"]
     ncu += ["--profile-from-start", "off", "--target-processes", "all", "--kernel-name", KERNELS]
     ncu += ["--log-file", str(LOGS / "ncu.csv")]
-    run = [*ncu, *script, "cuda", "--megabytes", "512", "--cases", str(LOGS / "cases.json")]
-    dry = [*script, "cpu", "--megabytes", "1", "--cases", str(LOGS / "cases.json")]
+    run = [*ncu, *script, "cuda", "--megabytes", "512"]  # 2^27 elements of float32
+    dry = [*script, "cpu", "--megabytes", "1"]
     return Task("ncu", run, dry, 420, then=save_counters)
 
 
@@ -210,27 +201,6 @@ def _targets_told(log: str) -> tuple[str, bool]:
 # ---- result files ----
 
 
-def _dated(name: str) -> Path:
-    return RESULTS / f"{datetime.date.today()}-{name}.json"
-
-
-def _save(name: str, content: dict) -> None:
-    RESULTS.mkdir(exist_ok=True)
-    _dated(name).write_text(json.dumps(content, indent=2) + "\n")
-
-
-def merge_windows() -> None:
-    """Write the windows of all cases so far into one result file, beside what today's has already."""
-    files = [json.loads(path.read_text()) for path in sorted(LOGS.glob("step-*.json"))]
-    files = [content for content in files if content["machine"].get("gpu")]  # no rehearsal
-    if files:
-        before = _dated("step-cuda")
-        if before.exists() and (old := json.loads(before.read_text()))["machine"] == files[0]["machine"]:
-            files.insert(0, old)
-        cases = {name: rows for content in files for name, rows in content["cases"].items()}
-        _save("step-cuda", {"machine": files[0]["machine"], "options": files[-1]["options"], "cases": cases})
-
-
 def save_counters() -> None:
     """Write what ncu has counted into a result file."""
     path, cases = LOGS / "ncu.csv", LOGS / "cases.json"
@@ -240,7 +210,8 @@ def save_counters() -> None:
         names = content.pop("cases")
         if len(names) == len(rows):  # else some case has launched more than one kernel
             rows = [{"case": name} | row for name, row in zip(names, rows, strict=True)]
-        _save("counters-cuda", content | {"launches": rows})
+        file = RESULTS / f"{datetime.date.today()}-counters-cuda.json"
+        file.write_text(json.dumps(content | {"launches": rows}, indent=2) + "\n")
 
 
 def counters(text: str) -> list[dict[str, str | float]]:

@@ -81,7 +81,7 @@ _COMMANDS: dict[str, tuple[str, Any]] = {
     "verify": ("train on several world sizes and check that the runs are bitwise identical", verify),
     "plan": ("show how a global batch is split over numbers of workers", plan),
     "study": ("train over numbers of workers and batch sizes, and report the speed-up", study),
-    "bench": ("time kernels and whole windows against plain PyTorch and DDP", bench),
+    "bench": ("time whole windows beside plain DDP and Accelerate", bench),
     "doctor": ("check this machine and installation, and suggest remedies", doctor),
 }
 

@@ -1,4 +1,4 @@
-"""`python -m pyengine bench`, as a user runs it, with small sizes; and that wrong contestants stop it."""
+"""`python -m pyengine bench`, as a user runs it, and the scripts of benchmarks/, with small sizes."""
 
 from __future__ import annotations
 
@@ -18,18 +18,17 @@ from pyengine.cli.main import main
 from pyengine.ops.plan import BucketPlan
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-SMALL = ("--ops", "pack", "--seconds", "0.01", "--megabytes", "1")
 STEP = ("--model", "small0", "--variants", "floor,no_sync,engine", "--rounds", "3")
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory):
-    """Run both parts on two workers; return the JSON lines and the result file."""
+def lines(tmp_path_factory):
+    """Measure on two workers; return the JSON lines."""
     out = tmp_path_factory.mktemp("bench") / "result.json"
-    arguments = [*STEP, *SMALL, "--json", "--out", str(out)]
-    done = forked.python("-m", "pyengine", "bench", *arguments, cwd=out.parent)
+    done = forked.python("-m", "pyengine", "bench", *STEP, "--json", "--out", str(out), cwd=out.parent)
     assert done.returncode == 0, done.stderr
-    return [json.loads(line) for line in done.stdout.splitlines()], out
+    assert list(json.loads(out.read_text())["cases"]) == ["small0:fp32"]
+    return [json.loads(line) for line in done.stdout.splitlines()]
 
 
 def events(lines: list[dict[str, Any]], name: str) -> list[dict[str, Any]]:
@@ -41,15 +40,13 @@ def times(*windows_s: float) -> list[dict[str, float]]:
 
 
 @pytest.mark.slow
-def test_json_has_variants_rounds_progress_kernels_and_a_conclusion(saved):
-    lines = events(saved[0], "variant")
-    assert [line["variant"] for line in lines] == ["floor", "no_sync", "engine"]
-    assert all(line["window_min_ms"] == min(line["windows_ms"]) for line in lines)
-    assert lines[0]["sync_p50_ms"] == 0
-    kernels = events(saved[0], "kernel")
-    assert {line["part"] for line in events(saved[0], "progress")} == {"kernels", "windows, small0:fp32"}
-    assert len(kernels) == 11 and all(line["times_roof"] > 0 for line in kernels)
-    (conclusion,) = events(saved[0], "conclusion")
+def test_json_has_variants_rounds_progress_and_a_conclusion(lines):
+    variants = events(lines, "variant")
+    assert [line["variant"] for line in variants] == ["floor", "no_sync", "engine"]
+    assert all(line["window_min_ms"] == min(line["windows_ms"]) for line in variants)
+    assert variants[0]["sync_p50_ms"] == 0
+    assert {line["case"] for line in events(lines, "progress")} == {"windows, small0:fp32"}
+    (conclusion,) = events(lines, "conclusion")
     assert any("GradSync" in sentence for sentence in conclusion["sentences"])
 
 
@@ -60,45 +57,16 @@ def run_script(name: str, *arguments: str) -> None:
         runpy.run_path(str(BENCHMARKS / name), run_name="__main__")
 
 
-@pytest.mark.slow
-def test_table_py_reads_the_result_file(saved, capsys):
-    run_script("table.py", str(saved[1]))
+KERNELS = ("bench_kernels.py", "pack", "--seconds", "0.001", "--megabytes", "1")
+
+
+def test_kernels_are_timed_beside_torch_and_the_memory(capsys):
+    run_script(*KERNELS)
     shown = capsys.readouterr().out
-    assert "| no_sync |" in shown and "| pack bf16 -> bf16, 8 tensors |" in shown
+    assert "x roof" in shown and "pack bf16 -> bf16, 8 tensors" in shown
 
 
-ROW = {"window_p50_ms": 12.3456, "host_p50_ms": 3.21, "launches": 1200, "no_graph": "a reason"}
-FILES = {
-    "rows with names": (
-        {"rows": {"fixed": {"p50_ms": 1.5, "shares": [6, 6]}}},
-        ["|  | p50_ms | shares |\n|---|---:|---:|\n| fixed | 1.5 | [6, 6] |"],
-    ),
-    "windows of a device": (
-        {"cases": {"gpt124:bf16": {"engine": {"failed": "it broke"}, "attach": ROW}}},
-        [
-            "| attach | 12.35 | 3.21 | 1200 |  |  |  |  | a reason |",
-            "| engine |  |  |  |  |  |  |  | it broke |",
-        ],
-    ),
-}
-
-
-@pytest.mark.parametrize(("content", "lines"), FILES.values(), ids=FILES)
-def test_table_py_shows_what_a_file_has(tmp_path, capsys, content, lines):
-    (tmp_path / "result.json").write_text(json.dumps({"machine": {}} | content))
-    run_script("table.py", str(tmp_path / "result.json"))
-    shown = capsys.readouterr().out
-    assert all(line in shown for line in lines)
-
-
-def test_kernels_get_a_table_and_leave_no_thread_setting_behind(capsys):
-    assert main(["bench", "kernels", *SMALL]) == 0
-    shown = capsys.readouterr().out
-    assert "x roof" in shown and "Kernels: over 11 cases" in shown
-    assert "windows" not in shown
-
-
-def test_kernels_that_disagree_with_torch_stop_the_run(capsys, monkeypatch):
+def test_kernels_that_disagree_with_torch_stop_the_run(monkeypatch):
     right = BucketPlan.pack_
 
     def wrong(plan, flat, *arguments):
@@ -106,19 +74,19 @@ def test_kernels_that_disagree_with_torch_stop_the_run(capsys, monkeypatch):
         flat[-1] += 1
 
     monkeypatch.setattr(BucketPlan, "pack_", wrong)
-    assert main(["bench", "kernels", *SMALL]) == 1
-    assert "pack fp32 -> fp32, 8 tensors: pyengine and torch compute different values" in (
-        capsys.readouterr().err
-    )
+    with pytest.raises(RuntimeError, match="pack fp32 -> fp32, 8 tensors: pyengine and torch compute diff"):
+        run_script(*KERNELS)
 
 
 def test_a_failing_worker_ends_the_run_and_what_was_measured_before_is_kept(tmp_path, capfd, monkeypatch):
-    monkeypatch.setattr(bench, "launch", mock.Mock(side_effect=RuntimeError("worker 1 of 2 failed")))
+    alone = bench.measure.Outcome({"engine": times(1.0, 1.0, 1.0)})
+    answers = [[alone], RuntimeError("worker 1 of 2 failed")]
+    monkeypatch.setattr(bench, "launch", mock.Mock(side_effect=answers))
     out = tmp_path / "mine.json"
-    assert main(["bench", *SMALL, *STEP, "--out", str(out)]) == 1
-    assert len(json.loads(out.read_text())["rows"]) == 11
+    assert main(["bench", "--model", "gpt,small0", "--variants", "engine", "--out", str(out)]) == 1
+    assert list(json.loads(out.read_text())["cases"]) == ["gpt:fp32"]
     printed = capfd.readouterr()
-    assert "Kernels: over 11 cases" in printed.out
+    assert "windows, gpt:fp32" in printed.out
     assert printed.err == "worker 1 of 2 failed\n"
 
 
@@ -158,25 +126,16 @@ def test_a_script_shows_its_arguments(script, capsys):
     assert f"usage: {script}" in capsys.readouterr().out
 
 
-def test_a_single_variant_has_a_result_file_too(monkeypatch, capsys, tmp_path):
-    alone = bench.windows.Outcome({"engine": times(1.0, 1.0, 1.0)})
-    monkeypatch.setattr(bench, "launch", lambda *_, **__: [alone])
-    out = tmp_path / "mine.json"
-    assert main(["bench", "step", "--variants", "engine", "--out", str(out)]) == 0
-    assert list(json.loads(out.read_text())["cases"]["gpt:fp32"]) == ["engine"]
-    assert f"wrote {out}" in capsys.readouterr().out
-
-
 def test_a_result_file_that_cannot_be_written_leaves_what_was_printed(monkeypatch, capsys, tmp_path):
     out = tmp_path / "results" / "result.json"
     out.parent.mkdir()
 
-    def measured(kernels, report):
+    def launch(*_: Any, **__: Any) -> list[bench.measure.Outcome]:
         out.parent.rmdir()  # meanwhile
-        return {"rows": []}, ["all is fast"]
+        return [bench.measure.Outcome({"engine": times(1.0, 1.0, 1.0)})]
 
-    monkeypatch.setattr(bench, "_kernels", measured)
-    assert main(["bench", "kernels", *SMALL, "--json", "--out", str(out)]) == 1
+    monkeypatch.setattr(bench, "launch", launch)
+    assert main(["bench", "--variants", "engine", "--json", "--out", str(out)]) == 1
     printed = capsys.readouterr()
-    assert '"sentences": ["all is fast"], "out": null' in printed.out
+    assert '"variant": "engine"' in printed.out and '"out": null' in printed.out
     assert printed.err.startswith(f"cannot write {out} (No such file or directory)")

@@ -1,4 +1,4 @@
-"""Windows of `bench step`: every variant, failures, and `--device cuda` over a mock of torch.cuda."""
+"""Windows of `bench`: every variant, failures, and `--device cuda` over a mock of torch.cuda."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from pyengine.cli.bench import arguments as bench_arguments
+from pyengine.cli.bench import device as devices
+from pyengine.cli.bench import measure as windows
+from pyengine.cli.bench import models
+from pyengine.cli.bench.device import Cuda
 from pyengine.cli.bench.report import Report
-from pyengine.cli.bench.windows import device as devices
-from pyengine.cli.bench.windows import measure as windows
-from pyengine.cli.bench.windows import models
-from pyengine.cli.bench.windows.device import Cuda
-from pyengine.cli.bench.windows.variants import PHASES, VARIANTS, Floor, NoSync
+from pyengine.cli.bench.variants import PHASES, VARIANTS, Floor, NoSync
 from pyengine.cli.main import build_parser, main
 
 TINY = models.Shape(width=8, layers=1, heads=2, vocabulary=16, context=4)
@@ -176,21 +176,20 @@ def test_fp16_keeps_parameters_in_fp32_and_computes_in_fp16():
 # ---- the command ----
 
 
-def on_cuda(*arguments: str, devices: int = 2) -> bench_arguments.Steps:
+def on_cuda(*arguments: str, devices: int = 2) -> bench_arguments.Settings:
     with (
         mock.patch("torch.cuda.is_available", lambda: True),
         mock.patch("torch.cuda.device_count", lambda: devices),
         mock.patch("pyengine.cli.bench.arguments.find_spec", lambda name: name),
     ):
-        options = build_parser().parse_args(["bench", "step", "--device", "cuda", *arguments])
-        steps = bench_arguments.settings(options).steps
-    assert steps is not None
-    return steps
+        options = build_parser().parse_args(["bench", "--device", "cuda", *arguments])
+        return bench_arguments.settings(options)
 
 
 def test_on_cuda_there_is_a_rank_a_device():
-    steps = on_cuda("--accumulate", "1", "--model", "gpt124", "--dtype", "fp16")
-    assert (steps.workers, steps.setting.name, steps.setting.device) == (2, "gpt124:fp16:1", "cuda")
+    settings = on_cuda("--accumulate", "1", "--model", "gpt124", "--dtype", "fp16")
+    (case,) = settings.cases
+    assert (settings.workers, case.name, case.device) == (2, "gpt124:fp16:1", "cuda")
 
 
 def test_more_ranks_than_devices_are_refused_by_name(capsys):
@@ -199,7 +198,7 @@ def test_more_ranks_than_devices_are_refused_by_name(capsys):
         mock.patch("torch.cuda.device_count", lambda: 1),
         pytest.raises(SystemExit),
     ):
-        main(["bench", "step", "--device", "cuda", "--workers", "2"])
+        main(["bench", "--device", "cuda", "--workers", "2"])
     assert "argument --workers: got 2 with --device cuda, and NCCL needs a device each" in (
         capsys.readouterr().err
     )

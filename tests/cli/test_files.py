@@ -179,11 +179,11 @@ def test_the_log_of_a_run_takes_the_place_of_a_link(folder, victim):
 
 def test_the_result_of_a_benchmark_takes_the_place_of_a_link(folder, victim, monkeypatch):
     out = folder / "result.json"
-    made = bench_settings(build_parser().parse_args(["bench", "kernels", "--out", str(out)]))
+    made = bench_settings(build_parser().parse_args(["bench", "--out", str(out)]))
     out.symlink_to(victim)  # behind the check
-    monkeypatch.setattr(bench_run, "_kernels", lambda *_: ({"rows": []}, []))
+    monkeypatch.setattr(bench_run, "launch", lambda *_, **__: [bench_run.measure.Outcome()])
     assert bench_run.run(made) == 0
-    assert json.loads(out.read_text())["rows"] == []
+    assert json.loads(out.read_text())["cases"] == {"gpt:fp32": {}}
 
 
 def test_the_plot_beside_a_trace_takes_the_place_of_a_link(folder, victim, monkeypatch):

@@ -16,9 +16,8 @@ from unittest import mock
 
 import pytest
 
-from pyengine.cli.bench.kernels.case import Sizes
-from pyengine.cli.bench.windows import measure as windows
-from pyengine.cli.bench.windows import models
+from pyengine.cli.bench import measure as windows
+from pyengine.cli.bench import models
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "benchmarks" / "gpu.py"
@@ -72,7 +71,7 @@ def test_every_window_that_is_asked_for_is_an_argument_of_its_script(gpu, monkey
     assert len(found) == 2 * len(gpu.CASES)
     for arguments in found:
         monkeypatch.setattr(sys, "argv", ["bench_windows.py", *arguments])
-        model, dtype, micro_batches = script._options().case.split(":")
+        model, dtype, micro_batches = script._options().cases[0].split(":")
         assert model in models.MODELS and dtype in windows.DTYPES and int(micro_batches)
 
 
@@ -166,17 +165,6 @@ def test_counters_are_saved_by_case(gpu, run):
     assert found["launches"] == [pack | {"gpu__time_duration.sum": 1250.0, "lts__throughput": 81.5}, unpack]
 
 
-def test_windows_of_all_cases_come_into_one_file_and_rehearsals_do_not(gpu, run):
-    old = {"machine": {"gpu": "H"}, "options": {}, "cases": {"earlier": {}, "a": {}}}
-    gpu._save("step-cuda", old)
-    for name, card in (("a", {"gpu": "H"}), ("b", {"gpu": "H"}), ("c", {})):
-        content = {"machine": card, "options": {}, "cases": {name: {"engine": {}}}}
-        (gpu.LOGS / f"step-{name}.json").write_text(json.dumps(content))
-    gpu.merge_windows()
-    (path,) = gpu.RESULTS.glob("*-step-cuda.json")
-    assert list(json.loads(path.read_text())["cases"]) == ["earlier", "a", "b"]
-
-
 # ---- what the profiler looks into ----
 
 
@@ -187,8 +175,9 @@ def test_the_profiler_is_told_of_every_kernel_of_ours(gpu):
     assert len(kernels) > 10 and all(re.match(pattern, kernel) for kernel in kernels)
 
 
-def test_each_op_has_a_large_case_for_the_profiler():
-    names = list(load("bench_counters").large(Sizes(1, "cuda")))
+def test_each_op_has_a_large_case_for_the_profiler(gpu):
+    script = load("bench_kernels")
+    names = list(script.large(gpu.COUNTED, script.Sizes(1, "cuda")))
     for part in ("pack fp32", "unpack", "acc +=", "wire =", "check+norm bf16", "deposit", "align", "encode"):
         assert any(part in name for name in names), part
     assert not any("1000" in name or "400" in name for name in names)
@@ -202,7 +191,7 @@ TINY = models.Shape(width=8, layers=1, heads=2, vocabulary=16, context=4)
 
 def captured(replay_works: bool) -> str:
     """Capture by running once more; the replays run again, or do nothing."""
-    script = load("bench_captured")
+    script = load("bench_windows")
 
     def capture(run: Any, device: str) -> Any:
         run()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 import pyengine as pe
-from pyengine.cli.bench.windows.variants import VARIANTS, Attach, Engine
+from pyengine.cli.bench.variants import VARIANTS, Attach, Engine
 from pyengine.cli.main import build_parser
 from pyengine.cli.train.arguments import settings
 from pyengine.wire.named import WIRES

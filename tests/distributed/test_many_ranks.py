@@ -3,56 +3,132 @@
 from __future__ import annotations
 
 import importlib
-from pathlib import Path
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from cases import me
 from ranks import on_ranks
 from torch import nn
+from torch.distributed import distributed_c10d as c10d
+from torch.nn.parallel import DistributedDataParallel
 
 import pyengine as pe
 from pyengine.comm import TorchDist
+from pyengine.comm.base import Done
+from pyengine.comm.groups import GroupHandle
+from pyengine.comm.torch_dist import PointToPoint, _launched_in
 from pyengine.gradients.used_anywhere import UsedAnywhere
+from pyengine.ops.device import HOST
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 KINDS = ["engine", "attach"]
 CPU = torch.device("cpu")
+NUM_PARAMS, ACCUMULATE, WIDTH = 100, 4, 8
+# Collectives, and bytes that this rank sends for them.
+Sent = tuple[int, int]
 
 
-@pytest.fixture
-def bench(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Return benchmarks/bench_ranks.py, which ranks can import, too."""
-    if not BENCHMARKS.exists():
-        pytest.skip("the sdist has no benchmarks")
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    return importlib.import_module("bench_ranks")
+def rounds() -> int:
+    """Return the collectives that this rank has launched in all process groups, each of all ranks."""
+    groups = c10d._world.pg_map  # no public list
+    numbers = sum(group._get_sequence_number_for_group() for group in groups)
+    # gloo numbers each point-to-point operation: one to and one from every neighbor in the tree.
+    tree = PointToPoint(GroupHandle(None, HOST))
+    return numbers - (2 * tree.num_neighbors - 1) * sum(_launched_in.values())
 
 
-def _counted(kind: str) -> tuple[dict[str, tuple[int, int]], int]:
+def count_traffic(
+    kind: str, *, stall_after_s: float | None = 30.0, init_sync: bool = True
+) -> dict[str, Sent]:
+    """Make an engine and train two windows; return what this rank has sent, as the engine counts it."""
+    torch.manual_seed(0)
+    built = nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(NUM_PARAMS // 2)])
+    forward, options = built, {"accumulate": ACCUMULATE, "stall_after_s": stall_after_s}
+    if kind == "attach":
+        forward = DistributedDataParallel(built, gradient_as_bucket_view=True, init_sync=init_sync)
+        sync = pe.attach(forward, **options)
+    else:
+        sync = pe.GradSync(built, **options)
+    traffic = sync._engine.comm.traffic  # records have windows only
+    found = {"making": (traffic.collectives, traffic.bytes_sent)}
+    batches = torch.ones(2 * ACCUMULATE, 2, WIDTH)
+    optimizer = torch.optim.SGD(built.parameters(), lr=0.0)
+    for name, window in zip(("first window", "window"), sync.windows(batches), strict=False):
+        for x in window:
+            sync.backward(forward(x).sum())
+        sync.step(optimizer)
+        found[name] = (sync.last_record.collectives, sync.last_record.bytes_on_wire)
+    sync.close()
+    return found
+
+
+@contextmanager
+def one_of_many(rank: int, world: int) -> Iterator[None]:
+    """Let this process be one of ranks that all have the same, over gloo: sums are multiples of its own.
+
+    torch's fake process group returns what it is given.
+    """
+    importlib.import_module("torch.testing._internal.distributed.fake_pg")  # registers the backend
+    make, launch = TorchDist.__init__, dist.all_reduce
+
+    def init(self: TorchDist, *arguments: Any) -> None:
+        make(self, *arguments)
+        self.can_or = True
+        self._point_to_point = PointToPoint(self.handle)
+
+    def all_reduce(flat: torch.Tensor, op: Any = dist.ReduceOp.SUM, **options: Any) -> Any:
+        return launch(summed(flat, op), op, **options)
+
+    def over_tree(_: PointToPoint, flat: torch.Tensor, op: Any) -> Done:
+        return Done(summed(flat, op))
+
+    def summed(flat: torch.Tensor, op: Any) -> torch.Tensor:
+        return flat.mul_(world) if op == dist.ReduceOp.SUM else flat
+
+    dist.init_process_group("fake", store=dist.HashStore(), rank=rank, world_size=world)
+    try:
+        with (
+            mock.patch.object(TorchDist, "__init__", init),
+            mock.patch.object(dist, "all_reduce", all_reduce),
+            mock.patch.object(PointToPoint, "all_reduce", over_tree),
+        ):
+            yield
+    finally:
+        dist.destroy_process_group()
+
+
+def account(kind: str, world: int, rank: int = 0) -> dict[str, Sent]:
+    """Return what one of `world` ranks sends, without the others."""
+    with one_of_many(rank, world):
+        return count_traffic(kind, stall_after_s=None, init_sync=False)
+
+
+def _counted(kind: str) -> tuple[dict[str, Sent], int]:
     """Return what this rank has counted, and the collectives of making by gloo's own numbers."""
-    bench, launched = importlib.import_module("bench_ranks"), []
-    with mock.patch.object(bench.torch.optim, "SGD", wraps=torch.optim.SGD) as made:
-        made.side_effect = lambda *_, **__: launched.append(bench.rounds()) or mock.DEFAULT
-        before = bench.rounds()
-        found = bench.count_traffic(kind)
+    launched: list[int] = []
+    with mock.patch.object(torch.optim, "SGD", wraps=torch.optim.SGD) as made:
+        made.side_effect = lambda *_, **__: launched.append(rounds()) or mock.DEFAULT
+        before = rounds()
+        found = count_traffic(kind)
     return found, launched[0] - before
 
 
 @pytest.mark.parametrize("world", [2, 3, 4, 8])
 @pytest.mark.parametrize("kind", KINDS)
-def test_accounted_traffic_is_what_ranks_count(ranks, bench, kind, world):
+def test_accounted_traffic_is_what_ranks_count(ranks, kind, world):
     ddps = {"engine": 0, "attach": 3}[kind]  # of making the DDP
     for rank, (found, launched) in enumerate(ranks(world).run(_counted, kind)):
-        assert found == bench.account(kind, world, rank)
+        assert found == account(kind, world, rank)
         assert found["making"][0] == launched - ddps
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_rank_of_4096_sends_as_much_as_one_of_64(bench, kind):
-    few, many = bench.account(kind, 64), bench.account(kind, 4096)
+def test_a_rank_of_4096_sends_as_much_as_one_of_64(kind):
+    few, many = account(kind, 64), account(kind, 4096)
     for part, (collectives, num_bytes) in few.items():
         assert many[part][0] == collectives
         assert num_bytes <= many[part][1] <= 1.02 * num_bytes  # 2 (W - 1) / W grows by 1.6 %

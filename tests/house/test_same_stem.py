@@ -7,7 +7,7 @@ PLACES = [
     "csrc/cpu/{}.cpp",
     "csrc/cuda/{}.cu",
     "tests/ops/test_{}.py",
-    "pyengine/cli/bench/kernels/{}.py",
+    "benchmarks/kernels/{}.py",
 ]
 
 

@@ -1,1 +1,1 @@
-"""`bench`: time kernels and whole windows; benchmarks/ uses the same cases and variants."""
+"""`bench`: `variants.py` are the ways to train, which take turns in `measure.py`. benchmarks/ uses both."""

@@ -17,26 +17,25 @@ from rich.progress import TimeRemainingColumn
 from rich.table import Table
 
 from pyengine.cli import report
-from pyengine.cli.bench.windows.measure import Times
-from pyengine.cli.bench.windows.variants import VARIANTS
+from pyengine.cli.bench.measure import Times
+from pyengine.cli.bench.variants import VARIANTS
 from pyengine.cli.noise import Range
 from pyengine.cli.report import add_numbers
 
 _BUSY = 0.3  # a larger spread means that something else is running
 _ENOUGH = 5  # rounds, which agree by chance once in 16
-_SLOWER = 0.95  # times faster than torch: a kernel below is reported as slower
 
 
 class Report(report.Report):
-    def start(self, machine: Mapping[str, Any], parts: Sequence[str]) -> None:
-        """Measuring begins; each part is described by a sentence."""
-        if self._emit("start", machine=machine, parts=parts):
+    def start(self, machine: Mapping[str, Any], cases: Sequence[str]) -> None:
+        """Measuring begins; each case is described by a sentence."""
+        if self._emit("start", machine=machine, cases=cases):
             self._say(", ".join(f"{name} {value}" for name, value in machine.items()))
-            for part in parts:
-                self._say(part)
+            for case in cases:
+                self._say(case)
 
     def begin(self, what: str, total: int) -> None:
-        """A part begins, with so many rounds or cases."""
+        """A case begins, with so many rounds."""
         self._what, self._total = what, total
         # Refreshed between two measurements only: a thread that draws would be measured, too.
         self._progress = self._make_progress(TimeRemainingColumn(), auto_refresh=False, transient=True)
@@ -44,8 +43,8 @@ class Report(report.Report):
         self._progress.start()
 
     def advance(self, done: int) -> None:
-        """So many rounds or cases are done; without a terminal estimate once how long the others take."""
-        if not self._emit("progress", part=self._what, done=done, total=self._total):
+        """So many rounds are done; without a terminal estimate once how long the others take."""
+        if not self._emit("progress", case=self._what, done=done, total=self._total):
             return
         self._progress.update(self._task, completed=done, refresh=True)
         if done == 1:
@@ -57,25 +56,11 @@ class Report(report.Report):
     def end(self) -> None:
         self._progress.stop()
 
-    def kernels(self, roofs: Mapping[str, float], rows: Sequence[dict[str, Any]]) -> None:
-        """All kernels are measured; `roofs` are the rates of the memory."""
-        is_text = self._emit("roofs", **roofs)
-        for row in rows:
-            self._emit("kernel", **row)
-        if not is_text:
-            return
-        rates = ", ".join(f"{name.replace('_', ' ')} {rate:.1f}" for name, rate in roofs.items())
-        table = _table("kernels", ("median ms", "min ms", "x roof", "x torch"))
-        for row in rows:
-            numbers = f"{row['p50_ms']:.3f}", f"{row['min_ms']:.3f}"
-            ratios = f"{row['times_roof']:.2f}", f"{row['times_torch']:.2f}"
-            table.add_row(escape(row["case"]), *numbers, *ratios)
-        self._print(table)
-        self._say(f"memory, GB/s: {rates}\n")
-
     def windows(self, case: str, times: Times, rows: Mapping[str, dict[str, Any]]) -> None:
         """All windows are measured: the times of every round, and a row for each variant."""
-        table = _table(f"windows, {case}", ("median ms", "min ms", "spread", "sync ms", "sync"))
+        table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False)
+        table.add_column(f"windows, {case}")
+        add_numbers(table, ("median ms", "min ms", "spread", "sync ms", "sync"))
         for name, row in rows.items():
             windows = [1e3 * each["window"] for each in times.get(name, [])]
             self._emit("variant", case=case, variant=name, windows_ms=windows, **row)
@@ -95,13 +80,6 @@ class Report(report.Report):
                 self._say(sentence)
             if out is not None:
                 self._say(f"wrote {out}")
-
-
-def _table(first: str, headings: Sequence[str]) -> Table:
-    table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False)
-    table.add_column(first)
-    add_numbers(table, headings)
-    return table
 
 
 # ---- sentences on the results ----
@@ -166,18 +144,3 @@ def on_windows(times: Times) -> list[str]:
             "small differences mean nothing. Use more --rounds, or an idle machine."
         )
     return found
-
-
-def on_kernels(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Compare the kernels with the memory's rate and with torch, and report the noise."""
-    roof, torchs = (statistics.median(row[name] for row in rows) for name in ("times_roof", "times_torch"))
-    noise = statistics.median(row["p50_ms"] / row["min_ms"] for row in rows)
-    slower = [row["case"] for row in rows if row["times_torch"] < _SLOWER]
-    return [
-        (
-            f"Kernels: over {len(rows)} cases the median is {roof:.2f} × the roof and {torchs:.1f} × as fast "
-            "as torch."
-        ),
-        f"Slower than torch: {'; '.join(slower) if slower else 'none'}.",
-        f"Noise: a median call took {noise:.2f} × the best one.",
-    ]

@@ -18,9 +18,9 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from pyengine.cli.bench.windows.device import DEVICES, Processor
-from pyengine.cli.bench.windows.models import MICRO_BATCHES, build
-from pyengine.cli.bench.windows.variants import VARIANTS, Variant, by_phase
+from pyengine.cli.bench.device import DEVICES, Processor
+from pyengine.cli.bench.models import MICRO_BATCHES, build
+from pyengine.cli.bench.variants import VARIANTS, Variant, by_phase
 
 # fp16: float32 parameters under autocast, since a GradScaler unscales no float16 gradients.
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

@@ -1,4 +1,4 @@
-"""Time the kernels of every op against torch's expressions and against the rate of the memory."""
+"""Time the kernels of every op against torch's expressions and the rate of the memory, on one thread."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from pyengine.cli.bench.kernels import accumulate, codec, exact, pack, unscale_norm
-from pyengine.cli.bench.kernels.case import Build, Run, Sizes
+from kernels import accumulate, chain, codec, exact, pack, unscale_norm
+from kernels.case import Build, Run, Sizes
 from pyengine.ops import native
 
 # By stem.
@@ -22,15 +22,14 @@ OPS: Mapping[str, Callable[[Sizes], list[Build]]] = {
     "unscale_norm": unscale_norm.cases,
     "exact": exact.cases,
     "codec": codec.cases,
+    "chain": chain.cases,
 }
 
-_FLUSH_BYTES = 256 * 2**20  # larger than the L2 cache of any GPU
 
-
-def measure(build: Build, roofs: Mapping[str, float], seconds: float, device: str = "cpu") -> dict[str, Any]:
+def measure(build: Build, roofs: Mapping[str, float], seconds: float) -> dict[str, Any]:
     """Time a case and torch's expression of the same work; return the row of a result file."""
     case = build()
-    ours, torchs = time_in_turn([case.run, case.torch_run], seconds, device)
+    ours, torchs = time_in_turn([case.run, case.torch_run], seconds)
     best = min(ours)
     return {
         "case": case.name,
@@ -47,23 +46,17 @@ def measure(build: Build, roofs: Mapping[str, float], seconds: float, device: st
     }
 
 
-def measure_roofs(megabytes: int, seconds: float, device: str = "cpu") -> dict[str, float]:
-    """Return GB/s of reading, updating in place and copying: of one thread, on CUDA of a large copy.
+def measure_roofs(megabytes: int, seconds: float) -> dict[str, float]:
+    """Return GB/s of reading, updating in place and copying.
 
     Raises:
         RuntimeError: there is no native core, whose loops are the roofs of a processor.
     """
-    if device == "cuda":
-        source = torch.ones(4 * megabytes * 2**18, device=device)
-        (taken,) = time_in_turn([partial(torch.empty_like(source).copy_, source)], seconds, device)
-        rate = 2 * source.nbytes / min(taken) / 1e9
-        return {"read": rate, "update": rate, "copy": rate}
     core = native.core()
     if core is None:
         raise RuntimeError(
             "this installation has no native core, so its kernels are torch's own and there is nothing to "
-            "compare: build it (see python -m pyengine doctor); `bench step` measures whole windows without "
-            "it"
+            "compare: build it (see python -m pyengine doctor)"
         )
     src, dst = torch.ones(megabytes * 2**18), torch.ones(megabytes * 2**18)
     a, b, n = src.data_ptr(), dst.data_ptr(), src.numel()
@@ -77,10 +70,9 @@ def measure_roofs(megabytes: int, seconds: float, device: str = "cpu") -> dict[s
     return {"read": read, "update": 2 * update, "copy": 2 * max(stream, memmove), "memcpy": 2 * memmove}
 
 
-def time_in_turn(runs: Sequence[Run], seconds: float, device: str = "cpu") -> list[list[float]]:
+def time_in_turn(runs: Sequence[Run], seconds: float) -> list[list[float]]:
     """Time the runs in turn until the budget is spent; return the seconds of each call."""
-    time_call = _EventTimer() if device == "cuda" else _time_on_host
-    return in_turn([partial(time_call, run) for run in runs], seconds, least=5)
+    return in_turn([partial(_time_on_host, run) for run in runs], seconds, least=5)
 
 
 def in_turn(timers: Sequence[Callable[[], float]], seconds: float, *, least: int) -> list[list[float]]:
@@ -101,26 +93,6 @@ def _time_on_host(run: Run) -> float:
     start = time.perf_counter()
     run()
     return time.perf_counter() - start
-
-
-class _EventTimer:
-    """Times a call by two CUDA events, behind a fill that is larger than the L2 cache.
-
-    The fill evicts what the call before has left in the cache, and it keeps the device busy while the host
-    launches the call, so that the events enclose the device's work alone.
-    """
-
-    def __init__(self) -> None:
-        self._flush = torch.empty(_FLUSH_BYTES, dtype=torch.uint8, device="cuda")
-
-    def __call__(self, run: Run) -> float:
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        self._flush.zero_()
-        start.record()
-        run()
-        end.record()
-        end.synchronize()
-        return float(start.elapsed_time(end)) / 1e3
 
 
 def percentile(times: Sequence[float], share: float) -> float:

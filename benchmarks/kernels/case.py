@@ -33,7 +33,7 @@ class Case:
     read_bytes: int
     write_bytes: int
     roof: str  # the kind of memory traffic: "read", "update" or "copy"
-    run_lists: Run | None = None  # the kernel over lists of tensors in place of `Pointers`, for benchmarks/
+    run_lists: Run | None = None  # the kernel over lists of tensors in place of `Pointers`, for `_cuda.py`
 
     @property
     def num_bytes(self) -> int:

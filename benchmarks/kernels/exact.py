@@ -12,7 +12,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from pyengine.cli.bench.kernels.case import Build, Case, Sizes, Slots, check
+from kernels.case import Build, Case, Sizes, Slots, check
 from pyengine.ops.exact import ExactSum
 from pyengine.ops.exact_reference import BLOCK
 

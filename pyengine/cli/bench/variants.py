@@ -19,7 +19,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from torch.nn.parallel import DistributedDataParallel
 
 import pyengine as pe
-from pyengine.cli.bench.windows.models import needs_scale
+from pyengine.cli.bench.models import needs_scale
 from pyengine.wire.named import WIRES
 
 MAX_NORM = 0.5

@@ -11,7 +11,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from pyengine.cli.bench.kernels.case import Build, Case, Sizes, Slots, check
+from kernels.case import Build, Case, Sizes, Slots, check
 from pyengine.ops.codec import Codec
 
 BLOCK, RANKS = 256, 4

@@ -6,7 +6,7 @@ from functools import partial
 
 import torch
 
-from pyengine.cli.bench.kernels.case import Build, Case, Sizes, Slots, check
+from kernels.case import Build, Case, Sizes, Slots, check
 from pyengine.ops.pointers import Pointers, TensorList
 
 F32, BF16 = torch.float32, torch.bfloat16

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils import get_total_norm
 
-from pyengine.cli.bench.kernels.case import Build, Case, Run, Sizes, Slots, check
+from kernels.case import Build, Case, Run, Sizes, Slots, check
 from pyengine.ops.pointers import Pointers, TensorList
 
 F32, BF16 = torch.float32, torch.bfloat16

@@ -7,7 +7,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from pyengine.cli.bench.kernels.case import Build, Case, Run, Sizes, Slots, check
+from kernels.case import Build, Case, Run, Sizes, Slots, check
 
 Tensors = list[Tensor] | tuple[Tensor, ...]
 F32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
