@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import math
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -52,7 +52,8 @@ def is_scaled(loss: Tensor | GradientEdge, scaler: Tensor | None, *, by_any: boo
 
     Args:
         scaler: the scale of the engine's own loss scaler; None if it has none.
-        by_any: look for other scalers, too. Where a 0-dim tensor multiplies a loss, that takes milliseconds.
+        by_any: look for other scalers, too. Where a float32 0-dim tensor multiplies a loss, that takes
+            milliseconds.
     """
     left, seen = [loss.grad_fn if isinstance(loss, Tensor) else loss.node], 0
     while left and seen < _MAX_TERMS:
@@ -77,10 +78,15 @@ _MAX_TERMS = 64
 
 
 def _belongs_to_scaler(scale: Tensor) -> bool:
-    """Whether a tensor is the scale of some GradScaler."""
+    """Whether a tensor is the scale of some GradScaler; Python numbers, which are float64, are none."""
+    if scale.dtype is not torch.float32:
+        return False
     # By type: `isinstance` asks objects for their class, and dead proxies raise.
-    scalers: Iterator[Any] = (e for e in gc.get_objects() if issubclass(type(e), torch.amp.GradScaler))
-    return any(each._scale is scale for each in scalers)  # noqa: SLF001 - torch has no other name for it
+    return any(
+        issubclass(type(owner), torch.amp.GradScaler)
+        or (type(owner) is dict and owner.get("_scale") is scale)
+        for owner in gc.get_referrers(scale)
+    )
 
 
 def divided_by(loss: Tensor, divisors: Collection[int], count: object) -> int | None:

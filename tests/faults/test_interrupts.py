@@ -61,9 +61,12 @@ def _goes_on(model: nn.Module, sync: pe.Sync, optimizer: torch.optim.Optimizer) 
     return [param.detach().clone() for param in model.parameters()]
 
 
-@pytest.mark.parametrize("how", ["abandon", "a new loop"])
+@pytest.mark.parametrize(
+    ("how", "every"),
+    [("abandon", 17), ("a new loop", 29), *rest(("abandon", 3), ("a new loop", 7))],
+)
 @pytest.mark.parametrize("options", [{}, {"accumulator": "exact"}, {"wire": "int8-ef"}], ids=str)
-def test_one_process_goes_on_after_an_interrupt_at_any_call(options, how):
+def test_one_process_goes_on_after_an_interrupt_at_any_call(options, how, every):
     want = _goes_on(*_made(options))
     counting = Interrupt(0)
     model, sync, optimizer = _made(options)
@@ -72,7 +75,7 @@ def test_one_process_goes_on_after_an_interrupt_at_any_call(options, how):
     _windows(model, sync, optimizer, torch.randn(2, 1, 3))
     sys.setprofile(None)
     wrong: list[str] = []
-    for at in range(1, counting.seen, 3 if how == "abandon" else 7):
+    for at in range(1, counting.seen, every):
         interrupt = Interrupt(at)
         try:
             sys.setprofile(interrupt)
