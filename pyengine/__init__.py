@@ -24,15 +24,15 @@ from pyengine.data.rng import micro_batch_rng, sample_rng, seed_everything, seed
 from pyengine.data.sampler import WindowSampler
 from pyengine.engine.attach import attach
 from pyengine.engine.captured_windows import CapturedWindows
-from pyengine.engine.engine import MicroBatch
 from pyengine.engine.grad_sync import GradSync
+from pyengine.engine.micro_batch import MicroBatch
 from pyengine.engine.sync import Sync
 from pyengine.gradients.ddp.hook import HookState, comm_hook
 from pyengine.gradients.settings import Exact
 from pyengine.step.grad_scaler import GradScaler
 from pyengine.step.step_record import StepRecord
 from pyengine.step.window_optimizer import WindowOptimizer
-from pyengine.window.measure import GradNorms
+from pyengine.window.metric import GradNorms
 from pyengine.window.noise_scale import NoiseEstimate, NoiseScale
 from pyengine.window.spikes import Spike, SpikePolicy
 

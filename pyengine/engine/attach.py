@@ -11,9 +11,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from pyengine.comm import comm_for
 from pyengine.comm.axes import Axes, has_group
-from pyengine.engine.engine import make_engine
 from pyengine.engine.engine_ranks import EngineRanks, ShardedRanks
 from pyengine.engine.handshake import is_replicated, prepare_wire, sparse_modules, unwrapped
+from pyengine.engine.make_engine import make_engine
 from pyengine.engine.misnamed import explained
 from pyengine.engine.sync import Sync
 from pyengine.gradients.ddp.reducer import (

@@ -6,22 +6,24 @@ import logging
 import warnings
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from pyengine.engine.engine import Engine, Stepped
+from pyengine.engine.engine import Engine
+from pyengine.engine.window import Stepped
 from pyengine.engine.window_graph import CaptureStream, DeviceGraph, WindowGraph
 from pyengine.ops import capture
 from pyengine.ops.capture import CaptureError, Rehearsal, Section, difference
 from pyengine.ops.device import runs_ahead
-from pyengine.step.step_record import StepRecord
+from pyengine.step.step_record import Clock, StepRecord
 from pyengine.step.window_optimizer import hyperparameters
 from pyengine.window.counter import State
 from pyengine.window.header import Count
+from pyengine.window.verdict import Verdict
 
 _log = logging.getLogger("pyengine.engine")
 
@@ -86,7 +88,7 @@ class CapturedWindows:
             RuntimeError: `train_window` has not stepped; or as `sync.step`.
         """
         engine, batches = self._engine_of(), list(window)
-        if engine.denominators is not None:
+        if engine.window.denominators is not None:
             raise ValueError(
                 "count= of sync.windows has the host read a window's totals before it, and a captured window "
                 "would repeat those of another one: give each count to sync.backward, as a tensor"
@@ -101,7 +103,7 @@ class CapturedWindows:
         elif form.num_run < self._warm_up - 2:
             form.num_run = min(form.num_run + 1, self._warm_up - 2)
             self._run(engine, leaves, structure)
-        elif not engine.is_regular():
+        elif not is_regular(engine):
             self._run(engine, leaves, structure)
         elif form.num_run < self._warm_up:
             self._rehearse(engine, form, leaves, structure)
@@ -111,11 +113,11 @@ class CapturedWindows:
             self._run(engine, leaves, structure)  # the window before was clipped in another way
         else:
             form.graph.take([leaf for leaf in leaves if isinstance(leaf, Tensor)])
-            engine.run_again(form.graph)
+            run_again(engine, form.graph)
             self.num_replayed += 1
         if engine.counter.state is not State.USED:
             raise RuntimeError(_NOT_STEPPED)
-        make = engine.make_record
+        make = engine.records.make_last
         return None if make is None else make()
 
     def _form_of(self, key: Hashable) -> _Form:
@@ -148,7 +150,7 @@ class CapturedWindows:
             return  # the window has laid out the sums in the order of arrival, which later ones do not
         form.num_run += 1
         form.rehearsals.append(rehearsal)
-        before, form.counts = form.counts, engine.counts.counts
+        before, form.counts = form.counts, engine.window.counts.counts
         found = [*section.problems]
         for index, (was, now) in enumerate(zip(before, form.counts, strict=False)):
             if not _is_unread(now) and (_is_unread(was) or float(now) != float(was)):
@@ -156,7 +158,7 @@ class CapturedWindows:
                     f"count of micro-batch {index} is {float(now):g} on the host, and was another one in the "
                     "window before: give it as a tensor of the device"
                 )
-        for index, loss in enumerate(engine.counts.losses):
+        for index, loss in enumerate(engine.window.counts.losses):
             if loss is not None and not _is_unread(loss):
                 found.append(f"loss of micro-batch {index} is on the host: give it as a tensor of the device")
         if len(form.rehearsals) == 2 and not found and (text := difference(*form.rehearsals)):
@@ -202,7 +204,7 @@ class CapturedWindows:
                 _keep(engine, graph)
         except Exception as error:  # noqa: BLE001 - the other ranks wait for this window
             _log.debug("capture failed", exc_info=True)
-            engine.rewind()
+            rewind(engine)
             self._give_up(form, [f"its capture failed: {error}"])
             self._run(engine, leaves, structure)
             return
@@ -210,7 +212,7 @@ class CapturedWindows:
         graph.memory = _memory_of(graph.stepped, engine)
         form.graph = graph
         self.num_captured += 1
-        engine.run_captured(graph)
+        run_captured(engine, graph)
         named = zip(engine.reducer.names, graph.grads, strict=True)
         self.unused = [name for name, grad in named if grad is None]
 
@@ -248,27 +250,116 @@ def capture_problems(engine: Engine) -> Iterator[str]:
     """Yield why windows of an engine cannot be captured; the same on every rank."""
     yield from DeviceGraph.problems(engine.device)
     yield from engine.reducer.capture_problems
-    if engine.measures:
-        yield f"sync.measure has the host look at every window: leave out {engine.measures}"
+    if engine.metrics:
+        yield f"sync.measure has the host look at every window: leave out {engine.metrics}"
     if engine.raises:
         yield "nonfinite='raise' has the host wait for every window: need 'skip'"
-    if engine.runs.size > 1:
+    if engine.window.slots.size > 1:
         yield "accumulator=pe.Exact(slots=...) takes micro-batches one by one: leave slots out"
 
 
 def _keep(engine: Engine, graph: WindowGraph) -> None:
     """Keep what later runs need of the window that is being captured, inside the capture."""
-    verdict = engine.verdict
-    if engine.counter.state is not State.USED or engine.header is None or verdict is None:
+    window, verdict = engine.window, engine.window.verdict
+    if engine.counter.state is not State.USED or window.header is None or verdict is None:
         raise CaptureError(_NOT_STEPPED)
     if len(verdict.use.factors) != len(graph.factors):
         raise CaptureError("the window clips or steps in another way than the window before")
     for mine, factor in zip(graph.factors, verdict.use.factors, strict=True):
         mine.copy_(factor)
     verdict.use.factors[:] = graph.factors
-    graph.header, graph.outcome, graph.evidence = engine.header, verdict.outcome, verdict.evidence
-    graph.counts, graph.final, graph.stepped = engine.counts, dict(vars(engine.final)), engine.stepped
+    graph.header, graph.outcome, graph.report = window.header, verdict.outcome, verdict.report
+    graph.counts, graph.final, graph.stepped = window.counts, dict(vars(engine.final)), window.stepped
     graph.grads = [param.grad for param in engine.reducer.params]
+
+
+# ---- the same work again ----
+
+
+def is_regular(engine: Engine) -> bool:
+    """Whether the open window has nothing to do that a graph of another window's work does not: the
+    window before was stepped, nothing of it is left, no audit is due, and nothing was found amiss.
+    """
+    if engine.window.faults or engine.metrics or engine.kept_grads.has_left() or _is_written(engine):
+        return False
+    if engine.audit is not None and engine.audit.has_work_in(engine.counter.index):
+        return False
+    engine.verdicts.reach_earlier(engine.counter.index)
+    return bool(engine.verdicts.last_use().steps)
+
+
+def _is_written(engine: Engine) -> bool:
+    """Whether others have written to gradients since the engine's last look."""
+    if engine.window.has_begun and engine.counter.state is State.OPEN:
+        return bool(engine.foreign.in_window())
+    return engine.foreign.between_windows() is not None
+
+
+def run_captured(engine: Engine, graph: WindowGraph) -> None:
+    """Run the work of the window that has just been captured; nothing of it has run yet."""
+    engine.window.clock.start()
+    graph.header.fill()
+    graph.work.replay()
+    engine.reducer.run_again()
+    engine.window.clock.stop()
+    for readback in graph.section.readbacks:  # what the host has asked for in the capture
+        readback.start(readback.captured)
+    engine.foreign.marks.record_published()
+
+
+def run_again(engine: Engine, graph: WindowGraph) -> None:
+    """Run a window, whose micro-batches have all been handed out, as the graph of an earlier one's work.
+
+    Collectives, states, counts and reports are as from `begin` to `step`. The window `is_regular`.
+    """
+    counter, window = engine.counter, engine.window
+    window.clock = Clock(engine.device)
+    window.has_begun = window.has_backward = True
+    if engine.audit is not None:
+        engine.audit.begin(counter.index)
+    window.counts.take(graph.counts)
+    counter.done = counter.handed
+    graph.claim(engine.verdicts.last_use())
+    window.header = header = graph.header.again(
+        local=window.counts,
+        position=engine.position(),
+        has_more=window.has_more,
+        digest=engine.header_digest(),
+    )
+    header.fill()
+    counter.state = State.SENT
+    graph.work.replay()
+    engine.reducer.run_again()
+    engine.comm.traffic.collectives += graph.collectives
+    engine.comm.traffic.bytes_sent += graph.bytes_sent
+    vars(engine.final).update(graph.final)
+    report = replace(graph.report, index=counter.index, local=window.counts)
+    window.verdict = verdict = Verdict(header, graph.outcome, report, comm=engine.comm, raises=engine.raises)
+    engine.verdicts.append(verdict)
+    window.is_scale_updated = True
+    for param, grad in zip(engine.reducer.params, graph.grads, strict=True):
+        if param.grad is not grad:
+            param.grad = grad
+    engine.foreign.marks.record_published()
+    record = engine.record_of(verdict, engine.final.norm_before_clipping())
+    engine.verdicts.count_step()
+    counter.state = State.USED
+    verdict.use.factors += graph.factors
+    for step in graph.stepped:
+        verdict.use.steps.append(step.done)
+        engine.foreign.trained.notice_step(step.indices)
+        engine.kept_grads.use(step.indices, engine.final.found_inf)
+    for step in graph.stepped:
+        engine.call_once_known(verdict, step.scheduler, None)
+    engine.call_once_known(verdict, None, record)
+
+
+def rewind(engine: Engine) -> None:
+    """Forget what a capture that failed has noted of the open window: nothing of it has run."""
+    if engine.window.verdict is not None:
+        engine.verdicts.forget(engine.window.verdict)
+    engine.new_window()
+    engine.counter.state, engine.counter.done = State.OPEN, 0
 
 
 def _memory_of(

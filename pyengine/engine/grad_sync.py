@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from pyengine.comm.axes import Axes
-from pyengine.engine.engine import make_engine
 from pyengine.engine.engine_ranks import EngineRanks
 from pyengine.engine.handshake import group_problems, prepare_wire, problems_of_source, unwrapped
+from pyengine.engine.make_engine import make_engine
 from pyengine.engine.misnamed import explained
 from pyengine.engine.sync import Sync
 from pyengine.gradients.exact_sums import Terms

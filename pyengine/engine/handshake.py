@@ -33,7 +33,7 @@ def agree(
     settings: Settings,
     problems: Sequence[str],
     membership: Membership | None = None,
-) -> Shares:
+) -> WindowSplit:
     """Raise the problems of any rank, or what ranks differ in, on every rank.
 
     Returns how a full window is divided among ranks, and the engine's identity. With exact sums the
@@ -76,7 +76,7 @@ def agree(
     unlike = [r for r, batch in enumerate(batches) if windows[r] != windows[first[batch]]]
     if unlike:
         raise ValueError(
-            f"accumulate={windows} by rank, and rank {first[batches[unlike[0]]]} shares its batch with rank "
+            f"accumulate={windows} by rank, and rank {first[batches[unlike[0]]]} split its batch with rank "
             f"{unlike[0]}: pass the same on both"
         )
     if max(windows) - min(windows) > 1 and comm.rank == 0 and not isinstance(settings.accumulator, Exact):
@@ -90,7 +90,7 @@ def agree(
     by_rank, parts = [windows[rank] for rank in first], most_parts(members)
     total = _checked_total(settings, by_rank, parts)
     places = _places(by_rank, total)
-    return Shares(places, total, by_rank, engine_id, batches, are_alike, settings.run, parts)
+    return WindowSplit(places, total, by_rank, engine_id, batches, are_alike, settings.run, parts)
 
 
 def raise_problems(problems: Sequence[Sequence[str]]) -> None:
@@ -108,7 +108,7 @@ def prepare_wire(wire: Wire, comms: Iterable[Comm], world: Comm) -> None:
 
 
 @dataclass(frozen=True)
-class Shares:
+class WindowSplit:
     """How a full window is divided among ranks."""
 
     # By rank, the indices of its micro-batches in the window; by batch where ranks share them.
@@ -118,7 +118,7 @@ class Shares:
     engine_id: int  # 62 random bits that all ranks of this engine have in common
     batches: list[int]  # by rank, whose batch it computes, as an index into those
     are_alike: bool  # whether all ranks have parameters of the same names
-    run: int  # micro-batches that one rank adds up before it accumulates them; see `Runs`
+    slot_size: int  # micro-batches that one rank adds up before it accumulates them; see `Slots`
     parts: int  # into which ranks that share a batch cut a gradient, each a term of the sum
 
     def of(self, rank: int) -> range:
@@ -127,26 +127,26 @@ class Shares:
     @property
     def terms(self) -> int:
         """Parts of runs over all ranks: as many terms as a sum of a full window has."""
-        return self.micro_batches // self.run * self.parts
+        return self.micro_batches // self.slot_size * self.parts
 
     @property
     def most_terms(self) -> int:
-        """Runs of the rank that has most of a full window."""
-        return max(self.by_rank) // self.run
+        """Slots of the rank that has most of a full window."""
+        return max(self.by_rank) // self.slot_size
 
 
-def resized(shares: Shares, accumulate: int, *, is_exact: bool) -> Shares:
+def resized(split: WindowSplit, accumulate: int, *, is_exact: bool) -> WindowSplit:
     """Return how a full window is divided if every rank has `accumulate` micro-batches of it."""
-    if is_exact and set(shares.by_rank) == {accumulate}:
-        return shares
+    if is_exact and set(split.by_rank) == {accumulate}:
+        return split
     if is_exact:
         raise ValueError(
             f"gradient_accumulation_steps={accumulate}: accumulator='exact' was made for "
-            f"{shares.micro_batches} micro-batches a window over all ranks, on which its bits depend; "
+            f"{split.micro_batches} micro-batches a window over all ranks, on which its bits depend; "
             "make a new engine"
         )
-    by_rank = [accumulate] * len(shares.by_rank)
-    return replace(shares, places=_places(by_rank, sum(by_rank)), micro_batches=sum(by_rank), by_rank=by_rank)
+    by_rank = [accumulate] * len(split.by_rank)
+    return replace(split, places=_places(by_rank, sum(by_rank)), micro_batches=sum(by_rank), by_rank=by_rank)
 
 
 def _checked_total(settings: Settings, by_rank: Sequence[int], parts: int) -> int:

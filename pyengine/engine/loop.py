@@ -113,17 +113,19 @@ class Counting:
         """Count a window that has just been opened, and agree with the other ranks on its totals.
 
         `batches` are those that this rank is still to compute in it; they are not kept. Collectives are those
-        of `Engine.meet` and `sum_over_ranks`; in a loop's first window a gather of the names, too.
+        of `Engine.check_ranks_agree` and `sum_over_ranks`; in a loop's first window also a gather of names.
         """
         engine = self._engine
-        names, counts, problems = count_ahead(self._count, batches, engine.counts, self._names, engine.device)
+        names, counts, problems = count_ahead(
+            self._count, batches, engine.window.counts, self._names, engine.device
+        )
         kind = "a window" if self._names else "a loop"
-        engine.meet(stage=f"begins {kind} {_COUNTING}", problems=problems)
+        engine.check_ranks_agree(stage=f"begins {kind} {_COUNTING}", problems=problems)
         if not self._names:
             self._names = _agree(engine, names)
         own = [math.fsum(count[name] for count in counts) for name in self._names]
         totals = dict(zip(self._names, sum_over_ranks(engine, own), strict=True))
-        engine.denominators = Denominators(totals, counts)
+        engine.window.denominators = Denominators(totals, counts)
 
 
 def _begin_counts(engine: Engine, counting: Counting | None, source: Lookahead[Any]) -> None:
@@ -244,7 +246,7 @@ def windows(engine: Engine, loader: Iterable[Batch], count: CountOf | None) -> I
         yield from _cut_padded(engine, Lookahead(loader), counting)
     else:
         yield from _cut(engine, loader, counting)
-    engine.meet()
+    engine.check_ranks_agree()
     engine.is_between_loops = True
 
 
@@ -279,11 +281,11 @@ def single_micro_batch(engine: Engine, *, last: bool) -> Iterator[None]:
     ends = last or not rest
     if engine.reducer.has_collective_forwards:
         meet_at_micro_batch(engine, last=ends)
-    engine.hand_out(place, last=ends, more=not last)
+    engine.next_micro_batch(place, last=ends, has_more=not last)
     try:
         yield
         if ends:
-            engine.end_hand_out()
+            engine.end_micro_batches()
     except (Exception, KeyboardInterrupt):
         with suppress(RuntimeError):  # of missing reductions, which the first error explains
             engine.abandon()
@@ -295,14 +297,14 @@ def single_micro_batch(engine: Engine, *, last: bool) -> Iterator[None]:
 
 def _micro_batches(engine: Engine, source: Lookahead[Batch]) -> Iterator[Batch]:
     due = engine.counter.due
-    engine.has_more_windows = source.has_next
+    engine.window.has_more = source.has_next
     for place in due:
         if not source.has_next:
             break
         batch = source.pop()
-        engine.hand_out(place, last=place == due[-1] or not source.has_next, more=source.has_next)
+        engine.next_micro_batch(place, last=place == due[-1] or not source.has_next, has_more=source.has_next)
         yield batch
-    engine.end_hand_out()
+    engine.end_micro_batches()
 
 
 _NO_SHARE = (
@@ -341,7 +343,7 @@ def _cut_padded(
 
 def meet_at_micro_batch(engine: Engine, *, last: bool) -> None:
     """Raise on every rank unless all of them hand out the same micro-batch; before its forward."""
-    engine.meet(
+    engine.check_ranks_agree(
         stage=f"hands out micro-batch {engine.counter.handed + 1} of a window{', its last' if last else ''}"
     )
 
@@ -355,13 +357,13 @@ def _read(engine: Engine, source: Lookahead[Batch]) -> list[Batch]:
         ahead = source.peek(len(engine.counter.due) + 1)
         problems = [_NO_SHARE] if ahead and not engine.counter.share else []
     except Exception as error:
-        # The other ranks wait in `engine.meet`: they raise too, and this rank raises its own error.
+        # The other ranks wait in `check_ranks_agree`: they raise too, and this rank raises its own error.
         try:
-            engine.meet(stage="begins a window", problems=[f"the loader raised {error!r}"])
+            engine.check_ranks_agree(stage="begins a window", problems=[f"the loader raised {error!r}"])
         except ValueError:
             raise error from None
         raise
-    engine.meet(stage="begins a window", problems=problems)
+    engine.check_ranks_agree(stage="begins a window", problems=problems)
     return ahead
 
 
@@ -402,7 +404,7 @@ def _handed_out(
     `fewest` and `most` are the numbers of the ranks that have fewest and most.
     """
     counter, places = engine.counter, list(engine.counter.due)
-    engine.has_more_windows = source.has_next
+    engine.window.has_more = source.has_next
     for index in range(most):
         last = index == most - 1
         if index >= fewest and counter.done < counter.handed:
@@ -417,8 +419,8 @@ def _handed_out(
             meet_at_micro_batch(engine, last=last)
         if index < mine:
             old[:] = [source.pop()]
-            engine.hand_out(places[index], last=last, more=source.has_next)
+            engine.next_micro_batch(places[index], last=last, has_more=source.has_next)
         else:
             engine.pad(last=last)
         yield old[0]
-    engine.end_hand_out()
+    engine.end_micro_batches()

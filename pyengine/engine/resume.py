@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
@@ -9,13 +11,16 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from pyengine.data.rng import rng_problem, rng_refusal, rng_states
+from pyengine.data.rng import rng_problem, rng_refusal, rng_states, set_rng_states
 from pyengine.engine.engine import Engine
 from pyengine.engine.handshake import raise_problems
 from pyengine.engine.snapshot import Identity, Snapshot
 from pyengine.gradients.local_part import is_dtensor
 from pyengine.gradients.slots import local
+from pyengine.ops.device import flush, send
 from pyengine.step.grad_scaler import state_problems
+
+_log = logging.getLogger("pyengine.engine")
 
 
 def take_snapshot(engine: Engine) -> Snapshot:
@@ -41,7 +46,7 @@ def take_snapshot(engine: Engine) -> Snapshot:
         engine.kept_grads.save(),
         {} if scaler is None else scaler.state_dict(),
         engine.reducer.residuals.save(),
-        {m.field: state for m in engine.measures if (state := m.state()) is not None},
+        {m.field: state for m in engine.metrics if (state := m.state()) is not None},
         engine.rng_due or rng_states(),  # those of a loaded state, until a loop continues it
     )
 
@@ -52,7 +57,7 @@ def load_state(engine: Engine, state: object) -> None:
     Raises ValueError, on every rank and with nothing changed, if a state does not fit its engine, or those of
     other ranks.
     """
-    engine.assemble("calls sync.load_state_dict, as every rank has to")
+    engine.check_same_call("calls sync.load_state_dict, as every rank has to")
     problems, snapshot = _prepare(engine, state)
     described = None if snapshot is None else _Described.of(snapshot)
     gathered = engine.comm.all_gather_object((problems, described))
@@ -67,7 +72,41 @@ def load_state(engine: Engine, state: object) -> None:
     if engine.scaler is not None and snapshot.scaler:
         engine.scaler.load_state_dict(snapshot.scaler)
     is_own = snapshot.world_size == engine.comm.world_size
-    engine.resume(snapshot if is_own else replace(snapshot, residuals={}, rng={}))
+    _resume(engine, snapshot if is_own else replace(snapshot, residuals={}, rng={}))
+
+
+def _resume(engine: Engine, part: Snapshot) -> None:
+    """Continue from a snapshot, between windows."""
+    _log.debug("window %d: resume", part.window)
+    engine.counter.go_to(part.window)
+    engine.new_window()
+    engine.kept_grads.load(part.carry)
+    for metric in engine.metrics:
+        metric.load(part.measured.get(metric.field))
+    if lost := part.measured.keys() - {metric.field for metric in engine.metrics}:
+        warnings.warn(
+            f"load_state_dict: the state has {sorted(lost)} of earlier windows, and this engine does not "
+            "measure them: they are lost; call sync.measure before load_state_dict",
+            stacklevel=3,
+        )
+    if engine.reducer.residuals.is_kept:
+        scale = part.scaler.get("scale")
+        known = None if scale is None else send([scale], torch.float32, engine.device).reshape(())
+        engine.reducer.residuals.load(part.residuals, known)
+    elif part.residuals:
+        warnings.warn(
+            "load_state_dict: the state has residuals, of a wire that keeps what it loses, and this "
+            "engine's wire does not: they are lost, as a window's rounding is without them",
+            stacklevel=3,
+        )
+    engine.foreign.marks.record_published()
+    engine.verdicts.restart(part.steps)
+    engine.opened_at = part.window
+    engine.loss_checks.start_at(part.window)
+    engine.rng_due = {} if part.is_between_loops else part.rng  # set behind what the loader has drawn
+    if part.is_between_loops:
+        set_rng_states(part.rng)  # before the loader draws
+    flush(engine.device)
 
 
 @dataclass(frozen=True)
@@ -203,7 +242,7 @@ def _residuals(engine: Engine, s: Snapshot) -> Iterator[str]:
 
 
 def _measured(engine: Engine, s: Snapshot) -> Iterator[str]:
-    for measure in engine.measures:
+    for measure in engine.metrics:
         if measure.field in s.measured:
             yield from measure.load_problems(s.measured[measure.field])
 

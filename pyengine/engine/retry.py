@@ -28,7 +28,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from pyengine.data.rng import rng_states, set_rng_states
-from pyengine.engine.engine import Engine, MicroBatch
+from pyengine.engine.engine import Engine
+from pyengine.engine.micro_batch import MicroBatch
 from pyengine.ops.capture import report as report_uncapturable
 from pyengine.ops.device import is_lazy, runs_ahead
 from pyengine.window.header import Count, checked_count
@@ -112,7 +113,7 @@ class Retries:
                     f"memory; then call sync.abandon(). ({self._error})"
                 )
             engine.part_size = -(-num // 2)
-            engine.num_retries += 1
+            engine.window.num_retries += 1
             warnings.warn(
                 f"{num} items of a micro-batch have run out of memory on rank {engine.comm.rank}: from here "
                 f"on parts have at most {engine.part_size} (sync.part_size)",
@@ -135,7 +136,8 @@ class Retries:
             if engine.audit is not None:
                 undo.append(engine.audit.keep())
             loss, count = self._checked(fn(part))
-            engine.warn_of_reduction(loss, count)
+            if engine.known_denominators() is None:
+                engine.loss_checks.warn_of_reduction(loss, count)
             made.backward(loss)
             grads = [_merged(old, param.grad) for old, param in zip(before, self._params, strict=True)]
         except BaseException as error:

@@ -15,8 +15,9 @@ from torch.nn import Parameter
 from pyengine.audit.handle import check_device, check_every
 from pyengine.engine.backward import checked_backward
 from pyengine.engine.captured_windows import MIN_WARM_UP, CapturedWindows, capture_problems
-from pyengine.engine.engine import Engine, MicroBatch
+from pyengine.engine.engine import Engine
 from pyengine.engine.loop import Batch, CountOf, MicroBatches, single_micro_batch, windows
+from pyengine.engine.micro_batch import MicroBatch
 from pyengine.engine.misnamed import answer_to_setting, check_function
 from pyengine.engine.resume import load_state, take_snapshot
 from pyengine.engine.retry import Items, Retries
@@ -31,7 +32,7 @@ from pyengine.step.window_optimizer import OptimizerCheck, WindowOptimizer, chec
 from pyengine.window.counter import State, check_accumulate
 from pyengine.window.denominators import Loss
 from pyengine.window.header import Count
-from pyengine.window.measure import Measure, trained
+from pyengine.window.metric import Metric, trained
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -326,15 +327,17 @@ class Sync:
         run = checked_backward(
             one, gradient=gradient, retain_graph=retain_graph, create_graph=create_graph, inputs=inputs
         )
-        engine.refuse_scaled(one)
+        engine.loss_checks.refuse_scaled(one, engine.scaler)
         known = engine.due_count(count)
         with self._micro_batch_of_backward():
-            engine.warn_of_division(one, count)
-            engine.warn_of_reduction(one, count)
+            engine.loss_checks.warn_of_division(one, count)
+            if totals is None:
+                engine.loss_checks.warn_of_reduction(one, count)
             with engine.micro_batch(known, is_stated=True, may_replace=create_graph) as made:
                 made.loss = one if gradient is None else None
                 scaled = one if engine.scaler is None else engine.scaler.scale(one)
-                with made.only_backward(scaled):
+                made.has_only = True
+                with engine.last_backward(made, (scaled,)):
                     run(scaled)
 
     def retry_smaller(self, batch: Any, fn: Callable[[Any], tuple[Tensor, Count] | Loss]) -> None:
@@ -408,7 +411,7 @@ class Sync:
         """What the window counts over all its ranks and micro-batches, by loss, from before its first
         forward on; under "count" if the function gives numbers. Empty where nothing was read ahead.
         """
-        known = self._engine.denominators
+        known = self._engine.window.denominators
         return {} if known is None else dict(known.totals)
 
     def weigh(self, losses: Mapping[str, Tensor | float]) -> Tensor:
@@ -480,7 +483,7 @@ class Sync:
         Raises:
             RuntimeError: the window has not been sent; or as `step`.
         """
-        self._engine.hand_over()
+        self._engine.release_grads()
 
     def grad_norm(self) -> Tensor:
         """Return the 2-norm of the gradients as they are, clipping included; float64, 0-dim, on their device.
@@ -507,12 +510,12 @@ class Sync:
         """
         engine = self._engine
         engine.wait()
-        measured = engine.measured()
+        measured = engine.metric_context()
         engine.renew_norm("reads norms by name")
         return trained(measured, engine.final.squares().sqrt().unbind())
 
-    def measure(self, *measures: Measure) -> None:
-        """Measure something in every window from the next one on, for its `StepRecord`.
+    def measure(self, *measures: Metric) -> None:
+        """Metric something in every window from the next one on, for its `StepRecord`.
 
         Every rank calls this with the same arguments, between windows. Windows of `capture` run without a
         graph.
@@ -593,12 +596,12 @@ class Sync:
             engine.clip(max_norm, norm)
         else:
             engine.published.scale_each_(final.clip_each(max_norm, groups).float())
-            engine.note_own_writes()
+            engine.foreign.marks.record_published()
         return final.guarding_norm(norm)
 
     def _groups_of(self, per: ClipPer) -> Sequence[Tensor] | None:
         """Return the indices of each group's names; None where each parameter is a group."""
-        engine, names = self._engine, self._engine.measured().names
+        engine, names = self._engine, self._engine.metric_context().names
         if per == "parameter":
             return None
         name_of = dict(zip(map(id, engine.reducer.params), engine.reducer.names, strict=True))
@@ -630,7 +633,7 @@ class Sync:
         final.keep_norm()
         engine.published.clip_values_(value)
         engine.renew_norm("has clipped values", has_changed=True)
-        engine.note_own_writes()
+        engine.foreign.marks.record_published()
         # Ranks that clip by another value are found out.
         verdict.use.factors.append(torch.tensor(value, dtype=torch.float64, device=HOST))
 
@@ -683,7 +686,7 @@ class Sync:
         """
         self._engine.reach_verdicts()
         if self._engine.is_closed:
-            self._engine.meet()
+            self._engine.check_ranks_agree()
 
     def wrap(self, optimizer: torch.optim.Optimizer, scheduler: Any = None) -> WindowOptimizer:
         """Return an optimizer whose `step` and `zero_grad` do nothing except where a window ends.
@@ -715,7 +718,7 @@ class Sync:
 
         Cost: on an accelerator it waits for the device's clock.
         """
-        make = self._engine.make_record
+        make = self._engine.records.make_last
         return None if make is None else make()
 
     def on_step(self, callback: StepCallback) -> StepHandle:
@@ -726,7 +729,7 @@ class Sync:
             callback.
         """
         check_function("callback", callback, "of a StepRecord")
-        return StepHandle(self._engine.callbacks, callback)
+        return StepHandle(self._engine.records.callbacks, callback)
 
     # ---- windows as graphs ----
 
@@ -812,12 +815,12 @@ class Sync:
         """Whether the micro-batch handed out last is a batch once more, which only other ranks need: over a
         sharded model a rank that has run out runs the others' forwards with them. Nothing of it counts.
         """
-        return self._engine.is_padding
+        return self._engine.window.is_padding
 
     @property
     def reduced_window(self) -> object | None:
         """An object that identifies this window, once it has been reduced; None before."""
-        return self._engine.verdict
+        return self._engine.window.verdict
 
     @property
     def window(self) -> int:
@@ -930,7 +933,7 @@ class Sync:
             engine.audit = None
 
         every = check_every(every)
-        engine.assemble("calls sync.audit, as every rank has to")
+        engine.check_same_call("calls sync.audit, as every rank has to")
         engine.audit = made = WindowAudit(
             engine.reducer, engine.comm, engine.batch, every=every, module=module, end=end
         )

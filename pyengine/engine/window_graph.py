@@ -13,9 +13,9 @@ from torch import Tensor
 
 from pyengine.ops.capture import Section
 from pyengine.ops.device import is_on_default_stream
-from pyengine.window.claims import Use
+from pyengine.window.digest import Use
 from pyengine.window.header import Header, LocalWindow
-from pyengine.window.verdict import Evidence, Outcome
+from pyengine.window.verdict import Outcome, WindowReport
 
 
 class CaptureStream:
@@ -86,7 +86,7 @@ class WindowGraph:
     # ---- of the window in which it was captured ----
     header: Header = field(init=False)
     outcome: Outcome = field(init=False)
-    evidence: Evidence = field(init=False)
+    report: WindowReport = field(init=False)
     counts: LocalWindow = field(init=False)
     final: dict[str, Any] = field(init=False)
     grads: Sequence[Tensor | None] = field(init=False)

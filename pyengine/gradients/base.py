@@ -135,7 +135,7 @@ class Reducer(ABC):
     # a rank without data runs padding.
     has_collective_forwards = False
     # By parameter, whether this rank adds its elements to the norm, so that over all ranks every element is
-    # added once (see `Holdings`). None: all ranks hold the same elements.
+    # added once (see `ShardedNorm`). None: all ranks hold the same elements.
     counted: Sequence[bool] | None = None
     # Whether this rank holds all elements of all parameters where ranks count their own.
     holds_all = False

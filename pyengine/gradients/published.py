@@ -67,6 +67,10 @@ class Published:
         # An assignment to `.grad.data` replaces the memory alone, which no version counter shows.
         self._addresses = self._addresses_now()
 
+    def has_any(self) -> bool:
+        """Whether any parameter has a gradient."""
+        return any(map(_has_grad, self._params))
+
     def has_changed(self) -> bool:
         """Whether gradients were written to or replaced since `record`."""
         return (
@@ -201,6 +205,10 @@ class Published:
         if grads:  # torch refuses an empty list
             held: list[Any] = [SimpleNamespace(grad=grad) for grad in grads]
             clip_grad_value_(held, value)
+
+
+def _has_grad(param: Parameter) -> bool:
+    return param.grad is not None
 
 
 def _address(grad: Tensor | None) -> int:

@@ -15,7 +15,7 @@ from torch.nn import Parameter
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from pyengine.ops.device import runs_ahead
-from pyengine.window.claims import OptimizerStep
+from pyengine.window.digest import OptimizerStep
 
 
 def check_step(optimizer: Any, scheduler: Any) -> None:

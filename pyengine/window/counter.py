@@ -133,7 +133,7 @@ class WindowCounter:
         self.is_exhausted = False  # the loop has come to the end; backwards may still follow
 
 
-class Runs:
+class Slots:
     """This rank's runs of one window: neighbours by place, as `pe.Exact(slots=...)` cuts the window.
 
     The public name of a run is slot, which in this package is a parameter's place in a bucket. The gradients

@@ -15,7 +15,7 @@ from pyengine.window.nonfinite import is_not_finite
 CLIP_EPSILON = 1e-6  # as torch.nn.utils.clip_grad_norm_
 
 
-class Holdings:
+class ShardedNorm:
     """Which of its gradients a rank counts, and the one all-reduce that adds up all ranks' parts.
 
     A gradient that several ranks hold alike (replicas) is counted by one of them; a shard by the rank that
@@ -73,8 +73,8 @@ class FinalPass:
     so that `.grad` holds the mean and these numbers are of the mean.
     """
 
-    def __init__(self, num_params: int, device: torch.device, holdings: Holdings | None = None) -> None:
-        self._holdings = holdings
+    def __init__(self, num_params: int, device: torch.device, sharded: ShardedNorm | None = None) -> None:
+        self._sharded = sharded
         # By parameter, in registration order: the sum of squares of its mean gradient, and 1 where that holds
         # inf or nan.
         self.sumsq = torch.zeros(num_params, dtype=torch.float64, device=device)
@@ -89,10 +89,10 @@ class FinalPass:
         self.reset()
 
     def add_names(self, places: Sequence[int], num_names: int) -> None:
-        """Keep the norms by name, too: `places` has the index of each parameter's name. See `Holdings`."""
+        """Keep the norms by name, too: `places` has the index of each parameter's name. See `ShardedNorm`."""
         self._has_names = True
-        if self._holdings is not None:
-            self._holdings.add_names(send(list(places), torch.int64, self.sumsq.device), num_names)
+        if self._sharded is not None:
+            self._sharded.add_names(send(list(places), torch.int64, self.sumsq.device), num_names)
             # Until the norm is computed again; in a window that a rank gave up it is not.
             self._squares = self.sumsq.new_full((num_names,), torch.nan)
 
@@ -120,8 +120,8 @@ class FinalPass:
         `is_refused`.
         """
         total = add_up(self.sumsq)  # in registration order: not a matter of buckets or threads
-        if self._holdings is not None and not is_refused:
-            total, void, self._squares = self._holdings.whole(self.sumsq, self.void)
+        if self._sharded is not None and not is_refused:
+            total, void, self._squares = self._sharded.whole(self.sumsq, self.void)
             self.void = void.float()
         self._norm = total.sqrt()
         self.overflow = self.found_inf = is_not_finite(total + self.void).float()
@@ -140,7 +140,7 @@ class FinalPass:
     @property
     def is_shared(self) -> bool:
         """Whether ranks hold different elements, so that the norm needs a collective."""
-        return self._holdings is not None
+        return self._sharded is not None
 
     def renew_norm(self, *, was_read: bool) -> None:
         """Compute the norm again, where gradients may have been changed since; the skip decision stays.
@@ -151,9 +151,9 @@ class FinalPass:
         self.keep_norm()
         if was_read:
             self._clipped_since = self._one
-        if self._holdings is not None:
+        if self._sharded is not None:
             sumsq = self.sumsq * self._clipped_since.square()
-            total, _, self._squares = self._holdings.whole(sumsq, self._zero)
+            total, _, self._squares = self._sharded.whole(sumsq, self._zero)
             self._norm = total.sqrt()
         elif was_read:
             self._norm = add_up(self.sumsq).sqrt()
@@ -177,7 +177,7 @@ class FinalPass:
 
     def squares(self) -> Tensor:
         """Return the squared norm of each name's gradient as it is, float64 `[names]`; after `add_names`."""
-        if self._holdings is not None:
+        if self._sharded is not None:
             return self._squares
         return self.sumsq * self._clipped_since.square()
 
@@ -199,14 +199,14 @@ class FinalPass:
 
     def inf_norm(self, largest: Tensor) -> Tensor:
         """Return the largest of all ranks' `largest`, float64 0-dim, with the same bits on every rank."""
-        return largest if self._holdings is None else self._holdings.largest(largest)
+        return largest if self._sharded is None else self._sharded.largest(largest)
 
     def clip(self, max_norm: float | Tensor, norm: Tensor) -> Tensor:
         """Return min(1, max_norm / (norm + 1e-6)), float64 0-dim, for the caller to multiply by."""
         self.keep_norm()
         factor = (max_norm / (norm + CLIP_EPSILON)).clamp(max=1.0)
         self._norm = self._norm * factor
-        if self._has_names and self._holdings is not None:
+        if self._has_names and self._sharded is not None:
             self._squares = self._squares * factor.square()
         self._note_clipping(factor, factor)
         return factor
@@ -233,8 +233,8 @@ class FinalPass:
         self._squares = squares * factors.square()
         self._norm = add_up(self._squares).sqrt()
         of_params = factors
-        if self._holdings is not None and self._holdings.places is not None:
-            of_params = factors[self._holdings.places]
+        if self._sharded is not None and self._sharded.places is not None:
+            of_params = factors[self._sharded.places]
         self._note_clipping(add_up(factors) / len(factors), of_params)
         return of_params
 

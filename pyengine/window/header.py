@@ -22,15 +22,16 @@ from torch import Tensor
 from pyengine.comm.base import Comm, Work
 from pyengine.ops.device import HOST, is_lazy, refill, runs_ahead, send
 from pyengine.window import exact_scalars
-from pyengine.window.claims import NUM_PIECES, PIECE_BITS, Claims
+from pyengine.window.digest import NUM_PIECES, PIECE_BITS, HeaderDigest
+from pyengine.window.faults import Faults
 
 _log = logging.getLogger("pyengine.window")
 
-# The vector: seven numbers, what must be equal on every rank (positions, then the pieces of the claims), each
+# The vector: seven numbers, what must be equal on every rank (positions, then the pieces of the digest), each
 # with its square, and the losses as lanes of `exact_scalars`.
 _COUNT, _MICRO_BATCHES, _, _INVALID, _UNKNOWN, _, _POSITIONS = range(7)
-_CLAIMS = _POSITIONS + 4
-_LOSSES = _CLAIMS + 2 * NUM_PIECES
+_DIGEST = _POSITIONS + 4
+_LOSSES = _DIGEST + 2 * NUM_PIECES
 # Behind them, where ranks share batches, what must be 0: lanes of `SharedBatch`.
 _SHARED = _LOSSES + exact_scalars.NUM_LANES
 # ... how many ranks have scaled no loss although a scaler is set, and how many have: of a batch one rank may
@@ -111,8 +112,7 @@ class LocalWindow:
     # Items each loss was summed over; numbers, or 0-dim tensors that stay on their device.
     counts: list[Count] = field(default_factory=list)
     losses: list[Tensor | None] = field(default_factory=list)  # detached, 0-dim; None: not known
-    refusals: list[str] = field(default_factory=list)  # why else this rank refuses the window, in words
-    doubts: list[tuple[str, Tensor]] = field(default_factory=list)  # refusals, if the 0-dim bool is set
+    faults: Faults = field(default_factory=Faults)  # what else has gone wrong with the window on this rank
     batch: SharedBatch | None = None  # that this rank shares with others
     is_silent: bool = False  # whether this rank leaves some count to the one that counts the batch
     # Whether this rank had used all of its parameters when the header was launched.
@@ -144,8 +144,8 @@ class LocalWindow:
             valid = self.are_valid(counts)
             vector[_COUNT] += torch.where(valid, counts, 0.0).sum()
             vector[_INVALID] += (~valid).sum()
-        if doubts := self._unread([doubt for _, doubt in self.doubts]):
-            vector[_INVALID] += stacked(doubts, vector.device).sum()
+        if self.faults and (flags := self._unread(self.faults.flags())):
+            vector[_INVALID] += stacked(flags, vector.device).sum()
 
     def known(self, values: Sequence[Count | None]) -> list[float]:
         """Return the values that the host reads without waiting."""
@@ -186,10 +186,6 @@ class LocalWindow:
         more = ", ..." if len(self.counts) > 8 else ""
         batch = 0 if self.batch is None else self.batch.index
         return f"batch {batch}: {len(self.counts)} micro-batches of counts [{counts}{more}]"
-
-    def all_refusals(self) -> list[str]:
-        """Return the refusals, and the doubts that are true. Reads the device: for error reports only."""
-        return [*self.refusals, *(text for text, doubt in self.doubts if doubt)]
 
     def is_valid(self, count: float) -> bool:
         return 0 <= count <= MAX_COUNT and (not self.is_exact or count == math.floor(count))
@@ -302,17 +298,17 @@ class Header:
         *,
         local: LocalWindow,
         position: tuple[int, int],  # windows completed, steps taken
-        more: bool,  # whether this rank has another window after this one
-        claims: Claims,
+        has_more: bool,  # whether this rank has another window after this one
+        digest: HeaderDigest,
         inv_scale: Tensor | None = None,
     ) -> None:
         self.inv_scale = inv_scale  # of the window's losses, float64 0-dim; None without a loss scale
         self._comm, self._max_micro_batches = comm, local.max_micro_batches
-        self.position, self.claims = position, claims
+        self.position, self.digest = position, digest
         # What the host knows of it, and the memory to which that was sent; see `again`.
-        self._numbers = _numbers(local, position, more, claims)
+        self._numbers = _numbers(local, position, has_more, digest)
         self._sent = send(self._numbers, torch.float64, device, refills=True)
-        self._vector = _with_device_values(self._sent, local, claims)
+        self._vector = _with_device_values(self._sent, local, digest)
         _log.debug("window %d: launch header of %d micro-batches", position[0], len(local.counts))
         self._work: Work | None = comm.all_reduce(self._vector)
         self._inv_count: Tensor | None = None
@@ -320,14 +316,16 @@ class Header:
         self.known_totals: Totals | None = None  # if the host has read them
         self.disagreement = ""  # in what ranks differ, once they have compared it: once a header
 
-    def again(self, *, local: LocalWindow, position: tuple[int, int], more: bool, claims: Claims) -> Header:
+    def again(
+        self, *, local: LocalWindow, position: tuple[int, int], has_more: bool, digest: HeaderDigest
+    ) -> Header:
         """Return the header of another window that runs the graph in which this one was captured.
 
         `fill` it before the graph runs; afterwards its vector is the reduced one.
         """
         other = copy(self)
-        other.position, other.claims = position, claims
-        other._numbers = _numbers(local, position, more, claims)  # noqa: SLF001 - a copy of this object
+        other.position, other.digest = position, digest
+        other._numbers = _numbers(local, position, has_more, digest)  # noqa: SLF001 - a copy of this object
         other.known_totals, other.disagreement = None, ""
         return other
 
@@ -401,23 +399,30 @@ def _host_may_look(device: torch.device) -> bool:
     return not runs_ahead(device)
 
 
-def _numbers(local: LocalWindow, position: tuple[int, int], more: bool, claims: Claims) -> list[float]:
+def _numbers(
+    local: LocalWindow, position: tuple[int, int], has_more: bool, digest: HeaderDigest
+) -> list[float]:
     """Return what the host knows of a header."""
     known = local.known(local.counts)
     valid = [count for count in known if local.is_valid(count)]
-    doubts = local.known([doubt for _, doubt in local.doubts])
-    invalid = len(known) - len(valid) + len(local.refusals) + sum(doubts)
+    invalid = len(known) - len(valid) + _num_refusals(local)
     unknown = sum(loss is None for loss in local.losses)
-    numbers = [math.fsum(valid), len(local.counts), more, invalid, unknown, not local.has_used_all]
-    for value in (*(value % 2**PIECE_BITS for value in position), *claims.pieces()):
+    numbers = [math.fsum(valid), len(local.counts), has_more, invalid, unknown, not local.has_used_all]
+    for value in (*(value % 2**PIECE_BITS for value in position), *digest.pieces()):
         numbers += [value, value * value]
     return [*map(float, numbers), *exact_scalars.lanes_of(local.known(local.losses))]
 
 
-def _with_device_values(vector: Tensor, local: LocalWindow, claims: Claims) -> Tensor:
+def _num_refusals(local: LocalWindow) -> float:
+    """Return how many times this rank refuses the window, without refusals whose flag is on a device."""
+    faults = local.faults
+    return len(faults.refusals()) + sum(local.known(faults.flags())) if faults else 0
+
+
+def _with_device_values(vector: Tensor, local: LocalWindow, digest: HeaderDigest) -> Tensor:
     """Add what is on the device, unread, in place; append lanes where ranks share a batch."""
     local.add_to(vector)
-    claims.add_to(vector[_CLAIMS:_LOSSES])
+    digest.add_to(vector[_DIGEST:_LOSSES])
     if local.batch is None:
         return vector
     batch = local.batch  # one of the ranks that share it counts it

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from pyengine.ops.device import HOST
 from pyengine.ops.plan import BucketPlan, add_up
-from pyengine.window.measure import Measure, Measured, ReducedWindow
+from pyengine.window.metric import Metric, MetricContext, ReducedWindow
 
 _SUMS = 8  # of a state: weights, their squares, windows, x, y, x², xy, y²
 
@@ -38,8 +38,8 @@ class NoiseEstimate:
     windows: int
 
 
-class NoiseScale(Measure):
-    """Measure the gradient noise scale of McCandlish et al. 2018, appendix A.1: `StepRecord.noise_scale`.
+class NoiseScale(Metric):
+    """Metric the gradient noise scale of McCandlish et al. 2018, appendix A.1: `StepRecord.noise_scale`.
 
     With G the true gradient and S the covariance of one sample's, the mean g_r over B_r samples has
     E‖g_r‖² = ‖G‖² + tr(S) / B_r. A window has n such parts (the ranks; with one rank its micro-batches), and
@@ -88,7 +88,7 @@ class NoiseScale(Measure):
     def __repr__(self) -> str:
         return f"NoiseScale(decay={self._decay!r})"
 
-    def problems(self, measured: Measured) -> list[str]:
+    def problems(self, measured: MetricContext) -> list[str]:
         decay = self._decay
         if not isinstance(decay, Real) or isinstance(decay, bool) or not 0 <= decay < 1:
             return [f"NoiseScale(decay={decay!r}): need a number from 0 to below 1, for example 0.99"]
@@ -97,7 +97,7 @@ class NoiseScale(Measure):
             return [f"NoiseScale over ranks that hold different elements or share batches: {why}"]
         return [f"NoiseScale: {text}; leave it out" for text in measured.owner.own_sums_problems()]
 
-    def bind(self, measured: Measured) -> None:
+    def bind(self, measured: MetricContext) -> None:
         super().bind(measured)
         final, self._comm = measured.final, measured.comm
         self._device = final.sumsq.device

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from pyengine.ops.device import is_lazy
-from pyengine.window.measure import Measure, Measured, ReducedWindow, trained
+from pyengine.window.metric import Metric, MetricContext, ReducedWindow, trained
 from pyengine.window.nonfinite import listed
 
 SpikeAction = Literal["skip", "clip"]
@@ -32,7 +32,7 @@ class Spike:
     params: dict[str, float]
 
 
-class SpikePolicy(Measure):
+class SpikePolicy(Metric):
     """Skip or clip windows whose gradient norm is above `factor` times a running median.
 
     The decision is made on the device from the norm, whose bits are the same on every rank: all ranks act
@@ -72,7 +72,7 @@ class SpikePolicy(Measure):
     def __repr__(self) -> str:
         return f"SpikePolicy(factor={self._factor!r}, window={self._window!r}, action={self._action!r})"
 
-    def problems(self, measured: Measured) -> list[str]:
+    def problems(self, measured: MetricContext) -> list[str]:
         found, factor, window = [], self._factor, self._window
         if not isinstance(factor, Real) or isinstance(factor, bool) or not factor > 1:
             found.append(f"SpikePolicy(factor={factor!r}): need a number above 1, for example 4")
@@ -84,7 +84,7 @@ class SpikePolicy(Measure):
             found.append("SpikePolicy on an XLA device, which records what is measured: leave it out")
         return found
 
-    def bind(self, measured: Measured) -> None:
+    def bind(self, measured: MetricContext) -> None:
         super().bind(measured)
         # Of the last windows: the norm, then those of all names. Behind it, how many windows there were.
         shape, device = (self._window, 1 + len(measured.names)), measured.final.sumsq.device

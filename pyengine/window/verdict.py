@@ -13,7 +13,8 @@ from torch import Tensor
 
 from pyengine.comm.base import Comm, Unbroken
 from pyengine.ops.device import Readback, flush, is_lazy
-from pyengine.window.claims import Use, difference
+from pyengine.window.digest import Use, difference
+from pyengine.window.faults import FaultKind
 from pyengine.window.final_pass import FinalPass
 from pyengine.window.header import Header, LocalWindow, Totals
 from pyengine.window.nonfinite import RankFindings, describe
@@ -34,12 +35,11 @@ def call_all(actions: Sequence[Callable[[], object]]) -> None:
 
 
 @dataclass(frozen=True)
-class Evidence:
+class WindowReport:
     """What one rank knows of its window."""
 
     index: int  # of the window
-    local: LocalWindow
-    gave_up: str  # the exception that ended its last backward; empty if none did
+    local: LocalWindow  # with what has gone wrong on this rank
     names: Sequence[str]  # of parameters, in registration order
     blame: Blame
     acted: Callable[[], str] = str  # what a measure has done to the window; empty if nothing
@@ -74,12 +74,12 @@ class Verdict:
     """
 
     def __init__(
-        self, header: Header, outcome: Outcome, evidence: Evidence, *, comm: Comm, raises: bool
+        self, header: Header, outcome: Outcome, report: WindowReport, *, comm: Comm, raises: bool
     ) -> None:
         self.totals: Totals | None = None  # sums over all ranks; None until read
         # Why the step is skipped, or why it was clipped; empty if neither.
         self.reason = ""
-        self.outcome, self.evidence = outcome, evidence
+        self.outcome, self.report = outcome, report
         self._header, self._comm, self._raises = header, comm, raises
         self._numbers = Readback(outcome.numbers)
         self._waiting: list[Callable[[Totals, bool], None]] = []
@@ -87,7 +87,6 @@ class Verdict:
         self.skips = self._is_zero = self._has_acted = False
         self.is_reached = False  # whether the ranks have concluded it
         self.is_awaited = False  # whether an action on this rank waits for the numbers
-        self.error: Exception | None = None  # what `reach` raises
         self.use = Use()  # what this rank did with the window
 
     def then(self, action: Callable[[Totals, bool], None], *, awaits: bool = True) -> None:
@@ -109,6 +108,11 @@ class Verdict:
             self._waiting_to_know.append(action)
         else:
             action(self.skips)
+
+    @property
+    def error(self) -> Exception | None:
+        """What `reach` raises: the error on which the ranks have agreed; None if there is none."""
+        return next((fault.error for fault in self.report.local.faults if fault.error is not None), None)
 
     @property
     def was_refused(self) -> bool:
@@ -135,16 +139,15 @@ class Verdict:
                 try:
                     self._judge(totals)
                 except (ValueError, RuntimeError, FloatingPointError) as error:
-                    self.error = error.with_traceback(
-                        None
-                    )  # which would keep every frame alive, this one too
+                    error = error.with_traceback(None)  # which would keep every frame alive, this one too
+                    self.report.local.faults.note(FaultKind.CONCLUDED, str(error), error)
                 self.is_reached = True
         actions = self._pop_waiting_to_know()
         waiting, self._waiting = self._waiting, []
         if self.error is None:
             actions += [partial(action, totals, self.skips) for action in waiting]
         call_all(actions)
-        _log.debug("window %d: verdict %s", self.evidence.index, self.error or self.reason or "step")
+        _log.debug("window %d: verdict %s", self.report.index, self.error or self.reason or "step")
         if self.error is not None:
             raise type(self.error)(*self.error.args)
         return totals
@@ -160,7 +163,7 @@ class Verdict:
         which = "the step was" if in_a_row == 1 else f"the last {in_a_row} steps were"
         stops = "" if self._has_acted else "; nonfinite='raise' stops at the first"
         warnings.warn(
-            f"window {self.evidence.index}: {which} skipped on every rank: {self.reason}. sync.on_step "
+            f"window {self.report.index}: {which} skipped on every rank: {self.reason}. sync.on_step "
             f"reports every one{stops}",
             stacklevel=2,
         )
@@ -170,7 +173,7 @@ class Verdict:
             *numbers, found_inf, is_zero, has_acted = self._numbers.get()
             self.skips, self._is_zero, self._has_acted = found_inf != 0, is_zero != 0, has_acted != 0
             self.totals = self._header.known_totals or Totals.of(numbers, self._comm.world_size)
-            _log.debug("window %d: skip %s, %s", self.evidence.index, self.skips, self.totals)
+            _log.debug("window %d: skip %s, %s", self.report.index, self.skips, self.totals)
         return self.totals
 
     def _pop_waiting_to_know(self) -> list[Callable[[], object]]:
@@ -182,15 +185,15 @@ class Verdict:
         if self.skips:
             check_agreement(self._header, totals, self._comm)
         if self._has_acted:  # only on a window that could have been used
-            self.reason = self.evidence.acted()
+            self.reason = self.report.acted()
             return
         if not self.skips:
             if self._is_zero:
                 self._refuse_empty()
             return
-        evidence = self.evidence
-        check_counts(totals, self._comm, local=evidence.local)
-        most = evidence.local.max_micro_batches
+        report = self.report
+        check_counts(totals, self._comm, local=report.local)
+        most = report.local.max_micro_batches
         if totals.micro_batches > most:
             raise ValueError(
                 f"window of {totals.micro_batches} micro-batches over all ranks, and accumulator='exact' "
@@ -202,15 +205,15 @@ class Verdict:
             return
         self.reason = self._why_not_finite()
         if self._raises:
-            raise FloatingPointError(f"window {self.evidence.index}: {self.reason}")
+            raise FloatingPointError(f"window {self.report.index}: {self.reason}")
 
     def _refuse_empty(self) -> None:
         """Raise RuntimeError if backwards have run and no rank has any gradient."""
-        mine = self.evidence.has_backward, self.evidence.has_gradient
+        mine = self.report.has_backward, self.report.has_gradient
         backwards, gradients = zip(*self._comm.all_gather_object(mine), strict=True)
         if any(backwards) and not any(gradients):
             raise RuntimeError(
-                f"window {self.evidence.index}: no rank has any gradient, so nothing was trained. Make the "
+                f"window {self.report.index}: no rank has any gradient, so nothing was trained. Make the "
                 "engine (and the optimizer) over the parameters that the loss reaches, after whatever "
                 "exchanges them (load_state_dict(assign=True), swap_tensors, a parametrization), and leave "
                 "out what takes gradients away inside the backward (an optimizer in a hook, .grad = None, "
@@ -223,14 +226,15 @@ class Verdict:
         Raises:
             ValueError: they stand for what a rank refuses, found behind the header.
         """
-        evidence = self.evidence
+        report = self.report
         nonfinite = self.outcome.nonfinite.nonzero().flatten().tolist()
-        blamed = {evidence.names[param]: evidence.blame(param) for param in nonfinite}
-        local = evidence.local
-        mine = RankFindings(evidence.gave_up, local.nonfinite_losses(), blamed, local.refusals)
+        blamed = {report.names[param]: report.blame(param) for param in nonfinite}
+        local = report.local
+        gave_up = local.faults.first(FaultKind.GAVE_UP)
+        mine = RankFindings(gave_up, local.nonfinite_losses(), blamed, local.faults.refusals())
         findings: Sequence[RankFindings] = self._comm.all_gather_object(mine)
         raise_refusals([each.refusals for each in findings])
-        return describe(findings, is_exact=evidence.local.is_exact)
+        return describe(findings, is_exact=report.local.is_exact)
 
 
 # ---- verdicts of several windows ----
@@ -320,7 +324,7 @@ class VerdictQueue:
         verdict = self._unread.pop(0)
         verdict.reach()
         self._skipped = self._skipped + 1 if verdict.skips else 0
-        is_first = verdict.skips and not (self._has_warned or verdict.evidence.is_scaled)
+        is_first = verdict.skips and not (self._has_warned or verdict.report.is_scaled)
         if is_first or self._skipped in _WARN_AT:
             verdict.warn_of_skip(self._skipped)
             self._has_warned = True
@@ -341,11 +345,11 @@ def check_agreement(header: Header, totals: Totals, comm: Comm) -> None:
 
 
 def _disagreement(header: Header, comm: Comm) -> str:
-    positions, described, accumulate = _gather_claims(header, comm)
+    positions, described, accumulate = _gather_digests(header, comm)
     unlike = f". accumulate={list(accumulate)} by rank" if len(set(accumulate)) > 1 else ""
     if unlike:
         unlike += ": ranks cut windows at other micro-batches, which sync.windows alone evens out"
-    if len({claims["engine"] for claims in described}) == 1 and len(set(positions)) > 1:
+    if len({digest["engine"] for digest in described}) == 1 and len(set(positions)) > 1:
         places = "; ".join(f"rank {r}: {w} windows, {s} steps" for r, (w, s) in enumerate(positions))
         return (
             f"ranks are not at the same place ({places}): some rank abandoned a window that was already "
@@ -358,16 +362,16 @@ def check_stage(header: Header, comm: Comm) -> None:
     """Raise RuntimeError on every rank unless all of them are at one stage of one engine, at any position."""
     if not header.totals().differ:
         return
-    _, described, _ = _gather_claims(header, comm)
-    if len({(claims["engine"], claims["stage"]) for claims in described}) > 1:
+    _, described, _ = _gather_digests(header, comm)
+    if len({(digest["engine"], digest["stage"]) for digest in described}) > 1:
         raise RuntimeError(difference(described))
 
 
-def _gather_claims(
+def _gather_digests(
     header: Header, comm: Comm
 ) -> tuple[tuple[tuple[int, int], ...], tuple[dict[str, str], ...], tuple[int, ...]]:
-    """Return, by rank, position, claims as described, and accumulate."""
-    mine = header.position, header.claims.describe(), header.claims.accumulate
+    """Return, by rank, position, digest as described, and accumulate."""
+    mine = header.position, header.digest.describe(), header.digest.accumulate
     positions, described, accumulate = zip(*comm.all_gather_object(mine), strict=True)
     return positions, described, accumulate
 
@@ -390,7 +394,7 @@ def check_counts(totals: Totals, comm: Comm, *, local: LocalWindow) -> None:
             "stepped; call sync.abandon() on all ranks and go on"
         )
     if totals.invalid_counts:
-        gathered = comm.all_gather_object((local.problems(), local.all_refusals()))
+        gathered = comm.all_gather_object((local.problems(), local.faults.all_refusals()))
         raise_refusals([texts for _, texts in gathered])
         places = by_rank([texts for texts, _ in gathered])
         raise ValueError(

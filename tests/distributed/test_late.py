@@ -105,7 +105,7 @@ def test_the_step_path_reads_nothing_and_each_record_comes_a_window_late(kind):
     # What the host reads of a header is read where the host waits for collectives anyway, and nowhere else.
     with (
         mock.patch("pyengine.window.header._host_may_look", lambda *_: False),
-        mock.patch("pyengine.window.claims._is_on_device", lambda _: True),
+        mock.patch("pyengine.window.digest._is_on_device", lambda _: True),
     ):
         for number, window in enumerate(sync.windows([torch.ones(1, 4)] * 8)):
             is_agreed = number >= 2  # before the second window ranks agree on the order of the buckets, once

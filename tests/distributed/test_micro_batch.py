@@ -165,8 +165,8 @@ def test_buckets_leave_inside_the_backward_that_is_marked_as_the_last(is_marked,
     launched: list[int] = []
 
     def note(*_: object) -> None:
-        if sync._engine.header is not None:
-            sync._engine.header.vector()  # no bucket goes before the header has come
+        if sync._engine.window.header is not None:
+            sync._engine.window.header.vector()  # no bucket goes before the header has come
         launched.append(sync._engine.comm.traffic.collectives)
 
     windows = []

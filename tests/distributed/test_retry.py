@@ -280,7 +280,7 @@ def test_a_part_that_fails_is_halved_and_finished_ones_stay(num, large, retries,
         for x in window:
             sync.retry_smaller(x, loss_of)
         sync.unscale_()
-    assert (seen, sync._engine.num_retries, sync.part_size) == (attempts, retries, 2)
+    assert (seen, sync._engine.window.num_retries, sync.part_size) == (attempts, retries, 2)
     assert model.weight.grad.item() == pytest.approx((num - 1) / 2)
 
 

@@ -108,7 +108,7 @@ def test_buckets_leave_during_the_first_windows_backward():
     launched, before = [], traffic.collectives
 
     def note(*_: object) -> None:
-        sync._engine.header.vector()  # no bucket goes before the header has come
+        sync._engine.window.header.vector()  # no bucket goes before the header has come
         launched.append(traffic.collectives - before)
 
     for layer in (model[2], model[0]):

@@ -5,8 +5,8 @@ import torch.distributed as dist
 from ranks import on_ranks
 from torch import nn
 
-from pyengine.engine.engine import make_engine
 from pyengine.engine.engine_ranks import EngineRanks
+from pyengine.engine.make_engine import make_engine
 from pyengine.engine.sync import Sync
 from pyengine.gradients.base import Reducer
 from pyengine.gradients.published import Published

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from pyengine.engine.handshake import Shares, agree, resized
+from pyengine.engine.handshake import WindowSplit, agree, resized
 from pyengine.gradients.settings import Exact, Settings
 
 
@@ -41,7 +41,7 @@ def _comms(world: int) -> list[Any]:
     ]
 
 
-def agreed(by_rank: list[int], **options: Any) -> Shares:
+def agreed(by_rank: list[int], **options: Any) -> WindowSplit:
     """Return what ranks with these numbers of micro-batches agree on."""
     with ThreadPoolExecutor(len(by_rank)) as pool:
         first, *others = pool.map(
@@ -101,7 +101,7 @@ def test_a_window_that_exact_sums_cannot_hold_is_refused(accumulator, by_rank, m
 
 def test_a_window_cut_in_slots_takes_a_term_a_slot():
     shares = agreed([6144, 6144], accumulator=Exact(12288, slots=4096))
-    assert (shares.run, shares.terms, shares.micro_batches) == (3, 4096, 12288)
+    assert (shares.slot_size, shares.terms, shares.micro_batches) == (3, 4096, 12288)
 
 
 def test_a_window_of_another_size_is_dealt_out_anew_and_an_exact_one_keeps_its_size():

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pyengine.comm import Local
-from pyengine.window.claims import Claims
+from pyengine.window.digest import HeaderDigest
 from pyengine.window.header import MAX_COUNT, Header, LocalWindow, SharedBatch, Totals, checked_count
 
 CPU = torch.device("cpu")
@@ -25,7 +25,7 @@ def _header(
     local = LocalWindow(is_exact, most)
     for count in counts:
         local.append(torch.tensor(loss), count)
-    said = {"position": (5, 4), "more": False, "claims": Claims("sends", "one")}
+    said = {"position": (5, 4), "has_more": False, "digest": HeaderDigest("sends", "one")}
     return Header(Local(), CPU, local=local, **{**said, **changes})
 
 
@@ -38,13 +38,15 @@ def test_the_header_of_another_window_of_a_graph_knows_nothing_of_the_first():
     first = _header([1])
     first.totals()
     first.disagreement = "ranks differ"
-    second = first.again(local=LocalWindow(), position=(6, 5), more=False, claims=Claims("sends", "one"))
+    second = first.again(
+        local=LocalWindow(), position=(6, 5), has_more=False, digest=HeaderDigest("sends", "one")
+    )
     assert (second.disagreement, second.known_totals) == ("", None)
 
 
 @pytest.mark.parametrize("world", [1, 3])
 def test_counts_losses_and_micro_batches_are_summed(world):
-    headers = [_header([2, torch.tensor(0.5)], loss=rank + 0.25, more=rank < 2) for rank in range(world)]
+    headers = [_header([2, torch.tensor(0.5)], loss=rank + 0.25, has_more=rank < 2) for rank in range(world)]
     totals = _totals(*headers)
     assert (totals.count, totals.micro_batches) == (2.5 * world, 2 * world)
     assert totals.loss == 2 * sum(rank + 0.25 for rank in range(world))
@@ -57,8 +59,8 @@ def test_counts_losses_and_micro_batches_are_summed(world):
     [
         {"position": (6, 4)},
         {"position": (5, 3)},
-        {"claims": Claims("sends", "two")},
-        {"claims": Claims("ends", "one")},
+        {"digest": HeaderDigest("sends", "two")},
+        {"digest": HeaderDigest("ends", "one")},
     ],
     ids=str,
 )
@@ -142,7 +144,7 @@ def test_every_micro_batch_counts_once_whoever_has_how_many_and_shares_them(wind
             local = LocalWindow(batch=batch if sharing > 1 else None)
             for count, is_far in window:
                 local.append(torch.tensor(1.0), torch.tensor(count) if is_far else count)
-            said = {"position": (5, 4), "more": False, "claims": Claims("sends", "one")}
+            said = {"position": (5, 4), "has_more": False, "digest": HeaderDigest("sends", "one")}
             headers.append(Header(Local(), CPU, local=local, **said))
     totals = _totals(*headers)
     counts = [count for window in windows for count, _ in window]

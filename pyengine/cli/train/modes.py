@@ -22,7 +22,7 @@ from pyengine.engine.attach import attach
 from pyengine.engine.grad_sync import GradSync
 from pyengine.engine.sync import Sync
 from pyengine.step.step_record import StepRecord
-from pyengine.window.measure import GradNorms
+from pyengine.window.metric import GradNorms
 from pyengine.wire.named import WIRES
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}

@@ -14,7 +14,7 @@ from pyengine.window.header import Header, LocalWindow
 
 
 @dataclass(frozen=True)
-class Measured:
+class MetricContext:
     """The gradients that are measured."""
 
     names: Sequence[str]  # of the parameters of all ranks
@@ -35,7 +35,7 @@ class ReducedWindow:
     is_whole: bool  # whether its gradients are of its own micro-batches only
 
 
-class Measure:
+class Metric:
     """Something that is measured in every window, and reported in its `StepRecord`; see `Sync.measure`.
 
     An object belongs to one engine. Every rank calls its methods at the same points.
@@ -44,11 +44,11 @@ class Measure:
     field = ""  # of the StepRecord
     is_bound = False  # whether an engine has it, or had it
 
-    def problems(self, measured: Measured) -> list[str]:
+    def problems(self, measured: MetricContext) -> list[str]:
         """Return why this cannot be measured; the same on every rank that has the same arguments."""
         return []
 
-    def bind(self, measured: Measured) -> None:
+    def bind(self, measured: MetricContext) -> None:
         """Start to measure, from the next window on."""
         self._measured, self.is_bound = measured, True
 
@@ -64,7 +64,7 @@ class Measure:
         """Start a micro-batch, before its first backward."""
 
     def wait(self, window: ReducedWindow) -> Tensor | None:
-        """Measure the reduced gradients, before the user clips; not where ranks disagree in the header.
+        """Metric the reduced gradients, before the user clips; not where ranks disagree in the header.
 
         May launch collectives. `FinalPass.found_inf` is 1 if the window cannot be used. Returns None, or the
         norm to which the gradients are to be clipped, float64 0-dim.
@@ -98,8 +98,8 @@ class Measure:
         """Continue from a state that fits; None: start without earlier windows."""
 
 
-class GradNorms(Measure):
-    """Measure the norm of each parameter's gradient: `StepRecord.grad_norms`, a dict by name.
+class GradNorms(Metric):
+    """Metric the norm of each parameter's gradient: `StepRecord.grad_norms`, a dict by name.
 
     Each is the 2-norm of the mean gradient before clipping, loss scale removed, over all ranks that hold
     elements of a parameter of that name; the same bits on every rank. Frozen parameters are left out.
@@ -125,7 +125,7 @@ class GradNorms(Measure):
         return trained(self._measured, numbers)
 
 
-def trained(measured: Measured, numbers: Sequence[Any]) -> dict[str, Any]:
+def trained(measured: MetricContext, numbers: Sequence[Any]) -> dict[str, Any]:
     """Return numbers, one a name, as a dict without frozen parameters."""
     named = zip(measured.names, numbers, measured.is_trained, strict=True)
     return {name: number for name, number, is_trained in named if is_trained}

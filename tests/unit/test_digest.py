@@ -1,4 +1,4 @@
-"""What ranks must agree on, as a number: equal if and only if the claims are equal."""
+"""What ranks must agree on, as a number: equal if and only if the digest are equal."""
 
 from __future__ import annotations
 
@@ -7,23 +7,23 @@ from unittest import mock
 import pytest
 import torch
 
-from pyengine.window.claims import NUM_PIECES, PIECE_BITS, Claims, OptimizerStep, Use, difference
+from pyengine.window.digest import NUM_PIECES, PIECE_BITS, HeaderDigest, OptimizerStep, Use, difference
 
 
-def _claims(**changes: object) -> Claims:
+def _digest(**changes: object) -> HeaderDigest:
     step = OptimizerStep("SGD", ((0, 1),), (("lr", changes.pop("lr", 0.1)),))
     use = Use(
         [step] * changes.pop("steps", 1), [torch.tensor(changes.pop("factor", 0.5), dtype=torch.float64)]
     )
     said = {"stage": "sends", "engine": "one", "scaler": "", "scale": torch.tensor(8.0), "use": use}
-    return Claims(**{**said, **changes})
+    return HeaderDigest(**{**said, **changes})
 
 
-def _number(claims: Claims, *, far: bool) -> list[float]:
+def _number(digest: HeaderDigest, *, far: bool) -> list[float]:
     """Return the pieces as a header holds them; `far`: as if scalars lay on an accelerator."""
-    with mock.patch("pyengine.window.claims._is_on_device", lambda _: far):
-        lanes = torch.tensor([[piece, piece**2] for piece in claims.pieces()], dtype=torch.float64).flatten()
-        claims.add_to(lanes)
+    with mock.patch("pyengine.window.digest._is_on_device", lambda _: far):
+        lanes = torch.tensor([[piece, piece**2] for piece in digest.pieces()], dtype=torch.float64).flatten()
+        digest.add_to(lanes)
     pieces = lanes[::2]
     assert torch.equal(lanes[1::2], pieces * pieces)
     return pieces.tolist()
@@ -46,13 +46,13 @@ CHANGES = [
 @pytest.mark.parametrize("far", [False, True])
 @pytest.mark.parametrize("change", CHANGES, ids=str)
 def test_claims_have_the_same_number_if_and_only_if_they_are_alike(change, far):
-    assert _number(_claims(**change), far=far) == _number(_claims(**change), far=far)
-    assert _number(_claims(**change), far=far) != _number(_claims(), far=far)
+    assert _number(_digest(**change), far=far) == _number(_digest(**change), far=far)
+    assert _number(_digest(**change), far=far) != _number(_digest(), far=far)
 
 
 @pytest.mark.parametrize("far", [False, True])
 def test_pieces_are_whole_numbers_whose_squares_a_header_can_sum(far):
-    pieces = _number(_claims(), far=far)
+    pieces = _number(_digest(), far=far)
     assert len(pieces) == NUM_PIECES
     assert all(piece == int(piece) and 0 <= piece < 2**PIECE_BITS for piece in pieces)
 
@@ -61,14 +61,14 @@ def test_pieces_are_whole_numbers_whose_squares_a_header_can_sum(far):
 def test_what_is_on_an_accelerator_leaves_a_difference_in_any_piece(index):
     one, other = torch.zeros(2, 2 * NUM_PIECES, dtype=torch.float64)
     other[2 * index] = 1
-    with mock.patch("pyengine.window.claims._is_on_device", lambda _: True):
-        _claims().add_to(one)
-        _claims().add_to(other)
+    with mock.patch("pyengine.window.digest._is_on_device", lambda _: True):
+        _digest().add_to(one)
+        _digest().add_to(other)
     assert not torch.equal(one, other)
 
 
 def test_a_difference_names_the_claims_of_each_rank():
-    text = difference([_claims().describe(), _claims(lr=0.2).describe()])
+    text = difference([_digest().describe(), _digest(lr=0.2).describe()])
     assert text.startswith(
         "ranks have used the last window differently: rank 0: SGD(lr=0.1) of 2 parameters (number 0, 1), "
         "factors 0.5; rank 1: SGD(lr=0.2)"

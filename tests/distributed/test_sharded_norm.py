@@ -10,13 +10,13 @@ from cases import me
 from ranks import on_ranks
 
 from pyengine.comm import comm_for
-from pyengine.window.final_pass import FinalPass, Holdings
+from pyengine.window.final_pass import FinalPass, ShardedNorm
 
 CPU = torch.device("cpu")
 
 
 def _final(counted: list[bool], sumsq: list[float]) -> FinalPass:
-    final = FinalPass(2, CPU, Holdings(counted, comm_for(CPU, None), CPU))
+    final = FinalPass(2, CPU, ShardedNorm(counted, comm_for(CPU, None), CPU))
     final.sumsq.copy_(torch.tensor(sumsq))
     return final
 

@@ -60,8 +60,8 @@ class Use:
 
 
 @dataclass(frozen=True)
-class Claims:
-    """What one rank claims with a header."""
+class HeaderDigest:
+    """What one rank digest with a header."""
 
     stage: str  # what the header is for
     engine: str  # which one, with the identity that its ranks agreed on when it was made
@@ -118,9 +118,9 @@ class Claims:
 
 
 def difference(described: Sequence[dict[str, str]]) -> str:
-    """Describe in what the ranks differ, and the remedy, from what `Claims.describe` returned by rank."""
+    """Describe in what the ranks differ, and the remedy, from `HeaderDigest.describe` of each rank."""
     for part, (what, remedy) in _PARTS.items():
-        texts = [claims[part] for claims in described]
+        texts = [digest[part] for digest in described]
         if len(set(texts)) > 1:
             listed = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(texts))
             return f"{what}: {listed}. {remedy}"

@@ -1,0 +1,128 @@
+"""What others than the engine write to gradients and parameters, found between the engine's own looks."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+
+from torch import Tensor, nn
+from torch.nn import Parameter
+
+from pyengine.engine.kept_grads import KeptGrads
+from pyengine.engine.parameters import TrainedParameters, WrittenParameters
+from pyengine.gradients.base import Reducer
+from pyengine.gradients.marks import REMEDY, GradMarks
+from pyengine.gradients.published import Published
+from pyengine.ops.device import is_lazy
+
+
+class ForeignWrites:
+    """Compares gradients and parameters with what the engine has left: a bare backward, a `zero_grad`, an
+    `optimizer.step()` or a hook inside a window, and a model whose parameters were exchanged.
+
+    Each method returns texts for a refusal, or None; `Engine` decides what follows.
+    """
+
+    def __init__(
+        self, reducer: Reducer, module: nn.Module | None, published: Published, kept_grads: KeptGrads
+    ) -> None:
+        self._reducer, self._published, self._kept_grads = reducer, published, kept_grads
+        self._is_lazy = is_lazy(reducer.params[0].device)
+        self.marks = GradMarks(reducer, published)
+        # Whether the model still trains the parameters that the engine was made over.
+        self.trained = TrainedParameters(reducer.names, reducer.params, module)
+        # Whether others write to parameters inside a window.
+        self.written = WrittenParameters(reducer.params)
+        # The version of a parameter at the last backward past this engine.
+        self._bare_version: int | None = None
+        self._has_warned = False
+
+    def open_window(self) -> None:
+        """Forget the window before, whose hooks would refuse this one."""
+        self._bare_version = None
+        self.written.forget()
+        self.marks.release()
+
+    def begin_window(self, refuse: Callable[[str, Tensor], object]) -> None:
+        """Record gradients and parameters before the first backward; `refuse` as for `watch_hooks`."""
+        self.marks.record()
+        self.marks.watch_hooks(refuse)
+        if not self._is_lazy:
+            self.written.record()
+
+    # ---- gradients ----
+
+    def in_window(self) -> str:
+        """Describe gradients written since the micro-batch before; empty if there are none."""
+        changed = self.marks.changed()
+        return self.marks.describe(changed, "between micro-batches") if changed else ""
+
+    def replaced_in_window(self) -> list[str]:
+        """Describe gradients replaced between micro-batches, where `in_window` does not see it."""
+        replaced = self._reducer.replaced_grads()
+        return [self.marks.describe(replaced, "between micro-batches")] if replaced else []
+
+    def between_windows(self) -> tuple[str, Tensor | None] | None:
+        """Describe gradients written since the window before, which the next one would lose.
+
+        Returns None, or the text, and a flag (bool, 0-dim, unread) without which it does not hold: gradients
+        may be zeroed between windows.
+        """
+        if strays := self._reducer.written_outside_grad():
+            return self.marks.describe(strays, "between windows"), None
+        if self._is_lazy:
+            return None
+        # What no optimizer has used is the user's to change: it counts into this window.
+        changed = [index for index in self._published.changed() if not self._kept_grads.keeps(index)]
+        if not changed:
+            return None
+        flag = self.marks.any_nonzero(changed)
+        return None if flag is None else (self.marks.describe(changed, "between windows"), flag)
+
+    # ---- parameters ----
+
+    def of_parameters(self) -> list[str]:
+        """Describe parameters that were written to in the window, or that have a gradient of no engine."""
+        found = []
+        written = [index for index in self.written.written() if self._reducer.is_used(index)]
+        if written:
+            found.append(_written_text([self._reducer.names[index] for index in written]))
+        if strangers := self.trained.strangers():
+            found.append(_stranger_text(strangers))
+        return found
+
+    def notice_backward(self, param: Parameter, engine: str) -> None:
+        """Warn once where a loop trains past the engine: no window has opened between two backwards that are
+        not the engine's, and an optimizer has written to the parameter.
+        """
+        version, before = param._version, self._bare_version
+        self._bare_version = version
+        if before not in (None, version) and not self._has_warned:
+            self._has_warned = True
+            warnings.warn(
+                f"{REMEDY}; call sync.step(optimizer) in place of optimizer.step(): {engine} are "
+                "trained past their engine, on gradients of this rank alone. (Call sync.close() where that "
+                "is meant)",
+                stacklevel=3,
+            )
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+    return f"parameter {names[0]!r}{more}"
+
+
+def _written_text(names: Sequence[str]) -> str:
+    return (
+        f"delete optimizer.step(), since sync.step steps: {_listed(names)} was written to inside the window, "
+        "between its first backward and its step, and may differ between ranks now: load a checkpoint. "
+        "(load_state_dict, weights of an average, a clamp or any other write belongs behind sync.step)"
+    )
+
+
+def _stranger_text(names: Sequence[str]) -> str:
+    return (
+        f"make the engine anew (sync.close() first) or freeze {names[0]!r} again: {_listed(names)} was "
+        "frozen or not there when the engine was made, and has a gradient that nobody reduces. (Or make the "
+        "engine while all are trainable, and freeze them afterwards)"
+    )

@@ -1,0 +1,194 @@
+"""Losses that were scaled, divided or reduced in another way than their count says; found in their graph."""
+
+from __future__ import annotations
+
+import gc
+import math
+import warnings
+from collections.abc import Collection
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge
+
+from pyengine.ops.device import runs_ahead
+from pyengine.step.grad_scaler import GradScaler
+from pyengine.window.counter import State, WindowCounter
+from pyengine.window.header import Count
+
+# A loss may be cast, negated, and multiplied by a count, behind the division.
+_SCALINGS = {"DivBackward0", "MulBackward0", "NegBackward0", "ToCopyBackward0"}
+
+
+class LossChecks:
+    """Refuses losses that were scaled already, and warns of others in an engine's first window."""
+
+    def __init__(self, counter: WindowCounter, world_size: int) -> None:
+        self._counter, self._world_size = counter, world_size
+        self._first = counter.index
+        self._warned: set[str] = set()
+
+    def start_at(self, window: int) -> None:
+        """Let the first window be another one, behind a state that was loaded."""
+        self._first = window
+
+    @property
+    def is_first_window(self) -> bool:
+        """Whether the loss is one of the first window since the engine was made or a state was loaded."""
+        return self._counter.index == self._first and self._counter.state is not State.USED
+
+    def refuse_scaled(self, loss: Tensor | GradientEdge, scaler: GradScaler | None) -> None:
+        """Raise ValueError if a loss was multiplied by a loss scale already, which `backward` does."""
+        is_first = self.is_first_window
+        if (scaler is None and not is_first) or not is_scaled(
+            loss, None if scaler is None else scaler.scale_tensor, by_any=is_first
+        ):
+            return
+        if scaler is None:
+            raise ValueError(
+                "assign the loss scaler, sync.scaler = scaler, and give sync.backward the loss itself, "
+                "without scaler.scale: a GradScaler that the engine does not know has scaled this loss, and "
+                "nobody would unscale the gradients"
+            )
+        raise ValueError(
+            "give sync.backward (or mb.backward) the loss itself, without scaler.scale: it was scaled "
+            "already, and with sync.scaler set the engine scales it once more. In a micro_batch block call "
+            "sync.scaler.scale(loss).backward()"
+        )
+
+    def warn_of_division(self, loss: Tensor, count: object) -> None:
+        """Warn once, in the first window, of a loss that was divided by the micro-batches of a window."""
+        accumulate = self._counter.accumulate
+        if not self.is_first_window or accumulate == 1 or "division" in self._warned:
+            return
+        divisor = divided_by(loss, {accumulate, accumulate * self._world_size}, count)
+        if divisor is not None:
+            self._warned.add("division")
+            warnings.warn(
+                f"leave the division by {divisor} out of the loss, if it stands for accumulate={accumulate}: "
+                "the engine divides by what all micro-batches count, and with both the gradient is that much "
+                "too small. (Where it is something else, such as the size of a batch, the loss is right.)",
+                stacklevel=3,
+            )
+
+    def warn_of_reduction(self, loss: Tensor, count: Count | None) -> None:
+        """Warn once, in the first window, of a sum without its count, and of a mean with one.
+
+        Not called where counts were read ahead.
+        """
+        if not self.is_first_window or "reduction" in self._warned:
+            return
+        reduction = reduction_of(loss)
+        if reduction == "sum" and count is None:
+            remedy = "pass the number of its items, count=, or let the loss be a mean"
+        elif reduction == "mean" and isinstance(count, int | float) and count > 1:
+            remedy = "leave count= out, or let the loss be a sum (reduction='sum')"
+        else:
+            return
+        self._warned.add("reduction")
+        how, size = ("without a count", "large") if count is None else (f"with count={count}", "small")
+        warnings.warn(
+            f"{remedy}: the loss is a {reduction}, as torch's loss function has returned it, {how}. The "
+            f"engine divides by counts, so the gradient would be that many times too {size}",
+            stacklevel=3,
+        )
+
+
+def is_scaled(loss: Tensor | GradientEdge, scaler: Tensor | None, *, by_any: bool) -> bool:
+    """Whether a GradScaler has multiplied a loss, or a term of it, already; from the graph alone.
+
+    Args:
+        scaler: the scale of the engine's own loss scaler; None if it has none.
+        by_any: look for other scalers, too. Where a float32 0-dim tensor multiplies a loss, that takes
+            milliseconds.
+    """
+    left, seen = [loss.grad_fn if isinstance(loss, Tensor) else loss.node], 0
+    while left and seen < _MAX_TERMS:
+        node, seen = left.pop(), seen + 1
+        if node is None or node.name() not in _TERMS:
+            continue
+        left += [following for following, _ in node.next_functions]
+        scale = _saved(node, "other", "self") if node.name() == "MulBackward0" else None
+        if scale is None or scale.dim():
+            continue
+        if scale is scaler or (by_any and scaler is not scale and _belongs_to_scaler(scale)):
+            return True
+    return False
+
+
+# Nodes behind which a scaled loss is one still: sums and multiples of losses.
+_TERMS = {
+    *("AddBackward0", "SubBackward0", "MulBackward0", "DivBackward0", "NegBackward0", "ToCopyBackward0"),
+    *("SumBackward0", "SumBackward1", "MeanBackward0", "MeanBackward1", "StackBackward0", "ViewBackward0"),
+}
+_MAX_TERMS = 64
+
+
+def _belongs_to_scaler(scale: Tensor) -> bool:
+    """Whether a tensor is the scale of some GradScaler; Python numbers, which are float64, are none."""
+    if scale.dtype is not torch.float32:
+        return False
+    # By type: `isinstance` asks objects for their class, and dead proxies raise.
+    return any(
+        issubclass(type(owner), torch.amp.GradScaler)
+        or (type(owner) is dict and owner.get("_scale") is scale)
+        for owner in gc.get_referrers(scale)
+    )
+
+
+def divided_by(loss: Tensor, divisors: Collection[int], count: object) -> int | None:
+    """Return the one of `divisors` by which a mean, or a loss with a count, was divided; from its graph.
+
+    A division that is multiplied away again is none, unless `count` is the factor: that makes a mean the sum.
+    A division by 2, and of a sum without a count, has other reasons: two losses, or the items of a batch.
+    """
+    node, product, found = loss.grad_fn, 1.0, None
+    while node is not None and node.name() in _SCALINGS:
+        factor = _factor(node)
+        if factor is not None and found is None and node.name() == "DivBackward0":
+            found = next((each for each in divisors if each > 2 and math.isclose(factor * each, 1.0)), None)
+        is_count = factor is not None and node.name() == "MulBackward0" and factor == count
+        product *= 1.0 if factor is None or is_count else factor
+        node = next((following for following, _ in node.next_functions if following is not None), None)
+    if found is None or math.isclose(product, 1.0, rel_tol=1e-6):
+        return None
+    is_mean = node is not None and (node.name().startswith("Mean") or _reduction_of(node) == "mean")
+    return found if is_mean or count is not None else None
+
+
+def reduction_of(loss: Tensor) -> str:
+    """Return "mean" or "sum" if a loss is just what one of torch's loss functions has returned, else ""."""
+    return _reduction_of(loss.grad_fn)
+
+
+def _reduction_of(node: Any) -> str:
+    reduction = getattr(node, "_saved_reduction", None)  # torch's enum: none, mean, sum
+    return {1: "mean", 2: "sum"}.get(reduction, "") if isinstance(reduction, int) else ""
+
+
+def _saved(node: Any, *names: str) -> Tensor | None:
+    """Return the first of the tensors that a node has saved under these names; None if it has none."""
+    for name in names:
+        try:
+            value = getattr(node, f"_saved_{name}", None)
+        except RuntimeError:  # written to since
+            continue
+        if isinstance(value, Tensor):
+            return value
+    return None
+
+
+def _factor(node: Any) -> float | None:
+    """Return the number by which a node of the graph multiplies; None where it is no number of the host."""
+    is_product = node.name() == "MulBackward0"
+    other = _saved(node, "other", "self") if is_product else _saved(node, "other")
+    if other is None or other.dim() or runs_ahead(other.device):
+        return None
+    try:
+        value = float(other)
+    except RuntimeError:  # under a TorchDispatchMode, for example FlopCounterMode
+        return None
+    if is_product:
+        return value
+    return 1 / value if value else None

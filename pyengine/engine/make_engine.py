@@ -1,0 +1,61 @@
+"""How an engine is made: all ranks agree, or every rank raises and nothing has changed."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+
+from torch import nn
+from torch.nn import Parameter
+
+from pyengine.engine.engine import Engine
+from pyengine.engine.engine_ranks import EngineRanks, ShardedRanks
+from pyengine.engine.handshake import agree, problems_of, problems_of_exact
+from pyengine.engine.parameters import in_backward_problems, owned_problems
+from pyengine.gradients.base import Reducer
+from pyengine.gradients.exact_sums import Terms
+from pyengine.gradients.layout import ParamSpec
+from pyengine.gradients.settings import Settings
+
+# Where a rank is, for the stall report.
+_FREED = "the end of its engine, which was freed: keep `sync` in a variable for as long as the other ranks do"
+
+
+def make_engine(
+    named: Sequence[tuple[str, Parameter]],
+    ranks: EngineRanks | ShardedRanks,
+    settings: Settings,
+    make_reducer: Callable[[list[ParamSpec], Terms], Reducer],
+    *,
+    source: object,
+    problems: Sequence[str],
+) -> Engine:
+    """Make an engine over parameters, or raise the problems of any rank on every rank: nothing has changed.
+
+    `make_reducer` makes the owner of the gradients, once all ranks have agreed; `source` is the module that
+    has the parameters, if there is one; `problems` are further ones of this rank.
+    """
+    comm = ranks.comm
+    if settings.watches_stalls:
+        comm.watch_stalls(float(settings.stall_after_s or 0.0))
+    try:
+        specs = ranks.specs(named)
+        model = source if isinstance(source, nn.Module) else None
+        found = [
+            *problems_of(named, settings, takes_shards=ranks.takes_dtensors),
+            *problems,
+            *owned_problems(named),
+            *in_backward_problems(named),
+            *ranks.problems_with(named, settings),
+            *problems_of_exact(source, settings),
+        ]
+        split = agree(comm, specs, settings, found, ranks.membership)
+        reducer = make_reducer(specs, Terms(split.terms, split.most_terms))
+        batch = ranks.membership.shared_batch
+        engine = Engine(reducer, comm, settings, split=split, batch=batch, module=model)
+    except BaseException:
+        comm.release()
+        raise
+    whereabouts = weakref.WeakMethod(engine.whereabouts)  # the stall watch must not keep the engine alive
+    comm.report_position(lambda: _FREED if (find := whereabouts()) is None else find())
+    return engine

@@ -1,0 +1,146 @@
+"""One micro-batch of a window, as the user sees it while its backwards run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+
+import torch
+from torch import Tensor
+
+from pyengine.engine.backward import checked_backward
+from pyengine.engine.loss_checks import LossChecks
+from pyengine.engine.window import Window
+from pyengine.ops.device import HOST
+from pyengine.step.grad_scaler import GradScaler
+from pyengine.window.counter import WindowCounter
+from pyengine.window.header import Count, checked_count
+
+
+class MicroBatch:
+    """One micro-batch of a window, while its backwards run; made by `sync.micro_batch`.
+
+    Its gradient is the sum of those of the backwards in the block. A block without a backward contributes
+    zero gradient, but its count is still added.
+    """
+
+    def __init__(
+        self,
+        window: Window,
+        counter: WindowCounter,
+        count: Count,
+        *,
+        is_stated: bool,
+        scaler: GradScaler | None,
+        loss_checks: LossChecks,
+        last_backward: Callable[[MicroBatch, Sequence[Tensor]], AbstractContextManager[None]],
+    ) -> None:
+        counter.check_backward()
+        self._window, self._scaler, self._checks = window, scaler, loss_checks
+        self._last_backward = last_backward
+        # Its index among this rank's, and whether it is the window's last.
+        self.index, self.syncs = counter.done, counter.next_backward_syncs
+        # Whether its gradients are accumulated with it, and not with those of a later one of its slot.
+        self.ends_slot = self.syncs or window.is_padding or window.slots.ends_at(counter.latest)
+        self._count: Count = count
+        self.is_stated = is_stated or window.denominators is not None
+        self._loss: Tensor | None = None
+        # Whether a backward was marked as the last, and whether no code but the engine's runs in the block.
+        self.has_last = self.has_only = False
+
+    @property
+    def count(self) -> Count:
+        """Items in the losses: a number or a 0-dim tensor; may be set until the last backward begins."""
+        return self._count
+
+    @count.setter
+    def count(self, count: Count) -> None:
+        self._check_open("count")
+        if self._window.denominators is not None:
+            raise ValueError(
+                "mb.count: this window's counts were read ahead by sync.windows(loader, count=...): leave it"
+            )
+        self._count, self.is_stated = checked_count(count), True
+
+    @property
+    def loss(self) -> Tensor | None:
+        """Sum of the losses, for the `StepRecord`: None, or 0-dim; may be set until the last backward begins.
+
+        Kept detached. Where one micro-batch of a window leaves it at None, the record's loss is None.
+        """
+        return self._loss
+
+    @loss.setter
+    def loss(self, loss: Tensor | float | None) -> None:
+        self._check_open("loss")
+        if loss is None or isinstance(loss, Tensor):
+            value = loss
+        elif isinstance(loss, int | float) and not isinstance(loss, bool):
+            value = torch.tensor(loss, dtype=torch.float64, device=HOST)
+        else:
+            raise TypeError(f"mb.loss = a {type(loss).__name__}: need a 0-dim tensor, a number or None")
+        if value is not None and value.dim() != 0:
+            raise ValueError(f"mb.loss has shape {list(value.shape)}, need a 0-dim tensor: use loss.sum()")
+        self._loss = None if value is None else value.detach()
+        self._window.has_backward |= value is not None
+
+    def backward(
+        self,
+        loss: Tensor,
+        *,
+        gradient: Tensor | None = None,
+        retain_graph: bool | None = None,
+        create_graph: bool = False,
+        inputs: Tensor | Sequence[Tensor] | None = None,
+    ) -> None:
+        """Run one of the block's backwards, on the scaled loss where `sync.scaler` is set.
+
+        The same as `loss.backward(...)`, or `sync.scaler.scale(loss).backward(...)`, for code that does not
+        know which.
+
+        Args:
+            loss: 0-dim, or of the shape of `gradient`; `count` and `loss` of the micro-batch stay as set.
+            gradient, retain_graph, create_graph, inputs: as `torch.Tensor.backward`.
+
+        Raises:
+            ValueError: no backward can start here; nothing has run.
+        """
+        run = checked_backward(
+            loss, gradient=gradient, retain_graph=retain_graph, create_graph=create_graph, inputs=inputs
+        )
+        scaler = self._scaler
+        self._checks.refuse_scaled(loss, scaler)
+        self._checks.warn_of_division(loss, self._count if self.is_stated else None)
+        self._window.has_backward = True
+        run(loss if scaler is None else scaler.scale(loss))
+
+    def last_backward(self, *roots: Tensor) -> AbstractContextManager[None]:
+        """Mark the backward in the body as the block's last.
+
+        In the window's last micro-batch the header is launched first, and each bucket as soon as the body has
+        completed it; in an earlier one gradients are accumulated from inside it, while the cache has them. So
+        `count` and `loss` are final here, and no gradient may come after the body.
+
+        Args:
+            roots: the tensors from which the body's backward starts (the scaled losses, or any tensors behind
+                the same graph). Without them nothing overlaps in an engine's very first last backward.
+
+        Raises:
+            RuntimeError: the second one of a block; or a gradient came again after its bucket could leave.
+        """
+        if self.has_last:
+            raise RuntimeError(
+                "mb.last_backward: the second one of this micro-batch, whose gradients have been "
+                "accumulated: mark the last backward only"
+            )
+        for root in roots:
+            if root.dim() == 0:
+                self._checks.warn_of_division(root, self._count if self.is_stated else None)
+        return self._last_backward(self, roots)
+
+    def _check_open(self, what: str) -> None:
+        if self.has_last:
+            raise RuntimeError(
+                f"mb.{what} is set after the last backward has begun, when the header may have gone: set it "
+                "before"
+            )

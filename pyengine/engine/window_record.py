@@ -1,0 +1,85 @@
+"""The records of windows, each made once the host knows its numbers."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from functools import cache, partial
+
+from torch import Tensor
+
+from pyengine.comm.base import Traffic
+from pyengine.engine.window import Window
+from pyengine.ops.device import Readback
+from pyengine.step.step_record import StepCallback, StepRecord
+from pyengine.window.header import Totals
+from pyengine.window.metric import Metric
+from pyengine.window.verdict import Verdict, call_all
+
+
+class WindowRecords:
+    """Makes the `StepRecord` of every window that is stepped, and gives it to the callbacks."""
+
+    def __init__(self) -> None:
+        # By id, what gets the records.
+        self.callbacks: OrderedDict[int, StepCallback] = OrderedDict()
+        # Makes the record of the last step whose numbers the host knows.
+        self.make_last: Callable[[], StepRecord] | None = None
+
+    def of(
+        self,
+        window: Window,
+        verdict: Verdict,
+        norm: Tensor,
+        *,
+        metrics: Sequence[Metric],
+        traffic: Traffic,
+        held_bytes: int,
+    ) -> Callable[[Totals, bool], None]:
+        """Stop the window's clock, and return what makes its record and calls the callbacks with it.
+
+        Args:
+            verdict: on the window.
+            norm: of its gradients before clipping, 0-dim.
+            metrics: what was measured in it.
+            traffic: of the engine by now.
+            held_bytes: as in the record.
+
+        Returns:
+            A function of the sums over all ranks, and whether the step was skipped.
+        """
+        clock, num_retries = window.clock, window.num_retries
+        collectives, bytes_sent = window.traffic(traffic)
+        # Also without callbacks: ranks whose programs differ cannot meet.
+        index, grad_norm = verdict.report.index, Readback(norm.reshape(1))
+        unread = [(metric, Readback(metric.numbers())) for metric in metrics]
+        clock.stop()
+
+        def emit(totals: Totals, skips: bool) -> None:
+            measured = {each.field: each.record(numbers.get(), skipped=skips) for each, numbers in unread}
+
+            @cache
+            def make_record() -> StepRecord:
+                return StepRecord(
+                    step=index,
+                    micro_batches=totals.micro_batches,
+                    count=totals.count,
+                    loss=totals.loss / totals.count if totals.count and not totals.unknown_losses else None,
+                    grad_norm=grad_norm.get()[0],
+                    skipped=skips,
+                    reason=verdict.reason,
+                    bytes_on_wire=bytes_sent,
+                    collectives=collectives,
+                    backward_s=clock.seconds("backward"),
+                    exposed_sync_s=clock.seconds("exposed_sync"),
+                    step_s=clock.elapsed(),
+                    held_bytes=held_bytes,
+                    num_retries=num_retries,
+                    **measured,
+                )
+
+            self.make_last = make_record
+            if self.callbacks:  # else nobody waits for the device's seconds
+                call_all([partial(callback, make_record()) for callback in self.callbacks.values()])
+
+        return emit
