@@ -311,8 +311,7 @@ class Unbroken:
         pass
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if is_interrupt(error) and self._comm.traffic.collectives != self._num_before:
-            assert error is not None
+        if error is not None and is_interrupt(error) and self._comm.traffic.collectives != self._num_before:
             self._comm.roll_call.break_off(error)
 
 

@@ -489,7 +489,7 @@ class StoreRollCall(RollCall):
 
         Cost: nothing unless the body raises; then at most two seconds, once.
         """
-        if self.watch is not None:
+        if self.watch is not None and self.watch.verdict:
             self.watch.check()
         if self._broken:
             raise RuntimeError(self._broken)

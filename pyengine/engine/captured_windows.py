@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from pyengine.engine.engine import Engine
 from pyengine.engine.window import Stepped
 from pyengine.engine.window_graph import CaptureStream, DeviceGraph, WindowGraph
+from pyengine.gradients.own import BucketReducer
 from pyengine.ops import capture
 from pyengine.ops.capture import CaptureError, Rehearsal, Section, difference
 from pyengine.ops.device import runs_ahead
@@ -141,12 +142,12 @@ class CapturedWindows:
 
     def _rehearse(self, engine: Engine, form: _Form, leaves: list[Any], structure: Any) -> None:
         """Run one of the last two windows before the capture; watch and compare them."""
-        section, place_of_sums = form.section, engine.reducer.place_of_sums
+        section, layout = form.section, _buckets_of(engine).layout
         section.rewind()
         leaves = _on(engine.device, leaves)  # here, since copies in a rehearsal are reported
         with capture.running(section, is_capture=False), Rehearsal(_is_on_device) as rehearsal:
             self._run(engine, leaves, structure)
-        if engine.reducer.place_of_sums is not place_of_sums:
+        if _buckets_of(engine).layout is not layout:
             return  # the window has laid out the sums in the order of arrival, which later ones do not
         form.num_run += 1
         form.rehearsals.append(rehearsal)
@@ -249,13 +250,22 @@ class CapturedWindows:
 def capture_problems(engine: Engine) -> Iterator[str]:
     """Yield why windows of an engine cannot be captured; the same on every rank."""
     yield from DeviceGraph.problems(engine.device)
-    yield from engine.reducer.capture_problems
+    if isinstance(engine.reducer, BucketReducer):
+        yield from engine.reducer.capture_problems
+    else:
+        owner = type(engine.reducer).__name__
+        yield f"gradients that {owner} owns are not captured: use pe.GradSync, or attach a DDP"
     if engine.metrics:
         yield f"sync.measure has the host look at every window: leave out {engine.metrics}"
     if engine.raises:
         yield "nonfinite='raise' has the host wait for every window: need 'skip'"
     if engine.window.slots.size > 1:
         yield "accumulator=pe.Exact(slots=...) takes micro-batches one by one: leave slots out"
+
+
+def _buckets_of(engine: Engine) -> BucketReducer:
+    assert isinstance(engine.reducer, BucketReducer)  # `capture_problems` has refused others
+    return engine.reducer
 
 
 def _keep(engine: Engine, graph: WindowGraph) -> None:
@@ -300,7 +310,7 @@ def run_captured(engine: Engine, graph: WindowGraph) -> None:
     engine.window.clock.start()
     graph.header.fill()
     graph.work.replay()
-    engine.reducer.run_again()
+    _buckets_of(engine).run_again()
     engine.window.clock.stop()
     for readback in graph.section.readbacks:  # what the host has asked for in the capture
         readback.start(readback.captured)
@@ -329,7 +339,7 @@ def run_again(engine: Engine, graph: WindowGraph) -> None:
     header.fill()
     counter.state = State.SENT
     graph.work.replay()
-    engine.reducer.run_again()
+    _buckets_of(engine).run_again()
     engine.comm.traffic.collectives += graph.collectives
     engine.comm.traffic.bytes_sent += graph.bytes_sent
     vars(engine.final).update(graph.final)
@@ -376,7 +386,7 @@ def _memory_of(
                 tensors += [value for value in state.values() if isinstance(value, Tensor)]
     reducer = engine.reducer
     addresses = [(param.data_ptr(), param.requires_grad) for param in reducer.params]
-    return tensors, addresses, reducer.place_of_sums
+    return tensors, addresses, _buckets_of(engine).layout
 
 
 def _on(device: torch.device, leaves: list[Any]) -> list[Any]:

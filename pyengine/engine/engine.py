@@ -6,8 +6,8 @@ launch the same ones in the same order. Of a window these are, on the engine's o
 groups over which gradients are summed ("buckets"):
 
  1. engine   before the first forward, only where ranks have to know what the others have: the header of
-             `Engine.check_ranks_agree`, `sum_over_ranks` of counts that are read ahead, or `max_of` for
-             FSDP2's collective forwards; between windows that of `Engine.check_same_call`, and what the call
+             `check_ranks_agree`, `sum_over_ranks` of counts that are read ahead, or `max_of` for
+             FSDP2's collective forwards; between windows that of `check_same_call`, and what the call
              behind it gathers.
  2. FSDP2    all-gathers in every forward and backward, on its units' meshes; reduce-scatters in the window's
              last backward only, unless `defer` differs.
@@ -60,7 +60,7 @@ from pyengine.comm.base import Comm, Unbroken
 from pyengine.data.rng import set_rng_states
 from pyengine.engine.backward import BeforeBackward
 from pyengine.engine.foreign_writes import ForeignWrites
-from pyengine.engine.handshake import WindowSplit, raise_problems, resized
+from pyengine.engine.handshake import WindowSplit
 from pyengine.engine.kept_grads import KeptGrads
 from pyengine.engine.loss_checks import LossChecks
 from pyengine.engine.micro_batch import MicroBatch
@@ -100,7 +100,6 @@ from pyengine.window.verdict import (
     WindowReport,
     call_all,
     check_agreement,
-    check_stage,
 )
 
 _log = logging.getLogger("pyengine.engine")
@@ -209,7 +208,7 @@ class Engine:
         self.loss_checks = LossChecks(self.counter, comm.world_size)
         self.metrics: list[Metric] = []
         # The names of all ranks' parameters, once norms by name have been asked for.
-        self._metric_context: MetricContext | None = None
+        self.metric_context: MetricContext | None = None
         self.audit: WindowAudit | None = None
         self.records = WindowRecords()
         # Items of a micro-batch that `retry_smaller` runs at once; None: all of them.
@@ -259,10 +258,11 @@ class Engine:
 
     def pad(self, *, last: bool) -> None:
         """Count a micro-batch of padding, given to the loop because other ranks run one."""
+        assert self.reducer.padding is not None
         self.end_slot()
         self.counter.pad(last=last)
         self.window.is_padding = True
-        self.reducer.begin_padding()
+        self.reducer.padding.begin()
 
     def end_micro_batches(self) -> None:
         """Note that the loop gets no further micro-batch; backwards that are still due may follow. Without
@@ -298,9 +298,12 @@ class Engine:
         self.foreign.begin_window(self._refuse_hook)
 
     @contextmanager
-    def micro_batch(self, count: Count, *, is_stated: bool, may_replace: bool) -> Iterator[MicroBatch]:
+    def micro_batch(
+        self, count: Count, *, is_stated: bool, may_replace: bool, loss: Tensor | None = None
+    ) -> Iterator[MicroBatch]:
         """Make the body one micro-batch, whose backwards it runs; then accumulate, and launch the window if
-        this is its last one and no backward was marked as the last. `may_replace` as for `begin`.
+        this is its last one and no backward was marked as the last. `may_replace` as for `begin`; `loss`, for
+        the record, may be set later.
         """
         if not self._running.acquire(blocking=False):
             raise RuntimeError(
@@ -314,6 +317,7 @@ class Engine:
                 window,
                 self.counter,
                 count,
+                loss,
                 is_stated=is_stated,
                 scaler=self.scaler,
                 loss_checks=self.loss_checks,
@@ -326,9 +330,10 @@ class Engine:
                 metric.begin_micro_batch()
             try:
                 guard: AbstractContextManager[object] = nullcontext()
-                if window.is_padding:  # its backwards must not change gradients that are not the engine's
-                    self.reducer.preserve_grads(())
-                    guard = BeforeBackward(self.reducer.preserve_grads)
+                padding = self.reducer.padding if window.is_padding else None
+                if padding is not None:  # its backwards must not change gradients that are not the engine's
+                    padding.preserve_grads(())
+                    guard = BeforeBackward(padding.preserve_grads)
                 with window.clock.phase("backward"), guard:
                     yield micro_batch
                     if not micro_batch.has_only:
@@ -338,7 +343,7 @@ class Engine:
                         if micro_batch.ends_slot:
                             self.reducer.collect()
                 if may_replace:
-                    self.reducer.follow_replaced_grads()
+                    self.reducer.grad_record.follow_replaced()
                 if micro_batch.syncs and self.counter.state is State.OPEN:
                     self.launch()
             except BaseException as error:
@@ -359,7 +364,7 @@ class Engine:
         """
         micro_batch.has_last = self.window.has_backward = True
         if not micro_batch.has_only:
-            self.reducer.follow_replaced_grads()  # by earlier backwards of the block
+            self.reducer.grad_record.follow_replaced()  # by earlier backwards of the block
         self._count_micro_batch(micro_batch)
         if micro_batch.syncs and self.reducer.overlaps:
             return self._overlap(roots)
@@ -384,7 +389,7 @@ class Engine:
         window.counts.is_silent |= not micro_batch.is_stated
         if not window.is_padding:
             window.slots.add(ends=micro_batch.ends_slot)
-            window.counts.append(micro_batch.loss, micro_batch.count)
+            micro_batch.add_to(window.counts)
 
     def end_slot(self) -> None:
         """Accumulate a slot that gets no further micro-batch."""
@@ -422,8 +427,7 @@ class Engine:
         self.verdicts.reach_earlier(counter.index)
         if window.denominators is not None:
             self._refuse_each(window.denominators.problems(counter.done, handed=counter.handed))
-        self._refuse_each(self.foreign.replaced_in_window())
-        self._refuse_each(self.foreign.of_parameters())
+        self._refuse_each([*self.foreign.replaced_in_window(), *self.foreign.of_parameters()])
         counts.has_used_all = self.reducer.has_used_all()
         if self.scaler is not None and window.has_backward:
             counts.has_scaled = self.scaler.has_scaled
@@ -532,6 +536,7 @@ class Engine:
                 self.kept_grads.add()
                 self.published.read(self.final)
             self.final.compute_norm(is_refused=header.is_refused())
+        self.loss_checks.is_first_window = False
         window.verdict = verdict = self._conclude(header, has_gradient=has_gradient, has_kept=has_kept)
         if not header.was_refused:
             self.reducer.residuals.drop_if(self.final.found_inf)
@@ -626,7 +631,8 @@ class Engine:
             self.counter.state = State.USED
         self.kept_grads.use(stepped, self.final.found_inf)
         self.foreign.marks.record_published()
-        flush(self.device)
+        if self.is_lazy:
+            flush(self.device)
         self.call_once_known(verdict, scheduler, record)
         return has_stepped
 
@@ -639,7 +645,8 @@ class Engine:
             actions.append(partial(verdict.once_known, lambda skips: None if skips else scheduler.step()))
         if record is not None:
             actions.append(partial(verdict.then, record, awaits=bool(self.records.callbacks)))
-        call_all(actions)
+        if actions:
+            call_all(actions)
 
     def record_of(self, verdict: Verdict, norm: Tensor) -> Callable[[Totals, bool], None]:
         """Return what makes the record of the window, and gives it to the callbacks."""
@@ -738,7 +745,7 @@ class Engine:
         self.foreign.marks.record_published()
         self.new_window()
 
-    # ---- norms, clipping and metrics ----
+    # ---- norms and clipping ----
 
     @property
     def is_void(self) -> bool:
@@ -759,7 +766,7 @@ class Engine:
         """
         if self.is_void:
             return
-        with Unbroken(self.comm):
+        with Unbroken(self.comm) if self.final.is_shared else nullcontext():
             if self.final.is_shared and not self.runs_ahead:
                 header = self.launch_header_all_reduce(self.new_counts(), has_more=False, stage=stage)
                 check_agreement(header, header.totals(), self.comm)
@@ -780,111 +787,11 @@ class Engine:
     def clip(self, max_norm: float | Tensor, norm: Tensor) -> None:
         """Multiply the gradients by min(1, max_norm / norm), where the host does not see that this is 1."""
         factor = self.final.clip(max_norm, norm)
-        if self.runs_ahead or float(factor) != 1:
+        if self.is_late or self.runs_ahead or float(factor) != 1:
             self.published.scale_(factor.float())
             self.foreign.marks.record_published()
 
-    def metric_context(self) -> MetricContext:
-        """Keep norms by name from now on; every rank calls this at the same point.
-
-        Cost: where ranks have other parameters one `all_gather_object` of names, the first time.
-        """
-        if self._metric_context is None:
-            names, trains = list(self.reducer.names), [param.requires_grad for param in self.reducer.params]
-            by_rank: list[list[tuple[str, bool]]] = [[*zip(names, trains, strict=True)]]
-            if not self.split.are_alike:
-                by_rank = self.comm.all_gather_object(by_rank[0])
-            trained: dict[str, bool] = {}
-            for name, trains_it in (pair for each in by_rank for pair in each):
-                trained[name] = trains_it or trained.get(name, False)
-            place_of = {name: place for place, name in enumerate(trained)}
-            self.final.add_names([place_of[name] for name in names], len(trained))
-            about = self.final, self.comm, self.reducer, self.holds_parts
-            self._metric_context = MetricContext([*trained], [*trained.values()], *about)
-        return self._metric_context
-
-    def measure(self, metrics: Sequence[Any]) -> None:
-        """Metric in every window from the next one on; see `Sync.measure`."""
-        self.check_same_call("calls sync.measure, as every rank has to")
-        problems = []
-        if not self.is_closed:
-            problems.append(
-                f"measure in the middle of window {self.counter.index}: call it between windows, for example "
-                "before the loop"
-            )
-        context, kinds = self.metric_context(), {type(each) for each in self.metrics}
-        for each in metrics:
-            if not isinstance(each, Metric):
-                problems.append(
-                    f"measure: got a {type(each).__name__}; need pe.GradNorms() or another measure"
-                )
-                continue
-            if type(each) in kinds:
-                problems.append(f"measure: got a second {type(each).__name__}: give each kind once")
-            elif each.is_bound:
-                problems.append(f"measure: {each!r} was given to another engine: make one for each engine")
-            kinds.add(type(each))
-            problems += each.problems(context)
-        mine = repr([*metrics])
-        found, texts = zip(*self.comm.all_gather_object((problems, mine)), strict=True)
-        raise_problems(found)
-        if len(set(texts)) > 1:
-            raise_problems(
-                [[f"measure got {text}, and ranks differ: give all ranks the same"] for text in texts]
-            )
-        for each in metrics:
-            each.bind(context)
-        self.metrics += metrics
-
-    # ---- between windows ----
-
-    def check_ranks_agree(self, *, stage: str = "has ended its loop", problems: Sequence[str] = ()) -> None:
-        """Raise on every rank unless all ranks are at the same `stage`, have used the last window alike, and
-        none has a problem.
-
-        Every rank calls this between windows: the header of a window states how the one before was used, and
-        no header follows the last. Or where it has opened a window: if a rank has dropped this window and
-        opens it again while the others are in its middle, its header is paired with theirs, and all raise.
-        One all-reduce of 184 bytes, for which the host waits; nothing on a lazy device, nor alone.
-        """
-        self.reach_verdicts()
-        gathered: Sequence[Sequence[str]] = [problems]
-        if self.comm.world_size > 1 and not self.is_lazy:
-            local = self.new_counts()
-            for problem in problems:
-                local.faults.refuse(problem)
-            header = self.launch_header_all_reduce(local, has_more=False, stage=stage)
-            totals = header.totals()
-            check_agreement(header, totals, self.comm)
-            gathered = self.comm.all_gather_object([*problems]) if totals.invalid_counts else []
-        raise_problems(gathered)
-
-    def check_same_call(self, what: str) -> None:
-        """Raise on every rank unless all ranks have called this with the same `what`, at whatever positions.
-
-        For calls whose own collectives have other sizes than a header: where only some ranks make such a call
-        and the others go on, gloo would end their processes.
-
-        Cost: an all-reduce of 184 bytes, for which the host waits; nothing on a lazy device, nor alone.
-        """
-        self.reach_verdicts()
-        if self.comm.world_size > 1 and not self.is_lazy:
-            digest = HeaderDigest(what, self.name, accumulate=self.counter.accumulate)
-            local, position = self.new_counts(), self.position()
-            header = Header(
-                self.comm, self.device, local=local, position=position, has_more=False, digest=digest
-            )
-            check_stage(header, self.comm)
-
-    def resize(self, accumulate: int) -> None:
-        """Let windows have another size from the next one on; every rank calls this with the same number."""
-        if not self.is_closed:
-            raise RuntimeError(
-                f"gradient_accumulation_steps={accumulate} in the middle of window {self.counter.index}, "
-                "or before its step: set it behind a step, or drop the window by sync.abandon() first"
-            )
-        self.split = resized(self.split, accumulate, is_exact=self.is_exact)
-        self.counter.accumulate, self.counter.share = accumulate, self.split.of(self.comm.rank)
+    # ---- beside the loop ----
 
     def whereabouts(self) -> str:
         """Describe the engine's position to any thread."""
@@ -1018,11 +925,14 @@ class Engine:
 
     # ---- counts ----
 
-    def due_count(self, count: Count | None) -> Count:
-        """Return the count of the micro-batch about to run: the caller's, the one read ahead, or 1."""
-        counter, known = self.counter, self.known_denominators()
+    def due_count(self, count: Count | None, known: Denominators | None) -> Count:
+        """Return the count of the micro-batch about to run: the caller's, the one read ahead, or 1.
+
+        `known` has the counts that were read ahead, as `known_denominators` returns them.
+        """
+        counter = self.counter
         if known is None:
-            return checked_count(1 if count is None else count)
+            return 1 if count is None else checked_count(count)
         if count is not None:
             raise ValueError(
                 f"count={count!r}: this window's counts were read ahead by sync.windows(loader, count=...); "
@@ -1037,4 +947,5 @@ class Engine:
 
     def known_denominators(self) -> Denominators | None:
         """Return the window's totals, unless it is over and another one is about to open."""
-        return None if self.counter.state in (State.IDLE, State.USED) else self.window.denominators
+        known = self.window.denominators
+        return None if known is None or self.counter.state in (State.IDLE, State.USED) else known

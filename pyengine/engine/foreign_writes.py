@@ -59,7 +59,7 @@ class ForeignWrites:
 
     def replaced_in_window(self) -> list[str]:
         """Describe gradients replaced between micro-batches, where `in_window` does not see it."""
-        replaced = self._reducer.replaced_grads()
+        replaced = self._reducer.grad_record.replaced()
         return [self.marks.describe(replaced, "between micro-batches")] if replaced else []
 
     def between_windows(self) -> tuple[str, Tensor | None] | None:
@@ -68,7 +68,7 @@ class ForeignWrites:
         Returns None, or the text, and a flag (bool, 0-dim, unread) without which it does not hold: gradients
         may be zeroed between windows.
         """
-        if strays := self._reducer.written_outside_grad():
+        if strays := self._reducer.grad_record.outside():
             return self.marks.describe(strays, "between windows"), None
         if self._is_lazy:
             return None

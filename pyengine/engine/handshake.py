@@ -76,7 +76,7 @@ def agree(
     unlike = [r for r, batch in enumerate(batches) if windows[r] != windows[first[batch]]]
     if unlike:
         raise ValueError(
-            f"accumulate={windows} by rank, and rank {first[batches[unlike[0]]]} split its batch with rank "
+            f"accumulate={windows} by rank, and rank {first[batches[unlike[0]]]} shares its batch with rank "
             f"{unlike[0]}: pass the same on both"
         )
     if max(windows) - min(windows) > 1 and comm.rank == 0 and not isinstance(settings.accumulator, Exact):

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
+from pyengine.engine.between_windows import check_ranks_agree
 from pyengine.engine.engine import Engine
 from pyengine.engine.misnamed import check_function
 from pyengine.ops.device import is_lazy, runs_ahead, send
@@ -113,14 +114,14 @@ class Counting:
         """Count a window that has just been opened, and agree with the other ranks on its totals.
 
         `batches` are those that this rank is still to compute in it; they are not kept. Collectives are those
-        of `Engine.check_ranks_agree` and `sum_over_ranks`; in a loop's first window also a gather of names.
+        of `check_ranks_agree` and `sum_over_ranks`; in a loop's first window also a gather of names.
         """
         engine = self._engine
         names, counts, problems = count_ahead(
             self._count, batches, engine.window.counts, self._names, engine.device
         )
         kind = "a window" if self._names else "a loop"
-        engine.check_ranks_agree(stage=f"begins {kind} {_COUNTING}", problems=problems)
+        check_ranks_agree(engine, stage=f"begins {kind} {_COUNTING}", problems=problems)
         if not self._names:
             self._names = _agree(engine, names)
         own = [math.fsum(count[name] for count in counts) for name in self._names]
@@ -246,7 +247,7 @@ def windows(engine: Engine, loader: Iterable[Batch], count: CountOf | None) -> I
         yield from _cut_padded(engine, Lookahead(loader), counting)
     else:
         yield from _cut(engine, loader, counting)
-    engine.check_ranks_agree()
+    check_ranks_agree(engine)
     engine.is_between_loops = True
 
 
@@ -297,12 +298,12 @@ def single_micro_batch(engine: Engine, *, last: bool) -> Iterator[None]:
 
 def _micro_batches(engine: Engine, source: Lookahead[Batch]) -> Iterator[Batch]:
     due = engine.counter.due
-    engine.window.has_more = source.has_next
+    engine.window.has_more = has_next = source.has_next
     for place in due:
-        if not source.has_next:
+        if not has_next:
             break
-        batch = source.pop()
-        engine.next_micro_batch(place, last=place == due[-1] or not source.has_next, has_more=source.has_next)
+        batch, has_next = source.pop(), source.has_next
+        engine.next_micro_batch(place, last=place == due[-1] or not has_next, has_more=has_next)
         yield batch
     engine.end_micro_batches()
 
@@ -343,8 +344,9 @@ def _cut_padded(
 
 def meet_at_micro_batch(engine: Engine, *, last: bool) -> None:
     """Raise on every rank unless all of them hand out the same micro-batch; before its forward."""
-    engine.check_ranks_agree(
-        stage=f"hands out micro-batch {engine.counter.handed + 1} of a window{', its last' if last else ''}"
+    check_ranks_agree(
+        engine,
+        stage=f"hands out micro-batch {engine.counter.handed + 1} of a window{', its last' if last else ''}",
     )
 
 
@@ -359,11 +361,11 @@ def _read(engine: Engine, source: Lookahead[Batch]) -> list[Batch]:
     except Exception as error:
         # The other ranks wait in `check_ranks_agree`: they raise too, and this rank raises its own error.
         try:
-            engine.check_ranks_agree(stage="begins a window", problems=[f"the loader raised {error!r}"])
+            check_ranks_agree(engine, stage="begins a window", problems=[f"the loader raised {error!r}"])
         except ValueError:
             raise error from None
         raise
-    engine.check_ranks_agree(stage="begins a window", problems=problems)
+    check_ranks_agree(engine, stage="begins a window", problems=problems)
     return ahead
 
 

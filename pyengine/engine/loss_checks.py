@@ -14,7 +14,7 @@ from torch.autograd.graph import GradientEdge
 
 from pyengine.ops.device import runs_ahead
 from pyengine.step.grad_scaler import GradScaler
-from pyengine.window.counter import State, WindowCounter
+from pyengine.window.counter import WindowCounter
 from pyengine.window.header import Count
 
 # A loss may be cast, negated, and multiplied by a count, behind the division.
@@ -26,17 +26,9 @@ class LossChecks:
 
     def __init__(self, counter: WindowCounter, world_size: int) -> None:
         self._counter, self._world_size = counter, world_size
-        self._first = counter.index
+        # Whether no window has been reduced since the engine was made or a state was loaded.
+        self.is_first_window = True
         self._warned: set[str] = set()
-
-    def start_at(self, window: int) -> None:
-        """Let the first window be another one, behind a state that was loaded."""
-        self._first = window
-
-    @property
-    def is_first_window(self) -> bool:
-        """Whether the loss is one of the first window since the engine was made or a state was loaded."""
-        return self._counter.index == self._first and self._counter.state is not State.USED
 
     def refuse_scaled(self, loss: Tensor | GradientEdge, scaler: GradScaler | None) -> None:
         """Raise ValueError if a loss was multiplied by a loss scale already, which `backward` does."""

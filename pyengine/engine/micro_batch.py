@@ -14,7 +14,7 @@ from pyengine.engine.window import Window
 from pyengine.ops.device import HOST
 from pyengine.step.grad_scaler import GradScaler
 from pyengine.window.counter import WindowCounter
-from pyengine.window.header import Count, checked_count
+from pyengine.window.header import Count, LocalWindow, checked_count
 
 
 class MicroBatch:
@@ -29,6 +29,7 @@ class MicroBatch:
         window: Window,
         counter: WindowCounter,
         count: Count,
+        loss: Tensor | None,
         *,
         is_stated: bool,
         scaler: GradScaler | None,
@@ -44,7 +45,7 @@ class MicroBatch:
         self.ends_slot = self.syncs or window.is_padding or window.slots.ends_at(counter.latest)
         self._count: Count = count
         self.is_stated = is_stated or window.denominators is not None
-        self._loss: Tensor | None = None
+        self._loss: Tensor | None = None if loss is None else loss.detach()
         # Whether a backward was marked as the last, and whether no code but the engine's runs in the block.
         self.has_last = self.has_only = False
 
@@ -83,6 +84,10 @@ class MicroBatch:
             raise ValueError(f"mb.loss has shape {list(value.shape)}, need a 0-dim tensor: use loss.sum()")
         self._loss = None if value is None else value.detach()
         self._window.has_backward |= value is not None
+
+    def add_to(self, counts: LocalWindow) -> None:
+        """Note its count and loss in a window's record."""
+        counts.append(self._loss, self._count)
 
     def backward(
         self,

@@ -211,6 +211,8 @@ class TrainedParameters:
 
         Cost: a look at `.grad` of the parameters that were frozen, or not there, when the engine was made.
         """
+        if not (self._frozen or self._added):
+            return []
         late = [(name, param) for name, param in self._frozen if param.requires_grad]
         return [
             name for name, param in [*late, *self._added] if param.grad is not None and owner(param) is None

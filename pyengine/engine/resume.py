@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from pyengine.data.rng import rng_problem, rng_refusal, rng_states, set_rng_states
+from pyengine.engine.between_windows import check_same_call
 from pyengine.engine.engine import Engine
 from pyengine.engine.handshake import raise_problems
 from pyengine.engine.snapshot import Identity, Snapshot
@@ -57,7 +58,7 @@ def load_state(engine: Engine, state: object) -> None:
     Raises ValueError, on every rank and with nothing changed, if a state does not fit its engine, or those of
     other ranks.
     """
-    engine.check_same_call("calls sync.load_state_dict, as every rank has to")
+    check_same_call(engine, "calls sync.load_state_dict, as every rank has to")
     problems, snapshot = _prepare(engine, state)
     described = None if snapshot is None else _Described.of(snapshot)
     gathered = engine.comm.all_gather_object((problems, described))
@@ -102,7 +103,7 @@ def _resume(engine: Engine, part: Snapshot) -> None:
     engine.foreign.marks.record_published()
     engine.verdicts.restart(part.steps)
     engine.opened_at = part.window
-    engine.loss_checks.start_at(part.window)
+    engine.loss_checks.is_first_window = True
     engine.rng_due = {} if part.is_between_loops else part.rng  # set behind what the loader has drawn
     if part.is_between_loops:
         set_rng_states(part.rng)  # before the loader draws

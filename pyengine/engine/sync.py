@@ -14,6 +14,13 @@ from torch.nn import Parameter
 
 from pyengine.audit.handle import check_device, check_every
 from pyengine.engine.backward import checked_backward
+from pyengine.engine.between_windows import (
+    check_ranks_agree,
+    check_same_call,
+    measure,
+    metric_context,
+    resize,
+)
 from pyengine.engine.captured_windows import MIN_WARM_UP, CapturedWindows, capture_problems
 from pyengine.engine.engine import Engine
 from pyengine.engine.loop import Batch, CountOf, MicroBatches, single_micro_batch, windows
@@ -277,9 +284,9 @@ class Sync:
             ...         second.backward()
         """
         engine = self._engine
-        known = engine.due_count(count)
+        known = engine.due_count(count, engine.known_denominators())
         run = engine.micro_batch(known, is_stated=count is not None, may_replace=True)
-        with self._micro_batch_of_backward(), run as made:
+        with self._micro_batch_of_backward(engine), run as made:
             self._running = made
             try:
                 yield made
@@ -327,15 +334,18 @@ class Sync:
         run = checked_backward(
             one, gradient=gradient, retain_graph=retain_graph, create_graph=create_graph, inputs=inputs
         )
-        engine.loss_checks.refuse_scaled(one, engine.scaler)
-        known = engine.due_count(count)
-        with self._micro_batch_of_backward():
-            engine.loss_checks.warn_of_division(one, count)
-            if totals is None:
-                engine.loss_checks.warn_of_reduction(one, count)
-            with engine.micro_batch(known, is_stated=True, may_replace=create_graph) as made:
-                made.loss = one if gradient is None else None
-                scaled = one if engine.scaler is None else engine.scaler.scale(one)
+        scaler, checks = engine.scaler, engine.loss_checks
+        if checks.is_first_window or scaler is not None:
+            checks.refuse_scaled(one, scaler)
+        known = engine.due_count(count, totals)
+        with self._micro_batch_of_backward(engine):
+            if checks.is_first_window:
+                checks.warn_of_division(one, count)
+                if totals is None:
+                    checks.warn_of_reduction(one, count)
+            record = one if gradient is None else None
+            with engine.micro_batch(known, is_stated=True, may_replace=create_graph, loss=record) as made:
+                scaled = one if scaler is None else scaler.scale(one)
                 made.has_only = True
                 with engine.last_backward(made, (scaled,)):
                     run(scaled)
@@ -442,9 +452,9 @@ class Sync:
             )
         self._requires_sync = None
 
-    def _micro_batch_of_backward(self) -> AbstractContextManager[None]:
+    def _micro_batch_of_backward(self, engine: Engine) -> AbstractContextManager[None]:
         """Return a context that makes a backward a micro-batch where no loop has handed one out."""
-        engine, counter = self._engine, self._engine.counter
+        counter = engine.counter
         if counter.has_micro_batch_out:
             return nullcontext()
         if self._requires_sync is None and counter.accumulate == 1 and counter.state is State.IDLE:
@@ -510,12 +520,12 @@ class Sync:
         """
         engine = self._engine
         engine.wait()
-        measured = engine.metric_context()
+        measured = metric_context(engine)
         engine.renew_norm("reads norms by name")
         return trained(measured, engine.final.squares().sqrt().unbind())
 
     def measure(self, *measures: Metric) -> None:
-        """Metric something in every window from the next one on, for its `StepRecord`.
+        """Measure something in every window from the next one on, for its `StepRecord`.
 
         Every rank calls this with the same arguments, between windows. Windows of `capture` run without a
         graph.
@@ -531,7 +541,7 @@ class Sync:
 
         Cost: see the measure; and once a header, and a gather of objects.
         """
-        self._engine.measure(measures)
+        measure(self._engine, measures)
 
     def clip_grad_norm_(
         self,
@@ -601,7 +611,7 @@ class Sync:
 
     def _groups_of(self, per: ClipPer) -> Sequence[Tensor] | None:
         """Return the indices of each group's names; None where each parameter is a group."""
-        engine, names = self._engine, self._engine.metric_context().names
+        engine, names = self._engine, metric_context(self._engine).names
         if per == "parameter":
             return None
         name_of = dict(zip(map(id, engine.reducer.params), engine.reducer.names, strict=True))
@@ -686,7 +696,7 @@ class Sync:
         """
         self._engine.reach_verdicts()
         if self._engine.is_closed:
-            self._engine.check_ranks_agree()
+            check_ranks_agree(self._engine)
 
     def wrap(self, optimizer: torch.optim.Optimizer, scheduler: Any = None) -> WindowOptimizer:
         """Return an optimizer whose `step` and `zero_grad` do nothing except where a window ends.
@@ -801,7 +811,7 @@ class Sync:
         wrong = check_accumulate(steps)
         if wrong:
             raise ValueError("gradient_accumulation_steps" + wrong[0].removeprefix("accumulate"))
-        self._engine.resize(steps)
+        resize(self._engine, steps)
 
     @property
     def is_sync_step(self) -> bool:
@@ -933,7 +943,7 @@ class Sync:
             engine.audit = None
 
         every = check_every(every)
-        engine.check_same_call("calls sync.audit, as every rank has to")
+        check_same_call(engine, "calls sync.audit, as every rank has to")
         engine.audit = made = WindowAudit(
             engine.reducer, engine.comm, engine.batch, every=every, module=module, end=end
         )

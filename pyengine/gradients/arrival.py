@@ -57,7 +57,8 @@ class Watch:
             self._hook = None
 
     def _move(self) -> None:
-        self.stop()
+        if self._hook is not None:
+            self.stop()
         while self._missing >= 0 and (
             self._has_arrived(self._missing) or not self._params[self._missing].requires_grad
         ):

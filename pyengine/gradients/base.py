@@ -5,18 +5,17 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
-from weakref import WeakMethod
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge
 from torch.nn import Parameter
 
 from pyengine.comm.base import Comm
 from pyengine.gradients.bucket import Bucket, Observer
-from pyengine.gradients.grad_versions import GradVersions
+from pyengine.gradients.grad_record import GradRecord
+from pyengine.gradients.padding import Padding
 from pyengine.step.stepper import PlainStepper, Stepper
 from pyengine.window.final_pass import FinalPass
 from pyengine.window.header import Header
@@ -86,17 +85,6 @@ def not_reduced(details: str = "") -> RuntimeError:
     )
 
 
-def problems_of_capture(comm: Comm, observers: Sequence[Observer] | None) -> list[str]:
-    """Return why the reductions over a transport cannot be captured as a graph; empty if they can."""
-    problems = []
-    if not comm.is_stream_ordered and (comm.world_size > 1 or comm.backend):
-        backend = comm.backend or type(comm).__name__
-        problems.append(f"the host waits for collectives over {backend}: need NCCL, or a single rank")
-    if observers:
-        problems.append("an observer of this rank's own sums is called by the host in every window")
-    return problems
-
-
 class Then(AbstractContextManager[None]):
     """Calls `action` behind a body that has raised nothing. A class: a generator costs four times as much."""
 
@@ -149,6 +137,13 @@ class Reducer(ABC):
     # Called with this rank's own sums of every bucket, in every window before the all-reduce. None: the owner
     # has no such float sums, but exact ones, FSDP2's units, or an XLA program.
     observers: list[Observer] | None = None
+    # Runs micro-batches that only other ranks need. None: no forward is collective, so there are none.
+    padding: Padding | None = None
+
+    @cached_property
+    def grad_record(self) -> GradRecord:
+        """Shows which gradients others have written to between micro-batches."""
+        return GradRecord(self.params)
 
     @cached_property
     def stepper(self) -> Stepper:
@@ -178,19 +173,6 @@ class Reducer(ABC):
     def abandon(self) -> None:
         """Leave the model as it is between windows: the open one was dropped, or has been used."""
 
-    def begin_padding(self) -> None:
-        """Discard the gradients of the current micro-batch, and its writes to buffers: it is padding.
-
-        Called only where `has_collective_forwards`.
-        """
-        raise NotImplementedError
-
-    def preserve_grads(self, roots: Sequence[Tensor | GradientEdge]) -> None:
-        """Keep a backward of padding, from `roots` where these are known, from changing any `.grad`.
-
-        This includes leaves of the caller: parameters that FSDP2 ignores, and the leaves behind `roots`.
-        """
-
     def begin(self) -> None:
         """Start the first micro-batch: `.grad` is None, and the next gradients overwrite the sums."""
         for bucket in self.buckets():
@@ -218,69 +200,6 @@ class Reducer(ABC):
         """
         for bucket in self.buckets():
             bucket.collect()
-
-    @cached_property
-    def _grad_versions(self) -> GradVersions:
-        return GradVersions(self.params)
-
-    def record_grads(self) -> None:
-        """Record the gradients at the end of a micro-batch."""
-        self._grad_versions.record()
-
-    def changed_grads(self) -> list[int]:
-        """Return the indices of gradients written to or replaced since `record_grads`.
-
-        Where gradients share a version, those that may have been written to.
-        """
-        return self._grad_versions.changed()
-
-    def replaced_grads(self) -> list[int]:
-        """Return the indices of gradients that others have replaced between micro-batches of this window,
-        where `changed_grads` has not shown it.
-        """
-        return []
-
-    def follow_replaced_grads(self) -> None:
-        """Note that the backwards of this micro-batch may have replaced gradients: with create_graph=True."""
-
-    def written_outside_grad(self) -> Sequence[int]:
-        """Return the indices of gradients written elsewhere since `clear_written_outside_grad`."""
-        return ()
-
-    def clear_written_outside_grad(self) -> None:
-        """Clear the list that `written_outside_grad` returns."""
-
-    def observe(self, observer: Observer) -> None:
-        """Call `observer` with this rank's own sums of every bucket, in every window before the all-reduce.
-
-        Raises:
-            NotImplementedError: see `own_sums_problems`.
-        """
-        if self.observers is None:
-            raise NotImplementedError(*self.own_sums_problems())
-        self.observers.append(observer)
-
-    def own_sums_problems(self) -> list[str]:
-        """Return why `observe` cannot be used; empty if it can."""
-        what = "float sums of this rank alone that could be read before they are reduced over ranks"
-        return [f"{type(self).__name__} has no {what}"] if self.observers is None else []
-
-    def observe_micro_batches(self, observer: Callable[[int, Tensor], None]) -> list[Any]:
-        """Call the method `observer` with each gradient that a backward makes, before it is accumulated.
-
-        Arguments: the parameter's index; the gradient, valid only during the call. It runs in the backward,
-        once for each backward that reaches the parameter. Returns handles whose `remove()` ends it.
-        """
-        # Python's garbage collector does not see hooks of a parameter.
-        call = WeakMethod(observer)
-
-        def look(index: int, grad: Tensor) -> None:
-            own = call()
-            if own is not None:
-                own(index, grad)
-
-        trained = [(index, param) for index, param in enumerate(self.params) if param.requires_grad]
-        return [param.register_hook(partial(look, index)) for index, param in trained]
 
     def is_used(self, index: int) -> bool:
         """Whether a micro-batch accumulated so far has used a parameter on this rank; True if not known."""
@@ -328,21 +247,6 @@ class Reducer(ABC):
     @abstractmethod
     def finish(self, final: FinalPass) -> None:
         """Wait for the reductions; publish `.grad`, and set `sumsq`, `nonfinite` and `void` of `final`."""
-
-    @property
-    def capture_problems(self) -> list[str]:
-        """Why a window of these gradients cannot be captured as a graph; empty if it can."""
-        return [
-            f"gradients that {type(self).__name__} owns are not captured: use pe.GradSync, or attach a DDP"
-        ]
-
-    @property
-    def place_of_sums(self) -> object:
-        """An object that is another one when the sums have been laid out again."""
-        return self.params
-
-    def run_again(self) -> None:
-        """Launch what a graph of this window's work has not: called behind each of its runs."""
 
     def blame(self) -> Callable[[int], list[int] | None]:
         """Return a function of a parameter index: this rank's micro-batches with a non-finite gradient.

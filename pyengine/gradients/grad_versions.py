@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from operator import attrgetter, is_
+from itertools import repeat
+from operator import attrgetter, is_, is_not, methodcaller
 from weakref import ref
 
 from torch import Tensor
 from torch.nn import Parameter
 
-_grad, _version = attrgetter("grad"), attrgetter("_version")
+_grad, _version, _call = attrgetter("grad"), attrgetter("_version"), methodcaller("__call__")
 
 
 class GradVersions:
@@ -25,15 +26,17 @@ class GradVersions:
     def __init__(self, params: Sequence[Parameter]) -> None:
         self._params = list(params)
 
-    def record(self) -> None:
+    def record(self) -> list[Tensor]:
+        """Record the gradients, and return them."""
         self._indices, grads = self._grads()
         self._refs = list(map(ref, grads))
         self._versions = list(map(_version, grads))
+        return grads
 
     def changed(self) -> list[int]:
         """Return the indices of gradients replaced or written to since `record`."""
         indices, grads = self._grads()
-        kept = [kept() for kept in self._refs]
+        kept = list(map(_call, self._refs))
         versions = list(map(_version, grads))
         if indices == self._indices and versions == self._versions and all(map(is_, grads, kept)):
             return []
@@ -44,7 +47,7 @@ class GradVersions:
     def _grads(self) -> tuple[Sequence[int], list[Tensor]]:
         """Return the indices of parameters with a gradient, and the gradients."""
         grads = list(map(_grad, self._params))
-        present = [grad for grad in grads if grad is not None]
-        if len(present) == len(grads):
-            return range(len(grads)), present
-        return [index for index, grad in enumerate(grads) if grad is not None], present
+        if all(map(is_not, grads, repeat(None))):
+            return range(len(grads)), grads
+        present = [(index, grad) for index, grad in enumerate(grads) if grad is not None]
+        return [index for index, _ in present], [grad for _, grad in present]

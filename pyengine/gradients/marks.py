@@ -31,18 +31,18 @@ class GradMarks:
 
     def record(self) -> None:
         """Record the gradients while a window accumulates."""
-        self._reducer.record_grads()
-        self._reducer.clear_written_outside_grad()
+        self._reducer.grad_record.record()
 
     def changed(self) -> list[int]:
         """Return the indices of parameters whose gradient has changed since `record`."""
-        written, outside = self._reducer.changed_grads(), self._reducer.written_outside_grad()
+        record = self._reducer.grad_record
+        written, outside = record.changed(), record.outside()
         return sorted({*written, *outside}) if outside else written
 
     def record_published(self) -> None:
         """Record the gradients in `.grad`, which no window accumulates."""
         self._published.record()
-        self._reducer.clear_written_outside_grad()
+        self._reducer.grad_record.clear_outside()
 
     def watch_hooks(self, refuse: Callable[[str, Tensor], object]) -> None:
         """Call the method `refuse`, once a window, for a hook that removes a gradient, or writes to its
@@ -105,7 +105,7 @@ class GradMarks:
         """Return a message about gradients changed at the time `when`, with the remedy."""
         more = f" and {len(indices) - _MAX_NAMED} more" if len(indices) > _MAX_NAMED else ""
         names = ", ".join(repr(self._names[index]) for index in indices[:_MAX_NAMED])
-        outside = self._reducer.written_outside_grad()
+        outside = self._reducer.grad_record.outside()
         gone = all(self._params[index].grad is None and index not in outside for index in indices)
         remedy = "delete zero_grad" if gone else REMEDY
         found = "removed" if gone else "written to"

@@ -18,8 +18,9 @@ from torch.nn.parallel import DistributedDataParallel
 from pyengine.comm.base import Comm, Unbroken, Work
 from pyengine.comm.staged import Staged
 from pyengine.gradients.arrival import Arrivals, Watch, may_nest, watching
-from pyengine.gradients.base import Reducer, Residuals, Then, not_reduced, problems_of_capture
+from pyengine.gradients.base import Reducer, Residuals, Then, not_reduced
 from pyengine.gradients.exact_sums import Terms
+from pyengine.gradients.grad_record import GradRecord
 from pyengine.gradients.layout import ParamSpec, backward_order, build
 from pyengine.gradients.local_part import local_parts, release
 from pyengine.gradients.norms import ReducedNorms
@@ -156,7 +157,7 @@ class Transfers:
             if earlier.is_read is not None and earlier.is_read.query():
                 earlier.held, earlier.is_read = [], None
         self._next += 1
-        if self._are_alike:
+        if self._are_alike and self._next > 1:
             self._launch_later_rounds(self.all[: self._next - 1])
 
     def _launch_later_rounds(self, transfers: Sequence[Transfer]) -> None:
@@ -165,12 +166,33 @@ class Transfers:
         The last bucket comes first: its collective runs while the CPU adds up the earlier buckets. Where a
         stream waits instead of the host, the last step also finishes the bucket on that stream.
         """
-        with Unbroken(transfers[0].comm) if transfers else nullcontext():
-            for transfer in reversed(transfers):
-                comm, work = transfer.comm, transfer.work
-                if isinstance(work, Staged) and (work.rounds_left or comm.is_stream_ordered):
+        staged = [(each.comm, each.work) for each in reversed(transfers) if isinstance(each.work, Staged)]
+        with Unbroken(staged[0][0]) if staged else nullcontext():
+            for comm, work in staged:
+                if work.rounds_left or comm.is_stream_ordered:
                     with comm.side_stream([]):
                         work.step()
+
+
+class BucketGradRecord(GradRecord):
+    """The record of gradients in buckets, each of which keeps its own."""
+
+    def __init__(self, buckets: Sequence[OwnBucket]) -> None:
+        self._buckets = buckets
+
+    def record(self) -> None:
+        for bucket in self._buckets:
+            bucket.record_grads()
+
+    def changed(self) -> list[int]:
+        return sorted(bucket.indices[slot] for bucket in self._buckets for slot in bucket.changed_grads())
+
+    def replaced(self) -> list[int]:
+        return sorted(bucket.indices[slot] for bucket in self._buckets for slot in bucket.replaced_grads())
+
+    def follow_replaced(self) -> None:
+        for bucket in self._buckets:
+            bucket.follow_replaced_grads()
 
 
 class BucketReducer(Reducer):
@@ -253,6 +275,7 @@ class BucketReducer(Reducer):
         buckets = self._buckets
         plans = [(bucket.plan, bucket.indices) for bucket in buckets]
         self._norms = ReducedNorms(plans, self.params[0].device)
+        self.grad_record = BucketGradRecord(buckets)
         # By registration index, in the order of the buckets, the index of the parameter's bucket.
         self._bucket_of = {index: bucket.spec.index for bucket in buckets for index in bucket.indices}
 
@@ -296,20 +319,6 @@ class BucketReducer(Reducer):
             return []
         repeated = {self._bucket_of[param] for param in self._repeated}
         return [bucket for index, bucket in enumerate(self._buckets) if index not in repeated]
-
-    def record_grads(self) -> None:
-        for bucket in self._buckets:
-            bucket.record_grads()
-
-    def changed_grads(self) -> list[int]:
-        return sorted(bucket.indices[slot] for bucket in self._buckets for slot in bucket.changed_grads())
-
-    def replaced_grads(self) -> list[int]:
-        return sorted(bucket.indices[slot] for bucket in self._buckets for slot in bucket.replaced_grads())
-
-    def follow_replaced_grads(self) -> None:
-        for bucket in self._buckets:
-            bucket.follow_replaced_grads()
 
     def is_used(self, index: int) -> bool:
         if index not in self._bucket_of:
@@ -360,15 +369,21 @@ class BucketReducer(Reducer):
         self._norms.copy_to(final)
         final.leave_out(self._drop_unused())
 
+    # ---- windows that run as a graph; see engine/captured_windows.py ----
+
     @property
     def capture_problems(self) -> list[str]:
-        return problems_of_capture(self._comm, self.observers)
-
-    @property
-    def place_of_sums(self) -> object:
-        return self.layout
+        """Why a window of these gradients cannot be captured as a graph; empty if it can."""
+        comm, problems = self._comm, []
+        if not comm.is_stream_ordered and (comm.world_size > 1 or comm.backend):
+            backend = comm.backend or type(comm).__name__
+            problems.append(f"the host waits for collectives over {backend}: need NCCL, or a single rank")
+        if self.observers:
+            problems.append("an observer of this rank's own sums is called by the host in every window")
+        return problems
 
     def run_again(self) -> None:
+        """Launch what a graph of this window's work has not: called behind each of its runs."""
         for group, used in self._used.items():
             if used.on_hosts:  # ranks that run this window without a graph wait for these
                 used.all_reduce([each for bucket in self._buckets_of(group) for each in bucket.used])
@@ -476,12 +491,12 @@ class BucketReducer(Reducer):
                 "(A rank on which this did not happen may have stepped; the next window reports it)"
             )
 
-    @contextmanager
-    def _record_arrivals_once(self) -> Iterator[None]:
+    def _record_arrivals_once(self) -> AbstractContextManager[None]:
         """Record the arrivals of this rank's first backward."""
-        if self._arrivals is not None:
-            yield
-            return
+        return self._record_arrivals() if self._arrivals is None else nullcontext()
+
+    @contextmanager
+    def _record_arrivals(self) -> Iterator[None]:
         arrivals = Arrivals({index: self.params[index] for index in backward_order(self._specs)})
         with arrivals.recorded():
             yield

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
-from operator import attrgetter, is_, methodcaller
+from operator import attrgetter, is_, is_not, methodcaller
 from typing import Any
 
 import torch
@@ -322,7 +322,9 @@ class InPlaceBucket(OwnBucket):
         if not self._is_first:
             return []  # autograd adds in place
         self._is_sharing = True
-        if any(grad is not None for grad in map(_grad, self.params)):  # of earlier backwards of the block
+        if any(
+            map(is_not, map(_grad, self.params), itertools.repeat(None))
+        ):  # earlier backwards of the block
             self._store()
             return []
         return self._watches()

@@ -35,6 +35,7 @@ class Published:
     def __init__(self, names: Sequence[str], params: Sequence[Parameter]) -> None:
         self._names, self._params = names, list(params)
         self._device = device = params[0].device
+        self._is_lazy = is_lazy(device)
         self._one = torch.ones((), dtype=torch.float32, device=device)
         self._index = {id(param): place for place, param in enumerate(params)}
         self._groups: list[list[Parameter]] = []  # by dtype, those in the fused calls
@@ -62,10 +63,11 @@ class Published:
 
     def record(self) -> None:
         """Record the gradients as they are, for `has_changed`."""
-        self._then.record()
-        self._local_versions = self._local_versions_now()
+        grads = self._then.record()
+        if self._dtensors:
+            self._local_versions = self._local_versions_now()
         # An assignment to `.grad.data` replaces the memory alone, which no version counter shows.
-        self._addresses = self._addresses_now()
+        self._addresses = self._addresses_of(grads)
 
     def has_any(self) -> bool:
         """Whether any parameter has a gradient."""
@@ -73,11 +75,12 @@ class Published:
 
     def has_changed(self) -> bool:
         """Whether gradients were written to or replaced since `record`."""
-        return (
-            bool(self._then.changed())
-            or self._local_versions != self._local_versions_now()
-            or self._addresses != self._addresses_now()
-        )
+        if self._then.changed():
+            return True
+        if self._dtensors and self._local_versions != self._local_versions_now():
+            return True
+        grads = [param.grad for param in self._params if param.grad is not None]
+        return self._addresses != self._addresses_of(grads)
 
     def changed(self) -> list[int]:
         """Return the indices of gradients that were written to or replaced since `record`."""
@@ -96,7 +99,7 @@ class Published:
         Raises:
             ValueError: a gradient was replaced by a tensor whose elements cannot be read.
         """
-        if is_lazy(self._device):
+        if self._is_lazy:
             assert scale is None
             norms = self.norms()
             final.sumsq, final.nonfinite = norms.square(), is_not_finite(norms).to(torch.uint8)
@@ -130,7 +133,7 @@ class Published:
     @torch.no_grad()
     def scale_(self, scale: Tensor) -> None:
         """Multiply every gradient by `scale`, float32, 0-dim."""
-        if is_lazy(self._device):  # the compiler fuses this with the next use of the gradients
+        if self._is_lazy:  # the compiler fuses this with the next use of the gradients
             for param in self._params:
                 if param.grad is not None:
                     param.grad = (param.grad.float() * scale).to(param.dtype)
@@ -168,14 +171,14 @@ class Published:
             copies.append(None if wide is None else wide.clone(memory_format=torch.contiguous_format))
         return copies
 
-    def _addresses_now(self) -> list[int]:
-        """Return the addresses of the gradients; empty on a lazy device, whose tensors have none."""
-        if is_lazy(self._device):
+    def _addresses_of(self, grads: Sequence[Tensor]) -> list[int]:
+        """Return the addresses of gradients; empty on a lazy device, whose tensors have none."""
+        if self._is_lazy:
             return []
         try:
-            return [0 if param.grad is None else param.grad.data_ptr() for param in self._params]
+            return list(map(Tensor.data_ptr, grads))
         except RuntimeError:  # DTensors and sparse gradients have no address of their own
-            return list(map(_address, local_grads(self._params)))
+            return list(map(_address, map(local, grads)))
 
     @torch.no_grad()
     def largest(self) -> Tensor:
@@ -211,8 +214,8 @@ def _has_grad(param: Parameter) -> bool:
     return param.grad is not None
 
 
-def _address(grad: Tensor | None) -> int:
-    return 0 if grad is None or grad.layout is not torch.strided else grad.data_ptr()
+def _address(grad: Tensor) -> int:
+    return 0 if grad.layout is not torch.strided else grad.data_ptr()
 
 
 def local_grads(params: Sequence[Parameter]) -> list[Tensor | None]:

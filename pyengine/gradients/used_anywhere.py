@@ -78,7 +78,7 @@ class UsedAnywhere:
         Cost: an all-reduce of a bit a parameter through gloo, between hosts of 512 bytes or a multiple, and
         else of a byte a parameter; no rank waits.
         """
-        # Of a captured window hosts exchange them in every run; see `Reducer.run_again`.
+        # Of a captured window hosts exchange them in every run; see `BucketReducer.run_again`.
         if are_all or (self.on_hosts and is_capturing()):
             none = torch.empty(0, dtype=torch.uint8, device=HOST)
             used = [True] * len(used) if are_all else used

@@ -105,6 +105,8 @@ class Clock:
     def __init__(self, device: torch.device) -> None:
         self._device, self._has_events = device, has_events(device)
         self.phases: list[tuple[str, Any, Any]] = []  # name, start and stop, as `now` gives them
+        # Returns a mark behind the work so far.
+        self.now: Callable[[], Any] = self._event if self._has_events else time.perf_counter
         self._start = self._stop = self.now()
 
     def phase(self, name: str) -> AbstractContextManager[None]:
@@ -125,12 +127,9 @@ class Clock:
         """Return the seconds from the window's first backward to `stop`."""
         return self._between(self._start, self._stop)
 
-    def now(self) -> Any:
-        if not self._has_events:
-            return time.perf_counter()
-        if is_capturing():
-            return None
-        return recorded_event(self._device, enable_timing=True)
+    def _event(self) -> Any:
+        """Return an event of the device, None in a capture."""
+        return None if is_capturing() else recorded_event(self._device, enable_timing=True)
 
     def _between(self, start: Any, stop: Any) -> float:
         if start is None or stop is None:

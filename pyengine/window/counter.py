@@ -54,7 +54,7 @@ class WindowCounter:
     def hand_out(self, place: int, *, last: bool) -> None:
         """Count a micro-batch that the loop receives; `last`: the window gets no further one."""
         self.places.append(place)
-        self.due = [other for other in self.due if other != place]
+        self.due = self.due[1:] if self.due[:1] == [place] else [each for each in self.due if each != place]
         self.is_complete = last
 
     def pad(self, *, last: bool) -> None:
@@ -73,7 +73,7 @@ class WindowCounter:
 
     @property
     def has_micro_batch_out(self) -> bool:
-        return self.state is State.OPEN and self.handed > self.done
+        return self.state is State.OPEN and len(self.places) + self.padding > self.done
 
     @property
     def is_accumulating(self) -> bool:
@@ -83,7 +83,7 @@ class WindowCounter:
     @property
     def is_sent(self) -> bool:
         """Whether the open window's gradients have been sent, whatever has happened to them since."""
-        return self.state in (State.SENT, State.REDUCED, State.USED)
+        return self.state not in (State.IDLE, State.OPEN)
 
     @property
     def num_sent(self) -> int:
@@ -97,9 +97,13 @@ class WindowCounter:
 
     @property
     def next_backward_syncs(self) -> bool:
-        return self.state is State.OPEN and self.is_complete and self.done + 1 >= self.handed
+        is_last = self.is_complete and self.done + 1 >= len(self.places) + self.padding
+        return is_last and self.state is State.OPEN
 
     def check_backward(self) -> None:
+        """Raise RuntimeError where no backward may run."""
+        if self.state is State.OPEN:
+            return
         if self.state is State.IDLE:
             raise RuntimeError(
                 "backward outside a window: iterate `for window in sync.windows(loader): for batch in "
@@ -107,12 +111,11 @@ class WindowCounter:
                 "window's last one stand in `with sync.no_sync():`, or behind "
                 "sync.set_requires_gradient_sync(False)"
             )
-        if self.is_sent:
-            raise RuntimeError(
-                f"backward after window {self.index} was sent: put several backwards of one micro-batch into "
-                "`with sync.micro_batch():`, or add their losses up for one sync.backward. (The next window "
-                "comes after sync.step)"
-            )
+        raise RuntimeError(
+            f"backward after window {self.index} was sent: put several backwards of one micro-batch into "
+            "`with sync.micro_batch():`, or add their losses up for one sync.backward. (The next window "
+            "comes after sync.step)"
+        )
 
     def count_backward(self) -> None:
         """Count a micro-batch as done."""

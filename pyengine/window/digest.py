@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 import torch
 from torch import Tensor
@@ -61,7 +61,7 @@ class Use:
 
 @dataclass(frozen=True)
 class HeaderDigest:
-    """What one rank digest with a header."""
+    """What a header says that all ranks have to have alike, as one number."""
 
     stage: str  # what the header is for
     engine: str  # which one, with the identity that its ranks agreed on when it was made
@@ -76,7 +76,7 @@ class HeaderDigest:
         steps = [(step.name, _described(step.params), step.numbers) for step in self.use.steps]
         use = steps, len(self.use.factors), self.use.is_callers_own
         text = repr((self.stage, self.engine, self.scaler, use, self.kept)).encode()
-        here = [struct.pack("<f", float(scalar)) for scalar in self._scalars() if not _is_on_device(scalar)]
+        here = [struct.pack("<f", float(scalar)) for scalar in self._scalars if not _is_on_device(scalar)]
         digest = int.from_bytes(hashlib.blake2b(text + b"".join(here), digest_size=8).digest(), "little")
         return [digest >> PIECE_BITS * index & _PIECE - 1 for index in range(NUM_PIECES)]
 
@@ -85,7 +85,7 @@ class HeaderDigest:
 
         The pieces still have 20 bits.
         """
-        far = [scalar for scalar in self._scalars() if _is_on_device(scalar)]
+        far = [scalar for scalar in self._scalars if _is_on_device(scalar)]
         if not far:
             return
         pieces = lanes[::2]
@@ -111,10 +111,9 @@ class HeaderDigest:
             "kept": f"those of {len(self.kept)} parameters {list(self.kept[:8])}" if self.kept else "none",
         }
 
-    def _scalars(self) -> Iterator[Tensor]:
-        if self.scale is not None:
-            yield self.scale
-        yield from self.use.factors
+    @cached_property
+    def _scalars(self) -> list[Tensor]:
+        return [*self.use.factors] if self.scale is None else [self.scale, *self.use.factors]
 
 
 def difference(described: Sequence[dict[str, str]]) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from operator import mul
 
 import torch
 from torch import Tensor
@@ -61,4 +62,4 @@ def total(summed: Sequence[float]) -> float:
     """Return the sum that summed lanes hold, rounded once; inf or nan if one of the values was."""
     if not math.isfinite(summed[0]):
         return summed[0]
-    return math.fsum(lane * unit for lane, unit in zip(summed, _UNITS, strict=True))
+    return math.fsum(map(mul, summed, _UNITS))

@@ -13,7 +13,9 @@ from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import repeat
 from numbers import Real
+from operator import mul
 from typing import Any
 
 import torch
@@ -149,9 +151,13 @@ class LocalWindow:
 
     def known(self, values: Sequence[Count | None]) -> list[float]:
         """Return the values that the host reads without waiting."""
+        if all(map(isinstance, values, repeat((int, float)))):
+            return list(map(float, values))  # type: ignore[arg-type]  # numbers
         return [float(value) for value in values if value is not None and self._is_known(value)]
 
     def _unread(self, values: Sequence[Any]) -> list[Tensor]:
+        if not any(map(isinstance, values, repeat(Tensor))):
+            return []
         return [value for value in values if isinstance(value, Tensor) and not self._is_known(value)]
 
     def _is_known(self, value: Count) -> bool:
@@ -268,10 +274,7 @@ class Totals:
         """Read the numbers of a reduced header; see the layout of the vector above."""
         micro_batches, more, invalid, unknown, not_used_all = map(int, numbers[1:_POSITIONS])
         equal, losses = numbers[_POSITIONS:_LOSSES], numbers[_LOSSES:_SHARED]
-        differ = any(
-            world_size * squares != total * total
-            for total, squares in zip(equal[::2], equal[1::2], strict=True)
-        )
+        differ = list(map(mul, equal[::2], equal[::2])) != list(map(mul, equal[1::2], repeat(world_size)))
         loss = exact_scalars.total(losses)
         shared = numbers[_SHARED:]
         differs = any(shared[:_UNSCALED]) and not shared[_SILENT]
@@ -339,7 +342,7 @@ class Header:
 
     def is_refused(self) -> bool:
         """Wait, and return whether ranks disagree, so that nothing may follow; False on a device."""
-        return self._is_visible and self.totals().differ
+        return self._is_visible and (self.known_totals or self.totals()).differ
 
     @property
     def was_refused(self) -> bool:
@@ -403,20 +406,21 @@ def _numbers(
     local: LocalWindow, position: tuple[int, int], has_more: bool, digest: HeaderDigest
 ) -> list[float]:
     """Return what the host knows of a header."""
-    known = local.known(local.counts)
+    known, losses = local.known(local.counts), local.known(local.losses)
     valid = [count for count in known if local.is_valid(count)]
-    invalid = len(known) - len(valid) + _num_refusals(local)
-    unknown = sum(loss is None for loss in local.losses)
+    invalid = len(known) - len(valid) + (_num_refusals(local) if local.faults else 0)
+    unknown = len(local.losses) - sum(map(isinstance, local.losses, repeat(Tensor)))
     numbers = [math.fsum(valid), len(local.counts), has_more, invalid, unknown, not local.has_used_all]
-    for value in (*(value % 2**PIECE_BITS for value in position), *digest.pieces()):
+    windows, steps = position
+    for value in (windows % 2**PIECE_BITS, steps % 2**PIECE_BITS, *digest.pieces()):
         numbers += [value, value * value]
-    return [*map(float, numbers), *exact_scalars.lanes_of(local.known(local.losses))]
+    return [*map(float, numbers), *exact_scalars.lanes_of(losses)]
 
 
 def _num_refusals(local: LocalWindow) -> float:
     """Return how many times this rank refuses the window, without refusals whose flag is on a device."""
     faults = local.faults
-    return len(faults.refusals()) + sum(local.known(faults.flags())) if faults else 0
+    return len(faults.refusals()) + sum(local.known(faults.flags()))
 
 
 def _with_device_values(vector: Tensor, local: LocalWindow, digest: HeaderDigest) -> Tensor:

@@ -64,7 +64,7 @@ class Metric:
         """Start a micro-batch, before its first backward."""
 
     def wait(self, window: ReducedWindow) -> Tensor | None:
-        """Metric the reduced gradients, before the user clips; not where ranks disagree in the header.
+        """Measure the reduced gradients, before the user clips; not where ranks disagree in the header.
 
         May launch collectives. `FinalPass.found_inf` is 1 if the window cannot be used. Returns None, or the
         norm to which the gradients are to be clipped, float64 0-dim.
@@ -99,7 +99,7 @@ class Metric:
 
 
 class GradNorms(Metric):
-    """Metric the norm of each parameter's gradient: `StepRecord.grad_norms`, a dict by name.
+    """Measure the norm of each parameter's gradient: `StepRecord.grad_norms`, a dict by name.
 
     Each is the 2-norm of the mean gradient before clipping, loss scale removed, over all ranks that hold
     elements of a parameter of that name; the same bits on every rank. Frozen parameters are left out.

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 from numbers import Real
 from typing import Any
+from weakref import WeakMethod
 
 import torch
 from torch import Tensor
@@ -39,7 +41,7 @@ class NoiseEstimate:
 
 
 class NoiseScale(Metric):
-    """Metric the gradient noise scale of McCandlish et al. 2018, appendix A.1: `StepRecord.noise_scale`.
+    """Measure the gradient noise scale of McCandlish et al. 2018, appendix A.1: `StepRecord.noise_scale`.
 
     With G the true gradient and S the covariance of one sample's, the mean g_r over B_r samples has
     E‖g_r‖² = ‖G‖² + tr(S) / B_r. A window has n such parts (the ranks; with one rank its micro-batches), and
@@ -95,7 +97,10 @@ class NoiseScale(Metric):
         if measured.holds_parts:
             why = "no rank has a gradient of its own samples alone; need data parallelism only"
             return [f"NoiseScale over ranks that hold different elements or share batches: {why}"]
-        return [f"NoiseScale: {text}; leave it out" for text in measured.owner.own_sums_problems()]
+        if measured.owner.observers is None:
+            what = "float sums of this rank alone that could be read before they are reduced over ranks"
+            return [f"NoiseScale: {type(measured.owner).__name__} has no {what}; leave it out"]
+        return []
 
     def bind(self, measured: MetricContext) -> None:
         super().bind(measured)
@@ -109,9 +114,9 @@ class NoiseScale(Metric):
         self._seen: set[int] = set()
         self._is_whole = True
         if self._comm.world_size == 1:
-            self._handles = measured.owner.observe_micro_batches(self._read_gradient)
+            self._handles = _hooks(measured.owner.params, self._read_gradient)
         else:
-            measured.owner.observe(self._read_bucket)
+            measured.owner.observers.append(self._read_bucket)
 
     def release(self) -> None:
         for handle in self._handles:
@@ -198,6 +203,23 @@ class NoiseScale(Metric):
 
     def load(self, state: Tensor | None) -> None:
         self._sums = [0.0] * _SUMS if state is None else state.tolist()
+
+
+def _hooks(params: Sequence[Tensor], read: Callable[[int, Tensor], None]) -> list[Any]:
+    """Call the method `read` with the index and gradient of a parameter in every backward that reaches it.
+
+    Returns handles whose `remove()` ends it.
+    """
+    # Python's garbage collector does not see hooks of a parameter.
+    call = WeakMethod(read)
+
+    def look(index: int, grad: Tensor) -> None:
+        own = call()
+        if own is not None:
+            own(index, grad)
+
+    trained = [(index, param) for index, param in enumerate(params) if param.requires_grad]
+    return [param.register_hook(partial(look, index)) for index, param in trained]
 
 
 class _Slots:

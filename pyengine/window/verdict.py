@@ -27,11 +27,12 @@ Blame = Callable[[int], list[int] | None]
 
 def call_all(actions: Sequence[Callable[[], object]]) -> None:
     """Call every action in order; what one raises comes out when all have been called."""
-    if actions:
+    for index, action in enumerate(actions):
         try:
-            actions[0]()
-        finally:
-            call_all(actions[1:])
+            action()
+        except BaseException:
+            call_all(actions[index + 1 :])
+            raise
 
 
 @dataclass(frozen=True)
@@ -112,12 +113,14 @@ class Verdict:
     @property
     def error(self) -> Exception | None:
         """What `reach` raises: the error on which the ranks have agreed; None if there is none."""
-        return next((fault.error for fault in self.report.local.faults if fault.error is not None), None)
+        faults = self.report.local.faults
+        return next((fault.error for fault in faults if fault.error is not None), None) if faults else None
 
     @property
     def was_refused(self) -> bool:
         """Whether ranks are known to have disagreed in the header, so that they had no window in common."""
-        return self._header.was_refused or (self.totals is not None and self.totals.differ)
+        totals = self._header.known_totals if self.totals is None else self.totals
+        return totals is not None and totals.differ
 
     @property
     def is_good(self) -> bool:
@@ -133,7 +136,11 @@ class Verdict:
 
         No collective in a good window; in a bad one a gather of what each rank knows.
         """
-        totals = self._look()
+        totals = self._look() if self.totals is None else self.totals
+        if self.is_reached and not (self._waiting or self._waiting_to_know or self.report.local.faults):
+            return totals
+        if not self.is_reached and not (self.skips or self._is_zero or self._has_acted):
+            self.is_reached = True  # nothing to talk about
         if not self.is_reached:
             with Unbroken(self._comm):
                 try:
@@ -142,14 +149,15 @@ class Verdict:
                     error = error.with_traceback(None)  # which would keep every frame alive, this one too
                     self.report.local.faults.note(FaultKind.CONCLUDED, str(error), error)
                 self.is_reached = True
-        actions = self._pop_waiting_to_know()
+        concluded, actions = self.error, self._pop_waiting_to_know()
         waiting, self._waiting = self._waiting, []
-        if self.error is None:
+        if concluded is None:
             actions += [partial(action, totals, self.skips) for action in waiting]
-        call_all(actions)
-        _log.debug("window %d: verdict %s", self.report.index, self.error or self.reason or "step")
-        if self.error is not None:
-            raise type(self.error)(*self.error.args)
+        if actions:
+            call_all(actions)
+        _log.debug("window %d: verdict %s", self.report.index, concluded or self.reason or "step")
+        if concluded is not None:
+            raise type(concluded)(*concluded.args)
         return totals
 
     def read(self) -> Totals:
@@ -178,6 +186,8 @@ class Verdict:
 
     def _pop_waiting_to_know(self) -> list[Callable[[], object]]:
         """Return, and remove, what waits for this rank to know."""
+        if not self._waiting_to_know:
+            return []
         waiting, self._waiting_to_know = self._waiting_to_know, []
         return [partial(action, self.skips) for action in waiting]
 
@@ -251,7 +261,7 @@ class VerdictQueue:
     """The verdicts of reduced windows, in order, each kept until the ranks have concluded it."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
+        self._device, self._is_lazy = device, is_lazy(device)
         self._last: Verdict | None = None
         self._before: Verdict | None = None  # that of the last window that was not refused, until it is known
         self._unread: list[Verdict] = []
@@ -280,15 +290,17 @@ class VerdictQueue:
 
     def reach_all(self) -> None:
         """Reach every verdict; every rank calls this at the same point. Raises as `Verdict.reach`."""
-        flush(self._device)
+        if self._is_lazy:
+            flush(self._device)
         while self._unread:
             self._reach_next()
-        self._last, self._before = self._last_of_all_ranks(), None
+        if self._before is not None:
+            self._last, self._before = self._last_of_all_ranks(), None
         self.steps_taken, self._new_steps = self.steps_taken + self._new_steps, 0
 
     def reach_earlier(self, window: int) -> None:
         """Reach earlier verdicts: all; on a lazy device, until those are due, what is awaited here."""
-        if not is_lazy(self._device) or window % MAX_UNREAD == 0:
+        if not self._is_lazy or window % MAX_UNREAD == 0:
             self.reach_all()
         elif any(verdict.is_awaited for verdict in self._unread):
             self.read_all()
@@ -301,7 +313,7 @@ class VerdictQueue:
         After `reach_earlier`, so that all ranks know alike whether it was.
         """
         last = self._last_of_all_ranks()
-        return last.use if last is not None and last.is_good and not is_lazy(self._device) else Use()
+        return last.use if last is not None and last.is_good and not self._is_lazy else Use()
 
     def restart(self, steps_taken: int) -> None:
         """Start after so many optimizer steps; verdicts on earlier windows belong to another run."""

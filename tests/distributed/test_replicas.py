@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import pyengine as pe
+from pyengine.comm import TorchDist
 
 
 class XlaFullyShardedDataParallel(nn.Module):
@@ -218,3 +220,16 @@ def test_one_rank_alone_compares_with_nobody():
     with recorded_warnings() as messages:
         pe.GradSync(model, process_group=group).close()
     assert not messages and model.weight[0, 0] == me()[0]
+
+
+@pytest.mark.parametrize("are_alike", [True, False])
+@on_ranks(2)
+def test_values_are_broadcast_only_where_ranks_differ(are_alike):
+    torch.manual_seed(0 if are_alike else me()[0])
+    model = nn.Linear(3, 2)
+    with (
+        mock.patch.object(TorchDist, "broadcast_", autospec=True, side_effect=TorchDist.broadcast_) as sent,
+        recorded_warnings(),
+    ):
+        pe.GradSync(model)
+    assert sent.call_count == (0 if are_alike else 1)

@@ -27,7 +27,7 @@ def test_each_rank_s_own_sum_is_seen_before_it_travels(owner, accumulator, wire)
         squares = sum(grad.double().square().sum() for grad in grads)
         sums.append(float(squares if scale is None else squares / scale.double().square()))
 
-    sync._engine.reducer.observe(observe)
+    sync._engine.reducer.observers.append(observe)
     for window in sync.windows(torch.ones(2, 1, 3, dtype=model.weight.dtype) * (1 + rank)):
         for x in window:
             sync.backward(forward(x).sum(), count=1)
@@ -37,7 +37,8 @@ def test_each_rank_s_own_sum_is_seen_before_it_travels(owner, accumulator, wire)
     assert model.weight.grad.double().square().sum() == 3 * 1.5**2
 
 
-def test_owners_without_such_sums_refuse_by_name():
+def test_exact_sums_cannot_be_observed_and_say_so():
     sync = pe.GradSync(nn.Linear(2, 2), accumulator="exact")
-    with pytest.raises(NotImplementedError, match="BucketReducer has no float sums of this rank alone"):
-        sync._engine.reducer.observe(print)
+    assert sync._engine.reducer.observers is None
+    with pytest.raises(ValueError, match="BucketReducer has no float sums of this rank alone"):
+        sync.measure(pe.NoiseScale())

@@ -92,7 +92,7 @@ class ExactFSDPReducer(ShardedReducer):
     def collect(self) -> None:
         """Deposit the gradients in the unsharded parameters' `.grad`."""
         is_void, popped = self.unsharded.is_void, self.unsharded.pop_grads()
-        self.end_padding()
+        self.padding.end()
         grads = {index: grad.detach().reshape(-1) for index, grad in popped.items()}
         for bucket in self._buckets if not is_void else []:
             bucket.deposit([grads.get(index) for index in bucket.indices])
@@ -102,7 +102,7 @@ class ExactFSDPReducer(ShardedReducer):
         self._start(poison=False)
 
     def give_up(self) -> None:
-        self.end_padding()
+        self.padding.end()
         if self._divisor is not None:
             self._start(poison=True)
 

@@ -27,7 +27,9 @@ from pyengine.gradients.fsdp.replay import Replay, copy_buffers
 from pyengine.gradients.fsdp.traffic import ShardWire
 from pyengine.gradients.fsdp.units import Unit
 from pyengine.gradients.fsdp.unsharded import Unsharded
+from pyengine.gradients.grad_record import GradRecord
 from pyengine.gradients.marks import REMEDY
+from pyengine.gradients.padding import Padding
 from pyengine.gradients.published import Published
 from pyengine.gradients.settings import Settings
 from pyengine.gradients.used_anywhere import UsedAnywhere, UsedFlags
@@ -50,6 +52,60 @@ class Managed:
     counted: Sequence[bool]  # by parameter, whether this rank counts its local tensor in the norm
     comm: Comm  # over all ranks of the engine
     settings: Settings
+
+
+class ShardedPadding(Padding):
+    """Padding of a sharded model.
+
+    Args:
+        ignored: parameters of the model that are not the engine's.
+    """
+
+    def __init__(self, model: nn.Module, unsharded: Unsharded, ignored: Sequence[Parameter]) -> None:
+        self._model, self._unsharded, self._ignored = model, unsharded, ignored
+        self._restore_buffers: Callable[[], None] | None = None
+        # `.grad` of the caller's leaves while padding runs: by the leaf's id, the leaf and its gradient.
+        self._preserved: dict[int, tuple[Tensor, Tensor | None]] = {}
+
+    def begin(self) -> None:
+        self.end()
+        self._restore_buffers = copy_buffers(self._model)
+        self._unsharded.is_void = True
+
+    def preserve_grads(self, roots: Sequence[Tensor | GradientEdge]) -> None:
+        ours = {id(param) for param in self._unsharded.grad_holders()}
+        for leaf in [*self._ignored, *graph_leaves(roots)]:
+            if id(leaf) not in ours and id(leaf) not in self._preserved:
+                self._preserved[id(leaf)] = leaf, leaf.grad
+                leaf.grad = None
+
+    def end(self) -> None:
+        """Restore the buffers and the gradients of the caller's leaves."""
+        for leaf, grad in self._preserved.values():
+            leaf.grad = grad
+        self._preserved = {}
+        if self._restore_buffers is not None:
+            self._restore_buffers()
+            self._restore_buffers = None
+        self._unsharded.is_void = False
+
+
+class ShardedGradRecord(GradRecord):
+    """A record that also shows gradients which a backward has left in unsharded parameters."""
+
+    def __init__(self, params: Sequence[Parameter], unsharded: Unsharded) -> None:
+        super().__init__(params)
+        self._unsharded = unsharded
+
+    def record(self) -> None:
+        super().record()
+        self.clear_outside()
+
+    def outside(self) -> Sequence[int]:
+        return sorted(self._unsharded.arrived)
+
+    def clear_outside(self) -> None:
+        self._unsharded.arrived.clear()
 
 
 class ShardedReducer(Reducer):
@@ -83,15 +139,14 @@ class ShardedReducer(Reducer):
         # see them.
         warn = WeakMethod(self._warn_of_bare_backwards)
         self.unsharded.on_repeat = lambda: own() if (own := warn()) is not None else None
-        self._restore_buffers: Callable[[], None] | None = None
-        # `.grad` of the caller's leaves while padding runs: by the leaf's id, the leaf and its gradient.
-        self._preserved: dict[int, tuple[Tensor, Tensor | None]] = {}
-        self._ignored = [param for param in managed.model.parameters() if id(param) not in names]
+        ignored = [param for param in managed.model.parameters() if id(param) not in names]
+        self.padding: ShardedPadding = ShardedPadding(managed.model, self.unsharded, ignored)
+        self.grad_record = ShardedGradRecord(self.params, self.unsharded)
 
     def open(self) -> None:
         """Open a window: earlier backwards reduce only what is not deferred."""
         self.reset()
-        self.end_padding()
+        self.padding.end()
         self.is_clean, self._divisor, self._used_flags = False, None, None
         for unit in self.units:
             unit.open()
@@ -108,29 +163,6 @@ class ShardedReducer(Reducer):
         self.unsharded.begin()
         super().begin()
 
-    def begin_padding(self) -> None:
-        """Mark the current micro-batch as padding, which leaves no trace."""
-        self.end_padding()
-        self._restore_buffers = copy_buffers(self.model)
-        self.unsharded.is_void = True
-
-    def preserve_grads(self, roots: Sequence[Tensor | GradientEdge]) -> None:
-        ours = {id(param) for param in self.unsharded.grad_holders()}
-        for leaf in [*self._ignored, *graph_leaves(roots)]:
-            if id(leaf) not in ours and id(leaf) not in self._preserved:
-                self._preserved[id(leaf)] = leaf, leaf.grad
-                leaf.grad = None
-
-    def end_padding(self) -> None:
-        """End padding: restore the buffers and the gradients of the caller's leaves."""
-        for leaf, grad in self._preserved.values():
-            leaf.grad = grad
-        self._preserved = {}
-        if self._restore_buffers is not None:
-            self._restore_buffers()
-            self._restore_buffers = None
-        self.unsharded.is_void = False
-
     def _warn_of_bare_backwards(self) -> None:
         """Warn once of two backwards between windows, without a step."""
         if self.is_clean and not self._has_warned:
@@ -141,19 +173,13 @@ class ShardedReducer(Reducer):
                 stacklevel=2,
             )
 
-    def written_outside_grad(self) -> Sequence[int]:
-        return sorted(self.unsharded.arrived)
-
-    def clear_written_outside_grad(self) -> None:
-        self.unsharded.arrived.clear()
-
     def is_used(self, index: int) -> bool:
         return self.unsharded.used[index] or self.params[index].grad is not None
 
     def release(self, *, keeps_grad: bool) -> None:
         """Restore the units, which reduce in every backward again."""
         self.reset()
-        self.end_padding()
+        self.padding.end()
         self._give_back()
         if not keeps_grad:
             for param in self.params:
@@ -209,7 +235,7 @@ class FSDPReducer(ShardedReducer):
 
     def collect(self) -> None:
         self.unsharded.count_micro_batch()
-        self.end_padding()
+        self.padding.end()
 
     def reduce(self, header: Header) -> None:
         """Reduce by a forward and backward of an old batch with zero gradients.
@@ -229,7 +255,7 @@ class FSDPReducer(ShardedReducer):
     def give_up(self) -> None:
         """Launch the used flags if FSDP had finished; it cannot resume a backward."""
         self._gave_up = True
-        self.end_padding()
+        self.padding.end()
         for unit in self.units:
             unit.disable_reduction()
         if self._divisor is not None and self._used_flags is None:
@@ -266,7 +292,7 @@ class FSDPReducer(ShardedReducer):
         self.wire.memory.begin(header.position[0])
         _log.debug("reduce %d units in the next backward", len(self.units))
         if not self._replay.has_batch and not self.unsharded.has_run:
-            self._replay.run(self.preserve_grads)  # raises
+            self._replay.run(self.padding.preserve_grads)  # raises
         for unit in self.units:
             unit.enable_reduction()
         self.unsharded.has_arrived = False
@@ -274,14 +300,14 @@ class FSDPReducer(ShardedReducer):
             yield
             if not self.unsharded.has_arrived:
                 with self.unsharded.zeroed():
-                    self._replay.run(self.preserve_grads)
+                    self._replay.run(self.padding.preserve_grads)
             elif (late := self.unsharded.first_with_grad()) is not None:
                 raise RuntimeError(
                     f"the gradient of {self.names[late]!r} came again after FSDP had reduced it, and would "
                     "be lost: reentrant checkpointing of a unit that a forward calls twice; pass "
                     "use_reentrant=False to torch.utils.checkpoint"
                 )
-        self.end_padding()
+        self.padding.end()
         self._check_complete(header)
 
     def _check_complete(self, header: Header) -> None:

@@ -1,0 +1,116 @@
+"""What every rank calls between two windows, with collectives of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from pyengine.engine.engine import Engine
+from pyengine.engine.handshake import raise_problems, resized
+from pyengine.window.digest import HeaderDigest
+from pyengine.window.header import Header
+from pyengine.window.metric import Metric, MetricContext
+from pyengine.window.verdict import check_agreement, check_stage
+
+
+def check_ranks_agree(
+    engine: Engine, *, stage: str = "has ended its loop", problems: Sequence[str] = ()
+) -> None:
+    """Raise on every rank unless all ranks are at the same `stage`, have used the last window alike, and
+    none has a problem.
+
+    Every rank calls this between windows: the header of a window states how the one before was used, and
+    no header follows the last. Or where it has opened a window: if a rank has dropped this window and
+    opens it again while the others are in its middle, its header is paired with theirs, and all raise.
+    One all-reduce of 184 bytes, for which the host waits; nothing on a lazy device, nor alone.
+    """
+    engine.reach_verdicts()
+    gathered: Sequence[Sequence[str]] = [problems]
+    if engine.comm.world_size > 1 and not engine.is_lazy:
+        local = engine.new_counts()
+        for problem in problems:
+            local.faults.refuse(problem)
+        header = engine.launch_header_all_reduce(local, has_more=False, stage=stage)
+        totals = header.totals()
+        check_agreement(header, totals, engine.comm)
+        gathered = engine.comm.all_gather_object([*problems]) if totals.invalid_counts else []
+    raise_problems(gathered)
+
+
+def check_same_call(engine: Engine, what: str) -> None:
+    """Raise on every rank unless all ranks have called this with the same `what`, at whatever positions.
+
+    For calls whose own collectives have other sizes than a header: where only some ranks make such a call
+    and the others go on, gloo would end their processes.
+
+    Cost: an all-reduce of 184 bytes, for which the host waits; nothing on a lazy device, nor alone.
+    """
+    engine.reach_verdicts()
+    if engine.comm.world_size > 1 and not engine.is_lazy:
+        digest = HeaderDigest(what, engine.name, accumulate=engine.counter.accumulate)
+        local, position = engine.new_counts(), engine.position()
+        header = Header(
+            engine.comm, engine.device, local=local, position=position, has_more=False, digest=digest
+        )
+        check_stage(header, engine.comm)
+
+
+def resize(engine: Engine, accumulate: int) -> None:
+    """Let windows have another size from the next one on; every rank calls this with the same number."""
+    if not engine.is_closed:
+        raise RuntimeError(
+            f"gradient_accumulation_steps={accumulate} in the middle of window {engine.counter.index}, "
+            "or before its step: set it behind a step, or drop the window by sync.abandon() first"
+        )
+    engine.split = resized(engine.split, accumulate, is_exact=engine.is_exact)
+    engine.counter.accumulate, engine.counter.share = accumulate, engine.split.of(engine.comm.rank)
+
+
+def metric_context(engine: Engine) -> MetricContext:
+    """Keep norms by name from now on; every rank calls this at the same point.
+
+    Cost: where ranks have other parameters one `all_gather_object` of names, the first time.
+    """
+    if engine.metric_context is None:
+        names, trains = list(engine.reducer.names), [param.requires_grad for param in engine.reducer.params]
+        by_rank: list[list[tuple[str, bool]]] = [[*zip(names, trains, strict=True)]]
+        if not engine.split.are_alike:
+            by_rank = engine.comm.all_gather_object(by_rank[0])
+        trained: dict[str, bool] = {}
+        for name, trains_it in (pair for each in by_rank for pair in each):
+            trained[name] = trains_it or trained.get(name, False)
+        place_of = {name: place for place, name in enumerate(trained)}
+        engine.final.add_names([place_of[name] for name in names], len(trained))
+        about = engine.final, engine.comm, engine.reducer, engine.holds_parts
+        engine.metric_context = MetricContext([*trained], [*trained.values()], *about)
+    return engine.metric_context
+
+
+def measure(engine: Engine, metrics: Sequence[Any]) -> None:
+    """Measure in every window from the next one on; see `Sync.measure`."""
+    check_same_call(engine, "calls sync.measure, as every rank has to")
+    problems = []
+    if not engine.is_closed:
+        problems.append(
+            f"measure in the middle of window {engine.counter.index}: call it between windows, for example "
+            "before the loop"
+        )
+    context, kinds = metric_context(engine), {type(each) for each in engine.metrics}
+    for each in metrics:
+        if not isinstance(each, Metric):
+            problems.append(f"measure: got a {type(each).__name__}; need pe.GradNorms() or another measure")
+            continue
+        if type(each) in kinds:
+            problems.append(f"measure: got a second {type(each).__name__}: give each kind once")
+        elif each.is_bound:
+            problems.append(f"measure: {each!r} was given to another engine: make one for each engine")
+        kinds.add(type(each))
+        problems += each.problems(context)
+    mine = repr([*metrics])
+    found, texts = zip(*engine.comm.all_gather_object((problems, mine)), strict=True)
+    raise_problems(found)
+    if len(set(texts)) > 1:
+        raise_problems([[f"measure got {text}, and ranks differ: give all ranks the same"] for text in texts])
+    for each in metrics:
+        each.bind(context)
+    engine.metrics += metrics
