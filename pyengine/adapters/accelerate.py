@@ -138,7 +138,7 @@ _OWN = frozenset({"sync", "_accelerator", "_settings", "_deferral", "_model", "_
 
 
 class WindowAccelerator:
-    """An accelerator for one model; other attributes are those of the wrapped accelerator.
+    """An accelerator for one model; other attributes come from the wrapped accelerator.
 
     Args:
         accelerator: the wrapped accelerator.

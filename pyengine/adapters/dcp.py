@@ -17,8 +17,8 @@ from pyengine.engine.snapshot import PART
 class LoadPlanner(DefaultLoadPlanner):
     """DCP's own planner, which also loads an engine saved by another number of ranks.
 
-    On the same number of ranks every rank reads its own entry, as with DCP's planner. On another number every
-    rank reads that of rank 0; see `sync.load_state_dict`. The arguments are those of `DefaultLoadPlanner`.
+    On the same number of ranks every rank reads its own entry, as with DCP's planner. On another number of
+    ranks every rank reads rank 0's; see `sync.load_state_dict`. Takes the arguments of `DefaultLoadPlanner`.
 
     Entries other than tensors are read by `torch.load(weights_only=True)`: they are refused if they have
     anything but tensors and plain values; DCP's own planner would unpickle them. DCP's file `.metadata` is a
@@ -36,7 +36,7 @@ class LoadPlanner(DefaultLoadPlanner):
         metadata: Metadata | None = None,
         is_coordinator: bool = False,
     ) -> None:
-        """Request the entry of rank 0 where that of this rank is missing; called by DCP."""
+        """Request rank 0's entry where this rank's is missing; called by DCP."""
         saved = [] if metadata is None else list(metadata.state_dict_metadata)
         for prefix, state in _states(state_dict, ""):
             own = next(filter(PART.fullmatch, state))

@@ -126,7 +126,8 @@ class Windows(EngineSettings, _Mixed):
     ) -> Tensor:
         """Run the backward of the loss that training_step returned; `closure_loss` is the divided one.
 
-        Under manual optimization run that of `closure_loss`: a micro-batch, or one of a `micro_batch` block.
+        Under manual optimization run the backward of `closure_loss`: a micro-batch, or one backward of a
+        `micro_batch` block.
         """
         if args:
             raise ValueError(
@@ -277,11 +278,11 @@ class Windows(EngineSettings, _Mixed):
 class WindowStrategy(Windows, DDPStrategy):
     """DDP that reduces gradients once a window, over a wire, on any device.
 
-    The arguments are those of DDPStrategy. `training_step` returns a mean loss, or `{"loss": summed, "count":
+    Takes the arguments of DDPStrategy. `training_step` returns a mean loss, or `{"loss": summed, "count":
     items}`. Gradients have their final values in `on_before_optimizer_step` and for Lightning's clipping. A
     window that is not finite on some rank is stepped on none. In "16-mixed" the loss scale is the engine's;
-    Lightning's checkpoints save it as usual. Manual optimization uses `pe.GradSync` instead of DDP. The
-    settings are those of `Windows`.
+    Lightning's checkpoints save it as usual. Manual optimization uses `pe.GradSync` instead of DDP. Takes the
+    settings of `Windows`.
 
     Example:
         >>> trainer = Trainer(strategy=WindowStrategy(), accumulate_grad_batches=8)  # doctest: +SKIP
@@ -346,7 +347,7 @@ def _all_trained(model: nn.Module) -> Iterator[None]:
 class ShardedWindowStrategy(Windows, ModelParallelStrategy):
     """FSDP2 whose units reduce once a window.
 
-    The arguments are those of ModelParallelStrategy. The module calls `fully_shard` in `configure_model`,
+    Takes the arguments of ModelParallelStrategy. The module calls `fully_shard` in `configure_model`,
     last on a module that contains all trained parameters. All ranks are data-parallel unless sizes are given.
     Losses, hooks, clipping and manual optimization are as for `WindowStrategy`. The trained parameters are
     fixed when the fit begins. In addition to the settings of `Windows`:

@@ -124,7 +124,7 @@ class Windows(EngineSettings, _Mixed):
         return torch.zeros_like(loss)
 
     def _follow(self, steps: int, *, last: bool) -> None:
-        """Let the engine's windows be as long as those of the Trainer's loop, which a callback may change."""
+        """Give the engine's windows the length of the Trainer's, which a callback may change."""
         # What on_step_begin changes, the loop has not known for the window's first micro-batch.
         allow_windows_of(self.sync, steps + (steps != self._steps_at_fetch))
         if len(self.sync.due) == 1 and not last:

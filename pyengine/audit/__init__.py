@@ -1,3 +1,3 @@
-"""What ranks must agree on, compared while they train: checksums, a probe of the reduction, and the likely
-cause of what parts.
+"""Comparison of ranks while they train: checksums, a probe of the reduction, and the likely cause of a
+difference.
 """

@@ -94,7 +94,7 @@ class Samples:
 
 @dataclass(frozen=True)
 class Counted:
-    """What a loop knows of a window besides its gradients: tensors are float64, 0-dim but for `counts`."""
+    """A window's counts, as the loop knows them. Tensors are float64 and, except for `counts`, 0-dim."""
 
     # By subject, what this rank's micro-batches counted, [subjects]; None: gradients are means over ranks.
     counts: Tensor | None = None
@@ -124,7 +124,7 @@ class Auditor:
     ) -> None:
         self._subjects, self._comms, self._tolerance = list(subjects), list(comms), tolerance
         self.device = device = self._subjects[0].tensor.device
-        # Some ranks may be in one group only, and still have to learn what another one has found.
+        # A rank that is in one group only has to learn the findings of other groups, too.
         self._is_one_group = not any(num > 1 for num in comms[0].all_gather_object(len(comms)))
         numel = sum(subject.tensor.numel() for subject in self._subjects)
         self._checksums = checksums_on(device, numel)
@@ -183,8 +183,8 @@ class Auditor:
     def conclude(self) -> None:
         """Wait for the check that is under way, if one is; raise on every rank if something differs.
 
-        Cost: nothing but the wait where all is well, and with several groups one all-reduce of 8 bytes; else
-            a gather of what each rank knows.
+        Cost: without a difference only the wait, and with several groups one all-reduce of 8 bytes; otherwise
+            a gather of all ranks' observations.
         """
         if self._under_way is None:
             return
@@ -259,7 +259,7 @@ class Auditor:
         return [i for i, subject in enumerate(self._subjects) if getattr(subject, which) == group]
 
     def _suspects(self, local: LocalCheck, read: Sequence[Tensor]) -> dict[int, set[str]]:
-        """Return what is wrong, by subject (-1: hyperparameters, -2: the count); `read` is by group."""
+        """Return the findings by subject (-1: hyperparameters, -2: the count); `read` is by group."""
         found: dict[int, set[str]] = defaultdict(set)
         self._total, void = float(read[0][0]), float(read[0][1])
         if bool(differ(read[0][2:_HEAD].reshape(1, 4), self._comms[0].world_size)):
@@ -415,7 +415,7 @@ _Raw = tuple[str, str, tuple[int, ...], str]
 
 
 def _finding_of(name: str, suspects: Sequence[SubjectEvidence | None]) -> _Raw:
-    """Return what is wrong with one subject: the root of all that differs."""
+    """Return the root cause of all differences of one subject."""
     by_rank = {rank: each for rank, each in enumerate(suspects) if each is not None}
     evidence = [*by_rank.values()]
     kinds, kind = set().union(*(each.differs for each in evidence)), evidence[0].kind

@@ -15,7 +15,7 @@ _FITS = 2**-6
 
 @dataclass(frozen=True)
 class SubjectEvidence:
-    """What one rank knows of one subject."""
+    """One rank's observations of one subject."""
 
     differs: set[str]  # what differs between ranks: "parameter", "gradient", "optimizer state"
     kind: str  # "parameter" or "buffer"
@@ -55,7 +55,7 @@ class Case:
         return float((self.left - wanted).norm(dim=1).max()) <= self._noise
 
     def ratios(self) -> tuple[list[float], bool]:
-        """Return by what each rank's gradient is off, and whether that is all: it points where it should."""
+        """Return the factor by which each rank's gradient is off, and whether its direction is right."""
         size = float(self.due @ self.due)
         if size**0.5 <= 2 * self._noise:
             return [], False
@@ -144,7 +144,7 @@ def _near(value: float, wanted: float) -> bool:
 
 
 def odd_ranks(values: Mapping[int, object]) -> tuple[int, ...]:
-    """Return the ranks whose value most others have not; none where no value is that of most."""
+    """Return the ranks whose value is not the majority's; none if there is no majority."""
     counts: dict[object, list[int]] = {}
     for rank, value in values.items():
         counts.setdefault(value, []).append(rank)

@@ -18,7 +18,7 @@ from pyengine.gradients.slots import local
 from pyengine.ops import native
 from pyengine.ops.device import HOST, runs_ahead
 
-# On the host words are weighed block by block, and the weights of one stay in the first-level cache.
+# On the host words are weighed block by block, so that a block's weights stay in the first-level cache.
 _BLOCK = 2**10
 _BLOCKS_AT_ONCE = 2**8  # without the core
 # An accelerator wants long blocks, and few of them.

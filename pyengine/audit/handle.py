@@ -99,7 +99,7 @@ def audit(
 
 
 def _innermost_of(optimizer: Any) -> list[Any]:
-    """Return what steps in the end, or raise: the optimizers of Accelerate and Lightning hold another one."""
+    """Return the innermost optimizer, since those of Accelerate and Lightning wrap another one; or raise."""
     found = []
     for item in optimizer if isinstance(optimizer, list | tuple) else [optimizer]:
         while isinstance(inner := getattr(item, "optimizer", None), torch.optim.Optimizer):

@@ -1,7 +1,8 @@
 """A few elements of every gradient, as micro-batches bring them and as the reduction leaves them.
 
-A reduction is a sum, so the few elements of what it leaves are the sum over ranks and micro-batches of those
-that came in, times one factor. What is not reduced, lost, or multiplied by something else shows in them.
+A reduction is a sum, so sampled elements of its result are the sum over ranks and micro-batches of the same
+elements of its inputs, times one factor. What is not reduced, lost, or multiplied by something else shows in
+them.
 """
 
 from __future__ import annotations
@@ -77,7 +78,7 @@ class Probe:
         return self._weights
 
     def end(self) -> None:
-        """Let the next gradient that comes begin a new window, for the one that was reduced is over."""
+        """Let the next gradient begin a new window; the last one has been reduced."""
         self._is_over[0] = 1
 
     def keep(self) -> Callable[[], None]:
@@ -124,7 +125,9 @@ class Probe:
         self._is_over[0] = 0
 
     def _listener(self, index: int, owners: tuple[Tensor, ...]) -> Callable[[Tensor], None]:
-        """Return a hook of a leaf, see `MakeHook`; the core's does the same where it can read what comes."""
+        """Return a hook of a leaf, see `MakeHook`; the core's hook does the same for gradients that it can
+        read.
+        """
         total = self._sum_rows[index]
 
         def listen(grad: Tensor) -> None:

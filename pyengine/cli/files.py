@@ -1,4 +1,4 @@
-"""Files of commands: written whole, in place of what was there, and through no link; see SECURITY.md."""
+"""Files of commands: written as a whole, never through a link; see SECURITY.md."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def regular(path: str, flags: int) -> int:
 
 
 def fresh(path: Path) -> TextIO:
-    """Open a new file in place of what is there, for text that others may read meanwhile."""
+    """Replace a file by a new one for text, which others may read while it grows."""
     path.unlink(missing_ok=True)
     return path.open("x", encoding="utf-8")  # "x" follows no link
 

@@ -12,7 +12,7 @@ from rich.table import Table
 
 from pyengine.cli.terminal import print_json
 
-_LEAST_WIDTH = 80  # of a table that needs it, on any terminal: rich would shorten its numbers
+_LEAST_WIDTH = 80  # least width of a wide table on any terminal: rich would shorten its numbers
 
 
 class _Console(Console):

@@ -99,7 +99,9 @@ def _is_closed(pipe: int) -> bool:
 
 
 def exit_code_of_worker(error: RuntimeError) -> int | None:
-    """Do the same as `exit_code` for what `launch` raises if a worker has ended with its output."""
+    """Return the exit code for the error that `launch` raises if a worker's output was closed, as
+    `exit_code`.
+    """
     return exit_code(BrokenPipeError()) if "\nSignal 13 (SIGPIPE)" in str(error) else None
 
 

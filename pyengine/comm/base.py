@@ -164,7 +164,7 @@ class Comm(ABC):
 
     @abstractmethod
     def broadcast_(self, tensors: list[Tensor]) -> None:
-        """Overwrite tensors with those of rank 0, and wait.
+        """Overwrite tensors with rank 0's, and wait.
 
         Args:
             tensors: of any shapes and dtypes, the same on every rank; the caller's memory.
@@ -296,8 +296,8 @@ class Comm(ABC):
 class Unbroken:
     """A context that starts no further collective once an interrupt has left its body behind a launch.
 
-    Ctrl-C or no memory comes on one rank alone. The other ranks then wait for what the body was about to
-    launch, and this rank no longer knows what that was. Other exceptions are those that all ranks raise.
+    Ctrl-C or no memory comes on one rank alone. The other ranks then wait for the collective that the body
+    was about to launch, which this rank no longer knows. Other exceptions are those that all ranks raise.
 
     Args:
         comm: transport of the body, or one that has joined it.

@@ -124,7 +124,7 @@ def make(
     Args:
         purpose: description that no other group of these ranks has, or has had.
         ranks: sorted, as the default group numbers them.
-        backend: None: that of the default group, for the same devices; or the backend of one kind of device.
+        backend: None: the default group's backends; or the name of the backend of one kind of device.
     """
     default_group = c10d._get_default_group()
     default_backend, store = c10d._world.pg_map[default_group]
@@ -209,7 +209,7 @@ class GroupHandle:
         return found
 
     def timeout(self) -> timedelta:
-        """Return the timeout of collectives: that of the engine's group, which the user may set any time."""
+        """Return the timeout of the engine's group, which the user may set at any time."""
         return timeout_of(self.get(), self._device) if self._leader is None else self._leader.timeout()
 
     def apply_timeout(self) -> None:

@@ -162,7 +162,7 @@ class TorchDist(Comm):
         if self.world_size == 1 or self.is_stream_ordered:
             return self
         own = self._over(self.ranks, f"buckets of engine {self._new_name()}", self.backend)
-        own.max_of(0)  # behind it every rank is connected: another one may be about to release its end
+        own.max_of(0)  # after it every rank is connected, even if another rank is about to release its end
         return own
 
     def between_hosts(self) -> Comm | None:

@@ -175,7 +175,7 @@ class Board:
         return self._store.get("verdict").decode(errors="replace") if self._store.check(["verdict"]) else ""
 
     def publish(self, verdict: str) -> str:
-        """Publish the error that all ranks raise; return the one that was published first."""
+        """Publish an error for all ranks to raise; return the error that was published first."""
         return self._store.compare_set("verdict", "", verdict).decode(errors="replace")
 
 

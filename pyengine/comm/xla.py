@@ -102,7 +102,7 @@ class Xla(Comm):
 
     @torch.no_grad()
     def broadcast_(self, tensors: list[Tensor]) -> None:
-        """Overwrite tensors with those of rank 0, as float32, which all backends sum; -0 becomes +0."""
+        """Overwrite tensors with rank 0's, as float32, which all backends sum; -0 becomes +0."""
         if self.world_size == 1:
             return
         pieces = [_pieces(tensor.detach()) for tensor in tensors]

@@ -37,9 +37,9 @@ class WindowSampler(Sampler[list[int]]):
         global_batch: samples in a window, over all ranks; a multiple of `micro_batch`.
         shuffle: permute every epoch (the same way for one version of PyTorch), or keep the dataset's order.
         drop_last: leave out the samples at the end of an epoch that do not fill a window.
-        num_replicas, rank: as DistributedSampler's: number of loaders, and the index of this one. None: those
-            of the default process group now; without one 1 and 0. Ranks that share a batch (tensor parallel
-            ones) pass rank and size of their data-parallel group. See `shard`.
+        num_replicas, rank: as DistributedSampler's: number of loaders, and the index of this one. None: size
+            and rank of the default process group; 1 and 0 without one. Ranks that share a batch (tensor
+            parallel ones) pass rank and size of their data-parallel group. See `shard`.
 
     Attributes:
         rank, world_size: as given, or found.

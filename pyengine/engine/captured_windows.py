@@ -81,8 +81,8 @@ class CapturedWindows:
         """Train one window of `sync.windows`.
 
         Returns:
-            The record of the last step whose outcome the host knows, as `sync.last_record`: mostly that of
-            the window before.
+            The record of the last step whose outcome the host knows, as `sync.last_record`: mostly the
+            previous window's.
 
         Raises:
             ValueError: the window's counts were read ahead.

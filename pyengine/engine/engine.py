@@ -776,7 +776,7 @@ class Engine:
             self.final.renew_norm(was_read=has_changed)
 
     def renew_norm_alone(self) -> None:
-        """Compute the norm again as `renew_norm`, where this rank can without the others."""
+        """Compute the norm again like `renew_norm`, if this rank can do so without a collective."""
         if not self.final.is_shared:
             self.renew_norm("reads the norm")
         elif self.reducer.holds_all and not self.is_void and self.published.has_changed():
@@ -880,7 +880,7 @@ class Engine:
             self.foreign.notice_backward(param, self.name)
 
     def _refuse_hook(self, text: str, param: Tensor) -> None:
-        """Refuse the window for what a hook has done in one of its backwards.
+        """Refuse the window because of a hook that wrote to a parameter or gradient in one of its backwards.
 
         Where the header has been launched, nan instead of the gradient voids the window on every rank, and
         the verdict raises why.
@@ -946,6 +946,6 @@ class Engine:
         return known.take(counter.done, handed=counter.handed)
 
     def known_denominators(self) -> Denominators | None:
-        """Return the window's totals, unless it is over and another one is about to open."""
+        """Return the counts that were read ahead for the open window; None if there are none."""
         known = self.window.denominators
         return None if known is None or self.counter.state in (State.IDLE, State.USED) else known

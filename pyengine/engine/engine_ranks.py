@@ -56,7 +56,7 @@ class Membership:
 
     @classmethod
     def plain(cls, *, rank: int, world_size: int) -> Membership:
-        """Return that of a rank whose parameters are those of all ranks, and whose batch is its own."""
+        """Return the membership of a rank that has all parameters and a batch of its own."""
         return cls("", (range(world_size),), SharedBatch(rank, 1, True), world_size)
 
 
@@ -155,16 +155,16 @@ class EngineRanks:
         return Groups(self.comm, comms, self.membership.counted, are_alike)
 
     def for_buckets(self, comm: Comm) -> Comm:
-        """Return a transport for gradients, over the ranks of another one, all of which call this. What is
-        not gradients goes by `comm` itself, in the order of the program.
+        """Return a transport for gradients over the ranks of `comm`; all of them call this. Everything but
+        gradients is sent over `comm` itself, in the order of the program.
         """
         # [Note: order of collectives in a window] in engine.py: a bucket is launched when it is complete.
         comm = comm.with_own_group()
         return share_memory(comm) if self._shared_memory else comm
 
     def broadcast(self, named: Sequence[tuple[str, Tensor]], groups: Groups) -> None:
-        """Overwrite tensors by those of the first rank of their group, where some differ; warn of what that
-        changes, and of what cannot be written.
+        """Overwrite tensors that differ with the values of their group's first rank; warn of each change, and
+        of tensors that cannot be written.
 
         Raises ValueError, on every rank and before anything is written, if the ranks of a group hold no
         replicas: other tensors, or different values of a parameter that is marked as a part.
@@ -298,7 +298,9 @@ class EngineRanks:
     def _held_by(
         self, name: str, param: Parameter, summed: tuple[int, ...], axes: Axes, found: list[str]
     ) -> tuple[int, ...]:
-        """Return the ranks that hold the same of a parameter as this one; add what is wrong to `found`."""
+        """Return the ranks that hold the same elements of a parameter as this rank; append problems to
+        `found`.
+        """
         mesh = self._mesh
         if mesh is None:
             return summed

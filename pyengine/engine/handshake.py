@@ -1,4 +1,4 @@
-"""The handshake at construction: what ranks must have in common, and what is wrong on any of them."""
+"""The handshake at construction: settings that all ranks must share, and problems of any rank."""
 
 from __future__ import annotations
 

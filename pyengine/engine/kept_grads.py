@@ -96,12 +96,14 @@ class KeptGrads:
         self._is_added = True
 
     def save(self) -> dict[str, Tensor]:
-        """Return copies of what counts into the next window, by name: this rank's part, dense."""
+        """Return copies of the gradients that count into the next window, by name: this rank's part,
+        dense.
+        """
         left = self._left() if self.is_used else {}
         return {self._names[index]: dense(grad).clone() for index, grad in left.items()}
 
     def load(self, saved: Mapping[str, Tensor]) -> None:
-        """Set `.grad` to copies of what `save` returned, in place of everything that was kept."""
+        """Set `.grad` to copies of a saved state, and forget all gradients kept so far."""
         self.clear()
         if saved:
             for name, param in zip(self._names, self._params, strict=True):
@@ -110,7 +112,8 @@ class KeptGrads:
             self.hand_over()
 
     def _left(self) -> dict[int, Tensor]:
-        """Return copies of what counts into the next window, by parameter; empty if all were used.
+        """Return copies of the gradients that count into the next window, by parameter index; empty if all
+        were used.
 
         A window that was skipped leaves what was kept before it, since its own gradients are not finite.
         """

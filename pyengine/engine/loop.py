@@ -43,7 +43,7 @@ class Lookahead(Generic[Batch]):
         return bool(self._read)
 
     def pop(self) -> Batch:
-        """Return the next item, and read another one; where that raises, the next item stays the next."""
+        """Return the next item, and read one more; if that read raises, the next item is not lost."""
         self._read_up_to(2)
         return self._read.popleft()
 
@@ -392,7 +392,7 @@ def _borrowed(engine: Engine, old: list[Batch], ahead: Sequence[Batch], *, sende
         )
 
     def moved(tensor: Tensor) -> Tensor:
-        """Return a tensor on this rank's device, if it is on another one of its kind: the sender's."""
+        """Move a tensor that is still on the sender's device to this rank's device of the same kind."""
         return tensor.to(engine.device) if tensor.device.type == engine.device.type else tensor
 
     return old or [tree_map_only(Tensor, moved, batch)]

@@ -20,8 +20,8 @@ from pyengine.window.header import Count, LocalWindow, checked_count
 class MicroBatch:
     """One micro-batch of a window, while its backwards run; made by `sync.micro_batch`.
 
-    Its gradient is the sum of those of the backwards in the block. A block without a backward contributes
-    zero gradient, but its count is still added.
+    Its gradient is the sum of the gradients of all backwards in the block. A block without a backward
+    contributes zero gradient, but its count is still added.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class MicroBatch:
         self._last_backward = last_backward
         # Its index among this rank's, and whether it is the window's last.
         self.index, self.syncs = counter.done, counter.next_backward_syncs
-        # Whether its gradients are accumulated with it, and not with those of a later one of its slot.
+        # Whether its gradients are accumulated now, and not together with a later micro-batch of its slot.
         self.ends_slot = self.syncs or window.is_padding or window.slots.ends_at(counter.latest)
         self._count: Count = count
         self.is_stated = is_stated or window.denominators is not None

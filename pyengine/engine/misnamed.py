@@ -41,7 +41,7 @@ def explained(function: Callable[P, T]) -> Callable[P, T]:
 
 
 def _answer(signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-    """Return the answer to what does not fit; empty if something is missing."""
+    """Return the message for arguments that do not fit; empty if an argument is missing."""
     kinds = signature.parameters.values()
     positional = [each.name for each in kinds if each.kind is each.POSITIONAL_OR_KEYWORD]
     named = [each.name for each in kinds if each.kind is each.KEYWORD_ONLY]

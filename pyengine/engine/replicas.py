@@ -1,4 +1,4 @@
-"""Whether ranks hold replicas: what marks a parameter as a part of one, and whose values differ."""
+"""Whether ranks hold replicas: marks of sharded parameters, and parameters whose values differ."""
 
 from __future__ import annotations
 

@@ -55,8 +55,8 @@ def take_snapshot(engine: Engine) -> Snapshot:
 def load_state(engine: Engine, state: object) -> None:
     """Continue from this rank's snapshot, or on another world size from one of any rank.
 
-    Raises ValueError, on every rank and with nothing changed, if a state does not fit its engine, or those of
-    other ranks.
+    Raises ValueError on every rank, before anything has changed, if a state does not fit its engine or the
+    other ranks' states.
     """
     check_same_call(engine, "calls sync.load_state_dict, as every rank has to")
     problems, snapshot = _prepare(engine, state)
@@ -188,7 +188,7 @@ def _holds_shards(engine: Engine) -> bool:
 
 
 def _other(theirs: Identity, ours: Identity) -> str:
-    """Return in what an engine is another one than that of a state; empty if it is the same."""
+    """Describe how an engine differs from the engine of a state; empty if they match."""
     kinds = [(one.accumulator, one.terms, one.run) for one in (theirs, ours)]
     if kinds[0] != kinds[1]:
         (their_number, their_slots), (number, slots) = _window_of(theirs), _window_of(ours)

@@ -88,7 +88,9 @@ class Sync:
             self._check, self._retries = OptimizerCheck([]), None
 
     def __setattr__(self, name: str, value: object) -> None:
-        """Set an attribute; raise AttributeError for what would change nothing: methods, other settings."""
+        """Set an attribute; raise AttributeError for a name whose assignment would have no effect: a method,
+        another setting.
+        """
         if answer := answer_to_setting(type(self), name, value):
             raise AttributeError(answer)
         super().__setattr__(name, value)
@@ -355,11 +357,11 @@ class Sync:
 
         The part that did not fit is halved until it does, on this rank alone, without a collective. All parts
         are one micro-batch of the window, with the sum of their losses and counts, so the window's gradient
-        is that of the whole micro-batch, to rounding; with the same parts (`part_size`) it has the same bits.
-        An attempt that fails leaves no trace in the parameters' gradients, in buffers of the module that the
-        engine was made over, or in the generators of `pe.micro_batch_rng`: parts draw from where it began.
-        Dropout draws by part, and BatchNorm normalizes over a part: with these a split is another batch.
-        Under `attach` DDP broadcasts buffers behind the window's last forward, and not in it.
+        equals the whole micro-batch's gradient, to rounding; with the same parts (`part_size`) it has the
+        same bits. An attempt that fails leaves no trace in the parameters' gradients, in buffers of the
+        module that the engine was made over, or in the generators of `pe.micro_batch_rng`: parts draw from
+        where it began. Dropout draws by part, and BatchNorm normalizes over a part: with these a split is
+        another batch. Under `attach` DDP broadcasts buffers behind the window's last forward, and not in it.
 
         Args:
             batch: tensors with the items in dimension 0, in dicts, lists and tuples, of any depth. 0-dim
@@ -676,7 +678,7 @@ class Sync:
             RuntimeError: the window has not been sent, or ranks differ.
             FloatingPointError: inf or nan under nonfinite="raise".
 
-        Cost: the optimizer's own pass, and with `max_norm` that of `clip_grad_norm_`.
+        Cost: the optimizer's own pass, and with `max_norm` the pass of `clip_grad_norm_`.
         """
         check_step(optimizer, scheduler)
         if max_norm is not None:
@@ -895,7 +897,7 @@ class Sync:
         starts from `pe.micro_batch_rng`.
 
         Raises:
-            ValueError: a state is damaged or does not fit, or those of ranks are of different saves; on every
+            ValueError: a state is damaged or does not fit, or ranks load states of different saves; on every
                 rank, and nothing has changed.
             RuntimeError: some rank is elsewhere in its loop; on every rank.
 

@@ -29,7 +29,7 @@ class Stepped:
 
 
 class Window:
-    """The state of one window on this rank; `Engine` has what outlives it, and what is done with it."""
+    """The state of one window on this rank; `Engine` has the state that outlives it, and all actions."""
 
     clock: Clock  # from `Engine.begin` on
 

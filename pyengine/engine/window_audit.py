@@ -96,7 +96,7 @@ class WindowAudit:
     def check(self, counts: LocalWindow, header: Header, final: FinalPass) -> None:
         """Compare ranks; raise AuditError on every rank if they differ.
 
-        These collectives come last but for the verdict's; see [Note: order of collectives in a window] in
+        Only the verdict's collectives come later; see [Note: order of collectives in a window] in
         engine.py.
         """
         samples, self._samples = self._samples, None

@@ -19,9 +19,8 @@ from pyengine.window.verdict import Outcome, WindowReport
 
 
 class CaptureStream:
-    """The stream of captures: the one on which the caller trains, or another one where that is the default
-    stream, of which nothing is captured. Windows before them run on it, too, since autograd keeps to one
-    stream.
+    """The stream of captures: the caller's stream, or a new one where the caller trains on the default
+    stream, which cannot be captured. Windows before them run on it, too, since autograd keeps to one stream.
     """
 
     def __init__(self) -> None:

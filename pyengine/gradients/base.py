@@ -171,7 +171,7 @@ class Reducer(ABC):
         """Open a window, before any of its forwards."""
 
     def abandon(self) -> None:
-        """Leave the model as it is between windows: the open one was dropped, or has been used."""
+        """Put the model into its state between windows: the open window was dropped, or has been used."""
 
     def begin(self) -> None:
         """Start the first micro-batch: `.grad` is None, and the next gradients overwrite the sums."""

@@ -17,7 +17,7 @@ from pyengine.window.final_pass import FinalPass
 
 
 class GradScaler(torch.amp.GradScaler):
-    """A torch.amp.GradScaler whose finite check and unscaling are those of the engine's own pass.
+    """A torch.amp.GradScaler that leaves the finite check and the unscaling to the engine's own pass.
 
     Assign it, or a stock one, which becomes one, to `sync.scaler`; the engine then scales losses in
     `backward`, unscales where it divides by the count, and updates the scale in `step`. In a
@@ -45,24 +45,32 @@ class GradScaler(torch.amp.GradScaler):
             self._lazy_init_scale_growth_tracker(final.sumsq.device)
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
-        """Unscale, as stock; refused while it belongs to an engine, whose gradients are unscaled once."""
+        """Unscale like the stock scaler; refused while an engine has the scaler, since it unscales gradients
+        itself.
+        """
         self._check_free("unscale_", "leave it out, since .grad is unscaled from the window's end on")
         super().unscale_(optimizer)
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
-        """Step, as stock; refused while it belongs to an engine, which knows whether to skip."""
+        """Step like the stock scaler; refused while an engine has the scaler, since it decides whether to
+        skip.
+        """
         self._check_free("step", "call sync.step(optimizer) in place of scaler.step")
         return super().step(optimizer, *args, **kwargs)
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
-        """Update the scale, as stock; refused while it belongs to an engine, but for a scale of yours."""
+        """Update the scale like the stock scaler; while an engine has the scaler only `new_scale` is
+        accepted.
+        """
         if new_scale is None:
             self._check_free("update", "leave it out, since sync.step(optimizer) updates")
         self._check_between("scaler.update")
         super().update(new_scale)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state, as stock; refused in the middle of a window, or with a number of no scaler."""
+        """Load a state like the stock scaler; refused in the middle of a window, and with numbers that no
+        scaler has.
+        """
         self._check_between("scaler.load_state_dict")
         if wrong := list(state_problems(state_dict)):
             raise ValueError(f"load another state, this one has {wrong[0]}")
@@ -148,7 +156,7 @@ _NUMBERS: dict[str, tuple[Callable[[Any], bool], str]] = {
 
 
 def state_problems(state: Mapping[str, Any]) -> Iterator[str]:
-    """Report which numbers in a state, those of its names that are known, no scaler has."""
+    """Report numbers in a state that no scaler can have."""
     for name, (is_one, need) in _NUMBERS.items():
         value = state.get(name, 1)
         is_wide = isinstance(value, int) and abs(value) >= 2**63  # torch takes no such int, also as a scale

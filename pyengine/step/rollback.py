@@ -67,7 +67,7 @@ class RollbackStepper:
             yield from (param for param in group["params"] if id(param) in self._index)
 
     def _step_knowing(self, optimizer: Optimizer, mine: list[Parameter], final: FinalPass) -> None:
-        """Step once the host knows what may be stepped: nothing is created for what was not used."""
+        """Step once the host knows the outcome, so that unused parameters get no state."""
         if bool(final.found_inf):
             return
         assert final.used is not None

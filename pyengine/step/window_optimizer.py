@@ -19,7 +19,7 @@ from pyengine.window.digest import OptimizerStep
 
 
 def check_step(optimizer: Any, scheduler: Any) -> None:
-    """Raise TypeError for what cannot be stepped, before anything is."""
+    """Raise TypeError for an argument that cannot be stepped, before anything has been."""
     if getattr(optimizer, "steps_with_windows", False):
         raise TypeError(
             "optimizer is wrapped already, and steps where its window ends: call optimizer.step(), or give "
@@ -225,7 +225,7 @@ def hyperparameters(
                     continue
                 if isinstance(item, Tensor) and runs_ahead(item.device):
                     tensors.append(item)
-                elif isinstance(item, int | float | Tensor | Real):  # those of most groups first
+                elif isinstance(item, int | float | Tensor | Real):  # the most frequent types first
                     numbers.append((name, float(item)))
                 elif isinstance(value, str):  # Muon's adjust_lr_fn; not the list of parameters' names
                     numbers.append((name, value))

@@ -1,9 +1,9 @@
 """The one counter: which micro-batch of a window synchronises.
 
-A micro-batch is *handed out* (the loop got it) and later *done* (its backward ran). The backward that
-synchronises is the one that brings `done` up to `handed` after the last micro-batch has been handed out; so
-several forwards may run before their backwards. A micro-batch without a backward costs the overlap, and never
-changes the result.
+A micro-batch is *handed out* (the loop got it) and later *done* (its backward ran). The window synchronises
+in the backward that brings `done` up to `handed` after the last micro-batch has been handed out; so several
+forwards may run before their backwards. A micro-batch without a backward costs the overlap, and never changes
+the result.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class WindowCounter:
         self.is_complete = last
 
     def pad(self, *, last: bool) -> None:
-        """Count a micro-batch that has no place: its backward is awaited like that of others."""
+        """Count a micro-batch of padding, whose backward is awaited like any other."""
         self.padding += 1
         self.is_complete = last
 

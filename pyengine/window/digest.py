@@ -22,7 +22,8 @@ from pyengine.ops.device import runs_ahead
 PIECE_BITS = 20
 NUM_PIECES = 3
 _PIECE = 2**PIECE_BITS
-_WORD, _FACTOR = 2.0**32, 1000003.0  # of a rolling hash that stays below 2^53, where float64 counts exactly
+# modulus and factor of a rolling hash that stays below 2^53, where float64 is exact
+_WORD, _FACTOR = 2.0**32, 1000003.0
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,7 @@ class OptimizerStep:
     numbers: tuple[tuple[str, float | str], ...]  # its groups' hyperparameters, one after the other
 
     def __str__(self) -> str:
-        values: dict[str, dict[str, None]] = {}  # by name those of all groups, each once
+        values: dict[str, dict[str, None]] = {}  # by name the values of all groups, each once
         for name, value in self.numbers:
             values.setdefault(name, {})[value if isinstance(value, str) else f"{value:g}"] = None
         numbers = ", ".join(f"{name}={'/'.join(each)}" for name, each in values.items())

@@ -18,14 +18,14 @@ CLIP_EPSILON = 1e-6  # as torch.nn.utils.clip_grad_norm_
 class ShardedNorm:
     """Which of its gradients a rank counts, and the one all-reduce that adds up all ranks' parts.
 
-    A gradient that several ranks hold alike (replicas) is counted by one of them; a shard by the rank that
-    has it, or by one of those that have it: over all ranks every element once.
+    Over all ranks every element is counted once: of replicas, or of a shard that several ranks hold, one rank
+    counts it.
     """
 
     def __init__(self, counted: Sequence[bool], comm: Comm, device: torch.device) -> None:
         self._comm = comm
         self._counted = send(list(counted), torch.bool, device)
-        # Of each of this rank's parameters, its name's index among those of all ranks, int64; None until
+        # By parameter of this rank, the index of its name among all ranks' names, int64; None until
         # `add_names`.
         self.places: Tensor | None = None
         self._num_names = 0
@@ -145,8 +145,8 @@ class FinalPass:
     def renew_norm(self, *, was_read: bool) -> None:
         """Compute the norm again, where gradients may have been changed since; the skip decision stays.
 
-        `was_read`: `sumsq` is that of changed gradients. Where ranks hold different elements one all-reduce,
-        waited for: every rank calls this at the same point there.
+        `was_read`: `sumsq` has just been read from changed gradients. Where ranks hold different elements one
+        all-reduce, waited for: every rank calls this at the same point there.
         """
         self.keep_norm()
         if was_read:

@@ -84,7 +84,7 @@ class SharedBatch:
     is_counting: bool  # whether this rank counts the batch; one of them does
 
     def lanes(self, numbers: Tensor) -> Tensor:
-        """Return what is 0 when summed over all ranks if ranks of one batch have the same numbers.
+        """Return lanes whose sum over all ranks is 0 if the ranks of each batch have the same numbers.
 
         The result is float64 `[NUM_PIECES]`, whole numbers of 20 bits times `num_ranks`. Where numbers,
         float64 `[n]`, differ all lanes are 0 once in 2^60: every batch mixes its bits in another way, so that
@@ -169,7 +169,7 @@ class LocalWindow:
         self.is_silent = other.is_silent
 
     def counts_on(self, device: torch.device) -> Tensor:
-        """Return the counts, float64 `[micro-batches]`, without a look at those of a device."""
+        """Return the counts, float64 `[micro-batches]`, without reading counts on a device."""
         counts = send(
             [0.0 if isinstance(n, Tensor) else float(n) for n in self.counts], torch.float64, device
         )

@@ -223,7 +223,7 @@ def _hooks(params: Sequence[Tensor], read: Callable[[int, Tensor], None]) -> lis
 
 
 class _Slots:
-    """The plan of one bucket's slots, and what is read of them."""
+    """One bucket's slots, and the buffers for their sums of squares."""
 
     def __init__(self, indices: Sequence[int], grads: Sequence[Tensor], device: torch.device) -> None:
         numels = [grad.numel() for grad in grads]
@@ -246,7 +246,7 @@ def estimate(parts: float, total: float, *, num: float, count: float) -> tuple[f
 
 
 def ratio(sums: Sequence[float]) -> tuple[float | None, float | None]:
-    """Return the ratio x / y of weighted means, and its standard error; `sums` are those of a state."""
+    """Return the ratio x / y of weighted means, and its standard error; `sums` come from a state."""
     weight, squared, _, *totals = sums
     x, y, xx, xy, yy = (total / weight for total in totals)
     if y <= 0:

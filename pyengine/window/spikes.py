@@ -1,4 +1,4 @@
-"""What to do with a window whose gradient norm is far above those of windows before it."""
+"""A policy for windows whose gradient norm is far above the norms of earlier windows."""
 
 from __future__ import annotations
 

@@ -128,13 +128,13 @@ class Verdict:
 
     @property
     def is_quiet(self) -> bool:
-        """Whether the verdict was read and leaves the ranks nothing to talk about."""
+        """Whether the outcome is known and needs no collective."""
         return self.is_good and not self._is_zero and not self._has_acted
 
     def reach(self) -> Totals:
         """Wait for the outcome, and call what waited for it; later calls return or raise the same at once.
 
-        No collective in a good window; in a bad one a gather of what each rank knows.
+        No collective in a good window; in a bad one the ranks gather their findings.
         """
         totals = self._look() if self.totals is None else self.totals
         if self.is_reached and not (self._waiting or self._waiting_to_know or self.report.local.faults):
@@ -234,7 +234,7 @@ class Verdict:
         """Gather what every rank knows, and describe where inf and nan came from.
 
         Raises:
-            ValueError: they stand for what a rank refuses, found behind the header.
+            ValueError: a rank has put them there to refuse the window behind the header.
         """
         report = self.report
         nonfinite = self.outcome.nonfinite.nonzero().flatten().tolist()
@@ -263,7 +263,8 @@ class VerdictQueue:
     def __init__(self, device: torch.device) -> None:
         self._device, self._is_lazy = device, is_lazy(device)
         self._last: Verdict | None = None
-        self._before: Verdict | None = None  # that of the last window that was not refused, until it is known
+        # the verdict on the last window that was not refused, until the refusal is known
+        self._before: Verdict | None = None
         self._unread: list[Verdict] = []
         # Optimizer steps that changed parameters, as far as all ranks have reached the verdicts.
         self.steps_taken = self._new_steps = 0
@@ -371,7 +372,9 @@ def _disagreement(header: Header, comm: Comm) -> str:
 
 
 def check_stage(header: Header, comm: Comm) -> None:
-    """Raise RuntimeError on every rank unless all of them are at one stage of one engine, at any position."""
+    """Raise RuntimeError on every rank unless all ranks are at the same stage of the same engine; positions
+    may differ.
+    """
     if not header.totals().differ:
         return
     _, described, _ = _gather_digests(header, comm)

@@ -58,7 +58,7 @@ class Wire(ABC):
         """Whether the result is only close to the sum, so that a sum of zeros need not be 0.
 
         Buckets of such a wire contain gradients only. Gradients that have its `dtype` already are encoded,
-        too. A wire around another one answers for that one.
+        too. A wire around another wire answers for both.
         """
         return False
 
@@ -88,7 +88,7 @@ class Wire(ABC):
         return type(self).prepare is not Wire.prepare
 
     def prepare(self, comm: Comm) -> list[str]:
-        """Set up the transport before the first bucket is sent, or return what is wrong.
+        """Set up the transport before the first bucket is sent; return problems, empty if there are none.
 
         Every rank of the transport calls this.
         """

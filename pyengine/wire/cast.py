@@ -27,7 +27,7 @@ class _Cast(Spelled, Wire):
         return comm.all_reduce(flat)
 
     def reduce_scatter(self, out: Tensor, parts: Tensor, comm: Comm) -> None:
-        """Exchange the parts in this dtype, and sum them in that of `out`.
+        """Exchange the parts in this dtype, and sum them in the dtype of `out`.
 
         Values are rounded once, by the cast to this dtype, by at most u of each (2^-24, 2^-8, 2^-11 for
         float32, bfloat16, float16); a ring would round at every hop. With W ranks and a float32 `out`, the

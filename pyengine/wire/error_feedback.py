@@ -70,5 +70,5 @@ class ErrorFeedback(Wire):
         raise without_memory(self)
 
     def bytes_on_wire(self, numel: int, world_size: int) -> int:
-        """Return the bytes that one rank sends: those of the other wire."""
+        """Return the bytes that one rank sends: as many as over the wrapped wire."""
         return self.wire.bytes_on_wire(numel, world_size)

@@ -48,7 +48,7 @@ class FromHook(Wire):
         TypeError: `hook` is no function. When the engine is made, on every rank: the process group in the
             state has another number of ranks than the engine.
 
-    Cost: that of the hook, two passes, and an all-reduce of a byte.
+    Cost: the hook's own, two passes, and an all-reduce of one byte.
 
     Example:
         >>> from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
@@ -76,7 +76,7 @@ class FromHook(Wire):
         return f"FromHook({getattr(self.hook, '__module__', '')}.{name}{state})"
 
     def prepare(self, comm: Comm) -> list[str]:
-        """Compare the size of the hook's process group with that of the engine."""
+        """Compare the size of the hook's process group with the engine's."""
         if self.state is None and not getattr(self.hook, "__module__", "").startswith("torch."):
             return []  # the hook has a group of its own, or none
         number = num_ranks(getattr(self.state, "process_group", self.state))

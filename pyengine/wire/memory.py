@@ -1,4 +1,4 @@
-"""What a wire keeps of one bucket from one window to the next.
+"""A wire's memory of one bucket from one window to the next.
 
 Residuals are kept by parameter, because bucket layouts change.
 """

@@ -54,7 +54,7 @@ def as_wire(wire: WireLike) -> Wire:
 
 
 def wire_problems(wire: Any) -> list[str]:
-    """Describe what is wrong with a wire."""
+    """Describe why a wire cannot be used."""
     if isinstance(wire, Wire):
         return []
     if isinstance(wire, type) and issubclass(wire, Wire):

@@ -1,6 +1,6 @@
 """Time whole windows of several variants, which take turns in the same processes.
 
-Whatever slows the machine down slows all variants down. A window's time is that of the slowest rank. A
+Whatever slows the machine down slows all variants down. A window takes as long as the slowest rank needs. A
 variant that fails is left out from then on, and its row has the reason.
 """
 
@@ -143,8 +143,8 @@ def _try(run: Callable[[], _Found], flags: dist.ProcessGroup) -> tuple[_Found | 
 
 
 def odd_ones(variants: Mapping[str, Variant], group: dist.ProcessGroup | None) -> dict[str, str]:
-    """Return, alike on every rank, the variants whose gradient norm differs from that of most, and a message
-    for each. Variants whose ranks do not end a window with its whole gradient are not compared.
+    """Return, alike on every rank, the variants whose gradient norm differs from the majority's, and a
+    message for each. Variants whose ranks do not end a window with its whole gradient are not compared.
 
     Raises:
         RuntimeError: no norm has a majority.
@@ -205,7 +205,7 @@ def summary(times: Times) -> dict[str, dict[str, float]]:
     """Return minimum and median of each phase, and, if the floor ran, the median ratio over it.
 
     A ratio compares two windows of the same round, so that slow drift of the machine cancels. `sync` is the
-    time of the forwards and backwards above that of the floor, which communicates nothing.
+    time of forwards and backwards beyond the floor's, which communicates nothing.
     """
     return {name: _row(rounds, times.get("floor", [])) for name, rounds in times.items()}
 

@@ -87,7 +87,7 @@ class Report(report.Report):
 
 @dataclass(frozen=True)
 class Ratio:
-    """The windows of one variant over those of another one in the same rounds."""
+    """The ratio of two variants' windows in the same rounds."""
 
     times: Range
     is_clear: bool  # whether there are enough rounds, and nearly all (all of fewer than ten) agree

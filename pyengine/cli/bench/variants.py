@@ -24,7 +24,7 @@ from pyengine.wire.named import WIRES
 
 MAX_NORM = 0.5
 PHASES = ("early", "last", "epilogue", "optimizer")  # of a window
-# By the name that `optimizer` of a variant is.
+# By the name that a variant's `optimizer` argument has.
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "fused": partial(torch.optim.AdamW, lr=1e-5, fused=True),
     "plain": partial(torch.optim.AdamW, lr=1e-5, fused=False),

@@ -47,7 +47,7 @@ def run(settings: Settings) -> int:
         return study(settings, execute, report)
     except OSError as error:
         if error.filename is None:
-            raise  # not of a file of the study but, for example, of stdout
+            raise  # raised for stdout, for example, and not for a file of the study
         print(f"the study ended early: {error}; {settings.kept}", file=sys.stderr)
         return _NOT_WRITTEN
 
@@ -145,7 +145,7 @@ def _step_record(record: Record, step: int) -> StepRecord:
 
 
 def card() -> dict[str, str | int]:
-    """Describe this machine: figures of one study are of one processor, and of the same versions."""
+    """Describe this machine: all figures of a study come from one processor and the same versions."""
     return {
         "cpu": cpu_name(),
         "cores": num_cores(),

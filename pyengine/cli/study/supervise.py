@@ -154,7 +154,7 @@ def _end_with(parent: int) -> None:
 
 
 def _shorten(message: str) -> str:
-    """Return the first line of an error with its traceback, and that of the exception."""
+    """Return the first line of an error with its traceback, and the line of the exception."""
     lines = [line for line in message.splitlines() if line.strip()]
     if len(lines) == 1:
         return lines[0]

@@ -64,7 +64,7 @@ def compare(task: Task, settings: Settings) -> list[Row]:
 
 
 def _first_windows(task: Task, settings: Settings, rank: int, num: int) -> list[list[Batch]]:
-    """Return a rank's first windows, which are the same for every mode, and not those of training."""
+    """Return a rank's windows for the comparison: the same for every mode, and none of the training's."""
     stream = train_modes.batches(task, settings, rank, seed=settings.seed + 1)
     return [list(itertools.islice(stream, settings.accumulate)) for _ in range(num)]
 

@@ -41,7 +41,7 @@ def read(path: Path) -> Any:
 class Saves:
     """The saved steps of one training; every rank makes this and calls its methods alike.
 
-    Each rank has a file of each step. A step counts when the files of all ranks are there and of one save.
+    Each rank has a file of each step. A step counts if every rank has a file of it, all of the same save.
 
     Args:
         folder: of the files, which exists.
@@ -51,7 +51,7 @@ class Saves:
         self._folder, self._suffix = folder, f".rank-{dist.get_rank()}-of-{dist.get_world_size()}.pt"
 
     def save(self, step: int, state: Any) -> None:
-        """Save this rank's state; when this returns, those of all ranks are on the disk. Older steps go.
+        """Save this rank's state; on return all ranks' states are on the disk. Older steps go.
 
         Raises:
             RuntimeError: some rank could not write; on every rank. Earlier steps are kept.
@@ -88,7 +88,7 @@ class Saves:
         return None
 
     def _look(self, step: int) -> tuple[str, str]:
-        """Return of which save this rank's file is, and why it does not load."""
+        """Return the save that this rank's file belongs to, and why the file does not load."""
         try:
             found = read(self._path(step))
             return found["save"], ""

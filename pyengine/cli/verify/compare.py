@@ -29,7 +29,7 @@ class Difference:
 
 @dataclass(frozen=True)
 class Change:
-    """How a run's whole gradient differs from that of the reference."""
+    """How a run's whole gradient differs from the reference's."""
 
     relative: float  # norm of the difference over the norm of the reference
     # The ratio of the norms before clipping where they are recorded, else the least-squares factor from the
@@ -72,7 +72,7 @@ def _counts(reference: Trace, trace: Trace, step: int) -> dict[str, tuple[int, i
 
 
 def compare(ours: Tensor | None, theirs: Tensor | None) -> str:
-    """Describe how a tensor of a run differs from that of the reference; empty if their bits are equal."""
+    """Describe how a tensor of a run differs from the reference's tensor; empty if their bits are equal."""
     if ours is None or theirs is None:
         return f"The tensor is missing in {'the reference' if ours is None else 'the run'}."
     if digest(ours) == digest(theirs):

@@ -74,7 +74,7 @@ class ShardWire:
     def reduce_scatter(self, out: Tensor, parts: Tensor, group: Any, wire: Wire) -> None:
         """Sum over a group, as `Wire.reduce_scatter`; values are cast where the wire is narrower.
 
-        `parts` is overwritten where a factor is multiplied in without a cast. `wire` is that of the unit.
+        `parts` is overwritten where a factor is multiplied in without a cast. `wire` is the unit's wire.
         """
         if group not in self._over:
             self._over[group] = TorchDist(group, parts.device)

@@ -224,7 +224,7 @@ class Unsharded:
         self._unconverted = {}
 
     def _on_gradient(self, index: int, grad: Tensor) -> Tensor | None:
-        """Check a gradient before autograd accumulates it; redistribute that of a DTensor."""
+        """Check a gradient before autograd accumulates it; redistribute a DTensor's gradient."""
         if self.is_void:
             return torch.zeros_like(grad)
         redistributed = in_placements(grad, self._found[index])
