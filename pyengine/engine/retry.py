@@ -85,7 +85,7 @@ class Retries:
         self._params = list({id(param): param for param in [*engine.reducer.params, *others]}.values())
         self._error = ""  # the first line of the last attempt's
 
-    def run(self, made: MicroBatch, items: Items, fn: Callable[[Any], Any]) -> None:
+    def run(self, micro_batch: MicroBatch, items: Items, fn: Callable[[Any], Any]) -> None:
         """Run forward and backward of a micro-batch in parts of at most `engine.part_size` items."""
         report_uncapturable(
             "sync.retry_smaller runs again what runs out of memory, and a graph cannot: call sync.backward"
@@ -97,7 +97,7 @@ class Retries:
         while start < items.num or not losses:
             left = items.num - start
             num = left if engine.part_size is None else min(engine.part_size, left)
-            done = self._attempt(made, fn, items.part(start, start + num))
+            done = self._attempt(micro_batch, fn, items.part(start, start + num))
             if done is not None:
                 losses.append(done[0])
                 counts.append(done[1])
@@ -119,11 +119,15 @@ class Retries:
                 f"on parts have at most {engine.part_size} (sync.part_size)",
                 stacklevel=3,
             )
-        made.loss = losses[0] if len(losses) == 1 else torch.stack([loss.double() for loss in losses]).sum()
+        micro_batch.loss = (
+            losses[0] if len(losses) == 1 else torch.stack([loss.double() for loss in losses]).sum()
+        )
         if engine.known_denominators() is None:
-            made.count = sum(counts[1:], start=counts[0])
+            micro_batch.count = sum(counts[1:], start=counts[0])
 
-    def _attempt(self, made: MicroBatch, fn: Callable[[Any], Any], part: Any) -> tuple[Tensor, Count] | None:
+    def _attempt(
+        self, micro_batch: MicroBatch, fn: Callable[[Any], Any], part: Any
+    ) -> tuple[Tensor, Count] | None:
         """Run a part and return its loss and count; None, without a trace, if memory has run out."""
         engine = self._engine
         before = [param.grad for param in self._params]
@@ -138,7 +142,7 @@ class Retries:
             loss, count = self._checked(fn(part))
             if engine.known_denominators() is None:
                 engine.loss_checks.warn_of_reduction(loss, count)
-            made.backward(loss)
+            micro_batch.backward(loss)
             grads = [_merged(old, param.grad) for old, param in zip(before, self._params, strict=True)]
         except BaseException as error:
             for param, grad in zip(self._params, before, strict=True):

@@ -288,10 +288,10 @@ class Sync:
         engine = self._engine
         known = engine.due_count(count, engine.known_denominators())
         run = engine.micro_batch(known, is_stated=count is not None, may_replace=True)
-        with self._micro_batch_of_backward(engine), run as made:
-            self._running = made
+        with self._micro_batch_of_backward(engine), run as micro_batch:
+            self._running = micro_batch
             try:
-                yield made
+                yield micro_batch
             finally:
                 self._running = None
 
@@ -346,10 +346,12 @@ class Sync:
                 if totals is None:
                     checks.warn_of_reduction(one, count)
             record = one if gradient is None else None
-            with engine.micro_batch(known, is_stated=True, may_replace=create_graph, loss=record) as made:
+            with engine.micro_batch(
+                known, is_stated=True, may_replace=create_graph, loss=record
+            ) as micro_batch:
                 scaled = one if scaler is None else scaler.scale(one)
-                made.has_only = True
-                with engine.last_backward(made, (scaled,)):
+                micro_batch.has_only = True
+                with engine.last_backward(micro_batch, (scaled,)):
                     run(scaled)
 
     def retry_smaller(self, batch: Any, fn: Callable[[Any], tuple[Tensor, Count] | Loss]) -> None:
@@ -399,8 +401,8 @@ class Sync:
         items = Items(batch)
         if self._retries is None:
             self._retries = Retries(self._engine)
-        with self.micro_batch() as made:
-            self._retries.run(made, items, fn)
+        with self.micro_batch() as micro_batch:
+            self._retries.run(micro_batch, items, fn)
 
     @property
     def part_size(self) -> int | None:
@@ -946,10 +948,10 @@ class Sync:
 
         every = check_every(every)
         check_same_call(engine, "calls sync.audit, as every rank has to")
-        engine.audit = made = WindowAudit(
+        engine.audit = audit = WindowAudit(
             engine.reducer, engine.comm, engine.batch, every=every, module=module, end=end
         )
-        return made
+        return audit
 
 
 _UNCOUNTED = (

@@ -34,7 +34,7 @@ from pyengine.window.divisor import Divisor
 from pyengine.window.final_pass import FinalPass
 from pyengine.window.header import Header
 from pyengine.wire.bucket_wire import WireMemory
-from pyengine.wire.memory import Place
+from pyengine.wire.memory import BucketSlice
 
 _log = logging.getLogger("pyengine.gradients")
 
@@ -265,7 +265,7 @@ class BucketReducer(Reducer):
         for spec in self.layout.buckets:
             mine = [self._local_params[slot.param] for slot in spec.slots]
             slots = zip(spec.slots, mine, strict=True)
-            places = [Place(slot.name, slot.offset, slot.numel, part) for slot, part in slots]
+            places = [BucketSlice(slot.name, slot.offset, slot.numel, part) for slot, part in slots]
             is_last = spec is self.layout.buckets[-1]
             wire = self._memory.wire_for(self._wire, places, spec.numel, mine[0].device, is_last=is_last)
             comm = self._groups.comms[spec.group]

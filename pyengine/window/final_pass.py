@@ -27,12 +27,12 @@ class ShardedNorm:
         self._counted = send(list(counted), torch.bool, device)
         # By parameter of this rank, the index of its name among all ranks' names, int64; None until
         # `add_names`.
-        self.places: Tensor | None = None
+        self.name_indices: Tensor | None = None
         self._num_names = 0
 
-    def add_names(self, places: Tensor, num_names: int) -> None:
+    def add_names(self, name_indices: Tensor, num_names: int) -> None:
         """Let `whole` return sums by name, too, in the same all-reduce: 8 bytes a name more."""
-        self.places, self._num_names = places, num_names
+        self.name_indices, self._num_names = name_indices, num_names
 
     def whole(self, sumsq: Tensor, void: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return the sum over all ranks' elements, nan if any rank gave the window up, and sums by name.
@@ -50,8 +50,8 @@ class ShardedNorm:
         parts[self._comm.rank] = add_up(counted)
         parts[world_size] = add_up(uncounted) * 0 + void
         by_name = parts[world_size + 1 :]
-        if self.places is not None:
-            by_name.index_copy_(0, self.places, counted)
+        if self.name_indices is not None:
+            by_name.index_copy_(0, self.name_indices, counted)
         with Unbroken(self._comm):
             self._comm.all_reduce(parts).wait()
         return add_up(parts[:world_size]), parts[world_size], by_name
@@ -88,11 +88,11 @@ class FinalPass:
         self._squares = self.sumsq
         self.reset()
 
-    def add_names(self, places: Sequence[int], num_names: int) -> None:
-        """Keep the norms by name, too: `places` has the index of each parameter's name. See `ShardedNorm`."""
+    def add_names(self, name_indices: Sequence[int], num_names: int) -> None:
+        """Keep the norms by name, too; `name_indices` has the index of each parameter's name."""
         self._has_names = True
         if self._sharded is not None:
-            self._sharded.add_names(send(list(places), torch.int64, self.sumsq.device), num_names)
+            self._sharded.add_names(send(list(name_indices), torch.int64, self.sumsq.device), num_names)
             # Until the norm is computed again; in a window that a rank gave up it is not.
             self._squares = self.sumsq.new_full((num_names,), torch.nan)
 
@@ -233,8 +233,8 @@ class FinalPass:
         self._squares = squares * factors.square()
         self._norm = add_up(self._squares).sqrt()
         of_params = factors
-        if self._sharded is not None and self._sharded.places is not None:
-            of_params = factors[self._sharded.places]
+        if self._sharded is not None and self._sharded.name_indices is not None:
+            of_params = factors[self._sharded.name_indices]
         self._note_clipping(add_up(factors) / len(factors), of_params)
         return of_params
 

@@ -16,7 +16,7 @@ from pyengine.ops.codec import mixed
 from pyengine.ops.device import runs_ahead
 from pyengine.wire.base import Encoding, Wire
 from pyengine.wire.exchange import Rounding, scatter_sum, sum_encoded
-from pyengine.wire.memory import BucketMemory, Place
+from pyengine.wire.memory import BucketMemory, BucketSlice
 
 _log = logging.getLogger("pyengine.wire")
 
@@ -103,7 +103,7 @@ class WireMemory:
     def wire_for(
         self,
         wire: Wire,
-        places: Sequence[Place],
+        places: Sequence[BucketSlice],
         numel: int,
         device: torch.device,
         *,

@@ -15,7 +15,7 @@ from pyengine.ops.device import runs_ahead
 
 
 @dataclass(frozen=True)
-class Place:
+class BucketSlice:
     """Position of a parameter in a bucket, in elements."""
 
     key: Hashable  # identifies the parameter in any bucket
@@ -85,7 +85,7 @@ class BucketMemory:
         number: int,
         numel: int,
         device: torch.device,
-        places: Sequence[Place],
+        places: Sequence[BucketSlice],
         *,
         is_last: bool = False,
     ) -> None:

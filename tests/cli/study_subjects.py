@@ -17,10 +17,10 @@ import torch.distributed as dist
 from torch import nn
 
 import pyengine as pe
-from pyengine.cli.study.probe import Probe
+from pyengine.cli.study.probe import StudyProbe
 
 
-def right(study: Probe) -> None:
+def right(study: StudyProbe) -> None:
     """Learn to tell signs, on as many samples as asked for."""
     torch.manual_seed(study.seed)
     model = nn.Linear(4, 2)
@@ -45,7 +45,7 @@ def right(study: Probe) -> None:
             sync.step(optimizer)
 
 
-def sometimes(study: Probe) -> None:
+def sometimes(study: StudyProbe) -> None:
     """Learn; but fail alone with the larger batch, and hang together with it."""
     if study.global_batch > 8 and study.workers == 1:
         raise ValueError("boom")
@@ -63,7 +63,7 @@ def _say_pid(pid: int) -> None:
 EVALUATION_TICKS = 1000
 
 
-def slow_evaluation(study: Probe) -> None:
+def slow_evaluation(study: StudyProbe) -> None:
     """Step at once, together, and evaluate slowly, on rank 0 alone;
     time is a counter that the ranks share.
     """
@@ -83,13 +83,13 @@ def slow_evaluation(study: Probe) -> None:
             study.on_step(record(step))
 
 
-def without_accuracy(study: Probe) -> None:
+def without_accuracy(study: StudyProbe) -> None:
     study.watch(None)
     for step in range(study.steps):
         study.on_step(record(step))
 
 
-def noisy(study: Probe) -> None:
+def noisy(study: StudyProbe) -> None:
     """Step with records of an engine whose counts are tokens, four a sample."""
     study.watch(None)
     for step in range(study.steps):
@@ -99,7 +99,7 @@ def noisy(study: Probe) -> None:
         study.on_step(last)
 
 
-def exact(study: Probe) -> None:
+def exact(study: StudyProbe) -> None:
     """Step an engine that refuses the noise scale."""
     model = nn.Linear(1, 1)
     sync = pe.GradSync(model, accumulator="exact")
@@ -111,7 +111,7 @@ def exact(study: Probe) -> None:
         sync.step(optimizer)
 
 
-def without_noise_scale(study: Probe) -> None:
+def without_noise_scale(study: StudyProbe) -> None:
     model = nn.Linear(1, 1)
     sync = pe.GradSync(model)
     study.watch(sync, noise_scale=False)
@@ -119,29 +119,29 @@ def without_noise_scale(study: Probe) -> None:
     raise RuntimeError("measured by itself")
 
 
-def watches_nothing(study: Probe) -> None:
+def watches_nothing(study: StudyProbe) -> None:
     pass
 
 
-def ends_early(study: Probe) -> None:
+def ends_early(study: StudyProbe) -> None:
     study.watch(None)
     study.on_step(record(0))
 
 
-def watches_twice(study: Probe) -> None:
+def watches_twice(study: StudyProbe) -> None:
     study.watch(None)
     study.watch(None)
 
 
-def never_starts_the_clock(study: Probe) -> None:
+def never_starts_the_clock(study: StudyProbe) -> None:
     study.on_step(record(0))
 
 
-def says_nothing_on_rank_0(study: Probe) -> None:
+def says_nothing_on_rank_0(study: StudyProbe) -> None:
     study.watch(None, quality=lambda: None)
 
 
-def beats_for_ever(study: Probe) -> None:
+def beats_for_ever(study: StudyProbe) -> None:
     """Evaluate, and never step; with a process beside it, as a loader has."""
     _say_pid(subprocess.Popen(["sleep", "600"]).pid)
     while True:
@@ -149,7 +149,7 @@ def beats_for_ever(study: Probe) -> None:
         time.sleep(0.1)
 
 
-def killed(study: Probe) -> None:
+def killed(study: StudyProbe) -> None:
     """End as the kernel ends who takes too much memory."""
     os.kill(os.getpid(), signal.SIGKILL)
 

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import pyengine as pe
-from pyengine.cli.verify.probe import Probe
+from pyengine.cli.verify.probe import VerifyProbe
 
 MICRO_BATCHES = 12
 Rng = Callable[[int, int], AbstractContextManager[None]]
@@ -33,7 +33,7 @@ def keyed(step: int, index: int) -> AbstractContextManager[None]:
 
 
 def train(
-    verify: Probe,
+    verify: VerifyProbe,
     make: Callable[[], nn.Module] = network,
     *,
     accumulator: str = "exact",
@@ -85,7 +85,7 @@ unseeded = partial(train, make=_unseeded_network)
 nondeterministic = partial(train, rng=lambda *_: nullcontext(), weight=_surprise)
 
 
-def own_data(verify: Probe) -> None:
+def own_data(verify: VerifyProbe) -> None:
     model = network()
     sync = pe.GradSync(model, accumulate=4, accumulator="exact")
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
@@ -96,7 +96,7 @@ def own_data(verify: Probe) -> None:
         sync.step(optimizer)
 
 
-def plain_ddp(verify: Probe) -> None:
+def plain_ddp(verify: VerifyProbe) -> None:
     model = DistributedDataParallel(network())
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
     verify.watch(model, optimizer=optimizer)
@@ -109,16 +109,16 @@ def plain_ddp(verify: Probe) -> None:
         optimizer.step()
 
 
-def watches_nothing(verify: Probe) -> None:
+def watches_nothing(verify: VerifyProbe) -> None:
     pass
 
 
-def steps_never(verify: Probe) -> None:
+def steps_never(verify: VerifyProbe) -> None:
     model = network()
     verify.watch(model, optimizer=torch.optim.SGD(model.parameters(), lr=1.0))
 
 
-def raises(verify: Probe) -> None:
+def raises(verify: VerifyProbe) -> None:
     raise ValueError("boom")
 
 

@@ -79,7 +79,7 @@ def test_kernels_that_disagree_with_torch_stop_the_run(monkeypatch):
 
 
 def test_a_failing_worker_ends_the_run_and_what_was_measured_before_is_kept(tmp_path, capfd, monkeypatch):
-    alone = bench.measure.Outcome({"engine": times(1.0, 1.0, 1.0)})
+    alone = bench.measure.Measurements({"engine": times(1.0, 1.0, 1.0)})
     answers = [[alone], RuntimeError("worker 1 of 2 failed")]
     monkeypatch.setattr(bench, "launch", mock.Mock(side_effect=answers))
     out = tmp_path / "mine.json"
@@ -130,9 +130,9 @@ def test_a_result_file_that_cannot_be_written_leaves_what_was_printed(monkeypatc
     out = tmp_path / "results" / "result.json"
     out.parent.mkdir()
 
-    def launch(*_: Any, **__: Any) -> list[bench.measure.Outcome]:
+    def launch(*_: Any, **__: Any) -> list[bench.measure.Measurements]:
         out.parent.rmdir()  # meanwhile
-        return [bench.measure.Outcome({"engine": times(1.0, 1.0, 1.0)})]
+        return [bench.measure.Measurements({"engine": times(1.0, 1.0, 1.0)})]
 
     monkeypatch.setattr(bench, "launch", launch)
     assert main(["bench", "--variants", "engine", "--json", "--out", str(out)]) == 1

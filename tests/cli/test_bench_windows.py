@@ -16,7 +16,7 @@ from pyengine.cli.bench import device as devices
 from pyengine.cli.bench import measure as windows
 from pyengine.cli.bench import models
 from pyengine.cli.bench.device import Cuda
-from pyengine.cli.bench.report import Report
+from pyengine.cli.bench.report import BenchReport
 from pyengine.cli.bench.variants import PHASES, VARIANTS, Floor, NoSync
 from pyengine.cli.main import build_parser, main
 
@@ -44,7 +44,7 @@ class BreaksLater(Floor):
 
 def measured(
     names: tuple[str, ...], dtype: str, micro_batches: int, **variants: type[Any]
-) -> windows.Outcome:
+) -> windows.Measurements:
     setting = windows.Setting("gpt", dtype, names, rounds=1, micro_batches=micro_batches)
     with mock.patch.dict(models._SHAPES, gpt=TINY), mock.patch.dict(VARIANTS, variants):
         return windows.measure(setting, lambda done: None)
@@ -176,7 +176,7 @@ def test_fp16_keeps_parameters_in_fp32_and_computes_in_fp16():
 # ---- the command ----
 
 
-def on_cuda(*arguments: str, devices: int = 2) -> bench_arguments.Settings:
+def on_cuda(*arguments: str, devices: int = 2) -> bench_arguments.BenchSettings:
     with (
         mock.patch("torch.cuda.is_available", lambda: True),
         mock.patch("torch.cuda.device_count", lambda: devices),
@@ -209,7 +209,7 @@ def test_the_table_shows_times_and_who_failed(capsys):
     rows: dict[str, dict[str, Any]] = {"engine": row, "attach": {"failed": "it broke"}}
     times = {"engine": [{"window": 0.0125}]}
     with mock.patch.dict("os.environ", COLUMNS="160"):
-        Report().windows("gpt124:bf16", times, rows)
+        BenchReport().windows("gpt124:bf16", times, rows)
     _, _, engine, attach = [line for line in capsys.readouterr().out.splitlines() if line.strip()]
     assert engine.split() == ["GradSync", "12.5", "12.0", "0%", "2.5", "20%"]
     assert attach.split() == ["attach", "failed"]

@@ -15,7 +15,7 @@ import pytest
 
 import pyengine
 from pyengine.cli.doctor import run as doctor
-from pyengine.cli.doctor.checks import Finding, fail, ok, warn
+from pyengine.cli.doctor.checks import CheckResult, fail, ok, warn
 from pyengine.cli.main import main
 
 HERE = Path(pyengine.__file__).parents[1]
@@ -65,7 +65,7 @@ def test_a_broken_one_without_rich_says_so_and_still_runs_its_workers(broken):
     assert found["workers"]["status"] == "ok"
 
 
-def raises() -> Finding:
+def raises() -> CheckResult:
     raise KeyError("sm_999")
 
 

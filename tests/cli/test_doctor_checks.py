@@ -15,12 +15,12 @@ import torch
 from torch.torch_version import TorchVersion
 
 from pyengine.cli.doctor import checks
-from pyengine.cli.doctor.checks import Finding
+from pyengine.cli.doctor.checks import CheckResult
 from pyengine.ops import native
 from pyengine.ops.plan import BucketPlan
 
 
-def assert_says(finding: Finding, status: str, text: str, remedy: str = "") -> None:
+def assert_says(finding: CheckResult, status: str, text: str, remedy: str = "") -> None:
     assert finding.status == status, finding
     assert text in finding.text and remedy in finding.remedy, finding
     assert bool(finding.remedy) == (status != "ok"), finding

@@ -181,7 +181,7 @@ def test_the_result_of_a_benchmark_takes_the_place_of_a_link(folder, victim, mon
     out = folder / "result.json"
     made = bench_settings(build_parser().parse_args(["bench", "--out", str(out)]))
     out.symlink_to(victim)  # behind the check
-    monkeypatch.setattr(bench_run, "launch", lambda *_, **__: [bench_run.measure.Outcome()])
+    monkeypatch.setattr(bench_run, "launch", lambda *_, **__: [bench_run.measure.Measurements()])
     assert bench_run.run(made) == 0
     assert json.loads(out.read_text())["cases"] == {"gpt:fp32": {}}
 

@@ -17,7 +17,7 @@ import pyengine as pe
 from pyengine.cli.gradient_measures import draw, layer_norms, measure_noise_scale, with_spread
 from pyengine.cli.tasks.cnn import DigitsTask
 from pyengine.cli.train import run as train_run
-from pyengine.cli.train.report import Report
+from pyengine.cli.train.report import TrainReport
 from pyengine.step.step_record import StepRecord
 from pyengine.window.noise_scale import NoiseEstimate
 
@@ -123,7 +123,7 @@ def plot(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(train_run.dist, "get_rank", lambda: 0)
 
     def run(trained, *, as_json=True):
-        report = Report(as_json=as_json)
+        report = TrainReport(as_json=as_json)
         report.start("cnn", "images", done=0, steps=2, about={})
         train_run.plot(DigitsTask(), trained, tmp_path / "trace.json.gz", report)
         out = capsys.readouterr().out

@@ -17,9 +17,9 @@ from pyengine.cli.study import plots as study_plots
 from pyengine.cli.study.arguments import BUILT_IN, settings
 from pyengine.cli.study.grid import WARM_UP_STEPS
 from pyengine.cli.study.probe import Run, Trace, work
-from pyengine.cli.study.report import Report
+from pyengine.cli.study.report import StudyReport
 from pyengine.cli.study.run import study
-from pyengine.cli.study.supervise import Outcome, Watch
+from pyengine.cli.study.supervise import RunOutcome, Watch
 
 PICTURES = {"speed_up", "throughput", "accuracy_over_time", "accuracy_over_steps"}
 PICTURES |= {"heat_map", "noise_scale", "resources"}
@@ -36,11 +36,13 @@ class Runner:
         self.reason, self.bad, self.busy = reason, bad, 0.0
         self.trials: list[Run] = []
 
-    def __call__(self, run: Run, log: Path, watch: Watch) -> Outcome:
+    def __call__(self, run: Run, log: Path, watch: Watch) -> RunOutcome:
         if log.stem == "trial":
             self.trials.append(run)
             status = self.bad.get("trial", "done")
-            return Outcome(status, "", run.steps, [_trace(run)] if status == "done" else [], 20.0, self.busy)
+            return RunOutcome(
+                status, "", run.steps, [_trace(run)] if status == "done" else [], 20.0, self.busy
+            )
         self.runs.append((run.workers, run.global_batch, run.seed))
         watch(1, None)
         watch(_STEPS, 0.5)
@@ -48,7 +50,7 @@ class Runner:
         if status == "interrupted":
             raise KeyboardInterrupt
         traces = [_trace(run) for _ in range(run.workers)] if status == "done" else []
-        return Outcome(status, "" if traces else self.reason, _STEPS, traces, wall_s=2.0, busy=self.busy)
+        return RunOutcome(status, "" if traces else self.reason, _STEPS, traces, wall_s=2.0, busy=self.busy)
 
 
 def _trace(run: Run) -> Trace:
@@ -81,7 +83,7 @@ def make(tmp_path, monkeypatch):
         monkeypatch.setattr(study_plots, "draw", draw if pictures else lambda *_: [])
         grid = ("--workers", "2,1", "--batch", "16,8", "--repeats", "2", "--out", str(tmp_path / "out"))
         options = build_parser().parse_args(["study", *grid, *arguments])
-        return study(settings(options), runner, report or Report(as_json=True))
+        return study(settings(options), runner, report or StudyReport(as_json=True))
 
     return run
 
@@ -127,7 +129,7 @@ def test_runs_that_are_there_take_the_place_of_the_trial(make, capsys):
 
 
 def test_a_trial_that_fails_is_named_and_the_study_goes_on(make, capsys):
-    assert make(Runner(trial="failed"), report=Report()) == 0
+    assert make(Runner(trial="failed"), report=StudyReport()) == 0
     out = capsys.readouterr().out.replace("\u00a0", " ")
     assert "how long is unknown: the trial run did not end well (logs/trial.txt)" in out
     assert "repeat 1: done in 2.00 s; about" in out
@@ -199,7 +201,7 @@ def test_figures_are_printed_with_the_recommendation(make, capsys):
 
 
 def test_tables_name_runs_and_report(make, capsys, tmp_path):
-    make(Runner(w2_b8_r0="stalled"), report=Report())
+    make(Runner(w2_b8_r0="stalled"), report=StudyReport())
     out = capsys.readouterr().out
     assert "2 workers × batch 8, repeat 1: stalled: boom" in out
     assert "has the best time to" in out

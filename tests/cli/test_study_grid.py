@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from pyengine.cli.main import build_parser
-from pyengine.cli.study.arguments import Settings, settings
+from pyengine.cli.study.arguments import StudySettings, settings
 from pyengine.cli.study.grid import Cell, Impossible, plan
 
 
-def given(*arguments: str) -> Settings:
+def given(*arguments: str) -> StudySettings:
     return settings(build_parser().parse_args(["study", *arguments]))
 
 

@@ -14,12 +14,12 @@ from study_records import asked
 from study_subjects import goes, lives
 
 from pyengine.cli.study import supervise
-from pyengine.cli.study.supervise import Beats, Outcome, Watch, execute
+from pyengine.cli.study.supervise import Beats, RunOutcome, Watch, execute
 
 
 def ran(
     function: str, folder: Path, watch: Watch = lambda done, accuracy: None, run_s: float = 60.0
-) -> Outcome:
+) -> RunOutcome:
     return execute(asked(f"study_subjects:{function}", run_timeout_s=run_s), folder / "log.txt", watch)
 
 

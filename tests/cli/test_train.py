@@ -19,7 +19,7 @@ from pyengine.cli.tasks.cnn import DigitsTask
 from pyengine.cli.train import run as train_run
 from pyengine.cli.train.arguments import check_resumed, settings
 from pyengine.cli.train.compare import Row, compare
-from pyengine.cli.train.report import Report
+from pyengine.cli.train.report import TrainReport
 from pyengine.cli.train.run import TRACED_WINDOWS
 from pyengine.step.step_record import StepRecord
 
@@ -130,7 +130,7 @@ def test_only_a_run_that_traces_measures_and_draws_gradient_norms_and_noise_scal
             assert Path(line["plot"]).read_bytes().startswith(b"\x89PNG")
 
 
-class Steps(Report):
+class Steps(TrainReport):
     def __init__(self) -> None:
         super().__init__(is_silent=True)
         self.steps: list[int] = []

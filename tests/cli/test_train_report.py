@@ -12,7 +12,7 @@ import pytest
 from pyengine.cli.noise import Range
 from pyengine.cli.terminal import prepare_output
 from pyengine.cli.train.compare import Row
-from pyengine.cli.train.report import Report
+from pyengine.cli.train.report import TrainReport
 from pyengine.step.step_record import StepRecord
 
 DDP = Row("ddp", "plain DDP", 1, 2, 2000, Range(0.5, 0.45, 0.55), 0.0, 0.5)
@@ -21,7 +21,7 @@ RECORD = StepRecord(0, 2, 8.0, 1.5, 1.0, False, "", 64, 2, 0.5, 0.25, 1.0)
 
 
 def compared(step_s: Range, *, as_json: bool = False) -> None:
-    report = Report(as_json=as_json)
+    report = TrainReport(as_json=as_json)
     report.start("gpt", "tokens", done=0, steps=2, about={"workers": 2})
     report.compare(replace(DDP, mode="engine", label="pyengine", bytes_sent=1000, step_s=step_s), DDP)
 
@@ -39,7 +39,7 @@ def test_a_difference_within_noise_has_a_caption(capsys, step_s, spread):
 def test_no_number_of_the_table_is_cut_off(capsys, monkeypatch, columns):
     monkeypatch.setenv("COLUMNS", str(columns))
     wide = replace(DDP, bytes_sent=343_712, step_s=Range(0.0318, 0.03, 0.04), full_window=1.4e-2)
-    report = Report()
+    report = TrainReport()
     report.start("gpt", "tokens", done=0, steps=2, about={})
     report.compare(replace(wide, label="pyengine on DDP"), wide)
     out = capsys.readouterr().out
@@ -56,7 +56,7 @@ def test_json_has_the_range_and_whether_it_is_noise(capsys, step_s):
 
 
 def test_without_a_terminal_lines_have_the_time_left(capsys):
-    report = Report()
+    report = TrainReport()
     report.start("gpt", "tokens", done=1, steps=3, about={})
     report.step(RECORD)
     report.step(RECORD)
@@ -67,11 +67,11 @@ def test_without_a_terminal_lines_have_the_time_left(capsys):
 
 
 def test_a_run_that_was_complete_before_reports_its_quality(capsys):
-    report = Report(as_json=True)
+    report = TrainReport(as_json=True)
     report.start("gpt", "tokens", done=3, steps=3, about={})
     report.finish({"accuracy": 0.5})
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["first_loss"] is None
-    report = Report()
+    report = TrainReport()
     report.start("gpt", "tokens", done=3, steps=3, about={})
     report.finish({"accuracy": 0.5})
     assert "learnt: every step before this run, test accuracy 50.0 %" in capsys.readouterr().out

@@ -12,7 +12,7 @@ import pytest
 from pyengine.cli.main import build_parser, main
 from pyengine.cli.verify.arguments import EXAMPLES, settings
 from pyengine.cli.verify.probe import Run, Trace
-from pyengine.cli.verify.report import Finding, sentences
+from pyengine.cli.verify.report import WorldSizeResult, sentences
 from pyengine.cli.verify.run import Execute, on_workers, trace, verify
 
 
@@ -21,7 +21,7 @@ class Heard:
     """A report that remembers."""
 
     runs: list[tuple[str, bool]] = field(default_factory=list)
-    findings: dict[str, Finding | None] = field(default_factory=dict)
+    findings: dict[str, WorldSizeResult | None] = field(default_factory=dict)
     reference: Trace = field(default_factory=Trace)
 
     def begin(self, run: Run, *, still: int) -> None:
@@ -30,11 +30,11 @@ class Heard:
     def ran(self, subject: str, run: Run, trace: Trace, seconds: float, first: object) -> None:
         self.runs.append((run.label, first is None))
 
-    def conclude(self, subject: str, finding: Finding | None, reference: Trace) -> None:
+    def conclude(self, subject: str, finding: WorldSizeResult | None, reference: Trace) -> None:
         self.findings[subject], self.reference = finding, reference
 
     @property
-    def finding(self) -> Finding:
+    def finding(self) -> WorldSizeResult:
         """Of the only subject."""
         (finding,) = self.findings.values()
         assert finding is not None

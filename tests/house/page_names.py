@@ -20,7 +20,7 @@ from torch.nn.utils import clip_grad_norm_
 from torch.utils.data import DataLoader, TensorDataset
 
 import pyengine as pe
-from pyengine.cli.study.probe import Probe, Run
+from pyengine.cli.study.probe import Run, StudyProbe
 from pyengine.cli.target import Enough
 
 Names = dict[str, Any]
@@ -197,7 +197,7 @@ def study() -> Iterator[Names]:
             "accuracy": lambda model, test: (model(test[0]).argmax(1) == test[1]).float().mean(),
         }
         yield names
-        probe = Probe(run)
+        probe = StudyProbe(run)
         with suppress(Enough):
             names["train"](probe)
         assert len(probe.trace.losses) == run.steps

@@ -12,8 +12,8 @@ import torch
 from pages import MODULES, PACKAGE, PAGES, ROOT, name_of, prose, spans
 
 import pyengine as pe
-from pyengine.cli.study.probe import Probe as StudyProbe
-from pyengine.cli.verify.probe import Probe as VerifyProbe
+from pyengine.cli.study.probe import StudyProbe
+from pyengine.cli.verify.probe import VerifyProbe
 from pyengine.ops.exact import ExactSum
 from pyengine.ops.plan import BucketPlan
 

@@ -6,7 +6,7 @@ import torch
 
 import pyengine as pe
 from pyengine.wire.bucket_wire import BucketWire, WireMemory
-from pyengine.wire.memory import PayloadMemory, Place
+from pyengine.wire.memory import BucketSlice, PayloadMemory
 
 CPU = torch.device("cpu")
 FEEDBACK = pe.wire.ErrorFeedback(pe.wire.Int8())
@@ -14,7 +14,7 @@ FEEDBACK = pe.wire.ErrorFeedback(pe.wire.Int8())
 
 def _bucket(memory: WireMemory, *places: tuple[str, int, int], wire: pe.wire.Wire = FEEDBACK) -> BucketWire:
     numel = max(offset + numel for _, offset, numel in places) + 5
-    bound = memory.wire_for(wire, [Place(*place) for place in places], numel, CPU)
+    bound = memory.wire_for(wire, [BucketSlice(*place) for place in places], numel, CPU)
     assert isinstance(bound, BucketWire)
     return bound
 

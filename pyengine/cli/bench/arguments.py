@@ -68,7 +68,7 @@ _USUAL = ("floor", "ddp", "no_sync", "no_sync_view", "accelerate", "engine", "en
 
 
 @dataclass(frozen=True)
-class Settings:
+class BenchSettings:
     """What to measure on how many workers, a setting a model; and the result file to write."""
 
     cases: tuple[Setting, ...]
@@ -98,7 +98,7 @@ def add_to(parser: argparse.ArgumentParser) -> None:
     add("--out", type=Path, metavar="FILE", help="write a result file like those of benchmarks/results")
 
 
-def settings(options: argparse.Namespace) -> Settings:
+def settings(options: argparse.Namespace) -> BenchSettings:
     """Return the settings; raise `Conflict` if arguments do not fit together or this machine."""
     if options.part is not None:
         why = _REMOVED.get(options.part, "`bench` has arguments with -- only")
@@ -125,7 +125,7 @@ def settings(options: argparse.Namespace) -> Settings:
         )
         for model in options.model
     )
-    return Settings(cases, _workers(options), options.json, options.out)
+    return BenchSettings(cases, _workers(options), options.json, options.out)
 
 
 def _workers(options: argparse.Namespace) -> int:

@@ -66,16 +66,16 @@ class Setting:
 
 
 @dataclass
-class Outcome:
+class Measurements:
     """What a rank has measured, and why variants were left out."""
 
     times: Times = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)
 
 
-def measure(setting: Setting, on_round: Callable[[int], None]) -> Outcome:
+def measure(setting: Setting, on_round: Callable[[int], None]) -> Measurements:
     """Measure on this rank of a process group, with one thread; `on_round` gets the number of rounds done."""
-    device, outcome = DEVICES[setting.device](), Outcome()
+    device, outcome = DEVICES[setting.device](), Measurements()
     variants: dict[str, Variant] = {}
 
     def leave_out(name: str, why: str) -> None:
@@ -174,17 +174,17 @@ def odd_ones(variants: Mapping[str, Variant], group: dist.ProcessGroup | None) -
     return {name: text for name, odd in zip(norms, is_odd, strict=True) if odd}
 
 
-def merged(ranks: Sequence[Outcome]) -> Outcome:
+def merged(ranks: Sequence[Measurements]) -> Measurements:
     """Return the outcome of all ranks together: the slowest rank's times."""
     failed: dict[str, str] = {}
     for rank in ranks:
         for name, why in rank.failed.items():
             failed[name] = why if failed.get(name, _ELSEWHERE) == _ELSEWHERE else failed[name]
     names = [name for name in ranks[0].times if name not in failed]
-    return Outcome(slowest([{name: rank.times[name] for name in names} for rank in ranks]), failed)
+    return Measurements(slowest([{name: rank.times[name] for name in names} for rank in ranks]), failed)
 
 
-def rows(outcome: Outcome) -> dict[str, dict[str, Any]]:
+def rows(outcome: Measurements) -> dict[str, dict[str, Any]]:
     """Return the rows of a result file by variant: times, or the reason why there are none."""
     found: dict[str, dict[str, Any]] = dict(summary(outcome.times))
     return found | {name: {"failed": why} for name, why in outcome.failed.items()}

@@ -26,7 +26,7 @@ _BUSY = 0.3  # a larger spread means that something else is running
 _ENOUGH = 5  # rounds, which agree by chance once in 16
 
 
-class Report(report.Report):
+class BenchReport(report.Report):
     def start(self, machine: Mapping[str, Any], cases: Sequence[str]) -> None:
         """Measuring begins; each case is described by a sentence."""
         if self._emit("start", machine=machine, cases=cases):

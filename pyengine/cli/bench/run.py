@@ -12,16 +12,16 @@ import torch.distributed as dist
 
 from pyengine.cli import terminal
 from pyengine.cli.bench import measure
-from pyengine.cli.bench.arguments import Settings
-from pyengine.cli.bench.report import Report, on_windows
+from pyengine.cli.bench.arguments import BenchSettings
+from pyengine.cli.bench.report import BenchReport, on_windows
 from pyengine.cli.bench.variants import VARIANTS
 from pyengine.cli.files import written
 from pyengine.cli.machine import card
 from pyengine.comm.launching import launch
 
 
-def run(settings: Settings) -> int:
-    report = Report(as_json=settings.json)
+def run(settings: BenchSettings) -> int:
+    report = BenchReport(as_json=settings.json)
     device = settings.cases[0].device
     network = "NCCL" if device == "cuda" else "loopback"
     machine = card(1, device) | {"ranks": settings.workers, "network": network}
@@ -70,10 +70,10 @@ def _saved(out: Path, content: dict[str, Any], problems: list[str]) -> Path | No
     return out
 
 
-def work(case: measure.Setting, as_json: bool) -> measure.Outcome:
+def work(case: measure.Setting, as_json: bool) -> measure.Measurements:
     """Measure windows on this rank; the first one reports the progress."""
     terminal.prepare_output()
-    report = Report(as_json=as_json, is_silent=dist.get_rank() > 0)
+    report = BenchReport(as_json=as_json, is_silent=dist.get_rank() > 0)
     with terminal.ends_with_output():
         report.begin(f"windows, {case.name}", case.rounds + measure.WARM_UP)
         try:

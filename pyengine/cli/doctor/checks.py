@@ -50,7 +50,7 @@ _REMEDY = (
 
 
 @dataclass(frozen=True)
-class Finding:
+class CheckResult:
     """One fact about this machine or installation."""
 
     name: str  # of the check
@@ -59,19 +59,19 @@ class Finding:
     remedy: str = ""  # empty for "ok"
 
 
-def ok(name: str, text: str) -> Finding:
-    return Finding(name, "ok", text)
+def ok(name: str, text: str) -> CheckResult:
+    return CheckResult(name, "ok", text)
 
 
-def warn(name: str, text: str, remedy: str) -> Finding:
-    return Finding(name, "warn", text, remedy)
+def warn(name: str, text: str, remedy: str) -> CheckResult:
+    return CheckResult(name, "warn", text, remedy)
 
 
-def fail(name: str, text: str, remedy: str) -> Finding:
-    return Finding(name, "fail", text, remedy)
+def fail(name: str, text: str, remedy: str) -> CheckResult:
+    return CheckResult(name, "fail", text, remedy)
 
 
-def versions() -> Finding:
+def versions() -> CheckResult:
     """Report Python, torch and the packages around them."""
     built = torch.version.cuda and f"CUDA {torch.version.cuda}"
     text = (
@@ -86,7 +86,7 @@ def versions() -> Finding:
     return ok("versions", text)
 
 
-def core() -> Finding:
+def core() -> CheckResult:
     """Check that the native core loads and computes correctly, and report its instruction set."""
     if native._core is None:
         return _without_core(str(native._missing))
@@ -102,7 +102,7 @@ def core() -> Finding:
     return ok("core", text)
 
 
-def _without_core(error: str) -> Finding:
+def _without_core(error: str) -> CheckResult:
     files = sorted(path.name for path in native.FOLDER.glob("_core*") if path.suffix in (".so", ".pyd"))
     mine = [name for name in files if name.removeprefix("_core") in EXTENSION_SUFFIXES]
     if mine:
@@ -118,14 +118,14 @@ def _without_core(error: str) -> Finding:
     )
 
 
-def cuda() -> list[Finding]:
+def cuda() -> list[CheckResult]:
     """Check the CUDA devices by running a kernel on each."""
     if not torch.cuda.is_available():
         return [_without_cuda()]
     return [_device(index) for index in range(torch.cuda.device_count())]
 
 
-def _without_cuda() -> Finding:
+def _without_cuda() -> CheckResult:
     driver = NVIDIA.exists()
     if torch.version.cuda is None and driver:
         return warn(
@@ -145,7 +145,7 @@ def _without_cuda() -> Finding:
     return ok("cuda", "no CUDA device here")
 
 
-def _device(index: int) -> Finding:
+def _device(index: int) -> CheckResult:
     name = f"cuda:{index}"
     about = torch.cuda.get_device_properties(index)
     arch = f"{about.major}{about.minor}"
@@ -184,7 +184,7 @@ def _compute(device: torch.device) -> None:
         raise ArithmeticError(f"unscale_norm returned {got}, expected {want}")
 
 
-def threads() -> Finding:
+def threads() -> CheckResult:
     """Compare torch's threads with the cores that this process may use."""
     cores, quota = num_cores(), None
     if CPU_QUOTA.exists() and not CPU_QUOTA.read_text().startswith("max"):
@@ -203,7 +203,7 @@ def threads() -> Finding:
     return ok("threads", text)
 
 
-def shared_memory() -> Finding:
+def shared_memory() -> CheckResult:
     """Check /dev/shm, which ranks of a host and a DataLoader's workers share."""
     if not SHARED_MEMORY.exists():
         return ok("shared memory", f"no {SHARED_MEMORY} on this system, which does not need it")
@@ -218,7 +218,7 @@ def shared_memory() -> Finding:
     return ok("shared memory", text)
 
 
-def host() -> Finding:
+def host() -> CheckResult:
     """Check that the host name resolves to an address, which gloo needs."""
     name = socket.gethostname()
     try:
@@ -232,7 +232,7 @@ def host() -> Finding:
     return ok("host", f"{name} is {address}")
 
 
-def settings() -> Finding:
+def settings() -> CheckResult:
     """Report the environment variables that change torch or its backends."""
     found = {name: value for name, value in sorted(os.environ.items()) if name.startswith(_SETTINGS)}
     return ok("settings", ", ".join(f"{name}={value}" for name, value in found.items()) or "none")
@@ -251,7 +251,7 @@ def window_gradient() -> list[float]:
     return [float(value) for value in weight.grad]
 
 
-def workers() -> Finding:
+def workers() -> CheckResult:
     """Run a window of `GradSync` on two gloo workers, and compare its gradient with the closed form."""
     try:
         found = launch(window_gradient, workers=_WORKERS, timeout_s=_TIMEOUT_S)
@@ -268,7 +268,7 @@ def workers() -> Finding:
     return ok("workers", "two gloo workers start, and the gradient of a GradSync window is exact on both")
 
 
-CHECKS: dict[str, Callable[[], Finding | list[Finding]]] = {
+CHECKS: dict[str, Callable[[], CheckResult | list[CheckResult]]] = {
     "versions": versions,
     "core": core,
     "cuda": cuda,

@@ -11,7 +11,7 @@ import textwrap
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 
-from pyengine.cli.doctor.checks import CHECKS, Finding, fail
+from pyengine.cli.doctor.checks import CHECKS, CheckResult, fail
 from pyengine.cli.terminal import print_json
 
 _LABELS = {"ok": "ok", "warn": "WARN", "fail": "FAIL"}
@@ -39,7 +39,7 @@ def run(options: argparse.Namespace) -> int:
     return int(bool(broken))
 
 
-def examine(checks: dict[str, Callable[[], Finding | list[Finding]]]) -> Iterator[Finding]:
+def examine(checks: dict[str, Callable[[], CheckResult | list[CheckResult]]]) -> Iterator[CheckResult]:
     """Yield the findings of all checks; a check that raises is a finding as well."""
     for name, check in checks.items():
         try:

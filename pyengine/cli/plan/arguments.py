@@ -44,7 +44,7 @@ exit code: 0 every row can be run, 1 some cannot, 2 wrong arguments
 
 
 @dataclass(frozen=True)
-class Settings:
+class PlanSettings:
     """What to plan."""
 
     global_batches: tuple[int, ...]  # empty with `run_file` for the run's
@@ -76,7 +76,7 @@ def add_to(parser: argparse.ArgumentParser) -> None:
     count("--dataset-size", help="samples of the dataset, for steps an epoch")
 
 
-def settings(options: argparse.Namespace) -> Settings:
+def settings(options: argparse.Namespace) -> PlanSettings:
     """Return the settings; raise `Conflict` if arguments do not fit together."""
     batches, from_batch = options.global_batches, options.from_batch
     if options.run_file is None:
@@ -86,7 +86,7 @@ def settings(options: argparse.Namespace) -> Settings:
         for name in ("workers", "micro_batch", "dataset_size"):
             check_absent(options, name, "with --from, which splits no batch: leave one of them out")
     return fill(
-        Settings,
+        PlanSettings,
         options,
         global_batches=batches or (),
         workers=options.workers or (1, 2, 4, 8),

@@ -18,7 +18,7 @@ from rich.table import Table
 
 from pyengine.cli import report
 from pyengine.cli.arguments import Conflict
-from pyengine.cli.plan.arguments import Settings
+from pyengine.cli.plan.arguments import PlanSettings
 from pyengine.cli.report import add_numbers
 from pyengine.cli.terminal import read_json
 from pyengine.data.batch_plan import plan_batch, scale_lr
@@ -43,7 +43,7 @@ class Row:
     problem: str  # why the row cannot be run; empty if it can
 
 
-def run(settings: Settings) -> int:
+def run(settings: PlanSettings) -> int:
     if settings.run_file is not None:
         return _plan_from(settings, settings.run_file)
     with warnings.catch_warnings(record=True) as caught:
@@ -54,11 +54,11 @@ def run(settings: Settings) -> int:
             for workers in settings.workers
         ]
     cautions = list(dict.fromkeys(str(warning.message) for warning in caught))
-    Report(as_json=settings.json).plan(rows, cautions, settings)
+    PlanReport(as_json=settings.json).plan(rows, cautions, settings)
     return int(any(row.problem for row in rows))
 
 
-def _row(global_batch: int, workers: int, settings: Settings) -> Row:
+def _row(global_batch: int, workers: int, settings: PlanSettings) -> Row:
     plan, problem, micro_batch = None, "", settings.micro_batch
     share, rest = divmod(global_batch, workers)
     if micro_batch is None and rest:
@@ -90,8 +90,8 @@ def _row(global_batch: int, workers: int, settings: Settings) -> Row:
     )
 
 
-class Report(report.Report):
-    def plan(self, rows: Sequence[Row], cautions: Sequence[str], settings: Settings) -> None:
+class PlanReport(report.Report):
+    def plan(self, rows: Sequence[Row], cautions: Sequence[str], settings: PlanSettings) -> None:
         """All rows are made; `cautions` are the warnings of making them."""
         caption = f"lr {settings.lr:g} at a global batch of {settings.from_batch}"
         if settings.dataset_size:
@@ -189,11 +189,11 @@ class Noise:
         return self.spread is not None and self.spread <= _SURE * self.scale
 
 
-def _plan_from(settings: Settings, path: Path) -> int:
+def _plan_from(settings: PlanSettings, path: Path) -> int:
     noise = _read(path)
     batches: Sequence[float] = settings.global_batches or tuple(noise.batch * factor for factor in _FACTORS)
     rows = [_other_batch(noise, batch, settings.lr, settings.from_batch or noise.batch) for batch in batches]
-    Report(as_json=settings.json).noise(noise, rows)
+    PlanReport(as_json=settings.json).noise(noise, rows)
     return 0
 
 

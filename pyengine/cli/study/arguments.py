@@ -72,7 +72,7 @@ _EPOCHS = {"cnn": 8.0, "gpt": 1.0}
 
 
 @dataclass(frozen=True)
-class Settings:
+class StudySettings:
     """What to run, and how."""
 
     subject: str  # the name in tables
@@ -148,7 +148,7 @@ def add_to(parser: argparse.ArgumentParser) -> None:
     trackers.add_to(parser)
 
 
-def settings(options: argparse.Namespace) -> Settings:
+def settings(options: argparse.Namespace) -> StudySettings:
     """Return the settings; raise `Conflict` if arguments do not fit together or this machine."""
     if 1 not in options.workers:
         got = ",".join(map(str, options.workers))
@@ -159,7 +159,7 @@ def settings(options: argparse.Namespace) -> Settings:
     if epochs * dataset_size >= 2**53:
         raise Conflict(f"argument --epochs: got {epochs:g}, need fewer than 2**53 samples in all")
     return fill(
-        Settings,
+        StudySettings,
         options,
         subject=subject,
         target=target,

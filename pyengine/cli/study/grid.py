@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from pyengine.cli.study.arguments import Settings
+from pyengine.cli.study.arguments import StudySettings
 from pyengine.data.batch_plan import plan_batch
 
 WARM_UP_STEPS = 3  # allocations, lazy initialization, and the second window's new order of buckets
@@ -37,12 +37,12 @@ class Impossible(ValueError):
     """A cell that cannot be run, with the reason."""
 
 
-def cells(settings: Settings) -> list[Cell]:
+def cells(settings: StudySettings) -> list[Cell]:
     """Return the grid, few workers first."""
     return [Cell(workers, batch) for workers in settings.workers for batch in settings.batches]
 
 
-def plan(cell: Cell, settings: Settings) -> Plan:
+def plan(cell: Cell, settings: StudySettings) -> Plan:
     """Split the batch of a cell, and count its steps: all cells train on the same number of samples."""
     share, rest = (cell.batch, 0) if settings.fixed == "per-worker" else divmod(cell.batch, cell.workers)
     if rest:

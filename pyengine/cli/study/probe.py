@@ -61,7 +61,7 @@ class Trace:
     noise_spread: float | None = None
 
 
-class Probe:
+class StudyProbe:
     """Times a training function.
 
     Args:
@@ -171,7 +171,7 @@ def work(run: Run) -> Trace:
     """Run the training function on this rank; raise if it returns before its last step."""
     terminal.prepare_output()
     torch.set_num_threads(run.threads)
-    probe = Probe(run)
+    probe = StudyProbe(run)
     with suppress(Enough):
         resolve_name(run.target)(probe)
     if len(probe.trace.seconds) < run.steps:

@@ -21,7 +21,7 @@ from pyengine.cli.gradient_measures import with_spread
 from pyengine.cli.noise import Range, duration, percent
 from pyengine.cli.report import add_numbers
 from pyengine.cli.study.analysis import STALL_RATIO, STALL_SIGMAS, Analysis, Figures, recommend
-from pyengine.cli.study.arguments import Settings
+from pyengine.cli.study.arguments import StudySettings
 from pyengine.cli.study.grid import WARM_UP_STEPS, Cell
 from pyengine.cli.study.plots import Plot
 from pyengine.cli.study.store import Record
@@ -31,7 +31,7 @@ _TEMPLATE = Path(__file__).with_name("report.html.jinja")
 _BUSY = 0.1  # of the machine, used by others
 
 
-class Report(report.Report):
+class StudyReport(report.Report):
     def __init__(self, *, as_json: bool = False) -> None:
         super().__init__(as_json=as_json)
         columns = TimeElapsedColumn(), TextColumn("{task.fields[left]}"), TextColumn("{task.fields[text]}")
@@ -148,7 +148,7 @@ def _table(analysis: Analysis) -> Table:
 
 @dataclass(frozen=True)
 class Content:
-    settings: Settings
+    settings: StudySettings
     machine: dict[str, str | int]
     records: Sequence[Record]
     impossible: dict[Cell, str]

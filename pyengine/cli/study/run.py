@@ -24,12 +24,12 @@ from pyengine.cli.noise import Range
 from pyengine.cli.study import plots as study_plots
 from pyengine.cli.study import report as study_report
 from pyengine.cli.study.analysis import analyse
-from pyengine.cli.study.arguments import Settings
+from pyengine.cli.study.arguments import StudySettings
 from pyengine.cli.study.grid import LEAST_STEPS, WARM_UP_STEPS, Cell, Impossible, Plan, cells, plan
 from pyengine.cli.study.probe import Run, Trace
-from pyengine.cli.study.report import Report
+from pyengine.cli.study.report import StudyReport
 from pyengine.cli.study.store import Key, Record, Store
-from pyengine.cli.study.supervise import Outcome, Watch, execute, log_path
+from pyengine.cli.study.supervise import RunOutcome, Watch, execute, log_path
 from pyengine.cli.target import check
 from pyengine.comm.launching import num_cores
 from pyengine.step.step_record import StepRecord
@@ -37,12 +37,12 @@ from pyengine.step.step_record import StepRecord
 _SOME_FAILED, _NOTHING_MEASURED, _NOT_WRITTEN = 1, 2, 3
 
 # Makes a run, with a log file; the last argument is called after steps.
-Execute = Callable[[Run, Path, Watch], Outcome]
+Execute = Callable[[Run, Path, Watch], RunOutcome]
 
 
-def run(settings: Settings) -> int:
+def run(settings: StudySettings) -> int:
     check(settings.target)
-    report = Report(as_json=settings.json)
+    report = StudyReport(as_json=settings.json)
     try:
         return study(settings, execute, report)
     except OSError as error:
@@ -52,7 +52,7 @@ def run(settings: Settings) -> int:
         return _NOT_WRITTEN
 
 
-def study(settings: Settings, execute: Execute, report: Report) -> int:
+def study(settings: StudySettings, execute: Execute, report: StudyReport) -> int:
     """Make the missing runs with `execute`, and write the page of all runs; return the exit code."""
     plans: dict[Cell, Plan] = {}
     impossible: dict[Cell, str] = {}
@@ -167,11 +167,11 @@ class _Runs:
 
     def __init__(
         self,
-        settings: Settings,
+        settings: StudySettings,
         plans: dict[Cell, Plan],
         store: Store,
         execute: Execute,
-        report: Report,
+        report: StudyReport,
         *,
         cores: int,
     ) -> None:
@@ -240,7 +240,7 @@ class _Runs:
         return max(1.0, workers * self._settings.threads / self._cores)
 
 
-def _record(cell: Cell, repeat: int, plan: Plan, outcome: Outcome) -> Record:
+def _record(cell: Cell, repeat: int, plan: Plan, outcome: RunOutcome) -> Record:
     traces = outcome.traces
     first = traces[0] if traces else Trace()
     return Record(

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from pyengine.cli.study.probe import Probe
+from pyengine.cli.study.probe import StudyProbe
 from pyengine.cli.tasks.base import Task, make_optimizer
 from pyengine.cli.tasks.cnn import DigitsTask
 from pyengine.cli.tasks.gpt import TextTask
@@ -21,15 +21,15 @@ _BATCH = 64  # of the learning rates below
 _WARM_UP = 0.1  # share of the steps
 
 
-def gpt(study: Probe) -> None:
+def gpt(study: StudyProbe) -> None:
     _train(TextTask(), study, lr=2e-3)
 
 
-def cnn(study: Probe) -> None:
+def cnn(study: StudyProbe) -> None:
     _train(DigitsTask(), study, lr=5e-3)
 
 
-def _train(task: Task, study: Probe, *, lr: float) -> None:
+def _train(task: Task, study: StudyProbe, *, lr: float) -> None:
     torch.manual_seed(study.seed)
     model = task.build()
     sync = GradSync(model, accumulate=study.accumulate)

@@ -31,7 +31,7 @@ Watch = Callable[[int, float | None], None]
 
 
 @dataclass(frozen=True)
-class Outcome:
+class RunOutcome:
     """How a run ended."""
 
     status: str  # "done", "failed", "stalled" or "timed out"
@@ -47,7 +47,7 @@ def log_path(cell: Cell, repeat: int) -> Path:
     return Path("logs", f"{cell.workers}-workers-batch-{cell.batch}-repeat-{repeat + 1}.txt")
 
 
-def execute(run: Run, log: Path, watch: Watch) -> Outcome:
+def execute(run: Run, log: Path, watch: Watch) -> RunOutcome:
     """Run on local workers, whose output goes to `log`; return how the run ended."""
     busy = psutil.cpu_percent(_BUSY_S) / 100
     with tempfile.TemporaryDirectory(prefix="pyengine-study-") as folder:
@@ -68,7 +68,7 @@ def execute(run: Run, log: Path, watch: Watch) -> Outcome:
             status, reason, traces = pickle.loads(result.read_bytes())  # noqa: S301 - SECURITY.md: a run of this process
         elif status == "done":
             status, reason = "failed", f"its launcher ended with exit code {child.exitcode} and no result"
-    return Outcome(status, reason, beats.done, traces, wall_s, busy)
+    return RunOutcome(status, reason, beats.done, traces, wall_s, busy)
 
 
 class Beats:

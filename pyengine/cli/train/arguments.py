@@ -61,7 +61,7 @@ MODES = ("engine", "ddp-hook", "ddp")
 
 
 @dataclass(frozen=True)
-class Settings:
+class TrainSettings:
     """What to train, and how; each dict is by model."""
 
     models: tuple[str, ...]
@@ -131,7 +131,7 @@ def add_to(parser: argparse.ArgumentParser) -> None:
     trackers.add_to(parser)
 
 
-def settings(options: argparse.Namespace) -> Settings:
+def settings(options: argparse.Namespace) -> TrainSettings:
     """Return the settings; raise `Conflict` if arguments do not fit together or this machine."""
     without = {"wire": "no wire", "accumulator": "no accumulator", "checkpoints": "no state of pyengine's"}
     for name, lacks in without.items() if options.mode == "ddp" else ():
@@ -147,7 +147,7 @@ def settings(options: argparse.Namespace) -> Settings:
         return {model: defaults[model] if given is None else given for model in models}
 
     return fill(
-        Settings,
+        TrainSettings,
         options,
         models=models,
         micro_batch=by_model(options.micro_batch, _MICRO_BATCH),
@@ -162,7 +162,7 @@ def settings(options: argparse.Namespace) -> Settings:
     )
 
 
-def check_resumed(settings: Settings, model: str, folder: Path) -> None:
+def check_resumed(settings: TrainSettings, model: str, folder: Path) -> None:
     """Raise `Conflict` if a folder has checkpoints of a training with other settings; write these there."""
     values = {name: getattr(settings, name) for name in _RESUMED}
     now = {name: value[model] if isinstance(value, dict) else value for name, value in values.items()}

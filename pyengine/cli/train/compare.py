@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from pyengine.cli.noise import Range
 from pyengine.cli.tasks.base import Batch, Task
 from pyengine.cli.train import modes as train_modes
-from pyengine.cli.train.arguments import Settings
+from pyengine.cli.train.arguments import TrainSettings
 from pyengine.cli.train.modes import Mode, pop_gradient
 
 _TIMED_WINDOWS = 5
@@ -37,7 +37,7 @@ class Row:
     short_window: float  # the same for a window with fewer micro-batches and unequal counts
 
 
-def compare(task: Task, settings: Settings) -> list[Row]:
+def compare(task: Task, settings: TrainSettings) -> list[Row]:
     """Run the mode (for plain DDP: the engine) and plain DDP on the same windows; return a row for each.
 
     Collective: every rank must call it. All ranks have the same gradients, so any rank's differences count.
@@ -63,7 +63,7 @@ def compare(task: Task, settings: Settings) -> list[Row]:
     ]
 
 
-def _first_windows(task: Task, settings: Settings, rank: int, num: int) -> list[list[Batch]]:
+def _first_windows(task: Task, settings: TrainSettings, rank: int, num: int) -> list[list[Batch]]:
     """Return a rank's windows for the comparison: the same for every mode, and none of the training's."""
     stream = train_modes.batches(task, settings, rank, seed=settings.seed + 1)
     return [list(itertools.islice(stream, settings.accumulate)) for _ in range(num)]

@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from pyengine.cli.gradient_measures import measure_noise_scale
 from pyengine.cli.tasks.base import Batch, Task, make_optimizer
-from pyengine.cli.train.arguments import Settings
+from pyengine.cli.train.arguments import TrainSettings
 from pyengine.comm import TorchDist
 from pyengine.engine.attach import attach
 from pyengine.engine.grad_sync import GradSync
@@ -30,19 +30,21 @@ _WARM_UP_STEPS = 10
 _MAX_NORM = 1.0
 
 
-def build(task: Task, settings: Settings) -> nn.Module:
+def build(task: Task, settings: TrainSettings) -> nn.Module:
     """Build the model, with the same parameters at every call and on every rank."""
     torch.manual_seed(settings.seed)
     return task.build().to(_DTYPES[settings.dtype])
 
 
-def batches(task: Task, settings: Settings, rank: int, *, seed: int) -> Iterator[Batch]:
+def batches(task: Task, settings: TrainSettings, rank: int, *, seed: int) -> Iterator[Batch]:
     """Yield a rank's micro-batches without end."""
     size, world_size = settings.micro_batch[task.name], dist.get_world_size()
     return task.batches(rank=rank, world_size=world_size, micro_batch=size, seed=seed)
 
 
-def _optimizer(task: Task, model: nn.Module, settings: Settings) -> tuple[torch.optim.Optimizer, LambdaLR]:
+def _optimizer(
+    task: Task, model: nn.Module, settings: TrainSettings
+) -> tuple[torch.optim.Optimizer, LambdaLR]:
     lr, steps = settings.lr[task.name], settings.steps[task.name]
     return make_optimizer(model, lr, steps=steps, warm_up_steps=_WARM_UP_STEPS)
 
@@ -59,7 +61,7 @@ def pop_gradient(model: nn.Module) -> Tensor:
 class Windowed:
     """pyengine in one of its forms: over a bare model, or over DDP (`on_ddp`)."""
 
-    def __init__(self, task: Task, model: nn.Module, settings: Settings, *, on_ddp: bool) -> None:
+    def __init__(self, task: Task, model: nn.Module, settings: TrainSettings, *, on_ddp: bool) -> None:
         self.model, self._task = model, task  # the bare module
         self._accumulate = settings.accumulate
         self._ddp = DistributedDataParallel(model) if on_ddp else None
@@ -122,7 +124,7 @@ class PlainDDP:
 
     label = "plain DDP"
 
-    def __init__(self, task: Task, model: nn.Module, settings: Settings, *, counted: bool) -> None:
+    def __init__(self, task: Task, model: nn.Module, settings: TrainSettings, *, counted: bool) -> None:
         self.model, self._task = model, task
         self._accumulate = settings.accumulate
         self._ddp = DistributedDataParallel(model)
@@ -182,7 +184,7 @@ class PlainDDP:
 Mode = Windowed | PlainDDP
 
 
-def make(mode: str, task: Task, settings: Settings, *, counted: bool = True) -> Mode:
+def make(mode: str, task: Task, settings: TrainSettings, *, counted: bool = True) -> Mode:
     """Build the model in a mode; plain DDP that is `counted` takes a little more time for it."""
     model = build(task, settings)
     if mode == "ddp":

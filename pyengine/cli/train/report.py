@@ -21,7 +21,7 @@ from pyengine.step.step_record import StepRecord
 _LINES = 10  # that a run prints, about, if stdout is not a terminal
 
 
-class Report(report.Report):
+class TrainReport(report.Report):
     def start(self, model: str, unit: str, *, done: int, steps: int, about: dict[str, Any]) -> None:
         """Training begins; `done` of its steps are from a checkpoint."""
         self._model, self._unit, self._resumed, self._steps = model, unit, done, steps

@@ -25,9 +25,9 @@ from pyengine.cli.tasks.cnn import DigitsTask
 from pyengine.cli.tasks.gpt import TextTask
 from pyengine.cli.trackers import Trackers
 from pyengine.cli.train import modes as train_modes
-from pyengine.cli.train.arguments import Settings, check_resumed
+from pyengine.cli.train.arguments import TrainSettings, check_resumed
 from pyengine.cli.train.compare import compare
-from pyengine.cli.train.report import Report
+from pyengine.cli.train.report import TrainReport
 from pyengine.cli.train.saves import Saves
 from pyengine.comm.launching import launch
 from pyengine.step.step_record import StepRecord
@@ -39,7 +39,7 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _WARM_UP_WINDOWS = 2  # the first lays the buckets out, the second is the first to use them
 
 
-def run(settings: Settings) -> int:
+def run(settings: TrainSettings) -> int:
     with ExitStack() as locks:
         for model, folder in settings.checkpoints.items():
             locks.enter_context(locked(folder))
@@ -81,13 +81,13 @@ def locked(folder: Path) -> Iterator[None]:
         yield
 
 
-def work(settings: Settings) -> int:
+def work(settings: TrainSettings) -> int:
     """Train and compare every model, on each rank; return the signal that has ended it, or 0."""
     terminal.prepare_output()
     with terminal.ends_with_output():
         for name in settings.models:
             task = _TASKS[name]()
-            report = Report(as_json=settings.json, is_silent=dist.get_rank() > 0)
+            report = TrainReport(as_json=settings.json, is_silent=dist.get_rank() > 0)
             if stopped := train(task, settings, report):
                 return stopped
             report.compare(*compare(task, settings))
@@ -97,7 +97,7 @@ def work(settings: Settings) -> int:
     return 0
 
 
-def train(task: Task, settings: Settings, report: Report) -> int:
+def train(task: Task, settings: TrainSettings, report: TrainReport) -> int:
     """Train one model in the chosen mode; return the signal that has ended it, or 0."""
     mode = train_modes.make(settings.mode, task, settings)
     steps, trace = settings.steps[task.name], settings.traces.get(task.name)
@@ -137,7 +137,7 @@ def train(task: Task, settings: Settings, report: Report) -> int:
     return 0
 
 
-def plot(task: Task, records: Sequence[StepRecord], trace: Path, report: Report) -> None:
+def plot(task: Task, records: Sequence[StepRecord], trace: Path, report: TrainReport) -> None:
     """Draw the gradient norms and the noise scale of a training beside its trace, on rank 0."""
     measured = [record for record in records if record.grad_norms is not None]
     if dist.get_rank() > 0 or not measured:
@@ -150,7 +150,7 @@ def plot(task: Task, records: Sequence[StepRecord], trace: Path, report: Report)
     report.norms(path, next((record for record in reversed(measured) if record.noise_scale), None))
 
 
-def write_trace(task: Task, settings: Settings, path: Path) -> None:
+def write_trace(task: Task, settings: TrainSettings, path: Path) -> None:
     """Write a Chrome trace of rank 0 in a few windows of a new model; every rank must call it.
 
     It is not of the training itself, which profiling would slow down.

@@ -58,7 +58,7 @@ BUILT_IN = "pyengine.cli.verify.subjects:{}"
 
 
 @dataclass(frozen=True)
-class Settings:
+class VerifySettings:
     """What to verify."""
 
     subjects: dict[str, str]  # training functions as "module:function", by the names of the report
@@ -88,7 +88,7 @@ def add_to(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def settings(options: argparse.Namespace) -> Settings:
+def settings(options: argparse.Namespace) -> VerifySettings:
     """Return the settings; raise `Conflict` if arguments do not fit together or this machine."""
     check_workers(options.workers)
     for name in options.wrap:
@@ -102,4 +102,4 @@ def settings(options: argparse.Namespace) -> Settings:
     else:
         models = MODELS if options.model in (None, "both") else (options.model,)
         subjects = {name: BUILT_IN.format(name) for name in models}
-    return fill(Settings, options, subjects=subjects, wraps=options.wrap)
+    return fill(VerifySettings, options, subjects=subjects, wraps=options.wrap)

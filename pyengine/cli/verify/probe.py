@@ -69,7 +69,7 @@ class Trace:
     stopped: str = ""  # the error that ended the function before its last step
 
 
-class Probe:
+class VerifyProbe:
     """Records a training function.
 
     Args:

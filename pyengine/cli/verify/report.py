@@ -17,7 +17,7 @@ from pyengine.cli.verify.probe import KINDS, START, Run, Trace
 
 
 @dataclass(frozen=True)
-class Finding:
+class WorldSizeResult:
     """How a run differs from the reference: where first, that tensor's elements as text, likely causes."""
 
     reference: str
@@ -27,7 +27,7 @@ class Finding:
     causes: list[tuple[str, str]]
 
 
-class Report(report.Report):
+class VerifyReport(report.Report):
     def __init__(self, *, as_json: bool = False) -> None:
         super().__init__(as_json=as_json)
         self._status = Status("", console=self._console)
@@ -62,7 +62,7 @@ class Report(report.Report):
         rows.append((run.label, str(trace.steps), summary(trace), verdict))
         self._status.update("comparing the runs")
 
-    def conclude(self, subject: str, finding: Finding | None, reference: Trace) -> None:
+    def conclude(self, subject: str, finding: WorldSizeResult | None, reference: Trace) -> None:
         """All runs of a subject have ended; `finding` is the first one that differs."""
         found: dict[str, Any] = {}
         if finding is not None:
@@ -90,7 +90,7 @@ def place(first: Difference) -> str:
     return f"{step}, {KINDS[first.kind].format(first.name)}"
 
 
-def sentences(subject: str, finding: Finding | None, reference: Trace) -> list[str]:
+def sentences(subject: str, finding: WorldSizeResult | None, reference: Trace) -> list[str]:
     """Return the verdict, a sentence a paragraph."""
     if finding is None:
         number = len(reference.entries)

@@ -14,10 +14,10 @@ from torch import Tensor
 
 from pyengine.cli import terminal
 from pyengine.cli.target import Enough, check
-from pyengine.cli.verify.arguments import Settings
+from pyengine.cli.verify.arguments import VerifySettings
 from pyengine.cli.verify.compare import Difference, causes, change, compare, first_difference
-from pyengine.cli.verify.probe import WRAPS, Probe, Run, Trace, needs
-from pyengine.cli.verify.report import Finding, Report
+from pyengine.cli.verify.probe import WRAPS, Run, Trace, VerifyProbe, needs
+from pyengine.cli.verify.report import VerifyReport, WorldSizeResult
 from pyengine.comm.launching import launch
 
 _FAILED = 2
@@ -35,10 +35,10 @@ class Done:
     first: Difference | None
 
 
-def run(settings: Settings) -> int:
+def run(settings: VerifySettings) -> int:
     for target in settings.subjects.values():
         check(target)
-    report = Report(as_json=settings.json)
+    report = VerifyReport(as_json=settings.json)
     try:
         with report.live():
             return 0 if verify(settings, on_workers, report) else 1
@@ -47,7 +47,7 @@ def run(settings: Settings) -> int:
         return _FAILED
 
 
-def verify(settings: Settings, execute: Execute, report: Report) -> bool:
+def verify(settings: VerifySettings, execute: Execute, report: VerifyReport) -> bool:
     """Run and report everything; return whether all runs of every subject are identical."""
     done: dict[str, list[Done]] = {name: [] for name in settings.subjects}
     runs = _runs(settings)
@@ -87,7 +87,7 @@ def _work(targets: Sequence[str], run: Run) -> list[Trace]:
 
 
 def _trace(target: str, run: Run) -> Trace:
-    probe = Probe(run)
+    probe = VerifyProbe(run)
     try:
         resolve_name(target)(probe)
     except Enough:
@@ -100,7 +100,7 @@ def _trace(target: str, run: Run) -> Trace:
     return probe.trace
 
 
-def _check(name: str, settings: Settings, done: Done) -> None:
+def _check(name: str, settings: VerifySettings, done: Done) -> None:
     """Raise RuntimeError if a run shows nothing: it recorded no step, or failed without a difference."""
     label, ranks = done.run.label, done.ranks
     if not all(trace.entries for trace in ranks):
@@ -122,7 +122,7 @@ def _check(name: str, settings: Settings, done: Done) -> None:
         raise RuntimeError(f"{name} on {label} failed after {ranks[0].steps} steps: {stopped}")
 
 
-def _runs(settings: Settings) -> list[Run]:
+def _runs(settings: VerifySettings) -> list[Run]:
     """Return all runs in order, the reference first."""
     is_one = len(settings.wraps) == 1
     first, *others = [
@@ -146,7 +146,7 @@ def _workers(world: int) -> str:
     return "1 worker" if world == 1 else f"{world} workers"
 
 
-def _find_cause(target: str, execute: Execute, reference: Done, other: Done) -> Finding:
+def _find_cause(target: str, execute: Execute, reference: Done, other: Done) -> WorldSizeResult:
     """Repeat two runs up to the step in which they first differ, and compare their tensors."""
     first = other.first
     assert first is not None
@@ -164,7 +164,7 @@ def _find_cause(target: str, execute: Execute, reference: Done, other: Done) -> 
         micro_batches=reference.run.micro_batches,
         gradient=change(wanted, got),
     )
-    return Finding(reference.run.label, other.run.label, first, elements, found)
+    return WorldSizeResult(reference.run.label, other.run.label, first, elements, found)
 
 
 def _tensors(

@@ -11,7 +11,7 @@ from torch.nn.functional import dropout
 from pyengine.cli.tasks.base import Task
 from pyengine.cli.tasks.cnn import DigitsTask
 from pyengine.cli.tasks.gpt import TextTask
-from pyengine.cli.verify.probe import Probe
+from pyengine.cli.verify.probe import VerifyProbe
 from pyengine.data.rng import micro_batch_rng
 from pyengine.data.sampler import WindowSampler
 
@@ -19,15 +19,15 @@ _SEED = 42
 _MICRO_BATCH = 2
 
 
-def gpt(verify: Probe) -> None:
+def gpt(verify: VerifyProbe) -> None:
     _train(TextTask(), verify)
 
 
-def cnn(verify: Probe) -> None:
+def cnn(verify: VerifyProbe) -> None:
     _train(DigitsTask(), verify)
 
 
-def _train(task: Task, verify: Probe) -> None:
+def _train(task: Task, verify: VerifyProbe) -> None:
     model = _build(task)
     size = _MICRO_BATCH * verify.micro_batches
     sampler = WindowSampler(task.num_samples, seed=_SEED, micro_batch=_MICRO_BATCH, global_batch=size)

@@ -26,7 +26,7 @@ from pyengine.ops.trace import span
 from pyengine.window.divisor import Divisor
 from pyengine.wire import FP32, Wire
 from pyengine.wire.bucket_wire import WireMemory
-from pyengine.wire.memory import Place
+from pyengine.wire.memory import BucketSlice
 from pyengine.wire.named import WireLike, as_wire, wire_problems
 
 # Called when a bucket has been reduced: writes the result to the bucket's buffer, `[numel]`, and returns it.
@@ -113,7 +113,9 @@ class HookState:
         buffer = self._wire_buffers.get(id(params[0]))
         if buffer is None or buffer.numel != flat.numel():
             ends = itertools.accumulate(param.numel() for param in params)
-            places = [Place(p, end - p.numel(), p.numel(), p) for p, end in zip(params, ends, strict=True)]
+            places = [
+                BucketSlice(p, end - p.numel(), p.numel(), p) for p, end in zip(params, ends, strict=True)
+            ]
             is_last = bucket.is_last()
             # It has the parameters' residuals from other buckets.
             wire = self.memory.wire_for(self.wire, places, flat.numel(), flat.device, is_last=is_last)

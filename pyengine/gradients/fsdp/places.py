@@ -13,11 +13,11 @@ from typing import Any
 
 from torch import Tensor
 
-from pyengine.wire.memory import Place
+from pyengine.wire.memory import BucketSlice
 
 
 @dataclass(frozen=True, kw_only=True)
-class ScatteredPlace(Place):
+class ScatteredSlice(BucketSlice):
     """The position of a parameter in the input of a unit's reduce-scatter.
 
     The input has one chunk for each rank. The parameter has a padded shard in every chunk, at the same
@@ -48,7 +48,7 @@ class ScatteredPlace(Place):
         ]
 
 
-def scattered_places(params: Sequence[Any], names: Mapping[int, str], data_ndim: int) -> list[ScatteredPlace]:
+def scattered_places(params: Sequence[Any], names: Mapping[int, str], data_ndim: int) -> list[ScatteredSlice]:
     """Return the positions of `params`, which a unit reduce-scatters in this order; `names` are by id."""
     places, offset = [], 0
     for param in params:
@@ -58,7 +58,7 @@ def scattered_places(params: Sequence[Any], names: Mapping[int, str], data_ndim:
         rows = -(-shape[dim] // shards)  # of a padded shard
         padded, numel = math.prod([*shape[:dim], rows, *shape[dim + 1 :]]), math.prod(shape)
         name, whole = names[id(param)], tuple(shape)
-        places.append(ScatteredPlace(name, offset, numel, shape=whole, dim=dim, shards=shards, padded=padded))
+        places.append(ScatteredSlice(name, offset, numel, shape=whole, dim=dim, shards=shards, padded=padded))
         offset += padded
     return places
 

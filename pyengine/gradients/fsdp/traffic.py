@@ -11,7 +11,7 @@ from torch.nn import Parameter
 
 from pyengine.comm import TorchDist
 from pyengine.comm.base import Comm
-from pyengine.gradients.fsdp.places import ScatteredPlace
+from pyengine.gradients.fsdp.places import ScatteredSlice
 from pyengine.ops.device import runs_ahead
 from pyengine.wire import Wire
 from pyengine.wire.bucket_wire import WireMemory
@@ -102,7 +102,7 @@ class ReduceScatterOverWire:
         inner: Any,
         wire: ShardWire,
         reduced: Callable[[], Sequence[Parameter]],
-        places: Callable[[Sequence[Parameter]], Sequence[ScatteredPlace]],
+        places: Callable[[Sequence[Parameter]], Sequence[ScatteredSlice]],
     ) -> None:
         self._inner, self._wire, self._reduced, self._places = inner, wire, reduced, places
         self._own_wire: tuple[Wire, list[int]] | None = None  # with the ids of its parameters
