@@ -1,4 +1,4 @@
-"""Transports: the few collectives that the engine and its wires may call."""
+"""Transports: the collectives that the engine and its wires may call."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ def comm_for(device: torch.device, group: dist.ProcessGroup | None) -> Comm:
 def _check_alone() -> None:
     """Raise RuntimeError, or warn, if a launcher has started several processes.
 
-    Without a process group each of them would train a model of its own. Only the environment shows this:
-    torch's `is_torchelastic_launched` knows torchrun only, and is true for one process, too. torchrun,
-    `accelerate launch`, deepspeed or the user set WORLD_SIZE where processes train together, and
-    `init_process_group` reads it. mpirun and srun also start processes that train separately, so their
-    variables only cause a warning.
+    Without a process group each of these processes would train a separate model. Only the environment shows
+    how many processes were launched: torch's `is_torchelastic_launched` only detects torchrun, and is also
+    true for a single process. torchrun, `accelerate launch`, deepspeed or the user set WORLD_SIZE if
+    processes train together, and `init_process_group` reads this variable. mpirun and srun also start
+    processes that train separately, so their variables only cause a warning.
     """
     launched = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
     found = {name: os.environ[name] for name in launched if os.environ.get(name, "").isdecimal()}

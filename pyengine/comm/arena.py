@@ -1,7 +1,7 @@
-"""Memory that the ranks of one host share, and reductions in it.
+"""Memory shared by the ranks of one host, and reductions in this memory.
 
-It is a file without a name (`memfd_create`), which the other ranks open through `/proc`: it needs no
-/dev/shm, and nothing of it outlives the last process that has it mapped, however that ends.
+The memory is an anonymous file (`memfd_create`), which other ranks open through `/proc`. It does not need
+`/dev/shm`, and it is freed when the last process that maps it ends, even after a crash.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from pyengine.comm.watch import listed
 from pyengine.ops import native
 from pyengine.ops.device import HOST
 
-# The kinds of csrc/shared_kind.h, by type.
+# Kinds in `csrc/shared_kind.h`, by dtype.
 _SUMS = {
     torch.float32: 0,
     torch.bfloat16: 1,
@@ -35,24 +35,24 @@ _SUMS = {
     torch.int32: 4,
 }
 _MAXIMA = {torch.uint8: 5}
-# Interval at which a wait returns to Python, so that its signal handlers run.
+# Interval at which a wait returns to Python, so that signal handlers can run.
 _LOOK_S = 1.0
 _TOKEN_BYTES = 16
 
 
 @dataclass(frozen=True)
 class MemoryOffer:
-    """What one rank offers to the other ranks of its host."""
+    """Memory that one rank offers to the other ranks of its host."""
 
     process: ProcessId
-    network: str  # namespace: ranks in different ones count as different hosts, also on one kernel
+    network: str  # network namespace; ranks in different namespaces are treated as different hosts
     refusal: str  # why the rank cannot share memory; empty if it can
-    descriptor: int = -1  # of a file that the rank has made; -1 if there is none
+    descriptor: int = -1  # descriptor of the file that the rank has created; -1 if there is none
     token: bytes = b""  # first bytes of the file
 
     @classmethod
     def make(cls, world_size: int) -> MemoryOffer:
-        """Make a file that takes up no memory yet; `withdraw` closes it."""
+        """Create a file that uses no memory yet; `withdraw` closes the file."""
         me = ProcessId.own()
         if sys.platform != "linux":
             return cls(me, "", f"there is no memfd_create on {sys.platform}")
@@ -72,12 +72,12 @@ class MemoryOffer:
         return cls(me, network, "", descriptor, token)
 
     def withdraw(self) -> None:
-        """Close the file in this process; ranks that have opened it keep it."""
+        """Close the file in this process; ranks that have opened the file can still use it."""
         if self.descriptor >= 0:
             os.close(self.descriptor)
 
     def open(self) -> int:
-        """Open the file; the caller closes the descriptor."""
+        """Open the file and return its descriptor, which the caller must close."""
         descriptor = os.open(f"/proc/{self.process.pid}/fd/{self.descriptor}", os.O_RDWR | os.O_CLOEXEC)
         if os.pread(descriptor, _TOKEN_BYTES, 0) != self.token:
             os.close(descriptor)
@@ -86,12 +86,12 @@ class MemoryOffer:
 
 
 class Arena:
-    """Memory that the ranks of a host share, as one of them sees it.
+    """Memory shared by the ranks of a host, as seen by one of these ranks.
 
-    One thread runs the collectives in order, and sleeps otherwise. It ends with `close`, with this object and
-    with the interpreter. `close` closes the descriptor of the file, too.
+    A thread runs the collectives in order, and otherwise sleeps. The thread ends when `close` is called, this
+    object is freed or the interpreter exits. `close` also closes the file descriptor.
 
-    Cost: a thread, a file descriptor, and a mebibyte once a tensor outside the arena is reduced.
+    Cost: a thread and a file descriptor; also 1 MiB after the first reduction of a tensor outside the arena.
     """
 
     def __init__(
@@ -104,8 +104,8 @@ class Arena:
     ) -> None:
         self._core = native._core.SharedArena(descriptor, place, len(processes))
         self._processes, self._me = list(processes), processes[place]
-        self._ranks, self._timeout_s = list(ranks), float("inf")  # numbers of the ranks in messages
-        self._suspects: list[int] = []  # dead at the last look: two looks in a row fail the collective
+        self._ranks, self._timeout_s = list(ranks), float("inf")  # rank numbers for messages
+        self._suspects: list[int] = []  # dead at the last check; a second such check fails the collective
         self._works: dict[Any, SharedWork] = {}
         self._thread = threading.Thread(
             target=_serve,
@@ -117,10 +117,10 @@ class Arena:
         self._thread.start()
 
     def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Return zeros, `[numel]`, that all ranks of the host see; the memory lives as long as the tensor.
+        """Return zeros, `[numel]`, in memory that all ranks of the host can access; freed with the tensor.
 
-        A forked process keeps the values of the fork, and its writes are not seen here. If no memory is left
-        to share, this is ordinary memory, which a reduction copies.
+        A forked process keeps the values from the time of the fork, and its writes are not visible to this
+        process. If no shared memory is left, the tensor is in ordinary memory, which a reduction copies.
         """
         if numel > 0:
             try:
@@ -139,11 +139,11 @@ class Arena:
     def reduce(self, flat: Tensor, *, is_max: bool, timeout_s: float) -> SharedWork:
         """Launch a sum or a maximum over the ranks of the host, in place.
 
-        `supports` accepts the tensor, and it stays unchanged until the work has been waited for. The
-        collective fails if some rank has not launched it after `timeout_s` seconds.
+        `supports` must accept the tensor, and the caller must not change it until the work has been waited
+        for. The collective fails if some rank has not launched it after `timeout_s` seconds.
 
-        Cost: a read and a write an element if `flat` comes from `allocate` on all ranks; otherwise it is also
-            copied through the caches.
+        Cost: a read and a write per element if `flat` comes from `allocate` on all ranks; otherwise `flat` is
+            also copied through the caches.
         """
         self._timeout_s = timeout_s
         kind = (_MAXIMA if is_max else _SUMS)[flat.dtype]
@@ -152,11 +152,11 @@ class Arena:
         return work
 
     def close(self) -> None:
-        """End the thread. Collectives under way fail, here and on ranks that wait for this one."""
+        """End the thread. Pending collectives fail on this rank and on the ranks that wait for this rank."""
         self._end()
 
     def look(self, waited_s: float) -> None:
-        """Fail the collective that this rank waits in, if a rank has died or the timeout is over."""
+        """Fail the collective that this rank waits for if a rank has died or the timeout has expired."""
         missing = self._core.missing()
         dead = [place for place in missing if self._processes[place].state(self._me) == "dead"]
         late = self._core.missing()  # read again: a rank may have finished before it died
@@ -171,7 +171,7 @@ class Arena:
 
 
 class SharedWork(Work):
-    """A collective under way, with the methods of `dist.Work`; it keeps the tensor alive until it is done."""
+    """A collective in progress, with the methods of `dist.Work`; keeps the tensor alive until completion."""
 
     def __init__(self, works: dict[Any, SharedWork], core: Any, job: Any, flat: Tensor) -> None:
         self._works, self._core, self._job, self._flat = works, core, job, flat
@@ -192,7 +192,7 @@ class SharedWork(Work):
             raise RuntimeError(error)
 
     def get_future(self) -> torch.futures.Future[Any]:
-        """Return a future; the thread that runs the collective, or one that waits for it, completes it."""
+        """Return a future, which is completed by the thread that runs the collective or a waiting thread."""
         with self._lock:
             if self._future is not None:
                 return self._future
@@ -203,7 +203,7 @@ class SharedWork(Work):
         return future
 
     def complete(self) -> None:
-        """Complete the future, if there is one; the collective is done."""
+        """Complete the future, if there is one; called when the collective has completed."""
         self._works.pop(self._job, None)
         with self._lock:
             future, self._incomplete = self._incomplete, None
@@ -231,7 +231,7 @@ def _serve(core: Any, works: dict[Any, SharedWork], ref: weakref.ref[Arena]) -> 
 
 
 def _end(core: Any, thread: threading.Thread, pid: int) -> None:
-    if os.getpid() != pid:  # a fork has no such thread, and other ranks still wait for the process that has
+    if os.getpid() != pid:  # a fork has no such thread, and must not close the parent's arena
         return
     core.close()
     if thread is not threading.current_thread():

@@ -1,4 +1,4 @@
-"""The axes of a mesh: which hold replicas, shards and counts, and the ranks along each."""
+"""Axes of a device mesh: the roles of the axes (replicas, shards and counts), and the ranks along them."""
 
 from __future__ import annotations
 
@@ -15,19 +15,20 @@ Names = str | tuple[str, ...]
 
 @dataclass(frozen=True)
 class Axes:
-    """What the axes of a `device_mesh` hold, by name; each argument is one name or a tuple of names.
+    """Roles of the axes of a `device_mesh`; each argument is one axis name or a tuple of axis names.
 
     Args:
         replicate: ranks along these axes hold the same parameters and have different data (or parts of it):
             gradients are summed over them. Default: the axis of a mesh with one axis.
-        shard: ranks along these axes hold different plain parameters (the stages of a pipeline). DTensors
-            need no name here: their placements say it. Along an axis that is neither, ranks hold the same
-            plain parameters and compute the same gradients for them (tensor parallelism).
-        count: ranks along these axes count different items; along all other axes they share a batch, whose
+        shard: ranks along these axes hold different plain parameters (the stages of a pipeline). Axes of
+            DTensors need not be named, because their placements define them. Along an axis in neither
+            `replicate` nor `shard`, ranks hold the same plain parameters and compute the same gradients for
+            them (tensor parallelism).
+        count: ranks along these axes count different items; ranks along all other axes share a batch, whose
             count is added once. None: the axes of `replicate`.
-        groups: by a pattern of parameter names (as in `fnmatch`; the first match counts), what the gradients
-            of these parameters are summed over instead: axes, () for none, or without a mesh a process group.
-            Ranks of different groups hold different parameters, for example experts.
+        groups: by pattern of parameter names (as in `fnmatch`; the first match is used), the axes over which
+            the gradients of these parameters are summed instead. () means no axes. Without a mesh, each value
+            is a process group. Ranks of different groups hold different parameters, for example experts.
 
     Example:
         >>> Axes(replicate=("dp", "cp"), count="dp")
@@ -43,7 +44,7 @@ class Axes:
 
 
 class MeshRanks:
-    """Ranks of a mesh, as this rank sees them. An axis without a name is named by its index."""
+    """Ranks of a mesh, relative to this rank. An axis without a name is named by its index."""
 
     def __init__(self, mesh: DeviceMesh) -> None:
         self._ranks = mesh.mesh
@@ -58,7 +59,7 @@ class MeshRanks:
         self.coordinate: dict[str, int] = dict(zip(names, coordinate, strict=True))
 
     def along(self, axes: Sequence[str]) -> tuple[int, ...]:
-        """Return the global ranks that differ from this rank only on `axes`, including itself, ascending."""
+        """Return the sorted global ranks that differ from this rank only along `axes`, with this rank."""
         index = tuple(slice(None) if name in axes else at for name, at in self.coordinate.items())
         return tuple(sorted(self._ranks[index].flatten().tolist()))
 
@@ -66,7 +67,7 @@ class MeshRanks:
         return self.along([*self.shape])
 
     def index(self, axes: Sequence[str]) -> int:
-        """Return the index of this rank along `axes`, as one number from 0."""
+        """Return the flattened index of this rank along `axes`."""
         index = 0
         for name in axes:
             index = index * self.shape[name] + self.coordinate[name]
@@ -76,9 +77,9 @@ class MeshRanks:
         return len(self.along(axes))
 
     def axis_of(self, mesh: DeviceMesh, dim: int) -> str | None:
-        """Return the axis of this mesh that has the ranks of a dimension of another mesh; None if none has.
+        """Return the axis of this mesh with the same ranks as a dimension of another mesh, or None.
 
-        A dimension of one rank matches any axis, and the result is "".
+        A dimension with one rank matches any axis, and the result is "".
         """
         other = MeshRanks(mesh)
         ranks = other.along([[*other.shape][dim]])
@@ -107,12 +108,12 @@ def axes_problems(axes: Axes, shape: Mapping[str, int]) -> list[str]:
 
 
 def has_group(name: str, axes: Any) -> bool:
-    """Whether a pattern of `Axes.groups` matches a parameter's name; False where `axes` is no `Axes`."""
+    """Whether a pattern of `Axes.groups` matches a parameter name; False if `axes` is not an `Axes`."""
     return isinstance(axes, Axes) and any(fnmatchcase(name, pattern) for pattern in axes.groups)
 
 
 def process_groups(groups: Mapping[str, Any]) -> list[str]:
-    """Describe the values of `Axes.groups` that are no process groups, where there is no mesh."""
+    """Describe the values of `Axes.groups` that are not process groups; used when there is no mesh."""
     return [
         (
             f"axes.groups[{pattern!r}]={group!r}: need a torch.distributed.ProcessGroup of this rank; "
@@ -135,7 +136,7 @@ def _named(axes: Axes) -> Iterator[tuple[str, tuple[str, ...]]]:
 
 
 def num_ranks(group: Any) -> int | None:
-    """Return the size of a process group (None is the default group); None if it is no group."""
+    """Return the size of a process group (None: the default group); None if it is not a process group."""
     if isinstance(group, dist.ProcessGroup):
         return group.size()
     return dist.get_world_size() if group is None and dist.is_initialized() else None

@@ -1,4 +1,4 @@
-"""What a transport is: the few collectives that the engine and its wires may call."""
+"""Interface of transports: the collectives that the engine and its wires may call."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class Traffic:
     """Counters of one transport: collectives launched, and the bytes that this rank sends for them."""
 
     collectives: int = 0
-    # By the formula of a ring, in which each rank also forwards a broadcast; of small reductions over gloo
-    # what is sent.
+    # Computed by the formula of a ring, in which each rank also forwards a broadcast. For small reductions
+    # over gloo, the bytes actually sent.
     bytes_sent: int = 0
 
     def count(self, num_bytes: int) -> None:
@@ -41,7 +41,7 @@ def ring_bytes(num_bytes: int, world_size: int) -> int:
 
 
 def by_dtype(tensors: Iterable[T]) -> list[list[T]]:
-    """Group tensors by dtype, in their order: one collective or pass needs a single dtype."""
+    """Group tensors by dtype in order, because a collective or a pass needs a single dtype."""
     found: dict[torch.dtype, list[T]] = {}
     for tensor in tensors:
         found.setdefault(tensor.dtype, []).append(tensor)
@@ -49,22 +49,22 @@ def by_dtype(tensors: Iterable[T]) -> list[list[T]]:
 
 
 class Work(Protocol):
-    """A collective under way."""
+    """A collective in progress."""
 
     def wait(self) -> object:
-        """Block until the result is there; on an accelerator, let the current stream wait for it."""
+        """Block until the result is available; on an accelerator, make the current stream wait for it."""
 
     def get_future(self) -> torch.futures.Future[Any]:
-        """Return a future that completes with the collective. Default: there is none."""
+        """Return a future that completes with the collective. Default: raise RuntimeError."""
         raise RuntimeError(f"a {type(self).__name__} has no future: wait for it")
 
     def is_completed(self) -> bool:
-        """Whether waiting would not block. Default: it never does."""
+        """Whether `wait` would return without blocking. Default: True."""
         return True
 
 
 class Done(Work):
-    """A collective that was complete when it was launched; its future holds `result`."""
+    """A collective that is already complete at launch; its future holds `result`."""
 
     def __init__(self, result: Tensor) -> None:
         self._result = result
@@ -79,28 +79,29 @@ class Done(Work):
 
 
 class Comm(ABC):
-    """Base class of transports: collectives among the ranks of a group. `comm_for` makes the right one.
+    """Base class of transports: collectives among the ranks of a group. `comm_for` creates a transport.
 
     A transport implements `all_reduce`, `all_reduce_max`, `all_gather_object` and `broadcast_`. All other
-    methods and attributes have defaults, for a transport that has nothing to add.
+    methods and attributes have defaults.
 
     Args:
-        rank: this rank in the group.
+        rank: index of this rank in the group.
         world_size: number of ranks in the group.
 
     Attributes:
         rank, world_size: as given.
         ranks: all ranks of the group, as the default group numbers them.
-        backend: name of the backend, "nccl" for example; empty if there is none.
-        is_stream_ordered: whether the current stream (or a recorded program) waits for collectives, not the
-            host.
-        can_exchange: whether `all_to_all` and `all_gather` are there.
-        can_or: whether `all_reduce_or` is there.
+        backend: name of the backend, for example "nccl"; empty if there is no backend.
+        is_stream_ordered: whether the current stream (or a recorded program) waits for collectives instead of
+            the host.
+        can_exchange: whether `all_to_all` and `all_gather` are implemented.
+        can_or: whether `all_reduce_or` is implemented.
         has_own_memory: whether `allocate` returns memory in which reductions are faster than elsewhere.
-        host_of: host of each rank of the group; empty until the engine's ranks have gathered it.
-        engine_id: random, the same on every rank; None until the engine's ranks have agreed on it.
-        traffic: what this rank has sent so far.
-        roll_call: adds to the error of a failed collective which ranks do not answer.
+        host_of: host of each rank of the group; empty until the engine's ranks have gathered their hosts.
+        engine_id: random number that is the same on every rank; None until the engine's ranks have agreed on
+            it.
+        traffic: collectives launched and bytes sent by this rank so far.
+        roll_call: adds the ranks that do not respond to the error of a failed collective.
     """
 
     backend = ""
@@ -128,49 +129,53 @@ class Comm(ABC):
             flat: `[numel]`, of the same dtype on every rank. The caller keeps it alive and unchanged until
                 the work has been waited for.
 
-        Cost: 2 (W - 1) / W times its bytes sent by every rank of W, as in a ring. Over gloo at most 5 times
-        the bytes of a small vector: see [Note: small reductions] in torch_dist.py.
+        Cost: every rank of W sends 2 (W - 1) / W times the bytes of `flat`, as in a ring. Over gloo, a rank
+        sends at most 5 times the bytes of a small vector: see [Note: small reductions] in torch_dist.py.
         """
 
     @abstractmethod
     def all_reduce_max(self, flat: Tensor) -> Work:
-        """Launch a maximum over all ranks, in place; otherwise as `all_reduce`."""
+        """Launch a maximum over all ranks, in place; otherwise the same as `all_reduce`."""
 
     def all_reduce_or(self, flat: Tensor) -> Work:
-        """Launch a bitwise or of int64 over all ranks, in place; otherwise as `all_reduce`."""
+        """Launch a bitwise OR of int64 over all ranks, in place; otherwise the same as `all_reduce`."""
         raise NotImplementedError(f"{type(self).__name__} has no all_reduce_or: can_or is False")
 
     @abstractmethod
     def all_gather_object(self, value: object) -> list[Any]:
-        """Return the values of all ranks, by rank; read only. It waits and pickles: for set-up and errors."""
+        """Return the values of all ranks, by rank and read-only; waits, and pickles the values.
+
+        Meant for setup and errors.
+        """
 
     def max_of(self, *values: int) -> list[int]:
-        """Return the largest of each value on any rank. It waits.
+        """Return the maximum of each value over all ranks, and wait for it.
 
         Args:
-            values: whole numbers of 64 bits, as many on every rank.
+            values: 64-bit integers; every rank passes the same number of values.
         """
         return [max(each) for each in zip(*self.all_gather_object(values), strict=True)]
 
     def all_gather_objects(
         self, values: Sequence[object], *numbers: int
     ) -> tuple[list[list[Any]], list[int]]:
-        """Return each value as `all_gather_object` does, and each number as `max_of` does. It waits.
+        """Return the results of `all_gather_object` for each value and of `max_of` for the numbers.
 
-        Default: one after the other.
+        The call waits for the results. Default: one collective after another.
         """
         gathered = [self.all_gather_object(value) for value in values]
         return gathered, self.max_of(*numbers) if numbers else []
 
     @abstractmethod
     def broadcast_(self, tensors: list[Tensor]) -> None:
-        """Overwrite tensors with rank 0's, and wait.
+        """Overwrite tensors with the values of rank 0, and wait.
 
         Args:
-            tensors: of any shapes and dtypes, the same on every rank; the caller's memory.
+            tensors: tensors of any shapes and dtypes, which must be the same on every rank; overwritten in
+                place.
 
-        Cost: their bytes sent by rank 0 (on XLA an all-reduce of them as float32). Tensors that share a
-        collective are copied for it.
+        Cost: rank 0 sends the bytes of `tensors` (XLA uses an all-reduce in float32 instead). Tensors that
+        share a collective are copied.
         """
 
     # ---- exchanges of parts: `can_exchange` ----
@@ -179,71 +184,72 @@ class Comm(ABC):
         """Launch an exchange in which every rank sends a different part to each rank.
 
         Args:
-            received: `[world_size * n]`, written: the r-th part comes from rank r.
-            parts: of the same shape and dtype, read: the r-th part goes to rank r. n is the same on every
+            received: output, `[world_size * n]`: the r-th part comes from rank r.
+            parts: input of the same shape and dtype: the r-th part goes to rank r. n is the same on every
                 rank.
 
-        Cost: (W - 1) / W times its bytes sent by every rank of W.
+        Cost: every rank of W sends (W - 1) / W times the bytes of `parts`.
         """
         raise NotImplementedError(f"{type(self).__name__} has no all_to_all: can_exchange is False")
 
     def all_gather(self, gathered: Tensor, part: Tensor) -> Work:
-        """Launch an all-gather of one part of each rank.
+        """Launch an all-gather of one part from each rank.
 
         Args:
-            gathered: `[world_size * n]`, written: the r-th part comes from rank r.
-            part: `[n]`, of the same dtype, read; may be this rank's part of `gathered`. n is the same on
+            gathered: output, `[world_size * n]`: the r-th part comes from rank r.
+            part: input, `[n]`, of the same dtype; may be this rank's part of `gathered`. n is the same on
                 every rank.
 
-        Cost: (W - 1) times its bytes sent by every rank of W.
+        Cost: every rank of W sends (W - 1) times the bytes of `part`.
         """
         raise NotImplementedError(f"{type(self).__name__} has no all_gather: can_exchange is False")
 
     # ---- memory ----
 
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return zeros, `[numel]`, in the memory that this transport reduces fastest.
+        """Return zeros, `[numel]`, in the memory in which this transport reduces fastest.
 
-        The memory lives as long as the tensor. Default: torch's own memory.
+        The memory is freed together with the tensor. Default: torch's allocator.
         """
         return torch.zeros(numel, dtype=dtype, device=device)
 
     def reserve(self, sizes: Sequence[int]) -> None:
-        """Reserve one piece of memory for the next buffers, of `sizes` bytes; same sizes on every rank.
+        """Reserve one block of memory for the next buffers, which have `sizes` bytes on every rank.
 
         Default: nothing is reserved.
         """
 
     def unsupported_reason(self, dtype: torch.dtype) -> str:
-        """Return why this transport cannot reduce a dtype; empty if it can. Default: all are supported."""
+        """Return why this transport cannot reduce a dtype, or an empty string. Default: all are supported."""
         del dtype
         return ""
 
     # ---- transports beside this one ----
 
     def with_own_group(self) -> Comm:
-        """Return a transport over the same ranks whose collectives cannot be paired with other code's.
+        """Return a transport over the same ranks whose collectives cannot be matched with other code's.
 
-        Every rank calls this. The result is released together with this transport. Default: this transport.
+        Every rank must call this. The result is released together with this transport. Default: this
+        transport.
         """
         return self
 
     def between_hosts(self) -> Comm | None:
         """Return a transport over the same ranks for tensors in host memory, which needs no device.
 
-        Every rank calls this. The result is released together with this transport. Default: None. The host
-        then waits for collectives anyway, or the hosts have no backend.
+        Every rank must call this. The result is released together with this transport. Default: None, because
+        the host waits for collectives anyway, or there is no backend for host memory.
         """
         return None
 
     def join(self, other: Comm) -> None:
-        """Share the traffic counters and the stall watch of `other`; be released together with it."""
+        """Share the traffic counters and the stall watch of `other`, and be released together with it."""
         self.traffic, self.host_of = other.traffic, other.host_of
         self.roll_call.watch = other.roll_call.watch
         other._joined.append(self)
 
     def release(self) -> None:
-        """End everything that this transport runs beside the caller, and the process groups it has made."""
+        """Release the threads that this transport has started and the process groups that it has created."""
         for comm in self._joined:
             comm.release()
         self._joined = []
@@ -254,13 +260,13 @@ class Comm(ABC):
     # ---- waiting ----
 
     def side_stream(self, tensors: Sequence[Tensor]) -> AbstractContextManager[None]:
-        """Run the body where waiting for collectives does not stall the running backward.
+        """Run the body on a stream where waiting for collectives does not stall the backward.
 
         Args:
-            tensors: of the current stream, read by the body. Their memory is not reused before the body's
-                kernels have run.
+            tensors: tensors of the current stream that the body reads. Their memory is not reused before the
+                kernels of the body have run.
 
-        Default: right here, for a transport that needs no other stream.
+        Default: run the body on the current stream.
         """
         del tensors
         return nullcontext()
@@ -268,42 +274,43 @@ class Comm(ABC):
     def run(
         self, launch: Callable[[bool], dist.Work | None], what: str, group: dist.ProcessGroup | None = None
     ) -> None:
-        """Run a collective of torch's own and wait for it.
+        """Run a collective of `torch.distributed` and wait for it.
 
         Args:
-            launch: starts it. Given True it returns the work, or waits and returns None; given False it
-                waits.
+            launch: starts the collective. Given True, it returns the work, or waits and returns None; given
+                False, it waits.
             what: description of the collective.
-            group: process group of the collective, if not that of this transport.
+            group: process group of the collective; None: the process group of this transport.
 
-        Default: wait, without looking for ranks that do not come.
+        Default: wait, without checking which ranks do not join.
         """
         del what, group
         launch(False)
 
     def watch_stalls(self, after_s: float) -> None:
-        """Report collectives that ranks have not come to after `after_s` seconds; fail where one has died.
+        """Report collectives that ranks have not joined after `after_s` seconds; fail if a rank has died.
 
-        Every rank of the group calls this, in the order in which it makes engines. Default: no watch.
+        Every rank of the group must call this, in the order in which engines are created. Default: no watch.
         """
 
     def report_position(self, position: Callable[[], str]) -> None:
-        """Let the stall watch describe where this rank is by `position`, which another thread calls."""
+        """Register `position`, by which the stall watch describes this rank; called from another thread."""
         if self.roll_call.watch is not None:
             self.roll_call.watch.position = position
 
 
 class Unbroken:
-    """A context that starts no further collective once an interrupt has left its body behind a launch.
+    """Context manager that prevents further collectives after an interrupt in its body.
 
-    Ctrl-C or no memory comes on one rank alone. The other ranks then wait for the collective that the body
-    was about to launch, which this rank no longer knows. Other exceptions are those that all ranks raise.
+    This applies only if the body has launched a collective. Ctrl-C or an out-of-memory error occurs on a
+    single rank. The other ranks then wait for the collective that the body was about to launch, and this rank
+    no longer knows which one. Other exceptions occur on all ranks.
 
     Args:
-        comm: transport of the body, or one that has joined it.
+        comm: transport that the body uses, or a transport joined with it.
     """
 
-    # A class, not a generator: there are several a window.
+    # A class is faster than a generator, and there are several contexts per window.
     def __init__(self, comm: Comm) -> None:
         self._comm, self._num_before = comm, comm.traffic.collectives
 
@@ -316,7 +323,7 @@ class Unbroken:
 
 
 def is_interrupt(error: BaseException | None) -> bool:
-    """Whether an exception may come anywhere, on one rank alone: Ctrl-C, or no memory."""
+    """Whether an exception can occur anywhere, on a single rank: Ctrl-C or out of memory."""
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
     return error is not None and not isinstance(error, Exception)
@@ -324,10 +331,11 @@ def is_interrupt(error: BaseException | None) -> bool:
 
 @dataclass(frozen=True)
 class Levels:
-    """Transports of a rank in two levels."""
+    """Transports of a rank within its host and across hosts."""
 
-    inside: Comm  # over the ranks of its host
-    # Over the ranks with the same index on every host; over this rank alone where a smaller host has none.
+    inside: Comm  # over the ranks of this rank's host
+    # Over the ranks with the same index on every host; over this rank alone if a smaller host has no such
+    # rank.
     across: Comm
     num_parts: int  # ranks of the smallest host, each of which sums a part across hosts
 
@@ -340,7 +348,7 @@ class Levels:
 
 
 class Local(Comm):
-    """The transport of a single process: one rank, and nothing moves."""
+    """Transport of a single process: there is one rank, and nothing is sent."""
 
     can_exchange = True
 
@@ -373,17 +381,17 @@ class Local(Comm):
 
 
 def spans_hosts(comm: Comm) -> bool:
-    """Whether the ranks of a transport are on several hosts; True where that is not known."""
+    """Whether the ranks of a transport are on several hosts; True if their hosts are not known."""
     return not comm.host_of or len({comm.host_of[rank] for rank in comm.ranks}) > 1
 
 
 def own_host() -> Hashable:
-    """Return an identity of this host, the same for all of its processes."""
+    """Return the identity of this host, which is the same for all processes on it."""
     return ProcessId.own().space, own_network()
 
 
 def by_host(hosts: Sequence[Hashable]) -> Hosts:
-    """Return the indices of ranks by host, in the order of their first ranks; `hosts` is by rank."""
+    """Group ranks by host, given the host of each rank; hosts are in the order of their first ranks."""
     return tuple(
         tuple(rank for rank, host in enumerate(hosts) if host == one) for one in dict.fromkeys(hosts)
     )

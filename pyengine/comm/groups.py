@@ -1,17 +1,17 @@
-"""Process groups among the ranks of an engine: how they are made, held and destroyed.
+"""Process groups of an engine's ranks: how they are created, held and destroyed.
 
 [Note: an engine's own group]
-A backend pairs the collectives of a group by their order on each rank. Where the host waits for collectives,
-an engine launches its buckets when the window's header has arrived, which is sooner on one rank than on
-another. Any other collective of that group, by the user in the backward or by a second engine, would be
-paired with a bucket, and the two would be added up. So buckets use a group that no other code uses. Every
-engine makes one, and destroys it when it is closed or freed.
+A backend matches the collectives of a group by their order on each rank. If the host waits for collectives,
+an engine launches its buckets when the window's header has arrived, which is earlier on one rank than on
+another. Any other collective of the group, launched by the user in the backward or by a second engine, would
+be matched with a bucket, and the two would be added together. So buckets use a group that no other code uses.
+Every engine creates such a group, and destroys it when the engine is closed or freed.
 
 [Note: destroying a group]
-Each rank destroys its end of a group by itself, at another time than other ranks. A collective that has
-completed on a rank needs nothing more from it. The threads of a gloo group end when its last reference goes,
-which waits for collectives that are under way, up to their timeout. So a thread of its own drops that
-reference, and the caller waits for that thread for a second at most.
+Each rank destroys its end of a group independently, at a different time than other ranks. A collective that
+has completed on a rank needs nothing more from this rank. The threads of a gloo group end when the last
+reference to the group is dropped; this waits for pending collectives, up to their timeout. So a separate
+thread drops the last reference, and the caller waits at most a second for this thread.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ from pyengine.ops.device import HOST
 
 _log = logging.getLogger("pyengine.comm")
 
-_DESTROY_S = 1.0  # for which `destroy` waits
+_DESTROY_S = 1.0  # maximum time for which `destroy` waits
 
 # ---- groups that several engines share ----
 
 
 def group_of(ranks: Sequence[int], device: torch.device) -> dist.ProcessGroup | None:
-    """Return a group of these ranks for tensors on a device; None where it is the default group.
+    """Return a group of these ranks for tensors on a device; None if this is the default group.
 
-    All of the ranks call this, in the same order for different groups.
+    All of the ranks must call this, in the same order for different groups.
     """
     if list(ranks) == list(range(dist.get_world_size())):
         return None
@@ -49,10 +49,11 @@ def group_of(ranks: Sequence[int], device: torch.device) -> dist.ProcessGroup | 
 
 
 def group_of_hosts(parent: dist.ProcessGroup | None) -> dist.ProcessGroup:
-    """Return a gloo group of the hosts of another group's ranks; called as `group_of`.
+    """Return a gloo group of the ranks of another group; must be called in the same way as `group_of`.
 
-    All engines over `parent` share it: if ranks send windows of different engines, the collectives of hosts
-    are paired as the buckets are, and the next window of the same engine is paired right again.
+    All engines over `parent` share this group. If ranks send windows of different engines, the collectives of
+    this group are matched like the buckets, and the next window of a common engine is matched correctly
+    again.
     """
     parent = group_or_default(parent)
     ranks, limit = dist.get_process_group_ranks(parent), timeout_of(parent, HOST)
@@ -62,12 +63,12 @@ def group_of_hosts(parent: dist.ProcessGroup | None) -> dist.ProcessGroup:
 def find_or_make(
     ranks: Sequence[int], purpose: str, timeout: timedelta, *, backend: str | None = None
 ) -> dist.ProcessGroup:
-    """Return the group that an earlier engine over these ranks has made, or make it; called as `group_of`.
+    """Return the group that an earlier engine over these ranks has created, or create the group.
 
-    torch's own list of groups is searched: it holds the same ones on each of the ranks, which make them
-    together.
+    Must be called in the same way as `group_of`. torch's list of groups is searched: it contains the same
+    groups of these ranks on each of the ranks, because the ranks create them together.
     """
-    for group in [*c10d._world.pg_map]:  # a garbage collection may destroy one meanwhile
+    for group in [*c10d._world.pg_map]:  # a copy, because a garbage collection may destroy a group
         if group.group_desc == f"pyengine: {purpose}" and dist.get_process_group_ranks(group) == [*ranks]:
             _log.debug("reuse process group for %s over ranks %s", purpose, ranks)
             return group
@@ -94,7 +95,7 @@ def name_of_backend(group: dist.ProcessGroup | None, device: torch.device) -> st
 def has_gloo(group: dist.ProcessGroup | None) -> bool:
     try:
         return name_of_backend(group, HOST) == "gloo"
-    except RuntimeError:  # it has no backend for the CPU
+    except RuntimeError:  # the group has no backend for the CPU
         return False
 
 
@@ -102,7 +103,8 @@ def timeout_of(group: dist.ProcessGroup | None, device: torch.device) -> timedel
     """Return the timeout of a group's collectives; torch's default if the backend does not report it."""
     backend = backend_of(group, device)
     try:
-        # TORCH_DISTRIBUTED_DEBUG=DETAIL wraps backends, and torch 2.9 does not ask the one inside.
+        # TORCH_DISTRIBUTED_DEBUG=DETAIL wraps backends, and in torch 2.9 the wrapper does not return the
+        # timeout of the wrapped backend.
         limit: timedelta = getattr(backend, "wrapped_pg", backend).options._timeout
     except (AttributeError, RuntimeError):  # MPI, UCC
         limit = c10d._get_default_timeout(dist.Backend(backend.name().lower()))
@@ -115,16 +117,16 @@ def timeout_of(group: dist.ProcessGroup | None, device: torch.device) -> timedel
 def make(
     purpose: str, ranks: Sequence[int], *, timeout: timedelta, backend: str | None = None
 ) -> dist.ProcessGroup:
-    """Make a group of these ranks; all of them call this.
+    """Create a group of these ranks; all of these ranks must call this.
 
-    `dist.new_group` either needs every rank of the default group, or names a group by how many groups this
-    rank has, and waits forever where another rank has more. So the name is our own. (The calls are private
-    ones of torch; checked against 2.9 to 2.15.)
+    `dist.new_group` either needs every rank of the default group, or names the group by the number of groups
+    on this rank, and then hangs if this number differs between ranks. So this function chooses the name
+    itself. It uses private functions of torch, checked against torch 2.9 to 2.15.
 
     Args:
-        purpose: description that no other group of these ranks has, or has had.
-        ranks: sorted, as the default group numbers them.
-        backend: None: the default group's backends; or the name of the backend of one kind of device.
+        purpose: description that no other group of these ranks has ever had.
+        ranks: sorted ranks, as the default group numbers them.
+        backend: name of the backend for one kind of device; None: the default group's backends.
     """
     default_group = c10d._get_default_group()
     default_backend, store = c10d._world.pg_map[default_group]
@@ -138,20 +140,20 @@ def make(
         store,
         name,  # type: ignore[arg-type]  # a str
         timeout=timeout,
-        pg_tag=name,  # without a tag of its own torch returns this group to whoever names these ranks
+        pg_tag=name,  # without a unique tag, torch returns this group to other code with these ranks
         device_id=default_group.bound_device_id if backend is None else None,
         group_desc=f"pyengine: {purpose}",
     )
     c10d._world.pg_group_ranks[group] = {rank: index for index, rank in enumerate(ranks)}
-    # torch names groups of `use_local_synchronization=True` by the number of these names, which has to be
-    # the same on every rank.
+    # torch names groups with `use_local_synchronization=True` by the number of entries in `pg_names`, which
+    # has to be the same on every rank.
     del c10d._world.pg_names[group]
     _log.debug("make process group for %s over ranks %s, timeout %s", purpose, ranks, timeout)
     return group
 
 
 def destroy(reference: weakref.ref[dist.ProcessGroup], pid: int) -> None:
-    """Destroy this rank's end of a group, also in a garbage collection; see [Note: destroying a group]."""
+    """Destroy this rank's end of a group; safe in a garbage collection. See [Note: destroying a group]."""
     group = reference()
     if group is None or group not in c10d._world.pg_map or os.getpid() != pid:  # a fork has no such threads
         return
@@ -166,18 +168,19 @@ def destroy(reference: weakref.ref[dist.ProcessGroup], pid: int) -> None:
         held.clear()
         is_freed.release()
 
-    _thread.start_new_thread(free, ())  # threading.Thread has a lock, in which the collection may run
+    _thread.start_new_thread(free, ())  # threading.Thread takes a lock that this thread may already hold
     is_freed.acquire(timeout=_DESTROY_S)
 
 
 class GroupHandle:
-    """A process group as transports hold it: it does not keep the group alive.
+    """Weak reference to a process group, as held by transports.
 
-    Whoever holds a group beyond its end keeps its threads.
+    A strong reference to a destroyed group would keep its threads alive.
 
     Args:
-        is_own: whether the group is an engine's own: `release`, or the end of this object, destroys it.
-        leader: handle of the group whose timeout this one gets; None: the group keeps its timeout.
+        is_own: whether the group belongs to an engine and is destroyed when this object is released or freed.
+        leader: handle of the group whose timeout is applied to this group; None: this group keeps its
+            timeout.
     """
 
     def __init__(
@@ -190,12 +193,12 @@ class GroupHandle:
     ) -> None:
         self.ranks: tuple[int, ...] = tuple(dist.get_process_group_ranks(group))
         self._group = None if group is None else weakref.ref(group)
-        self._device = device  # of the tensors; a group has a backend for each kind of device
+        self._device = device  # device of the tensors; a group has a backend for each kind of device
         self._leader = leader
         self._destroy = None
         if is_own and self._group is not None:
             self._destroy = weakref.finalize(self, destroy, self._group, os.getpid())
-            self._destroy.atexit = False  # the interpreter starts no thread then
+            self._destroy.atexit = False  # no thread can be started at interpreter exit
 
     def get(self) -> dist.ProcessGroup | None:
         if self._group is None:
@@ -209,11 +212,11 @@ class GroupHandle:
         return found
 
     def timeout(self) -> timedelta:
-        """Return the timeout of the engine's group, which the user may set at any time."""
+        """Return the timeout of the engine's group, which the user may change at any time."""
         return timeout_of(self.get(), self._device) if self._leader is None else self._leader.timeout()
 
     def apply_timeout(self) -> None:
-        """Give a collective that is about to start the timeout of the engine's group."""
+        """Apply the timeout of the engine's group to the next collective."""
         if self._leader is not None:
             group = self.get()
             if (limit := self.timeout()) != timeout_of(group, self._device):

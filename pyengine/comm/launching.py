@@ -1,7 +1,7 @@
 """Run a function on every worker: on torchrun's workers, or on new processes of this machine.
 
-New workers do not come from torch.distributed.elastic: its agent serves a store on every network interface
-and unpickles what it reads from it.
+New workers are not started by torch.distributed.elastic, because its agent serves a store on every network
+interface and unpickles the data that it reads from this store.
 """
 
 from __future__ import annotations
@@ -33,8 +33,9 @@ from typing import Any, Literal, NoReturn, TypeVar
 import torch
 import torch.distributed as dist
 
-# On its first import (by an optimizer, for example) the default group becomes the default value of arguments
-# there, which keeps the threads of the group. So the module has to be imported before there is a group.
+# When this module is first imported (by an optimizer, for example), the current default group becomes the
+# default value of arguments in it, which keeps the threads of the group alive. So the module has to be
+# imported before a group exists.
 import torch.distributed.nn.functional
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.elastic.multiprocessing.errors import record
@@ -46,14 +47,14 @@ from torch.multiprocessing import (  # type: ignore[attr-defined]  # torch's stu
 _log = logging.getLogger("pyengine.comm")
 T = TypeVar("T")
 
-_PROCESS = uuid.uuid4().hex  # torchrun's store outlives its workers: keys of this process have its name
+_PROCESS = uuid.uuid4().hex  # torchrun's store outlives its workers, so keys of this process contain this id
 _MAX_WORKERS_PER_CORE = 32
 _POLL_S = 0.1
-_TRACE_S = 1.0  # after the deadline, for workers to write their stacks
-_GRACE_S = 30.0  # after SIGTERM, for workers to end, for example behind a checkpoint
-_WITHIN_S = 0.2  # a thread of a process group frees its callbacks within milliseconds
+_TRACE_S = 1.0  # time after the deadline for workers to write their stacks
+_GRACE_S = 30.0  # time after SIGTERM for workers to exit, for example to save a checkpoint
+_WITHIN_S = 0.2  # time limit; threads of a process group free their callbacks within milliseconds
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
-# Gloo and NCCL bind to the interface of this name, which no other machine reaches.
+# Gloo and NCCL bind to this network interface, which no other machine can reach.
 _LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 
 
@@ -66,39 +67,41 @@ def launch(
 ) -> list[T]:
     """Run `fn(*args)` on every worker of a fresh process group, and wait for all of them.
 
-    In a process that torchrun has started, this process is one of the workers: `fn` runs here, in a group of
-    all of them whose backends are torch's own choice (gloo for the CPU, NCCL for CUDA). An exception of `fn`
-    leaves this function as it is, and torchrun ends the other workers.
+    In a process started by torchrun, this process is one of the workers: `fn` runs in this process, in a
+    group of all workers with torch's default backends (gloo for the CPU, NCCL for CUDA). An exception raised
+    by `fn` is propagated unchanged, and torchrun terminates the other workers.
 
-    Everywhere else workers are new processes of this machine, in a gloo group over its loopback interface.
-    They import the modules of `fn` and `args`; a script calls this function under
-    `if __name__ == "__main__":`. Functions of a notebook, an interactive session or `python -c` cannot be
-    imported: workers are then forked from this process and run torch on one thread each.
+    Otherwise workers are new processes on this machine, in a gloo group over the loopback interface. They
+    import the modules of `fn` and `args`, so a script has to call this function under
+    `if __name__ == "__main__":`. Functions defined in a notebook, an interactive session or `python -c`
+    cannot be imported; in this case workers are forked from this process, and each runs torch on one thread.
 
     Args:
-        fn: a function of an importable module or script; in a notebook any function.
-        workers: number of processes to start; each gets an equal share of torch's threads. Under torchrun its
-            own options decide the number.
-        args: picklable; in a notebook anything.
-        timeout_s: seconds after which workers that still run are ended; the error has the stack of each.
-            None: no limit. Under torchrun each worker has a limit of its own: it prints its stack and exits,
-            and torchrun ends the others.
+        fn: a function in an importable module or script; in a notebook, any function.
+        workers: number of processes to start; each gets an equal share of torch's threads. Under torchrun,
+            torchrun's options determine the number of workers.
+        args: picklable arguments of `fn`; in a notebook, any arguments.
+        timeout_s: seconds after which workers that are still running are terminated; the error contains the
+            stack of each of these workers. None: no limit. Under torchrun each worker applies the limit by
+            itself: it prints its stack and exits, and torchrun terminates the other workers.
 
     Returns:
-        The results of `fn`, by rank; picklable. Under torchrun every worker gets all of them: print on one
-        rank, in `fn`.
+        The results of `fn`, by rank; they must be picklable. Under torchrun every worker gets all results, so
+        print on only one rank, inside `fn`.
 
     Raises:
-        ValueError: `workers`, `timeout_s` or `fn` cannot be used, or this machine has too few cores. Or an
-            earlier call under torchrun asked for another number of workers: such a script starts its own.
-        RuntimeError: a worker failed; the others were ended, the message holds its rank and traceback. Or
-            this machine cannot start so many processes. Or workers have to be forked, and this process holds
-            what a fork cannot use: an initialised device, a process group. Or this process is a worker that
-            has a process group already, or the other workers have not called `launch` within half an hour.
-        TimeoutError: workers had not ended after `timeout_s`, and have been ended.
-        KeyboardInterrupt: after Ctrl-C, when the workers have ended.
-        SystemExit: after SIGTERM, when the workers have ended, with 128 + the signal, unless SIGTERM has a
-            handler of the caller's.
+        ValueError: `workers`, `timeout_s` or `fn` is invalid, or this machine has too few cores; or an
+            earlier call under torchrun requested a different number of workers (a script that needs both must
+            run without torchrun).
+        RuntimeError: a worker failed; the other workers were terminated, and the message contains the failed
+            worker's rank and traceback. Or this machine cannot start that many processes. Or workers have to
+            be forked, but this process has an initialized device or a process group, which a fork cannot use.
+            Or this process is a worker that already has a process group, or the other workers have not called
+            `launch` within half an hour.
+        TimeoutError: workers were still running after `timeout_s`, and have been terminated.
+        KeyboardInterrupt: after Ctrl-C, once the workers have exited.
+        SystemExit: after SIGTERM, once the workers have exited, with code 128 + the signal number, unless the
+            caller has installed a handler for SIGTERM.
 
     Example:
         >>> pe.launch(train, workers=2, args=(config,))  # doctest: +SKIP
@@ -113,7 +116,7 @@ def launch(
         return _run_on_torchruns_workers(fn, args, workers, timeout_s)
     check_number(workers)
     method = _start_method(fn, args)
-    # OpenMP hangs in a fork of a process that has used its threads.
+    # OpenMP hangs in a forked process if the parent has used OpenMP threads.
     threads = 1 if method == "fork" else max(1, torch.get_num_threads() // workers)
     deadline = math.inf if timeout_s is None else time.time() + timeout_s
     processes: list[BaseProcess] = []
@@ -159,7 +162,7 @@ def _run_on_torchruns_workers(
     if timeout_s is not None:
         faulthandler.dump_traceback_later(timeout_s, exit=True, file=2)
     try:
-        result = record(fn)(*args)  # writes the traceback of a failure into torchrun's summary
+        result = record(fn)(*args)  # writes the traceback of an exception into torchrun's summary
         dist.all_gather_object(results, result)
     finally:
         if timeout_s is not None:
@@ -171,12 +174,12 @@ def _run_on_torchruns_workers(
 def _meet(
     store: dist.Store, rank: int, world_size: int, timeout: timedelta = default_pg_timeout
 ) -> dist.Store:
-    """Return a store that this call of every rank shares with no earlier call.
+    """Return a store that all ranks share for this call, and that no earlier call has used.
 
-    torchrun's store keeps the keys of workers that have ended since, of any world size, so a counter of calls
-    would continue theirs. Each call has a random name instead, and the name of rank 0's call prefixes the
-    shared store: rank 0 sends it to the call that it finds under each rank, until that rank's present call
-    has confirmed it.
+    torchrun's store keeps the keys of workers that have exited, for any world size, so a counter of calls
+    would continue the count of those workers. Each call has a random name instead, and the name of rank 0's
+    call is the prefix of the shared store. Rank 0 sends this name to the call that it finds under each rank,
+    until the current call of that rank has confirmed it.
     """
     call, absent = uuid.uuid4().hex, list(range(1, world_size))
     if rank == 0:
@@ -210,12 +213,12 @@ def _meet(
 
 
 def num_cores() -> int:
-    """Return the number of logical processors that this process may use."""
+    """Return the number of logical cores available to this process."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def check_number(workers: int) -> None:
-    """Raise ValueError if this machine has too few cores for so many workers, before any is started."""
+    """Raise ValueError if this machine has too few cores for `workers`."""
     cores = num_cores()
     if workers > cores * _MAX_WORKERS_PER_CORE:
         raise ValueError(
@@ -226,9 +229,9 @@ def check_number(workers: int) -> None:
 
 
 def _start_method(fn: Callable[..., Any], args: tuple[Any, ...]) -> Literal["spawn", "fork"]:
-    """Return "fork" if `fn` or `args` need a `__main__` that a new process cannot import."""
+    """Return "fork" if `fn` or `args` need a `__main__` that a new process cannot import, else "spawn"."""
     main = sys.modules["__main__"]
-    # multiprocessing asks the same; a script that came through a pipe is called "<stdin>".
+    # multiprocessing uses the same condition; a script read from a pipe has the file name "<stdin>".
     importable = main.__spec__ is not None or Path(getattr(main, "__file__", "")).is_file()
     try:
         needs_main = b"__main__" in pickle.dumps((fn, args))
@@ -262,10 +265,11 @@ def _start_method(fn: Callable[..., Any], args: tuple[Any, ...]) -> Literal["spa
 
 @dataclass(frozen=True)
 class _Job:
-    """What every worker gets.
+    """Job description that every worker receives.
 
-    A worker writes its result, the traceback of an exception, and at the deadline its stack ("trace", a file
-    that exists as soon as the worker has imported `fn`) into files of a folder that only this user can enter.
+    A worker writes its result, the traceback of an exception, and at the deadline its stack into files in a
+    folder that only this user can access. The file of the stack ("trace") exists as soon as the worker has
+    imported `fn`.
     """
 
     fn: Callable[..., Any]
@@ -274,7 +278,7 @@ class _Job:
     threads: int
     folder: Path
     timeout_s: float | None = None
-    deadline: float = math.inf  # when timeout_s is over, by time.time()
+    deadline: float = math.inf  # time at which `timeout_s` expires, as in `time.time()`
 
     def file(self, kind: Literal["result", "error", "trace"], rank: int) -> Path:
         return self.folder / f"{kind}-{rank}"
@@ -282,12 +286,12 @@ class _Job:
 
 @contextmanager
 def _sigterm_raises() -> Iterator[None]:
-    """Let SIGTERM end the body by SystemExit, which ends the workers; a handler of the caller's stays."""
+    """Make SIGTERM raise SystemExit in the body, which ends the workers; a caller's handler is kept."""
 
     def end(number: int, frame: FrameType | None) -> NoReturn:
         raise SystemExit(128 + number)
 
-    is_main = threading.current_thread() is threading.main_thread()  # no other thread may set a handler
+    is_main = threading.current_thread() is threading.main_thread()  # only this thread may set a handler
     if not is_main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
         yield
         return
@@ -300,12 +304,12 @@ def _sigterm_raises() -> Iterator[None]:
 
 @contextmanager
 def signals_blocked() -> Iterator[None]:
-    """Block Ctrl-C and SIGTERM while processes are started, which inherit the mask.
+    """Block Ctrl-C and SIGTERM while processes are started; the new processes inherit the signal mask.
 
-    Otherwise Ctrl-C would print the traceback of a half-done import from every worker, and could leave
-    behind a process that has been started and is not known yet.
+    Otherwise Ctrl-C would print the traceback of an interrupted import from every worker, and could leave
+    behind a process that has been started but not recorded yet.
     """
-    resource_tracker.ensure_running()  # its start would unblock the signals (in CPython)
+    resource_tracker.ensure_running()  # starting it later would unblock the signals (in CPython)
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
     try:
         yield
@@ -314,7 +318,7 @@ def signals_blocked() -> Iterator[None]:
 
 
 def _start(job: _Job, method: str, processes: list[BaseProcess]) -> None:
-    """Start the workers one after the other: `processes` has all that run, also if one cannot be started."""
+    """Start the workers in turn; `processes` lists the started workers even if a later start fails."""
     with signals_blocked():
         for rank in range(job.workers):
             try:
@@ -352,11 +356,11 @@ def _wait(job: _Job, processes: Sequence[BaseProcess]) -> None:
 
 
 def _describe_failure(job: _Job, processes: Sequence[BaseProcess], failed: dict[int, int]) -> str:
-    """Name the worker that failed first, and why.
+    """Describe which worker failed first, and why.
 
-    A worker that was killed comes before exceptions of others, which lose their connections to it; SIGABRT is
-    no such cause, because a lost connection may abort a process. Otherwise the first exception is the cause,
-    whichever worker ended first.
+    A killed worker takes precedence over exceptions in other workers, because these lose their connections to
+    it. SIGABRT does not count as a kill, because a lost connection may abort a process. Otherwise the first
+    exception is the cause, regardless of which worker exited first.
     """
     killed = [rank for rank, code in failed.items() if code < 0 and code != -signal.SIGABRT]
     errors = sorted(job.folder.glob("error-*"), key=lambda path: path.stat().st_mtime_ns)
@@ -375,7 +379,7 @@ def _describe_failure(job: _Job, processes: Sequence[BaseProcess], failed: dict[
 
 
 def _stack(trace: Path) -> str:
-    """Return the stack of the thread that runs `fn`, innermost call first, without this file's own calls."""
+    """Return the stack of the thread that runs `fn`, innermost call first, without the calls in this file."""
     if not trace.exists():
         return "it was still starting: importing torch, or the modules of fn and args"
     for thread in trace.read_text(encoding="utf-8", errors="replace").split("\n\n"):
@@ -387,34 +391,35 @@ def _stack(trace: Path) -> str:
 
 
 def _end(job: _Job, processes: Sequence[BaseProcess]) -> None:
-    """End the workers that still run: by SIGTERM, behind which a worker may save, and then by force."""
+    """Terminate running workers with SIGTERM, so that they may save their state, then kill them."""
     try:
         for rank, process in enumerate(processes):
-            # Without a trace it still imports, with the signals blocked, and has nothing to save.
+            # A worker without a trace file is still importing, with signals blocked, and has nothing to save.
             (process.terminate if job.file("trace", rank).exists() else process.kill)()
         end = time.monotonic() + _GRACE_S
         for process in processes:
             process.join(max(0.0, end - time.monotonic()))
-    finally:  # also where a second Ctrl-C has interrupted the waiting
+    finally:  # even if a second Ctrl-C interrupts the wait
         for process in processes:
             process.kill()
         for process in processes:
-            process.join(_GRACE_S)  # a process in an uninterruptible sleep of the kernel stays
+            process.join(_GRACE_S)  # a process in uninterruptible sleep remains
 
 
 # --- In a worker ---
 
 
 def _work(_: int, rank: int, job: _Job) -> None:
-    """Run `fn` in the group of all workers, and write its result, or the traceback of its exception."""
+    """Run `fn` in the group of all workers, and write its result or the traceback of its exception."""
     for number in _SIGNALS:
-        # Ctrl-C reaches every process of the terminal: end at once, in a collective too, and without a
-        # traceback. A fork has the handlers of its parent. A shell's background job ignores Ctrl-C.
+        # Ctrl-C reaches every process of the terminal: exit immediately, even inside a collective, and
+        # without a traceback. A forked process inherits the handlers of its parent. A background job of a
+        # shell ignores Ctrl-C.
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, signal.SIG_DFL)
-    # End with the launcher: torch asks for SIGINT, which a background job ignores.
+    # Exit when the launcher exits. torch requests SIGINT for this, which a background job ignores.
     _prctl_pr_set_pdeathsig(signal.SIGKILL)
-    faulthandler.enable(file=2)  # the descriptor: a notebook's sys.stderr has none
+    faulthandler.enable(file=2)  # a file descriptor, because sys.stderr in a notebook has none
     with job.file("trace", rank).open("w") as trace:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
         if job.timeout_s is not None:
@@ -433,7 +438,7 @@ def _work(_: int, rank: int, job: _Job) -> None:
 
 
 def _set_environment(rank: int, job: _Job) -> None:
-    """Set the variables that torchrun sets, except the port of a store: there is none."""
+    """Set the environment variables that torchrun sets, except for the port, because no port is used."""
     os.environ |= {
         **dict.fromkeys(("RANK", "LOCAL_RANK", "ROLE_RANK"), str(rank)),
         **dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE", "ROLE_WORLD_SIZE"), str(job.workers)),
@@ -446,18 +451,18 @@ def _set_environment(rank: int, job: _Job) -> None:
         "TORCHELASTIC_MAX_RESTARTS": "0",
     }
     for name in ("MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE"):
-        os.environ.pop(name, None)  # of another launcher, whose store is not to be used
-    # Also for the groups that fn makes itself. The user's own choice of an interface stays.
+        os.environ.pop(name, None)  # set by another launcher, whose store must not be used
+    # This also applies to groups created by `fn`. An interface chosen by the user is kept.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", _LOOPBACK)
     os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={_LOOPBACK}")
     os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
 
 
 def _run_in_group(rank: int, job: _Job) -> Any:
-    # Not a TCPStore, which would listen on every interface.
+    # Not a `TCPStore`, which would listen on every network interface.
     store = dist.FileStore(str(job.folder / "store"), job.workers)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=job.workers)
-    dist.barrier()  # a rank that is soon done must not leave while another is still connecting
+    dist.barrier()  # a rank that finishes early must not exit while other ranks are connecting
     torch.set_num_threads(job.threads)
     try:
         result = job.fn(*job.args)
@@ -465,7 +470,7 @@ def _run_in_group(rank: int, job: _Job) -> Any:
         if stop.code:
             raise
         result = None
-    # Not after an exception: the others would see a closed connection, and fail first.
+    # Not after an exception: other workers would see a closed connection, and fail first.
     destroy_default_group()
     return result
 
@@ -476,20 +481,21 @@ def _run_in_group(rank: int, job: _Job) -> Any:
 def destroy_default_group() -> None:
     """Destroy torch's default group, and join its threads unless other code still holds the group.
 
-    The threads of a gloo group may be the last to hold a tensor of a collective, and need the interpreter to
-    free it. In an interpreter that is ending they abort or hang the process. So the destruction of the group
-    joins them before, while this thread does not hold the interpreter.
+    The threads of a gloo group may hold the last reference to a tensor of a collective, and need the GIL to
+    free it. While the interpreter is shutting down, this aborts or hangs the process. So these threads are
+    joined earlier, when the group is destroyed and this thread does not hold the GIL.
 
-    Cost: a garbage collection, which frees cycles that hold the group (models under DDP). Such an object must
-    not be the last holder: it would join the threads without releasing the interpreter. Nor must one of the
-    threads be, which would join itself and end the process: the callback of torch's PowerSGD hook holds the
-    group until its thread has freed it. A fifth of a second where other code keeps the group.
+    Cost: a garbage collection, which frees reference cycles that hold the group (models under DDP, for
+    example). A cycle must not hold the last reference to the group, because freeing it would join the threads
+    without releasing the GIL. A thread of the group must not hold the last reference either, because it would
+    join itself and end the process: the callback of torch's PowerSGD hook holds the group until its thread
+    has freed it. If other code keeps the group, another fifth of a second.
     """
     group, alone = dist.group.WORLD, object()
     dist.destroy_process_group()
     gc.collect()
     end = time.monotonic() + _WITHIN_S
     while sys.getrefcount(group) > sys.getrefcount(alone) and time.monotonic() < end:
-        time.sleep(1e-4)  # releases the interpreter
+        time.sleep(1e-4)  # releases the GIL
     del group
     _log.debug("destroyed the default process group")

@@ -1,4 +1,4 @@
-"""Processes of the ranks, as other processes on the same machine see them."""
+"""Processes of the ranks, as seen by other processes on the same machine."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ class ProcessId:
 
     pid: int
     host: str  # name of the machine
-    # Identifies the machine since its boot, and the container, in which `pid` is valid; unique to this
-    # process where /proc does not show it.
+    # Identifies the boot of the machine and the container in which `pid` is valid; unique to this process if
+    # /proc does not provide this information.
     space: str
-    # Start time in the kernel's ticks, which distinguishes a later process with the same pid; empty where it
-    # is not known.
+    # Start time in kernel ticks, which distinguishes this process from a later process with the same pid;
+    # empty if the start time is not known.
     started: str
 
     @classmethod
@@ -33,14 +33,14 @@ class ProcessId:
         pid = os.getpid()
         try:
             space, started = _space(), _stat(pid)[1] if sys.platform == "linux" else ""
-        except OSError:  # /proc is missing, or shows processes only (`subset=pid`)
+        except OSError:  # /proc is missing, or contains only processes (`subset=pid`)
             space, started = uuid.uuid4().hex, ""
         return cls(pid, socket.gethostname(), space, started)
 
     def state(self, here: ProcessId) -> State:
         """Return the state of this process, as seen by the process `here`.
 
-        "unknown" if `here` is on another machine, or if the state cannot be read now.
+        The state is "unknown" if `here` is on another machine, or if the state cannot be read.
         """
         if self.space != here.space:
             return "unknown"
@@ -56,7 +56,7 @@ class ProcessId:
             letter, started = _stat(self.pid)
         except (FileNotFoundError, ProcessLookupError):
             return "dead"
-        except OSError:  # no file descriptor or memory is left
+        except OSError:  # out of file descriptors or memory
             return "unknown"
         return _STATES.get(letter, "running") if started == self.started else "dead"
 
@@ -65,7 +65,7 @@ class ProcessId:
 
 
 def own_network() -> str:
-    """Return the network namespace of this process; empty where it is not known."""
+    """Return the network namespace of this process, or an empty string if it is not known."""
     try:
         return os.readlink("/proc/self/ns/net")
     except OSError:

@@ -1,6 +1,6 @@
-"""Shared memory as a transport: ranks of one host reduce in place, in memory that all of them see.
+"""Shared memory as a transport: ranks of one host reduce in place, in memory that all of them can access.
 
-That is memory of the host, or memory of GPUs that NCCL has registered: GPUs connected by NVLink reduce in it
+This is host memory, or GPU memory that NCCL has registered: GPUs connected by NVLink reduce registered memory
 without copies. Source: NCCL's user guide on user buffer registration and symmetric windows.
 """
 
@@ -28,14 +28,14 @@ _log = logging.getLogger("pyengine.comm")
 _Memory = TypeVar("_Memory", "Arena", "NcclPool")
 
 _GROUP = "through their process group, not in shared memory, which is slower"
-# torch's allocator rounds sizes up to a multiple of this.
+# torch's allocator rounds sizes up to a multiple of this number of bytes.
 _ALIGN_BYTES = 512
 
 
 class _WithMemory(TorchDist, Generic[_Memory]):
-    """Collectives of one process group, on buffers in a memory that `release` ends.
+    """Transport over one process group, with buffers in a memory that `release` closes.
 
-    Buffers come from torch's allocator from then on.
+    After `release`, buffers come from torch's allocator.
     """
 
     has_own_memory = True
@@ -59,11 +59,11 @@ class _WithMemory(TorchDist, Generic[_Memory]):
 
 
 class SharedMemory(_WithMemory[Arena]):
-    """Collectives of one process group whose ranks are processes of one host, on tensors on the CPU.
+    """Transport over a process group whose ranks are processes on one host, for tensors on the CPU.
 
-    Reductions run in an arena: every rank sums its part of all buffers, in the order of ranks, and writes the
-    sum into all of them. Narrow dtypes are summed in float32 and rounded once. All other collectives, and
-    dtypes that the arena does not support, use the process group, which reduces everything after `release`.
+    Reductions run in an arena: every rank sums its part of all buffers, in rank order, and writes the sum to
+    all buffers. Narrow dtypes are summed in float32 and rounded once. All other collectives and unsupported
+    dtypes use the process group; after `release` all reductions do.
     """
 
     def __init__(
@@ -80,9 +80,9 @@ class SharedMemory(_WithMemory[Arena]):
         return self._reduce_in(self._memory, flat, is_max=is_max)
 
     def share_part(self, flat: Tensor, part: slice) -> Work:
-        """Launch the completion of a buffer of which every rank holds a part; elements in no part become 0.
+        """Launch the completion of a buffer of which every rank holds a part; other elements become 0.
 
-        It is the second half of a reduction: its bytes have been counted with the first half.
+        This is the second half of a reduction. Its bytes are counted with the first half.
         """
         flat[: part.start].zero_()
         flat[part.stop :].zero_()
@@ -97,12 +97,12 @@ class SharedMemory(_WithMemory[Arena]):
 
 
 class SharedHosts(TorchDist):
-    """Collectives of one process group whose ranks are processes of several hosts, on tensors on the CPU.
+    """Transport over a process group whose ranks are processes on several hosts, for tensors on the CPU.
 
-    A sum runs in the arena of each host first; then each rank sums a part across hosts, and the arena
-    collects the parts: a bucket crosses the network once a host. On each host, as many ranks sum a part as
-    the smallest host has. All other collectives, and dtypes that the arena does not support, use the process
-    group.
+    A sum first runs in the arena of each host. Then each rank sums a part across hosts, and the arena
+    collects the parts, so a bucket crosses the network once per host. The number of ranks that sum parts is
+    the same on each host: the number of ranks of the smallest host. All other collectives and unsupported
+    dtypes use the process group.
     """
 
     has_own_memory = True
@@ -121,7 +121,7 @@ class SharedHosts(TorchDist):
             return super()._all_reduce(flat, op)
         part, inside, across = self._by_host.part_of(flat.numel()), self._by_host.inside, self._by_host.across
         rounds: list[Callable[[], Work]] = []
-        if isinstance(inside, SharedMemory):  # else this rank is alone on its host
+        if isinstance(inside, SharedMemory):  # otherwise this rank is alone on its host
             rounds.append(lambda: inside.all_reduce(flat))
         if part.stop > part.start:
             rounds.append(lambda: across.all_reduce(flat[part]))
@@ -138,7 +138,7 @@ def wrong_choice(shared_memory: object) -> list[str]:
 
 
 def problems_of_sharing(comm: Comm, device: torch.device) -> list[str]:
-    """Describe why ranks cannot share the memory of a device over a transport."""
+    """Describe why the ranks of a transport cannot share memory of a device."""
     if not runs_ahead(device) or isinstance(comm, Local) or can_register(comm):
         return []
     return [
@@ -152,9 +152,9 @@ def problems_of_sharing(comm: Comm, device: torch.device) -> list[str]:
 def share_memory(comm: Comm) -> Comm:
     """Return a transport over the same ranks that reduces in shared memory.
 
-    That is memory of each host, or memory of GPUs that NCCL has registered. If no two ranks are on one host,
-    or any rank cannot share memory, all ranks use `comm`, and rank 0 warns and gives the reason. Every rank
-    calls this; the result is released together with `comm`.
+    Shared memory is host memory, or GPU memory that NCCL has registered. If no two ranks are on one host, or
+    any rank cannot share memory, all ranks use `comm`, and rank 0 issues a warning with the reason. Every
+    rank must call this; the result is released together with `comm`.
 
     Cost: two gathers of objects.
     """
@@ -171,7 +171,7 @@ def share_memory(comm: Comm) -> Comm:
             return comm
         mine = [offers[rank] for host in hosts if comm.rank in host for rank in host]
         descriptor, refusal = _open_file(mine)
-        refusals = comm.all_gather_object(refusal)  # after it all ranks have opened the file
+        refusals = comm.all_gather_object(refusal)  # now all ranks have opened the file
     finally:
         offer.withdraw()
     if any(refusals):
@@ -205,7 +205,7 @@ def _no_shared_host(offers: Sequence[MemoryOffer], hosts: Hosts) -> str:
 
 
 def _open_file(offers: Sequence[MemoryOffer]) -> tuple[int, str]:
-    """Open the file of the first rank; return its descriptor, or -1 and the reason."""
+    """Open the file of the first rank; return its descriptor and "", or -1 and the reason for a failure."""
     for offer in offers:
         if offer.refusal:
             return -1, offer.refusal
@@ -229,10 +229,10 @@ def _warn_of_fallback(comm: TorchDist, way: str, why: str) -> None:
 
 
 class NcclPool:
-    """Memory that NCCL allocates and registers with one communicator, which has been used before.
+    """Memory that NCCL allocates and registers with one communicator, which must be in use already.
 
-    Every rank makes it, and allocates the same sizes in the same order: registration is collective. Where
-    there is no such memory, NCCL or torch raises an exception of any type.
+    Every rank must create a pool and allocate the same sizes in the same order, because registration is a
+    collective. If registered memory is not supported, NCCL or torch raises an exception of any type.
     """
 
     def __init__(self, comm: TorchDist) -> None:
@@ -251,12 +251,12 @@ class NcclPool:
 
 
 class RegisteredMemory(_WithMemory[NcclPool]):
-    """Collectives of one process group over NCCL, on buffers in memory that NCCL has registered."""
+    """Transport over one NCCL process group, with buffers in memory that NCCL has registered."""
 
     def reserve(self, sizes: Sequence[int]) -> None:
         if self._memory is not None:
             num_bytes = sum(-(-size // _ALIGN_BYTES) * _ALIGN_BYTES for size in sizes)
-            self._memory.allocate(num_bytes, torch.uint8)  # freed at once: the next buffers are parts of it
+            self._memory.allocate(num_bytes, torch.uint8)  # freed immediately; the next buffers reuse it
 
 
 def can_register(comm: Comm) -> bool:
@@ -266,13 +266,13 @@ def can_register(comm: Comm) -> bool:
 def register_memory(comm: TorchDist) -> TorchDist:
     """Return a transport over the same ranks whose buffers are in registered memory.
 
-    If NCCL refuses on any rank, all ranks use `comm`, and the first rank warns and gives the reason. Every
-    rank calls this; the result is released together with `comm`.
+    If NCCL fails to register memory on any rank, all ranks use `comm`, and the first rank issues a warning
+    with the reason. Every rank must call this; the result is released together with `comm`.
 
-    Cost: an all-reduce of one element, and a gather of objects.
+    Cost: an all-reduce of one element and a gather of objects.
     """
     first = torch.zeros(1, dtype=torch.float32, device=comm.device)
-    comm.all_reduce(first).wait()  # the first collective makes the communicator
+    comm.all_reduce(first).wait()  # the first collective creates the communicator
     pool: NcclPool | None = None
     refusal = ""
     try:

@@ -1,4 +1,4 @@
-"""Several collectives in sequence as one work: each sends what is computed from the result before it."""
+"""Several collectives in sequence as one work; each sends a result computed from the previous collective."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from pyengine.comm.base import Work
 from pyengine.ops.device import has_events, recorded_event
 
 
-class Staged:  # a `Work`, and no subclass: `isinstance` of a protocol's subclasses takes ten times as long
-    """Collectives in sequence, and the computation after the last one.
+class Staged:  # not a subclass of `Work`: `isinstance` takes ten times as long for subclasses of a protocol
+    """Collectives in sequence, and the computation after the last collective.
 
-    The first collective is launched at once; the holder continues by `step` or `wait`. Never on a thread of
-    the backend: collectives have to be launched in the same order on every rank.
+    The first collective is launched immediately; the caller continues with `step` or `wait`, which must not
+    be called on a thread of the backend, because every rank has to launch collectives in the same order.
 
     Args:
-        rounds: launches the next collective each time it is advanced, which happens once the collective
-            before has completed. It ends after the last one.
-        num_rounds: number of collectives that it launches; `rounds_left` are not launched yet.
+        rounds: iterator that launches the next collective each time it is advanced, which happens once the
+            previous collective has completed. It ends after the last collective.
+        num_rounds: number of collectives in `rounds`; `rounds_left` of them are not launched yet.
         device: device of the result.
     """
 
@@ -35,9 +35,9 @@ class Staged:  # a `Work`, and no subclass: `isinstance` of a protocol's subclas
         self._advance()
 
     def step(self) -> None:
-        """Wait for the collective under way; launch the next one, or run the computation after the last.
+        """Wait for the current collective, then launch the next one or run the final computation.
 
-        A collective that has failed raises the same error at every call.
+        After a collective has failed, every call raises the same error.
         """
         if self._error is not None:
             raise self._error
@@ -45,7 +45,7 @@ class Staged:  # a `Work`, and no subclass: `isinstance` of a protocol's subclas
             self._advance()
 
     def wait(self) -> None:
-        """Run to the end; on an accelerator the current stream waits for it."""
+        """Run all remaining steps; on an accelerator the current stream waits for the result."""
         while not self._is_over or self._error is not None:
             self.step()
         if self._event is not None:
@@ -56,7 +56,7 @@ class Staged:  # a `Work`, and no subclass: `isinstance` of a protocol's subclas
         return self._is_over or (is_last and self._work is not None and self._work.is_completed())
 
     def get_future(self) -> Future[Any]:
-        """Return a future; the `step` or `wait` after the last collective completes it or sets its error."""
+        """Return a future, which `step` or `wait` completes or fails after the last collective."""
         return self._future
 
     def _advance(self) -> None:
@@ -69,10 +69,11 @@ class Staged:  # a `Work`, and no subclass: `isinstance` of a protocol's subclas
             self._is_over = True
             if isinstance(error, Exception):
                 self._error = error
-            # This rank skips collectives that follow this one on other ranks, so it starts no further one.
+            # This rank skips the subsequent collectives, which other ranks launch, so it must not start any
+            # other collectives.
             if (break_off := getattr(before, "break_off", None)) is not None:
                 break_off(error)
-                if self._error is None:  # an interrupt comes once; the error stays
+                if self._error is None:  # an interrupt occurs once, the error persists
                     self._error = RuntimeError(f"{error!r} has left a reduction between its collectives")
             if self._error is not None:
                 self._future.set_exception(self._error)

@@ -1,15 +1,15 @@
 """torch.distributed as a transport: gloo, NCCL, or any other backend of a process group.
 
 [Note: small reductions]
-gloo's own all-reduce is a ring: each rank sends up to 4 (W - 1) messages, one after the other, however little
-there is to reduce. Of a header of 24 numbers these are 46 on 32 ranks, and each message may have to wake up a
-thread. So on the host vectors of at most `_MAX_SMALL_BYTES` (headers, agreements, flags, the buckets of small
-models) are reduced in another way:
+gloo's own all-reduce is a ring: each rank sends up to 4 (W - 1) messages, one after another, however small
+the tensor is. For a header of 24 numbers on 32 ranks, each rank sends 46 messages, and each message may have
+to wake up a thread. So host vectors of at most `_MAX_SMALL_BYTES` (headers, agreements, flags, the buckets of
+small models) are reduced in a different way:
 
-- Two ranks swap their vectors in one all-gather, and both reduce (`SwapWork`): 1 message a rank instead of 4.
-- More ranks reduce over a tree by point-to-point operations (`PointToPoint.all_reduce`): 2 messages a rank on
-  average. A rank sends its vector to up to `_FAN_OUT` + 1 others, which is why larger ones take the ring.
-  Operations are paired by their tags, so other collectives of the group may come in between in any order.
+- Two ranks swap their vectors in one all-gather, and both reduce (`SwapWork`): 1 message per rank, not 4.
+- Three or more ranks reduce over a tree of point-to-point operations (`PointToPoint.all_reduce`): 2 messages
+  per rank on average. A rank sends its vector to up to `_FAN_OUT` + 1 other ranks, so larger vectors use the
+  ring. Operations are matched by tag, so other collectives of the group may run in between in any order.
 """
 
 from __future__ import annotations
@@ -56,12 +56,12 @@ from pyengine.ops.device import HOST, runs_ahead
 
 _log = logging.getLogger("pyengine.comm")
 
-# Backends that the host waits for, on any device; for all others the stream waits.
+# Backends whose collectives the host waits for, on any device; for all other backends the stream waits.
 _HOST_ORDERED = {"gloo", "mpi"}
-# As DDP: large enough for any network, and no second copy of the model.
+# Broadcasts are split as in DDP: pieces are large enough for any network, and do not copy the whole model.
 _PIECE_BYTES = 256 * 2**20
-_TAG = 0x70796567  # unused by users; operations of one tag are paired in the order in which ranks post them
-# Of reductions over a tree: the first one's tag, and how many follow before it is used again.
+_TAG = 0x70796567  # not used by other code; operations with one tag are matched in the order of posting
+# Tags of tree reductions: the first tag, and the number of tags in use before the first is reused.
 _TREE_TAG, _NUM_TREE_TAGS = 0x71000000, 2**20
 # See [Note: small reductions].
 _MAX_SMALL_BYTES, _FAN_OUT = 32 * 2**10, 4
@@ -70,12 +70,12 @@ _COMBINE: dict[dist.ReduceOp.RedOpType, Callable[..., Tensor]] = {
     dist.ReduceOp.MAX: torch.maximum,
     dist.ReduceOp.BOR: torch.bitwise_or,
 }
-# Named all_gather_single since torch 2.13.
+# `dist.all_gather_into_tensor` is named `all_gather_single` since torch 2.13.
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 class _Work(Work):
-    """A collective under way, whose error names the ranks that do not answer."""
+    """A collective in progress, whose error names the ranks that do not respond."""
 
     def __init__(
         self, work: dist.Work | P2PWork | SwapWork, roll_call: StoreRollCall, watch: StallWatch | None
@@ -100,11 +100,11 @@ class _Work(Work):
 
 
 class SideStream:
-    """Runs work that waits for other ranks after the current stream, without stalling that stream."""
+    """Side stream for work that waits for other ranks: runs after the current stream, without stalling it."""
 
     def __init__(self, device: torch.device) -> None:
-        # High priority: its kernels fill the buckets that collectives wait for, and must not queue behind
-        # the kernels of the backward.
+        # High priority: kernels on this stream fill the buckets that collectives wait for, and must not queue
+        # behind the kernels of the backward.
         self._stream = torch.Stream(device, priority=-1)
         self._device = device
 
@@ -121,9 +121,9 @@ class SideStream:
 
 
 class TorchDist(Comm):
-    """Collectives of one process group, on tensors of one device; None is the default group.
+    """Transport over one process group for tensors on one device; None is the default group.
 
-    An engine's own group is passed as its handle, which transports over the same group share.
+    An engine's own group is passed as a `GroupHandle`, which transports over the same group share.
     """
 
     can_exchange = True
@@ -139,12 +139,12 @@ class TorchDist(Comm):
         self.roll_call = StoreRollCall(group)
         self.device, self.backend = device, name_of_backend(group, device)
         self.is_stream_ordered = runs_ahead(device) and self.backend not in _HOST_ORDERED
-        # Of what is not on the device yet: such a backend sends memory of the device only.
+        # Device to which host values are copied: a stream-ordered backend can only send device memory.
         self._device_of_values = device if self.is_stream_ordered else HOST
         self._side_stream = SideStream(device) if self.is_stream_ordered else None
         self.can_or = is_gloo = not runs_ahead(device) and self.backend == "gloo"
         self._point_to_point = PointToPoint(self.handle) if is_gloo else None
-        self._num_names = 0  # of groups made from this transport
+        self._num_names = 0  # number of names given to groups made from this transport
 
     @property
     def group(self) -> dist.ProcessGroup | None:
@@ -153,22 +153,22 @@ class TorchDist(Comm):
     # ---- transports beside this one ----
 
     def with_own_group(self) -> Comm:
-        """Return a transport over an engine's own group, where the host waits for collectives.
+        """Return a transport over the engine's own group; this transport if a stream waits or W is 1.
 
         See [Note: an engine's own group] in groups.py.
 
-        Cost: a process group, and an all-reduce of 8 bytes; one more if no engine has agreed over this one.
+        Cost: a process group and an all-reduce of 8 bytes; another all-reduce if `engine_id` is not set yet.
         """
         if self.world_size == 1 or self.is_stream_ordered:
             return self
         own = self._over(self.ranks, f"buckets of engine {self._new_name()}", self.backend)
-        own.max_of(0)  # after it every rank is connected, even if another rank is about to release its end
+        own.max_of(0)  # now every rank is connected, even if another rank is about to release its end
         return own
 
     def between_hosts(self) -> Comm | None:
-        """Return a transport over gloo; None where the host waits anyway, or the group has no gloo.
+        """Return a transport over gloo; None if the host waits anyway, or the group has no gloo backend.
 
-        Cost: a process group, unless an earlier engine over this one has left it.
+        Cost: a process group, unless an earlier engine over the same group has already created it.
         """
         if self.world_size == 1:
             return Local()
@@ -180,9 +180,9 @@ class TorchDist(Comm):
         return hosts
 
     def split(self, hosts: Hosts) -> Levels:
-        """Return transports within a host and across hosts, released together with this one.
+        """Return transports within a host and across hosts, which are released together with this transport.
 
-        `hosts` has ranks of this transport, and may have unequal numbers of them.
+        `hosts` lists the ranks of this transport by host; hosts may have different numbers of ranks.
         """
         mine = next(host for host in hosts if self.rank in host)
         index, num_parts = mine.index(self.rank), min(map(len, hosts))
@@ -191,7 +191,7 @@ class TorchDist(Comm):
         return Levels(self._part(mine, purpose), self._part(across, purpose), num_parts)
 
     def _part(self, ranks: Sequence[int], purpose: str) -> Comm:
-        """Return a transport over some of the ranks of this one."""
+        """Return a transport over a subset of this transport's ranks."""
         if len(ranks) == self.world_size:
             return self
         if len(ranks) > 1:
@@ -208,7 +208,7 @@ class TorchDist(Comm):
         return made
 
     def _new_name(self) -> str:
-        """Return a name that no other group has, the same on every rank."""
+        """Return a unique group name, which is the same on every rank."""
         self._num_names += 1
         number = self.max_of(secrets.randbits(62))[0] if self.engine_id is None else self.engine_id
         return f"{number:x}.{self._num_names}"
@@ -231,7 +231,7 @@ class TorchDist(Comm):
     def run(
         self, launch: Callable[[bool], dist.Work | None], what: str, group: dist.ProcessGroup | None = None
     ) -> None:
-        """Run a collective and wait for it; its error names the ranks that did not come."""
+        """Run a collective and wait for it; an error names the ranks that did not join."""
         watch, host_watch = self.roll_call.watch, self._host_watch
         try:
             ranks = self.ranks if group is None else tuple(dist.get_process_group_ranks(group))
@@ -249,7 +249,7 @@ class TorchDist(Comm):
 
     @property
     def _host_watch(self) -> StallWatch | None:
-        """The watch that ends the host's own waiting; None where a stream waits, or nothing watches."""
+        """Stall watch that interrupts the host's wait; None if a stream waits, or there is no stall watch."""
         return None if self.is_stream_ordered else self.roll_call.watch
 
     def _launching(self) -> AbstractContextManager[None]:
@@ -258,7 +258,7 @@ class TorchDist(Comm):
 
     def _launched(self, work: dist.Work | P2PWork | SwapWork, what: str) -> _Work:
         _log.debug("launch %s over ranks %s", what, self.ranks)
-        if self.roll_call.watch is not None and not is_capturing():  # which may not be looked at
+        if self.roll_call.watch is not None and not is_capturing():  # captured works cannot be queried
             self.roll_call.watch.pending.add(self.ranks, what, work.is_completed)
         return _Work(work, self.roll_call, self._host_watch)
 
@@ -277,7 +277,7 @@ class TorchDist(Comm):
         return self._reduce_over_group(flat, op, f"an all-reduce of {flat.nbytes} bytes")
 
     def _reduce_over_group(self, flat: Tensor, op: dist.ReduceOp.RedOpType, what: str) -> _Work:
-        """Launch a reduction by the backend, or over gloo as [Note: small reductions] says."""
+        """Launch a reduction; for small vectors over gloo see [Note: small reductions]."""
         small = self._point_to_point if flat.nbytes <= _MAX_SMALL_BYTES and self.world_size > 1 else None
         num_bytes = flat.nbytes
         self.traffic.count(
@@ -324,10 +324,11 @@ class TorchDist(Comm):
     def all_gather_objects(
         self, values: Sequence[object], *numbers: int
     ) -> tuple[list[list[Any]], list[int]]:
-        """Return each of several values by rank, and the largest of each number on any rank; read only.
+        """Return each value by rank, and the maximum of each number over all ranks; the values are read-only.
 
-        Cost: an all-reduce of 40 bytes a value and 8 a number, which compares hashes: ranks mostly agree. For
-        each value in which they do not, an all-gather of the longest pickle.
+        Cost: an all-reduce of 40 bytes per value and 8 bytes per number, which compares hashes, because ranks
+        mostly have equal values. For each value that differs between ranks, an all-gather of the longest
+        pickle.
         """
         if self.world_size == 1:
             return [[value] for value in values], [*numbers]
@@ -353,9 +354,9 @@ class TorchDist(Comm):
         return gathered, most[len(most) - len(numbers) :]
 
     def _gather_pickles(self, data: bytes, longest: int) -> list[Any]:
-        """Gather a pickle of each rank; it ignores the bytes that make the shorter ones as long.
+        """Gather one pickle from each rank, padded to `longest` bytes; unpickling ignores the padding.
 
-        Not by `dist.all_gather_object`, which the stall watch cannot end.
+        `dist.all_gather_object` is not used, because the stall watch cannot interrupt it.
         """
         self.traffic.count((self.world_size - 1) * longest)
         padded = torch.frombuffer(bytearray(data.ljust(longest, b"\0")), dtype=torch.uint8)
@@ -373,9 +374,9 @@ class TorchDist(Comm):
                 self._broadcast_piece_(piece)
 
     def _broadcast_piece_(self, piece: list[Tensor]) -> None:
-        """Overwrite tensors of one dtype in one collective; a single tensor needs no copy.
+        """Broadcast tensors of one dtype in one collective; a single contiguous tensor is not copied.
 
-        They are sent as bytes: no backend supports all dtypes (float8, uint16).
+        Tensors are sent as bytes, because no backend supports all dtypes (float8 and uint16, for example).
         """
         is_view = len(piece) == 1 and piece[0].is_contiguous()
         flat = _bytes_of(piece[0]) if is_view else torch.cat([_bytes_of(tensor) for tensor in piece])
@@ -390,13 +391,13 @@ class TorchDist(Comm):
 
 
 def _bytes_of(tensor: Tensor) -> Tensor:
-    """Return a tensor's elements, uint8 [nbytes]; in its memory where it is contiguous."""
+    """Return a tensor's elements as bytes, uint8 `[nbytes]`; a view if the tensor is contiguous."""
     flat = tensor.detach().reshape(-1).contiguous()
-    return flat.as_strided(flat.shape, (1,)).view(torch.uint8)  # one element may have any stride
+    return flat.as_strided(flat.shape, (1,)).view(torch.uint8)  # a single element may have any stride
 
 
 def _pieces(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Split tensors into lists of one dtype and at most `_PIECE_BYTES`, or of one larger tensor."""
+    """Split tensors into lists of one dtype and at most `_PIECE_BYTES`; a larger tensor has its own list."""
     for same_dtype in by_dtype(tensors):
         piece, num_bytes = [same_dtype[0]], same_dtype[0].nbytes
         for tensor in same_dtype[1:]:
@@ -412,17 +413,17 @@ def _pieces(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
 
 
 class SwapWork:
-    """A reduction of two ranks, each of which sends the other one its vector; see [Note: small reductions].
+    """A reduction over two ranks, which send each other their vectors; see [Note: small reductions].
 
-    The result is there after `wait`, or when the future has completed.
+    The result is available after `wait`, or when the future has completed.
     """
 
     def __init__(self, flat: Tensor, op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup | None) -> None:
         self._flat, self._op = flat, op
         self._rows = [torch.empty_like(flat), torch.empty_like(flat)]
         self._is_reduced = False
-        self._lock = threading.Lock()  # the future completes on a thread of gloo
-        # `dist.all_gather` checks what is certain here.
+        self._lock = threading.Lock()  # the future completes on a gloo thread
+        # Bypasses `dist.all_gather`, whose argument checks are not needed here.
         self._work = group_or_default(group).allgather([self._rows], [flat])
 
     def wait(self, timeout: timedelta | None = None) -> bool:
@@ -445,26 +446,27 @@ class SwapWork:
     def _reduce(self) -> None:
         with self._lock:
             if not self._is_reduced:
-                first, second = self._rows  # in the order of ranks
-                with torch.inference_mode():  # whatever the caller's mode
+                first, second = self._rows  # in rank order
+                with torch.inference_mode():  # regardless of the caller's mode
                     _COMBINE[self._op](first, second, out=self._flat)
                 self._is_reduced = True
 
 
-# Yields the point-to-point operations of one step after the other: it posts those of the next step when those
-# of the last one have completed.
+# Iterator that posts and yields the point-to-point operations of each step; it is advanced when all
+# operations of the previous step have completed.
 Steps = Iterator[Sequence[dist.Work | None]]
 
 
 class P2PWork:
-    """Point-to-point operations as one work, whose wait may time out.
+    """Point-to-point operations combined into one work, whose `wait` may time out.
 
-    That of gloo's works may not: a timeout closes their connection.
+    `wait` of a gloo work must not time out, because this would close its connection.
 
     Args:
-        works: those of the first step, which have been posted.
-        steps: of the steps behind it.
-        timeout: of each operation. gloo's own is the one with which its group was made, whatever it is now.
+        works: operations of the first step, which have been posted.
+        steps: operations of the subsequent steps.
+        timeout: timeout of each operation. gloo itself would use the timeout with which its group was
+            created.
     """
 
     def __init__(self, works: Sequence[dist.Work | None], steps: Steps, timeout: timedelta) -> None:
@@ -474,7 +476,7 @@ class P2PWork:
         self._future: Future[Any] = Future()
 
     def run(self) -> None:
-        """Run all steps, on a thread of its own; the first error is reported at once."""
+        """Run all steps, on the transfer thread; the first error is reported immediately."""
         works: Sequence[dist.Work | None] | None = self._works
         self._works = ()
         try:
@@ -518,12 +520,13 @@ class PointToPoint:
     """Exchanges and small reductions among the ranks of one gloo group, by point-to-point operations.
 
     gloo's own all-to-all and all-gather send first. If one rank is later than another, it sends its data
-    before the notification that it can receive, over the same connection. The other rank sends nothing until
-    all of it has arrived, so the link is used in one direction at a time, at half its rate. Point-to-point
-    operations can be posted in the better order: every rank is ready to receive before it sends.
+    before its notification that it can receive, over the same connection. The other rank sends nothing until
+    all of this data has arrived, so the link carries data in one direction at a time, at half its rate.
+    Point-to-point operations can be posted in a better order: every rank is ready to receive before it sends.
 
-    Cost: from the first operation on a thread, which waits for operations in the order of their launch. It
-    ends with `close`, with this object and with the interpreter, at most a second after these.
+    Cost: a thread, started by the first operation, which waits for operations in launch order. The thread
+    ends when `close` is called, this object is freed or the interpreter exits; these wait at most a second
+    for it.
     """
 
     def __init__(self, handle: GroupHandle) -> None:
@@ -532,11 +535,11 @@ class PointToPoint:
         self._waiting: queue.SimpleQueue[P2PWork | None] = queue.SimpleQueue()
         self._close: Callable[[], object] | None = None
         self._is_broken = False
-        # Of the tree: rank r has the children r * fan-out + 1, + 2, ...
+        # In the tree, rank r has the children r * fan-out + 1, r * fan-out + 2, ...
         first = self._rank * _FAN_OUT + 1
         self._children = [*self._ranks[first : first + _FAN_OUT]]
         self._parent = None if self._rank == 0 else self._ranks[(self._rank - 1) // _FAN_OUT]
-        # Ranks to which this one sends in `all_reduce`, each once.
+        # Number of ranks to which this rank sends in `all_reduce`, once each.
         self.num_neighbors = len(self._children) + (self._parent is not None)
 
     def all_to_all(self, received: Tensor, parts: Tensor) -> P2PWork:
@@ -546,15 +549,16 @@ class PointToPoint:
         return self._launch(self._exchange(self._rows(gathered), [part] * len(self._ranks)))
 
     def all_reduce(self, flat: Tensor, op: dist.ReduceOp.RedOpType) -> P2PWork:
-        """Reduce over a tree, in place; see [Note: small reductions]. Every rank gets the same bits, which do
-        not depend on where in `flat` a number is.
+        """Reduce over a tree, in place; see [Note: small reductions].
+
+        Every rank gets the same bits, and the result of an element does not depend on its position in `flat`.
 
         Cost: the bytes of `flat`, sent to each of `num_neighbors` ranks.
         """
         return self._launch(self._reduce(flat, op))
 
     def close(self) -> None:
-        """End the thread, after the operations under way."""
+        """End the thread after its pending operations."""
         if self._close is not None:
             self._close()
         self._close = None
@@ -563,11 +567,11 @@ class PointToPoint:
         return whole.view(len(self._ranks), -1).unbind()
 
     def _launch(self, steps: Steps) -> P2PWork:
-        """Post the first step, and let the thread run the others."""
+        """Post the first step; the thread runs the remaining steps."""
         if self._is_broken:
             raise RuntimeError(failure("this rank was interrupted while it posted an exchange"))
-        timeout = self._handle.timeout()  # raises where the group has been destroyed
-        self._is_broken = True  # if an interrupt keeps some from being posted, peers would pair the next ones
+        timeout = self._handle.timeout()  # raises if the group has been destroyed
+        self._is_broken = True  # if an interrupt leaves some unposted, peers would match later ones instead
         works = next(steps)
         self._is_broken = False
         made = P2PWork(works, steps, timeout)
@@ -582,7 +586,7 @@ class PointToPoint:
 
     def _exchange(self, arriving: Sequence[Tensor], leaving: Sequence[Tensor]) -> Steps:
         num = len(self._ranks)
-        others = [(self._rank + step) % num for step in range(1, num)]  # each begins with another
+        others = [(self._rank + step) % num for step in range(1, num)]  # each rank has its own order
         group = self._handle.get()
         works = [dist.irecv(arriving[r], self._ranks[r], group, _TAG) for r in reversed(others)]
         works += [dist.isend(leaving[r], self._ranks[r], group, _TAG) for r in others]
@@ -602,7 +606,7 @@ class PointToPoint:
         answer = None if self._parent is None else dist.irecv(result, self._parent, group, tag)
         if from_children:
             yield from_children
-            with torch.inference_mode():  # the launching thread may be in it
+            with torch.inference_mode():  # the launching thread may be in this mode
                 for row in rows:
                     _COMBINE[op](flat, row, out=flat)
         if self._parent is not None:
@@ -612,8 +616,8 @@ class PointToPoint:
         yield [dist.isend(flat, child, group, tag) for child in self._children]
 
 
-# By group, how many reductions over a tree this rank has launched in it, which is the same number on every
-# rank and part of their tag.
+# By group, the number of tree reductions that this rank has launched. The number is the same on every rank,
+# and determines the tag.
 _launched_in: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
 
 

@@ -1,7 +1,7 @@
 """Which ranks a collective waits for, where they are, and whether they have died.
 
-One thread of each engine looks at the pending collectives of the engine, and sleeps otherwise. Ranks
-communicate through the store of their group, because the group itself is what has stalled.
+Each engine has a thread that checks the engine's pending collectives periodically, and otherwise sleeps.
+Ranks communicate through the store of their group, because the group itself has stalled.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ STORE_IS_GONE = (
 
 # Ranks that wait in the same collective fail within milliseconds of each other, or at the same timeout.
 WAIT_S = 2.0
-# A store that does not answer for so long is regarded as gone.
+# A store that does not respond within this time is considered gone.
 _STORE_TIMEOUT = timedelta(seconds=5)
 
 _CAN_WARN = ("running", "unknown")  # states of a process that may print the warning
-_LOOKS = 6  # before a stall is reported
+_LOOKS = 6  # number of checks before a stall is reported
 _LONGEST_TICK_S = 1.0
-_HEARTBEAT_S = 5.0  # between two heartbeats of a rank that does not wait
+_HEARTBEAT_S = 5.0  # interval between heartbeats of a rank that is not waiting
 
 
 # ---- collectives that this rank has launched and that have not completed ----
@@ -54,17 +54,17 @@ _HEARTBEAT_S = 5.0  # between two heartbeats of a rank that does not wait
 @dataclass(frozen=True)
 class Launch:
     ranks: tuple[int, ...]  # participating ranks, as the default group numbers them
-    number: int  # among the collectives of the same ranks, from 1; the same on every rank
+    number: int  # counts the collectives over these ranks, from 1; the same on every rank
     what: str
     since: float  # time of the launch on this rank, on the monotonic clock, in seconds
-    is_done: Callable[[], bool]  # whether it has completed on this rank; called by any thread
+    is_done: Callable[[], bool]  # whether the collective has completed on this rank; called from any thread
 
     def age_s(self) -> float:
         return time.monotonic() - self.since
 
 
 class Pending:
-    """Collectives under way of one engine's transports; one thread launches, others may read."""
+    """Pending collectives of one engine's transports; one thread launches them, other threads may read."""
 
     def __init__(self) -> None:
         self.launched: dict[tuple[int, ...], int] = {}  # number of collectives, by participating ranks
@@ -86,7 +86,7 @@ class Pending:
             self.open.pop((ranks, number), None)
 
     def oldest(self) -> Launch | None:
-        """Return the oldest collective under way; remove those that have completed."""
+        """Return the oldest pending collective, and remove completed collectives."""
         for key, launch in list(self.open.items()):
             if not launch.is_done():
                 return launch
@@ -106,13 +106,13 @@ def listed(ranks: Sequence[int]) -> str:
 
 @dataclass(frozen=True)
 class Heartbeat:
-    """State of one rank at one moment."""
+    """State of one rank at the time of posting."""
 
     process: ProcessId
     beat: int  # number of this heartbeat, from 1
     position: str  # description of step, window and micro-batch
-    line: str  # innermost line of the user's code that the rank's thread is in
-    waits: str  # description of the collective that the rank waits in; empty if it waits in none
+    line: str  # innermost line of user code that the rank's thread is executing
+    waits: str  # description of the collective that the rank waits for; empty if it is not waiting
     launched: dict[str, int]  # number of collectives that the rank has launched, by group
 
     def to_json(self) -> str:
@@ -120,7 +120,7 @@ class Heartbeat:
 
     @classmethod
     def of_json(cls, text: bytes) -> Heartbeat | None:
-        """Deserialize the output of `to_json`; None if `text` is something else."""
+        """Deserialize the output of `to_json`; return None if `text` is not valid."""
         try:
             fields = json.loads(text)
             beat = cls(**{**fields, "process": ProcessId(**fields["process"])})
@@ -134,10 +134,10 @@ class Heartbeat:
 
 
 class Board:
-    """The keys of one engine in the store of its group."""
+    """Keys of one engine in the store of its process group."""
 
     def __init__(self, store: dist.Store, rank: int) -> None:
-        # All ranks make their engines in the same order, so they have the same numbers.
+        # All ranks create their engines in the same order, so an engine has the same number on every rank.
         number = store.add(f"pyengine/engines/{rank}", 1)
         self._origin: Any = store  # torch's types have no `clone`
         self._prefix, self._rank = f"pyengine/stall/{number}", rank
@@ -146,8 +146,8 @@ class Board:
 
     @property
     def _store(self) -> dist.Store:
-        # A second connection, for another thread. Not before its first use: a new connection to a file store
-        # reads the whole file, which short-lived engines need not pay for.
+        # A second connection to the store, for the watching thread. It is opened on first use, because a new
+        # connection to a file store reads the whole file, which is a waste for short-lived engines.
         with self._lock:
             if self._own is None:
                 own = self._origin.clone()
@@ -156,14 +156,14 @@ class Board:
             return self._own
 
     def announce(self, beat: Heartbeat) -> None:
-        """Post the first heartbeat; called by the thread that uses the group's store."""
+        """Post the first heartbeat; called from the thread that uses the group's store."""
         dist.PrefixStore(self._prefix, self._origin).set(f"beat/{self._rank}", beat.to_json())
 
     def post(self, beat: Heartbeat) -> None:
         self._store.set(f"beat/{self._rank}", beat.to_json())
 
     def read(self, ranks: Sequence[int]) -> dict[int, Heartbeat]:
-        """Return the last heartbeat of each rank that has posted a readable one."""
+        """Return the last heartbeat of each rank; a rank without a readable heartbeat is omitted."""
         keys = {rank: f"beat/{rank}" for rank in ranks}
         if not self._store.check([*keys.values()]):
             keys = {rank: key for rank, key in keys.items() if self._store.check([key])}
@@ -171,7 +171,7 @@ class Board:
         return {rank: beat for rank, beat in beats.items() if beat is not None}
 
     def verdict(self) -> str:
-        """Return the error that all ranks raise; empty if there is none."""
+        """Return the error that all ranks raise, or an empty string."""
         return self._store.get("verdict").decode(errors="replace") if self._store.check(["verdict"]) else ""
 
     def publish(self, verdict: str) -> str:
@@ -180,9 +180,9 @@ class Board:
 
 
 def line_of(thread: int) -> str:
-    """Return the line that a thread is in, and the function of this package that this line called.
+    """Return the source line that a thread is executing, and the function of this package that it calls.
 
-    It is the innermost line outside of PyTorch, Python's library and this package.
+    This is the innermost line outside PyTorch, the Python standard library and this package.
     """
     innermost = sys._current_frames().get(thread)  # noqa: SLF001 - documented, despite its name
     found, ours = find_caller(innermost)
@@ -200,7 +200,7 @@ def line_of(thread: int) -> str:
 
 
 class Promise:
-    """A future that completes with another one, unless it is broken first; from any thread."""
+    """A future that completes with another future, unless it is broken first; usable from any thread."""
 
     def __init__(self) -> None:
         self.future: Future[Any] = Future()
@@ -227,44 +227,45 @@ class Promise:
 
 
 def failure(finding: str, error: object = None) -> str:
-    """Return the message of a collective that failed; `error` is that of the backend, if it raised one."""
+    """Return the error message of a failed collective; `error` is the backend's error, if any."""
     words = "" if error is None else f" ({error})"
     return f"a collective failed: {finding}. Restart all ranks from a checkpoint{words}"
 
 
 class StallWatch:
-    """Watches the pending collectives of one engine; after `after_s` seconds of waiting it reports a stall.
+    """Watch the pending collectives of one engine, and report a stall after `after_s` seconds of waiting.
 
     Ranks are numbered as in the default group.
 
-    Cost: a thread that wakes up once a second (six times in `after_s`, if that is more often) for about 50 us
-    and sends some 300 bytes to the store every five seconds. It ends with `close`, with this object and with
-    the interpreter.
+    Cost: a thread that wakes up once per second (or six times per `after_s`, if that is more often) for about
+    50 us, and sends about 300 bytes to the store every five seconds. The thread ends when `close` is called,
+    this object is freed or the interpreter exits.
     """
 
     def __init__(self, store: dist.Store, rank: int, ranks: Sequence[int], after_s: float) -> None:
         # ---- this rank ----
         self._board, self._rank, self._ranks = Board(store, rank), rank, tuple(ranks)
         self._me = ProcessId.own()
-        self._thread = threading.get_ident()  # trains; its line is part of every heartbeat
-        # Describes where this rank is; the watching thread calls it.
+        self._thread = threading.get_ident()  # the training thread; every heartbeat has its current line
+        # Describes the position of this rank in training; called from the watching thread.
         self.position: Callable[[], str] = lambda: "making an engine"
         self.pending = Pending()  # the transports add their collectives
-        self.verdict = ""  # error of every collective of this engine from now on; empty if there is none
-        # Futures that a verdict ends, each as long as the callback that may complete it.
+        self.verdict = ""  # if not empty, the error that every collective of this engine raises from now on
+        # Promises whose futures a verdict ends; a promise lives as long as the callback that may complete it.
         self._promises: weakref.WeakValueDictionary[int, Promise] = weakref.WeakValueDictionary()
         # ---- heartbeats of this rank ----
         self._num_posted, self._posted_at = 0, time.monotonic()
-        self._posted: Launch | None = None  # collective that the last heartbeat waits in
+        self._posted: Launch | None = None  # pending collective in the last heartbeat
         # ---- other ranks ----
         self._known: dict[int, ProcessId] = {}
-        self._seen: dict[int, int] = {}  # by rank, the number of its heartbeats when the wait began
-        # Ranks found dead at the last look, and in which collective: two looks in a row make a verdict.
+        self._seen: dict[int, int] = {}  # by rank, the number of the last heartbeat when the wait began
+        # Ranks found dead at the last check, and the collective that waits for them. The collective fails if
+        # two consecutive checks agree.
         self._suspects: tuple[Launch | None, list[int]] = (None, [])
         # ---- reports ----
         self._after_s = after_s
         self._tick_s = min(after_s / _LOOKS, _LONGEST_TICK_S)
-        self._report_at = after_s  # age of a collective at which it is reported next
+        self._report_at = after_s  # age of the pending collective at which the next report is due
         stop = threading.Event()
         watcher = threading.Thread(
             target=_watch, args=(weakref.ref(self), stop, self._tick_s), name="pyengine-stall", daemon=True
@@ -286,9 +287,9 @@ class StallWatch:
             raise RuntimeError(failure(self.verdict))
 
     def wait(self, work: Any) -> None:
-        """Wait for a collective that the host waits for, or until the ranks have a verdict.
+        """Wait on the host for a collective; raise the verdict if the ranks reach one first.
 
-        The work's own `wait` accepts a timeout, and may be called again after one.
+        The work's `wait` must accept a timeout, and must allow another call after a timeout.
         """
         while not work.is_completed():
             with suppress(RuntimeError):  # a timeout, or a failure that is raised below
@@ -298,7 +299,7 @@ class StallWatch:
         self.pending.oldest()
 
     def guard(self, future: Future[Any], call_back: Callable[[Future[Any], Any], object]) -> Future[Any]:
-        """Return a future that completes as `future` does, or fails with the verdict if that comes first."""
+        """Return a future that completes with `future`, or fails with the verdict, whichever comes first."""
         promise = Promise()
         self._promises[id(promise)] = promise
         call_back(future, promise.keep)
@@ -309,21 +310,21 @@ class StallWatch:
     # ---- called where a collective has failed ----
 
     def dead(self, ranks: Sequence[int]) -> list[int]:
-        """Return the ranks that have died, as far as this machine can see."""
+        """Return the ranks that are known to have died, as far as this machine can tell."""
         if not self._known.keys() >= set(ranks):
             self._read_processes(ranks)
         return [r for r in ranks if r in self._known and self._known[r].state(self._me) == "dead"]
 
     def waiting(self, ranks: Sequence[int]) -> set[int]:
-        """Return the ranks that live, and whose last heartbeat waits in a collective."""
+        """Return the ranks that are alive and whose last heartbeat shows them waiting for a collective."""
         return {rank for rank, beat in self._board.read(ranks).items() if beat.waits} - {*self.dead(ranks)}
 
     def is_decided(self, ranks: Sequence[int]) -> bool:
-        """Whether some of the ranks have died, or the ranks have a verdict."""
+        """Whether any of the ranks has died, or a verdict has been published."""
         return bool(self.dead(ranks) or self._board.verdict())
 
     def conclude(self, finding: str) -> str:
-        """Publish the cause of a failed collective; return the verdict, which the first rank published."""
+        """Publish the cause of a failed collective; return the verdict, the first published cause."""
         self.verdict = self._board.publish(finding)
         _log.debug("collectives of ranks %s fail: %s", self._ranks, self.verdict)
         return self.verdict
@@ -345,10 +346,10 @@ class StallWatch:
         except dist.DistNetworkError:
             self._fail(STORE_IS_GONE)
         if not self.verdict and launch.age_s() >= self._report_at:
-            self._report(launch)  # once, unless a lower rank that waits reports it
+            self._report(launch)  # only once, unless a lower waiting rank reports the stall
 
     def _fail_if_dead(self, launch: Launch) -> None:
-        """Fail if another rank has, or if the same awaited ranks are dead at two looks in a row."""
+        """Fail if another rank has failed, or if awaited ranks are found dead at two consecutive checks."""
         found = self._board.verdict()
         others = [rank for rank in launch.ranks if rank != self._rank]
         if self._suspects[0] != launch:
@@ -357,7 +358,7 @@ class StallWatch:
         dead = [] if found else self.dead(others)
         if dead and self._suspects == (launch, dead):
             found = self.conclude(self.describe_dead(dead))
-        self._suspects = (launch, dead)  # at the first look, data that it had sent may still arrive
+        self._suspects = (launch, dead)  # at the first check, data sent before the death may still arrive
         if found:
             self._fail(found)
 
@@ -368,12 +369,12 @@ class StallWatch:
     def _fail(self, verdict: str) -> None:
         self.verdict = verdict
         _log.debug("collectives of ranks %s fail: %s", self._ranks, verdict)
-        for ref in self._promises.valuerefs():  # a copy: another thread may add one
+        for ref in self._promises.valuerefs():  # a copy, because another thread may add a promise
             if (promise := ref()) is not None:
                 promise.break_(RuntimeError(failure(verdict)))
 
     def _post_heartbeat(self, launch: Launch | None) -> None:
-        """Post a heartbeat if one is due, and at once where this rank begins or ends to wait."""
+        """Post a heartbeat if one is due, and immediately when this rank starts or stops waiting."""
         now = time.monotonic()
         if launch == self._posted and now - self._posted_at < min(_HEARTBEAT_S, self._after_s / _LOOKS):
             return
@@ -397,7 +398,7 @@ class StallWatch:
             warnings.warn(self._describe(launch, beats), RuntimeWarning, stacklevel=1)
 
     def _describe(self, launch: Launch, beats: Mapping[int, Heartbeat]) -> str:
-        """Return which ranks are missing, where every rank is, and which collective they wait in."""
+        """Describe which ranks are missing, the position of each rank, and the pending collective."""
         name = _name(launch.ranks)
         late = [r for r in launch.ranks if r not in beats or beats[r].launched.get(name, 0) < launch.number]
         came = [rank for rank in launch.ranks if rank not in late]
@@ -430,7 +431,7 @@ class StallWatch:
 
 
 def _name(ranks: tuple[int, ...]) -> str:
-    """Return a short name of a group, the same on every rank."""
+    """Return a short name for a group, which is the same on every rank."""
     spelled = ",".join(map(str, ranks))
     return spelled if len(ranks) <= 8 else f"{len(ranks)} of {hash(ranks) & 0xFFFFFFFF:08x}"
 
@@ -442,7 +443,7 @@ def _watch(ref: weakref.ref[StallWatch], stop: threading.Event, tick_s: float) -
             return
         try:
             watch.look()
-        except dist.DistStoreError:  # the store has been removed: the group has ended
+        except dist.DistStoreError:  # the group has been destroyed, and its store with it
             return
         del watch
 
@@ -457,21 +458,21 @@ def _end(stop: threading.Event, watcher: threading.Thread) -> None:
 
 
 class RollCall:
-    """Names the ranks that do not answer after a failed collective. Without a store it cannot."""
+    """Names the ranks that do not respond after a failed collective; this base class names none."""
 
     def __init__(self) -> None:
-        self.watch: StallWatch | None = None  # knows which ranks have died, and the error of all ranks
+        self.watch: StallWatch | None = None  # knows the dead ranks and the verdict
 
     def named(self) -> AbstractContextManager[None]:
-        """Add the ranks that do not answer to the error of the body, a collective. Default: add nothing."""
+        """Add the ranks that do not respond to an error of the body. Default: add nothing."""
         return nullcontext()
 
     def break_off(self, error: BaseException) -> None:
-        """Start no further collective. Default: there are no other ranks."""
+        """Prevent further collectives. Default: do nothing, because there are no other ranks."""
 
 
 class StoreRollCall(RollCall):
-    """Asks the ranks of a group through its store; only the store is kept, not the group."""
+    """Roll call through the store of a process group; only the store is kept alive, not the group."""
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         super().__init__()
@@ -481,13 +482,13 @@ class StoreRollCall(RollCall):
         self._broken = ""
 
     def named(self) -> StoreRollCall:
-        """Add the ranks that do not answer to the error of the body, a collective.
+        """Add the ranks that do not respond to the error of a collective in the body.
 
         Raises:
             RuntimeError: in place of the backend's error, whose text it contains; or because another
-                collective of any rank has failed.
+                collective has failed on some rank.
 
-        Cost: nothing unless the body raises; then at most two seconds, once.
+        Cost: nothing unless the body raises an error; then at most two seconds, once.
         """
         if self.watch is not None and self.watch.verdict:
             self.watch.check()
@@ -495,7 +496,7 @@ class StoreRollCall(RollCall):
             raise RuntimeError(self._broken)
         return self
 
-    # Methods, not a generator: there are several collectives a window.
+    # Methods are faster than a generator, and there are several collectives per window.
     def __enter__(self) -> None:
         pass
 
@@ -509,15 +510,15 @@ class StoreRollCall(RollCall):
                 f"all {len(self._ranks)} ranks answer, so one of them launched it later than the group's "
                 "timeout"
             )
-        # A verdict is the same text on all ranks, so nothing of this rank's backend is added.
+        # A verdict has the same text on all ranks, so the error of this rank's backend is not added.
         has_verdict = self.watch is not None and self.watch.verdict
         raise RuntimeError(failure(self._found, None if has_verdict else error)) from error
 
     def break_off(self, error: BaseException) -> None:
-        """Start no further collective: this rank could not start one that other ranks are in.
+        """Prevent further collectives after this rank failed to start a collective that other ranks are in.
 
-        Those of other ranks fail where a watch runs. gloo ends a process that receives other sizes than it
-        waits for.
+        If a stall watch runs, the collectives of the other ranks fail. Further collectives would be matched
+        wrongly, and gloo aborts a process that receives data of an unexpected size.
         """
         if self._broken or "a collective failed" in str(error):
             self._broken = self._broken or str(error)
@@ -530,7 +531,7 @@ class StoreRollCall(RollCall):
                 self.watch.conclude(finding)
 
     def _call(self) -> str:
-        """Return which ranks are absent, or the verdict of all ranks; empty if every rank answers."""
+        """Describe the absent ranks, or return the verdict; return an empty string if every rank responds."""
         try:
             absent = self._absent()
             if not absent:
@@ -547,7 +548,7 @@ class StoreRollCall(RollCall):
             return STORE_IS_GONE
 
     def _absent(self) -> list[int]:
-        """Answer for this rank; return the ranks that neither answer nor wait in a collective."""
+        """Respond for this rank; return the ranks that neither respond nor wait for a collective."""
         self.store.set(f"pyengine/answer/{self._rank}", "here")
         end = time.monotonic() + WAIT_S
         absent = self._ranks

@@ -1,6 +1,6 @@
-"""torch_xla as a transport: collectives are recorded, and run with the program they were recorded in.
+"""torch_xla as a transport: collectives are recorded, and run as part of the recorded program.
 
-Written for torch_xla 2.9. Ranks do not come from `torch.distributed`, which returns the same rank for all
+Written for torch_xla 2.9. Ranks are not taken from `torch.distributed`, which returns the same rank for all
 replicas that are threads of one process.
 """
 
@@ -26,7 +26,7 @@ _LIMB_BITS = 16
 
 
 class _Queued(Work):
-    """A collective of a recorded program: it has no future, only its result, once it was launched."""
+    """A collective of a recorded program; it has no future, only a result once the program is launched."""
 
     def __init__(self, comm: Xla) -> None:
         self._comm = comm
@@ -36,12 +36,12 @@ class _Queued(Work):
 
 
 class Xla(Comm):
-    """Collectives of all replicas.
+    """Transport over all replicas.
 
-    A reduction is queued. The first wait records all queued reductions, as one operation for each dtype. So a
-    header that is known before the window's last backward adds no collective to the program of that backward.
+    Reductions are queued. The first wait records all queued reductions, as one operation per dtype. So a
+    header that is known before the window's last backward adds no collective to the program of this backward.
 
-    Under SPMD there is one replica, and its partitioned programs contain their own reductions.
+    Under SPMD there is only one replica, whose partitioned programs already contain the reductions.
     """
 
     is_stream_ordered = True
@@ -53,7 +53,8 @@ class Xla(Comm):
         )
         self._device = device
         self._queue: list[Tensor] = []
-        # The index of this replica must be data: a constant would give each replica a different program.
+        # The index of this replica must be data, because a constant would give each replica a different
+        # program.
         ranks = torch.arange(self.world_size, dtype=torch.int64, device=HOST)
         self._is_mine = (ranks == self.rank)[:, None, None].to(device)
         self._zero = torch.zeros((), dtype=torch.float32, device=device)
@@ -66,21 +67,21 @@ class Xla(Comm):
         return ""
 
     def all_reduce(self, flat: Tensor) -> _Queued:
-        """Queue the sum of `flat` over all replicas, in place; of float64, within float32's range."""
+        """Queue the sum of `flat` over all replicas, in place; float64 values must fit float32's range."""
         self._queue.append(flat)
         return _Queued(self)
 
     def all_reduce_max(self, flat: Tensor) -> _Queued:
-        """Raise RuntimeError: only exact sums need it."""
+        """Raise RuntimeError: only exact sums need a maximum, and XLA does not support exact sums."""
         raise RuntimeError("all_reduce_max on an XLA device: accumulator='exact' does not work there")
 
     @torch.no_grad()
     def record(self) -> None:
         queue, self._queue = self._queue, []
         _log.debug("record %d all-reduces", len(queue))
-        # Always fresh tensors: torch_xla 2.9 loses an in-place reduction of a tensor that had been changed in
-        # place (an accumulated gradient, for example) once an alias of it is changed (by clipping, for
-        # example).
+        # Always use new tensors: torch_xla 2.9 loses the in-place reduction of a tensor that was modified in
+        # place before (an accumulated gradient, for example) when an alias of the tensor is modified (by
+        # clipping, for example).
         fresh = [self._scatter(flat) if flat.dtype == torch.float64 else flat.clone() for flat in queue]
         self._sum_(fresh)
         for flat, total in zip(queue, fresh, strict=True):
@@ -93,7 +94,7 @@ class Xla(Comm):
             return [value]
         mine = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
         sizes = self._gather(torch.tensor([len(mine)], dtype=torch.int32, device=HOST)).tolist()
-        # Each length compiles a program: pickles that differ by a few bytes share one.
+        # Each length compiles a program, so lengths are rounded up for similar pickles to share a program.
         length = max(1024, 1 << (max(sizes) - 1).bit_length())
         padded = torch.zeros(length, dtype=torch.uint8, device=HOST)
         padded[: len(mine)] = mine
@@ -102,7 +103,7 @@ class Xla(Comm):
 
     @torch.no_grad()
     def broadcast_(self, tensors: list[Tensor]) -> None:
-        """Overwrite tensors with rank 0's, as float32, which all backends sum; -0 becomes +0."""
+        """Overwrite tensors with rank 0's values, sent in float32, which all backends sum; -0 becomes +0."""
         if self.world_size == 1:
             return
         pieces = [_pieces(tensor.detach()) for tensor in tensors]
@@ -116,19 +117,20 @@ class Xla(Comm):
     def _sum_(self, tensors: list[Tensor]) -> None:
         for group in by_dtype(tensors):
             self.traffic.count(ring_bytes(sum(tensor.nbytes for tensor in group), self.world_size))
-            # Layouts are not pinned: they would have to match those of all-gathers in the same program.
+            # Layouts are not pinned, because they would have to match the layouts of all-gathers in the
+            # program.
             xm.all_reduce(xm.REDUCE_SUM, group, pin_layout=False)
 
     def _scatter(self, vector: Tensor) -> Tensor:
         """Return the float32 pieces of a float64 vector in the row of this replica, `[replicas, pieces, n]`.
 
-        Other rows are 0. XLA reduces no 64-bit dtype on TPUs; and this way the sum has the order of ranks.
+        Other rows are 0. XLA does not reduce 64-bit dtypes on TPUs, and with rows the sum is in rank order.
         """
         pieces = torch.stack(_pieces(vector))
         return torch.where(self._is_mine, pieces, self._zero)
 
     def _gather(self, tensor: Tensor) -> Tensor:
-        """Concatenate the tensors of all replicas on the host; runs a program and waits for it."""
+        """Concatenate the tensors of all replicas on the host; runs a program and waits for its result."""
         self.traffic.count((self.world_size - 1) * tensor.nbytes)
         gathered: Tensor = xm.all_gather(tensor.to(self._device), pin_layout=False)
         torch_xla.sync()
@@ -138,17 +140,17 @@ class Xla(Comm):
 def _pieces(tensor: Tensor) -> list[Tensor]:
     """Split a tensor into float32 tensors of its shape that together hold all of its bits.
 
-    float64 values have to be within the range of float32.
+    float64 values must be in the range of float32.
     """
     if tensor.dtype == torch.float64:
         first = tensor.float()
-        # The rest of inf, nan and values beyond the range of float32 is 0.
+        # For inf, nan and values outside the range of float32, the remainder is 0.
         rest = torch.nan_to_num(tensor - first.double(), nan=0.0, posinf=0.0, neginf=0.0)
         second = rest.float()
         return [first, second, (rest - second.double()).float()]
     if tensor.dtype in (torch.int32, torch.int64):
-        # Masked first: torch_xla shifts right by dividing, which rounds negative numbers towards 0. The last
-        # limb is signed.
+        # Mask before shifting: torch_xla shifts right by division, which rounds negative numbers toward 0.
+        # The last limb is signed.
         *shifts, last = range(0, 8 * tensor.dtype.itemsize, _LIMB_BITS)
         limbs = [(tensor & (2**_LIMB_BITS - 1 << shift)) >> shift for shift in shifts]
         return [limb.float() for limb in (*limbs, (tensor & -(2**last)) >> last)]

@@ -1,4 +1,4 @@
-"""`attach`: a loop over DDP or FSDP2 as it is, whose reductions the engine drives."""
+"""`attach`: an engine that drives the reductions of an existing DDP or FSDP2 model."""
 
 from __future__ import annotations
 
@@ -52,42 +52,45 @@ def attach(
     axes: Axes = Axes(),  # noqa: B008 - frozen
     shared_memory: bool = False,
 ) -> Sync:
-    """Reduce the gradients of a DDP or FSDP2 model once a window.
+    """Reduce the gradients of a DDP or FSDP2 model once per window.
 
     Over DDP the gradients are in the engine's own buckets, as in `GradSync`, and DDP reduces nothing until
-    `close`: it moves inputs and runs its forward. Over FSDP2 the engine drives the units' own switches
-    (docs/sharded.md).
+    `close`: it only moves inputs and runs its forward. Over FSDP2 the engine sets the switches of FSDP2's
+    units (docs/sharded.md).
 
     Args:
         ddp_model: the wrapped model, without a communication hook; or a module that `fully_shard` or
-            `replicate` (`replicate_with_fsdp`'s) was called on as a whole, units within it included. Either
-            may be wrapped by `torch.compile`, or by Lightning Fabric's `setup`.
+            `replicate` (from `replicate_with_fsdp`) was called on as a whole, with or without inner units.
+            Either may be wrapped by `torch.compile` or by Lightning Fabric's `setup`.
         accumulate, wire, accumulator, nonfinite, stall_after_s, shared_memory: as for `GradSync`. Over FSDP2
-            the arguments have to name the type in which the units' MixedPrecisionPolicy sums; "exact" sums
-            past it, and a narrower wire scatters in its own type and adds up in the policy's;
+            the arguments must match the type in which the units' MixedPrecisionPolicy sums; "exact" sums
+            outside the policy, and a narrower wire scatters in its own type and sums in the policy's type;
             `shared_memory` is refused.
-        defer: of a sharded model, when units reduce: "all" defers every reduction to the window's last
+        defer: when the units of a sharded model reduce. "all" defers every reduction to the window's last
             backward, and holds unsharded sums; "outer" (HSDP) scatters in every micro-batch and sums over
             replicas once; "none" reduces in every micro-batch. Or a dict of these by a unit's name.
-        defer_budget_mb: instead, MiB that a rank may hold for parameters that stay gathered for a window, and
-            for unsharded sums. `math.inf` has both everywhere: one gather and one reduction a window.
-        device_mesh, axes: where other ranks share batches with those of DDP's group, or hold other stages:
-            the mesh of all of them, and what its axes hold, as for `GradSync` (docs/mesh.md). DDP's group
-            has to be that of `axes.replicate`. Parameters that DDP ignores, for example experts, are
-            reduced over the group whose pattern in `axes.groups` names them, with the values of its first
-            rank; others are the caller's.
+        defer_budget_mb: instead of `defer`, the MiB that a rank may use for unsharded sums and for parameters
+            that stay gathered for a window. `math.inf` keeps both for all units: one gather and one reduction
+            per window.
+        device_mesh, axes: needed if ranks outside DDP's group share batches with its ranks or hold other
+            stages: the mesh of all these ranks, and the meaning of its axes, as for `GradSync`
+            (docs/mesh.md). DDP's group must be the group of `axes.replicate`. Parameters that DDP ignores,
+            for example experts, are reduced over the group whose pattern in `axes.groups` matches their
+            name, and start with the values of its first rank; the caller reduces all other ignored
+            parameters.
 
     Returns:
-        The same loop as `GradSync` gives. Over DDP a bucket has the size that DDP was given, and buffers are
-        broadcast once a window where DDP's `broadcast_buffers` is set.
+        An engine with the same loop as `GradSync`. Over DDP buckets have the size that was given to DDP, and
+        buffers are broadcast once per window if DDP's `broadcast_buffers` is set.
 
     Raises:
-        TypeError: neither DDP nor sharded by FSDP2. RuntimeError: an FSDP2 that cannot be driven; 2.11's can.
-        ValueError: `axes.groups` names a parameter that DDP reduces; a DDP that reduces past its buckets, or
-            has a hook; a unit's policy, mesh or hook that cannot be driven; a
-            trained sparse embedding over FSDP2. Raised on every rank.
+        TypeError: the model is neither DDP nor sharded by FSDP2.
+        RuntimeError: this version of FSDP2 is not supported; the FSDP2 of torch 2.11 is.
+        ValueError: `axes.groups` names a parameter that DDP reduces; DDP reduces outside its buckets or has a
+            hook; a unit's policy, mesh or hook is not supported; or a sparse embedding is trained over FSDP2.
+            Raised on every rank.
 
-    Cost: that of `GradSync`. DDP's own buckets stay allocated and unused: one more copy of the gradients.
+    Cost: as for `GradSync`. DDP's own buckets stay allocated and unused: one more copy of the gradients.
     """
     ddp_model = unwrapped(ddp_model)
     deferral = Deferral(defer, defer_budget_mb)
@@ -122,7 +125,7 @@ def attach(
 def _attach_ddp(
     ddp_model: DistributedDataParallel, settings: Settings, device_mesh: DeviceMesh | None, axes: Axes
 ) -> Sync:
-    """Make the engine of a DDP; see `attach`."""
+    """Make the engine of a DDP model; see `attach`."""
     ignored = ignored_parameters(ddp_model)
     own = [(name, param) for name, param in ignored if has_group(name, axes)]
     others = {id(param): param for name, param in ignored if not has_group(name, axes)}
@@ -164,15 +167,15 @@ def _attach_sharded(model: nn.Module, settings: Settings, deferral: Deferral) ->
     """Make the engine of a model that `fully_shard` or `replicate` was called on; see `attach`.
 
     Raises:
-        RuntimeError: this torch's FSDP cannot be driven.
-        ValueError: a policy, mesh or argument that cannot be had; on every rank.
+        RuntimeError: the FSDP2 of this torch version is not supported.
+        ValueError: a policy, mesh or argument is not supported; on every rank.
     """
     check_version(model)
     units = units_of(model)
     for unit in units:
         unit.module.reshard()  # so that the model shows its sharded parameters
     named, ignored = managed_parameters(model, units)
-    # After an exception in a backward this rank leaves it, while the others are in FSDP's collectives.
+    # A group of its own: if this rank leaves a backward by an exception, others are in FSDP2's collectives.
     comm = comm_for(next(model.parameters()).device, None).with_own_group()
 
     ranks = ShardedRanks(units, comm)

@@ -1,4 +1,4 @@
-"""Where a backward starts: its arguments, and a look at every backward that a block runs."""
+"""The start of a backward: checks of its arguments, and a hook before every backward of a block."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def checked_backward(
     create_graph: bool,
     inputs: Tensor | Sequence[Tensor] | None,
 ) -> Callable[[Tensor], None]:
-    """Return the backward of a loss, to be run on the scaled one; raise ValueError if none can start."""
+    """Return a function that runs the backward of the scaled loss; raise ValueError for invalid arguments."""
     if not isinstance(loss, Tensor) or (loss.dim() != 0 and gradient is None):
         shape = list(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
         raise ValueError(f"loss: got {shape}, need a 0-dim tensor; reduce it with sum (count=items) or mean")
@@ -41,7 +41,7 @@ def checked_backward(
 
 
 class BeforeBackward(TorchFunctionMode):
-    """Calls `action(roots)` before every backward that the body runs on its thread, `loss.backward()` too."""
+    """Calls `action(roots)` before every backward in the body, including `loss.backward()`, on its thread."""
 
     def __init__(self, action: Callable[[Sequence[Tensor | GradientEdge]], None]) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What every rank calls between two windows, with collectives of its own."""
+"""Calls that every rank makes between two windows, with collectives of their own."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ from pyengine.window.verdict import check_agreement, check_stage
 def check_ranks_agree(
     engine: Engine, *, stage: str = "has ended its loop", problems: Sequence[str] = ()
 ) -> None:
-    """Raise on every rank unless all ranks are at the same `stage`, have used the last window alike, and
-    none has a problem.
+    """Raise on every rank unless all ranks are at the same `stage` and agree, and no rank has a problem.
 
-    Every rank calls this between windows: the header of a window states how the one before was used, and
-    no header follows the last. Or where it has opened a window: if a rank has dropped this window and
-    opens it again while the others are in its middle, its header is paired with theirs, and all raise.
-    One all-reduce of 184 bytes, for which the host waits; nothing on a lazy device, nor alone.
+    Ranks agree if they have used the last window in the same way. Every rank calls this between windows: a
+    window's header states how the previous window was used, and no header follows the last window. Ranks may
+    also call this after opening a window: if a rank has dropped this window and opens it again while the
+    others are in the middle of it, its header is paired with their headers, and all ranks raise.
+
+    Cost: one all-reduce of 184 bytes, for which the host waits; nothing on a lazy device or with one rank.
     """
     engine.reach_verdicts()
     gathered: Sequence[Sequence[str]] = [problems]
@@ -38,12 +39,12 @@ def check_ranks_agree(
 
 
 def check_same_call(engine: Engine, what: str) -> None:
-    """Raise on every rank unless all ranks have called this with the same `what`, at whatever positions.
+    """Raise on every rank unless all ranks have called this with the same `what`, at any positions.
 
-    For calls whose own collectives have other sizes than a header: where only some ranks make such a call
-    and the others go on, gloo would end their processes.
+    Used by calls whose own collectives have other sizes than a header: if only some ranks made such a call
+    and the others went on, gloo would end their processes.
 
-    Cost: an all-reduce of 184 bytes, for which the host waits; nothing on a lazy device, nor alone.
+    Cost: one all-reduce of 184 bytes, for which the host waits; nothing on a lazy device or with one rank.
     """
     engine.reach_verdicts()
     if engine.comm.world_size > 1 and not engine.is_lazy:
@@ -56,7 +57,7 @@ def check_same_call(engine: Engine, what: str) -> None:
 
 
 def resize(engine: Engine, accumulate: int) -> None:
-    """Let windows have another size from the next one on; every rank calls this with the same number."""
+    """Change the size of all later windows; every rank calls this with the same number."""
     if not engine.is_closed:
         raise RuntimeError(
             f"gradient_accumulation_steps={accumulate} in the middle of window {engine.counter.index}, "
@@ -67,9 +68,9 @@ def resize(engine: Engine, accumulate: int) -> None:
 
 
 def metric_context(engine: Engine) -> MetricContext:
-    """Keep norms by name from now on; every rank calls this at the same point.
+    """Return the context for norms by name, which are kept from now on; all ranks call this together.
 
-    Cost: where ranks have other parameters one `all_gather_object` of names, the first time.
+    Cost: if ranks have different parameters, one `all_gather_object` of names in the first call.
     """
     if engine.metric_context is None:
         names, trains = list(engine.reducer.names), [param.requires_grad for param in engine.reducer.params]
@@ -87,7 +88,7 @@ def metric_context(engine: Engine) -> MetricContext:
 
 
 def measure(engine: Engine, metrics: Sequence[Any]) -> None:
-    """Measure in every window from the next one on; see `Sync.measure`."""
+    """Add measures to every later window; see `Sync.measure`."""
     check_same_call(engine, "calls sync.measure, as every rank has to")
     problems = []
     if not engine.is_closed:

@@ -1,4 +1,4 @@
-"""Windows that are captured: some run as any other, then one becomes a graph that later ones launch."""
+"""Captured windows: after some normal windows one is captured as a graph, which later windows launch."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ from pyengine.window.verdict import Verdict
 
 _log = logging.getLogger("pyengine.engine")
 
-# Windows of a form that run without a graph before one is captured: the first one's collectives are in the
-# order of registration, and two rehearsals are compared.
+# The number of windows of a form that run without a graph before the capture: the first window's collectives
+# are in the order of registration, and two rehearsals are compared.
 MIN_WARM_UP = 3
-MAX_FORMS = 64  # of windows: each keeps what is known of it, and maybe a graph
+MAX_FORMS = 64  # the maximum number of forms: each keeps its rehearsals, and maybe a graph
 
 
 @dataclass
@@ -39,21 +39,21 @@ class _Form:
     """A form of windows, whose micro-batches have the same number, structure, shapes and dtypes."""
 
     num_run: int = 0
-    rehearsals: list[Rehearsal] = field(default_factory=list)  # of the last two, watched
+    rehearsals: list[Rehearsal] = field(default_factory=list)  # the last two windows, recorded
     section: Section = field(default_factory=Section)
-    counts: Sequence[Count] = ()  # of the last window that was watched
+    counts: Sequence[Count] = ()  # the counts of the last rehearsed window
     graph: WindowGraph | None = None
-    problem: str = ""  # why there is no graph, and will be none
+    problem: str = ""  # the reason why windows of this form never get a graph
 
 
 class CapturedWindows:
-    """Trains windows, most of them by launching one graph; made by `sync.capture`, which has the rules.
+    """Trains windows, most of them by launching one graph; see `sync.capture`.
 
     Attributes:
-        num_captured, num_replayed, num_eager: graphs that were captured, windows that ran as one, and windows
-            that ran without.
-        unused: parameters that got no gradient in the window that was captured last. They get none in its
-            runs either, also if another rank begins to use them.
+        num_captured, num_replayed, num_eager: numbers of captured graphs, of windows that ran as a graph, and
+            of windows that ran without a graph.
+        unused: names of parameters that got no gradient in the window that was captured last. They get no
+            gradient in its replays either, even if another rank begins to use them.
     """
 
     def __init__(
@@ -74,19 +74,19 @@ class CapturedWindows:
 
     @property
     def problems(self) -> list[str]:
-        """Why windows of some form run without a graph; empty if none does."""
+        """The reasons why windows of some form run without a graph; empty if there are none."""
         return [form.problem for form in self._forms.values() if form.problem]
 
     def __call__(self, window: Iterable[Any]) -> StepRecord | None:
         """Train one window of `sync.windows`.
 
         Returns:
-            The record of the last step whose outcome the host knows, as `sync.last_record`: mostly the
-            previous window's.
+            The record of the last step whose outcome the host knows, like `sync.last_record`: usually the
+            record of the previous window.
 
         Raises:
             ValueError: the window's counts were read ahead.
-            RuntimeError: `train_window` has not stepped; or as `sync.step`.
+            RuntimeError: `train_window` has not called `sync.step`; or as in `sync.step`.
         """
         engine, batches = self._engine_of(), list(window)
         if engine.window.denominators is not None:
@@ -111,7 +111,7 @@ class CapturedWindows:
         elif form.graph is None:
             self._capture(engine, form, leaves, structure)
         elif len(engine.verdicts.last_use().factors) != len(form.graph.factors):
-            self._run(engine, leaves, structure)  # the window before was clipped in another way
+            self._run(engine, leaves, structure)  # the previous window was clipped differently
         else:
             form.graph.take([leaf for leaf in leaves if isinstance(leaf, Tensor)])
             run_again(engine, form.graph)
@@ -141,14 +141,14 @@ class CapturedWindows:
             self._train(batches)
 
     def _rehearse(self, engine: Engine, form: _Form, leaves: list[Any], structure: Any) -> None:
-        """Run one of the last two windows before the capture; watch and compare them."""
+        """Run one of the last two windows before the capture, and record and compare them."""
         section, layout = form.section, _buckets_of(engine).layout
         section.rewind()
-        leaves = _on(engine.device, leaves)  # here, since copies in a rehearsal are reported
+        leaves = _on(engine.device, leaves)  # copy here, because copies in a rehearsal are reported
         with capture.running(section, is_capture=False), Rehearsal(_is_on_device) as rehearsal:
             self._run(engine, leaves, structure)
         if _buckets_of(engine).layout is not layout:
-            return  # the window has laid out the sums in the order of arrival, which later ones do not
+            return  # this window has changed the layout to the order of arrival; later windows keep it
         form.num_run += 1
         form.rehearsals.append(rehearsal)
         before, form.counts = form.counts, engine.window.counts.counts
@@ -168,7 +168,7 @@ class CapturedWindows:
             self._give_up(form, found)
 
     def _give_up(self, form: _Form, found: Sequence[str]) -> None:
-        """Run windows of this form without a graph from now on, and say why."""
+        """Run windows of this form without a graph from now on, and warn with the reason."""
         each = list(dict.fromkeys(found))
         more = f"; and {len(each) - 3} more" if len(each) > 3 else ""
         form.problem = "; ".join(each[:3]) + more
@@ -177,7 +177,7 @@ class CapturedWindows:
     # ---- the capture ----
 
     def _capture(self, engine: Engine, form: _Form, leaves: list[Any], structure: Any) -> None:
-        """Capture the window, and run it."""
+        """Capture the window and run it."""
         form.rehearsals = []
         if torch.is_autocast_enabled(engine.device.type) and torch.is_autocast_cache_enabled():
             self._give_up(form, ["autocast is on around it, whose cache would go stale: enter it inside"])
@@ -218,7 +218,7 @@ class CapturedWindows:
         self.unused = [name for name, grad in named if grad is None]
 
     def _is_stale(self, graph: WindowGraph, engine: Engine) -> bool:
-        """Whether the graph uses other memory than the model, its sums and its optimizers, or old numbers."""
+        """Whether the graph uses outdated memory of the model, sums or optimizers, or outdated numbers."""
         if not graph.fits(_memory_of(graph.stepped, engine)):
             _log.debug("memory of the captured window has changed: capture again")
             return True
@@ -229,7 +229,7 @@ class CapturedWindows:
                     self._has_warned = True
                     pairs = zip(now, step.done.numbers, strict=True)
                     (name, value), (_, was) = next((new, old) for new, old in pairs if new != old)
-                    # A number is a value of the host, which a graph keeps.
+                    # A graph keeps the value that a Python number had in the capture.
                     warnings.warn(
                         f"sync.capture: {name} of {step.done.name} is {value}, and was {was} in the captured "
                         "window, which is captured again. If a number changes often, make it a tensor: "
@@ -241,14 +241,14 @@ class CapturedWindows:
 
     @contextmanager
     def _on_stream(self, engine: Engine) -> Iterator[None]:
-        """Run the body on the stream of the capture, on which autograd then accumulates gradients."""
+        """Run the body on the capture stream, so that autograd accumulates gradients on it."""
         with self._stream.current(engine.device):
             engine.ownership.follow()
             yield
 
 
 def capture_problems(engine: Engine) -> Iterator[str]:
-    """Yield why windows of an engine cannot be captured; the same on every rank."""
+    """Yield the reasons why windows of an engine cannot be captured; the same on every rank."""
     yield from DeviceGraph.problems(engine.device)
     if isinstance(engine.reducer, BucketReducer):
         yield from engine.reducer.capture_problems
@@ -264,12 +264,12 @@ def capture_problems(engine: Engine) -> Iterator[str]:
 
 
 def _buckets_of(engine: Engine) -> BucketReducer:
-    assert isinstance(engine.reducer, BucketReducer)  # `capture_problems` has refused others
+    assert isinstance(engine.reducer, BucketReducer)  # `capture_problems` has refused other reducers
     return engine.reducer
 
 
 def _keep(engine: Engine, graph: WindowGraph) -> None:
-    """Keep what later runs need of the window that is being captured, inside the capture."""
+    """Keep the parts of the window that later replays need; called inside the capture."""
     window, verdict = engine.window, engine.window.verdict
     if engine.counter.state is not State.USED or window.header is None or verdict is None:
         raise CaptureError(_NOT_STEPPED)
@@ -287,8 +287,10 @@ def _keep(engine: Engine, graph: WindowGraph) -> None:
 
 
 def is_regular(engine: Engine) -> bool:
-    """Whether the open window has nothing to do that a graph of another window's work does not: the
-    window before was stepped, nothing of it is left, no audit is due, and nothing was found amiss.
+    """Whether the open window can run as a graph of another window's work.
+
+    True if the previous window was stepped, none of its gradients are left, no audit is due, and no problem
+    was found.
     """
     if engine.window.faults or engine.metrics or engine.kept_grads.has_left() or _is_written(engine):
         return False
@@ -299,28 +301,28 @@ def is_regular(engine: Engine) -> bool:
 
 
 def _is_written(engine: Engine) -> bool:
-    """Whether others have written to gradients since the engine's last look."""
+    """Whether code outside the engine has written to gradients since the last check."""
     if engine.window.has_begun and engine.counter.state is State.OPEN:
         return bool(engine.foreign.in_window())
     return engine.foreign.between_windows() is not None
 
 
 def run_captured(engine: Engine, graph: WindowGraph) -> None:
-    """Run the work of the window that has just been captured; nothing of it has run yet."""
+    """Run the work of the window that has just been captured, none of which has run yet."""
     engine.window.clock.start()
     graph.header.fill()
     graph.work.replay()
     _buckets_of(engine).run_again()
     engine.window.clock.stop()
-    for readback in graph.section.readbacks:  # what the host has asked for in the capture
+    for readback in graph.section.readbacks:  # the values that the host asked for in the capture
         readback.start(readback.captured)
     engine.foreign.marks.record_published()
 
 
 def run_again(engine: Engine, graph: WindowGraph) -> None:
-    """Run a window, whose micro-batches have all been handed out, as the graph of an earlier one's work.
+    """Run a window, all of whose micro-batches have been handed out, as the graph of an earlier window.
 
-    Collectives, states, counts and reports are as from `begin` to `step`. The window `is_regular`.
+    Collectives, states, counts and reports are the same as from `begin` to `step`. Needs `is_regular`.
     """
     counter, window = engine.counter, engine.window
     window.clock = Clock(engine.device)
@@ -365,7 +367,7 @@ def run_again(engine: Engine, graph: WindowGraph) -> None:
 
 
 def rewind(engine: Engine) -> None:
-    """Forget what a capture that failed has noted of the open window: nothing of it has run."""
+    """Reset the open window after a failed capture, of which nothing has run."""
     if engine.window.verdict is not None:
         engine.verdicts.forget(engine.window.verdict)
     engine.new_window()
@@ -375,7 +377,7 @@ def rewind(engine: Engine) -> None:
 def _memory_of(
     stepped: Sequence[Stepped], engine: Engine
 ) -> tuple[list[Tensor], list[tuple[int, bool]], object]:
-    """Return the `memory` of a `WindowGraph` as it is now."""
+    """Return the current value of a `WindowGraph`'s `memory`."""
     tensors: list[Tensor] = []
     for optimizer in (step.optimizer for step in stepped):
         for group in optimizer.param_groups:
@@ -402,7 +404,7 @@ def _is_unread(value: Count) -> bool:
 
 
 def _kind_of(leaf: object) -> object:
-    """Return what has to be the same for a graph to be used again: of a tensor all but its values."""
+    """Return the part of a leaf that a graph depends on: for a tensor everything except its values."""
     if isinstance(leaf, Tensor):
         return leaf.shape, leaf.dtype, leaf.layout
     return leaf if isinstance(leaf, str | int | float | bool | None) else id(leaf)

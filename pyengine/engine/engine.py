@@ -1,42 +1,42 @@
-"""The engine: the order of a window, with every collective and every way to fail.
+"""The engine, which runs the phases of a window in order, with their collectives and failures.
 
 [Note: order of collectives in a window]
 torch.distributed pairs the collectives of a process group by their order on each rank, so all ranks have to
-launch the same ones in the same order. Of a window these are, on the engine's own group ("engine") and on the
-groups over which gradients are summed ("buckets"):
+launch the same collectives in the same order. The following list gives a window's collectives on the engine's
+own group ("engine") and on the groups over which gradients are summed ("buckets"):
 
- 1. engine   before the first forward, only where ranks have to know what the others have: the header of
+ 1. engine   before the first forward, only where ranks need information from other ranks: the header of
              `check_ranks_agree`, `sum_over_ranks` of counts that are read ahead, or `max_of` for
-             FSDP2's collective forwards; between windows that of `check_same_call`, and what the call
-             behind it gathers.
+             FSDP2's collective forwards; between windows the header of `check_same_call`, and the gathers
+             of the call that follows it.
  2. FSDP2    all-gathers in every forward and backward, on its units' meshes; reduce-scatters in the window's
              last backward only, unless `defer` differs.
- 3. engine   the verdict of the window before, if a host that runs ahead has not reached it: gathers, and only
-             of a window that went wrong (`Verdict.reach`).
+ 3. engine   the verdict of the previous window, if a host that runs ahead has not reached it: gathers, and
+             only for a window that failed (`Verdict.reach`).
  4. engine   the header all-reduce.
- 5. buckets  each bucket's reduction, in the order of the layout; of a bucket with several collectives a later
-             one follows when the next bucket starts. Under FSDP2 the order is that of its units in the
-             backward.
- 6. buckets  the flags of used parameters (`UsedAnywhere.all_reduce`), between hosts where these have a group;
-             not where the header says that every rank had used all of its parameters before it.
-             Then the broadcast of a DDP's buffers.
- 7. engine   once in an engine's life the order in which gradients came.
+ 5. buckets  each bucket's reduction, in the order of the layout; if a bucket has several collectives, each
+             subsequent collective is launched when the next bucket starts. Under FSDP2 buckets follow the
+             order of its units in the backward.
+ 6. buckets  the flags of used parameters (`UsedAnywhere.all_reduce`), on the hosts' group if there is one;
+             left out if the header says that every rank has used all of its parameters. Then the broadcast
+             of DDP's buffers.
+ 7. engine   once in an engine's life, the order in which gradients arrived.
  8. engine   in `wait`: the norm, where ranks hold different elements (`ShardedNorm`); sums of `sync.measure`;
              the audit's checksums; the gathers of the verdict, if something is wrong.
  9. engine   in each call that clips or returns norms by name, where ranks hold different elements: on the
              host a header, and the norm again (`Engine.renew_norm`).
 
-Why the order is the same on every rank: on the engine's group everything is launched by the program, at
-places that all ranks reach, and what is conditional depends on reduced numbers or on arguments that ranks
-have compared. When a bucket is complete is a matter of autograd and time, so buckets are launched in the
-order of the layout and not of completion. Where a host waits for collectives, a bucket is launched only when
-the header has come, which is sooner on one rank than on another: there buckets have a process group of their
-own (`Comm.with_own_group`). Where a stream waits, no host has to look at the header, and one group
-keeps the order.
+The order is the same on every rank for two reasons. On the engine's group the program launches every
+collective at a point that all ranks reach, and conditions depend only on reduced numbers or on arguments that
+ranks have compared. The time at which a bucket is complete depends on autograd, so buckets are launched in
+the order of the layout and not of completion. Where a host waits for collectives, a bucket is launched only
+after the header has arrived, which is earlier on some ranks than on others: there buckets have a process
+group of their own (`Comm.with_own_group`). Where a stream waits, no host has to read the header, and a single
+group keeps the order.
 
 After an exception `Reducer.give_up` launches the collectives that are still missing, with values that void
-the window. Behind a header in which ranks disagree nothing follows, wherever the host can see that without
-waiting for a device: another engine's buckets would have other sizes.
+the window. No collective follows a header in which ranks disagree, if the host can see the disagreement
+without waiting for a device: another engine's buckets would have other sizes.
 """
 
 from __future__ import annotations
@@ -104,19 +104,19 @@ from pyengine.window.verdict import (
 
 _log = logging.getLogger("pyengine.engine")
 
-# Where a rank is, for the stall report.
+# The stage of a rank in its window, for the stall report.
 _SENDS = "sends a window"
 
 
 class Engine:
-    """The engine behind `GradSync` and `attach`: it owns the gradients of parameters and opens one window
-    after the other. The methods are in the order in which they are called; `window` has the state of the
-    open one.
+    """The engine of `GradSync` and `attach`, which owns the gradients and opens one window after another.
+
+    The methods are in the order in which they are called; `window` has the state of the open window.
 
     =================================  ==================  ==================================================
     method                             state of `counter`  [Note: order of collectives in a window]
     =================================  ==================  ==================================================
-    `open`                             IDLE → OPEN         after `close_window` of the one before
+    `open`                             IDLE → OPEN         after `close_window` of the previous window
     `next_micro_batch`, `pad`,                             1, 2
     `end_micro_batches`
     `begin`                                                before the first backward
@@ -127,15 +127,17 @@ class Engine:
     `close_window`                     USED → IDLE
     =================================  ==================  ==================================================
 
-    `run_again` (captured_windows.py) is all of it from `begin` to `step`, for a window whose device work runs
-    as a graph.
+    `run_again` (captured_windows.py) replaces the methods from `begin` to `step` for a window whose device
+    work runs as a graph.
 
     A window ends in one of four ways:
-      `step`: an optimizer uses the gradients (with `release_grads` the caller does).
+      `step`: an optimizer uses the gradients (with `release_grads` the caller uses them).
       `flush`: launched without a last backward, however many micro-batches it has; then as with `step`.
-      `abandon`: dropped on this rank. Launched collectives are still waited for, because other ranks wait for
-          this one. After an exception in a last backward that has sent it the window is void on every rank.
-      `close_window`: the loop is done with it, and the next one may open; an error if it was not used.
+      `abandon`: dropped on this rank. The rank still waits for launched collectives, because other ranks wait
+          for this rank. If an exception left a last backward that had sent the window, it is void on every
+          rank.
+      `close_window`: the loop has finished the window, and the next window may open; an error if the window
+          was not used.
     """
 
     def __init__(
@@ -150,51 +152,51 @@ class Engine:
     ) -> None:
         names, params = reducer.names, reducer.params
         held = f"{len(params)} parameters, the first {names[0]!r}"
-        if reducer.counted is not None:  # ranks may have others
+        if reducer.counted is not None:  # ranks may hold different parameters
             held = f"parts of a model on {comm.world_size} ranks"
         # ---- what it is ----
-        # An identity that all ranks of the engine have in common.
+        # The name of the engine, the same on all of its ranks.
         self.name = f"{held} (engine {split.engine_id % 2**32:08x})"
         self.device = device = params[0].device
         self.reducer, self.comm = reducer, comm
-        # The module that has the parameters; None where the engine was made over the parameters alone.
+        # The module that has the parameters; None if the engine was made over the parameters alone.
         self.module = module
-        # The batch that this rank shares with others; None where every rank has its own.
+        # The batch that this rank shares with other ranks; None if every rank has its own batch.
         self.batch = batch
         # How a full window is divided among ranks.
         self.split = split
         self.is_exact = settings.kind == "exact"
-        # Whether ranks share batches, or hold other elements of parameters.
+        # Whether ranks share batches or hold different elements of the parameters.
         self.holds_parts = batch is not None or reducer.counted is not None
-        # What a state has to fit.
+        # The identity that a loaded state must match.
         self.identity = identify(settings.kind, split.terms, split.slot_size, names, reducer.local_params())
         # Whether inf and nan are an error.
         self.raises = settings.raises
-        # Whether recording is cheaper than asking: an XLA device.
+        # Whether the device is an XLA device, where recording operations is cheaper than reading values.
         self.is_lazy = is_lazy(device)
-        # Whether the host lets the device run ahead, and learns of a window's outcome in the next one.
+        # Whether the host lets the device run ahead, and reads a window's outcome during the next window.
         self.runs_ahead = runs_ahead(device)
         self.is_late = not settings.raises and self.runs_ahead
 
         # ---- where its loop is ----
         self.counter = WindowCounter(settings.accumulate, share=split.of(comm.rank))
-        # Windows that this object has opened.
+        # The number of windows that this object has opened.
         self.num_opened = 0
-        # The index of the window that was opened last, or of the state that was loaded since.
+        # The index of the last opened window, or of a state loaded after it.
         self.opened_at = -1
-        # Whether a loop over `windows` has run out and no other one has begun.
+        # Whether a loop over `windows` has run out and no new loop has begun.
         self.is_between_loops = False
-        # Loaded states of random generators, which the next window sets.
+        # Loaded states of random generators, which the next window restores.
         self.rng_due: dict[str, Any] = {}
-        # A micro-batch is running, in some thread.
+        # Held while a micro-batch is running in any thread.
         self._running = Lock()
 
         # ---- gradients and parameters ----
-        # Gradients that no optimizer has used, which count into the next window.
+        # Gradients that no optimizer has used, which are carried into the next window.
         self.kept_grads = KeptGrads(names, params)
         # The gradients in `.grad`, for example of a window that has been reduced.
         self.published = Published(names, params)
-        # What others write to gradients and parameters.
+        # Writes to gradients and parameters by code outside the engine.
         self.foreign = ForeignWrites(reducer, module, self.published, self.kept_grads)
         # Norm and finite flags of the mean gradients.
         norm = None if reducer.counted is None else ShardedNorm(reducer.counted, comm, device)
@@ -203,19 +205,19 @@ class Engine:
         self.ownership = Ownership(params, self)
 
         # ---- what observes its windows ----
-        # Of this window and earlier ones, and the steps taken.
+        # The verdicts of this window and earlier windows, and the number of steps taken.
         self.verdicts = VerdictQueue(device)
         self.loss_checks = LossChecks(self.counter, comm.world_size)
         self.metrics: list[Metric] = []
-        # The names of all ranks' parameters, once norms by name have been asked for.
+        # The names of all ranks' parameters, set by the first call that needs norms by name.
         self.metric_context: MetricContext | None = None
         self.audit: WindowAudit | None = None
         self.records = WindowRecords()
-        # Items of a micro-batch that `retry_smaller` runs at once; None: all of them.
+        # The number of items that `retry_smaller` runs at once; None: the whole micro-batch.
         self.part_size: int | None = None
 
         # ---- the open window, or the last one ----
-        # Makes the record of a window's counts and losses.
+        # Creates the record of a window's counts and losses.
         most = split.micro_batches if self.is_exact else math.inf
         self.new_counts = make_local_window(
             device, is_exact=self.is_exact, max_micro_batches=most, batch=batch
@@ -227,7 +229,7 @@ class Engine:
     # ---- open ----
 
     def new_window(self) -> Window:
-        """Put a new window in place of the last one."""
+        """Replace the last window with a new window and return it."""
         self.window = Window(self.new_counts(), Slots(self.split.slot_size), self.comm.traffic)
         self.final.reset()
         self.foreign.open_window()
@@ -242,7 +244,7 @@ class Engine:
         self.counter.open()
         self.ownership.follow()
         self.reducer.open()
-        # Before any forward, in which FSDP2 shows other parameters.
+        # Check before any forward, because FSDP2 swaps parameters during a forward.
         for problem in self.foreign.trained.problems():
             window.faults.refuse(problem)
         if self.rng_due:
@@ -250,14 +252,15 @@ class Engine:
             self.rng_due = {}
 
     def next_micro_batch(self, place: int, *, last: bool, has_more: bool) -> None:
-        """Count a micro-batch given to the loop. `last`: it ends the window; `has_more`: the loader has
-        another window.
+        """Count a micro-batch given to the loop.
+
+        `last` says that it ends the window, `has_more` that the loader has another window.
         """
         self.counter.hand_out(place, last=last)
         self.window.has_more, self.window.is_padding = has_more, False
 
     def pad(self, *, last: bool) -> None:
-        """Count a micro-batch of padding, given to the loop because other ranks run one."""
+        """Count a micro-batch of padding, given to the loop because other ranks run a micro-batch."""
         assert self.reducer.padding is not None
         self.end_slot()
         self.counter.pad(last=last)
@@ -265,8 +268,10 @@ class Engine:
         self.reducer.padding.begin()
 
     def end_micro_batches(self) -> None:
-        """Note that the loop gets no further micro-batch; backwards that are still due may follow. Without
-        any, for example in an empty window, wait here, so that `.grad` is the mean on this rank too.
+        """Record that the loop gets no further micro-batch; pending backwards may still follow.
+
+        If no micro-batch is out, for example in an empty window, wait here, so that `.grad` is the mean on
+        this rank too.
         """
         self.counter.is_exhausted = True
         if not self.counter.has_micro_batch_out and self.counter.state is not State.IDLE:
@@ -275,9 +280,10 @@ class Engine:
     # ---- accumulate ----
 
     def begin(self, *, may_replace: bool = False) -> None:
-        """Start with sums of zero; called before every micro-batch, and before a window that is launched
-        without one. Refuse what others have done to gradients since the engine's last look; `may_replace`:
-        the backwards to come may replace gradients, which would hide that others have.
+        """Begin the window with sums of zero, and refuse writes to gradients by code outside the engine.
+
+        Called before every micro-batch, and before launching a window without micro-batches. `may_replace`
+        says that the coming backwards may replace gradients, which would hide replacements by other code.
         """
         window = self.window
         if window.has_begun:
@@ -285,7 +291,7 @@ class Engine:
             if may_replace:
                 self._refuse_each(self.foreign.replaced_in_window())
             return
-        if found := self.foreign.between_windows():  # a gradient that is not zero would be lost
+        if found := self.foreign.between_windows():  # a nonzero gradient would be lost
             window.faults.refuse(*found)
         window.clock = Clock(self.device)
         self.kept_grads.keep()
@@ -301,9 +307,10 @@ class Engine:
     def micro_batch(
         self, count: Count, *, is_stated: bool, may_replace: bool, loss: Tensor | None = None
     ) -> Iterator[MicroBatch]:
-        """Make the body one micro-batch, whose backwards it runs; then accumulate, and launch the window if
-        this is its last one and no backward was marked as the last. `may_replace` as for `begin`; `loss`, for
-        the record, may be set later.
+        """Make the body one micro-batch, in which the caller runs the backwards; then accumulate.
+
+        Launch the window if this is its last micro-batch and no backward was marked as the last.
+        `may_replace` is as for `begin`; `loss`, for the record, may be set later.
         """
         if not self._running.acquire(blocking=False):
             raise RuntimeError(
@@ -331,7 +338,7 @@ class Engine:
             try:
                 guard: AbstractContextManager[object] = nullcontext()
                 padding = self.reducer.padding if window.is_padding else None
-                if padding is not None:  # its backwards must not change gradients that are not the engine's
+                if padding is not None:  # padding's backwards must not change gradients outside the engine
                     padding.preserve_grads(())
                     guard = BeforeBackward(padding.preserve_grads)
                 with window.clock.phase("backward"), guard:
@@ -359,12 +366,14 @@ class Engine:
             self._running.release()
 
     def last_backward(self, micro_batch: MicroBatch, roots: Sequence[Tensor]) -> AbstractContextManager[None]:
-        """Run the last backward of a micro-batch in the body, and accumulate its gradients from inside it; in
-        the window's last micro-batch launch the header before it, and each bucket as soon as it is complete.
+        """Run the last backward of a micro-batch in the body, and accumulate gradients during the backward.
+
+        In the window's last micro-batch launch the header before the backward, and each bucket as soon as it
+        is complete.
         """
         micro_batch.has_last = self.window.has_backward = True
         if not micro_batch.has_only:
-            self.reducer.grad_record.follow_replaced()  # by earlier backwards of the block
+            self.reducer.grad_record.follow_replaced()  # replaced by earlier backwards of the block
         self._count_micro_batch(micro_batch)
         if micro_batch.syncs and self.reducer.overlaps:
             return self._overlap(roots)
@@ -372,7 +381,7 @@ class Engine:
 
     @contextmanager
     def _last_backward_of_block(self, micro_batch: MicroBatch, roots: Sequence[Tensor]) -> Iterator[None]:
-        """The same, where code of the caller runs in the rest of the block."""
+        """Run `last_backward` for a block in which the caller's code runs afterwards."""
         with self.last_backward(micro_batch, roots):
             yield
         self.foreign.marks.record()
@@ -383,7 +392,7 @@ class Engine:
             yield
 
     def _count_micro_batch(self, micro_batch: MicroBatch) -> None:
-        """Count a micro-batch: from here on the window's header may be launched."""
+        """Count a micro-batch; afterwards the window's header may be launched."""
         window = self.window
         self.counter.count_backward()
         window.counts.is_silent |= not micro_batch.is_stated
@@ -400,7 +409,7 @@ class Engine:
     # ---- launch ----
 
     def flush(self) -> None:
-        """Launch and reduce what has been accumulated, without a backward; see `Sync.flush`."""
+        """Launch and reduce the accumulated gradients without a backward; see `Sync.flush`."""
         self.check_idle("flush")
         if self.counter.state is State.IDLE:
             raise RuntimeError(
@@ -412,7 +421,7 @@ class Engine:
         self.wait()
 
     def launch(self) -> None:
-        """Launch header and reductions behind the last backward, or without one."""
+        """Launch the header and the reductions after the last backward, or without a backward."""
         self.end_slot()
         with self.window.clock.phase("exposed_sync"), self.launch_header() as header:
             self.reducer.reduce(header)
@@ -422,8 +431,8 @@ class Engine:
     def launch_header(self) -> Iterator[Header]:
         """Launch the header all-reduce; launch the buckets inside the `with` block."""
         window, counts, counter = self.window, self.window.counts, self.counter
-        # The verdict of the previous window, if the host lets the device run ahead: the header states its
-        # step. Here all ranks are behind every collective that a forward may launch.
+        # The header states the previous window's step, so a host that runs ahead must reach that window's
+        # verdict first. At this point all ranks have launched every collective that a forward may launch.
         self.verdicts.reach_earlier(counter.index)
         if window.denominators is not None:
             self._refuse_each(window.denominators.problems(counter.done, handed=counter.handed))
@@ -440,7 +449,7 @@ class Engine:
         try:
             yield header
         except BaseException as error:
-            # Other ranks wait for the buckets that are still missing.
+            # Other ranks wait for the buckets that this rank has not launched.
             _log.debug("window %d: give up after %r", counter.index, error)
             window.faults.note(FaultKind.GAVE_UP, repr(error))
             self.reducer.give_up()
@@ -449,8 +458,9 @@ class Engine:
             window.is_launching = False
 
     def launch_header_all_reduce(self, counts: LocalWindow, *, has_more: bool, stage: str) -> Header:
-        """Launch a header: this rank's place and counts, and what ranks have to have alike. 184 bytes; 232
-        where ranks share batches.
+        """Launch a header: this rank's position, its counts, and the values that must be equal on all ranks.
+
+        A header has 184 bytes; 232 where ranks share batches.
         """
         return Header(
             self.comm,
@@ -463,21 +473,21 @@ class Engine:
         )
 
     def position(self) -> tuple[int, int]:
-        """Return the windows sent and the steps taken, which ranks compare."""
+        """Return the numbers of windows sent and steps taken, which ranks compare."""
         return self.counter.num_sent, self.verdicts.steps_taken
 
     def header_digest(self, stage: str = _SENDS) -> HeaderDigest:
-        """Return what a header says that ranks have to have alike."""
+        """Return the part of a header that must be equal on all ranks."""
         scaler = self.scaler
         settings = "" if scaler is None else scaler.settings()
-        # On a lazy device reading the scale would end the program.
+        # On a lazy device reading the scale would cut the recorded program.
         scale = None if scaler is None or self.is_lazy else scaler.current_scale()
         kept = self.kept_grads.pending() if self.split.are_alike else ()
         use = self.verdicts.last_use()
         return HeaderDigest(stage, self.name, settings, scale, use, self.counter.accumulate, kept)
 
     def follow_scale(self) -> None:
-        """Let the residuals of wires follow the loss scale, whoever has changed it."""
+        """Rescale the residuals of wires if anyone has changed the loss scale."""
         if self.reducer.residuals.is_kept:
             scaler = self.scaler
             self.reducer.residuals.follow(None if scaler is None else scaler.current_scale())
@@ -485,11 +495,11 @@ class Engine:
     # ---- wait ----
 
     def wait(self) -> Verdict:
-        """Wait for the reductions, publish the mean as `.grad`, and decide on the device whether it may be
-        used; once a window. Unless the device runs ahead, the host learns the outcome here.
+        """Wait for the reductions, publish the mean as `.grad`, and decide on the device whether to use it.
 
-        Raises what any rank got wrong, on every rank; where the device runs ahead at the next
-        `reach_verdicts`.
+        Does this once per window. Unless the device runs ahead, the host learns the outcome here.
+
+        An error of any rank is raised on every rank; if the device runs ahead, at the next `reach_verdicts`.
         """
         self.check_idle("step, clip or unscale")
         window, counter = self.window, self.counter
@@ -510,7 +520,7 @@ class Engine:
         verdict = window.verdict
         if verdict is None:
             if window.header is not None and window.header.disagreement:
-                raise RuntimeError(window.header.disagreement)  # found in the backward: nothing follows
+                raise RuntimeError(window.header.disagreement)  # found in the backward: no collective follows
             verdict = self._wait_once()
         if not self.is_late:
             self.reach_verdicts()
@@ -552,13 +562,13 @@ class Engine:
                 window.faults.note(FaultKind.UNUSABLE, f"{error}. {remedy}")
                 raise
         if changed:
-            with suppress(RuntimeError):  # `wait` raises it, behind what ranks conclude together
+            with suppress(RuntimeError):  # `wait` raises it after the errors that all ranks share
                 self.refuse(marks.describe(changed, "behind the window's end"))
         marks.record_published()
         return verdict
 
     def _conclude(self, header: Header, *, has_gradient: bool, has_kept: bool) -> Verdict:
-        """Decide on the device whether the window may be used, and keep what explains to the host why not."""
+        """Decide on the device whether the window may be used, and keep a report for the host's error."""
         window = self.window
         self.final.forbid(header.forbids())
         metrics = [] if header.is_refused() else [*self.metrics]
@@ -581,17 +591,17 @@ class Engine:
         return Verdict(header, outcome, report, comm=self.comm, raises=self.raises)
 
     def reach_verdicts(self) -> None:
-        """Learn the outcome of every window that was reduced; every rank calls this at the same point."""
+        """Read the outcome of every reduced window; every rank must call this at the same point."""
         self.verdicts.reach_all()
         if self.window.verdict is not None:
-            self.window.verdict.reach()  # raises again what was wrong with it
+            self.window.verdict.reach()  # raises the window's error again
 
     # ---- use ----
 
     def step(self, optimizer: torch.optim.Optimizer, scheduler: Any, check: OptimizerCheck) -> Tensor:
         """Step an optimizer with the gradients, unless they were not finite on some rank; see `Sync.step`.
 
-        Callbacks get the record of the window's first step, in order.
+        Callbacks receive the record of the window's first step, in the order of windows.
         """
         verdict, window, is_first = self.wait(), self.window, self.counter.state is not State.USED
         self._refuse_written()
@@ -599,8 +609,8 @@ class Engine:
         stepped = {index for group in done.params for index in group}
         self.foreign.trained.notice_step(stepped)
         if not self.split.are_alike:
-            done = replace(done, params=())  # other stages have others
-        if self.is_late and self.reducer.stepper.needs_host(optimizer):  # else `wait` has reached them
+            done = replace(done, params=())  # parameters differ between stages
+        if self.is_late and self.reducer.stepper.needs_host(optimizer):  # else `wait` reached the verdicts
             report_uncapturable(
                 f"the step of {type(optimizer).__name__} waits for the host, which decides whether to skip: "
                 "make it fused=True, with capturable=True if it has that"
@@ -612,16 +622,16 @@ class Engine:
         try:
             with span("optimizer"):
                 self.reducer.stepper.step(optimizer, self.final)
-            self.foreign.written.forget()  # its own writes, and those of further optimizers
+            self.foreign.written.forget()  # writes by this optimizer and further optimizers are allowed
         except BaseException:
-            # It may have changed parameters: the next header shows a rank that steps it again.
+            # The optimizer may have changed parameters: the next header shows if this rank steps it again.
             verdict.use.steps.append(replace(done, name=f"{done.name}, which raised,"))
             raise
         finally:
             self.update_scale()
         has_stepped = self.final.found_inf == 0
         record = self.record_of(verdict, norm) if is_first else None
-        # On a lazy device ranks do not compare these: each factor would be one more output of the program.
+        # On a lazy device ranks do not compare steps and factors: each factor would add a program output.
         if not self.is_lazy:
             verdict.use.steps.append(done)
             verdict.use.factors += [self.final.clipped, *factors]
@@ -639,7 +649,10 @@ class Engine:
     def call_once_known(
         self, verdict: Verdict, scheduler: Any, record: Callable[[Totals, bool], None] | None
     ) -> None:
-        """Let scheduler and record follow. The window has been used, whatever the user's own code does."""
+        """Step the scheduler and make the record once the window's outcome is known.
+
+        The window counts as used even if the user's own code raises.
+        """
         actions: list[Callable[[], None]] = []
         if scheduler is not None:
             actions.append(partial(verdict.once_known, lambda skips: None if skips else scheduler.step()))
@@ -649,7 +662,7 @@ class Engine:
             call_all(actions)
 
     def record_of(self, verdict: Verdict, norm: Tensor) -> Callable[[Totals, bool], None]:
-        """Return what makes the record of the window, and gives it to the callbacks."""
+        """Return a function that makes the window's record and passes it to the callbacks."""
         return self.records.of(
             self.window,
             verdict,
@@ -660,7 +673,7 @@ class Engine:
         )
 
     def release_grads(self) -> None:
-        """Leave the window's gradients to the caller; what is left of them counts into the next window."""
+        """Leave the window's gradients to the caller; gradients not zeroed count into the next window."""
         verdict = self.wait()
         self._refuse_written()
         self.foreign.written.forget()
@@ -670,7 +683,7 @@ class Engine:
         flush(self.device)
 
     def update_scale(self) -> None:
-        """Update the loss scale by the outcome, once."""
+        """Update the loss scale from the window's outcome, once per window."""
         if self.scaler is not None and not self.window.is_scale_updated:
             self.scaler.follow()
             self.window.is_scale_updated = True
@@ -679,13 +692,13 @@ class Engine:
 
     @property
     def is_closed(self) -> bool:
-        """Whether no window is open, and the last one's gradients have been used or are the caller's."""
+        """Whether no window is open and the last gradients have been used or belong to the caller."""
         return self.counter.state in (State.IDLE, State.USED) or (
             self.counter.is_sent and self.kept_grads.is_used
         )
 
     def close_window(self) -> None:
-        """Close the window; raise RuntimeError if it was never launched, or its gradients were not used."""
+        """Close the window; raise RuntimeError if it was not launched or its gradients were not used."""
         counter = self.counter
         if counter.state is State.OPEN:
             self.refuse_written_past()
@@ -709,36 +722,37 @@ class Engine:
 
     @property
     def is_broken(self) -> bool:
-        """Whether an exception left the window half-way, or it was refused: a new loop has to abandon it."""
+        """Whether the window is incomplete or was refused, so that a new loop has to abandon it."""
         return self.counter.state is State.OPEN or self.window.is_broken
 
     def abandon(self, *, waits: bool = True) -> None:
         """Drop the window on this rank; the engine is clean afterwards.
 
-        Before the window was launched, no other rank notices: the next window takes its number. Afterwards
-        this rank still waits for the reductions, in which the others wait for it, unless `waits` is False.
+        If the window has not been launched, no other rank notices: the next window takes its number. After
+        the launch this rank still waits for the reductions, because other ranks wait for this rank, unless
+        `waits` is False.
         """
         window = self.window
         if waits:
             self.check_idle("abandon")
-            # Nothing follows a header in which ranks are known to disagree.
+            # No collective follows a header in which ranks are known to disagree.
             is_over = window.header is not None and bool(window.header.disagreement)
             if self.counter.state is State.SENT and not is_over:
                 try:
                     self.wait()
                 except (ValueError, FloatingPointError, RuntimeError):
-                    # The others learn what was wrong with the window; here it is dropped anyway. The error of
-                    # a collective that broke stays where there are others.
+                    # Other ranks learn why the window failed; here it is dropped anyway. With several ranks
+                    # the error of a broken collective is still raised.
                     if window.verdict is None and self.comm.world_size > 1:
                         raise
             if window.verdict is not None and not window.verdict.was_refused:
-                self.update_scale()  # the others update theirs when they step
-                if not self.is_closed:  # what the wires have kept of a window that is not used
+                self.update_scale()  # other ranks update their scale when they step
+                if not self.is_closed:  # drop the residuals of a window that is not used
                     self.reducer.residuals.drop_if(torch.ones((), dtype=torch.float32, device=self.device))
             flush(self.device)
         _log.debug("window %d: abandon, %s", self.counter.index, self.counter.state.value)
         header = window.header if window.verdict is None else window.verdict
-        was_refused = header is not None and header.was_refused  # no window of all ranks
+        was_refused = header is not None and header.was_refused  # a refused window does not count
         self.counter.close(completed=self.counter.is_sent and not was_refused)
         self.kept_grads.clear()
         self.reducer.abandon()
@@ -749,20 +763,22 @@ class Engine:
 
     @property
     def is_void(self) -> bool:
-        """Whether the host knows that a rank gave the window up: that one may not call what others call, so
-        no collective follows, and the norm stays nan.
+        """Whether the host knows that some rank gave up the window.
+
+        Such a rank may not make the same calls as other ranks, so no collective follows, and the norm stays
+        nan.
         """
         return not self.is_late and bool(self.final.void != 0)
 
     def renew_norm(self, stage: str, *, has_changed: bool = False) -> None:
-        """Compute the norm again if gradients were written to, or replaced, since it was computed.
+        """Compute the norm again if gradients were written to or replaced after the last computation.
 
-        Where ranks hold different elements that is a collective, which on the host a header precedes: a rank
-        that has left the window sends the header of its next one, and all ranks raise.
+        Where ranks hold different elements this is a collective, preceded by a header on the host: if a rank
+        has left the window, it sends the header of its next window instead, and all ranks raise.
 
         Args:
-            stage: what the collective is for.
-            has_changed: the gradients have just been written to, whatever their versions show.
+            stage: the purpose of the collective.
+            has_changed: whether to treat the gradients as changed even if their versions are the same.
         """
         if self.is_void:
             return
@@ -776,7 +792,7 @@ class Engine:
             self.final.renew_norm(was_read=has_changed)
 
     def renew_norm_alone(self) -> None:
-        """Compute the norm again like `renew_norm`, if this rank can do so without a collective."""
+        """Compute the norm again like `renew_norm`, if this rank can compute it without a collective."""
         if not self.final.is_shared:
             self.renew_norm("reads the norm")
         elif self.reducer.holds_all and not self.is_void and self.published.has_changed():
@@ -785,7 +801,7 @@ class Engine:
             self.final.renew_norm_alone()
 
     def clip(self, max_norm: float | Tensor, norm: Tensor) -> None:
-        """Multiply the gradients by min(1, max_norm / norm), where the host does not see that this is 1."""
+        """Multiply the gradients by min(1, max_norm / norm), unless the host sees that the factor is 1."""
         factor = self.final.clip(max_norm, norm)
         if self.is_late or self.runs_ahead or float(factor) != 1:
             self.published.scale_(factor.float())
@@ -794,7 +810,7 @@ class Engine:
     # ---- beside the loop ----
 
     def whereabouts(self) -> str:
-        """Describe the engine's position to any thread."""
+        """Describe the engine's position in its loop; may be called from any thread."""
         counter, gave_up = self.counter, self.window.faults.first(FaultKind.GAVE_UP)
         left = f", left by {gave_up}" if gave_up else ""
         return (
@@ -803,7 +819,7 @@ class Engine:
         )
 
     def close(self) -> None:
-        """Release the parameters, without a collective; what is open is abandoned."""
+        """Release the parameters without a collective, and abandon an open window."""
         counter = self.counter
         if counter.state is State.OPEN and counter.done:
             warnings.warn(
@@ -852,13 +868,13 @@ class Engine:
             self.window.faults.refuse(text)
 
     def refuse_foreign_writes(self) -> None:
-        """Refuse the window if its gradients were written past the engine since the last micro-batch."""
+        """Refuse the window if code outside the engine wrote its gradients since the last micro-batch."""
         if self.window.has_begun and self.counter.state is State.OPEN and (text := self.foreign.in_window()):
             self.refuse(text)
             self.foreign.marks.record()
 
     def refuse_written_past(self) -> None:
-        """Raise RuntimeError if gradients were written past the engine since its last look."""
+        """Raise RuntimeError if code outside the engine wrote gradients since the last check."""
         if self.window.has_begun and self.counter.state is State.OPEN:
             text = self.foreign.in_window()
         else:
@@ -868,22 +884,22 @@ class Engine:
             raise RuntimeError(f"{text}. Nothing was stepped")
 
     def _refuse_written(self) -> None:
-        """Raise RuntimeError if parameters were written to behind the window's end, before its step."""
+        """Raise RuntimeError if parameters were written to between the window's end and its step."""
         for problem in self.foreign.of_parameters():
             text = f"{problem}. Nothing was stepped here"
             self.window.faults.note(FaultKind.UNUSABLE, text)
             raise RuntimeError(text)
 
     def notice_backward(self, param: Parameter) -> None:
-        """Warn once where a loop trains past this engine."""
+        """Warn once if a loop runs backwards without this engine."""
         if not self._running.locked():
             self.foreign.notice_backward(param, self.name)
 
     def _refuse_hook(self, text: str, param: Tensor) -> None:
-        """Refuse the window because of a hook that wrote to a parameter or gradient in one of its backwards.
+        """Refuse the window because a hook wrote to a parameter or gradient in one of its backwards.
 
-        Where the header has been launched, nan instead of the gradient voids the window on every rank, and
-        the verdict raises why.
+        If the header has been launched, the gradient is replaced by nan, which voids the window on every
+        rank, and the verdict raises the reason.
         """
         if self.window.is_launching:
             self.window.faults.refuse(text)
@@ -892,7 +908,7 @@ class Engine:
             self.refuse(text)
 
     def _refuse_other_turn(self) -> None:
-        """Refuse a backward that is not the next micro-batch's, where slots are summed in order."""
+        """Refuse a backward that is out of order, where the micro-batches of a slot are summed in order."""
         counter = self.counter
         if counter.handed == counter.done + 1:
             return
@@ -906,7 +922,7 @@ class Engine:
             self.refuse(text)
 
     def _refuse_late_or_unscaled(self, micro_batch: MicroBatch) -> None:
-        """Refuse the window if gradients of a micro-batch came too late, or were not scaled."""
+        """Refuse the window if gradients of a micro-batch arrived too late or were not scaled."""
         has_new = bool(self.foreign.marks.changed())
         if micro_batch.has_last and has_new:
             self.refuse(
@@ -916,7 +932,7 @@ class Engine:
         scaler = self.scaler
         if self.batch is not None:
             self.window.has_backward |= has_new or micro_batch.has_last
-            return  # another rank may have the losses: `Totals.is_unscaled`
+            return  # another rank may have the losses: see `Totals.is_unscaled`
         if scaler is not None and not scaler.has_scaled and (micro_batch.has_last or has_new):
             self.refuse(
                 f"the losses of micro-batch {micro_batch.index} were not scaled, and sync.scaler is set: "
@@ -926,9 +942,9 @@ class Engine:
     # ---- counts ----
 
     def due_count(self, count: Count | None, known: Denominators | None) -> Count:
-        """Return the count of the micro-batch about to run: the caller's, the one read ahead, or 1.
+        """Return the next micro-batch's count: the caller's count, the count read ahead, or 1.
 
-        `known` has the counts that were read ahead, as `known_denominators` returns them.
+        `known` has the counts that were read ahead, from `known_denominators`.
         """
         counter = self.counter
         if known is None:
@@ -946,6 +962,6 @@ class Engine:
         return known.take(counter.done, handed=counter.handed)
 
     def known_denominators(self) -> Denominators | None:
-        """Return the counts that were read ahead for the open window; None if there are none."""
+        """Return the counts that were read ahead for the open window, or None."""
         known = self.window.denominators
         return None if known is None or self.counter.state in (State.IDLE, State.USED) else known

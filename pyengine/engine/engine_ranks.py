@@ -1,4 +1,4 @@
-"""From a mesh or a process group to an engine's transports: over which ranks each gradient is summed."""
+"""The ranks and transports of an engine, from a mesh or process group: where each gradient is summed."""
 
 from __future__ import annotations
 
@@ -39,19 +39,19 @@ Named = Sequence[tuple[str, Parameter]]
 
 @dataclass(frozen=True)
 class Membership:
-    """The groups of one rank, as it describes them to the others. Ranks are those of the engine, from 0."""
+    """The groups of one rank, as described to other ranks. Ranks are numbered within the engine, from 0."""
 
     described: str  # the mesh and its axes, in words; the same on every rank
-    groups: tuple[Sequence[int], ...]  # over which gradients are summed, by `ParamSpec.group`
-    batch: SharedBatch  # that this rank computes
-    num_batches: int  # over all ranks
+    groups: tuple[Sequence[int], ...]  # the ranks over which gradients are summed, by `ParamSpec.group`
+    batch: SharedBatch  # the batch that this rank computes
+    num_batches: int  # the number of batches over all ranks
     unmatched: tuple[str, ...] = ()  # patterns of `Axes.groups` that no parameter here matches
-    # By parameter, whether this rank counts it in the norm; None: all ranks hold the same.
+    # By parameter, whether this rank counts it in the norm; None: all ranks hold the same parameters.
     counted: tuple[bool, ...] | None = None
 
     @property
     def shared_batch(self) -> SharedBatch | None:
-        """The batch that this rank shares with others; None where every rank has its own."""
+        """The batch that this rank shares with other ranks; None if every rank has its own batch."""
         return None if self.batch.num_ranks == 1 else self.batch
 
     @classmethod
@@ -61,7 +61,7 @@ class Membership:
 
 
 def memberships_differ(memberships: Sequence[Membership], specs: Sequence[Sequence[ParamSpec]]) -> str:
-    """Report in what ranks' memberships, or their parameters, contradict each other; empty if in nothing."""
+    """Describe how ranks' memberships or parameters contradict each other; empty if they agree."""
     described = [membership.described for membership in memberships]
     if len(set(described)) > 1:
         values = "; ".join(f"rank {rank} has {text or 'no mesh'}" for rank, text in enumerate(described))
@@ -73,7 +73,7 @@ def memberships_differ(memberships: Sequence[Membership], specs: Sequence[Sequen
                 f"{specs[0][0].name!r}): patterns are of whole names, as fnmatch has them"
             )
     members: dict[Sequence[int], dict[int, list[ParamSpec]]] = {}
-    in_group: dict[tuple[int, int], list[ParamSpec]] = {}  # ranks that sent the same share one list
+    in_group: dict[tuple[int, int], list[ParamSpec]] = {}  # ranks that sent equal specs share one list
     for rank, (membership, mine) in enumerate(zip(memberships, specs, strict=True)):
         for index, ranks in enumerate(membership.groups):
             if (id(mine), index) not in in_group:
@@ -83,7 +83,10 @@ def memberships_differ(memberships: Sequence[Membership], specs: Sequence[Sequen
 
 
 def most_parts(memberships: Sequence[Membership]) -> int:
-    """Return how many ranks of one group share a batch, at most: each adds its own part of the gradient."""
+    """Return the maximum number of ranks in one group that share a batch.
+
+    Each of these ranks adds its own part of the gradient.
+    """
     groups = {ranks for membership in memberships for ranks in membership.groups}
     return max(max(Counter(memberships[rank].batch.index for rank in ranks).values()) for ranks in groups)
 
@@ -112,7 +115,7 @@ class EngineRanks:
     """The ranks of an engine, and the groups among them.
 
     Raises:
-        ValueError: this rank is not in the mesh or group, which others need not know.
+        ValueError: this rank is not in the mesh or group; other ranks may not raise.
     """
 
     def __init__(
@@ -127,17 +130,17 @@ class EngineRanks:
     ) -> None:
         self.device, self._shared_memory = device, shared_memory
         self._mesh = MeshRanks(mesh) if isinstance(mesh, DeviceMesh) else None
-        # Whether it is known which ranks hold which parts of DTensors.
+        # Whether the ranks that hold each part of a DTensor are known.
         self.takes_dtensors = self._mesh is not None
         if self._mesh is not None:
             group = group_of(self._mesh.all_ranks(), device)
         self.comm = comm_for(device, group)  # over all ranks
         self._ranks = self.comm.ranks
         self.membership = Membership.plain(rank=self.comm.rank, world_size=self.comm.world_size)
-        # By name, the group of every parameter, and the patterns that have given it.
+        # The group of every parameter, by name, and the patterns of `Axes.groups` with their groups.
         self._group_of = dict.fromkeys((name for name, _ in named), 0)
         self._patterns: list[tuple[int, str]] = []
-        # What is wrong with the arguments here; then nothing but `comm` may be used.
+        # Problems with this rank's arguments; if there are any, only `comm` may be used.
         self.problems = list(self._problems(mesh, axes))
         if not self.problems and (self._mesh is not None or axes.groups):
             self._join(named, axes)
@@ -146,7 +149,7 @@ class EngineRanks:
         return [_spec(name, param, self._group_of[name]) for name, param in named]
 
     def groups(self) -> Groups:
-        """Return the transports, with new process groups if need be; every rank calls this behind `agree`."""
+        """Return the transports, with new process groups if needed; every rank calls this after `agree`."""
         if not self.membership.described:
             return Groups(self.comm, [self.for_buckets(self.comm)])
         comms = [self.for_buckets(self._transport(ranks)) for ranks in self.membership.groups]
@@ -155,19 +158,20 @@ class EngineRanks:
         return Groups(self.comm, comms, self.membership.counted, are_alike)
 
     def for_buckets(self, comm: Comm) -> Comm:
-        """Return a transport for gradients over the ranks of `comm`; all of them call this. Everything but
-        gradients is sent over `comm` itself, in the order of the program.
+        """Return a transport for gradients over the ranks of `comm`, all of which must call this.
+
+        Everything except gradients is sent over `comm` itself, in the order of the program.
         """
         # [Note: order of collectives in a window] in engine.py: a bucket is launched when it is complete.
         comm = comm.with_own_group()
         return share_memory(comm) if self._shared_memory else comm
 
     def broadcast(self, named: Sequence[tuple[str, Tensor]], groups: Groups) -> None:
-        """Overwrite tensors that differ with the values of their group's first rank; warn of each change, and
-        of tensors that cannot be written.
+        """Overwrite differing tensors with the values of their group's first rank, and warn of each change.
 
-        Raises ValueError, on every rank and before anything is written, if the ranks of a group hold no
-        replicas: other tensors, or different values of a parameter that is marked as a part.
+        Also warns of tensors that cannot be written. Raises ValueError, on every rank and before anything is
+        written, if the ranks of a group do not hold replicas: if they hold other tensors, or different values
+        of a parameter that is marked as a part.
         """
         stored = {name: _stored_in(local(tensor)) for name, tensor in named}
         of_group = [
@@ -211,7 +215,7 @@ class EngineRanks:
             )
 
     def problems_under_ddp(self, named: Named, group: dist.ProcessGroup) -> Iterator[str]:
-        """Report what DDP, with one group for all that it does not ignore, cannot do over these ranks."""
+        """Report why DDP, which has one group for all its parameters, cannot reduce over these ranks."""
         if self.problems or not self.membership.described:
             return
         summed = sorted(dist.get_process_group_ranks(group))
@@ -259,10 +263,10 @@ class EngineRanks:
                     )
 
     def _join(self, named: Named, axes: Axes) -> None:
-        """Find this rank's place, and the group of every parameter."""
+        """Determine this rank's membership and the group of every parameter."""
         mesh, wrong = self._mesh, list[str]()
         batch, num_batches = self.membership.batch, self.membership.num_batches
-        group_along: Mapping[str, Any] = axes.groups  # by pattern, a process group, or axes of the mesh
+        group_along: Mapping[str, Any] = axes.groups  # by pattern, a process group or axes of the mesh
         if mesh is None:
             described, everywhere = _described(axes), self._ranks
             along = {p: tuple(sorted(dist.get_process_group_ranks(g))) for p, g in group_along.items()}
@@ -273,7 +277,7 @@ class EngineRanks:
             along = {pattern: mesh.along(as_tuple(names)) for pattern, names in group_along.items()}
             count = replicate if axes.count is None else as_tuple(axes.count)
             sharing = mesh.along([axis for axis in mesh.shape if axis not in count])
-            # The last of them: the last stage of a pipeline has the loss.
+            # The last rank counts the batch: the last stage of a pipeline has the loss.
             batch = SharedBatch(mesh.index(count), len(sharing), sharing[-1] == dist.get_rank())
             num_batches = mesh.size(count)
         groups = list(dict.fromkeys([everywhere, *along.values()]))
@@ -283,7 +287,7 @@ class EngineRanks:
         for name, param in named:
             same = self._held_by(name, param, groups[self._group_of[name]], axes, wrong)
             counted.append(not same or min(same) == dist.get_rank())
-        self.problems += wrong[:1]  # most DTensors of a model have the same one
+        self.problems += wrong[:1]  # most DTensors of a model have the same problem
         unmatched = [p for p in along if not any(fnmatchcase(name, p) for name, _ in named)]
         holds_parts = len(groups) > 1 or len(everywhere) < len(self._ranks)
         self.membership = Membership(
@@ -298,9 +302,7 @@ class EngineRanks:
     def _held_by(
         self, name: str, param: Parameter, summed: tuple[int, ...], axes: Axes, found: list[str]
     ) -> tuple[int, ...]:
-        """Return the ranks that hold the same elements of a parameter as this rank; append problems to
-        `found`.
-        """
+        """Return the ranks that hold the same elements of a parameter; append problems to `found`."""
         mesh = self._mesh
         if mesh is None:
             return summed
@@ -387,7 +389,7 @@ def _spec(name: str, param: Parameter, group: int) -> ParamSpec:
 
 
 def _stored_in(tensor: Tensor) -> list[Tensor]:
-    """Return the dense tensors that hold a tensor's values, without overlap; none where there are no such."""
+    """Return the dense tensors that hold a tensor's values, without overlap; empty if there are none."""
     if is_traceable_wrapper_subclass(tensor):
         names, _ = tensor.__tensor_flatten__()
         parts = [_stored_in(getattr(tensor, name)) for name in names]
@@ -395,13 +397,13 @@ def _stored_in(tensor: Tensor) -> list[Tensor]:
     if tensor.layout is not torch.strided or tensor.is_quantized or keeps_elements_elsewhere(tensor):
         return []
     for dim, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
-        if size > 1 and stride == 0:  # expanded: one element, however many it shows
+        if size > 1 and stride == 0:  # expanded: a single stored element
             tensor = tensor.detach().narrow(dim, 0, 1)
     return [tensor]
 
 
 def _described_parts(tensor: Tensor) -> str:
-    """Describe what a tensor that is not plain consists of, for ranks to compare; empty for a plain one."""
+    """Describe the parts of a tensor that is not plain, for ranks to compare; empty for a plain tensor."""
     parts = _stored_in(tensor)
     if len(parts) == 1 and not is_traceable_wrapper_subclass(tensor):
         return ""
@@ -410,7 +412,7 @@ def _described_parts(tensor: Tensor) -> str:
 
 
 def _kind(tensor: Tensor) -> str:
-    """Name a tensor's class, or layout, where it is not plain."""
+    """Return the class or layout of a tensor that is not plain, in words."""
     if tensor.is_quantized:
         return "a quantized tensor"
     return f"a {type(tensor).__name__}" if tensor.layout is torch.strided else f"a {tensor.layout} tensor"
@@ -422,9 +424,9 @@ def _kind(tensor: Tensor) -> str:
 class ShardedRanks:
     """The ranks of an engine over a sharded model.
 
-    A parameter under tensor parallelism has a mesh of all ranks: first the axes of the data, behind them the
-    axes along which ranks share a batch. Other parameters, for example of norms, are on a mesh of the data
-    alone, and the same on all ranks that share a batch.
+    A parameter under tensor parallelism has a mesh of all ranks: the axes of the data, followed by the axes
+    along which ranks share a batch. Other parameters, for example of norms, are on a mesh with only the data
+    axes, and are the same on all ranks that share a batch.
     """
 
     takes_dtensors = True
@@ -439,7 +441,7 @@ class ShardedRanks:
         if self._is_cut:
             mesh, data_ndim = cut[0]
             everywhere = mesh.mesh
-            # Ranks that share no batch with one another, this one among them.
+            # This rank and the other ranks of its data axes, each with a batch of its own.
             data = everywhere[(..., *mesh.get_coordinate()[data_ndim:])]
         self._problems = [
             text
@@ -464,7 +466,10 @@ class ShardedRanks:
             )
 
     def counted(self, units: Sequence[Unit]) -> dict[int, bool]:
-        """Return by id whether this rank counts what it holds: over all ranks each element once."""
+        """Return, by `id` of a parameter, whether this rank counts its elements.
+
+        Over all ranks each element is counted once.
+        """
         is_counting = self.membership.batch.is_counting
         return {
             id(param): is_counted(param) and (is_counting or param.device_mesh.ndim > unit.data_ndim)
@@ -488,7 +493,7 @@ def _unit_problems(unit: Unit, mesh: Any, wanted: Tensor) -> Iterator[str]:
 
 
 def _sharing(plain: Membership, mesh: Any, data_ndim: int) -> Membership:
-    """Return the membership of a rank on a mesh whose axes behind those of the data share batches."""
+    """Return the membership of a rank on a mesh whose axes after the data axes share batches."""
     ranks = MeshRanks(mesh)
     data, others = [*ranks.shape][:data_ndim], [*ranks.shape][data_ndim:]
     batch = SharedBatch(ranks.index(data), ranks.size(others), ranks.index(others) == 0)

@@ -1,4 +1,4 @@
-"""What others than the engine write to gradients and parameters, found between the engine's own looks."""
+"""Detection of writes to gradients and parameters by code outside the engine."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ from pyengine.ops.device import is_lazy
 
 
 class ForeignWrites:
-    """Compares gradients and parameters with what the engine has left: a bare backward, a `zero_grad`, an
-    `optimizer.step()` or a hook inside a window, and a model whose parameters were exchanged.
+    """Compares gradients and parameters with their state after the engine's last write.
 
-    Each method returns texts for a refusal, or None; `Engine` decides what follows.
+    Finds a bare backward, a `zero_grad`, an `optimizer.step()` or a hook inside a window, and a model whose
+    parameters were replaced. Each method returns texts for a refusal, or None; `Engine` decides how to use
+    them.
     """
 
     def __init__(
@@ -31,20 +32,20 @@ class ForeignWrites:
         self.marks = GradMarks(reducer, published)
         # Whether the model still trains the parameters that the engine was made over.
         self.trained = TrainedParameters(reducer.names, reducer.params, module)
-        # Whether others write to parameters inside a window.
+        # Writes to parameters inside a window by code outside the engine.
         self.written = WrittenParameters(reducer.params)
-        # The version of a parameter at the last backward past this engine.
+        # The version of a parameter at the last backward that ran without this engine.
         self._bare_version: int | None = None
         self._has_warned = False
 
     def open_window(self) -> None:
-        """Forget the window before, whose hooks would refuse this one."""
+        """Forget the previous window, whose hooks would refuse this window."""
         self._bare_version = None
         self.written.forget()
         self.marks.release()
 
     def begin_window(self, refuse: Callable[[str, Tensor], object]) -> None:
-        """Record gradients and parameters before the first backward; `refuse` as for `watch_hooks`."""
+        """Record gradients and parameters before the first backward; `refuse` is as for `watch_hooks`."""
         self.marks.record()
         self.marks.watch_hooks(refuse)
         if not self._is_lazy:
@@ -53,26 +54,26 @@ class ForeignWrites:
     # ---- gradients ----
 
     def in_window(self) -> str:
-        """Describe gradients written since the micro-batch before; empty if there are none."""
+        """Describe gradients written since the previous micro-batch; empty if there are none."""
         changed = self.marks.changed()
         return self.marks.describe(changed, "between micro-batches") if changed else ""
 
     def replaced_in_window(self) -> list[str]:
-        """Describe gradients replaced between micro-batches, where `in_window` does not see it."""
+        """Describe gradients replaced between micro-batches that `in_window` cannot detect."""
         replaced = self._reducer.grad_record.replaced()
         return [self.marks.describe(replaced, "between micro-batches")] if replaced else []
 
     def between_windows(self) -> tuple[str, Tensor | None] | None:
-        """Describe gradients written since the window before, which the next one would lose.
+        """Describe gradients written since the previous window, which the next window would lose.
 
-        Returns None, or the text, and a flag (bool, 0-dim, unread) without which it does not hold: gradients
-        may be zeroed between windows.
+        Returns None, or the text and an optional flag, a 0-dim bool tensor that is not read here. If the flag
+        is False, the text does not apply, because gradients may be zeroed between windows.
         """
         if strays := self._reducer.grad_record.outside():
             return self.marks.describe(strays, "between windows"), None
         if self._is_lazy:
             return None
-        # What no optimizer has used is the user's to change: it counts into this window.
+        # The user may change gradients that no optimizer has used: they are carried into this window.
         changed = [index for index in self._published.changed() if not self._kept_grads.keeps(index)]
         if not changed:
             return None
@@ -82,7 +83,7 @@ class ForeignWrites:
     # ---- parameters ----
 
     def of_parameters(self) -> list[str]:
-        """Describe parameters that were written to in the window, or that have a gradient of no engine."""
+        """Describe parameters that were written to in the window, or have a gradient but no engine."""
         found = []
         written = [index for index in self.written.written() if self._reducer.is_used(index)]
         if written:
@@ -92,8 +93,10 @@ class ForeignWrites:
         return found
 
     def notice_backward(self, param: Parameter, engine: str) -> None:
-        """Warn once where a loop trains past the engine: no window has opened between two backwards that are
-        not the engine's, and an optimizer has written to the parameter.
+        """Warn once if a loop trains without the engine.
+
+        That is the case if no window has opened between two backwards outside the engine, and an optimizer
+        has written to the parameter.
         """
         version, before = param._version, self._bare_version
         self._bare_version = version

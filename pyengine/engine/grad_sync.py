@@ -29,44 +29,46 @@ from pyengine.wire.named import WireLike, as_wire
 
 
 class GradSync(Sync):
-    """Own the gradients of a model in flat buckets, and reduce each bucket once a window.
+    """Own the gradients of a model in flat buckets, and reduce each bucket once per window.
 
-    Every rank makes it over replicas of the same parameters; rank 0's values (and a module's buffers) are
-    copied to the others, with a warning where they differed. Shards of other packages are refused.
+    Every rank makes an engine over replicas of the same parameters. Rank 0's parameters (and a module's
+    buffers) are copied to the other ranks, with a warning if values differed. Parameters that other packages
+    have sharded are refused.
 
     Args:
-        params_or_module: a module, or its parameters, or `(name, parameter)` pairs. All that require a
-            gradient.
-        accumulate: micro-batches a window, per rank.
+        params_or_module: a module, its parameters, or `(name, parameter)` pairs. Include all parameters that
+            require a gradient.
+        accumulate: micro-batches per window, on each rank.
         wire: how a bucket is sent: `pe.wire.FP32()`, `BF16()`, `Int8()` and so on (docs/wires.md); the name
-            of one, "bf16" or "int8-ef" for example; or torch.float32, torch.bfloat16, torch.float16.
+            of a wire, for example "bf16" or "int8-ef"; or torch.float32, torch.bfloat16, torch.float16.
         accumulator: "fp32", or torch.float32, sums in fp32 whatever the parameters' type; "native" sums in
-            their own type; "exact" gives the same bits for every world size (docs/reproducible.md), over the
-            fp32 wire only, with whole-numbered counts. `pe.Exact(micro_batches=...)` is the same where the
-            window is not the sum of `accumulate` over ranks, and `pe.Exact(micro_batches=..., slots=...)`
-            sums exactly over slots of it, which costs less.
-        process_group: None is the default group, or this process alone if there is none. On an XLA device
-            all replicas (docs/xla.md).
-        device_mesh, axes: in place of a group, the mesh of all ranks, and what its axes hold (docs/mesh.md);
-            DTensor parameters have their own meshes. `axes` also names parameters with a group of their own,
-            for example experts.
+            the parameters' type; "exact" gives the same bits for every world size (docs/reproducible.md),
+            over the fp32 wire only, with whole-numbered counts. Use `pe.Exact(micro_batches=...)` for the
+            same if the window is not the sum of `accumulate` over ranks, and
+            `pe.Exact(micro_batches=..., slots=...)` to sum exactly over slots of the window, which costs
+            less.
+        process_group: None is the default group, or this process alone if there is no default group. On an
+            XLA device, None is all replicas (docs/xla.md).
+        device_mesh, axes: instead of a group, the mesh of all ranks and the meaning of its axes
+            (docs/mesh.md); DTensor parameters have their own meshes. `axes` also names parameters with a
+            group of their own, for example experts.
         bucket_cap_mb: size of a bucket in MiB of gradients; None: 25 on the CPU, 100 on CUDA and other
-            accelerators with streams. The first to leave ends with the parameter that fills one MiB, so
-            that the network begins early. On an XLA device all gradients of a type are one bucket.
-        nonfinite: "skip" leaves the parameters alone in a step with inf or nan; "raise" raises
-            FloatingPointError on every rank, and has every micro-batch checked so that the message names it.
-        stall_after_s: seconds of waiting for other ranks after which a warning names those that are missing,
-            and where all ranks are (docs/reliability.md); a rank that has died is an error on all others
-            within seconds. None or 0: neither, and no thread that watches.
-        shared_memory: True lets ranks of one host, with parameters on the CPU, reduce gradients in memory
-            that they share, and ranks with GPUs over NCCL in memory that it has registered, which GPUs reach
-            without copies (docs/wires.md); False goes through the process group.
+            accelerators with streams. The bucket that is sent first ends with the parameter that fills one
+            MiB, so that communication begins early. On an XLA device all gradients of a type are one bucket.
+        nonfinite: "skip" leaves the parameters unchanged in a step with inf or nan; "raise" raises
+            FloatingPointError on every rank, and checks every micro-batch so that the message can name it.
+        stall_after_s: seconds of waiting for other ranks after which a warning names the missing ranks and
+            the position of every rank (docs/reliability.md). If a rank dies, all other ranks raise within
+            seconds. None or 0 disables both, and starts no watching thread.
+        shared_memory: True lets ranks of one host, with parameters on the CPU, reduce gradients in shared
+            memory, and ranks with GPUs over NCCL in memory registered with NCCL, which GPUs access without
+            copies (docs/wires.md); False uses the process group.
 
     Raises:
-        ValueError: an argument is off, or the ranks' parameters differ; raised on every rank.
+        ValueError: an argument is invalid, or the ranks' parameters differ; raised on every rank.
 
     Cost: fp32 parameters need one buffer of their size, which `.grad` views. Narrow parameters with
-    `accumulator="fp32"` need 4 bytes an element for the sum and their own size for the wire.
+    `accumulator="fp32"` need 4 bytes per element for the sum and their own size for the wire.
     """
 
     @explained
@@ -120,7 +122,7 @@ class GradSync(Sync):
 
 
 def _named(source: Any) -> tuple[list[tuple[str, nn.Parameter]], list[tuple[str, Tensor]]]:
-    """Return parameters and buffers by name; a name that comes again, as of two modules, gets a number."""
+    """Return parameters and buffers by name; a repeated name, for example from two modules, gets a number."""
     if isinstance(source, nn.Module):
         return list(source.named_parameters()), list(source.named_buffers())
     if isinstance(source, Tensor) or not isinstance(source, Iterable):

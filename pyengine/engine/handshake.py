@@ -1,4 +1,4 @@
-"""The handshake at construction: settings that all ranks must share, and problems of any rank."""
+"""The handshake at construction: compare settings that ranks must share, and raise any rank's problems."""
 
 from __future__ import annotations
 
@@ -34,17 +34,17 @@ def agree(
     problems: Sequence[str],
     membership: Membership | None = None,
 ) -> WindowSplit:
-    """Raise the problems of any rank, or what ranks differ in, on every rank.
+    """Raise the problems of any rank, and differences between ranks, on every rank.
 
-    Returns how a full window is divided among ranks, and the engine's identity. With exact sums the
-    transport, and transports that join it, know from here on which ranks are on one host.
+    Returns how a full window is divided among ranks, and the engine's identity. With exact sums this also
+    tells the transport, and transports that join it, which ranks are on one host.
     """
     problems = [*settings.problems(), *problems]
-    # Mostly the same on all ranks, so that the transport sends only hashes, and gathers what differs. Neither
-    # a wrong argument nor a wire has to be picklable: `shared` compares what they print.
+    # These objects are usually equal on all ranks, so that the transport sends hashes and gathers only the
+    # objects that differ. Invalid arguments and wires need not be picklable: `shared` has their text.
     sent = None if problems else (settings.accumulate, settings.shared())
     is_plain = membership == Membership.plain(rank=comm.rank, world_size=comm.world_size)
-    # Exact sums alone depend on the hosts, which differ between ranks.
+    # Only exact sums depend on the hosts, which differ between ranks.
     host = own_host() if sent is not None and settings.kind == "exact" else None
     (gathered, places), (engine_id,) = comm.all_gather_objects(
         [(pyengine.__version__, problems, sent, list(specs)), (host, None if is_plain else membership)],
@@ -94,7 +94,7 @@ def agree(
 
 
 def raise_problems(problems: Sequence[Sequence[str]]) -> None:
-    """Raise ValueError if any rank has a problem; `problems` are gathered, by rank."""
+    """Raise ValueError if any rank has a problem; `problems` are the gathered problems of each rank."""
     found = "; ".join(problems[0]) if len(problems) == 1 else by_rank(problems)
     if found:
         raise ValueError(found)
@@ -111,32 +111,32 @@ def prepare_wire(wire: Wire, comms: Iterable[Comm], world: Comm) -> None:
 class WindowSplit:
     """How a full window is divided among ranks."""
 
-    # By rank, the indices of its micro-batches in the window; by batch where ranks share them.
+    # Indices of each rank's micro-batches in the window, by rank; by batch where ranks share batches.
     places: list[range]
-    micro_batches: int  # over all ranks; ranks that share a batch count as one
-    by_rank: list[int]  # each rank's `accumulate`; by batch where ranks share them
-    engine_id: int  # 62 random bits that all ranks of this engine have in common
-    batches: list[int]  # by rank, whose batch it computes, as an index into those
+    micro_batches: int  # the number over all ranks; ranks that share a batch count as one rank
+    by_rank: list[int]  # `accumulate` by rank; by batch where ranks share batches
+    engine_id: int  # 62 random bits that all ranks of this engine share
+    batches: list[int]  # by rank, the index of its batch in `places` and `by_rank`
     are_alike: bool  # whether all ranks have parameters of the same names
     slot_size: int  # micro-batches that one rank adds up before it accumulates them; see `Slots`
-    parts: int  # into which ranks that share a batch cut a gradient, each a term of the sum
+    parts: int  # the number of parts of a gradient on ranks that share a batch, each a term of the sum
 
     def of(self, rank: int) -> range:
         return self.places[self.batches[rank]]
 
     @property
     def terms(self) -> int:
-        """Parts of runs over all ranks: as many terms as a sum of a full window has."""
+        """The number of terms in the sum of a full window, over all ranks."""
         return self.micro_batches // self.slot_size * self.parts
 
     @property
     def most_terms(self) -> int:
-        """Slots of the rank that has most of a full window."""
+        """The largest number of slots that any rank has in a full window."""
         return max(self.by_rank) // self.slot_size
 
 
 def resized(split: WindowSplit, accumulate: int, *, is_exact: bool) -> WindowSplit:
-    """Return how a full window is divided if every rank has `accumulate` micro-batches of it."""
+    """Return the split of a full window if every rank has `accumulate` of its micro-batches."""
     if is_exact and set(split.by_rank) == {accumulate}:
         return split
     if is_exact:
@@ -150,7 +150,10 @@ def resized(split: WindowSplit, accumulate: int, *, is_exact: bool) -> WindowSpl
 
 
 def _checked_total(settings: Settings, by_rank: Sequence[int], parts: int) -> int:
-    """Return the micro-batches of a full window over all ranks; raise ValueError if sums cannot have them."""
+    """Return the number of micro-batches in a full window over all ranks.
+
+    Raises ValueError if sums cannot have this number of terms.
+    """
     if isinstance(settings.accumulator, Exact):
         total, origin = settings.accumulator.micro_batches, f"accumulator={settings.accumulator}"
         if max(by_rank) > total:
@@ -167,7 +170,7 @@ def _checked_total(settings: Settings, by_rank: Sequence[int], parts: int) -> in
             f"{origin} makes {slots} {what} a window over all ranks{cut}: accumulator='exact' takes 1 to "
             f"{MAX_TERMS}; make micro-batches larger or windows shorter"
         )
-    # Of slots every rank gets whole ones, as many as any other.
+    # Every rank gets the same number of whole slots.
     run, world_size = settings.run, len(by_rank)
     if run > 1 and slots % world_size:
         fits = ", ".join(str(n) for n in range(1, slots + 1) if slots % n == 0)
@@ -185,7 +188,7 @@ def _checked_total(settings: Settings, by_rank: Sequence[int], parts: int) -> in
 
 
 def _places(by_rank: Sequence[int], total: int) -> list[range]:
-    """Divide places as `WindowSampler` does, if that gives the ranks' numbers; else one after the other."""
+    """Divide micro-batches as `WindowSampler` does, if that gives the numbers by rank; else in rank order."""
     world_size = len(by_rank)
     even = [share(total, rank=rank, world_size=world_size) for rank in range(world_size)]
     if [max(1, len(places)) for places in even] == list(by_rank):
@@ -197,7 +200,7 @@ def _places(by_rank: Sequence[int], total: int) -> list[range]:
 def problems_of(
     named: Sequence[tuple[str, nn.Parameter]], settings: Settings, *, takes_shards: bool
 ) -> Iterator[str]:
-    """Report which parameters no engine can take, or only one that takes DTensors, or sums in another way."""
+    """Report parameters that this engine does not support; `takes_shards` allows DTensors."""
     if not named:
         yield "params_or_module: got no parameter; pass a module or its parameters (a generator only once)"
         return
@@ -228,7 +231,7 @@ def problems_of(
                 f"parameter {name!r} is {p.dtype} and has grad_dtype={p.grad_dtype}: leave grad_dtype as it "
                 "was; accumulator='fp32' sums narrow gradients in float32"
             )
-    if not settings.problems() and settings.run > 1:  # else they are reported elsewhere
+    if not settings.problems() and settings.run > 1:  # problems with settings are reported elsewhere
         for name, p in [(name, p) for name, p in trained if p.dtype.itemsize < 4][:1]:
             yield (
                 f"accumulator={settings.accumulator}, and parameter {name!r} is {p.dtype}: PyTorch would add "
@@ -238,7 +241,7 @@ def problems_of(
 
 
 def problems_of_exact(source: object, settings: Settings) -> Iterator[str]:
-    """Report which modules would make bits depend on the world size."""
+    """Report modules that would make exact results depend on the world size."""
     modules = source.named_modules() if isinstance(source, nn.Module) and settings.kind == "exact" else ()
     for name, module in modules:
         if isinstance(module, nn.SyncBatchNorm):
@@ -250,7 +253,7 @@ def problems_of_exact(source: object, settings: Settings) -> Iterator[str]:
 
 
 def _repeated(named: Sequence[tuple[str, nn.Parameter]]) -> Iterator[str]:
-    """Report which parameters come twice, and which are results of others."""
+    """Report parameters that appear twice, and parameters that are not leaves."""
     first: dict[int, str] = {}
     for name, param in named:
         if not param.is_leaf:
@@ -261,10 +264,10 @@ def _repeated(named: Sequence[tuple[str, nn.Parameter]]) -> Iterator[str]:
 
 
 def _not_plain(named: Sequence[tuple[str, nn.Parameter]]) -> Iterator[str]:
-    """Report whether trained parameters are tensors within tensors, or any are shards of a DTensor.
+    """Report trained parameters that are wrapper tensors, and DTensor parameters, trained or frozen.
 
-    A frozen one needs no bucket, but the shards of a frozen DTensor differ from rank to rank: nothing here
-    may overwrite them.
+    A frozen parameter needs no bucket, but the shards of a frozen DTensor differ between ranks and must not
+    be overwritten.
     """
     odd = [
         (name, type(param).__name__)
@@ -293,11 +296,11 @@ _FSDP1 = ("FullyShardedDataParallel", "XlaFullyShardedDataParallel")
 
 
 def problems_of_source(source: object) -> Iterator[str]:
-    """Report which wrappers shard the parameters that `GradSync` is to own, or reduce their gradients."""
+    """Report wrappers that shard the parameters given to `GradSync`, or reduce their gradients."""
     modules = list(source.named_modules()) if isinstance(source, nn.Module) else []
-    # Also torch_xla's and fairscale's. By name: the import is slower than that of this package.
+    # Includes the wrappers of torch_xla and fairscale. Compare names, because importing FSDP is slow.
     kinds = [(name, kind.__name__) for name, module in modules for kind in type(module).__mro__]
-    for name, kind in [each for each in kinds if each[1] in _FSDP1][:1]:  # parameters need not show it
+    for name, kind in [each for each in kinds if each[1] in _FSDP1][:1]:  # parameters may not reveal sharding
         where = f" at {name!r}" if name else ""
         yield f"params_or_module has a {kind}{where}: {_SHARDED}"
     for _, module in modules:
@@ -311,7 +314,7 @@ def problems_of_source(source: object) -> Iterator[str]:
 
 
 def group_problems(process_group: Any, device_mesh: Any) -> Iterator[str]:
-    """Report whether a group and a mesh were both given, or something else for a group."""
+    """Report that a group and a mesh were both given, or that the group is not a process group."""
     is_none = process_group is None or process_group is dist.GroupMember.NON_GROUP_MEMBER
     if process_group is not None and device_mesh is not None:
         why = "each defines the ranks to sum over"
@@ -325,7 +328,7 @@ def group_problems(process_group: Any, device_mesh: Any) -> Iterator[str]:
 
 
 def sparse_modules(model: nn.Module, reduced: Sequence[tuple[str, nn.Parameter]]) -> list[str]:
-    """Report which modules would give FSDP2, which reduces these parameters, sparse gradients."""
+    """Report modules that would produce sparse gradients for parameters that FSDP2 reduces."""
     trained = {id(param) for _, param in reduced if param.requires_grad}
     return [
         f"{name or type(module).__name__} has sparse=True, and no sparse gradient fits into the buffers of "
@@ -336,16 +339,19 @@ def sparse_modules(model: nn.Module, reduced: Sequence[tuple[str, nn.Parameter]]
 
 
 def unwrapped(source: Any) -> Any:
-    """Return what Lightning Fabric's `setup` or `torch.compile` has wrapped; anything else as it is."""
-    # By name: the import of lightning is slow, and it may be absent.
+    """Return the module inside a wrapper of Lightning Fabric's `setup` or `torch.compile`, if there is one.
+
+    Anything else is returned unchanged.
+    """
+    # Compare names: importing lightning is slow, and it may not be installed.
     if any(kind.__name__ == "_FabricModule" for kind in type(source).__mro__):
         source = source._forward_module  # noqa: SLF001 - `.module` is the model without DDP
-    # Among the children: a wrapper may forward attributes to a compiled one.
+    # Look among the children, because a wrapper may forward attributes to a compiled module.
     children = dict(source.named_children()) if isinstance(source, nn.Module) else {}
     return children.get("_orig_mod", source)
 
 
 def is_replicated(module: object) -> bool:
     """Return whether torch.distributed._composable's `replicate`, a hidden DDP, was called on a module."""
-    name = "torch.distributed._composable.replicate"  # by name: its import is slow
+    name = "torch.distributed._composable.replicate"  # compare names: importing it is slow
     return any(kind.__module__ == name for kind in type(module).__mro__)

@@ -1,4 +1,4 @@
-"""Gradients that no optimizer has used, which count into the next window."""
+"""Gradients that no optimizer has used, which are carried into the next window."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _MAX_NAMED = 3
 
 
 class KeptGrads:
-    """Keep gradients that no optimizer has used, as a plain PyTorch loop without zero_grad does.
+    """Keeps gradients that no optimizer has used, like a plain PyTorch loop without zero_grad.
 
-    Each parameter's gradient is kept until an optimizer has used it or the user has cleared it, so optimizers
-    may step at different intervals. A kept gradient is a mean already: it is added to the next window's mean.
+    Each parameter's gradient is kept until an optimizer uses it or the user clears it, so that optimizers may
+    step at different intervals. A kept gradient is already a mean, and is added to the next window's mean.
     """
 
     def __init__(self, names: Sequence[str], params: Sequence[Parameter]) -> None:
@@ -30,11 +30,11 @@ class KeptGrads:
         self.clear()
 
     def clear(self) -> None:
-        self._used: set[int] | None = None  # parameters of the last window; None: it was not used
-        self._found_inf: Tensor | None = None  # of the step that used the window
-        self._kept: dict[int, Tensor] = {}  # by parameter, what counts into this window
+        self._used: set[int] | None = None  # used parameters of the last window; None: it was not used
+        self._found_inf: Tensor | None = None  # the flag of the step that used the window
+        self._kept: dict[int, Tensor] = {}  # gradients carried into this window, by parameter
         self._is_added = False
-        self.is_handed_over = False  # whether the window's gradients are the user's, by `unscale_`
+        self.is_handed_over = False  # whether `unscale_` gave the gradients to the user
 
     @property
     def is_used(self) -> bool:
@@ -42,15 +42,15 @@ class KeptGrads:
         return self._used is not None
 
     def pending(self) -> tuple[int, ...]:
-        """Return the parameters, by index, to whose gradients of this window something is to be added."""
+        """Return the indices of parameters whose kept gradients are still to be added in this window."""
         return () if self._is_added else tuple(self._kept)
 
     def keeps(self, index: int) -> bool:
-        """Whether what is left in a parameter's `.grad` counts into the next window."""
+        """Whether a parameter's `.grad` is carried into the next window."""
         return self._used is not None and index not in self._used
 
     def has_left(self) -> bool:
-        """Whether some gradient of the window before, or what was kept before it, is still to be used."""
+        """Whether some gradient of the previous window, or some kept gradient, has not been used."""
         if self._used is None or self.pending():
             return True
         return any(
@@ -61,15 +61,18 @@ class KeptGrads:
         self._used, self.is_handed_over = self._used or set(), True
 
     def use(self, indices: Collection[int], found_inf: Tensor) -> None:
-        """Note that an optimizer has used gradients, or, by `found_inf`, unread, has skipped them."""
+        """Record that an optimizer has used gradients, or skipped them if `found_inf` is nonzero.
+
+        `found_inf` is not read on the host here.
+        """
         self._used = {*(self._used or ()), *indices}
         self._known.update(indices)
         self._found_inf = found_inf
 
     def keep(self) -> None:
-        """Copy what is left in `.grad`, before the next window's gradients replace it."""
+        """Copy unused gradients from `.grad`, before the next window's gradients replace them."""
         if self._used is None:
-            return  # no window before this one
+            return  # there is no previous window
         left = self._left()
         self.clear()
         self._kept = left
@@ -86,7 +89,7 @@ class KeptGrads:
             )
 
     def add(self) -> None:
-        """Add what was kept to the mean gradients of a window, in place."""
+        """Add the kept gradients to the mean gradients of a window, in place."""
         for index, kept in self._kept.items():
             param = self._params[index]
             if param.grad is None:
@@ -96,9 +99,7 @@ class KeptGrads:
         self._is_added = True
 
     def save(self) -> dict[str, Tensor]:
-        """Return copies of the gradients that count into the next window, by name: this rank's part,
-        dense.
-        """
+        """Return dense copies of this rank's part of the gradients carried into the next window, by name."""
         left = self._left() if self.is_used else {}
         return {self._names[index]: dense(grad).clone() for index, grad in left.items()}
 
@@ -112,10 +113,10 @@ class KeptGrads:
             self.hand_over()
 
     def _left(self) -> dict[int, Tensor]:
-        """Return copies of the gradients that count into the next window, by parameter index; empty if all
-        were used.
+        """Return copies of the gradients carried into the next window, by parameter index.
 
-        A window that was skipped leaves what was kept before it, since its own gradients are not finite.
+        Empty if all gradients were used. A skipped window leaves only gradients kept before it, because its
+        own gradients are not finite.
         """
         assert self._used is not None
         if len(self._used) == len(self._params):

@@ -1,4 +1,4 @@
-"""Loops over windows: what is read and agreed on ahead, where they are cut, and a body that raises."""
+"""Loops over windows: reading ahead, counts that ranks agree on, window ends, and exceptions in the body."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ from pyengine.window.header import Count, LocalWindow, checked_count, stacked
 
 Batch = TypeVar("Batch")
 
-_NEVER = -1  # instead of a number: the rank has no batch, not even an old one
+_NEVER = -1  # instead of a number: the rank has had no batch at all
 
 
 class Lookahead(Generic[Batch]):
-    """An iterator that knows whether it has a next item, and shows later ones before `pop` returns them."""
+    """An iterator that knows whether it has a next item, and can peek at items before `pop` returns them."""
 
     def __init__(self, items: Iterable[Batch]) -> None:
         self._items = iter(items)
         self._read: deque[Batch] = deque()
         self._is_over = False
-        # What the iterator has raised instead of its last item, as text; empty if it has raised nothing.
+        # The exception that the iterator raised instead of its last item, as text; empty if none.
         self._error = ""
         self._read_up_to(1)
 
@@ -43,12 +43,12 @@ class Lookahead(Generic[Batch]):
         return bool(self._read)
 
     def pop(self) -> Batch:
-        """Return the next item, and read one more; if that read raises, the next item is not lost."""
+        """Return the next item after reading one more; if this read raises, the next item is not lost."""
         self._read_up_to(2)
         return self._read.popleft()
 
     def peek(self, num: int) -> list[Batch]:
-        """Return the next `num` items, fewer where the data ends; `pop` gives them again."""
+        """Return the next `num` items, or fewer at the end of the data; `pop` returns them again."""
         self._read_up_to(num)
         return list(self._read)[:num]
 
@@ -76,11 +76,11 @@ class Lookahead(Generic[Batch]):
 def sum_over_ranks(engine: Engine, numbers: Sequence[float]) -> list[float]:
     """Return the sums of numbers over all ranks, as float64, with the same bits everywhere.
 
-    Of ranks that share a batch one's numbers are summed. One all-reduce of 8 bytes a number, for which the
-    host waits.
+    If ranks share a batch, the numbers of only one of them are summed. Launches one all-reduce of 8 bytes per
+    number, for which the host waits.
     """
     if engine.batch is not None and not engine.batch.is_counting:
-        numbers = [0.0] * len(numbers)  # of a batch that another rank counts
+        numbers = [0.0] * len(numbers)  # another rank counts this batch
     vector = send([*numbers], torch.float64, engine.device)
     engine.comm.all_reduce(vector).wait()
     return vector.tolist()
@@ -88,7 +88,7 @@ def sum_over_ranks(engine: Engine, numbers: Sequence[float]) -> list[float]:
 
 # ---- counts ----
 
-# Returns over how many items each loss of a micro-batch is summed; a number, if there is one loss.
+# A function that returns how many items each loss of a micro-batch is summed over; a number for one loss.
 CountOf = Callable[[Any], Count | Mapping[str, Count]]
 
 _COUNTING = "with counts read ahead (sync.windows with count=)"
@@ -111,10 +111,11 @@ class Counting:
         self._names: list[str] = []
 
     def begin(self, batches: Sequence[Any]) -> None:
-        """Count a window that has just been opened, and agree with the other ranks on its totals.
+        """Count a newly opened window, and agree with the other ranks on its totals.
 
-        `batches` are those that this rank is still to compute in it; they are not kept. Collectives are those
-        of `check_ranks_agree` and `sum_over_ranks`; in a loop's first window also a gather of names.
+        `batches` are the batches that this rank will compute in the window; they are not kept. Launches the
+        collectives of `check_ranks_agree` and `sum_over_ranks`, and in a loop's first window a gather of
+        names.
         """
         engine = self._engine
         names, counts, problems = count_ahead(
@@ -130,14 +131,15 @@ class Counting:
 
 
 def _begin_counts(engine: Engine, counting: Counting | None, source: Lookahead[Any]) -> None:
-    """Count the open window ahead, where the loop does."""
+    """Count the open window ahead, if the loop reads counts ahead."""
     if counting is not None:
         counting.begin(source.peek(len(engine.counter.due)))
 
 
 def _agree(engine: Engine, names: list[str]) -> list[str]:
-    """Return the names that all ranks count; a rank without data learns them. Raise ValueError where ranks
-    differ.
+    """Return the names of the losses that all ranks count; raise ValueError if ranks differ.
+
+    A rank without data takes the names from other ranks.
     """
     gathered: Sequence[list[str]] = engine.comm.all_gather_object(names)
     named = {rank: theirs for rank, theirs in enumerate(gathered) if theirs}
@@ -151,10 +153,11 @@ def _agree(engine: Engine, names: list[str]) -> list[str]:
 def count_ahead(
     count: CountOf, batches: Sequence[Any], local: LocalWindow, names: Sequence[str], device: torch.device
 ) -> tuple[list[str], list[dict[str, float]], list[str]]:
-    """Count a window's micro-batches; `local` decides what is valid; `names` are empty at first.
+    """Count a window's micro-batches.
 
-    Returns the names of the losses, the counts by micro-batch, and problems, each with its micro-batch.
-    Tensors among the counts are read at once, by way of `device`.
+    `local` decides which counts are valid; `names` is empty in the first window. Returns the names of the
+    losses, the counts by micro-batch, and problems, each with its micro-batch. Tensors among the counts are
+    stacked on `device` and read together.
     """
     names = list(names)
     problems: list[str] = []
@@ -206,7 +209,7 @@ def _what(name: object) -> str:
 
 
 class MicroBatches(Iterator[Batch]):
-    """The micro-batches of one window; an error that explains it where it is used as a batch."""
+    """The micro-batches of one window; raises an explanatory error if used as a batch."""
 
     def __init__(self, micro_batches: Iterator[Batch], counter: WindowCounter) -> None:
         self._micro_batches, self._counter, self._index = micro_batches, counter, counter.index
@@ -238,7 +241,7 @@ _NOT_A_BATCH = (
 
 
 def windows(engine: Engine, loader: Iterable[Batch], count: CountOf | None) -> Iterator[Iterator[Batch]]:
-    """Cut a loader into windows, then yield empty ones until every rank has run out of data."""
+    """Split a loader into windows, then yield empty windows until every rank has run out of data."""
     counting = None if count is None else Counting(engine, count)
     if engine.is_broken:
         engine.abandon()
@@ -253,7 +256,7 @@ def windows(engine: Engine, loader: Iterable[Batch], count: CountOf | None) -> I
 
 def _cut(engine: Engine, loader: Iterable[Batch], counting: Counting | None) -> Iterator[Iterator[Batch]]:
     source = Lookahead(loader)
-    others = engine.comm.world_size > 1  # a rank without any data still has to meet the others
+    others = engine.comm.world_size > 1  # a rank without data must still join the other ranks' collectives
     while source.has_next or others:
         engine.open()
         if source.has_next and not engine.counter.share:
@@ -261,8 +264,8 @@ def _cut(engine: Engine, loader: Iterable[Batch], counting: Counting | None) -> 
         _begin_counts(engine, counting, source)
         yield _micro_batches(engine, source)
         engine.close_window()
-        # Other ranks need this one for a window that was dropped before it was sent, for further ones, or
-        # where the loop's body has loaded a state: what ranks had left is not known then.
+        # This rank must go on for other ranks if the window was dropped before it was sent, if another rank
+        # has more data, or if the loop's body has loaded a state, after which the remaining data is unknown.
         others = (not source.has_next and engine.comm.world_size > 1) and (
             engine.counter.index == engine.opened_at or engine.verdicts.some_rank_has_more()
         )
@@ -288,10 +291,10 @@ def single_micro_batch(engine: Engine, *, last: bool) -> Iterator[None]:
         if ends:
             engine.end_micro_batches()
     except (Exception, KeyboardInterrupt):
-        with suppress(RuntimeError):  # of missing reductions, which the first error explains
+        with suppress(RuntimeError):  # missing reductions, which the first error explains
             engine.abandon()
         raise
-    except BaseException:  # the process is about to end: wait for no other rank
+    except BaseException:  # the process is about to end: do not wait for other ranks
         engine.abandon(waits=False)
         raise
 
@@ -320,9 +323,9 @@ _NO_SHARE = (
 def _cut_padded(
     engine: Engine, source: Lookahead[Batch], counting: Counting | None
 ) -> Iterator[Iterator[Batch]]:
-    """Cut a loader into windows of as many micro-batches on every rank, until no rank has any.
+    """Split a loader into windows with equally many micro-batches on every rank, until all data has ended.
 
-    Two small all-reduces a window, for which the host waits.
+    Launches two small all-reduces per window, for which the host waits.
     """
     rank, world_size = engine.comm.rank, engine.comm.world_size
     old: list[Batch] = []
@@ -330,10 +333,10 @@ def _cut_padded(
         engine.open()
         ahead, due = _read(engine, source), len(engine.counter.due)
         mine = min(len(ahead), due) or (0 if old else _NEVER)
-        first = world_size - rank if mine > 0 else 0  # the largest is of the first rank with micro-batches
+        first = world_size - rank if mine > 0 else 0  # the maximum gives the first rank with micro-batches
         most, minus_fewest, first = engine.comm.max_of(mine, -mine, first)
         if most <= 0:
-            engine.counter.close(completed=False)  # what the caller has left in `.grad` stays
+            engine.counter.close(completed=False)  # keep the caller's gradients in `.grad`
             return
         if -minus_fewest == _NEVER:
             old = _borrowed(engine, old, ahead, sender=world_size - first)
@@ -343,7 +346,7 @@ def _cut_padded(
 
 
 def meet_at_micro_batch(engine: Engine, *, last: bool) -> None:
-    """Raise on every rank unless all of them hand out the same micro-batch; before its forward."""
+    """Raise on every rank unless all ranks are about to hand out the same micro-batch."""
     check_ranks_agree(
         engine,
         stage=f"hands out micro-batch {engine.counter.handed + 1} of a window{', its last' if last else ''}",
@@ -351,9 +354,9 @@ def meet_at_micro_batch(engine: Engine, *, last: bool) -> None:
 
 
 def _read(engine: Engine, source: Lookahead[Batch]) -> list[Batch]:
-    """Read this rank's part of the window, and meet the others; return it, with one more.
+    """Read this rank's part of the window and one more micro-batch, and check that other ranks have too.
 
-    One more is read, so that a loader raises here, and not while the other ranks wait in a forward.
+    One more micro-batch is read so that a loader raises here, and not while other ranks wait in a forward.
     """
     try:
         ahead = source.peek(len(engine.counter.due) + 1)
@@ -372,7 +375,7 @@ def _read(engine: Engine, source: Lookahead[Batch]) -> list[Batch]:
 def _borrowed(engine: Engine, old: list[Batch], ahead: Sequence[Batch], *, sender: int) -> list[Batch]:
     """Return `old`, or a copy of the sender's first batch; raise ValueError if it cannot be sent.
 
-    Every rank calls this where some rank has none to run its forwards with: its data had ended before.
+    Every rank calls this if some rank had no data from the start, and so has no batch for its forwards.
     """
     sent: tuple[Any, str, bool] = None, "", not old
     if engine.comm.rank == sender:
@@ -401,16 +404,16 @@ def _borrowed(engine: Engine, old: list[Batch], ahead: Sequence[Batch], *, sende
 def _handed_out(
     engine: Engine, source: Lookahead[Batch], old: list[Batch], *, mine: int, fewest: int, most: int
 ) -> Iterator[Batch]:
-    """Yield `mine` micro-batches, then the last one, `old`, until there are as many as on any rank.
+    """Yield `mine` micro-batches, then repeat the last micro-batch, `old`, up to `most` in total.
 
-    `fewest` and `most` are the numbers of the ranks that have fewest and most.
+    `fewest` and `most` are the smallest and the largest number of micro-batches on any rank.
     """
     counter, places = engine.counter, list(engine.counter.due)
     engine.window.has_more = source.has_next
     for index in range(most):
         last = index == most - 1
         if index >= fewest and counter.done < counter.handed:
-            # Padding could not be distinguished from an earlier micro-batch. Every rank raises alike.
+            # Padding could not be distinguished from an earlier micro-batch. Every rank raises this.
             raise RuntimeError(
                 f"{counter.handed} micro-batches of window {counter.index} have been handed out and "
                 f"{counter.done} backwards run, where a rank has run out of data and repeats its last batch: "

@@ -1,4 +1,4 @@
-"""Losses that were scaled, divided or reduced in another way than their count says; found in their graph."""
+"""Checks of the autograd graph for losses that were scaled, divided or reduced contrary to their count."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from pyengine.step.grad_scaler import GradScaler
 from pyengine.window.counter import WindowCounter
 from pyengine.window.header import Count
 
-# A loss may be cast, negated, and multiplied by a count, behind the division.
+# After the division a loss may be cast, negated, and multiplied by a count.
 _SCALINGS = {"DivBackward0", "MulBackward0", "NegBackward0", "ToCopyBackward0"}
 
 
 class LossChecks:
-    """Refuses losses that were scaled already, and warns of others in an engine's first window."""
+    """Refuses losses that were already scaled, and warns of suspicious losses in the first window."""
 
     def __init__(self, counter: WindowCounter, world_size: int) -> None:
         self._counter, self._world_size = counter, world_size
@@ -31,7 +31,7 @@ class LossChecks:
         self._warned: set[str] = set()
 
     def refuse_scaled(self, loss: Tensor | GradientEdge, scaler: GradScaler | None) -> None:
-        """Raise ValueError if a loss was multiplied by a loss scale already, which `backward` does."""
+        """Raise ValueError if a loss was already multiplied by a loss scale, because `backward` scales it."""
         is_first = self.is_first_window
         if (scaler is None and not is_first) or not is_scaled(
             loss, None if scaler is None else scaler.scale_tensor, by_any=is_first
@@ -65,7 +65,7 @@ class LossChecks:
             )
 
     def warn_of_reduction(self, loss: Tensor, count: Count | None) -> None:
-        """Warn once, in the first window, of a sum without its count, and of a mean with one.
+        """Warn once, in the first window, of a sum without a count or a mean with a count.
 
         Not called where counts were read ahead.
         """
@@ -88,11 +88,11 @@ class LossChecks:
 
 
 def is_scaled(loss: Tensor | GradientEdge, scaler: Tensor | None, *, by_any: bool) -> bool:
-    """Whether a GradScaler has multiplied a loss, or a term of it, already; from the graph alone.
+    """Whether a GradScaler has already multiplied a loss or a term of it, from the graph alone.
 
     Args:
-        scaler: the scale of the engine's own loss scaler; None if it has none.
-        by_any: look for other scalers, too. Where a float32 0-dim tensor multiplies a loss, that takes
+        scaler: the scale of the engine's own loss scaler; None if the engine has no loss scaler.
+        by_any: also look for other scalers. If a float32 0-dim tensor multiplies the loss, this takes
             milliseconds.
     """
     left, seen = [loss.grad_fn if isinstance(loss, Tensor) else loss.node], 0
@@ -109,7 +109,7 @@ def is_scaled(loss: Tensor | GradientEdge, scaler: Tensor | None, *, by_any: boo
     return False
 
 
-# Nodes behind which a scaled loss is one still: sums and multiples of losses.
+# Nodes after which a scaled loss is still scaled: sums and multiples of losses.
 _TERMS = {
     *("AddBackward0", "SubBackward0", "MulBackward0", "DivBackward0", "NegBackward0", "ToCopyBackward0"),
     *("SumBackward0", "SumBackward1", "MeanBackward0", "MeanBackward1", "StackBackward0", "ViewBackward0"),
@@ -118,10 +118,10 @@ _MAX_TERMS = 64
 
 
 def _belongs_to_scaler(scale: Tensor) -> bool:
-    """Whether a tensor is the scale of some GradScaler; Python numbers, which are float64, are none."""
+    """Whether a tensor is the scale of some GradScaler; Python numbers, which are float64, are not."""
     if scale.dtype is not torch.float32:
         return False
-    # By type: `isinstance` asks objects for their class, and dead proxies raise.
+    # Not `isinstance`, which asks objects for their class: dead proxies would raise.
     return any(
         issubclass(type(owner), torch.amp.GradScaler)
         or (type(owner) is dict and owner.get("_scale") is scale)
@@ -130,10 +130,11 @@ def _belongs_to_scaler(scale: Tensor) -> bool:
 
 
 def divided_by(loss: Tensor, divisors: Collection[int], count: object) -> int | None:
-    """Return the one of `divisors` by which a mean, or a loss with a count, was divided; from its graph.
+    """Return the divisor by which a mean, or a loss with a count, was divided, if it is in `divisors`.
 
-    A division that is multiplied away again is none, unless `count` is the factor: that makes a mean the sum.
-    A division by 2, and of a sum without a count, has other reasons: two losses, or the items of a batch.
+    The divisor is found in the graph. A division that a later multiplication undoes is ignored, unless the
+    factor is `count`, which turns a mean into a sum. Divisions by 2, and of a sum without a count, are
+    ignored too: they may average two losses, or divide by the items of a batch.
     """
     node, product, found = loss.grad_fn, 1.0, None
     while node is not None and node.name() in _SCALINGS:
@@ -150,7 +151,7 @@ def divided_by(loss: Tensor, divisors: Collection[int], count: object) -> int | 
 
 
 def reduction_of(loss: Tensor) -> str:
-    """Return "mean" or "sum" if a loss is just what one of torch's loss functions has returned, else ""."""
+    """Return "mean" or "sum" if a loss is the unchanged result of a torch loss function, else ""."""
     return _reduction_of(loss.grad_fn)
 
 
@@ -160,11 +161,11 @@ def _reduction_of(node: Any) -> str:
 
 
 def _saved(node: Any, *names: str) -> Tensor | None:
-    """Return the first of the tensors that a node has saved under these names; None if it has none."""
+    """Return the first tensor that a node has saved under one of these names, or None."""
     for name in names:
         try:
             value = getattr(node, f"_saved_{name}", None)
-        except RuntimeError:  # written to since
+        except RuntimeError:  # the tensor was written to after the forward
             continue
         if isinstance(value, Tensor):
             return value
@@ -172,7 +173,7 @@ def _saved(node: Any, *names: str) -> Tensor | None:
 
 
 def _factor(node: Any) -> float | None:
-    """Return the number by which a node of the graph multiplies; None where it is no number of the host."""
+    """Return the factor by which a node of the graph multiplies; None if it is not a number on the host."""
     is_product = node.name() == "MulBackward0"
     other = _saved(node, "other", "self") if is_product else _saved(node, "other")
     if other is None or other.dim() or runs_ahead(other.device):

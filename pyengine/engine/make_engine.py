@@ -1,4 +1,4 @@
-"""How an engine is made: all ranks agree, or every rank raises and nothing has changed."""
+"""Construction of an engine: all ranks agree, or every rank raises and nothing has changed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pyengine.gradients.exact_sums import Terms
 from pyengine.gradients.layout import ParamSpec
 from pyengine.gradients.settings import Settings
 
-# Where a rank is, for the stall report.
+# The position of a rank whose engine was freed, for the stall report.
 _FREED = "the end of its engine, which was freed: keep `sync` in a variable for as long as the other ranks do"
 
 
@@ -30,10 +30,10 @@ def make_engine(
     source: object,
     problems: Sequence[str],
 ) -> Engine:
-    """Make an engine over parameters, or raise the problems of any rank on every rank: nothing has changed.
+    """Make an engine over parameters, or raise the problems of any rank on every rank without any change.
 
-    `make_reducer` makes the owner of the gradients, once all ranks have agreed; `source` is the module that
-    has the parameters, if there is one; `problems` are further ones of this rank.
+    `make_reducer` makes the reducer, which owns the gradients, after all ranks have agreed; `source` is the
+    module that has the parameters, if there is a module; `problems` are additional problems of this rank.
     """
     comm = ranks.comm
     if settings.watches_stalls:

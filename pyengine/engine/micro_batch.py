@@ -1,4 +1,4 @@
-"""One micro-batch of a window, as the user sees it while its backwards run."""
+"""The user's view of one micro-batch of a window while its backwards run."""
 
 from __future__ import annotations
 
@@ -39,19 +39,22 @@ class MicroBatch:
         counter.check_backward()
         self._window, self._scaler, self._checks = window, scaler, loss_checks
         self._last_backward = last_backward
-        # Its index among this rank's, and whether it is the window's last.
+        # The index among this rank's micro-batches, and whether this is the window's last micro-batch.
         self.index, self.syncs = counter.done, counter.next_backward_syncs
-        # Whether its gradients are accumulated now, and not together with a later micro-batch of its slot.
+        # Whether the gradients are accumulated after this micro-batch, not with a later one of its slot.
         self.ends_slot = self.syncs or window.is_padding or window.slots.ends_at(counter.latest)
         self._count: Count = count
         self.is_stated = is_stated or window.denominators is not None
         self._loss: Tensor | None = None if loss is None else loss.detach()
-        # Whether a backward was marked as the last, and whether no code but the engine's runs in the block.
+        # Whether a backward was marked as the last, and whether only the engine's code runs in the block.
         self.has_last = self.has_only = False
 
     @property
     def count(self) -> Count:
-        """Items in the losses: a number or a 0-dim tensor; may be set until the last backward begins."""
+        """Number of items in the losses, a number or a 0-dim tensor.
+
+        May be set until the last backward begins.
+        """
         return self._count
 
     @count.setter
@@ -65,9 +68,10 @@ class MicroBatch:
 
     @property
     def loss(self) -> Tensor | None:
-        """Sum of the losses, for the `StepRecord`: None, or 0-dim; may be set until the last backward begins.
+        """Sum of the losses for the `StepRecord`: None or a 0-dim tensor.
 
-        Kept detached. Where one micro-batch of a window leaves it at None, the record's loss is None.
+        May be set until the last backward begins, and is kept detached. If any micro-batch of a window leaves
+        it None, the record's loss is None.
         """
         return self._loss
 
@@ -86,7 +90,7 @@ class MicroBatch:
         self._window.has_backward |= value is not None
 
     def add_to(self, counts: LocalWindow) -> None:
-        """Note its count and loss in a window's record."""
+        """Add the count and the loss of this micro-batch to a window's record."""
         counts.append(self._loss, self._count)
 
     def backward(
@@ -98,17 +102,17 @@ class MicroBatch:
         create_graph: bool = False,
         inputs: Tensor | Sequence[Tensor] | None = None,
     ) -> None:
-        """Run one of the block's backwards, on the scaled loss where `sync.scaler` is set.
+        """Run one of the block's backwards, on the scaled loss if `sync.scaler` is set.
 
-        The same as `loss.backward(...)`, or `sync.scaler.scale(loss).backward(...)`, for code that does not
-        know which.
+        The same as `loss.backward(...)`, or as `sync.scaler.scale(loss).backward(...)` with a scaler, for
+        code that must work with and without a scaler.
 
         Args:
-            loss: 0-dim, or of the shape of `gradient`; `count` and `loss` of the micro-batch stay as set.
-            gradient, retain_graph, create_graph, inputs: as `torch.Tensor.backward`.
+            loss: 0-dim, or of the shape of `gradient`. Does not set the micro-batch's `count` and `loss`.
+            gradient, retain_graph, create_graph, inputs: as in `torch.Tensor.backward`.
 
         Raises:
-            ValueError: no backward can start here; nothing has run.
+            ValueError: the loss or an argument is invalid; nothing has run.
         """
         run = checked_backward(
             loss, gradient=gradient, retain_graph=retain_graph, create_graph=create_graph, inputs=inputs
@@ -123,15 +127,16 @@ class MicroBatch:
         """Mark the backward in the body as the block's last.
 
         In the window's last micro-batch the header is launched first, and each bucket as soon as the body has
-        completed it; in an earlier one gradients are accumulated from inside it, while the cache has them. So
-        `count` and `loss` are final here, and no gradient may come after the body.
+        completed it. In an earlier micro-batch gradients are accumulated during the backward, while they are
+        in the cache. Therefore `count` and `loss` are final here, and no gradient may arrive after the body.
 
         Args:
-            roots: the tensors from which the body's backward starts (the scaled losses, or any tensors behind
-                the same graph). Without them nothing overlaps in an engine's very first last backward.
+            roots: the tensors from which the body's backward starts (the scaled losses, or any tensors with
+                the same graph). Without `roots` there is no overlap in the engine's first window.
 
         Raises:
-            RuntimeError: the second one of a block; or a gradient came again after its bucket could leave.
+            RuntimeError: a backward of the block was already marked; or a gradient arrived again after its
+                bucket could have been sent.
         """
         if self.has_last:
             raise RuntimeError(

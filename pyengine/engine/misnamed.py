@@ -1,4 +1,4 @@
-"""Answers to arguments under another name, without one, or of another kind."""
+"""Error messages for arguments with a wrong name, without a name, or of a wrong type."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any, ParamSpec, TypeVar
 P = ParamSpec("P")
 T = TypeVar("T")
 
-# What other libraries call an argument.
+# The names of arguments in other libraries, with their names here.
 _ELSEWHERE = {
     "gradient_accumulation_steps": "accumulate",
     "accumulation_steps": "accumulate",
@@ -26,7 +26,7 @@ _ELSEWHERE = {
 
 
 def explained(function: Callable[P, T]) -> Callable[P, T]:
-    """Let a call with wrong arguments raise TypeError that names the right ones."""
+    """Decorate a function so that wrong arguments raise a TypeError that names the right arguments."""
     signature = inspect.signature(function)
 
     @wraps(function)
@@ -41,7 +41,7 @@ def explained(function: Callable[P, T]) -> Callable[P, T]:
 
 
 def _answer(signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-    """Return the message for arguments that do not fit; empty if an argument is missing."""
+    """Return the error message for arguments that do not fit the signature; empty if one is missing."""
     kinds = signature.parameters.values()
     positional = [each.name for each in kinds if each.kind is each.POSITIONAL_OR_KEYWORD]
     named = [each.name for each in kinds if each.kind is each.KEYWORD_ONLY]
@@ -57,7 +57,7 @@ def _answer(signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[st
     return ""
 
 
-# Arguments of an engine that stay as they were when it was made.
+# Arguments of an engine that cannot change after it was made.
 _FIXED = {
     *("wire", "accumulator", "nonfinite", "bucket_cap_mb", "stall_after_s", "process_group", "device_mesh"),
     *("axes", "shared_memory", "defer", "defer_budget_mb"),
@@ -65,7 +65,7 @@ _FIXED = {
 
 
 def answer_to_setting(kind: type, name: str, value: object) -> str:
-    """Return the answer to `engine.name = value` where that would change nothing; empty where it would."""
+    """Return the error message for `engine.name = value`; empty if the assignment has an effect."""
     if name == "accumulate" or _ELSEWHERE.get(name) == "accumulate" != name:
         if name != "gradient_accumulation_steps":
             return f"set sync.gradient_accumulation_steps = {value!r}, between windows: {name} is no setting"
@@ -82,6 +82,6 @@ def answer_to_setting(kind: type, name: str, value: object) -> str:
 
 
 def check_function(name: str, value: object, of: str) -> None:
-    """Raise TypeError for an argument that cannot be called; `of`: what it is called with."""
+    """Raise TypeError for an argument that is not callable; `of` describes the function needed."""
     if not callable(value):
         raise TypeError(f"{name} is a {type(value).__name__}: need a function {of}")

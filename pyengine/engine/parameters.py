@@ -1,4 +1,4 @@
-"""The parameters of an engine: whose gradients they are, and whether the model still trains them."""
+"""The parameters of an engine: which engine owns them, and whether the model still trains them."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from torch.nn import Parameter
 from pyengine.ops.device import HOST, current_stream
 
 _tensor, _version, _values = attrgetter("_cdata"), attrgetter("_version"), methodcaller("values")
-_MOST_IDLE = 3  # steps in a row without a gradient
-# A key of the metadata of the node that accumulates a parameter's gradient: the mark lives as long as the
-# node, and no copy of the parameter and no file has it.
+_MOST_IDLE = 3  # the maximum number of steps in a row without a gradient
+# A key in the metadata of the node that accumulates a parameter's gradient: the mark lives as long as the
+# node, and is not copied or saved with the parameter.
 _MARK = "pyengine owner"
 
 
 class Ownership:
-    """One engine's mark on its parameters, until it is released or the engine is no more.
+    """One engine's mark on its parameters, until the mark is released or the engine is freed.
 
-    The first parameter reports every backward to the engine: a microsecond each.
+    The first parameter reports every backward to the engine, which costs a microsecond per backward.
     """
 
     def __init__(self, params: Iterable[Parameter], engine: Any) -> None:
@@ -42,21 +42,21 @@ class Ownership:
         self._mark()
 
     def follow(self) -> None:
-        """Let gradients be accumulated on the current stream, if another one was current before: where
-        a loop trains, or captures a graph, on a stream of its own.
+        """Move the accumulation of gradients to the current stream, if the stream has changed.
 
-        Nodes that a live forward graph, or DDP, holds keep their stream.
+        The stream changes if a loop trains, or captures a graph, on a stream of its own. Nodes that are held
+        by a live forward graph or by DDP keep their stream.
         """
         is_same = not self._params or current_stream(self._params[0].device) == self._stream
         if is_same or not all(param.requires_grad for param in self._params):
-            return  # a parameter that is frozen now has no node, and could not be marked again
+            return  # a frozen parameter has no node, and could not be marked again
         self.release()
-        self._nodes = []  # a parameter has one at a time: the old ones go first
+        self._nodes = []  # a parameter has one node at a time: free the old nodes first
         self._mark()
 
     def _mark(self) -> None:
-        # autograd accumulates a parameter's gradient on the stream that was current when this node was made.
-        # As long as the nodes are alive they have one stream, and autograd lets it wait for the streams of
+        # autograd accumulates a parameter's gradient on the stream that was current when its node was made.
+        # As long as the nodes are alive they share one stream, which autograd makes wait for the streams of
         # each backward.
         self._nodes = nodes_of(self._params)
         self._stream = current_stream(self._params[0].device) if self._params else None
@@ -80,7 +80,7 @@ def _report(engine: weakref.ref[Any], param: Parameter, *_: object) -> None:
 
 
 def nodes_of(params: Sequence[Parameter]) -> list[Any]:
-    """Return the nodes that accumulate the gradients of trained parameters, as `get_gradient_edge` does."""
+    """Return the autograd nodes that accumulate parameters' gradients, like `get_gradient_edge`."""
     with torch.enable_grad():
         views: list[Any] = [param.view_as(param) for param in params]
         return [view.grad_fn.next_functions[0][0] for view in views]
@@ -91,14 +91,14 @@ def owner(param: Parameter) -> object | None:
 
 
 def _owners(params: Iterable[Parameter]) -> Iterator[object | None]:
-    """Yield the engine to which each trained parameter belongs, or None."""
+    """Yield the engine that owns each trained parameter, or None."""
     for node in nodes_of([param for param in params if param.requires_grad]):
         mark: weakref.ref[object] | None = node.metadata.get(_MARK)
         yield None if mark is None else mark()
 
 
 def owned_problems(named: Sequence[tuple[str, Parameter]]) -> Iterator[str]:
-    """Report which parameters belong to another engine that is still there."""
+    """Report parameters that belong to another engine that still exists."""
     trained = {name: param for name, param in named if param.requires_grad and param.is_leaf}
 
     def owned() -> list[str]:
@@ -106,7 +106,7 @@ def owned_problems(named: Sequence[tuple[str, Parameter]]) -> Iterator[str]:
         return [name for name, engine in owners if engine is not None]
 
     if taken := owned():
-        gc.collect()  # engines that are no longer referenced
+        gc.collect()  # free engines that are no longer referenced
         taken = owned()
     if taken:
         more = f" and {len(taken) - 1} more" if len(taken) > 1 else ""
@@ -120,15 +120,15 @@ def owned_problems(named: Sequence[tuple[str, Parameter]]) -> Iterator[str]:
 
 
 class TrainedParameters:
-    """The parameters of an engine, and those that its model has by now, where it is known.
+    """The parameters of an engine, compared with the current parameters of its model, if that is known.
 
-    Cost: of a look, 0.4 µs a parameter and 0.1 µs a module.
+    Cost: each check takes 0.4 µs per parameter and 0.1 µs per module.
     """
 
     def __init__(self, names: Sequence[str], params: Sequence[Parameter], module: nn.Module | None) -> None:
         self._names, self._params, self._module = names, params, module
         self._tensors = list(map(_tensor, params))
-        # Also those that the caller reduces; kept, so that no other object gets their ids.
+        # Includes parameters that the caller reduces; kept alive so that no other object gets their ids.
         self._known = [*params, *([] if module is None else module.parameters())]
         self._replaced: list[str] = []
         self._added: list[tuple[str, Parameter]] = []
@@ -138,7 +138,10 @@ class TrainedParameters:
         self._remember()
 
     def problems(self) -> Iterator[str]:
-        """Yield which parameters were exchanged or added, or step by themselves; outside of forwards."""
+        """Yield problems with replaced or added parameters, and with optimizers inside the backward.
+
+        Must not be called inside a forward.
+        """
         if self._module is not None:
             now = self._members()
             if len(now) != len(self._tree) or not all(map(is_, now, self._tree)):
@@ -159,10 +162,10 @@ class TrainedParameters:
             )
 
     def notice_step(self, stepped: AbstractSet[int]) -> None:
-        """Warn once of parameters that several steps in a row had no gradient for, while they had others.
+        """Warn once of parameters without a gradient in several steps in a row that had other gradients.
 
-        Only where no module is known: `problems` cannot see there that one of its parameters was replaced. A
-        stepped parameter is without a gradient there if no rank has any.
+        Does nothing if the module is known: without it, `problems` cannot detect replaced parameters. Without
+        a module, a stepped parameter has no gradient only if no rank has a gradient for it.
         """
         if self._module is not None or self._has_warned:
             return
@@ -195,7 +198,7 @@ class TrainedParameters:
         return [*chain.from_iterable(map(_values, self._dicts))]
 
     def _compare(self, module: nn.Module) -> None:
-        """Find parameters that the engine does not know; of its own, those that have gone for them."""
+        """Find parameters that the engine does not know, and the engine's parameters that they replaced."""
         named, known = dict(module.named_parameters()), set(map(id, self._known))
         self._added = [(name, p) for name, p in named.items() if p.requires_grad and id(p) not in known]
         present = set(map(id, named.values()))
@@ -207,9 +210,9 @@ class TrainedParameters:
         self._replaced = gone if self._added else []
 
     def strangers(self) -> list[str]:
-        """Return the names of parameters with a gradient that no engine owns: unfrozen or added since.
+        """Return the names of unfrozen or added parameters that have a gradient and belong to no engine.
 
-        Cost: a look at `.grad` of the parameters that were frozen, or not there, when the engine was made.
+        Cost: a check of `.grad` for parameters that were frozen or missing when the engine was made.
         """
         if not (self._frozen or self._added):
             return []
@@ -220,20 +223,21 @@ class TrainedParameters:
 
 
 class WrittenParameters:
-    """Finds trained parameters that others than the engine have written to since `record`.
+    """Finds trained parameters that code outside the engine has written to since `record`.
 
-    A write shows in a parameter's version; one to `.data`, on the host, in the bits of one of its elements.
+    A write changes a parameter's version. A write to `.data` does not; on the host it is detected by the bits
+    of one element.
 
-    Cost: 0.2 µs a parameter and look, three times a window.
+    Cost: 0.2 µs per parameter and check, with three checks per window.
     """
 
     def __init__(self, params: Sequence[Parameter]) -> None:
         self._params = params
         self._then: tuple[list[int], list[int]] | None = None
-        # Whether the host reads them: not a device's, nor shards.
+        # Whether the host reads elements: not for parameters on a device, and not for shards.
         is_plain = all(type(param) is Parameter and param.layout is torch.strided for param in params)
         self._is_read = is_plain and params[0].device.type == HOST.type
-        # Where parameters are, and an element in the middle of each: ctypes reads it by its address.
+        # The addresses of parameters, and the middle element of each, which ctypes reads by its address.
         self._addresses: list[int] = []
         self._elements: list[Any] = []
 
@@ -241,11 +245,11 @@ class WrittenParameters:
         self._then = self._look()
 
     def forget(self) -> None:
-        """Let anybody write, until the next `record`."""
+        """Allow any write until the next `record`."""
         self._then = None
 
     def written(self) -> list[int]:
-        """Return the indices of trained parameters that were written to; none without a `record`."""
+        """Return the indices of trained parameters that were written to; empty without a `record`."""
         if self._then is None or (now := self._look()) == self._then:
             return []
         pairs = enumerate(zip(*now, *self._then, strict=True))
@@ -264,7 +268,7 @@ class WrittenParameters:
 
 
 def _element(param: Parameter) -> Any:
-    """Return an element in the middle of a parameter's memory as unsigned bits; 0 where there is none."""
+    """Return the element in the middle of a parameter's memory as unsigned bits; 0 if it has no elements."""
     kind = _BITS.get(param.element_size())
     if kind is None or not param.numel() or param.layout != torch.strided:
         return c_uint8(0)
@@ -277,7 +281,7 @@ _BITS: dict[int, Any] = {1: c_uint8, 2: c_uint16, 4: c_uint32, 8: c_uint64}
 
 
 def in_backward_problems(named: Iterable[tuple[str, Parameter]]) -> list[str]:
-    """Report which parameter has an optimizer that steps inside the backward."""
+    """Report the first parameter that has an optimizer stepping inside the backward."""
     names = [name for name, param in named if hasattr(param, "_in_backward_optimizers")]
     return [
         f"parameter {name!r} has an optimizer that steps inside the backward (_apply_optimizer_in_backward), "

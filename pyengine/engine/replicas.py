@@ -1,4 +1,4 @@
-"""Whether ranks hold replicas: marks of sharded parameters, and parameters whose values differ."""
+"""Checks that ranks hold replicas: marks of sharded parameters, and parameters whose values differ."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from pyengine.audit.checksum import Part, checksums_on
 from pyengine.comm.base import Comm
 from pyengine.ops.device import is_lazy
 
-# ---- marks of others ----
+# ---- marks of other packages ----
 
-# By name: an import of the package is slow, or fails. A replica beside a shard has no mark, or a false one.
+# Names of attributes, because importing these packages is slow or fails. In a sharded model a replica has no
+# such attribute, or False.
 _OF_SHARDS = {
     "_is_sharded": "torch_xla's or fairscale's FSDP",
     "_fsdp_flattened": "FSDP1 (FullyShardedDataParallel)",
@@ -46,9 +47,9 @@ def shard_problems(named: Iterable[tuple[str, Any]]) -> Iterator[str]:
 
 
 def mark_of_part(param: Any) -> str:
-    """Return what marks a parameter as one whose values may differ by rank on purpose; empty for none.
+    """Return the mark of a parameter whose values may differ between ranks on purpose, or an empty string.
 
-    Megatron-LM marks them whatever the size of the group, so that ranks may hold replicas all the same.
+    Megatron-LM sets the mark for every group size, so that ranks may hold replicas despite the mark.
     """
     if getattr(param, "tensor_model_parallel", False) is True:
         return "tensor_model_parallel=True, as Megatron's tensor parallelism marks it"
@@ -66,22 +67,22 @@ def _is_set(param: Any, mark: str) -> bool:
 
 
 class Differing(NamedTuple):
-    """A tensor of which ranks of one group hold different values."""
+    """A tensor whose values differ between the ranks of one group."""
 
     name: str
-    rank: int  # the first that differs from the first rank
-    root: int  # the first rank
+    rank: int  # the first rank whose values differ from the values of `root`
+    root: int  # the first rank of the group
 
 
 def differing(
     comm: Comm, stored: Mapping[str, Sequence[Tensor]], marks: Mapping[str, str]
 ) -> tuple[list[Differing], str]:
-    """Compare dense tensors by name over the ranks of a transport, all of which call this.
+    """Compare dense tensors by name over the ranks of a transport, all of which must call this.
 
-    Returns those whose values differ; and a message if the ranks hold no replicas: names, shapes or types
-    differ, or values of a tensor with a mark, see `mark_of_part`.
+    Returns the tensors whose values differ, and a message if the ranks do not hold replicas: if names, shapes
+    or types differ, or the values of a tensor with a mark (see `mark_of_part`).
 
-    Cost: one read of every element, and a gather of 8 bytes a tensor where some differ.
+    Cost: one read of every element, and a gather of 8 bytes per tensor if any tensor differs.
     """
     if comm.world_size == 1:
         return [], ""
@@ -117,7 +118,7 @@ def differing(
 
 
 def warn_of_changed(changed: Sequence[Differing]) -> None:
-    """Warn, on the first rank of a group, that other ranks' values have been replaced by its own."""
+    """Warn, on the first rank of a group, that its values have replaced the values of other ranks."""
     name, rank, root = changed[0]
     more = f" and {len(changed) - 1} more tensors" if len(changed) > 1 else ""
     warnings.warn(
@@ -130,7 +131,7 @@ def warn_of_changed(changed: Sequence[Differing]) -> None:
 
 
 def _checksums(tensors: Iterable[Tensor]) -> list[int]:
-    # What a lazy device computes would be a program of its own.
+    # On a lazy device the computation would be an extra program.
     here = [each.detach().cpu() if is_lazy(each.device) else each.detach() for each in tensors]
     found = [0] * len(here)
     for device in dict.fromkeys(each.device for each in here):

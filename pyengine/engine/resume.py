@@ -1,4 +1,4 @@
-"""Make a snapshot of an engine, and continue from it."""
+"""Take a snapshot of an engine, and continue from a snapshot."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _log = logging.getLogger("pyengine.engine")
 
 
 def take_snapshot(engine: Engine) -> Snapshot:
-    """Return this rank's part; every rank calls this where it could call `synchronize`."""
+    """Return this rank's part of a snapshot; every rank calls this at the same point, like `synchronize`."""
     engine.reach_verdicts()
     counter = engine.counter
     if not engine.is_closed:
@@ -48,12 +48,12 @@ def take_snapshot(engine: Engine) -> Snapshot:
         {} if scaler is None else scaler.state_dict(),
         engine.reducer.residuals.save(),
         {m.field: state for m in engine.metrics if (state := m.state()) is not None},
-        engine.rng_due or rng_states(),  # those of a loaded state, until a loop continues it
+        engine.rng_due or rng_states(),  # the loaded generator states, until a loop restores them
     )
 
 
 def load_state(engine: Engine, state: object) -> None:
-    """Continue from this rank's snapshot, or on another world size from one of any rank.
+    """Continue from this rank's snapshot, or with another world size from any rank's snapshot.
 
     Raises ValueError on every rank, before anything has changed, if a state does not fit its engine or the
     other ranks' states.
@@ -67,7 +67,7 @@ def load_state(engine: Engine, state: object) -> None:
         listed = "; ".join(f"rank {rank} got {each}" for rank, (_, each) in enumerate(gathered))
         raise ValueError(f"pass every rank its own state of the same save; states differ: {listed}")
     assert snapshot is not None
-    # What could fail has been tried: from here on every rank does the same.
+    # All checks have passed: from here on every rank does the same.
     if snapshot.order:
         engine.reducer.lay_out_as(snapshot.order)
     if engine.scaler is not None and snapshot.scaler:
@@ -104,7 +104,7 @@ def _resume(engine: Engine, part: Snapshot) -> None:
     engine.verdicts.restart(part.steps)
     engine.opened_at = part.window
     engine.loss_checks.is_first_window = True
-    engine.rng_due = {} if part.is_between_loops else part.rng  # set behind what the loader has drawn
+    engine.rng_due = {} if part.is_between_loops else part.rng  # set after the loader's first draws
     if part.is_between_loops:
         set_rng_states(part.rng)  # before the loader draws
     flush(engine.device)
@@ -112,7 +112,7 @@ def _resume(engine: Engine, part: Snapshot) -> None:
 
 @dataclass(frozen=True)
 class _Described:
-    """What the states of all ranks have in common."""
+    """The values that are equal in the states of all ranks."""
 
     world_size: int
     position: tuple[int, int]  # windows and steps
@@ -130,9 +130,9 @@ class _Described:
 
 
 def _prepare(engine: Engine, state: object) -> tuple[list[str], Snapshot | None]:
-    """Read and check, and change nothing.
+    """Read and check a state, without changing the engine.
 
-    Returns problems, instead of any exception, since other ranks wait; and if there are none the snapshot.
+    Returns problems instead of raising, because other ranks wait; and the snapshot, if there are no problems.
     """
     try:
         if not engine.is_closed:
@@ -149,7 +149,7 @@ def _prepare(engine: Engine, state: object) -> tuple[list[str], Snapshot | None]
 
 
 def _misfits(engine: Engine, snapshot: Snapshot) -> Iterator[str]:
-    """Report why a snapshot does not fit an engine, or is not as one would have saved it."""
+    """Report why a snapshot does not fit an engine, or could not have been saved by an engine."""
     if snapshot.rank >= snapshot.world_size:
         yield f"state of {snapshot.owner}: need a rank below the number of ranks"
     elif text := _misplaced(engine, snapshot) or _other(snapshot.identity, engine.identity):
@@ -160,7 +160,7 @@ def _misfits(engine: Engine, snapshot: Snapshot) -> Iterator[str]:
 
 
 def _misplaced(engine: Engine, snapshot: Snapshot) -> str:
-    """Return why a state cannot be loaded on this rank of so many; empty if it can."""
+    """Return the reason why a state cannot be loaded with this rank and world size; empty if it can."""
     rank, world_size = engine.comm.rank, engine.comm.world_size
     here = f"state of {snapshot.owner} on rank {rank} of {world_size}"
     if snapshot.world_size == world_size:
@@ -182,7 +182,7 @@ _UNUSED = (
 
 
 def _holds_shards(engine: Engine) -> bool:
-    """Whether gradients are sharded, so that a rank can use kept ones of its own state only."""
+    """Whether gradients are sharded, so that a rank can use kept gradients of its own state only."""
     params: list[Any] = [param for param in engine.reducer.params if is_dtensor(param)]
     return any(placement.is_shard() for param in params for placement in param.placements)
 
@@ -205,7 +205,7 @@ def _other(theirs: Identity, ours: Identity) -> str:
 
 
 def _window_of(identity: Identity) -> tuple[str, str]:
-    """Return the micro-batches of a window, as text, and in what it is cut."""
+    """Return a window's number of micro-batches and the number of its slots, as text."""
     number = "any" if identity.terms is None else str(identity.terms * identity.run)
     return number, f" in {identity.terms} slots" if identity.run > 1 else ""
 
@@ -229,7 +229,7 @@ _Like: TypeAlias = tuple[torch.dtype, tuple[int, ...]]
 def _carry(engine: Engine, s: Snapshot) -> Iterator[str]:
     params = zip(engine.reducer.names, engine.reducer.params, strict=True)
     unlike = _unlike("carry", s.carry, {name: (p.dtype, tuple(local(p).shape)) for name, p in params})
-    # Of a sharded model they are shards.
+    # For a sharded model, gradients are compared with the shapes of shards.
     yield from (f"gradients that no optimizer has used: {_UNUSED} ({text})" for text in unlike)
 
 

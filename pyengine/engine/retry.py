@@ -1,18 +1,19 @@
-"""Micro-batches that run out of memory: run again in smaller parts, inside their window.
+"""Retry micro-batches that run out of memory in smaller parts, inside their window.
 
 [Note: an attempt leaves no trace]
-A part's forward and backward may run out of memory at any operation, and then run again with fewer items. So
-during an attempt no `.grad` is the window's: the sums so far are set aside, autograd writes to fresh tensors,
-and these are added when the backward has ended. This serves every owner whose gradients pass through `.grad`:
+A part's forward and backward may run out of memory at any operation, and then run again with fewer items.
+Therefore `.grad` does not hold the window's sums during an attempt: the sums so far are set aside, autograd
+writes to new tensors, and these are added to the sums after the backward. This works for every reducer whose
+gradients pass through `.grad`:
 
- - own buckets that sum in place: what is set aside are the views of the bucket, so nothing reaches its memory
-   before the attempt has succeeded; the in-place add changes their versions, as autograd's own would.
- - other own buckets, and slots: what is set aside are the gradients of the micro-batch's earlier
-   parts, or the sums that autograd keeps in `.grad`.
+ - own buckets that sum in place: the views of the bucket are set aside, so that nothing writes to its memory
+   before the attempt has succeeded; the in-place add changes their versions, as autograd's own add would.
+ - other own buckets, and slots: the gradients of the micro-batch's earlier parts are set aside, or the sums
+   that autograd keeps in `.grad`.
 
 Nothing is launched inside an attempt: the parts are one `micro_batch` block without a `last_backward`, so the
-header, and every bucket, follow the last part. Collective forwards are refused. After a failure random
-generators and buffers of the module get their values back.
+header and all buckets follow the last part. Collective forwards are refused. After a failure the values of
+random generators and of the module's buffers are restored.
 """
 
 from __future__ import annotations
@@ -34,10 +35,10 @@ from pyengine.ops.capture import report as report_uncapturable
 from pyengine.ops.device import is_lazy, runs_ahead
 from pyengine.window.header import Count, checked_count
 
-# Errors of running out of memory that are no torch.OutOfMemoryError: of the CPU's allocator, and of cuBLAS.
+# Texts of out-of-memory errors that are not a torch.OutOfMemoryError: from the CPU allocator and cuBLAS.
 _TEXTS = ("DefaultCPUAllocator", "CUBLAS_STATUS_ALLOC_FAILED")
 
-# Leaves of a batch that every part gets as they are.
+# Types of leaves of a batch that every part gets unchanged.
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
 
 
@@ -62,7 +63,7 @@ class Items:
         self.num = sizes[0]
 
     def part(self, start: int, stop: int) -> Any:
-        """Return a batch of some items; its tensors are views."""
+        """Return a batch of the items from `start` to `stop`; its tensors are views."""
         return tree_unflatten([self._of(leaf, start, stop) for leaf in self._leaves], self._structure)
 
     def _of(self, leaf: Any, start: int, stop: int) -> Any:
@@ -72,7 +73,7 @@ class Items:
 
 
 class Retries:
-    """Runs the micro-batches of one engine, in parts where memory runs out."""
+    """Runs the micro-batches of one engine, in smaller parts if memory runs out."""
 
     def __init__(self, engine: Engine) -> None:
         if problems := list(_problems(engine)):
@@ -80,10 +81,10 @@ class Retries:
         self._engine = engine
         modules = [] if engine.module is None else list(engine.module.modules())
         self._modules = [module for module in modules if any(True for _ in module.buffers(recurse=False))]
-        # Also the parameters that the engine does not reduce: half a gradient would stay in them, too.
+        # Includes parameters that the engine does not reduce: a partial gradient would stay in them, too.
         others = [] if engine.module is None else engine.module.parameters()
         self._params = list({id(param): param for param in [*engine.reducer.params, *others]}.values())
-        self._error = ""  # the first line of the last attempt's
+        self._error = ""  # the first line of the last attempt's error
 
     def run(self, micro_batch: MicroBatch, items: Items, fn: Callable[[Any], Any]) -> None:
         """Run forward and backward of a micro-batch in parts of at most `engine.part_size` items."""
@@ -103,7 +104,7 @@ class Retries:
                 counts.append(done[1])
                 start += num
                 continue
-            gc.collect()  # the memory of the failed attempt goes back to the device, for parts of other sizes
+            gc.collect()  # free the memory of the failed attempt for parts of other sizes
             if runs_ahead(engine.device):
                 torch.get_device_module(engine.device).empty_cache()
             if num <= 1:
@@ -128,7 +129,7 @@ class Retries:
     def _attempt(
         self, micro_batch: MicroBatch, fn: Callable[[Any], Any], part: Any
     ) -> tuple[Tensor, Count] | None:
-        """Run a part and return its loss and count; None, without a trace, if memory has run out."""
+        """Run a part and return its loss and count; undo everything and return None if memory runs out."""
         engine = self._engine
         before = [param.grad for param in self._params]
         undo: list[Callable[[], object]] = []
@@ -153,7 +154,7 @@ class Retries:
                 each()
             self._error = (str(error) or repr(error)).splitlines()[0]
             return None
-        # From here on nothing is allocated where gradients are dense, so that nothing can fail half-way.
+        # From here on dense gradients need no allocation, so that adding them cannot fail partway.
         dense: list[tuple[Tensor, Tensor]] = []
         for param, (grad, rest) in zip(self._params, grads, strict=True):
             param.grad = grad
@@ -182,7 +183,7 @@ class Retries:
         return returned[0], checked_count(returned[1])
 
     def _keep_buffers(self) -> Callable[[], None]:
-        """Return a function that gives the module the buffers and values back that it has now."""
+        """Return a function that restores the module's current buffers and their values."""
         kept = [
             # Outside of inference mode nothing can have written to an inference tensor.
             (module, name, buffer, None if buffer.is_inference() else buffer.clone())
@@ -201,7 +202,7 @@ class Retries:
 
 
 def _merged(old: Tensor | None, new: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-    """Return what `.grad` becomes, and what is to be added to it in place."""
+    """Return the new value of `.grad`, and the tensor to add to it in place, if any."""
     if old is None or new is None:
         return (new if old is None else old), None
     if old.layout is torch.strided:
@@ -216,12 +217,12 @@ def _is_out_of_memory(error: BaseException) -> bool:
 
 
 def _is_plain_list(node: Any) -> bool:
-    """Whether a node of a batch is a list without tensors, for example one string an item."""
+    """Whether a node of a batch is a list without tensors, for example with one string per item."""
     return isinstance(node, list) and not any(isinstance(leaf, Tensor) for leaf in tree_leaves(node))
 
 
 def _problems(engine: Engine) -> Iterator[str]:
-    """Yield why a rank cannot run a forward again without the other ranks."""
+    """Yield the reasons why a rank cannot run a forward again without the other ranks."""
     if is_lazy(engine.device):
         yield f"on {engine.device} the host does not learn that memory ran out: make micro-batches smaller"
     remedy = "which other ranks would not run again: make micro-batches small enough for every rank"

@@ -1,8 +1,8 @@
-"""What an engine holds between two windows, as plain data.
+"""The state of an engine between two windows, as plain data.
 
-As a state, a snapshot is `{"version", "window", "steps", "rank 0 of 2": (content,)}`. The name of the rank
-distinguishes ranks where equal names mean copies, and a tuple is what torch.distributed.checkpoint saves and
-loads whole.
+As a state, a snapshot is `{"version", "window", "steps", "rank 0 of 2": (content,)}`. The key with the rank
+keeps ranks apart where equal keys mean copies, and the content is in a tuple because
+torch.distributed.checkpoint saves and loads tuples whole.
 """
 
 from __future__ import annotations
@@ -25,33 +25,33 @@ PART = re.compile(r"rank (0|[1-9]\d{0,17}) of ([1-9]\d{0,17})")
 
 @dataclass(frozen=True)
 class Identity:
-    """What has to be equal for a snapshot to fit an engine."""
+    """The properties that must be equal for a snapshot to fit an engine."""
 
     accumulator: str
-    # Deposits of a full window over all ranks, where an exact sum's grid depends on it; else None.
+    # The number of terms in a full window over all ranks, if an exact sum's grid depends on it; else None.
     terms: int | None
     params: list[tuple[str, list[int], list[int], str]]  # name, shape, strides and dtype
-    run: int  # micro-batches that make one deposit
+    run: int  # the number of micro-batches in one term of the sum
 
 
 @dataclass
 class Snapshot:
-    """One rank's part of a run, between two windows."""
+    """One rank's part of a run's state, between two windows."""
 
-    window: int  # completed
-    steps: int  # of optimizers, that changed parameters
+    window: int  # the number of completed windows
+    steps: int  # the number of optimizer steps that changed parameters
     rank: int
     world_size: int
     identity: Identity
     is_between_loops: bool = False  # made after a loop over `windows` had run out
-    order: list[int] = field(default_factory=list)  # of the buckets; see `Reducer.order`
-    # Gradients that count into the next window, by name: this rank's part, in its shape and dtype.
+    order: list[int] = field(default_factory=list)  # the order of the buckets; see `Reducer.order`
+    # Gradients that are carried into the next window, by name: this rank's part, with its shape and dtype.
     carry: dict[str, Tensor] = field(default_factory=dict)
     scaler: dict[str, Any] = field(default_factory=dict)  # empty without a loss scaler
-    # What the wire has lost on this rank and is still to send, by name, float32 `[numel]` in the order in
-    # which the parameter is stored.
+    # The wire's rounding errors on this rank, which it will still send, by name: float32 `[numel]`, in the
+    # parameter's storage order.
     residuals: dict[str, Tensor] = field(default_factory=dict)
-    # What measures keep of earlier windows, by field of the `StepRecord`.
+    # The state that measures keep from earlier windows, by field of the `StepRecord`.
     measured: dict[str, Tensor] = field(default_factory=dict)
     rng: dict[str, Any] = field(default_factory=dict)  # states of the random generators, by name
 
@@ -60,14 +60,14 @@ class Snapshot:
         return f"rank {self.rank} of {self.world_size}"
 
     def to_dict(self) -> dict[str, Any]:
-        """Return it as tensors and plain values, which `torch.load` reads with `weights_only=True`."""
+        """Return the snapshot as tensors and plain values, for `torch.load` with `weights_only=True`."""
         content = {name: getattr(self, name) for name in _CONTENT}
         content["identity"] = dict(vars(self.identity))
         return {"version": VERSION, "window": self.window, "steps": self.steps, self.owner: (content,)}
 
     @classmethod
     def read(cls, state: Any) -> Snapshot:
-        """Read what `to_dict` returned; raise ValueError if it is something else."""
+        """Read the result of `to_dict`; raise ValueError for anything else."""
         if not isinstance(state, dict):
             raise ValueError(f"state is a {type(state).__name__}: {_NEED}")  # noqa: TRY004 - of a file
         version = state.get("version")
@@ -121,7 +121,7 @@ def identify(
     return Identity(accumulator, terms if accumulator == "exact" else None, described, run)
 
 
-# ---- what kind of value every field has, whatever engine it belongs to ----
+# ---- the type of every field's value, for any engine ----
 
 
 def _is_whole(value: Any, least: int = 0) -> bool:

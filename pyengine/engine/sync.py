@@ -1,4 +1,4 @@
-"""The public loop: windows of micro-batches whose gradients travel once."""
+"""The public loop: windows of micro-batches whose gradients are sent once per window."""
 
 from __future__ import annotations
 
@@ -63,21 +63,21 @@ class Sync:
         self._open_engine: Engine | None = engine
         self._check = OptimizerCheck(engine.reducer.params, ignored)
         self._scaler: GradScaler | None = None
-        # By the groups of `clip_grad_norm_(per=...)` their indices on the device.
+        # Parameter indices on the device, by the groups of `clip_grad_norm_(per=...)`.
         self._clip_groups: dict[tuple[tuple[int, ...], ...], list[Tensor]] = {}
         self._running: MicroBatch | None = None
-        self._retries: Retries | None = None  # from the first `retry_smaller` on
-        # None: `windows` or `accumulate` knows which micro-batch is the last; else as `no_sync` has set it.
+        self._retries: Retries | None = None  # set by the first `retry_smaller`
+        # The flag that `no_sync` sets. None: `windows` or `accumulate` knows the window's last micro-batch.
         self._requires_sync: bool | None = None
 
     def close(self) -> None:
-        """Release the model: remove hooks, free buffers, restore DDP's settings; every later call here
-        raises.
+        """Release the model: remove hooks, free buffers, and restore DDP's settings.
 
-        `.grad` is kept where it is the caller's (after `unscale_`), as memory of its own, and None elsewhere.
-        The model is then as it was before the engine was made, and another engine may be made over it. No
-        collective is launched. Does nothing the second time. `with pe.GradSync(...) as sync:` closes at the
-        end of the block, also after an exception.
+        Every later call on this engine raises. Gradients that belong to the caller (after `unscale_`) stay in
+        `.grad`, in memory of their own; every other `.grad` becomes None. The model is then as it was before
+        the engine was made, and a new engine may be made over it. No collective is launched. A second call
+        does nothing. `with pe.GradSync(...) as sync:` closes at the end of the block, also after an
+        exception.
 
         Warns:
             UserWarning: micro-batches of an open window are dropped.
@@ -88,9 +88,7 @@ class Sync:
             self._check, self._retries = OptimizerCheck([]), None
 
     def __setattr__(self, name: str, value: object) -> None:
-        """Set an attribute; raise AttributeError for a name whose assignment would have no effect: a method,
-        another setting.
-        """
+        """Set an attribute; raise AttributeError for a method's name or a setting that does not exist."""
         if answer := answer_to_setting(type(self), name, value):
             raise AttributeError(answer)
         super().__setattr__(name, value)
@@ -107,7 +105,7 @@ class Sync:
         )
 
     def __call__(self, *_: object, **__: object) -> Any:
-        """Raise TypeError: an engine has no forward."""
+        """Raise TypeError, because an engine has no forward."""
         raise TypeError("call the model itself, and give its loss to sync.backward: an engine has no forward")
 
     def __enter__(self) -> Self:
@@ -124,10 +122,10 @@ class Sync:
 
     @property
     def layout(self) -> Layout:
-        """The place of every gradient, by bucket and slot.
+        """The position of every gradient, by bucket and slot.
 
         Raises:
-            AttributeError: FSDP2 and `replicate` keep the layout of this model's gradients.
+            AttributeError: FSDP2 or `replicate` decides the layout of this model's gradients.
         """
         reducer = self._engine.reducer
         if isinstance(reducer, BucketReducer | XlaReducer):
@@ -136,8 +134,10 @@ class Sync:
 
     @property
     def scaler(self) -> GradScaler | None:
-        """The loss scaler, or None. Assign, between windows, a `pe.GradScaler` to train in fp16, or a stock
-        `torch.amp.GradScaler`, which becomes one; `backward` scales, `step` updates.
+        """The loss scaler, or None.
+
+        To train in fp16, assign a `pe.GradScaler` between windows. A `torch.amp.GradScaler` is converted to a
+        `pe.GradScaler`. `backward` scales the loss and `step` updates the scale.
         """
         return self._scaler
 
@@ -162,28 +162,28 @@ class Sync:
     # ---- loops ----
 
     def windows(self, loader: Iterable[Batch], *, count: CountOf | None = None) -> Iterator[Iterator[Batch]]:
-        """Cut a loader into windows of `accumulate` micro-batches; the last one may be shorter.
+        """Split a loader into windows of `accumulate` micro-batches; the last window may be shorter.
 
-        Ranks may have different numbers of micro-batches and of windows: one that has run out gets empty
-        windows, in which it contributes zeros, until all have. The loader is read one micro-batch
-        ahead.
+        Ranks may have different numbers of micro-batches and windows: a rank that has run out of data gets
+        empty windows, in which it contributes zeros, until all ranks have run out. The loader is read one
+        micro-batch ahead.
 
         Args:
-            loader: of this rank's micro-batches.
+            loader: an iterable of this rank's micro-batches.
             count: `count(batch)` returns how many items a micro-batch's loss is summed over: a number, a
-                0-dim tensor, or a dict of them by loss. The window is then read ahead as a whole and its
-                counts are summed over all ranks before its first forward (`totals`); `backward` takes no
-                `count`,
-                and a dict of losses, each for its own mean: see the page on counts.
+                0-dim tensor, or a dict with one of these per loss. The whole window is then read ahead, and
+                its counts are summed over all ranks before its first forward (`totals`). `backward` then
+                takes no `count`, but may take a dict of losses, each of which becomes a mean of its own: see
+                the page on counts.
 
         Yields:
-            One iterator of micro-batches a window. Every micro-batch handed out counts; its backward may run
-            later (several forwards first), or never (it then contributes nothing).
+            One iterator of micro-batches per window. Every micro-batch handed out counts; its backward may
+            run later (several forwards first), or never (it then contributes nothing).
 
         Raises:
-            ValueError, TypeError: what `count` gave on some rank is no count, or ranks count different
+            ValueError, TypeError: `count` returned an invalid count on some rank, or ranks count different
                 things; on every rank, before anything has run.
-            RuntimeError: with `count`, some rank begins this window again in the middle of it.
+            RuntimeError: with `count`, some rank restarts this window in the middle of it.
         """
         self._begin_loop("windows")
         engine = self._engine
@@ -191,31 +191,31 @@ class Sync:
         return (MicroBatches(micro_batches, engine.counter) for micro_batches in cut)
 
     def accumulate(self, *, last: bool = False) -> AbstractContextManager[None]:
-        """Wrap one micro-batch of a loop that cannot be nested: forward, backward, and a step that may be a
-        no-op.
+        """Wrap one micro-batch of a flat loop: forward, backward, and a step that may be a no-op.
 
         Args:
-            last: end the window with this micro-batch, however short it is (the end of the data).
+            last: end the window with this micro-batch, even if the window is short (at the end of the data).
 
-        An exception in the body abandons the window on this rank, and is raised.
+        An exception in the body abandons the window on this rank and is raised again.
         """
         self._begin_loop("accumulate")
         return single_micro_batch(self._engine, last=last)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Let the backwards of the body accumulate only: none of them is the window's last.
+        """Accumulate gradients in the body without ending the window.
 
-        As DDP's: the first `sync.backward` behind the body ends the window and sends the gradients. The body
-        may hold any number of micro-batches. `accumulate` is the longest window: a shorter one divides by its
-        own count, as ever. Every rank brings the same number of windows, of any lengths (of equal ones over a
-        sharded model, whose forwards are collective: only `windows` pads). Where the very first
-        one may be of a single micro-batch, call `set_requires_gradient_sync(True)` before its bare
-        `backward`.
+        As with DDP's `no_sync`, the first `sync.backward` after the body ends the window and sends the
+        gradients. The body may hold any number of micro-batches. `accumulate` is the length of the longest
+        window: the gradient of a shorter window is divided by that window's own count. Every rank must run
+        the same number of windows, which may differ in length (but not over a sharded model, whose forwards
+        are collective: only `windows` pads). If the first window may have a single micro-batch, call
+        `set_requires_gradient_sync(True)` before that micro-batch's `backward`.
 
         Raises:
-            RuntimeError: inside a micro-batch of `windows` or `accumulate`, which know the last one
-                themselves. From `backward`: it is the window's last by `accumulate`.
+            RuntimeError: inside a micro-batch of `windows` or `accumulate`, which find the window's last
+                micro-batch themselves. Also raised by `backward` in the body if, according to `accumulate`,
+                this micro-batch is the window's last.
 
         Example:
             >>> for i, (x, y) in enumerate(loader, start=1):  # doctest: +SKIP
@@ -233,14 +233,16 @@ class Sync:
             self._requires_sync = before is None or before
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool) -> None:
-        """Set, until the next call, whether a `backward` ends its window: as FSDP's, and see `no_sync`.
+        """Set whether each following `backward` ends its window, like FSDP's method of this name.
+
+        The setting holds until the next call; see `no_sync`.
 
         Args:
             requires_gradient_sync: False before the window's earlier micro-batches, True before its last one.
 
         Raises:
-            TypeError: no bool.
-            RuntimeError: as `no_sync`.
+            TypeError: the argument is not a bool.
+            RuntimeError: under the same conditions as in `no_sync`.
         """
         if not isinstance(requires_gradient_sync, bool):
             raise TypeError(
@@ -260,23 +262,23 @@ class Sync:
 
     @contextmanager
     def micro_batch(self, *, count: Count | None = None) -> Iterator[MicroBatch]:
-        """Make the body one micro-batch, whose backwards are yours: any number of them, with any arguments.
+        """Make the body one micro-batch, in which you run any number of backwards with any arguments.
 
-        The gradients that they leave are accumulated when the body ends; in the window's last micro-batch
-        buckets leave then, or from inside the backward that `mb.last_backward()` marks. Losses are summed
-        over items, as for `backward` (several means: `sync.weigh`); with `sync.scaler`, call
-        `sync.scaler.scale(loss).backward()`. Forwards may be inside or before it.
+        The gradients of these backwards are accumulated when the body ends. In the window's last micro-batch
+        the buckets are launched at that point, or from inside the backward that `mb.last_backward()` marks.
+        Losses are summed over items, as for `backward` (for several means see `sync.weigh`); with
+        `sync.scaler`, call `sync.scaler.scale(loss).backward()`. Forwards may run inside or before the body.
 
         Args:
-            count: as for `backward`; it may be set later, as `mb.count`. Of ranks that share a batch, those
-                that do not speak for it (all but the last stage of a pipeline) may leave it out.
+            count: as for `backward`; it may be set later, as `mb.count`. Among ranks that share a batch, only
+                the reporting rank (the last stage of a pipeline) needs to give it.
 
         Raises:
-            RuntimeError: as `backward`.
+            RuntimeError: as in `backward`.
 
-        An exception in the body leaves half a micro-batch: unless the window is abandoned, it is refused on
-        every rank when it is sent. Gradients written outside (a bare backward, a `zero_grad`) are refused in
-        the same way.
+        An exception in the body leaves an incomplete micro-batch: unless the window is abandoned, every rank
+        refuses the window when it is sent. Gradients written outside the body (by a bare backward or
+        `zero_grad`) are refused in the same way.
 
         Example:
             >>> with sync.micro_batch(count=y.numel()) as mb:  # doctest: +SKIP
@@ -297,7 +299,7 @@ class Sync:
 
     @property
     def running_micro_batch(self) -> MicroBatch | None:
-        """The micro-batch whose `micro_batch` block is running; None outside of one."""
+        """The micro-batch whose `micro_batch` block is running; None outside a block."""
         return self._running
 
     def backward(
@@ -310,21 +312,23 @@ class Sync:
         create_graph: bool = False,
         inputs: Tensor | Sequence[Tensor] | None = None,
     ) -> None:
-        """Run the backward of one micro-batch; the window's last one also reduces, overlapped.
+        """Run the backward of one micro-batch; the window's last backward also reduces, with overlap.
 
         Args:
             loss: 0-dim, summed over the micro-batch's items; or their mean, without a `count`. Where
-                `windows` counts several losses: a dict of them, with 0 for what a micro-batch has nothing of.
-            count: items in `loss`: a number or a 0-dim tensor (never read on the host); None: what
-                `windows` has read ahead, or 1. The window's gradient is divided by the sum of counts over all
-                ranks and micro-batches. 0 adds nothing to that sum.
-            gradient: of the loss, of its shape, which may then be any; the record has no loss then.
-            retain_graph, create_graph, inputs: as `torch.Tensor.backward`. A second backward of the same
-                micro-batch belongs into a `micro_batch` block.
+                `windows` counts several losses, a dict of them, with 0 for a loss without items in this
+                micro-batch.
+            count: number of items in `loss`: a number or a 0-dim tensor (never read on the host). None: the
+                count that `windows` has read ahead, or 1. The window's gradient is divided by the sum of
+                counts over all ranks and micro-batches. 0 adds nothing to that sum.
+            gradient: gradient with respect to `loss`, of the same shape; `loss` may then have any shape, and
+                is left out of the record.
+            retain_graph, create_graph, inputs: as in `torch.Tensor.backward`. Use a `micro_batch` block to
+                run a second backward of the same micro-batch.
 
         Raises:
             RuntimeError: outside a window, or after the window was sent.
-            ValueError, TypeError: the loss or the count is none; nothing has run.
+            ValueError, TypeError: the loss or the count is invalid; nothing has run.
         """
         engine = self._engine
         totals = engine.known_denominators()
@@ -355,38 +359,40 @@ class Sync:
                     run(scaled)
 
     def retry_smaller(self, batch: Any, fn: Callable[[Any], tuple[Tensor, Count] | Loss]) -> None:
-        """Run forward and backward of one micro-batch; where memory runs out, again in smaller parts.
+        """Run forward and backward of one micro-batch, and retry with smaller parts if memory runs out.
 
-        The part that did not fit is halved until it does, on this rank alone, without a collective. All parts
+        A part that does not fit is halved until it fits, on this rank alone, without a collective. All parts
         are one micro-batch of the window, with the sum of their losses and counts, so the window's gradient
         equals the whole micro-batch's gradient, to rounding; with the same parts (`part_size`) it has the
-        same bits. An attempt that fails leaves no trace in the parameters' gradients, in buffers of the
-        module that the engine was made over, or in the generators of `pe.micro_batch_rng`: parts draw from
-        where it began. Dropout draws by part, and BatchNorm normalizes over a part: with these a split is
-        another batch. Under `attach` DDP broadcasts buffers behind the window's last forward, and not in it.
+        same bits. A failed attempt leaves no trace in the parameters' gradients, the buffers of the module
+        that the engine was made over, or the generators of `pe.micro_batch_rng`: the parts draw from the
+        state before the attempt. Dropout draws per part, and BatchNorm normalizes over a part, so that with
+        these layers splitting changes the result. Under `attach` DDP broadcasts buffers after the window's
+        last forward, not inside it.
 
         Args:
-            batch: tensors with the items in dimension 0, in dicts, lists and tuples, of any depth. 0-dim
-                tensors, numbers and strings go to every part; a list without tensors is split if it has as
-                many entries as there are items.
+            batch: tensors with the items in dimension 0, in nested dicts, lists and tuples. 0-dim tensors,
+                numbers and strings go to every part; a list without tensors is split if its length is the
+                number of items.
             fn: `fn(part)` runs the forward and returns `(loss, count)`: the sum over the part's items, and
-                their number. Where `windows` reads counts ahead, it returns the loss, or the dict of losses,
-                alone. It runs again after a failure, so it must launch no collective, and change nothing
-                that counts.
+                their number. Where `windows` reads counts ahead, `fn` returns only the loss or the dict of
+                losses. `fn` runs again after a failure, so it must not launch collectives or have lasting
+                side effects.
 
         Raises:
             torch.OutOfMemoryError: one item does not fit; the window is refused on every rank, as after any
                 exception in a micro-batch.
             ValueError, TypeError: the batch cannot be split, or `fn` returned something else; forwards are
-                collective (FSDP2, tensor and pipeline parallelism, SyncBatchNorm), or the device is XLA's.
+                collective (FSDP2, tensor and pipeline parallelism, SyncBatchNorm), or the device is an XLA
+                device.
 
         Warns:
-            UserWarning: memory has run out, and the new size of parts.
+            UserWarning: memory has run out; the warning gives the new size of parts.
 
-        Cost: without a failure a second gradient of the model in memory, where sums are kept in `.grad`, and
-        a pass that adds it; copies of the module's buffers, and of the generators' states. Nothing is sent
-        before the window's last micro-batch has ended: call `backward` there, if it is known to fit, to
-        overlap. Every failed attempt costs the work it had done.
+        Cost: without a failure, a second gradient of the model in memory where sums are kept in `.grad`, a
+        pass that adds it, and copies of the module's buffers and the generators' states. Nothing is sent
+        before the window's last micro-batch has ended: if that micro-batch is known to fit, call `backward`
+        for it to get overlap. A failed attempt wastes the work it has done.
 
         Example:
             >>> def train_micro_batch(part):  # doctest: +SKIP
@@ -406,11 +412,11 @@ class Sync:
 
     @property
     def part_size(self) -> int | None:
-        """Most items of a micro-batch that `retry_smaller` runs at once; None: all of them.
+        """Maximum number of items that `retry_smaller` runs at once; None means the whole micro-batch.
 
-        Becomes smaller on a rank that runs out of memory, and never larger by itself. Set it to begin with a
-        size that fits, to have the same parts (and bits) in another run, or None to try whole micro-batches
-        again. It is not part of `state_dict`.
+        The size decreases on a rank that runs out of memory, and never increases by itself. Set it to start
+        with a size that fits, or to have the same parts (and bits) in another run. Set it to None to try
+        whole micro-batches again. It is not part of `state_dict`.
         """
         return self._engine.part_size
 
@@ -422,25 +428,27 @@ class Sync:
 
     @property
     def totals(self) -> dict[str, float]:
-        """What the window counts over all its ranks and micro-batches, by loss, from before its first
-        forward on; under "count" if the function gives numbers. Empty where nothing was read ahead.
+        """The window's counts, summed over all ranks and micro-batches, by loss.
+
+        Available before the window's first forward. The key is "count" if the function returns numbers. Empty
+        if no counts were read ahead.
         """
         known = self._engine.window.denominators
         return {} if known is None else dict(known.totals)
 
     def weigh(self, losses: Mapping[str, Tensor | float]) -> Tensor:
-        """Return the one loss that `backward` makes of several: the sum of loss × divisor / its own total.
+        """Combine several losses into one, as `backward` does: the sum of each loss × divisor / its total.
 
         Args:
             losses: as for `backward`.
 
         Returns:
-            0-dim, to run a backward on inside a micro-batch's own block; do not give it to `backward`
-            together with a dict.
+            A 0-dim tensor on which to run a backward inside a `micro_batch` block. Do not pass it to
+            `backward` together with a dict.
 
         Raises:
             RuntimeError: the window's counts were not read ahead.
-            ValueError: the losses are not those that are counted.
+            ValueError: the losses differ from the counted losses.
         """
         totals = self._engine.known_denominators()
         if totals is None:
@@ -448,7 +456,7 @@ class Sync:
         return totals.weigh(losses, self._engine.device)
 
     def _begin_loop(self, name: str) -> None:
-        """Let `windows` or `accumulate` decide again which micro-batch is the last."""
+        """Let `windows` or `accumulate` decide which micro-batch is the last."""
         if self._requires_sync is False:
             raise RuntimeError(
                 f"{name} while gradient sync is off: it knows the window's last micro-batch itself; leave "
@@ -457,12 +465,12 @@ class Sync:
         self._requires_sync = None
 
     def _micro_batch_of_backward(self, engine: Engine) -> AbstractContextManager[None]:
-        """Return a context that makes a backward a micro-batch where no loop has handed one out."""
+        """Return a context that makes a backward a micro-batch of its own if no loop has handed one out."""
         counter = engine.counter
         if counter.has_micro_batch_out:
             return nullcontext()
         if self._requires_sync is None and counter.accumulate == 1 and counter.state is State.IDLE:
-            self._requires_sync = True  # there is nothing else that it could mean
+            self._requires_sync = True  # a window of one micro-batch: no other meaning is possible
         if self._requires_sync is None:
             return nullcontext()
         due = counter.due if counter.state is State.OPEN else counter.share
@@ -477,12 +485,12 @@ class Sync:
     # ---- the end of a window ----
 
     def flush(self) -> None:
-        """End the window here: reduce what has been accumulated, without another forward or backward.
+        """End the window here: reduce the accumulated gradients, without another forward or backward.
 
-        `.grad` then holds the mean over the window. Does nothing if it does already.
+        `.grad` then holds the mean over the window. Does nothing if the window was already reduced.
 
         Raises:
-            RuntimeError: no window is open; or as `step`.
+            RuntimeError: no window is open; or as in `step`.
         """
         self._engine.flush()
 
@@ -490,37 +498,42 @@ class Sync:
         """Mark the window's gradients as used without `step`; `.grad` holds their mean already.
 
         Gradients that you do not zero are carried into the next window, as in a plain PyTorch loop. Where
-        `step` would be skipped, for inf or nan or because a rank gave the window up, they hold inf or nan:
-        look at `grad_norm()` before you step yourself. The loss scale of `scaler` is updated, as in `step`.
-        Every rank calls it: the next header compares whether ranks have used a window in this way.
+        `step` would be skipped, because of inf or nan or because a rank gave up the window, the gradients
+        hold inf or nan: check `grad_norm()` before you step yourself. The loss scale of `scaler` is updated,
+        as in `step`. Every rank must call `unscale_`: the next header compares this across ranks.
 
         Raises:
-            RuntimeError: the window has not been sent; or as `step`.
+            RuntimeError: the window has not been sent; or as in `step`.
         """
         self._engine.release_grads()
 
     def grad_norm(self) -> Tensor:
-        """Return the 2-norm of the gradients as they are, clipping included; float64, 0-dim, on their device.
-        Where ranks hold different elements (shards, experts, not `replicate`): as they were reduced, or
-        clipped last.
+        """Return the 2-norm of the current gradients, after any clipping.
 
-        Cost: a look at every `.grad`; if one was written to since they were reduced, a read of each.
+        Where ranks hold different elements (shards or experts, but not `replicate`), the norm is of the
+        gradients as they were last reduced or clipped.
+
+        Returns:
+            A 0-dim float64 tensor on the gradients' device.
+
+        Cost: a check of every `.grad`; if any was written to after the reduction, all gradients are read.
         """
         engine = self._engine
         engine.wait()
-        engine.renew_norm_alone()  # one rank alone may ask, and the others must not be waited for
+        engine.renew_norm_alone()  # a single rank may call this, so it must not wait for others
         return engine.final.guarding_norm(engine.final.grad_norm())
 
     def grad_norms(self) -> dict[str, Tensor]:
-        """Return the 2-norm of each parameter's gradient as it is, clipping included, by name.
+        """Return the 2-norm of each parameter's current gradient, after any clipping, by name.
 
-        Float64, 0-dim, on their device; the same bits on every rank. 0 without a gradient; frozen parameters
-        are left out. Where ranks hold different elements (shards, experts, stages) each norm is over all
-        ranks' elements of that name. Every rank calls this at the same point there. For every step's record:
+        Each norm is a 0-dim float64 tensor on the gradients' device, with the same bits on every rank. The
+        norm is 0 for a parameter without a gradient; frozen parameters are left out. Where ranks hold
+        different elements (shards, experts, stages), each norm is over all ranks' elements of that name, and
+        every rank must call this at the same point. To have these norms in every step's record, use
         `sync.measure(pe.GradNorms())`.
 
-        Cost: as `grad_norm`. Where ranks hold different elements one all-reduce of 8 bytes a parameter, in
-        every later window the norm's own.
+        Cost: as for `grad_norm`. Where ranks hold different elements, one all-reduce of 8 bytes per
+        parameter, which in later windows is the all-reduce of the norm itself.
         """
         engine = self._engine
         engine.wait()
@@ -529,21 +542,21 @@ class Sync:
         return trained(measured, engine.final.squares().sqrt().unbind())
 
     def measure(self, *measures: Metric) -> None:
-        """Measure something in every window from the next one on, for its `StepRecord`.
+        """Add measures to the `StepRecord` of every window, starting with the next window.
 
         Every rank calls this with the same arguments, between windows. Windows of `capture` run without a
         graph.
 
         Args:
-            measures: `pe.GradNorms()`, `pe.NoiseScale()`, `pe.SpikePolicy(...)`; each kind once, and each
-                object for one engine.
+            measures: `pe.GradNorms()`, `pe.NoiseScale()`, `pe.SpikePolicy(...)`; at most one of each kind,
+                and each object for one engine only.
 
         Raises:
-            ValueError: something else; a measure that these gradients cannot give, or another engine has;
-                ranks differ; in the middle of a window. On every rank, and nothing has changed.
-            RuntimeError: some rank is elsewhere in its loop; on every rank.
+            ValueError: an argument is not a measure, is not available for these gradients, or belongs to
+                another engine; ranks differ; or a window is open. Raised on every rank; nothing has changed.
+            RuntimeError: some rank is at another point of its loop; on every rank.
 
-        Cost: see the measure; and once a header, and a gather of objects.
+        Cost: see the measure; plus one header and one gather of objects in this call.
         """
         measure(self._engine, measures)
 
@@ -555,37 +568,41 @@ class Sync:
         *,
         per: ClipPer = None,
     ) -> Tensor:
-        """Multiply the gradients by min(1, max_norm / norm) and return the norm before clipping, as
-        `torch.nn.utils.clip_grad_norm_` does for the parameters of this engine.
+        """Clip the gradients to a maximum norm, as `torch.nn.utils.clip_grad_norm_` does.
+
+        The gradients of all parameters of this engine are multiplied by min(1, max_norm / norm).
 
         Args:
             max_norm: the largest allowed norm of the mean gradient.
             norm_type: 2.0, or inf for the largest absolute value.
             error_if_nonfinite: raise if the norm is inf or nan, which otherwise skips the step.
-            per: "parameter" clips each parameter's gradient by its own norm; a dict of names or parameters by
-                group clips each group by the group's norm, to the same `max_norm`, and no other parameter.
-                Every rank calls this with the same groups.
+            per: "parameter" clips each parameter's gradient by its own norm. A dict from group to names or
+                parameters clips each group by the group's norm, to the same `max_norm`, and leaves all other
+                parameters alone. Every rank must pass the same groups.
 
         Returns:
-            The norm over all parameters and ranks, float64, 0-dim; the same bits on every rank.
+            The norm before clipping, over all parameters and ranks: a 0-dim float64 tensor with the same bits
+            on every rank.
 
         Raises:
-            TypeError: no number.
-            ValueError: a negative number, or nan; a norm of another type; groups that overlap, or name a
-                parameter that is not of this engine.
+            TypeError: a limit or `norm_type` is not a number.
+            ValueError: `max_norm` is negative or nan; `norm_type` is neither 2.0 nor inf; groups overlap, or
+                name a parameter that does not belong to this engine.
             RuntimeError: the norm is not finite under `error_if_nonfinite`, on every rank. Nothing is
                 clipped: `sync.step` skips the step, and `sync.abandon()` drops the window.
 
         Cost: the 2-norm was computed with the finite check; the inf-norm reads the gradients once. One pass
-            that reads and writes every gradient; none where the host sees that the norm is within `max_norm`.
-            With `per` on an accelerator a launch a parameter; on the host only what is clipped.
-            Where ranks hold different elements one small all-reduce, which every rank calls, on the host
-            behind a header; neither, on the host, in a window that a rank gave up: that one does not clip it.
+            that reads and writes every gradient; none if the host sees that the norm is within `max_norm`.
+            With `per`, one launch per parameter on an accelerator; on the host, only clipped gradients are
+            read and written.
+            Where ranks hold different elements, one small all-reduce that every rank must join; on the host a
+            header precedes it. On the host there is neither in a window that a rank gave up, because that
+            rank does not clip.
             `error_if_nonfinite` waits for the device.
         """
         limit: Any = max_norm
         is_tensor = isinstance(limit, Tensor) and limit.numel() == 1
-        if not is_tensor or limit.device == HOST:  # the host does not wait for a device
+        if not is_tensor or limit.device == HOST:  # never wait for a device just to check the limit
             _check_limit("max_norm", limit.item() if is_tensor else limit, "; inf only measures")
         order = _checked_order(norm_type)
         engine = self._engine
@@ -598,7 +615,7 @@ class Sync:
         norm = final.inf_norm(engine.published.largest()) if is_largest else final.grad_norm()
         if error_if_nonfinite:
             engine.reach_verdicts()
-            # As torch does, for a norm that is the same on every rank.
+            # As in torch; the norm is the same on every rank.
             if not math.isfinite(number := float(norm)):
                 why = verdict.reason or "it leaves the range of its type"
                 raise RuntimeError(
@@ -614,7 +631,7 @@ class Sync:
         return final.guarding_norm(norm)
 
     def _groups_of(self, per: ClipPer) -> Sequence[Tensor] | None:
-        """Return the indices of each group's names; None where each parameter is a group."""
+        """Return each group's parameter indices, or None if every parameter is its own group."""
         engine, names = self._engine, metric_context(self._engine).names
         if per == "parameter":
             return None
@@ -625,19 +642,21 @@ class Sync:
         return self._clip_groups[groups]
 
     def clip_grad_value_(self, clip_value: float, foreach: bool | None = None) -> None:
-        """Clip every element of the mean gradient to [-clip_value, clip_value], as
-        `torch.nn.utils.clip_grad_value_` does. Whether the step is skipped for inf or nan does not change.
+        """Clip every element of the mean gradient to [-clip_value, clip_value].
+
+        Like `torch.nn.utils.clip_grad_value_`. A step that would be skipped because of inf or nan is still
+        skipped.
 
         Args:
             clip_value: the largest allowed absolute value, the same on every rank.
-            foreach: as in torch; nothing here depends on it.
+            foreach: accepted for compatibility with torch; ignored.
 
         Raises:
-            TypeError: no number, or parameters, which the engine knows.
-            ValueError: a negative number, or nan.
+            TypeError: `clip_value` is not a number (the engine knows its parameters: do not pass them).
+            ValueError: `clip_value` is negative or nan.
 
-        Cost: one pass that reads and writes every gradient, and one that reads for the norm (`grad_norm`, and
-            a later `clip_grad_norm_`).
+        Cost: one pass that reads and writes every gradient, and one that reads every gradient for the norm
+            (of `grad_norm` and a later `clip_grad_norm_`).
         """
         del foreach
         _check_limit("clip_value", clip_value)
@@ -648,7 +667,7 @@ class Sync:
         engine.published.clip_values_(value)
         engine.renew_norm("has clipped values", has_changed=True)
         engine.foreign.marks.record_published()
-        # Ranks that clip by another value are found out.
+        # The next header compares this value across ranks.
         verdict.use.factors.append(torch.tensor(value, dtype=torch.float64, device=HOST))
 
     def step(
@@ -656,29 +675,30 @@ class Sync:
     ) -> Tensor:
         """Step the optimizer with the window's gradients, unless they were not finite on some rank.
 
-        What is in `.grad` is what the optimizer uses: the mean over the window, or what you have made of it.
-        Several optimizers over one engine are stepped one after the other. A gradient that none of them has
-        used, and that nobody has cleared, counts into the next window, as in a plain PyTorch loop; all others
-        start from zero there.
+        The optimizer uses `.grad`: the mean over the window, including your own changes to it. Step several
+        optimizers over one engine one after another. A gradient that no optimizer has used and nobody has
+        cleared is carried into the next window, as in a plain PyTorch loop; all other gradients start from
+        zero there.
 
         On an accelerator a fused optimizer decides on the device and the host does not wait: the scheduler's
         step, the StepRecord and errors follow when the next window is sent, when the loop over `windows` runs
         out, or at `synchronize()`, whichever comes first.
 
         Args:
-            optimizer: over parameters of this engine.
-            scheduler: stepped once, if the optimizer was.
-            max_norm: clip the gradients of this engine first, as `clip_grad_norm_(max_norm)`.
+            optimizer: an optimizer over parameters of this engine.
+            scheduler: stepped once, if the optimizer was stepped.
+            max_norm: clip the gradients of this engine first, as `clip_grad_norm_(max_norm)` does.
 
         Returns:
-            Whether the parameters changed, bool, 0-dim, on their device; the same on every rank. Looking at
-            it waits.
+            Whether the parameters changed: a 0-dim bool tensor on the parameters' device, the same on every
+            rank. Reading its value waits for the device.
 
         Raises:
-            TypeError: what is given cannot be stepped.
-            ValueError: a count is off on some rank, or the optimizer holds a gradient not reduced here.
+            TypeError: the optimizer or scheduler cannot be stepped.
+            ValueError: a count is invalid on some rank, or the optimizer has a gradient that this engine does
+                not reduce.
             RuntimeError: the window has not been sent, or ranks differ.
-            FloatingPointError: inf or nan under nonfinite="raise".
+            FloatingPointError: a gradient is inf or nan under nonfinite="raise".
 
         Cost: the optimizer's own pass, and with `max_norm` the pass of `clip_grad_norm_`.
         """
@@ -688,12 +708,13 @@ class Sync:
         return self._engine.step(optimizer, scheduler, self._check)
 
     def synchronize(self) -> None:
-        """Wait for the outcome of the last step, and compare what the ranks have done in it.
+        """Wait for the outcome of the last step, and check that all ranks have done the same.
 
-        Its scheduler steps, its StepRecord is emitted, its errors are raised. Between windows ranks also
-        compare how they have used the last one, as the next window's header would; the end of a loop over
-        `windows` does the same. Call it after a loop that does not use `windows` or was left by `break`, and
-        on accelerators before the scheduler's state is read. Every rank calls it at the same point.
+        The scheduler of that step is stepped, its StepRecord is emitted, and its errors are raised. Between
+        windows ranks also compare how they have used the last window, as the next window's header would; the
+        end of a loop over `windows` does the same. Call `synchronize` after a loop that does not use
+        `windows` or was left by `break`, and on accelerators before reading the scheduler's state. Every rank
+        must call it at the same point.
 
         Raises:
             RuntimeError: ranks have stepped, clipped or scaled differently; on every rank.
@@ -703,34 +724,39 @@ class Sync:
             check_ranks_agree(self._engine)
 
     def wrap(self, optimizer: torch.optim.Optimizer, scheduler: Any = None) -> WindowOptimizer:
-        """Return an optimizer whose `step` and `zero_grad` do nothing except where a window ends.
+        """Return an optimizer whose `step` and `zero_grad` do nothing except at the end of a window.
 
-        A scheduler given here is stepped with it, where a step was not skipped; one that is made over what
-        this returns is yours to step, where `is_sync_step`.
+        A scheduler passed here is stepped together with the optimizer, unless the step was skipped. If you
+        make a scheduler over the returned optimizer, step it yourself when `is_sync_step` is True.
         """
         return WindowOptimizer(self, optimizer, scheduler)
 
     def refuse_bare_gradients(self) -> None:
-        """Raise RuntimeError if a bare `loss.backward()` outside of every window has left gradients; does
-        nothing while a window is open, whose end finds them.
+        """Raise RuntimeError if a bare `loss.backward()` between windows has left gradients.
 
-        Cost: a look at every `.grad`, 0.4 µs each; where one was written the host waits for it.
+        Does nothing while a window is open: the end of the window finds such gradients.
+
+        Cost: a check of every `.grad`, 0.4 µs each; if one was written, the host waits for its value.
         """
         engine = self._engine
         if engine.is_closed and not engine.kept_grads.is_handed_over:
             engine.refuse_written_past()
 
     def abandon(self) -> None:
-        """Drop the current window on this rank, for example after an exception; the next one starts clean."""
+        """Drop the current window on this rank, for example after an exception.
+
+        The next window starts clean.
+        """
         self._engine.abandon()
 
     @property
     def last_record(self) -> StepRecord | None:
-        """The record of the last optimizer step; None before the first one.
+        """The record of the last optimizer step; None before the first step.
 
-        On an accelerator that of the last step whose outcome the host has read; `synchronize` reads all.
+        On an accelerator, the record of the last step whose outcome the host has read; `synchronize` reads
+        all outcomes.
 
-        Cost: on an accelerator it waits for the device's clock.
+        Cost: on an accelerator the host waits for the device's timing events.
         """
         make = self._engine.records.make_last
         return None if make is None else make()
@@ -739,8 +765,8 @@ class Sync:
         """Call `callback(record)` after every optimizer step; usable as a decorator.
 
         Returns:
-            A handle like those of PyTorch's hooks: `handle.remove()` removes the callback. Callable as the
-            callback.
+            A handle like PyTorch's hook handles: `handle.remove()` removes the callback. Calling the handle
+            calls the callback.
         """
         check_function("callback", callback, "of a StepRecord")
         return StepHandle(self._engine.records.callbacks, callback)
@@ -750,38 +776,39 @@ class Sync:
     def capture(self, train_window: Callable[[list[Any]], object], *, warm_up: int = 3) -> CapturedWindows:
         """Return a function that trains windows, most of them by launching one CUDA graph.
 
-        The first `warm_up` windows of a form (number of micro-batches, structure, shapes, dtypes) run as any
-        other; then one is captured, and later ones launch the graph: forwards, backwards, reduction, norm,
-        clipping and steps at the host's cost of a single launch. Results, records (but for seconds by phase),
-        skipped steps and what ranks agree on are those of the same windows without a graph, with the same
-        bits. Ranks that have run out, and windows of other lengths, run without.
+        The first `warm_up` windows of a form (number of micro-batches, structure, shapes, dtypes) run
+        normally; then one window is captured, and later windows launch the graph: forwards, backwards,
+        reduction, norm, clipping and steps for the host cost of a single launch. Results, records (except
+        seconds by phase), skipped steps and checks between ranks are the same as without a graph, bit for
+        bit. Ranks that have run out of data, and windows of other lengths, run without a graph.
 
-        DDP accumulates gradients on the stream on which it was made: make it and the engine, and run the
+        DDP accumulates gradients on the stream on which it was made: make DDP and the engine, and run the
         loop, inside `with torch.cuda.stream(torch.cuda.Stream())`.
 
         Args:
             train_window: `train_window(batches)` runs the backwards of a window's micro-batches, clips, and
-                calls `sync.step(optimizer)`. It gets the batches with their tensors on the device, and is run
-                by Python only before and in the capture: nothing in it may depend on the host's state, read
-                the device (`loss.item()`), or move tensors from the host. Autocast is entered inside.
-            warm_up: windows of each form before the capture; at least 3. The last two are watched, and
-                compared. Over DDP the first capture comes after 11 windows, as torch asks.
+                calls `sync.step(optimizer)`. The tensors in `batches` are on the device. Python runs this
+                function only before and during the capture: it must not depend on the host's state, read
+                from the device (`loss.item()`), or move tensors from the host. Enter autocast inside it.
+            warm_up: windows of each form before the capture; at least 3. The last two are recorded and
+                compared. Over DDP the first capture comes after 11 windows, as torch requires.
 
         Returns:
-            A function of one of `sync.windows`' windows; see its `num_captured`, `num_replayed`, `problems`.
+            A function to call with each window of `sync.windows`; see its `num_captured`, `num_replayed`
+            and `problems`.
 
         Raises:
-            TypeError: `train_window` cannot be called; `warm_up` is no whole number of at least 3.
-            ValueError: the windows of this engine cannot be captured; the reasons.
+            TypeError: `train_window` is not callable; `warm_up` is not a whole number of at least 3.
+            ValueError: the windows of this engine cannot be captured; the message gives the reasons.
 
         Warns:
-            UserWarning: windows of a form run without a graph, and why: what the host has to know of them,
-                with the line. The fused optimizer needs `capturable=True` where it has that, and a learning
-                rate that changes has to be a tensor.
+            UserWarning: windows of a form run without a graph. The warning names the operation that needs the
+                host, and its line. A fused optimizer needs `capturable=True` if it has that option, and a
+                learning rate that changes has to be a tensor.
 
         Cost: the memory of one window's activations stays with the graph. Two windows run under a
-        `TorchDispatchMode`. A window that is launched costs the host copies of its inputs, the launch, and
-        0.5 µs a parameter.
+        `TorchDispatchMode`. A window launched as a graph costs the host copies of its inputs, the launch, and
+        0.5 µs per parameter.
 
         Example:
             >>> def train_window(batches):  # doctest: +SKIP
@@ -803,10 +830,11 @@ class Sync:
 
     @property
     def gradient_accumulation_steps(self) -> int:
-        """Micro-batches of a full window on this rank: `accumulate`, or what was set since.
+        """Number of micro-batches in a full window on this rank; `accumulate` until it is set.
 
-        Set it between two windows, on every rank alike. Setting raises ValueError for no whole number from 1
-        on, and with accumulator="exact", whose bits depend on it; RuntimeError inside a window.
+        Set it between two windows, to the same number on every rank. Setting raises ValueError if the number
+        is not an integer of at least 1, and with accumulator="exact", whose bits depend on it; RuntimeError
+        inside a window.
         """
         return self._engine.counter.accumulate
 
@@ -819,32 +847,35 @@ class Sync:
 
     @property
     def is_sync_step(self) -> bool:
-        """Whether the window gets no further micro-batch: this is its last one, it has none left,
-        or it was flushed.
+        """Whether the window gets no further micro-batch.
+
+        True in its last micro-batch, when none are left, and after `flush`.
         """
         return self._engine.counter.ends
 
     @property
     def is_padding(self) -> bool:
-        """Whether the micro-batch handed out last is a batch once more, which only other ranks need: over a
-        sharded model a rank that has run out runs the others' forwards with them. Nothing of it counts.
+        """Whether the micro-batch handed out last is padding: a repeated batch that does not count.
+
+        Over a sharded model a rank that has run out of data runs padding, because forwards are collective.
         """
         return self._engine.window.is_padding
 
     @property
     def reduced_window(self) -> object | None:
-        """An object that identifies this window, once it has been reduced; None before."""
+        """An object that identifies this window after it has been reduced; None before the reduction."""
         return self._engine.window.verdict
 
     @property
     def window(self) -> int:
-        """Index of the window, from 0; it goes up when the next one begins."""
+        """Index of the window, from 0; it increases when the next window begins."""
         return self._engine.counter.index
 
     @property
     def place(self) -> int:
-        """Index, in its window over all ranks, of the micro-batch handed out last;
-        see `pe.micro_batch_rng`.
+        """Index, within the window over all ranks, of the micro-batch handed out last.
+
+        See `pe.micro_batch_rng`.
         """
         counter = self._engine.counter
         if not (counter.places or self.is_padding):
@@ -853,26 +884,26 @@ class Sync:
 
     @property
     def due(self) -> list[int]:
-        """Places of the window's micro-batches that this rank has not been handed yet."""
+        """Indices of the window's micro-batches that have not been handed to this rank yet; see `place`."""
         counter = self._engine.counter
         return list(counter.due if counter.state is State.OPEN else counter.share)
 
     # ---- states ----
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what this rank's engine holds between two windows, as tensors and plain values.
+        """Return the state of this rank's engine between two windows, as tensors and plain values.
 
-        `{"version", "window", "steps", "rank 0 of 2": (content,)}`; so `torch.distributed.checkpoint`, for
-        which an engine is a `Stateful`, does not mix up ranks. `window` and `steps` are completed. A rank's
-        content is the loss scale, the order of the buckets, gradients carried over, what measures keep, what
-        the wire has lost and is still to send, and the states of the random generators. Parameters, optimizer
-        and scheduler are the caller's to save, as ever. On an accelerator every rank calls this at the same
-        point, as `synchronize`.
+        The keys are `{"version", "window", "steps", "rank 0 of 2": (content,)}`; the rank in the last key
+        keeps ranks apart in `torch.distributed.checkpoint`, for which an engine is a `Stateful`. `window` and
+        `steps` are the numbers of completed windows and steps. A rank's content is the loss scale, the order
+        of the buckets, gradients carried over, the state of measures, the residuals of the wire, and the
+        states of the random generators. Save parameters, optimizer and scheduler yourself, as usual. On an
+        accelerator every rank must call this at the same point, like `synchronize`.
 
         Raises:
-            RuntimeError: inside a window, whose sums are not saved: a run that dies loses one window at most.
+            RuntimeError: inside a window, whose sums are not saved: a crashed run loses at most one window.
 
-        Cost: copies of the residuals and of gradients carried over; nothing else has a parameter's size.
+        Cost: copies of the residuals and of gradients carried over; the rest is small.
 
         Example:
             >>> for window in sync.windows(loader):  # doctest: +SKIP
@@ -884,24 +915,24 @@ class Sync:
         return take_snapshot(self._engine).to_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue where `state_dict` was called; every rank calls this before its loop.
+        """Continue from a saved `state_dict`; every rank calls this before its loop.
 
         Args:
-            state: on as many ranks as there were this rank's own: the run continues bit for bit. On another
-                number of ranks that of any rank of the save, for example rank 0's on all: residuals of the
-                wire start from zero, and random generators are left as they are. With accumulator="exact"
-                the next window has the same bits on every number of ranks.
+            state: with the same number of ranks, this rank's own state: the run continues bit for bit. With
+                another number of ranks, the state of any saved rank, for example rank 0's state on all ranks:
+                residuals of the wire start from zero, and random generators are left as they are. With
+                accumulator="exact" the next window has the same bits on any number of ranks.
 
-        The loader is the caller's to set behind what is done, for example by
-        `sampler.set_epoch(epoch, window=sync.window)`. The generators go on from where they were when the
-        loop takes the first micro-batch. (The loader reads one micro-batch ahead: what it draws in this
-        process from them is not repeated; see `pe.sample_rng`.) What has to be alike on every world size
-        starts from `pe.micro_batch_rng`.
+        Move the loader past completed windows yourself, for example by
+        `sampler.set_epoch(epoch, window=sync.window)`. The generators are restored when the loop takes the
+        first micro-batch. (The loader reads one micro-batch ahead: its random draws in this process are not
+        repeated; see `pe.sample_rng`.) Use `pe.micro_batch_rng` for random numbers that must not depend on
+        the world size.
 
         Raises:
             ValueError: a state is damaged or does not fit, or ranks load states of different saves; on every
                 rank, and nothing has changed.
-            RuntimeError: some rank is elsewhere in its loop; on every rank.
+            RuntimeError: some rank is at another point of its loop; on every rank.
 
         Example:
             >>> state = torch.load(f"rank-{dist.get_rank()}.pt", weights_only=True)  # doctest: +SKIP
@@ -914,29 +945,29 @@ class Sync:
     # ---- audit ----
 
     def audit(self, *, every: int = 100, module: nn.Module | None = None) -> WindowAudit:
-        """Compare, in every `every`-th window and before its step, what ranks must agree on.
+        """Check in every `every`-th window, before its step, that ranks agree.
 
-        Parameters, gradients, optimizer state and hyperparameters by checksums; the reduced gradients with
-        what the micro-batches brought; and what the window was divided by with what was counted. Every rank
-        calls this at the same point, between windows. See docs/reliability.md, and `pe.audit` for a loop
-        without an engine.
+        The audit compares parameters, gradients, optimizer state and hyperparameters by checksums across
+        ranks, the reduced gradients with the gradients of the micro-batches, and the divisor of the window
+        with its counts. Every rank must call this at the same point, between windows. See
+        docs/reliability.md, and `pe.audit` for a loop without an engine.
 
         Args:
-            every: windows from one check to the next; the first one is checked.
-            module: whose buffers are compared too; a model under `attach` is known.
+            every: number of windows from one check to the next; the first window is checked.
+            module: a module whose buffers are compared too; not needed under `attach`.
 
         Returns:
             A handle: `remove()` ends the audit.
 
         Raises:
-            TypeError, ValueError: an argument is off.
-            RuntimeError: the engine is audited already, or is on an XLA device; or some rank is elsewhere in
-                its loop, on every rank.
-            AuditError: later, where a window is reduced (`step`, clipping), on every rank: what differs,
-                where, since when, and the likely cause. Nothing is stepped with the window. On an accelerator
-                when the next window begins.
+            TypeError, ValueError: an argument is invalid.
+            RuntimeError: the engine is audited already, or is on an XLA device; or some rank is at another
+                point of its loop, on every rank.
+            AuditError: later, where a window is reduced (`step`, clipping), on every rank. The message says
+                what differs, where, since when, and the likely cause. The window is not stepped. On an
+                accelerator the error is raised when the next window begins.
 
-        Cost: as `pe.audit`, and nothing in windows that are not checked.
+        Cost: as for `pe.audit`, and nothing in windows that are not checked.
         """
         engine = self._engine
         check_device(engine.device)
@@ -961,7 +992,7 @@ _UNCOUNTED = (
 
 
 def _checked_order(norm_type: object) -> float:
-    """Return 2.0 or inf; refuse every other norm."""
+    """Return `norm_type` as 2.0 or inf; raise for every other norm."""
     if norm_type == "inf":  # as in torch
         return math.inf
     if not isinstance(norm_type, Real) or isinstance(norm_type, bool):
@@ -979,7 +1010,7 @@ _CLIPPED_BY = {"max_norm": "clip_grad_norm_", "clip_value": "clip_grad_value_"}
 
 
 def _check_limit(name: str, value: object, more: str = "") -> None:
-    """Refuse what would make every gradient nan, or turn it round."""
+    """Raise for a limit that would make gradients nan or flip their sign."""
     if isinstance(value, Iterable) and not isinstance(value, str | Tensor):
         raise TypeError(
             f"leave the parameters out, sync.{_CLIPPED_BY[name]}(1.0): the engine clips its own; {name} is a "
@@ -994,15 +1025,15 @@ def _check_limit(name: str, value: object, more: str = "") -> None:
 def _checked_groups(
     per: Any, index_of: Mapping[str, int], name_of: Mapping[int, str]
 ) -> Iterator[tuple[int, ...]]:
-    """Yield the indices of each group's parameters.
+    """Yield the parameter indices of each group.
 
     Args:
-        per: what the user has passed.
+        per: the `per` argument of `clip_grad_norm_`.
         index_of: index by name.
-        name_of: name by the identity of a parameter.
+        name_of: name by the `id` of a parameter.
 
     Raises:
-        TypeError, ValueError: `per` is no dict of disjoint groups of this engine's parameters.
+        TypeError, ValueError: `per` is not a dict of disjoint groups of this engine's parameters.
     """
     if not isinstance(per, Mapping):
         raise TypeError(

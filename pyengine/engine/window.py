@@ -1,4 +1,4 @@
-"""What belongs to one window of an engine: an object that is made anew for every window."""
+"""The state of one window of an engine, in an object that is created for every window."""
 
 from __future__ import annotations
 
@@ -24,57 +24,57 @@ class Stepped:
 
     optimizer: torch.optim.Optimizer
     scheduler: Any
-    done: OptimizerStep  # as ranks compare it
-    indices: Collection[int]  # of the parameters that it has stepped
+    done: OptimizerStep  # the step as ranks compare it
+    indices: Collection[int]  # the indices of the parameters that the optimizer has stepped
 
 
 class Window:
-    """The state of one window on this rank; `Engine` has the state that outlives it, and all actions."""
+    """The state of one window on this rank; `Engine` has the actions and the state that outlives a window."""
 
-    clock: Clock  # from `Engine.begin` on
+    clock: Clock  # set by `Engine.begin`
 
     def __init__(self, counts: LocalWindow, slots: Slots, traffic: Traffic) -> None:
         # ---- what is accumulated ----
-        # Counts and losses, one entry a micro-batch.
+        # Counts and losses, one entry per micro-batch.
         self.counts = counts
-        # What has gone wrong on this rank; the header, the reports and the next loop look here.
+        # The faults of this rank, which the header, the reports and the next loop read.
         self.faults = counts.faults
-        # Neighboring micro-batches whose gradients are accumulated once.
+        # The slots: groups of consecutive micro-batches whose gradients are accumulated together.
         self.slots = slots
-        # The totals over which its losses are means, if counts were read ahead.
+        # The totals by which the window's losses are divided, if counts were read ahead.
         self.denominators: Denominators | None = None
-        # Whether the sums have been set to zero for it.
+        # Whether the sums have been set to zero for this window.
         self.has_begun = False
-        # Whether a backward has run, as far as that is known.
+        # Whether a backward is known to have run.
         self.has_backward = False
-        # Whether the micro-batch handed out last is padding: its loss and count are not noted.
+        # Whether the micro-batch handed out last is padding, whose loss and count are ignored.
         self.is_padding = False
-        # Parts of micro-batches that ran out of memory, and ran again.
+        # The number of parts of micro-batches that ran out of memory and were retried.
         self.num_retries = 0
 
         # ---- what is sent ----
         # Whether another window follows, as far as this rank knows.
         self.has_more = False
-        # None until it is launched.
+        # The header; None until it is launched.
         self.header: Header | None = None
-        # Whether its last backward, or its launch, is running.
+        # Whether the window's last backward, or its launch, is running.
         self.is_launching = False
 
-        # ---- what has come of it ----
-        # The outcome, None until the gradients have been reduced; the host may not know it yet.
+        # ---- the outcome ----
+        # The verdict; None until the gradients have been reduced. The host may not know the outcome yet.
         self.verdict: Verdict | None = None
-        # The optimizers that have been stepped with it.
+        # The optimizers that have been stepped with this window.
         self.stepped: list[Stepped] = []
-        # Whether the loss scale has been updated by its outcome.
+        # Whether the loss scale has been updated from this window's outcome.
         self.is_scale_updated = False
-        # Collectives and bytes of the engine before it.
+        # The engine's numbers of collectives and bytes before this window.
         self._collectives, self._bytes_sent = traffic.collectives, traffic.bytes_sent
 
     def traffic(self, now: Traffic) -> tuple[int, int]:
-        """Return the collectives and the bytes that were sent for this window."""
+        """Return the numbers of collectives and bytes that were sent for this window."""
         return now.collectives - self._collectives, now.bytes_sent - self._bytes_sent
 
     @property
     def is_broken(self) -> bool:
-        """Whether an exception left it behind its header, or it was refused: a new loop has to abandon it."""
+        """Whether the window failed after its header, so that a new loop has to abandon it."""
         return any(fault.kind is not FaultKind.REFUSED for fault in self.faults)

@@ -36,8 +36,8 @@ class WindowAudit:
     ) -> None:
         self._batch, self._every, self._end = batch, every, end
         subjects, comms, leaves = _inventory(reducer, comm, module)
-        # An encoded wire loses a share of a block or rank, not of an element: any reduced gradient may follow
-        # from those of the micro-batches, as long as it is the same on every rank.
+        # The error of an encoded wire is relative to a block or rank, not to an element: any reduced gradient
+        # is plausible, as long as it is the same on every rank.
         is_lossy = reducer.residuals.wire.is_encoded
         tolerance = math.inf if is_lossy else TOLERANCE
         self._auditor = Auditor(subjects, comms, leaves, tolerance=tolerance, every=every)
@@ -53,29 +53,29 @@ class WindowAudit:
         """End the audit.
 
         Raises:
-            AuditError: what the last check has found.
+            AuditError: the last check has found a difference.
         """
         self.drop()
         self._end()
         self._auditor.conclude()
 
     def drop(self) -> None:
-        """Remove its hooks."""
+        """Remove the audit's hooks."""
         self._auditor.probe.disarm()
 
     def keep(self) -> Callable[[], None]:
-        """Return a function that forgets what a backward that is run again has brought."""
+        """Return a function that discards the samples of a backward that will run again."""
         return self._auditor.probe.keep()
 
     def is_due(self, window: int) -> bool:
         return window % self._every == 0
 
     def has_work_in(self, window: int) -> bool:
-        """Whether ranks are compared in a window, or the host reads in it what the one before has found."""
+        """Whether a window compares ranks, or reads the result of the previous window's check on the host."""
         return self.is_due(window) or self.is_due(window - 1)
 
     def begin(self, window: int) -> None:
-        """Look at a window that begins, if it is due."""
+        """Begin the check of a window if it is due; otherwise read the result of the last check."""
         self._window, self._samples = window, None
         if not self.is_due(window):
             self._auditor.conclude()
@@ -83,12 +83,12 @@ class WindowAudit:
             self._auditor.begin()
 
     def look_at(self, optimizer: Any) -> None:
-        """Compare an optimizer's state from now on."""
+        """Include an optimizer's state in later checks."""
         if all(optimizer is not known for known in self._auditor.optimizers):
             self._auditor.optimizers.append(optimizer)
 
     def sample(self, scaler: GradScaler | None) -> None:
-        """Look at gradients that have just been reduced, before anything else is done to them."""
+        """Sample newly reduced gradients, before anything else changes them."""
         if self.is_due(self._window):
             scale = None if scaler is None else scaler.current_scale().double()
             self._samples = self._auditor.sample(is_strict=True, scale=scale)
@@ -120,7 +120,7 @@ class WindowAudit:
 def _inventory(
     reducer: Reducer, comm: Comm, module: nn.Module | None
 ) -> tuple[list[Subject], list[Comm], Leaves]:
-    """Return what an engine's ranks share, over which transports, and where gradients arrive."""
+    """Return the subjects to compare between ranks, their transports, and where gradients arrive."""
     if reducer.model is not None:
         inventory = Inventory(reducer.model, [], group=None, groups={})
         return inventory.subjects, inventory.comms, Leaves(inventory.module)

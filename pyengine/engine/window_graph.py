@@ -1,4 +1,4 @@
-"""A window's device work as a graph, with what the host has to fill in and to read."""
+"""A window's device work as a graph, with the values that the host writes and reads."""
 
 from __future__ import annotations
 
@@ -19,8 +19,10 @@ from pyengine.window.verdict import Outcome, WindowReport
 
 
 class CaptureStream:
-    """The stream of captures: the caller's stream, or a new one where the caller trains on the default
-    stream, which cannot be captured. Windows before them run on it, too, since autograd keeps to one stream.
+    """The stream of captures: the caller's stream, or a new stream if the caller uses the default stream.
+
+    The default stream cannot be captured. Windows before a capture run on this stream, too, because autograd
+    keeps to one stream.
     """
 
     def __init__(self) -> None:
@@ -28,8 +30,8 @@ class CaptureStream:
 
     @contextmanager
     def current(self, device: torch.device) -> Iterator[None]:
-        """Run the body on it, behind the work of the current stream, which then waits for the body's."""
-        if device.type != "cuda":  # that has no graphs
+        """Run the body on the capture stream, after the current stream's work; the latter then waits."""
+        if device.type != "cuda":  # only CUDA has graphs
             yield
             return
         around = torch.cuda.current_stream(device)
@@ -49,8 +51,8 @@ class DeviceGraph:
 
     @contextmanager
     def capture(self, on: CaptureStream) -> Iterator[None]:
-        """Record what the body gives to the device on that stream; nothing of it runs."""
-        # By thread: another one may look at events, such as NCCL's watchdog.
+        """Record the work that the body launches on the stream, without running it."""
+        # "thread_local", because another thread, such as NCCL's watchdog, may query events.
         with torch.cuda.graph(self._graph, stream=on.stream, capture_error_mode="thread_local"):
             yield
 
@@ -59,7 +61,7 @@ class DeviceGraph:
 
     @staticmethod
     def problems(device: torch.device) -> list[str]:
-        """Return why work of a device cannot be captured."""
+        """Return the reasons why work of a device cannot be captured."""
         if device.type == "cuda":
             return []
         return [f"the parameters are on {device}: a graph needs a CUDA device"]
@@ -69,20 +71,20 @@ class DeviceGraph:
 class WindowGraph:
     """One window's work, from its first forward to its optimizer steps.
 
-    Tensors are memory of the graph, and hold the last run's values until the next one begins.
+    Tensors are in the graph's memory, and hold the values of the last run until the next run begins.
     """
 
     work: DeviceGraph
     section: Section
     inputs: Sequence[Tensor]  # static copies of the tensors of the window's micro-batches
-    # What multiplied the gradients of the window before, which ranks compare in the header. Not memory of the
-    # graph, which may be overwritten before the header reads it.
+    # The factors that multiplied the previous window's gradients, which ranks compare in the header. Not in
+    # the graph's memory, which may be overwritten before the header reads it.
     factors: list[Tensor]
-    # ---- what has to stay as it was ----
-    # Tensors that the optimizers' steps read or write: parameters, state, hyperparameters; by parameter its
-    # address, and whether it is trained; the layout of the engine's sums.
+    # ---- what must not change ----
+    # Tensors that the optimizers' steps read or write (parameters, state, hyperparameters); the address of
+    # each parameter, and whether it is trained; the layout of the engine's sums.
     memory: tuple[Sequence[Tensor], Sequence[tuple[int, bool]], object] = field(init=False)
-    # ---- of the window in which it was captured ----
+    # ---- the window in which the graph was captured ----
     header: Header = field(init=False)
     outcome: Outcome = field(init=False)
     report: WindowReport = field(init=False)
@@ -94,18 +96,18 @@ class WindowGraph:
     bytes_sent: int = 0
 
     def claim(self, use: Use) -> None:
-        """Let the graph's header compare how the window before was used."""
+        """Copy the previous window's factors to where the graph's header compares them."""
         for mine, factor in zip(self.factors, use.factors, strict=True):
             if mine is not factor:
                 mine.copy_(factor)
 
     def take(self, inputs: Sequence[Tensor]) -> None:
-        """Copy a window's tensors to where the graph reads them."""
+        """Copy a window's tensors to the graph's inputs."""
         for mine, given in zip(self.inputs, inputs, strict=True):
             mine.copy_(given, non_blocking=True)
 
     def fits(self, memory: tuple[Sequence[Tensor], Sequence[tuple[int, bool]], object]) -> bool:
-        """Whether the graph still reads and writes the memory that is trained."""
+        """Whether the graph still uses the memory of the current parameters and optimizers."""
         (tensors, addresses, layout), (tensors_now, addresses_now, layout_now) = self.memory, memory
         are_same = len(tensors) == len(tensors_now) and all(map(is_, tensors, tensors_now))
         return are_same and addresses == addresses_now and layout is layout_now

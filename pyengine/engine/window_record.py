@@ -18,10 +18,10 @@ from pyengine.window.verdict import Verdict, call_all
 
 
 class WindowRecords:
-    """Makes the `StepRecord` of every window that is stepped, and gives it to the callbacks."""
+    """Makes the `StepRecord` of every stepped window, and passes it to the callbacks."""
 
     def __init__(self) -> None:
-        # By id, what gets the records.
+        # Callbacks that receive the records, by id.
         self.callbacks: OrderedDict[int, StepCallback] = OrderedDict()
         # Makes the record of the last step whose numbers the host knows.
         self.make_last: Callable[[], StepRecord] | None = None
@@ -36,21 +36,22 @@ class WindowRecords:
         traffic: Traffic,
         held_bytes: int,
     ) -> Callable[[Totals, bool], None]:
-        """Stop the window's clock, and return what makes its record and calls the callbacks with it.
+        """Stop the window's clock, and return a function that makes its record and runs the callbacks.
 
         Args:
-            verdict: on the window.
-            norm: of its gradients before clipping, 0-dim.
-            metrics: what was measured in it.
-            traffic: of the engine by now.
-            held_bytes: as in the record.
+            window: the window that was stepped.
+            verdict: the window's verdict.
+            norm: the norm of the window's gradients before clipping, 0-dim.
+            metrics: the measures of the window.
+            traffic: the engine's traffic so far.
+            held_bytes: the record's `held_bytes`.
 
         Returns:
-            A function of the sums over all ranks, and whether the step was skipped.
+            A function that takes the sums over all ranks, and whether the step was skipped.
         """
         clock, num_retries = window.clock, window.num_retries
         collectives, bytes_sent = window.traffic(traffic)
-        # Also without callbacks: ranks whose programs differ cannot meet.
+        # Read back even without callbacks: ranks must run the same programs.
         index, grad_norm = verdict.report.index, Readback(norm.reshape(1))
         unread = [(metric, Readback(metric.numbers())) for metric in metrics]
         clock.stop()
@@ -79,7 +80,7 @@ class WindowRecords:
                 )
 
             self.make_last = make_record
-            if self.callbacks:  # else nobody waits for the device's seconds
+            if self.callbacks:  # without callbacks nothing waits for the device's timing events
                 call_all([partial(callback, make_record()) for callback in self.callbacks.values()])
 
         return emit

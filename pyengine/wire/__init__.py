@@ -1,4 +1,4 @@
-"""Wires: how a bucket crosses the network and is summed there."""
+"""Wires, which define how a bucket is sent over the network and summed."""
 
 from pyengine.comm.base import Comm, Work
 from pyengine.wire.base import Wire

@@ -1,4 +1,4 @@
-"""What a wire is: how a bucket is sent and summed."""
+"""Interface of wires, which define how a bucket is sent and summed."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ class Encoding:
     """How values are encoded."""
 
     codec: Codec
-    seed: int | None = None  # of stochastic rounding; None rounds to nearest
+    seed: int | None = None  # seed of stochastic rounding; None rounds to nearest
 
 
 class Spelled:
-    """A frozen dataclass whose repr has no default arguments. Ranks compare this repr."""
+    """Base class of frozen dataclasses whose repr omits default values. Ranks compare this repr."""
 
     def __repr__(self) -> str:
         mine: Any = self
@@ -32,11 +32,12 @@ class Spelled:
 
 
 class Wire(ABC):
-    """Base class of wires: how one flat bucket is summed over ranks.
+    """Base class of wires, which define how a flat bucket is summed over ranks.
 
     A wire implements `dtype`, `all_reduce_` and `bytes_on_wire`. All other methods and attributes have
-    defaults, for a wire that sends every element as it is and keeps nothing between windows. Make a subclass
-    a frozen dataclass in a module: ranks send each other their wires, and compare how they print.
+    defaults for a wire that sends every element unchanged and keeps no state between windows. Define a
+    subclass as a frozen dataclass in a module, because ranks send each other their wires and compare the repr
+    of the wires.
     """
 
     @property
@@ -57,8 +58,8 @@ class Wire(ABC):
     def is_encoded(self) -> bool:
         """Whether the result is only close to the sum, so that a sum of zeros need not be 0.
 
-        Buckets of such a wire contain gradients only. Gradients that have its `dtype` already are encoded,
-        too. A wire around another wire answers for both.
+        Buckets of such a wire contain only gradients. Gradients that already have the wire's `dtype` are also
+        encoded. For a wire around another wire, this property describes both wires.
         """
         return False
 
@@ -69,42 +70,42 @@ class Wire(ABC):
 
     @property
     def keeps_residual(self) -> bool:
-        """Whether `for_bucket` keeps the rounding error of a window and adds it to the next one."""
+        """Whether `for_bucket` keeps the rounding error of a window and adds it to the next window."""
         return False
 
     @property
     def needs_exchange(self) -> bool:
-        """Whether it sends by `Comm.all_to_all` and `Comm.all_gather`, which XLA devices do not have."""
+        """Whether this wire uses `Comm.all_to_all` and `Comm.all_gather`, which XLA does not support."""
         return self.is_encoded or self.encoding is not None
 
     @property
     def can_reduce_scatter(self) -> bool:
-        """Whether it implements `reduce_scatter`."""
+        """Whether this wire implements `reduce_scatter`."""
         return type(self).reduce_scatter is not Wire.reduce_scatter
 
     @property
     def needs_prepare(self) -> bool:
-        """Whether it implements `prepare`."""
+        """Whether this wire implements `prepare`."""
         return type(self).prepare is not Wire.prepare
 
     def prepare(self, comm: Comm) -> list[str]:
-        """Set up the transport before the first bucket is sent; return problems, empty if there are none.
+        """Set up the transport before the first bucket is sent; return a list of problems.
 
-        Every rank of the transport calls this.
+        Every rank of the transport must call this.
         """
         del comm
         return []
 
     @property
     def keeps_memory(self) -> bool:
-        """Whether it implements `for_bucket`."""
+        """Whether this wire implements `for_bucket`."""
         return type(self).for_bucket is not Wire.for_bucket
 
     def for_bucket(self, memory: BucketMemory) -> Wire:
-        """Return the wire that sends one bucket in all windows; this one, if it keeps nothing for a bucket.
+        """Return the wire that sends one bucket in all windows; this wire if it keeps no state per bucket.
 
         Args:
-            memory: what it may keep from one window to the next; belongs to the bucket's owner.
+            memory: state that the returned wire may keep between windows; belongs to the bucket's owner.
         """
         del memory
         return self
@@ -114,26 +115,26 @@ class Wire(ABC):
         """Launch the sum of a bucket over all ranks, in place; every rank gets the same bits.
 
         Args:
-            flat: of `dtype`, `[numel]`; the engine keeps it alive until the work has been waited for.
+            flat: bucket of `dtype`, `[numel]`; the engine keeps it alive until the work has been waited for.
             comm: transport.
 
         Returns:
-            A work that is done when `flat` holds the sum.
+            A work that is complete when `flat` holds the sum.
 
-        Cost: `bytes_on_wire` sent by every rank.
+        Cost: every rank sends `bytes_on_wire` bytes.
         """
 
     def reduce_scatter(self, out: Tensor, parts: Tensor, comm: Comm) -> None:
         """Sum sharded gradients over all ranks, and keep the part of this rank.
 
-        The host waits; on an accelerator the stream.
+        The host waits for the result; on an accelerator the current stream waits.
 
         Args:
-            out: `[n]`, of `dtype` or a wider dtype, written: the part of the sum for this rank.
-            parts: of `dtype`, `[world_size * n]`, read: the r-th part is for rank r.
-            comm: transport over the ranks that keep parts; its `can_exchange` is true.
+            out: output, `[n]`, of `dtype` or a wider dtype: the part of the sum for this rank.
+            parts: input of `dtype`, `[world_size * n]`: the r-th part is for rank r.
+            comm: transport over the ranks that keep parts, with `can_exchange`.
 
-        Cost: (W - 1) / W times the bytes of `parts` sent by every rank of W.
+        Cost: every rank of W sends (W - 1) / W times the bytes of `parts`.
         """
         raise NotImplementedError(f"{type(self).__name__} has no reduce_scatter")
 

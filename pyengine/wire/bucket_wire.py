@@ -1,4 +1,4 @@
-"""Wires of single buckets, with the state that they keep from one window to the next."""
+"""Wires of single buckets, with the state that they keep between windows."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from pyengine.wire.memory import BucketMemory, BucketSlice
 
 _log = logging.getLogger("pyengine.wire")
 
-_TURNS = 2**20  # turns of a window: more than a bucket has sums in one
+_TURNS = 2**20  # turns per window, more than the number of sums of a bucket in a window
 
 _W = TypeVar("_W", bound=Wire)
 
 
 @dataclass(frozen=True)
 class OfBucket(Wire, Generic[_W]):
-    """A wire of one bucket, with the attributes of the user's wire."""
+    """Wire of one bucket, with the attributes of the user's wire."""
 
     wire: _W  # as passed by the user
     memory: BucketMemory
@@ -54,7 +54,7 @@ class OfBucket(Wire, Generic[_W]):
 
 @dataclass(frozen=True)
 class BucketWire(OfBucket[Wire]):
-    """One bucket over a wire that exchanges parts; a residual is added to the values of the next sum."""
+    """Wire of one bucket that exchanges parts; a residual is added to the values of the next sum."""
 
     encodes_as: Encoding
 
@@ -85,7 +85,7 @@ class BucketWire(OfBucket[Wire]):
 
 
 def without_memory(wire: Wire) -> RuntimeError:
-    """Return the error of a wire that keeps state for each bucket, and was given no memory for it."""
+    """Return the error for a wire that keeps state per bucket but was given no memory for this state."""
     return RuntimeError(
         f"wire={wire}: it keeps state for every bucket from one window to the next, and was given no memory "
         "for it: a wire around it needs for_bucket(memory), too, and has to use the wire that this returns"
@@ -93,11 +93,11 @@ def without_memory(wire: Wire) -> RuntimeError:
 
 
 class WireMemory:
-    """State of the wires of one owner of buckets."""
+    """State of all wires that belong to one owner of buckets."""
 
     def __init__(self) -> None:
         self._memory_of: dict[Hashable, BucketMemory] = {}
-        self._loaded: dict[Hashable, Tensor] = {}  # of parameters that are in no bucket yet
+        self._loaded: dict[Hashable, Tensor] = {}  # residuals of parameters that are not in a bucket yet
         self._num_made = self._turn = 0
 
     def wire_for(
@@ -109,7 +109,7 @@ class WireMemory:
         *,
         is_last: bool = False,
     ) -> Wire:
-        """Return the wire of a new bucket; the residuals of its parameters move there."""
+        """Return the wire of a new bucket, and move the residuals of the bucket's parameters to this wire."""
         if not wire.keeps_memory:
             return wire
         memory = BucketMemory(self._num_made, numel, device, places, is_last=is_last)
@@ -123,18 +123,18 @@ class WireMemory:
         return wire.for_bucket(memory)
 
     def begin(self, window: int) -> None:
-        """Start a window, which has turns of its own."""
+        """Start a window; each window has its own range of turns."""
         self._turn = window * _TURNS
         for memory in self._memories():
             memory.turn = self._turn
 
     def parts(self) -> dict[Hashable, Tensor]:
-        """Return the residuals by parameter, float32 `[numel]`: views of the wires' memory, or copies."""
+        """Return the residuals by parameter, float32 `[numel]`; views of the wires' memory or copies."""
         found = {key: memory.part(key) for key, memory in self._memory_of.items()}
         return self._loaded | {key: part for key, part in found.items() if part is not None}
 
     def load(self, parts: Mapping[Hashable, Tensor]) -> None:
-        """Overwrite all residuals, with zeros where `parts` has none; `parts` is copied, or kept."""
+        """Overwrite all residuals, with zeros for parameters not in `parts`; tensors are copied or kept."""
         _log.debug("load the residuals of %d parameters", len(parts))
         self._loaded = {key: part for key, part in parts.items() if key not in self._memory_of}
         for memory in self._memories():
@@ -145,7 +145,7 @@ class WireMemory:
         for memory in self._memories():
             memory.drop(is_bad)
         if self._loaded and (runs_ahead(is_bad.device) or bool(is_bad != 0)):
-            # Not in place: the loaded tensors belong to the state.
+            # Not in place, because the loaded tensors belong to the loaded state dict.
             self._loaded = {
                 key: torch.where(is_bad != 0, 0, part.to(is_bad.device)) for key, part in self._loaded.items()
             }

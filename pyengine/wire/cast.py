@@ -27,11 +27,12 @@ class _Cast(Spelled, Wire):
         return comm.all_reduce(flat)
 
     def reduce_scatter(self, out: Tensor, parts: Tensor, comm: Comm) -> None:
-        """Exchange the parts in this dtype, and sum them in the dtype of `out`.
+        """Exchange the parts in the wire's dtype, and sum them in the dtype of `out`.
 
-        Values are rounded once, by the cast to this dtype, by at most u of each (2^-24, 2^-8, 2^-11 for
-        float32, bfloat16, float16); a ring would round at every hop. With W ranks and a float32 `out`, the
-        error of an element is at most (u + (W - 1) 2^-24) times the sum of absolute values.
+        Values are rounded once, by the cast to the wire's dtype, with a relative error of at most u (2^-24,
+        2^-8, 2^-11 for float32, bfloat16, float16); a ring would round at every hop. With W ranks and a
+        float32 `out`, the error of an element is at most (u + (W - 1) 2^-24) times the sum of absolute
+        values.
         """
         received = torch.empty_like(parts)
         comm.all_to_all(received, parts).wait()
@@ -40,26 +41,26 @@ class _Cast(Spelled, Wire):
     def bytes_on_wire(self, numel: int, world_size: int) -> int:
         """Return the bytes that one rank sends in a ring all-reduce: 2 (W - 1) / W times the bucket.
 
-        Over gloo, three ranks or more reduce a bucket of at most 32 KiB over a tree, where a rank sends it to
-        each of up to five others.
+        Over gloo, three or more ranks reduce a bucket of at most 32 KiB over a tree, in which a rank sends
+        the bucket to up to five other ranks.
         """
         return ring_bytes(numel * self.dtype.itemsize, world_size)
 
 
 @dataclass(frozen=True, repr=False)
 class FP32(_Cast):
-    """Send and sum in float32: 8 (W - 1) / W bytes an element. 1/count is applied after the sum."""
+    """Send and sum in float32: 8 (W - 1) / W bytes per element. 1/count is applied after the sum."""
 
     dtype: ClassVar[torch.dtype] = torch.float32
 
 
 @dataclass(frozen=True, repr=False)
 class _Narrow(_Cast):
-    """A dtype of two bytes.
+    """Send a bucket in a two-byte dtype.
 
-    With `sum="fp32"` ranks exchange parts; each rank sums one in float32, rounds the sum and sends it to all.
-    A value is then rounded by its cast and once in the sum, for any W: the error of an element is at most
-    (u + W 2^-24) times the sum of absolute values.
+    With `sum="fp32"`, ranks exchange parts; each rank sums one part in float32, rounds the sum and sends the
+    sum to all ranks. A value is then rounded once by its cast and once in the sum, for any W: the error of an
+    element is at most (u + W 2^-24) times the sum of absolute values.
     """
 
     _format: ClassVar[str]
@@ -75,7 +76,7 @@ class _Narrow(_Cast):
 
     @property
     def encoding(self) -> Encoding | None:
-        """Encoding of a sum in float32; None for an all-reduce in this dtype."""
+        """Encoding of a sum in float32; None for an all-reduce in the wire's dtype."""
         return Encoding(Codec(self._format)) if self.sum == "fp32" else None
 
     def for_bucket(self, memory: BucketMemory) -> Wire:
@@ -89,7 +90,7 @@ class _Narrow(_Cast):
         return sum_encoded(flat, comm, encoding.codec, memory=PayloadMemory())
 
     def bytes_on_wire(self, numel: int, world_size: int) -> int:
-        """Return the bytes that one rank sends: 4 (W - 1) / W an element; whole parts with `sum="fp32"`."""
+        """Return the bytes that one rank sends: 4 (W - 1) / W per element, in whole parts if `sum="fp32"`."""
         encoding = self.encoding
         if encoding is None:
             return super().bytes_on_wire(numel, world_size)
@@ -98,12 +99,13 @@ class _Narrow(_Cast):
 
 @dataclass(frozen=True, repr=False)
 class BF16(_Narrow):
-    """Send in bfloat16: half the bytes, roundings of at most 2^-8, the range of float32. 1/count is applied
-    after the sum.
+    """Send in bfloat16, with half the bytes and the same range as float32.
+
+    The relative rounding error is at most 2^-8. 1/count is applied after the sum.
 
     Args:
-        sum: "wire" is an all-reduce in bfloat16, which rounds at every rank: about W roundings over W ranks.
-            "fp32" sums in float32 between two exchanges of the same bytes: two roundings.
+        sum: "wire" uses an all-reduce in bfloat16, which rounds on every rank: about W roundings for W ranks.
+            "fp32" sums in float32 between two exchanges that send the same number of bytes: two roundings.
     """
 
     dtype: ClassVar[torch.dtype] = torch.bfloat16
@@ -112,11 +114,13 @@ class BF16(_Narrow):
 
 @dataclass(frozen=True, repr=False)
 class FP16(_Narrow):
-    """Send in float16: half the bytes, roundings of at most 2^-11,
-    range 6e-8 to 65504 (use a GradScaler). 1/count is applied before the cast, which keeps sums in range.
+    """Send in float16, with half the bytes of float32.
+
+    The relative rounding error is at most 2^-11, and the range is 6e-8 to 65504 (use a GradScaler). 1/count
+    is applied before the cast, which keeps sums in range.
 
     Args:
-        sum: as for `BF16`.
+        sum: same as in `BF16`.
     """
 
     dtype: ClassVar[torch.dtype] = torch.float16

@@ -1,4 +1,4 @@
-"""Wires of one byte an element, with a scale for each block of elements."""
+"""Wires that send one byte per element, with a scale per block of elements."""
 
 from __future__ import annotations
 
@@ -20,10 +20,11 @@ _ROUNDINGS = ("nearest", "stochastic")
 
 @dataclass(frozen=True, repr=False, kw_only=True)
 class _Encoded(Spelled, Wire):
-    """The engine passes buckets in float32; 1/count is applied after the sum.
+    """Base class of wires with one byte per element.
 
-    Ranks exchange encoded parts; each rank sums one in float32, encodes the sum and sends it to all: two
-    roundings, one of the values of a rank and one of the sum.
+    The engine passes buckets in float32; 1/count is applied after the sum. Ranks exchange encoded parts; each
+    rank sums one part in float32, encodes the sum and sends the sum to all ranks. This rounds twice: each
+    rank's values, and the sum.
     """
 
     dtype: ClassVar[torch.dtype] = torch.float32
@@ -45,7 +46,7 @@ class _Encoded(Spelled, Wire):
         return Encoding(self._codec(), self.seed if self.rounding == "stochastic" else None)
 
     def for_bucket(self, memory: BucketMemory) -> Wire:
-        """Return the wire of one bucket, with a different seed for each window and buffers that are kept."""
+        """Return the wire of one bucket, which uses a new seed for each window and keeps its buffers."""
         return BucketWire(self, memory, self.encoding)
 
     def all_reduce_(self, flat: Tensor, comm: Comm) -> Work:
@@ -54,7 +55,7 @@ class _Encoded(Spelled, Wire):
         return sum_encoded(flat, comm, self._codec(), memory=PayloadMemory())
 
     def reduce_scatter(self, out: Tensor, parts: Tensor, comm: Comm) -> None:
-        """Exchange encoded parts, and sum them in the dtype of `out`: one rounding."""
+        """Exchange encoded parts, and sum them in the dtype of `out`, with one rounding."""
         if self.rounding == "stochastic":
             raise without_memory(self)
         scatter_sum(out, parts, comm, self._codec())
@@ -65,24 +66,25 @@ class _Encoded(Spelled, Wire):
     def bytes_on_wire(self, numel: int, world_size: int) -> int:
         """Return the bytes that one rank sends, for W parts of whole blocks.
 
-        They are 2 (W - 1) / W bytes an element, and four times as many a block.
+        A rank sends 2 (W - 1) / W bytes per element, and four times as many bytes per block.
         """
         return Parts(self._codec(), numel, world_size).bytes_sent
 
 
 @dataclass(frozen=True, repr=False, kw_only=True)
 class Int8(_Encoded):
-    """Send integers from -127 to 127, with a float32 scale a block: about a quarter of float32's bytes.
+    """Send integers from -127 to 127, with a float32 scale per block: about a quarter of float32's bytes.
 
-    A value is rounded by at most 0.50004 times the scale of its block, which is the largest magnitude in it
-    divided by 127; then the sum is rounded, in its own blocks. Elements far below the largest of their block
-    become 0: see `ErrorFeedback`. inf and nan arrive at their own element, as nan.
+    The rounding error of a value is at most 0.50004 times the scale of its block, which is the largest
+    magnitude in the block divided by 127. Then the sum is rounded, with the scales of its own blocks.
+    Elements much smaller than the largest element of their block become 0: see `ErrorFeedback`. inf and nan
+    become nan in the same element.
 
     Args:
         block: number of elements that share a scale: 32, 64, 128, 256, 512 or 1024.
-        rounding: "nearest"; or "stochastic", which rounds up or down at random, without bias, for twice the
-            bound.
-        seed: of stochastic rounding.
+        rounding: "nearest"; or "stochastic", which rounds up or down at random, without bias, with twice the
+            error bound.
+        seed: seed of stochastic rounding.
     """
 
     def _codec(self) -> Codec:
@@ -91,15 +93,15 @@ class Int8(_Encoded):
 
 @dataclass(frozen=True, repr=False)
 class FP8(_Encoded):
-    """Send floats of eight bits, with a float32 scale a block: about a quarter of float32's bytes.
+    """Send 8-bit floats, with a float32 scale per block: about a quarter of float32's bytes.
 
-    A value x is rounded by at most 2^-4 (e4m3) or 2^-3 (e5m2) times the larger of abs(x) and the scale of its
-    block times 2^-6 or 2^-14; the scale is the largest magnitude in the block divided by 448 or 57344. Then
-    the sum is rounded, in its own blocks.
+    The rounding error of a value x is at most 2^-4 (e4m3) or 2^-3 (e5m2) times the larger of abs(x) and the
+    scale of its block times 2^-6 or 2^-14. The scale is the largest magnitude in the block divided by 448 or
+    57344. Then the sum is rounded, with the scales of its own blocks.
 
     Args:
         format: "e4m3", or "e5m2" with a wider range and coarser steps.
-        block, rounding, seed: as for `Int8`.
+        block, rounding, seed: same as in `Int8`.
     """
 
     format: str = "e4m3"

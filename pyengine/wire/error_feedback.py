@@ -1,4 +1,4 @@
-"""Error feedback: the rounding error of a wire is kept, and sent in the next window."""
+"""Error feedback: the rounding error of a wire is kept and sent in the next window."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ from pyengine.wire.memory import BucketMemory
 class ErrorFeedback(Wire):
     """Keep the rounding error of another wire, and add it to the values of the next window.
 
-    Every rank keeps one float32 residual for each element: the error of its values, and in its own part of a
-    bucket also the error of the sum (sums of sharded gradients are not rounded). So the sum of all results
-    differs from the sum of the true gradients by at most the current residuals, which are the error of one
-    window: the mean over n windows is n times closer (Seide et al. 2014, Karimireddy et al. 2019; for both
-    roundings Tang et al. 2019).
+    Every rank keeps one float32 residual per element: the rounding error of this rank's values, and in this
+    rank's part of a bucket also the rounding error of the sum (sums of sharded gradients are not rounded). So
+    the sum of all results differs from the sum of the true gradients by at most the current residuals, which
+    are the error of one window: over n windows the error of the mean is n times smaller (Seide et al. 2014,
+    Karimireddy et al. 2019; for both roundings Tang et al. 2019).
 
     Values are multiplied by 1/count before the residual is added. So residuals are in units of the mean
-    gradient, and windows may have any counts. A window that is not used, because of inf or nan for example,
+    gradient, and windows may have any counts. A window that is skipped, for example because of inf or nan,
     resets the residuals to zero.
 
     Args:
         wire: `Int8(...)`, `FP8(...)`, `BF16(sum="fp32")` or `FP16(sum="fp32")`.
 
     Raises:
-        TypeError, ValueError: any other wire.
+        TypeError, ValueError: `wire` is not one of these wires.
 
-    Cost: 4 bytes an element kept, and as many read and written in the encoding pass. Under FSDP2 that is for
-    each element of the unsharded gradients, on every rank, for any world size; and 4 bytes are read and
-    written there for 1/count.
+    Cost: 4 bytes of memory per element, which the encoding pass reads and writes. Under FSDP2 this applies to
+    each element of the unsharded gradients, on every rank, for any world size; a further 4 bytes per element
+    are read and written for 1/count.
     """
 
     dtype: ClassVar[torch.dtype] = torch.float32
@@ -60,7 +60,7 @@ class ErrorFeedback(Wire):
             )
 
     def for_bucket(self, memory: BucketMemory) -> Wire:
-        assert self.wire.encoding is not None  # or it was refused
+        assert self.wire.encoding is not None  # checked in `__post_init__`
         return BucketWire(self, memory, self.wire.encoding)
 
     def all_reduce_(self, flat: Tensor, comm: Comm) -> Work:
@@ -70,5 +70,5 @@ class ErrorFeedback(Wire):
         raise without_memory(self)
 
     def bytes_on_wire(self, numel: int, world_size: int) -> int:
-        """Return the bytes that one rank sends: as many as over the wrapped wire."""
+        """Return the number of bytes that one rank sends, which is the same as for the wrapped wire."""
         return self.wire.bytes_on_wire(numel, world_size)

@@ -1,7 +1,7 @@
-"""Sums in two exchanges: an all-to-all of parts, which every rank sums, and an all-gather of the sums.
+"""Sums in two exchanges: an all-to-all of parts, of which every rank sums one, and an all-gather of the sums.
 
-So values may be sent in any encoding, each part is summed in float32 in the order of ranks, and all ranks get
-the same bytes.
+So values may be sent in any encoding, each part is summed in float32 in rank order, and all ranks get the
+same bytes.
 """
 
 from __future__ import annotations
@@ -25,26 +25,26 @@ _ROUNDS = 2  # an all-to-all and an all-gather
 
 @dataclass(frozen=True)
 class Parts:
-    """How a bucket is split: one part for each rank, of whole blocks; the last may be short or empty."""
+    """Split of a bucket into one part of whole blocks per rank; the last parts may be short or empty."""
 
     codec: Codec
-    numel: int  # of the bucket
+    numel: int  # number of elements in the bucket
     world_size: int
 
     @property
     def size(self) -> int:
-        """Number of elements of a part."""
+        """Number of elements in a part."""
         block = self.codec.block
         return -(-self.numel // (self.world_size * block)) * block
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of a part on the network."""
+        """Number of bytes of an encoded part."""
         return self.codec.num_bytes(self.size)
 
     @property
     def bytes_sent(self) -> int:
-        """Bytes that one rank sends in both exchanges."""
+        """Number of bytes that one rank sends in both exchanges."""
         return _ROUNDS * (self.world_size - 1) * self.num_bytes
 
     def bounds(self, rank: int) -> slice:
@@ -55,7 +55,7 @@ class Parts:
         bounds = self.bounds(rank)
         return int(bounds.stop - bounds.start)
 
-    # Views of a buffer of payloads, uint8 `[world_size * num_bytes]`.
+    # These methods return views of a buffer of payloads, uint8 `[world_size * num_bytes]`.
 
     def padded_payload(self, rows: Tensor, rank: int) -> Tensor:
         return rows[rank * self.num_bytes :][: self.num_bytes]
@@ -70,11 +70,12 @@ class Parts:
 
 @dataclass(frozen=True)
 class Rounding:
-    """Arguments of the encodings of one sum, besides the values."""
+    """Arguments for encoding the values of one sum."""
 
-    # float32 `[numel]`, added to the values and replaced by the rounding error; None drops the error.
+    # float32 `[numel]`, added to the values and overwritten with the rounding error; None drops the error.
     residual: Tensor | None = None
-    # Of stochastic rounding, for the values of this rank and for the sum of its part; None rounds to nearest.
+    # Seeds of stochastic rounding, for this rank's values and for the sum of its part; None rounds to
+    # nearest.
     seeds: tuple[int | None, int | None] = (None, None)
 
     def residual_of(self, bounds: slice) -> Tensor | None:
@@ -90,24 +91,24 @@ TO_NEAREST = Rounding()
 
 
 class Exchange:
-    """The buffers of one sum in two exchanges."""
+    """Buffers of one sum in two exchanges."""
 
     def __init__(self, parts: Parts, device: torch.device, memory: PayloadMemory) -> None:
         self.parts, self._memory = parts, memory
         num_bytes = parts.world_size * parts.num_bytes
-        # A payload for each part. The padding of short parts is sent, too, so it is zeros.
+        # One payload per part. The padding of short parts is also sent, so it is set to zeros.
         self.sent = memory.allocate("sent", num_bytes, device)
         self.received = memory.allocate("received", num_bytes, device)
 
     def send_parts(self, flat: Tensor, comm: Comm, rounding: Rounding = TO_NEAREST) -> Work:
-        """Encode a bucket and launch the all-to-all; after it `sent` may be overwritten."""
+        """Encode a bucket and launch the all-to-all; `sent` may be overwritten once it has completed."""
         parts = self.parts
         for rank in range(comm.world_size):
             rounding.encode_(parts.codec, parts.payload(self.sent, rank), flat, parts.bounds(rank))
         return comm.all_to_all(self.received, self.sent)
 
     def send_round(self, flat: Tensor, comm: Comm) -> Iterator[Work]:
-        """All-gather this rank's payload in `sent`; decode all parts into the bucket, free the buffers."""
+        """All-gather this rank's payload in `sent`, decode all parts into `flat`, and free the buffers."""
         yield comm.all_gather(self.received, self.parts.padded_payload(self.sent, comm.rank))
         for rank in range(comm.world_size):
             self.parts.codec.decode_(flat[self.parts.bounds(rank)], self.parts.payload(self.received, rank))
@@ -122,16 +123,17 @@ def sum_encoded(
     *,
     memory: PayloadMemory,
 ) -> Work:
-    """Launch the sum of a bucket over ranks, in place, in the encoding of a codec.
+    """Launch the sum of a bucket over all ranks, in place, with values encoded by a codec.
 
     Args:
-        flat: `[numel]`, contiguous, float32; or bfloat16 or float16, with a codec of this dtype.
-        rounding: of float32 values, and of their sum.
+        flat: contiguous bucket, `[numel]`, of float32; or of bfloat16 or float16, with a codec of this dtype.
+        rounding: rounding of float32 values and of their sum.
 
-    Cost: `Parts.bytes_sent` bytes. For each float32 element 4 bytes read and a code written; W codes read and
-    one written of every W; a code read and 4 bytes written. Two codes an element of `memory`. A narrow bucket
-    is sent as it is: W elements read and one written of every W. A copy of the bucket in `memory`, and
-    another one if W does not divide the bucket.
+    Cost: `Parts.bytes_sent` bytes sent. For a float32 bucket, encoding reads 4 bytes and writes a code per
+    element; the sum reads W codes and writes one code for every W elements; decoding reads a code and writes
+    4 bytes per element. `memory` holds two codes per element. A narrow bucket is sent unchanged: the sum
+    reads W elements and writes one element for every W elements. `memory` then holds a copy of the bucket,
+    and another copy if W does not divide the bucket.
     """
     if comm.world_size == 1:
         return Staged(iter(()), 0, flat.device)
@@ -166,7 +168,7 @@ def _narrow(flat: Tensor, comm: Comm, parts: Parts, memory: PayloadMemory) -> It
     if not is_whole:
         rows[: given.numel()].copy_(given)
     yield comm.all_to_all(received.view(flat.dtype), rows.view(flat.dtype))
-    own = parts.padded_payload(rows, comm.rank)  # has been sent, and may be overwritten
+    own = parts.padded_payload(rows, comm.rank)  # already sent, so it may be overwritten
     parts.codec.sum_encode_(own, received.view(comm.world_size, -1), parts.size)
     yield comm.all_gather(rows.view(flat.dtype), own.view(flat.dtype))
     memory.free(received=received)
@@ -178,7 +180,7 @@ def _narrow(flat: Tensor, comm: Comm, parts: Parts, memory: PayloadMemory) -> It
 def scatter_sum(
     out: Tensor, parts: Tensor, comm: Comm, codec: Codec, rounding: Rounding = TO_NEAREST
 ) -> None:
-    """Reduce-scatter as `Wire.reduce_scatter`, with encoded values; the sum is not rounded."""
+    """Reduce-scatter encoded values, like `Wire.reduce_scatter`; the sum is not rounded."""
     if comm.world_size == 1:
         out.copy_(parts)
         return

@@ -1,4 +1,4 @@
-"""Communication hooks of DDP as wires."""
+"""DDP communication hooks as wires."""
 
 from __future__ import annotations
 
@@ -22,33 +22,33 @@ _log = logging.getLogger("pyengine.wire")
 
 @dataclass(frozen=True, repr=False)
 class FromHook(Wire):
-    """Average buckets over ranks by a communication hook of DDP, `(state, bucket) -> Future[Tensor]`.
+    """Average buckets over ranks with a DDP communication hook, `(state, bucket) -> Future[Tensor]`.
 
     Any hook of `torch.distributed.algorithms.ddp_comm_hooks` works, for example PowerSGD's, or your own.
 
-    The hook gets what DDP would give it: float32 values to be averaged over ranks. These are the part of the
-    window's gradient on this rank, divided by the count and multiplied by the number of ranks (exactly, if
-    that is a power of two). The result becomes the gradient. The hook's bucket is an object with the methods
-    of `dist.GradBucket`.
+    The hook gets the same input as in DDP: float32 values to be averaged over ranks. These values are this
+    rank's part of the window's gradient, divided by the count and multiplied by the number of ranks (exactly,
+    if this number is a power of two). The result becomes the gradient. The hook's bucket is an object with
+    the methods of `dist.GradBucket`.
 
-    Hooks run one bucket after the other, in the same order on every rank, and each to its end before anything
-    else is sent. A hook that continues on threads of the backend, as PowerSGD's does, would mix its
-    collectives with those of another bucket. So on a backend that the host waits for, for example gloo, the
-    backward waits, too.
+    Hooks run for one bucket after another, in the same order on every rank, and each hook completes before
+    anything else is sent. Otherwise a hook that continues on threads of the backend, such as the PowerSGD
+    hook, would mix its collectives with the collectives of another bucket. So with a backend that the host
+    waits for, for example gloo, the backward also waits.
 
     If a bucket has inf or nan on a rank, the hook gets zeros on that rank, which keeps its state finite; the
     result is nan on all ranks.
 
     Args:
-        hook: hook for dense buckets.
-        state: first argument of the hook, as for `register_comm_hook`. It is not part of the engine's state,
-            and does not follow a loss scale. Use one state for each engine.
+        hook: communication hook for dense buckets.
+        state: first argument of the hook, as in `register_comm_hook`. The state is not part of the engine's
+            state, and is not rescaled when a loss scale changes. Use a separate state for each engine.
 
     Raises:
-        TypeError: `hook` is no function. When the engine is made, on every rank: the process group in the
-            state has another number of ranks than the engine.
+        TypeError: `hook` is not callable; or, on every rank when the engine is created, the process group in
+            `state` has a different number of ranks than the engine.
 
-    Cost: the hook's own, two passes, and an all-reduce of one byte.
+    Cost: the cost of the hook, two passes over the bucket, and an all-reduce of one byte.
 
     Example:
         >>> from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
@@ -76,9 +76,9 @@ class FromHook(Wire):
         return f"FromHook({getattr(self.hook, '__module__', '')}.{name}{state})"
 
     def prepare(self, comm: Comm) -> list[str]:
-        """Compare the size of the hook's process group with the engine's."""
+        """Compare the sizes of the process groups of the hook and the engine."""
         if self.state is None and not getattr(self.hook, "__module__", "").startswith("torch."):
-            return []  # the hook has a group of its own, or none
+            return []  # the hook has its own group or no group
         number = num_ranks(getattr(self.state, "process_group", self.state))
         if number in (None, comm.world_size):
             return []
@@ -90,14 +90,17 @@ class FromHook(Wire):
         ]
 
     def for_bucket(self, memory: BucketMemory) -> Wire:
-        """Return the wire of one bucket: a hook asks for the parameters in it."""
+        """Return the wire of one bucket, because a hook needs the parameters in the bucket."""
         return _HookedBucket(self, memory)
 
     def all_reduce_(self, flat: Tensor, comm: Comm) -> Work:
         raise without_memory(self)
 
     def bytes_on_wire(self, numel: int, world_size: int) -> int:
-        """Raise ValueError: only the hook knows. `StepRecord.bytes_on_wire` does not contain its bytes."""
+        """Raise ValueError: only the hook knows this number.
+
+        `StepRecord.bytes_on_wire` does not include the bytes that the hook sends.
+        """
         raise ValueError(
             f"wire={self}: a hook does not report the bytes that it sends for {numel} elements over "
             f"{world_size} ranks"
@@ -117,7 +120,7 @@ class _HookedBucket(OfBucket[FromHook]):
         found = found if isinstance(found, Tensor) else found[0]
         if found is not flat:
             flat.copy_(found.reshape(flat.shape))
-        for place in self.memory.places:  # not the padding between them: no window overwrites it
+        for place in self.memory.places:  # not the padding, because no window overwrites padding
             place.of(flat).masked_fill_(bad != 0, float("nan"))
         yield from ()
 

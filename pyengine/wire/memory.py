@@ -1,4 +1,4 @@
-"""A wire's memory of one bucket from one window to the next.
+"""State that a wire keeps for one bucket between windows.
 
 Residuals are kept by parameter, because bucket layouts change.
 """
@@ -21,18 +21,18 @@ class BucketSlice:
     key: Hashable  # identifies the parameter in any bucket
     offset: int
     numel: int
-    param: Tensor | None = None  # or the part of it on this rank; None for elements of no parameter
+    param: Tensor | None = None  # parameter or this rank's shard; None for elements of no parameter
 
     def read(self, flat: Tensor) -> Tensor:
-        """Return the residual of the parameter, `[numel]` in storage order: a view, or a copy."""
+        """Return the residual of the parameter, `[numel]` in storage order; a view or a copy."""
         return flat[self.offset : self.offset + self.numel]
 
     def write(self, flat: Tensor, part: Tensor) -> None:
-        """Overwrite the residual of the parameter with a result of `read`, from any device."""
+        """Overwrite the residual of the parameter with an output of `read`, from any device."""
         flat[self.offset : self.offset + self.numel].copy_(part)
 
     def of(self, flat: Tensor) -> Tensor:
-        """Return the parameter's elements of a bucket, a view with the parameter's shape and strides."""
+        """Return the parameter's elements in a bucket, as a view with the parameter's shape and strides."""
         if self.param is None:
             return self.read(flat)
         begin = flat.storage_offset() + self.offset
@@ -42,9 +42,9 @@ class BucketSlice:
 class PayloadMemory:
     """Buffers of one bucket for the collectives of a sum.
 
-    A sum allocates them, and frees them after its last collective. A sum that fails never frees them, because
-    a collective may still use them; the next sum then gets new memory. On an accelerator nothing is kept: its
-    allocator has no page faults, and caches freed memory by stream.
+    A sum allocates buffers, and frees the buffers after its last collective. A sum that fails never frees its
+    buffers, because a collective may still use them; the next sum then gets new memory. On an accelerator no
+    buffers are kept, because the allocator has no page faults and caches freed memory by stream.
     """
 
     def __init__(self) -> None:
@@ -53,30 +53,31 @@ class PayloadMemory:
     def allocate(self, name: str, num_bytes: int, device: torch.device) -> Tensor:
         """Return a buffer, uint8 `[num_bytes]`, which the caller owns until `free`.
 
-        It is zeros, or the buffer of this name and size that was freed last, with its values.
+        The buffer is filled with zeros, or is the last freed buffer of this name and size, with its old
+        values.
         """
         kept = self._kept.pop((name, num_bytes), None)
         return torch.zeros(num_bytes, dtype=torch.uint8, device=device) if kept is None else kept
 
     def free(self, **buffers: Tensor) -> None:
-        """Keep buffers for the next sum; no collective uses them any more."""
+        """Keep buffers for the next sum; no collective may use the buffers anymore."""
         for name, buffer in buffers.items():
             if not runs_ahead(buffer.device):
                 self._kept[name, buffer.numel()] = buffer
 
 
 class BucketMemory:
-    """State that a wire keeps for one bucket; the owner of the bucket makes it.
+    """State that a wire keeps for one bucket; created by the owner of the bucket.
 
     Args:
-        number: of the bucket, unique for its owner.
-        numel, device: of the bucket.
-        places: of its parameters.
-        is_last: whether it is the last bucket of a window.
+        number: number of the bucket, unique per owner.
+        numel, device: number of elements and device of the bucket.
+        places: positions of the bucket's parameters.
+        is_last: whether this is the last bucket of a window.
 
     Attributes:
         number, places, is_last: as given.
-        turn: number of the next sum; no two sums of a bucket have the same.
+        turn: number of the next sum, unique among the sums of a bucket.
         payloads: buffers of the bucket's sums.
     """
 
@@ -97,22 +98,22 @@ class BucketMemory:
 
     @property
     def residual(self) -> Tensor:
-        """Rounding error to be added to the next sum, float32 `[numel]`; zeros at first. Owned by this."""
+        """Rounding error to be added to the next sum, float32 `[numel]`; initially zeros. Owned by `self`."""
         if self._residual is None:
             self._residual = torch.zeros(self._numel, dtype=torch.float32, device=self._device)
         return self._residual
 
     def next_turn(self) -> int:
-        """Return the turn of the current sum, and advance it."""
+        """Return the turn of the current sum, and advance to the next turn."""
         self.turn += 1
         return self.turn - 1
 
     def part(self, key: Hashable) -> Tensor | None:
-        """Return the residual of a parameter, float32 `[numel]`, a view or a copy; None if there is none."""
+        """Return the residual of a parameter, float32 `[numel]`, as a view or a copy, or None."""
         return None if self._residual is None else self._place_of[key].read(self._residual)
 
     def load(self, parts: Mapping[Hashable, Tensor]) -> None:
-        """Overwrite the residuals, with zeros where `parts` has none."""
+        """Overwrite the residuals, with zeros for parameters not in `parts`."""
         if self._residual is not None:
             self._residual.zero_()
         for key, place in self._place_of.items():
@@ -122,7 +123,7 @@ class BucketMemory:
     def drop(self, is_bad: Tensor) -> None:
         """Set the residual to zero if `is_bad`, 0-dim, is not 0.
 
-        Cost: on an accelerator a read and a write of the residual; on the host nothing if it is 0.
+        Cost: on an accelerator a read and a write of the residual; on the host nothing if `is_bad` is 0.
         """
         if self._residual is None:
             return

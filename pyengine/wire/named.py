@@ -1,4 +1,4 @@
-"""Wires by name: what a user may pass in place of a wire."""
+"""Wires by name: names and dtypes that a user may pass instead of a wire."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ _OF_DTYPE: dict[torch.dtype, Wire] = {kind.dtype: kind() for kind in (FP32, BF16
 
 
 def as_wire(wire: WireLike) -> Wire:
-    """Return the wire of a name or a dtype; return anything else unchanged."""
+    """Return the wire for a name or a dtype; return any other value unchanged."""
     if isinstance(wire, str):
         return WIRES.get(wire, wire)  # type: ignore[arg-type]
     return _OF_DTYPE.get(wire, wire) if isinstance(wire, torch.dtype) else wire  # type: ignore[arg-type]

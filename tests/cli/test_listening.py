@@ -20,7 +20,7 @@ TINY = {
     "doctor": [sys.executable, "-m", "pyengine", "doctor"],
     "train": "train --model cnn --steps 2 --accumulate 2 --micro-batch 2 --json",
     "verify": "verify --model cnn --workers 2 --steps 1 --micro-batches 2 --json",
-    "bench": "bench step --rounds 3 --variants floor,engine --model small0 --json",
+    "bench": "bench --rounds 3 --variants floor,engine --model small0 --json",
     "study": "study --model cnn --workers 1,2 --batch 16 --dataset-size 64 --epochs 1 --repeats 1 --json "
     "--out",
 }

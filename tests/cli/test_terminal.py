@@ -100,7 +100,7 @@ def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]
 TINY = {
     "train": "--model cnn --workers 1 --steps 2 --accumulate 2 --micro-batch 2",
     "verify": "--model cnn --workers 2 --steps 1 --micro-batches 2",
-    "bench": "step --rounds 3 --variants floor,engine --model small0",
+    "bench": "--rounds 3 --variants floor,engine --model small0",
 }
 
 
