@@ -6,7 +6,7 @@ import math
 import pickle
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, Generic, TypeVar
 
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from pyengine.engine.between_windows import check_ranks_agree
+from pyengine.engine.between_windows import check_ranks_agree, check_same_call
 from pyengine.engine.engine import Engine
 from pyengine.engine.misnamed import check_function
 from pyengine.ops.device import is_lazy, runs_ahead, send
@@ -240,7 +240,66 @@ _NOT_A_BATCH = (
 )
 
 
-def windows(engine: Engine, loader: Iterable[Batch], count: CountOf | None) -> Iterator[Iterator[Batch]]:
+class Windows(Iterator[MicroBatches[Batch]]):
+    """The windows of one loop over a loader, returned by `Sync.windows`.
+
+    `len` is the number of windows that the loop has over all ranks, for a progress bar or a scheduler.
+    """
+
+    def __init__(self, engine: Engine, loader: Iterable[Batch], count: CountOf | None) -> None:
+        self._engine, self._loader = engine, loader
+        self._windows = _windows(engine, loader, count)
+        self._num: int | None = None
+
+    def __next__(self) -> MicroBatches[Batch]:
+        return MicroBatches(next(self._windows), self._engine.counter)
+
+    def __len__(self) -> int:
+        """Return the number of windows over all ranks, including a short last window.
+
+        Every rank calls this at the same point, as `tqdm` does on every rank where it gets the loop. The
+        number assumes that the length of a window does not change.
+
+        Raises:
+            TypeError: the loader of some rank has no length; on every rank.
+            RuntimeError: some rank is elsewhere in its loop; on every rank.
+
+        Cost: the first call two all-reduces of 184 and 16 bytes.
+        """
+        if self._num is None:
+            self._num = _num_windows(self._engine, self._loader)
+        return self._num
+
+    def __bool__(self) -> bool:
+        return True  # not `len`, which is a collective
+
+    def close(self) -> None:
+        """End the loop early, as `break` does."""
+        self._windows.close()
+
+
+def _num_windows(engine: Engine, loader: Iterable[Any]) -> int:
+    """Return the largest number of windows of any rank."""
+    share, reason = len(engine.counter.share), ""
+    try:
+        mine = -(-len(loader) // share) if share else 0  # type: ignore[arg-type]  # may have no length
+    except TypeError as error:
+        mine, reason = 0, str(error)
+    check_same_call(engine, "asks for len(sync.windows(loader)), as every rank has to")
+    most, has_none = (mine, int(bool(reason)))
+    if engine.comm.world_size > 1:
+        most, has_none = engine.comm.max_of(mine, has_none)
+    if has_none:
+        raise TypeError(
+            f"len(sync.windows(loader)): {reason or 'the loader of another rank has no length'}. Give a "
+            "progress bar total=, or loop without a length"
+        )
+    return most
+
+
+def _windows(
+    engine: Engine, loader: Iterable[Batch], count: CountOf | None
+) -> Generator[Iterator[Batch], None, None]:
     """Split a loader into windows, then yield empty windows until every rank has run out of data."""
     counting = None if count is None else Counting(engine, count)
     if engine.is_broken:

@@ -23,7 +23,7 @@ from pyengine.engine.between_windows import (
 )
 from pyengine.engine.captured_windows import MIN_WARM_UP, CapturedWindows, capture_problems
 from pyengine.engine.engine import Engine
-from pyengine.engine.loop import Batch, CountOf, MicroBatches, single_micro_batch, windows
+from pyengine.engine.loop import Batch, CountOf, Windows, single_micro_batch
 from pyengine.engine.micro_batch import MicroBatch
 from pyengine.engine.misnamed import answer_to_setting, check_function
 from pyengine.engine.resume import load_state, take_snapshot
@@ -161,7 +161,7 @@ class Sync:
 
     # ---- loops ----
 
-    def windows(self, loader: Iterable[Batch], *, count: CountOf | None = None) -> Iterator[Iterator[Batch]]:
+    def windows(self, loader: Iterable[Batch], *, count: CountOf | None = None) -> Windows[Batch]:
         """Split a loader into windows of `accumulate` micro-batches; the last window may be shorter.
 
         Ranks may have different numbers of micro-batches and windows: a rank that has run out of data gets
@@ -176,9 +176,11 @@ class Sync:
                 takes no `count`, but may take a dict of losses, each of which becomes a mean of its own: see
                 the page on counts.
 
-        Yields:
-            One iterator of micro-batches per window. Every micro-batch handed out counts; its backward may
-            run later (several forwards first), or never (it then contributes nothing).
+        Returns:
+            An iterator of windows, each an iterator of micro-batches. Every micro-batch handed out counts;
+            its backward may run later (several forwards first), or never (it then contributes nothing). `len`
+            is the number of windows over all ranks, if every rank's loader has a length; every rank asks for
+            it.
 
         Raises:
             ValueError, TypeError: `count` returned an invalid count on some rank, or ranks count different
@@ -186,9 +188,7 @@ class Sync:
             RuntimeError: with `count`, some rank restarts this window in the middle of it.
         """
         self._begin_loop("windows")
-        engine = self._engine
-        cut = windows(engine, loader, count)
-        return (MicroBatches(micro_batches, engine.counter) for micro_batches in cut)
+        return Windows(self._engine, loader, count)
 
     def accumulate(self, *, last: bool = False) -> AbstractContextManager[None]:
         """Wrap one micro-batch of a flat loop: forward, backward, and a step that may be a no-op.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -151,3 +152,10 @@ def test_every_micro_batch_counts_once_whoever_has_how_many_and_shares_them(wind
     assert (totals.count, totals.loss) == (sum(counts), len(counts))
     assert totals.micro_batches == len(counts)
     assert not (totals.differ or totals.batches_differ)
+
+
+@pytest.mark.parametrize("is_read", [True, False])
+def test_nothing_counted_is_divided_by_nothing(is_read):
+    with mock.patch("pyengine.window.header._host_may_look", lambda *_: is_read):
+        assert _header([0, 0]).inv_count() == 0
+        assert _header([1, 3]).inv_count() == 0.25
