@@ -1,7 +1,7 @@
-"""pyengine: gradients travel once a window.
+"""pyengine: gradient synchronization once per window.
 
-Three ways in: `GradSync` for a loop of your own, `attach` (or only `comm_hook`) for stock DDP, and
-`python -m pyengine` from the command line. `pyengine.ops` has the kernels without an engine.
+There are three entry points: `GradSync` for your own loop, `attach` (or just `comm_hook`) for stock DDP, and
+`python -m pyengine` on the command line. `pyengine.ops` provides the kernels without an engine.
 """
 
 import sys
@@ -9,7 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING, NoReturn
 
 if sys.argv[:1] == ["-m"] and sys.orig_argv[-len(sys.argv)] == "pyengine":
-    # `python -m pyengine`, which a signal may end in the seconds that the imports below take.
+    # With `python -m pyengine`, a signal may arrive during the seconds that the imports below take.
     from pyengine.cli import stopping
 
     stopping.at_start()
@@ -77,7 +77,7 @@ __all__ = [
 ]
 
 
-# Removed names and what to use instead, answered for one release.
+# Removed names and their replacements, kept for one release.
 _REMOVED = {
     "pyengine.Checkpoints": "save sync.state_dict() by torch.save and load it with weights_only=True, or use "
     "torch.distributed.checkpoint (docs/reliability.md)",
@@ -93,7 +93,7 @@ def _answer(module: str, name: str) -> NoReturn:
     raise AttributeError(f"module {module!r} has no attribute {name!r}")
 
 
-if not TYPE_CHECKING:  # for which every name would exist
+if not TYPE_CHECKING:  # a type checker would accept every name
     __getattr__ = partial(_answer, __name__)
     wire.__getattr__ = partial(_answer, wire.__name__)
 

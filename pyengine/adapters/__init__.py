@@ -1,1 +1,1 @@
-"""Other libraries' words for windows, one module a library; each needs its library (the extra `adapters`)."""
+"""Adapters to other libraries, one module per library; each requires its library (the extra `adapters`)."""

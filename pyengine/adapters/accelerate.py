@@ -1,9 +1,10 @@
-"""Accelerate's loop with pyengine's windows, under Accelerate's names.
+"""Accelerate's training loop with pyengine windows, under Accelerate's method names.
 
 `backward`, `accumulate`, `clip_grad_norm_` and `step` keep their names. Accelerate stores the end of a
-window, the number of micro-batches and `sync_gradients` in one object for the process, divides every loss by
-a fixed number, and averages over ranks without their counts. Here they belong to one model's engine: the
-loader passed to `prepare` decides where a window ends, and the divisor is the number of counted items.
+window, the number of micro-batches and `sync_gradients` in one process-wide object, divides every loss by a
+fixed number, and averages over ranks without weighting by item counts. Here this state belongs to the engine
+of one model: the loader passed to `prepare` determines where a window ends, and gradients are divided by the
+number of counted items.
 """
 
 from __future__ import annotations
@@ -57,14 +58,15 @@ def prepare(
     The model gets its own engine and windows.
 
     Args:
-        accelerator: of one process, of DDP, or of FSDP2 (`FullyShardedDataParallelPlugin(fsdp_version=2)`),
-            in fp32, bf16 or fp16; or the `WindowAccelerator` of an earlier `prepare`. Its
-            `gradient_accumulation_steps` is 1 or `accumulate`.
-        objects: one model, its optimizers and schedulers, and the loaders whose end ends the last window, in
-            any order; prepared before or not. Call `prepare` again for another model, which gets another
-            accelerator.
+        accelerator: an accelerator for a single process, DDP, or FSDP2
+            (`FullyShardedDataParallelPlugin(fsdp_version=2)`), in fp32, bf16 or fp16; or the
+            `WindowAccelerator` returned by an earlier `prepare`. Its `gradient_accumulation_steps` must be 1
+            or equal to `accumulate`.
+        objects: one model, its optimizers and schedulers, and the loaders whose end also ends the last
+            window, in any order; already prepared or not. For another model, call `prepare` again to get
+            another accelerator.
         accumulate, wire, accumulator, nonfinite: as for `pe.GradSync`.
-        defer, defer_budget_mb: of a model under FSDP2, as for `pe.attach`.
+        defer, defer_budget_mb: for a model under FSDP2, as for `pe.attach`.
 
     Returns:
         A `WindowAccelerator` to use in place of `accelerator` for this model, then the prepared objects in
@@ -72,9 +74,9 @@ def prepare(
 
     Raises:
         ValueError: an option that this loop does not support, or objects that do not belong together.
-        TypeError: the first argument is no accelerator; or the prepared model is compiled around DDP.
+        TypeError: the first argument is not an accelerator, or the prepared model is a compiled DDP model.
 
-    Cost: as `pe.attach` on several processes, as `pe.GradSync` on one.
+    Cost: the same as `pe.attach` with several processes, and as `pe.GradSync` with one.
 
     Example:
         >>> accelerator, model, optimizer, loader = prepare(  # doctest: +SKIP
@@ -89,7 +91,7 @@ def prepare(
         ...         optimizer.step()
         ...         optimizer.zero_grad()
     """
-    if isinstance(accelerator, WindowAccelerator):  # of another model, or after free_memory
+    if isinstance(accelerator, WindowAccelerator):  # for another model, or after free_memory
         accelerator = accelerator.wrapped
     if not isinstance(accelerator, Accelerator):
         raise TypeError(
@@ -138,14 +140,14 @@ _OWN = frozenset({"sync", "_accelerator", "_settings", "_deferral", "_model", "_
 
 
 class WindowAccelerator:
-    """An accelerator for one model; other attributes come from the wrapped accelerator.
+    """An accelerator for one model; attributes not defined here come from the wrapped accelerator.
 
     Args:
         accelerator: the wrapped accelerator.
-        settings, deferral: of the engine.
+        settings, deferral: settings of the engine.
 
     Attributes:
-        sync: the model's engine, after `prepare` of the model: `on_step`, `state_dict`, `flush`.
+        sync: the model's engine, with `on_step`, `state_dict` and `flush`; exists once the model is prepared.
     """
 
     def __init__(self, accelerator: Accelerator, settings: Settings, deferral: Deferral) -> None:
@@ -157,12 +159,12 @@ class WindowAccelerator:
 
     @property
     def gradient_accumulation_steps(self) -> int:
-        """Micro-batches a full window; set it between windows, to the same value on every rank."""
+        """Micro-batches per full window; set it between windows, to the same value on every rank."""
         return self._settings.accumulate if self._model is None else self.sync.gradient_accumulation_steps
 
     @gradient_accumulation_steps.setter
     def gradient_accumulation_steps(self, steps: int) -> None:
-        if self._model is None:  # the engine will use it
+        if self._model is None:  # the engine is created with this value
             self._settings = replace(self._settings, accumulate=steps)
         else:
             self.sync.gradient_accumulation_steps = steps
@@ -177,7 +179,7 @@ class WindowAccelerator:
 
     @property
     def gradient_state(self) -> Any:
-        """Accelerate's, with this model's end of windows; without a model as it is."""
+        """Accelerate's `GradientState` with the window ends of this model; unchanged without a model."""
         state = self._accelerator.gradient_state
         return state if self._model is None else WindowBoundary(self.sync, state)
 
@@ -187,15 +189,15 @@ class WindowAccelerator:
 
     @property
     def scaler(self) -> GradScaler | None:
-        """Loss scaler of this model's engine in fp16; the accelerator's own is for models outside windows."""
+        """Loss scaler of this model's engine in fp16; the accelerator's own scaler is for other models."""
         return self.sync.scaler
 
     def prepare(self, *objects: Any, device_placement: list[bool] | None = None) -> Any:
-        """Prepare objects as Accelerate does; optimizers and schedulers follow the windows."""
+        """Prepare objects as Accelerate does; optimizers and schedulers step at the end of a window."""
         self._check_one_model(objects)
         evaluated = [item for item in objects if getattr(item, "_is_accelerate_prepared", False)]
         prepared = self._accelerator.prepare(*objects, device_placement=device_placement)
-        prepared = (prepared,) if len(objects) == 1 else tuple(prepared)  # FSDP2 brings a list
+        prepared = (prepared,) if len(objects) == 1 else tuple(prepared)  # a list with FSDP2
         for item in prepared:
             if isinstance(item, nn.Module):
                 self._check_model(item, is_old=any(item is other for other in evaluated))
@@ -207,7 +209,7 @@ class WindowAccelerator:
                         item.no_sync = _refuse_no_sync  # type: ignore[method-assign]  # LocalSGD calls it
                     if self.sync.scaler is not None:
                         self._accelerator.register_for_checkpointing(self.sync.scaler)
-        # Schedulers last, because they look their optimizer up.
+        # Schedulers come last because they look up their optimizer.
         kinds = (
             (DataLoaderStateMixin, self._loader),
             (AcceleratedOptimizer, self._optimizer),
@@ -220,21 +222,21 @@ class WindowAccelerator:
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> Any:
-        """Prepare this accelerator's model; one for evaluation only, as Accelerate does."""
+        """Prepare this accelerator's model, or a model for evaluation only, which gets no engine."""
         if evaluation_mode:
             return self._accelerator.prepare_model(model, device_placement, evaluation_mode)
         return self.prepare(model, device_placement=None if device_placement is None else [device_placement])
 
     def prepare_data_loader(self, data_loader: Any, *args: Any, **options: Any) -> Any:
-        """Prepare a loader whose end ends the last window."""
+        """Prepare a loader whose end also ends the last window."""
         return self._loader(self._accelerator.prepare_data_loader(data_loader, *args, **options))
 
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
-        """Return a loader of the remaining batches, whose end ends the last window as well."""
+        """Return a loader for the remaining batches, whose end also ends the last window."""
         return self._loader(self._accelerator.skip_first_batches(dataloader, num_batches))
 
     def accumulate(self, *models: nn.Module) -> AbstractContextManager[None]:
-        """Wrap one micro-batch: the last one if the window is full or the loader has ended."""
+        """Wrap one micro-batch, which ends the window if the window is full or the loader has ended."""
         if any(model is not self._model for model in models):
             raise ValueError(
                 "accumulate: got a model that this accelerator was not prepared with; every model has its "
@@ -247,7 +249,7 @@ class WindowAccelerator:
             )
         state = self._accelerator.gradient_state
         running = [loader for loader in state.dataloader_references if loader is not None]
-        # accelerate.skip_first_batches makes another loader of the same dataset.
+        # accelerate.skip_first_batches creates another loader for the same dataset.
         datasets = [loader.dataset for loader in self._loaders]
         mine = [loader for loader in running if any(loader.dataset is each for each in datasets)]
         if running and not mine:
@@ -259,19 +261,19 @@ class WindowAccelerator:
         return self.sync.accumulate(last=state.sync_with_dataloader and has_ended)
 
     def backward(self, loss: Tensor, *, count: Count | None = None, **options: Any) -> None:
-        """Run the backward of one micro-batch: of a mean loss, or of a sum over `count` items.
+        """Run the backward of one micro-batch, for a mean loss or a loss summed over `count` items.
 
-        `options` are torch's. Within `with accelerator.sync.micro_batch(count=n):` it may be called several
-        times.
+        `options` are the options of `Tensor.backward`. Inside `with accelerator.sync.micro_batch(count=n):`
+        this method may be called several times.
         """
         backward(self.sync, loss, count=count, options=options)
 
     def clip_grad_norm_(
         self, parameters: Iterable[nn.Parameter] | Tensor, max_norm: float, norm_type: float = 2
     ) -> Tensor:
-        """Clip at the window's end.
+        """Clip the gradient norm at the end of a window.
 
-        As `pe.Sync.clip_grad_norm_` where `parameters` are all trained parameters of the model.
+        Works like `pe.Sync.clip_grad_norm_` if `parameters` contains all trained parameters of the model.
         """
         self._check_end("clip_grad_norm_")
         clipped: list[Tensor] = [parameters] if isinstance(parameters, Tensor) else list(parameters)
@@ -290,13 +292,13 @@ class WindowAccelerator:
             nn.utils.clip_grad_value_(clipped, clip_value)
 
     def unscale_gradients(self, optimizer: Any = None) -> None:
-        """Wait until `.grad` holds the mean gradient, to be read or changed before the step."""
-        del optimizer  # one engine has one divisor
+        """Wait until `.grad` holds the mean gradient, which may be read or changed before the step."""
+        del optimizer  # an engine has one divisor for all optimizers
         self._check_end("unscale_gradients")
         self.sync.flush()
 
     def end_training(self) -> None:
-        """End trackers; on an accelerator the last step's record is emitted now."""
+        """End all trackers; on an accelerator, emit the record of the last step first."""
         if self._model is not None:
             self.sync.synchronize()
         self._accelerator.end_training()
@@ -304,10 +306,10 @@ class WindowAccelerator:
     def free_memory(self, *objects: Any) -> Any:
         """Close the engine and free memory as Accelerate does.
 
-        Another model, or this one, may be prepared next.
+        Afterwards another model, or the same model again, may be prepared.
         """
         if self._model is not None:
-            vars(self._model).pop("no_sync", None)  # DDP's own again
+            vars(self._model).pop("no_sync", None)  # restores DDP's own method
             sync, self._model, self._loaders, self._optimizers = self.sync, None, [], []
             self._settings = replace(self._settings, accumulate=sync.gradient_accumulation_steps)
             if sync.scaler is not None:  # the next engine starts from this state
@@ -336,7 +338,7 @@ class WindowAccelerator:
             setattr(self._accelerator, name, value)
 
     def _check_end(self, call: str) -> None:
-        """Raise outside of a window's end, where gradients are not complete."""
+        """Raise RuntimeError unless the window has ended, because gradients are incomplete until then."""
         if not self.sync_gradients:
             raise RuntimeError(
                 f"{call}: put it under `if accelerator.sync_gradients:`; this micro-batch is not its "
@@ -349,7 +351,7 @@ class WindowAccelerator:
         return {*map(id, params)} >= trained
 
     def _check_model(self, model: nn.Module, *, is_old: bool) -> None:
-        """Refuse a model prepared for evaluation, which every later `prepare` returns unwrapped."""
+        """Reject a model prepared for evaluation, which every later `prepare` returns unwrapped."""
         is_reduced = isinstance(model, DistributedDataParallel | FSDPModule)
         if is_old and self._accelerator.num_processes > 1 and not is_reduced:
             raise RuntimeError(
@@ -378,10 +380,10 @@ class WindowAccelerator:
         )
 
     def _loader(self, prepared: Any) -> Any:
-        """Register a loader whose end ends the last window.
+        """Register a loader whose end also ends the last window.
 
-        A loader that ends at different batches on different ranks is refused: a flat loop over one rank's
-        batches cannot wait for the others.
+        A loader with different numbers of batches on different ranks is rejected, because a plain loop over
+        one rank's batches cannot wait for the other ranks.
         """
         sampler = prepared.batch_sampler if prepared.batch_sampler is not None else prepared.sampler
         while isinstance(sampler, SkipBatchSampler):
@@ -397,14 +399,14 @@ class WindowAccelerator:
         return prepared
 
     def _optimizer(self, prepared: AcceleratedOptimizer) -> AcceleratedWindowOptimizer:
-        if prepared not in self._optimizers:  # Accelerate's own, or of a closed engine
+        if prepared not in self._optimizers:  # created by Accelerate, or for a closed engine
             prepared = AcceleratedWindowOptimizer(prepared.optimizer, self.sync)
             self._optimizers.append(prepared)
         ours: AcceleratedWindowOptimizer = prepared
         return ours
 
     def _scheduler(self, prepared: AcceleratedScheduler) -> AcceleratedScheduler:
-        """Return a scheduler that steps at the ends of this model's windows."""
+        """Return a scheduler that steps at the end of each of this model's windows."""
         steps = prepared.scheduler.optimizer
         mine = [opt for opt in self._optimizers if opt is steps or opt.optimizer is steps]
         if not mine:
@@ -425,7 +427,7 @@ class WindowAccelerator:
 
 
 class WindowBoundary:
-    """A GradientState with the window ends of one model; the rest is the process-wide one's."""
+    """A `GradientState` with the window ends of one model and otherwise the process-wide state."""
 
     adjust_scheduler = False
 
@@ -448,9 +450,9 @@ class WindowBoundary:
 
 
 class AcceleratedWindowOptimizer(AcceleratedOptimizer):  # type: ignore[misc]  # accelerate is untyped
-    """Steps through the engine where a window ends and does nothing elsewhere."""
+    """An optimizer that steps through the engine at the end of a window and does nothing elsewhere."""
 
-    _is_accelerate_prepared = True  # a second prepare returns it as it is
+    _is_accelerate_prepared = True  # a second prepare returns the optimizer unchanged
     steps_with_windows = True
 
     def __init__(self, optimizer: torch.optim.Optimizer, sync: Sync) -> None:
@@ -485,7 +487,7 @@ class AcceleratedWindowOptimizer(AcceleratedOptimizer):  # type: ignore[misc]  #
 
 
 def check_accelerator(accelerator: Accelerator, settings: Settings) -> None:
-    """Refuse options that this loop does not support, before anything is prepared."""
+    """Reject options that this loop does not support, before anything is prepared."""
     kind, steps = accelerator.distributed_type, accelerator.gradient_accumulation_steps
     if kind in _REDUCES_ITSELF:
         raise ValueError(
@@ -527,7 +529,7 @@ def check_accelerator(accelerator: Accelerator, settings: Settings) -> None:
 
 
 def _plugin_problem(plugin: Any, settings: Settings) -> str:
-    """Return why `attach` would refuse FSDP plugin options, before the model is sharded; empty if not."""
+    """Return why `attach` would reject the FSDP plugin's options, or an empty string if it would not."""
     where = "FullyShardedDataParallelPlugin"
     if plugin.fsdp_version != 2:
         return (

@@ -1,4 +1,4 @@
-"""torch.distributed.checkpoint: load an engine that another number of ranks has saved."""
+"""Load an engine from a `torch.distributed.checkpoint` saved by a different number of ranks."""
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ from pyengine.engine.snapshot import PART
 
 
 class LoadPlanner(DefaultLoadPlanner):
-    """DCP's own planner, which also loads an engine saved by another number of ranks.
+    """DCP's default planner, extended to load an engine saved by a different number of ranks.
 
-    On the same number of ranks every rank reads its own entry, as with DCP's planner. On another number of
-    ranks every rank reads rank 0's; see `sync.load_state_dict`. Takes the arguments of `DefaultLoadPlanner`.
+    With the same number of ranks, every rank reads its own entry, as with DCP's planner. With a different
+    number of ranks, every rank reads the entry of rank 0; see `sync.load_state_dict`. Accepts the arguments
+    of `DefaultLoadPlanner`.
 
-    Entries other than tensors are read by `torch.load(weights_only=True)`: they are refused if they have
-    anything but tensors and plain values; DCP's own planner would unpickle them. DCP's file `.metadata` is a
-    pickle, which DCP reads before it calls a planner: load only folders of people whose code you would run.
+    Entries other than tensors are read with `torch.load(weights_only=True)` and rejected if they contain
+    anything except tensors and plain values; DCP's own planner would unpickle them. DCP's `.metadata` file is
+    a pickle that DCP reads before it calls a planner: only load folders from people whose code you would run.
 
     Example:
         >>> from pyengine.adapters.dcp import LoadPlanner  # doctest: +SKIP
@@ -36,7 +37,7 @@ class LoadPlanner(DefaultLoadPlanner):
         metadata: Metadata | None = None,
         is_coordinator: bool = False,
     ) -> None:
-        """Request rank 0's entry where this rank's is missing; called by DCP."""
+        """Request rank 0's entry if this rank's entry is missing; called by DCP."""
         saved = [] if metadata is None else list(metadata.state_dict_metadata)
         for prefix, state in _states(state_dict, ""):
             own = next(filter(PART.fullmatch, state))
@@ -47,7 +48,7 @@ class LoadPlanner(DefaultLoadPlanner):
         super().set_up_planner(state_dict, metadata, is_coordinator)
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """Read an entry other than a tensor, without running code in it; called by DCP."""
+        """Read an entry that is not a tensor, without running code from it; called by DCP."""
         name = read_item.dest_index.fqn
         try:
             with torch.sparse.check_sparse_tensor_invariants():
@@ -69,7 +70,7 @@ def _is_of_rank_0(name: str) -> bool:
 
 
 def _states(tree: dict[str, Any], prefix: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield every engine's state in a checkpoint, with the prefix of its names."""
+    """Yield the state of every engine in a checkpoint, with the prefix of its entries' names."""
     for key, value in tree.items():
         if isinstance(value, dict):
             inner = f"{prefix}{key}."

@@ -1,4 +1,4 @@
-"""The engine of a model that a library has prepared, and the library's call of backward."""
+"""Engines for models prepared by a library, and the library's calls to backward."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _OPTIONS = ("gradient", "retain_graph", "create_graph", "inputs")
 
 
 class EngineSettings:
-    """The settings of engines as attributes of a class; see `pe.GradSync`."""
+    """Engine settings as class attributes; see `pe.GradSync`."""
 
     wire: WireLike = FP32()
     accumulator: Accumulator | torch.dtype = "fp32"
@@ -42,11 +42,11 @@ def engine_for(
     deferral: Deferral = Deferral(),  # noqa: B008 - frozen
     is_bare: bool = False,
 ) -> Sync:
-    """Make the engine of a prepared model.
+    """Create the engine for a prepared model.
 
-    It attaches to DDP and to FSDP2, and owns the gradients of a bare model, which only a single process has
-    unless the library leaves the model to the engine (`is_bare`). The engine has its own loss scaler, which
-    starts from the state of the library's.
+    The engine attaches to DDP and FSDP2, and owns the gradients of a bare model. A bare model requires a
+    single process, unless the library leaves the model to the engine (`is_bare`). The engine has its own loss
+    scaler, which starts from the state of the library's scaler.
     """
     options: dict[str, Any] = {
         "accumulate": settings.accumulate,
@@ -81,13 +81,13 @@ def is_window_new(sync: Sync) -> bool:
 
 
 def abandon_open_window(sync: Sync) -> None:
-    """Drop a window that the library's loop has left in its middle, where the loop begins the next one."""
+    """Drop a window that the library's loop left unfinished, before the loop begins the next window."""
     if not is_window_new(sync):
         sync.abandon()
 
 
 def allow_windows_of(sync: Sync, steps: int) -> None:
-    """Let the window that begins now, and later ones, have up to `steps` micro-batches.
+    """Allow up to `steps` micro-batches in the window that begins now and in later windows.
 
     The library's loop ends shorter windows itself.
     """
@@ -113,7 +113,7 @@ def backward(sync: Sync, loss: Tensor, *, count: Count | None, options: dict[str
     if running is None:
         sync.backward(loss, count=count, **options)
         if sync.is_sync_step:
-            sync.flush()  # these loops read .grad after their backward
+            sync.flush()  # the libraries' loops read .grad after the backward
     elif count is not None:
         raise ValueError(
             f"backward: got count={count} inside `with sync.micro_batch(count=...) as mb:`, which has one "

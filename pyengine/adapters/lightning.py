@@ -1,9 +1,9 @@
-"""Lightning's Trainer with windows of pyengine: strategies over DDP and FSDP2.
+"""Lightning strategies over DDP and FSDP2 that train in pyengine windows.
 
-Lightning divides every loss by `accumulate_grad_batches`, also in a short last window, and DDP and FSDP
-average over ranks without their counts. Here the engine gets the loss of `training_step` undivided; Lightning
-still decides which micro-batch is a window's last. Under manual optimization the module decides it.
-`LogSteps` is a callback for the records of steps.
+Lightning divides every loss by `accumulate_grad_batches`, even in a short last window, and DDP and FSDP
+average over ranks without weighting by item counts. Here the engine receives the undivided loss of
+`training_step`. Lightning still decides which micro-batch is the last of a window; under manual optimization
+the module decides. The callback `LogSteps` logs the record of every step.
 """
 
 from __future__ import annotations
@@ -53,14 +53,14 @@ Accumulate = int | Mapping[str, int]
 
 
 class Windows(EngineSettings, _Mixed):
-    """Mixin for a strategy: runs Lightning's micro-batches in windows of engines.
+    """Mixin for a strategy that runs Lightning's micro-batches in windows of one or more engines.
 
     Attributes:
         wire, accumulator, nonfinite: as for `pe.GradSync`; set them in a subclass or before the Trainer is
-            made.
-        accumulate: under manual optimization, micro-batches of the longest window; or a dict of these by the
-            name of a submodule, each of which then has its own windows and engine.
-        syncs: the engines by the name of a submodule; the engine of the whole module is under "".
+            created.
+        accumulate: under manual optimization, the number of micro-batches in the longest window; or a dict
+            from names of submodules to such numbers, which gives each submodule its own windows and engine.
+        syncs: the engines by name of the submodule; the engine of the whole module has the name "".
     """
 
     accumulate: Accumulate = 1
@@ -69,10 +69,10 @@ class Windows(EngineSettings, _Mixed):
 
     @property
     def sync(self) -> Sync:
-        """The engine, from `on_fit_start` until the fit ends: `on_step`, `accumulate`, `micro_batch`.
+        """The engine (`on_step`, `accumulate`, `micro_batch`), from `on_fit_start` to the end of the fit.
 
         Raises:
-            RuntimeError: there is none, or several (`syncs`).
+            RuntimeError: there is no engine, or there are several (see `syncs`).
         """
         if len(self.syncs) != 1:
             names = ", ".join(map(repr, self.syncs))
@@ -91,7 +91,7 @@ class Windows(EngineSettings, _Mixed):
         self._check(self._module)
         super().setup(trainer)
         if self._module.automatic_optimization:
-            # The engine needs the micro-batches of the largest window that the Trainer will run.
+            # The engine needs the number of micro-batches in the largest window that the Trainer will run.
             callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set elsewhere
             schedules = [each for each in callbacks if isinstance(each, GradientAccumulationScheduler)]
             planned = [num for schedule in schedules for num in schedule.scheduling.values()]
@@ -110,10 +110,11 @@ class Windows(EngineSettings, _Mixed):
         if not self._module.automatic_optimization or self._skips_backward:
             return
         sync, planned = self.sync, self._module.trainer.accumulate_grad_batches
-        # The module's hook of this name may have ended the epoch: Lightning starts from zero gradients.
+        # The module's `on_train_batch_start` may have ended the previous epoch in the middle of a window;
+        # Lightning starts a new epoch from zero gradients.
         if batch_idx == 0:
             abandon_open_window(sync)
-        allow_windows_of(sync, planned)  # a callback may have set it
+        allow_windows_of(sync, planned)  # a callback may have changed the number
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         output = super().training_step(*args, **kwargs)
@@ -124,10 +125,10 @@ class Windows(EngineSettings, _Mixed):
     def backward(
         self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
     ) -> Tensor:
-        """Run the backward of the loss that training_step returned; `closure_loss` is the divided one.
+        """Run the backward of the loss that `training_step` returned; `closure_loss` is already divided.
 
-        Under manual optimization run the backward of `closure_loss`: a micro-batch, or one backward of a
-        `micro_batch` block.
+        Under manual optimization, run the backward of `closure_loss`, which is either a whole micro-batch or
+        one of several backwards in a `micro_batch` block.
         """
         if args:
             raise ValueError(
@@ -162,7 +163,7 @@ class Windows(EngineSettings, _Mixed):
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
-        """Run micro-batches that are not their window's last."""
+        """Run micro-batches that are not the last of their window."""
         with ExitStack() as stack:
             if self._skips_backward:
                 pass
@@ -205,7 +206,7 @@ class Windows(EngineSettings, _Mixed):
 
     @property
     def _skips_backward(self) -> bool:
-        """Whether batches run forwards alone: StochasticWeightAveraging's last epoch, for BatchNorm."""
+        """Whether batches run only the forward: for BatchNorm, in StochasticWeightAveraging's last epoch."""
         return bool(getattr(self._module.trainer.fit_loop, "_skip_backward", False))
 
     def _owner(self, index: int, optimizer: Optimizer) -> str:
@@ -227,7 +228,7 @@ class Windows(EngineSettings, _Mixed):
         super().teardown()
 
     def _check(self, module: LightningModule) -> None:
-        """Refuse unsupported options before anything is set up."""
+        """Reject unsupported options before anything is set up."""
         accumulate = self.accumulate
         if is_overridden("backward", module):
             raise ValueError(
@@ -250,11 +251,11 @@ class Windows(EngineSettings, _Mixed):
                 )
 
     def _engine(self, name: str, accumulate: int) -> Sync:
-        """Make the engine of the module, or of a submodule by its name."""
+        """Create the engine for the module, or for the submodule called `name`."""
         raise NotImplementedError
 
     def _replace_scaler(self) -> None:
-        """Replace Lightning's loss scaler, whose state is in its checkpoints, by the engine's."""
+        """Replace Lightning's loss scaler, which Lightning checkpoints, with the engine's scaler."""
         precision = self.precision_plugin
         if not isinstance(precision, MixedPrecision) or precision.scaler is None:
             return
@@ -271,18 +272,18 @@ class Windows(EngineSettings, _Mixed):
 
     @property
     def _module(self) -> LightningModule:
-        assert self.lightning_module is not None  # from `Trainer.fit` on
+        assert self.lightning_module is not None  # set by `Trainer.fit`
         return self.lightning_module
 
 
 class WindowStrategy(Windows, DDPStrategy):
-    """DDP that reduces gradients once a window, over a wire, on any device.
+    """DDP strategy that reduces gradients once per window, over a wire, on any device.
 
-    Takes the arguments of DDPStrategy. `training_step` returns a mean loss, or `{"loss": summed, "count":
-    items}`. Gradients have their final values in `on_before_optimizer_step` and for Lightning's clipping. A
-    window that is not finite on some rank is stepped on none. In "16-mixed" the loss scale is the engine's;
-    Lightning's checkpoints save it as usual. Manual optimization uses `pe.GradSync` instead of DDP. Takes the
-    settings of `Windows`.
+    Accepts the arguments of `DDPStrategy` and has the settings of `Windows`. `training_step` returns a mean
+    loss, or `{"loss": summed, "count": items}`. Gradients have their final values in
+    `on_before_optimizer_step` and when Lightning clips them. If a window is not finite on some rank, no rank
+    steps. In "16-mixed" the engine scales the loss, and Lightning's checkpoints save the scale as usual.
+    Manual optimization uses `pe.GradSync` instead of DDP.
 
     Example:
         >>> trainer = Trainer(strategy=WindowStrategy(), accumulate_grad_batches=8)  # doctest: +SKIP
@@ -291,7 +292,7 @@ class WindowStrategy(Windows, DDPStrategy):
     def configure_ddp(self) -> None:
         """Wrap the model in DDP, except under manual optimization.
 
-        Manual backwards run inside forwards, where DDP cannot reduce.
+        Under manual optimization backwards run inside the forward, where DDP cannot reduce gradients.
         """
         if self._module.automatic_optimization:
             super().configure_ddp()
@@ -321,7 +322,7 @@ class WindowStrategy(Windows, DDPStrategy):
         is_bare = not self._module.automatic_optimization
         model = self._module.get_submodule(name) if is_bare else self.model
         assert model is not None
-        # A callback of this kind has frozen layers already, and unfreezes them in the middle of the fit.
+        # A `BaseFinetuning` callback has already frozen layers, and unfreezes them during the fit.
         callbacks: list[Callback] = self._module.trainer.callbacks  # type: ignore[attr-defined]  # set elsewhere
         unfreezes = any(isinstance(each, BaseFinetuning) for each in callbacks)
         with _all_trained(model) if unfreezes else nullcontext():
@@ -333,7 +334,7 @@ class WindowStrategy(Windows, DDPStrategy):
 
 @contextmanager
 def _all_trained(model: nn.Module) -> Iterator[None]:
-    """Let all parameters require gradients in the body, for an engine to own them."""
+    """Make all parameters require gradients inside the block, so that an engine can own them."""
     frozen = [param for param in model.parameters() if not param.requires_grad]
     for param in frozen:
         param.requires_grad_(True)
@@ -345,12 +346,12 @@ def _all_trained(model: nn.Module) -> Iterator[None]:
 
 
 class ShardedWindowStrategy(Windows, ModelParallelStrategy):
-    """FSDP2 whose units reduce once a window.
+    """FSDP2 strategy whose units reduce gradients once per window.
 
-    Takes the arguments of ModelParallelStrategy. The module calls `fully_shard` in `configure_model`,
-    last on a module that contains all trained parameters. All ranks are data-parallel unless sizes are given.
-    Losses, hooks, clipping and manual optimization are as for `WindowStrategy`. The trained parameters are
-    fixed when the fit begins. In addition to the settings of `Windows`:
+    Accepts the arguments of `ModelParallelStrategy`. The module calls `fully_shard` in `configure_model`; the
+    last call must be on a module that contains all trained parameters. All ranks are data-parallel unless
+    sizes are given. Losses, hooks, clipping and manual optimization work as in `WindowStrategy`. The set of
+    trained parameters is fixed when the fit begins. The class adds the following settings to `Windows`.
 
     Attributes:
         defer, defer_budget_mb: as for `pe.attach`.
@@ -363,7 +364,7 @@ class ShardedWindowStrategy(Windows, ModelParallelStrategy):
     defer_budget_mb: float | None = None
 
     def setup_environment(self) -> None:
-        """Make the mesh: of all ranks along `data_parallel`, where Lightning would use one a node."""
+        """Create the mesh with all ranks along `data_parallel`, where Lightning would use one per node."""
         if self._data_parallel_size == "auto":
             self._data_parallel_size = self.num_nodes * self.num_processes
         if self._tensor_parallel_size == "auto":
@@ -379,7 +380,7 @@ class ShardedWindowStrategy(Windows, ModelParallelStrategy):
     def backward(
         self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
     ) -> Tensor:
-        """Run a backward; check that the same parameters are trained as at the start."""
+        """Run a backward, after checking that the same parameters are trained as at the start of the fit."""
         for (name, param), was_trained in zip(self._module.named_parameters(), self._trained, strict=True):
             if param.requires_grad != was_trained:
                 raise RuntimeError(
@@ -408,7 +409,7 @@ class ShardedWindowStrategy(Windows, ModelParallelStrategy):
 class LogSteps(Callback):
     """Log the numbers of every `StepRecord` to the Trainer's loggers, as `pyengine/<name>`.
 
-    With several engines as `pyengine/<submodule>/<name>`.
+    With several engines the names are `pyengine/<submodule>/<name>`.
 
     Example:
         >>> trainer = Trainer(strategy=WindowStrategy(), callbacks=[LogSteps()])  # doctest: +SKIP
@@ -444,10 +445,10 @@ def _log(trainer: Trainer, prefix: str, record: StepRecord) -> None:
 
 
 def sharded_part(module: LightningModule) -> nn.Module:
-    """Return the one outermost sharded module inside a module, with all of its trained parameters."""
+    """Return the only outermost sharded module in `module`, which must hold all trained parameters."""
     units: dict[str, nn.Module] = {}
     inner: set[nn.Module] = set()
-    for name, part in module.named_modules():  # a unit comes before those inside of it
+    for name, part in module.named_modules():  # a unit comes before the units inside it
         if is_unit(part) and part not in inner:
             units[name] = part
             inner.update(part.modules())

@@ -1,9 +1,9 @@
 """The Transformers Trainer with windows: every gradient is the mean over the window's items.
 
-The Trainer counts a window's items ahead, gathers the number from all ranks, passes it to the model as
-divisor, and multiplies by the number of ranks again. A loss that does not divide by it (a regression head,
-your own loss) is then too large. Here every loss is the mean over its own micro-batch, weighted by its items,
-and the engine divides by the items of all ranks.
+The Trainer counts a window's items in advance, gathers the counts of all ranks, passes the total to the model
+as the divisor, and multiplies the loss by the number of ranks. A loss that ignores this divisor (a regression
+head, your own loss) is then too large. Here every loss is the mean over its own micro-batch, weighted by the
+number of items, and the engine divides by the number of items on all ranks.
 """
 
 from __future__ import annotations
@@ -44,20 +44,20 @@ else:
 class Windows(EngineSettings, _Mixed):
     """Mixin for a Trainer: `class MyTrainer(Windows, Seq2SeqTrainer)`.
 
-    Set the attributes below in the class body. A class with a `training_step` that runs its own backward
-    stands behind the mixin: `class Final(Windows, Mine)`, where `Mine` extends the Trainer alone.
+    Set the attributes below in the class body. A class whose `training_step` runs its own backward must come
+    after the mixin: `class Final(Windows, Mine)`, where `Mine` extends only the Trainer.
 
     `gradient_accumulation_steps`, `max_grad_norm`, `bf16` and the other TrainingArguments keep their meaning,
-    except `average_tokens_across_devices`: gradient and logged loss are means over the items of all ranks.
-    Items are the labels that are not -100, shifted where the model's loss shifts them. Without labels every
-    micro-batch has the same weight. A callback may change `args.gradient_accumulation_steps` between windows.
-    Data that end in the middle of a window make it a short one. A window in whose middle a callback stops the
-    epoch or the training is dropped.
+    except `average_tokens_across_devices`: the gradient and the logged loss are always means over the items
+    of all ranks. Items are labels other than -100, shifted if the model's loss shifts them. Without labels
+    every micro-batch has the same weight. A callback may change `args.gradient_accumulation_steps` between
+    windows. If the data end in the middle of a window, the window is short. If a callback stops the epoch or
+    the training in the middle of a window, the window is dropped.
 
     Attributes:
         wire, accumulator, nonfinite: as for `pe.GradSync`.
         defer, defer_budget_mb: under `fsdp=True` (FSDP2), as for `pe.attach`.
-        sync: the engine, from `on_train_begin` on: `on_step`.
+        sync: the engine, available from `on_train_begin` on, for example for `on_step`.
     """
 
     defer: Defer = "all"
@@ -72,7 +72,7 @@ class Windows(EngineSettings, _Mixed):
         return sync
 
     def create_accelerator_and_postprocess(self) -> None:
-        """Make the accelerator, which will attach windows to the model it prepares."""
+        """Create the accelerator, which attaches windows to the model that it prepares."""
         super().create_accelerator_and_postprocess()
         args = self.args
         if args.n_gpu > 1:
@@ -96,7 +96,7 @@ class Windows(EngineSettings, _Mixed):
         self.accelerator.wraps_anew = args.auto_find_batch_size
 
     def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device) -> Any:
-        """Fetch micro-batches without a gather over ranks; note whether the epoch ends with them."""
+        """Fetch micro-batches without a gather over ranks; record whether the epoch ends with them."""
         self._steps_at_fetch = self.args.gradient_accumulation_steps
         with self._counting_alone():
             batches, num_items = super().get_batch_samples(epoch_iterator, num_batches, device)
@@ -109,9 +109,9 @@ class Windows(EngineSettings, _Mixed):
         self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Tensor | int | None = None
     ) -> Tensor:
         """Run one micro-batch; its loss is logged with the window's step."""
-        del num_items_in_batch  # of this rank's window; the engine counts micro-batches
-        self.current_gradient_accumulation_steps = 1  # the Trainer divides some losses by it
-        last = self.accelerator.gradient_state.sync_gradients  # set by the Trainer's loop just now
+        del num_items_in_batch  # counts this rank's window; the engine counts each micro-batch
+        self.current_gradient_accumulation_steps = 1  # the Trainer divides some losses by this number
+        last = self.accelerator.gradient_state.sync_gradients  # just set by the Trainer's loop
         steps = self.args.gradient_accumulation_steps
         self._follow(steps, last=last)
         with self._counting_alone(), self.sync.accumulate(last=last), self.accelerator.micro_batch(steps):
@@ -124,8 +124,8 @@ class Windows(EngineSettings, _Mixed):
         return torch.zeros_like(loss)
 
     def _follow(self, steps: int, *, last: bool) -> None:
-        """Give the engine's windows the length of the Trainer's, which a callback may change."""
-        # What on_step_begin changes, the loop has not known for the window's first micro-batch.
+        """Use the Trainer's window length in the engine; a callback may have changed it."""
+        # The loop handles the window's first micro-batch before it sees a change made in on_step_begin.
         allow_windows_of(self.sync, steps + (steps != self._steps_at_fetch))
         if len(self.sync.due) == 1 and not last:
             size = self.sync.gradient_accumulation_steps
@@ -136,7 +136,7 @@ class Windows(EngineSettings, _Mixed):
             )
 
     def _run_epoch(self, *args: Any, **options: Any) -> None:
-        abandon_open_window(self.sync)  # a callback has stopped the epoch before, or the last training
+        abandon_open_window(self.sync)  # open if a callback stopped the previous epoch or training
         is_resumed = options["epoch"] == options["epochs_trained"]
         done = options["steps_trained_in_current_epoch"] if is_resumed else 0
         windows = options["num_update_steps_per_epoch"] - done // self.args.gradient_accumulation_steps
@@ -151,7 +151,7 @@ class Windows(EngineSettings, _Mixed):
                 "ranks are unknown; load it unsharded, and pass TrainingArguments(fsdp=True)"
             )
         prepared = super()._prepare_for_training(*args, **kwargs)  # type: ignore[no-untyped-call]
-        # The Trainer decides by the name of the loss, which models like GPT2LMHeadModel do not have.
+        # The Trainer decides this by the name of the loss, which models like GPT2LMHeadModel do not have.
         kinds = type(self.accelerator.unwrap_model(self.model)).__mro__  # FSDP2 puts its own class first
         known = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
         self._loss_shifts_labels |= any(kind.__name__ in known for kind in kinds)
@@ -169,18 +169,18 @@ class Windows(EngineSettings, _Mixed):
             super()._load_optimizer_and_scheduler(*args, **kwargs)
 
     def _plain_optimizer(self) -> AbstractContextManager[None]:
-        """Expose the optimizer itself: to create missing states, PyTorch steps it."""
+        """Expose the unwrapped optimizer, because PyTorch steps the optimizer to create missing state."""
         return _replaced(self, "optimizer", getattr(self.optimizer, "optimizer", self.optimizer))
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
         if self.control.should_log:
-            self.sync.synchronize()  # on an accelerator the last step's record would come later
+            self.sync.synchronize()  # on an accelerator the last step's record would otherwise come later
         super()._maybe_log_save_evaluate(*args, **kwargs)
 
     def _add_loss(self, record: StepRecord) -> None:
         loss: Tensor | float = math.nan if record.loss is None else record.loss
         if self.args.logging_nan_inf_filter and not math.isfinite(loss):
-            # As in the Trainer, about the mean of the steps since the last log.
+            # As in the Trainer, use roughly the mean loss of the steps since the last log.
             loss = self._tr_loss / (1 + self.state.global_step - self._globalstep_last_logged)
         self._tr_loss += loss
 
@@ -196,7 +196,7 @@ def _replaced(owner: object, name: str, value: Any) -> Iterator[None]:
     try:
         yield
     finally:
-        if getattr(owner, name) is value:  # else the body has set it
+        if getattr(owner, name) is value:  # otherwise the body has set a new value
             setattr(owner, name, kept)
 
 
@@ -213,14 +213,14 @@ class Trainer(Windows, transformers.Trainer):
 
 
 class _EpochSteps(int):
-    """Micro-batches of an epoch, which equal the number after which the data have ended.
+    """Number of micro-batches in an epoch, which compares equal to the number at which the data end.
 
-    The Trainer's loop ends a short last window where the micro-batches equal `steps_in_epoch`. Without the
-    loader's length that is `max_steps` windows, which no epoch reaches.
+    The Trainer's loop ends a short last window when the number of micro-batches equals `steps_in_epoch`. If
+    the loader has no length, `steps_in_epoch` covers `max_steps` windows, which no epoch reaches.
     """
 
     def begin(self, done: int, *, num_fetches: int) -> None:
-        """Note the micro-batches done before a checkpoint, and how often the loop will fetch others."""
+        """Record the number of micro-batches done before a checkpoint, and of fetches still to come."""
         self._fetched, self._fetches_left, self._end = done, num_fetches, int(self)
 
     def add(self, num: int, *, has_ended: bool) -> None:
@@ -240,10 +240,10 @@ class _EpochSteps(int):
 
 
 class _Divisor(int):
-    """`args.gradient_accumulation_steps` within a training step, which notes the losses divided by it."""
+    """`args.gradient_accumulation_steps` within a training step; records the losses divided by it."""
 
     def __init__(self, steps: int) -> None:
-        del steps  # int.__new__ has it
+        del steps  # already used by int.__new__
         self.divided: list[torch.autograd.graph.Node] = []
 
     @classmethod
@@ -284,9 +284,9 @@ class _TrainerAccelerator(WindowAccelerator):
     """Multiplies the Trainer's mean loss by its number of items before the backward.
 
     Attributes:
-        items: of the running micro-batch, on this rank; None if unknown.
-        divisor: the number of micro-batches a window, as losses see it; None outside of a training step.
-        wraps_anew: whether every `train` wraps the model again, for another batch size.
+        items: number of items in the current micro-batch on this rank; None if unknown.
+        divisor: number of micro-batches per window, as seen by losses; None outside of a training step.
+        wraps_anew: whether every call of `train` wraps the model again, for another batch size.
     """
 
     items: Tensor | None = None
@@ -295,7 +295,7 @@ class _TrainerAccelerator(WindowAccelerator):
 
     @property
     def gradient_accumulation_steps(self) -> int:
-        """Accelerate's own, 1 in a Trainer."""
+        """Accelerate's own value, which is 1 in a Trainer."""
         return int(self._accelerator.gradient_accumulation_steps)
 
     @gradient_accumulation_steps.setter
@@ -307,12 +307,12 @@ class _TrainerAccelerator(WindowAccelerator):
 
     @property
     def gradient_state(self) -> Any:
-        """Accelerate's own, in which the Trainer's loop sets where a window ends."""
+        """Accelerate's own `GradientState`, in which the Trainer's loop marks the end of a window."""
         return self._accelerator.gradient_state
 
     @contextmanager
     def micro_batch(self, steps: int) -> Iterator[None]:
-        """Accept backwards in the body, of losses that were not divided by `steps`."""
+        """Accept backwards inside the block, for losses that were not divided by `steps`."""
         self.divisor = _Divisor(steps)
         try:
             yield
@@ -320,14 +320,14 @@ class _TrainerAccelerator(WindowAccelerator):
             self.divisor = None
 
     def free_memory(self, *objects: Any) -> Any:
-        """Close the engine only where the Trainer prepares the model again.
+        """Close the engine only if the Trainer will prepare the model again.
 
-        Otherwise the engine continues in `train`, which calls this first.
+        Otherwise `train`, which calls this method first, continues with the same engine.
         """
         return super().free_memory(*objects) if self.wraps_anew else self._accelerator.free_memory(*objects)
 
     def backward(self, loss: Tensor, *, count: Count | None = None, **options: Any) -> None:
-        """Run the backward of a mean over `items`, passed on as their sum."""
+        """Run the backward of a mean over `items`, converted to a sum."""
         if self.divisor is None:
             raise RuntimeError(
                 "list Windows in front of the class whose training_step runs the backward: `class "
@@ -337,12 +337,12 @@ class _TrainerAccelerator(WindowAccelerator):
         if self.divisor > 1:
             self.divisor.check(loss)
         if self.items is not None:
-            # The mean over no items is nan in some models (T5, BERT), their sum is 0.
+            # Some models (T5, BERT) return nan as the mean over no items; the sum is 0.
             loss, count = torch.where(self.items > 0, loss * self.items, 0.0), self.items
         super().backward(loss, count=count, **options)
 
     def accumulate(self, *models: nn.Module) -> AbstractContextManager[None]:
-        """Do nothing: Windows.training_step has opened the micro-batch, where the Trainer's loop stands."""
+        """Do nothing: `Windows.training_step` opens the micro-batch itself."""
         del models
         return nullcontext()
 
@@ -352,7 +352,7 @@ class _TrainerAccelerator(WindowAccelerator):
         return nullcontext()
 
     def _check_end(self, call: str) -> None:
-        """End a window whose last micro-batch a training step has left out; the loop is about to step."""
+        """End a window whose last micro-batch was skipped by a training step; the loop is about to step."""
         if self.sync_gradients:
             return
         try:
@@ -363,5 +363,5 @@ class _TrainerAccelerator(WindowAccelerator):
                 f"list Windows in front of its class, `class Final(Windows, Mine)`: {error}"
             ) from None
         with self.sync.accumulate(last=True) if is_window_new(self.sync) else nullcontext():
-            pass  # a window without micro-batches, which other ranks may have
+            pass  # a window without micro-batches here; other ranks may have some
         self.sync.flush()

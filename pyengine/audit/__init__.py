@@ -1,3 +1,1 @@
-"""Comparison of ranks while they train: checksums, a probe of the reduction, and the likely cause of a
-difference.
-"""
+"""Comparison of ranks during training: checksums, gradient samples, and likely causes of differences."""

@@ -1,6 +1,7 @@
-"""The auditor: checks windows as they run, and raises what was found.
+"""The auditor, which checks windows during training and raises an error if ranks differ.
 
-A check is one short vector of each rank and group, and what all ranks conclude from it.
+In each check, every rank contributes one short vector per group, and all ranks draw the same conclusion from
+the sums.
 """
 
 from __future__ import annotations
@@ -25,29 +26,30 @@ from pyengine.comm.base import Comm
 from pyengine.ops.device import HOST, Readback, runs_ahead
 
 TOLERANCE = 2**-5
-# Of every gradient and every tensor of an optimizer's state a run of words is read in each check, and each is
-# read as a whole in one of so many.
+# Each check reads a short run of words from every gradient and every optimizer state tensor. One check in
+# `_ROUND` reads the whole tensor.
 _ROUND = 64
 _PARAMETER, _GRADIENT, _STATE = range(3)
 _KINDS = ("parameter", "gradient", "optimizer state")
-_MOST = 32  # subjects whose evidence is gathered
-_PROBES = 3  # sums over samples: one alone may be right by chance
-_HEAD = 6  # count, void, and the pieces of the hyperparameters
+_MOST = 32  # maximum number of subjects whose evidence is gathered
+_PROBES = 3  # weighted sums over samples; a single sum could match by chance
+_HEAD = 6  # count, void, and the checksum pieces of the hyperparameters
 
 Numbers = list[tuple[str, float]]
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One way in which ranks, or what was reduced and what should have been, differ.
+    """One difference between ranks, or between a reduced gradient and its expected value.
 
     Attributes:
         what: "gradient", "parameter", "optimizer state", "hyperparameters", "buffer" or "divisor".
-        names: of all that differ in this way, in the model's order; empty where it is no matter of one.
-        ranks: those known to be wrong or to have other values; empty: all of them, or it is not known which.
-        cause: the likely one.
-        step: the window in which it was found.
-        since: the first window in which it may have begun: the one behind the last clean check.
+        names: names of all tensors that differ in this way, in the model's order; empty if no tensor differs.
+        ranks: ranks known to be wrong or to have different values; empty if all are, or if it is not known
+            which ranks are.
+        cause: the likely cause.
+        step: the window in which the difference was found.
+        since: the first window in which the difference may have begun, right after the last clean check.
     """
 
     what: str
@@ -66,10 +68,10 @@ class Finding:
 
 
 class AuditError(RuntimeError):
-    """Ranks differ, or a reduction and its inputs do; the same on every rank.
+    """Raised on every rank if ranks differ, or if a reduced gradient does not match its inputs.
 
     Attributes:
-        findings: what was found, the likeliest root first.
+        findings: the differences found, with the likeliest root cause first; the same on every rank.
     """
 
     def __init__(self, text: str, findings: Sequence[Finding]) -> None:
@@ -82,34 +84,34 @@ class AuditError(RuntimeError):
 
 @dataclass(frozen=True)
 class Samples:
-    """A few elements of every gradient of one window, after its reduction."""
+    """A few elements of every gradient of one window, taken after its reduction."""
 
-    # float64 [subjects, n], see `SubjectEvidence`; `left` is this rank's share.
+    # Tensors are float64 [subjects, n], see `SubjectEvidence`; `left` is this rank's share of the result.
     came: Tensor
     last: Tensor
     left: Tensor
-    arrivals: Sequence[int]  # by subject
-    is_strict: bool  # whether the factor is known; else any that is common to all gradients is accepted
+    arrivals: Sequence[int]  # number of local gradients by subject
+    is_strict: bool  # whether the factor is known; if not, any factor common to all gradients is accepted
 
 
 @dataclass(frozen=True)
 class Counted:
-    """A window's counts, as the loop knows them. Tensors are float64 and, except for `counts`, 0-dim."""
+    """Item counts of a window, as reported by the loop: float64 tensors, 0-dim except for `counts`."""
 
-    # By subject, what this rank's micro-batches counted, [subjects]; None: gradients are means over ranks.
+    # Items in this rank's micro-batches, by subject, [subjects]; None: gradients are means over ranks.
     counts: Tensor | None = None
-    count: Tensor | float = 0.0  # of all of them, to be compared with `claimed`
-    claimed: Tensor | float = math.nan  # what the sum over all ranks was divided by; nan: not known
-    void: Tensor | float = 0.0  # more than 0 where the gradients are not used
+    count: Tensor | float = 0.0  # this rank's items; the sum over ranks must equal `claimed`
+    claimed: Tensor | float = math.nan  # divisor of the sum over all ranks; nan: not known
+    void: Tensor | float = 0.0  # greater than 0 if the gradients are not used
 
 
 class Auditor:
-    """Compares what must be equal on all ranks, in every `every`-th window.
+    """Compares values that must be equal on all ranks, in every `every`-th window.
 
     Args:
-        subjects: the same ones, in the same order, on all ranks of a group.
-        comms: transports by `Subject.replicas` and `Subject.summed`; the first is of all ranks.
-        leaves: where gradients arrive.
+        subjects: the audited tensors, in the same order on all ranks of a group.
+        comms: transports, indexed by `Subject.replicas` and `Subject.summed`; the first spans all ranks.
+        leaves: the autograd leaves at which gradients arrive.
         tolerance: the largest relative error of a reduced gradient.
     """
 
@@ -124,28 +126,28 @@ class Auditor:
     ) -> None:
         self._subjects, self._comms, self._tolerance = list(subjects), list(comms), tolerance
         self.device = device = self._subjects[0].tensor.device
-        # A rank that is in one group only has to learn the findings of other groups, too.
+        # A rank that is in only one group must also learn the findings of other groups.
         self._is_one_group = not any(num > 1 for num in comms[0].all_gather_object(len(comms)))
         numel = sum(subject.tensor.numel() for subject in self._subjects)
         self._checksums = checksums_on(device, numel)
         self.probe = Probe(self._subjects, leaves, device)
-        self.optimizers: list[Any] = []  # whose state and hyperparameters are compared
+        self.optimizers: list[Any] = []  # the optimizers whose state and hyperparameters are compared
         self._under_way: tuple[LocalCheck, list[Readback]] | None = None
-        self._checks, self._since = 0, 0  # the second is the window after the last clean check
+        self._checks, self._since = 0, 0  # `_since` is the window after the last clean check
         self._listens_on = every == 1
 
     def begin(self) -> None:
-        """Look at a window from its first micro-batch on; raise what an earlier check has found."""
+        """Start observing a window before its first micro-batch; raise if the previous check failed."""
         self.conclude()
         self.probe.arm(self._checks)
 
     @torch.no_grad()
     def sample(self, *, is_strict: bool, scale: Tensor | None = None) -> Samples:
-        """Look at gradients after their reduction; the next one that comes is another window's.
+        """Sample gradients after their reduction; the next gradient to arrive belongs to a new window.
 
         Args:
-            is_strict: whether nothing else has been done to them.
-            scale: the loss scale, with which gradients came, and without which they were reduced.
+            is_strict: whether gradients have not been changed since their reduction.
+            scale: the loss scale, which is a factor of the local gradients but not of the reduced gradients.
         """
         probe = self.probe
         came = (probe.all_sums() if is_strict else probe.sums).double()
@@ -160,13 +162,13 @@ class Auditor:
 
     @torch.no_grad()
     def check(self, step: int, samples: Samples, counted: Counted) -> None:
-        """Compare, after the reduction and before the step.
+        """Compare all ranks, after the reduction and before the step.
 
         Raises:
-            AuditError: something differs; where the host runs ahead of the device, at the next `begin` or
-                `conclude`.
+            AuditError: something differs. If the host runs ahead of the device, the next `begin` or
+                `conclude` raises the error.
 
-        Cost: one all-reduce a group, of 160 bytes a subject and 48 more.
+        Cost: one all-reduce per group, of 48 bytes plus 160 bytes per subject.
         """
         if not self._listens_on:
             self.probe.disarm()
@@ -181,10 +183,10 @@ class Auditor:
             self.conclude()
 
     def conclude(self) -> None:
-        """Wait for the check that is under way, if one is; raise on every rank if something differs.
+        """Wait for the pending check, if any, and raise on every rank if something differs.
 
-        Cost: without a difference only the wait, and with several groups one all-reduce of 8 bytes; otherwise
-            a gather of all ranks' observations.
+        Cost: without a difference, only the wait, plus one all-reduce of 8 bytes if there are several groups;
+            with a difference, a gather of all ranks' observations.
         """
         if self._under_way is None:
             return
@@ -210,11 +212,11 @@ class Auditor:
         return LocalCheck(step, bits, has, samples, counted, hyper, numbers)
 
     def _bits(self) -> tuple[Tensor, list[tuple[bool, bool, bool]]]:
-        """Return the checksums of all subjects, int64 `[subjects, 3]`, and which of them there are."""
+        """Return the checksums of all subjects, int64 `[subjects, 3]`, and which of them exist."""
         states: dict[int, Any] = {
             id(param): state for optimizer in self.optimizers for param, state in optimizer.state.items()
         }
-        reads: list[tuple[int, int, Part]] = []  # where a checksum belongs, its factor, and what is read
+        reads: list[tuple[int, int, Part]] = []  # index of a checksum, its factor, and the part to read
         known, has = [], []
         for index, subject in enumerate(self._subjects):
             state, grad = states.get(id(subject.tensor), {}), subject.gradient()
@@ -238,7 +240,7 @@ class Auditor:
     # ---- what all ranks find together ----
 
     def _pack(self, local: LocalCheck, group: int) -> Tensor:
-        """Return what is summed over a group, float64: 160 bytes a subject and 48 more."""
+        """Return the vector to sum over a group, float64: 48 bytes plus 160 bytes per subject."""
         came = local.samples.came
         head = torch.zeros(_HEAD, dtype=torch.float64, device=self.device)
         if group == 0:
@@ -246,7 +248,7 @@ class Auditor:
             head[2:] = pieces(local.hyper.reshape(1))[0]
         same = self._indices("replicas", group)
         summed = self._indices("summed", group)
-        # What the samples of a gradient are added up with, of size 1 at most: float64 [n, _PROBES].
+        # Weights for summing the samples of a gradient, of magnitude at most 1: float64 [n, _PROBES].
         places = torch.arange(came.shape[1] * _PROBES, dtype=torch.float64, device=came.device)
         weights = torch.cos(1 + 2.4 * places).reshape(-1, _PROBES)
         scale = came.abs().sum(1, keepdim=True)
@@ -259,7 +261,7 @@ class Auditor:
         return [i for i, subject in enumerate(self._subjects) if getattr(subject, which) == group]
 
     def _suspects(self, local: LocalCheck, read: Sequence[Tensor]) -> dict[int, set[str]]:
-        """Return the findings by subject (-1: hyperparameters, -2: the count); `read` is by group."""
+        """Return differences by subject index (-1: hyperparameters, -2: count); `read` is by group."""
         found: dict[int, set[str]] = defaultdict(set)
         self._total, void = float(read[0][0]), float(read[0][1])
         if bool(differ(read[0][2:_HEAD].reshape(1, 4), self._comms[0].world_size)):
@@ -276,17 +278,17 @@ class Auditor:
                 if not (void and column == _GRADIENT):
                     found[same[place]].add(_KINDS[column])
             sums = numbers[end:].reshape(-1, 2 * _PROBES + 2)
-            sums[:, -1].masked_fill_(sums[:, -1] == 0, comm.world_size)  # means over ranks
+            sums[:, -1].masked_fill_(sums[:, -1] == 0, comm.world_size)  # for means over ranks
             rows.append(sums)
         for index in self._badly_reduced(local.samples, torch.cat(rows), is_used=not void):
             found[index].add("gradient")
         return found
 
     def _badly_reduced(self, samples: Samples, rows: Tensor, *, is_used: bool) -> list[int]:
-        """Return the subjects whose reduced gradient is not what came, divided by the count.
+        """Return the subjects whose reduced gradient is not the sum of local gradients over the count.
 
-        `rows`, float64 `[subjects, 2 * _PROBES + 2]`, has sums over samples of what came, the same of what is
-        left, their magnitude, and the count.
+        `rows`, float64 `[subjects, 2 * _PROBES + 2]`, holds weighted sums over samples of the local
+        gradients, the same sums for the reduced gradient, the magnitude of the local samples, and the count.
         """
         indices = [index for group in range(len(self._comms)) for index in self._indices("summed", group)]
         came, left, scale, count = rows.split((_PROBES, _PROBES, 1, 1), 1)
@@ -294,7 +296,7 @@ class Auditor:
         due, scale = factors * came, factors * scale
         self._factors = torch.ones(len(self._subjects), dtype=torch.float64, device=HOST)
         self._factors[indices] = factors.flatten()
-        # Gradients to which something came, and all of it is finite.
+        # Subjects with local gradients and only finite values.
         is_known = (scale > 0).flatten() & torch.cat([due, left, scale], 1).isfinite().all(1) & is_used
         common = 1.0
         if not samples.is_strict:
@@ -306,7 +308,7 @@ class Auditor:
         return [indices[place] for place in is_off.nonzero().flatten().tolist()]
 
     def _explain(self, local: LocalCheck, suspects: dict[int, set[str]]) -> list[Finding]:
-        """Gather what every rank knows of its suspects, and find causes; the same on every rank."""
+        """Gather the evidence of all ranks and find causes; the result is the same on every rank."""
         gathered = {}
         for index, kinds in [(index, kinds) for index, kinds in suspects.items() if index >= 0][:_MOST]:
             gathered[self._subjects[index].name] = self._evidence(local, index, kinds)
@@ -350,7 +352,7 @@ class Auditor:
 
 
 def states_of(state: Mapping[Any, Any]) -> tuple[list[Tensor], list[float]]:
-    """Return what an optimizer keeps for a parameter: tensors, and numbers on the host."""
+    """Return the optimizer state of one parameter: tensors, and numbers on the host."""
     tensors, numbers = [], []
     for key in sorted(state, key=str):
         value = state[key]
@@ -362,7 +364,7 @@ def states_of(state: Mapping[Any, Any]) -> tuple[list[Tensor], list[float]]:
 
 
 def numbers_of(optimizers: Sequence[Any]) -> tuple[Numbers, list[Tensor]]:
-    """Return the numbers of every group, by name, and those on an accelerator, unread."""
+    """Return the numbers of every parameter group by name, and unread numbers on an accelerator."""
     numbers: Numbers = []
     tensors: list[Tensor] = []
     for place, optimizer in enumerate(optimizers):
@@ -385,7 +387,7 @@ def digest(numbers: Numbers) -> int:
 
 
 def difference(by_rank: Sequence[Numbers]) -> str:
-    """Describe in which number ranks differ first, with the value of each rank."""
+    """Describe the first number that differs between ranks, with the value on each rank."""
     for row in zip(*by_rank, strict=False):
         if len(set(row)) > 1:
             values = "; ".join(f"rank {rank}: {value:g}" for rank, (_, value) in enumerate(row))
@@ -400,14 +402,14 @@ def difference(by_rank: Sequence[Numbers]) -> str:
 
 @dataclass(frozen=True)
 class LocalCheck:
-    """What one rank found in one window."""
+    """Observations of one rank in one window."""
 
     step: int
     bits: Tensor  # int64 [subjects, 3], checksums of parameter, gradient and optimizer state
-    has: Sequence[tuple[bool, bool, bool]]  # which of them there are
+    has: Sequence[tuple[bool, bool, bool]]  # which of these checksums exist
     samples: Samples
     counted: Counted
-    hyper: Tensor  # int64 0-dim, a digest of the numbers
+    hyper: Tensor  # int64 0-dim, a digest of the hyperparameters
     numbers: Numbers
 
 
@@ -415,7 +417,7 @@ _Raw = tuple[str, str, tuple[int, ...], str]
 
 
 def _finding_of(name: str, suspects: Sequence[SubjectEvidence | None]) -> _Raw:
-    """Return the root cause of all differences of one subject."""
+    """Return the root cause of all differences in one subject."""
     by_rank = {rank: each for rank, each in enumerate(suspects) if each is not None}
     evidence = [*by_rank.values()]
     kinds, kind = set().union(*(each.differs for each in evidence)), evidence[0].kind
@@ -441,7 +443,7 @@ _ORDER = ("divisor", "gradient", "hyperparameters", "optimizer state", "paramete
 
 
 def _grouped(found: Sequence[_Raw], step: int, since: int) -> list[Finding]:
-    """Group what differs in the same way, roots first."""
+    """Group subjects that differ in the same way, root causes first."""
     groups: dict[tuple[str, tuple[int, ...], str], list[str]] = {}
     for what, name, ranks, cause in found:
         groups.setdefault((what, ranks, cause), []).extend([name] if name else [])

@@ -1,4 +1,4 @@
-"""From numbers that differ to the likely cause."""
+"""Find the likely cause of a difference between ranks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-# Of a number that follows from others up to rounding.
+# Relative tolerance for a number that follows from others up to rounding.
 _FITS = 2**-6
 
 
@@ -19,13 +19,13 @@ class SubjectEvidence:
 
     differs: set[str]  # what differs between ranks: "parameter", "gradient", "optimizer state"
     kind: str  # "parameter" or "buffer"
-    factor: float  # that multiplies the sum over ranks
+    factor: float  # factor that multiplies the sum over ranks
     bits: Sequence[int | None]  # checksums of parameter, gradient and optimizer state
     came: Tensor  # float64 [n], sampled elements of the gradients of this rank's micro-batches
-    last: Tensor  # of the last one alone
+    last: Tensor  # the same elements for the last micro-batch alone
     left: Tensor  # of the reduced gradient, with all that is pending; 0 for elements on other ranks
-    count: float  # what its micro-batches counted; 0 if that is not known
-    arrivals: int  # gradients that came
+    count: float  # items counted by this rank's micro-batches; 0 if not known
+    arrivals: int  # number of gradients that arrived
     is_whole: bool  # whether this rank holds the whole gradient
 
 
@@ -41,17 +41,17 @@ class Case:
         self.last = torch.stack([e.last for e in self.all])
         left = torch.stack([e.left for e in self.all])
         self.left = left if self.is_whole else left.sum(0).expand_as(left)
-        # What the reduced gradient has to be, [n], and the part of it that the last micro-batches brought.
+        # The expected reduced gradient, [n], and the contribution of the last micro-batches to it.
         self.due, self.due_of_last = factor * self.came.sum(0), factor * self.last.sum(0)
         self._noise = _FITS * float((factor * self.came.abs().sum(0)).norm())
 
         self.has_earlier = any(e.arrivals > 1 for e in self.all)  # micro-batches before the last one
-        # Whether ranks hold whole gradients, and different ones came to them.
+        # Whether ranks hold whole gradients and had different local gradients.
         own = self.came - self.came.mean(0)
         self.is_different_by_rank = self.is_whole and factor * float(own.norm()) > 4 * self._noise
 
     def fits(self, wanted: Tensor) -> bool:
-        """Whether every rank has what is wanted of it, `[ranks, n]` or `[n]`."""
+        """Whether the gradient of every rank matches `wanted`, `[ranks, n]` or `[n]`, up to rounding."""
         return float((self.left - wanted).norm(dim=1).max()) <= self._noise
 
     def ratios(self) -> tuple[list[float], bool]:
@@ -66,13 +66,13 @@ class Case:
 
 
 def cause_of_gradient(evidence: Sequence[SubjectEvidence]) -> str:
-    """Return why a gradient, as all ranks know it, is not what it has to be: the first cause that fits."""
+    """Return the first cause that explains why a gradient is wrong, given the evidence of all ranks."""
     case = Case(evidence)
     if all(e.bits[1] is None for e in case.all):
         return "no gradient anywhere, and micro-batches brought one"
     if any(e.bits[1] is None for e in case.all):
         return "no gradient there, and one on other ranks"
-    # What a rank's own part may have been multiplied by.
+    # Possible factors of a rank's own part.
     shares = (1.0, case.factor, case.factor * case.world, 1 / case.world)
     if case.is_different_by_rank and any(case.fits(share * case.came) for share in shares):
         return "not reduced: every rank holds what its own micro-batches brought"
@@ -106,7 +106,7 @@ def cause_of_gradient(evidence: Sequence[SubjectEvidence]) -> str:
 
 
 def _weighed(case: Case) -> str:
-    """Describe how often earlier micro-batches and the last one count, if that explains everything."""
+    """Describe how many times earlier micro-batches and the last one count, if that explains the gradient."""
     parts = torch.stack([case.due - case.due_of_last, case.due_of_last], 1)
     if not case.has_earlier or parts.shape[0] < 4:
         return ""
@@ -122,7 +122,7 @@ def _spelled(factor: float) -> str:
 
 
 def _meaning(factor: float, case: Case) -> str:
-    """Report what a factor is, if it is something."""
+    """Describe the meaning of a factor, or return an empty string if none is known."""
     world, number = case.world, max(e.arrivals for e in case.all)
     known = {
         "the number of ranks": world,
@@ -144,7 +144,7 @@ def _near(value: float, wanted: float) -> bool:
 
 
 def odd_ranks(values: Mapping[int, object]) -> tuple[int, ...]:
-    """Return the ranks whose value is not the majority's; none if there is no majority."""
+    """Return the ranks whose value differs from the majority, or no ranks if there is no majority."""
     counts: dict[object, list[int]] = {}
     for rank, value in values.items():
         counts.setdefault(value, []).append(rank)

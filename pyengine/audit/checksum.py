@@ -1,9 +1,10 @@
-"""Checksums of a tensor's bits and their positions: one read, and no wait of the host.
+"""Checksums of a tensor's bits and their positions, in one read and without a host synchronization.
 
-Equal bits in equal places give equal numbers, whatever the order in which they are added up: arithmetic is of
-integers that wrap. A word that changes alone is always seen, so a changed sign or bit is; words that change
-places are seen unless two weights chance to cancel, once in 2^31. `of` returns the checksum of words, int32
-`[n]` (see `words_of`), as int64 0-dim on the device, `of_all` many as int64 `[n]`; both unread.
+Equal bits in equal positions give equal checksums in any order of summation, because integer arithmetic
+wraps. A change of a single word, such as a flipped sign or bit, is always detected; swapped words are
+detected unless two weights happen to cancel, once in 2^31. `of` returns the checksum of words, int32 `[n]`
+(see `words_of`), as a 0-dim int64 tensor on the device, and `of_all` returns many as int64 `[n]`; neither
+value is read by the host.
 """
 
 from __future__ import annotations
@@ -18,31 +19,31 @@ from pyengine.gradients.slots import local
 from pyengine.ops import native
 from pyengine.ops.device import HOST, runs_ahead
 
-# On the host words are weighed block by block, so that a block's weights stay in the first-level cache.
+# On the host, words are weighted block by block, so that a block's weights stay in the L1 cache.
 _BLOCK = 2**10
-_BLOCKS_AT_ONCE = 2**8  # without the core
-# An accelerator wants long blocks, and few of them.
+_BLOCKS_AT_ONCE = 2**8  # without the native core
+# An accelerator is fastest with few, long blocks.
 _MIN_LANES, _MAX_LANES = 2**15, 2**22
-_ELEMENTS_A_LANE = 2**10  # of all that is read, so that the sums are a small part of it
-# Words of a tensor that is summed together with others: what a call costs is more than what it reads.
+_ELEMENTS_A_LANE = 2**10  # of all elements read, so that the sums are small in comparison
+# Most words of a tensor that is summed together with others, because a call would cost more than its reads.
 _SHORT = 2**11
-# Blocks are added up at places that move, so that elements at a round distance do not meet in one lane.
+# Blocks are added at shifting offsets, so that elements at a round distance do not meet in the same lane.
 _NUM_SHIFTS, _SHIFT = 16, 64
-# Lanes are weighed in so many rows, each by the same weights times one of its own.
+# Lanes are weighted in `_NUM_ROWS` rows, which share their weights except for a factor per row.
 _NUM_ROWS = 4
 _RUN = 64
-# Odd, and without pattern in their bits: splitmix64's (Steele, Lea, Flood 2014), as signed numbers.
+# Odd constants without a pattern in their bits, from splitmix64 (Steele, Lea, Flood 2014), as signed numbers.
 _GOLDEN, _MIX = -7046029254386353131, -4658895280553007687
 
 
 class Part(NamedTuple):
-    """What is read of a tensor: all of it, or a run of 64 words at a place that moves with the turn."""
+    """The part of a tensor to read: the whole tensor, or 64 words at a position that moves with `turn`."""
 
     tensor: Tensor
     turn: int | None = None
 
     def words(self) -> Tensor:
-        """Return the words that are read, see `words_of`."""
+        """Return the words to read, see `words_of`."""
         words = words_of(self.tensor)
         room = words.numel() - _RUN
         if self.turn is None or room <= 0:
@@ -52,22 +53,22 @@ class Part(NamedTuple):
 
 
 def checksums_on(device: torch.device, numel: int) -> BlockSums | LaneSums:
-    """Return the checksums of a device's tensors, of `numel` elements in all."""
+    """Return the checksum implementation for tensors on `device`, with `numel` elements in total."""
     return LaneSums(device, numel) if runs_ahead(device) else BlockSums()
 
 
 class BlockSums:
-    """Words times odd weights, added up in 64 bits, block by block: every block has a factor of its own.
+    """Sum of words times odd weights in 64 bits, block by block, with a separate factor for every block.
 
-    The native core computes the same; PyTorch's operators, below, are the definition.
+    The native core computes the same sum; the PyTorch operators below are the definition.
 
-    Cost: `of` reads 4 bytes a word; held are 4 KB.
+    Cost: `of` reads 4 bytes per word; the weights take 4 KB.
     """
 
     def __init__(self) -> None:
         self._weights = _odd_weights(_BLOCK)
         self._core = native.core()
-        native.can_gather()  # learns how
+        native.can_gather()  # lets the core learn to read tensor objects
 
     def of(self, words: Tensor) -> Tensor:
         if self._core is not None:
@@ -86,7 +87,7 @@ class BlockSums:
 
     def of_all(self, parts: Sequence[Part]) -> Tensor:
         found: list[int | None] = [None] * len(parts)
-        if self._core is not None:  # at once where the words are contiguous in memory
+        if self._core is not None:  # in one call, for words that are contiguous in memory
             turns = [-1 if part.turn is None else part.turn for part in parts]
             tensors = [part.tensor for part in parts]
             found = self._core.checksums_of(self._weights.data_ptr(), _BLOCK, tensors, turns, _RUN)
@@ -98,13 +99,13 @@ class BlockSums:
 
 
 class LaneSums:
-    """Words times odd numbers, added up in 32 bits lane by lane; then lanes times odd weights, in 64.
+    """Sum of words times odd numbers in 32 bits per lane, then of lanes times odd weights in 64 bits.
 
-    Few launches, no memory a word, and no products of 64 bits a word. `numel`, the elements of all that is
-    read, decides the length of a block.
+    This needs few launches, no memory per word, and no 64-bit product per word. `numel`, the number of all
+    elements to read, determines the length of a block.
 
-    Cost: `of` reads 4 bytes a word; held are 5 bytes a lane: 170 KB, and from 11 M elements on at most 1/64
-    byte an element.
+    Cost: `of` reads 4 bytes per word; memory is 5 bytes per lane: 170 KB, and from 11 M elements on at most
+    1/64 byte per element.
     """
 
     def __init__(self, device: torch.device, numel: int) -> None:
@@ -119,7 +120,7 @@ class LaneSums:
         ]
 
     def of_all(self, parts: Sequence[Part]) -> Tensor:
-        # Those of short parts together.
+        # Short parts are summed together.
         tensors = [part.words() for part in parts]
         found = torch.zeros(len(tensors), dtype=torch.int64, device=self._sums.device)
         short = [index for index, words in enumerate(tensors) if words.numel() <= _SHORT]
@@ -132,7 +133,7 @@ class LaneSums:
             places = torch.arange(int(ends[-1]), dtype=torch.int64, device=HOST)
             places -= starts.repeat_interleave(lengths)
             words = torch.cat([tensors[index] for index in short]).to(torch.int64)
-            # Sums so far, which wrap: their differences are right all the same.
+            # Running sums, which may wrap; their differences are still correct.
             so_far = torch.zeros(len(words) + 1, dtype=torch.int64, device=words.device)
             torch.cumsum(words * self._weights[places.to(words.device)], 0, out=so_far[1:])
             sums = so_far[ends.to(words.device)] - so_far[starts.to(words.device)]
@@ -149,23 +150,23 @@ class LaneSums:
         self._sums.zero_()
         for index, block in enumerate(words.split(self._lanes)):
             place = self._places[index % _NUM_SHIFTS][: block.numel()]
-            place.add_(block, alpha=2 * index + 1)  # odd: what is added wraps, and no bit is lost
+            place.add_(block, alpha=2 * index + 1)  # odd factors, so wrapping loses no bit
         rows = self._sums.view(_NUM_ROWS, -1).to(torch.int64) * self._weights
         return (rows.sum(1) * self._row_weights).sum()
 
 
 def words_of(tensor: Tensor) -> Tensor:
-    """Return the bits that this rank holds of a tensor: int32 `[n]`, in the order of the elements.
+    """Return the bits of this rank's part of a tensor: int32 `[n]`, in the order of the elements.
 
-    A view where memory has that order and they fill whole words, else a copy.
+    The result is a view if memory has that order and the elements fill whole words, otherwise a copy.
     """
     flat = local(tensor)
     if flat.layout is not torch.strided:
         flat = flat.to_dense()
-    flat = flat.int_repr() if flat.is_quantized else flat  # which has no other view of its memory
+    flat = flat.int_repr() if flat.is_quantized else flat  # quantized memory has no other view
     flat = torch.view_as_real(flat.resolve_conj()) if flat.is_complex() else flat
     flat = flat.resolve_neg().contiguous()
-    flat = flat.as_strided((flat.numel(),), (1,), flat.storage_offset())  # one element has any stride
+    flat = flat.as_strided((flat.numel(),), (1,), flat.storage_offset())  # for one element with any stride
     size = flat.element_size()
     if size >= 4:
         return flat.view(torch.int32)
@@ -177,10 +178,10 @@ def words_of(tensor: Tensor) -> Tensor:
 
 
 def pieces(checksums: Tensor) -> Tensor:
-    """Return of checksums, int64 `[n]`, numbers that float64 can add up exactly over ranks: `[n, 4]`.
+    """Split checksums, int64 `[n]`, into numbers that float64 can sum exactly over ranks: `[n, 4]`.
 
-    Two pieces of 20 bits, each with its square. Over up to 8192 ranks of W they are equal exactly where W
-    times the sum of squares is the square of the sum.
+    The numbers are two pieces of 20 bits, each with its square. On W ranks, up to 8192, the pieces are equal
+    if and only if W times the sum of squares is the square of the sum.
     """
     mixed = _mixed(checksums)
     parts = torch.stack([mixed & _MASK, mixed >> 20 & _MASK], 1).double()
@@ -188,7 +189,7 @@ def pieces(checksums: Tensor) -> Tensor:
 
 
 def differ(summed: Tensor, world_size: int) -> Tensor:
-    """Return which of `pieces`, summed over ranks, float64 `[n, 4]`, differed: bool `[n]`."""
+    """Return which checksums differ, bool `[n]`, given `pieces` summed over ranks, float64 `[n, 4]`."""
     totals, squares = summed[:, 0::2], summed[:, 1::2]
     return (world_size * squares != totals * totals).any(1)
 

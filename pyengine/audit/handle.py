@@ -1,4 +1,4 @@
-"""`pe.audit`: the audit of a loop without an engine."""
+"""`pe.audit`: audits of training loops without an engine."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def check_every(every: object) -> int:
 
 
 def check_device(device: torch.device) -> None:
-    """Raise RuntimeError where gradients cannot be read as they arrive."""
+    """Raise RuntimeError if gradients on `device` cannot be read as they arrive."""
     if is_lazy(device):
         raise RuntimeError(
             f"parameters on {device}: gradients of a recorded program cannot be looked at as they come, so "
@@ -46,34 +46,36 @@ def audit(
     groups: Groups | None = None,
     tolerance: float = TOLERANCE,
 ) -> Audit:
-    """Audit any loop: stock DDP, FSDP2, Accelerate, Megatron's `main_grad`, or one of your own.
+    """Audit any training loop: stock DDP, FSDP2, Accelerate, Megatron's `main_grad`, or your own loop.
 
-    Every `every`-th window, the first among them, all ranks compare what has to be the same on each, and what
-    the reduction has left with what the micro-batches brought. A window ends with the (first) optimizer's
-    step, and the check runs before it. Every rank calls this behind what wraps the model and makes the
-    optimizer, before the first backward.
+    In every `every`-th window, starting with the first, all ranks compare values that must be equal on all
+    ranks, and compare the reduced gradients with the gradients of the micro-batches. A window ends with the
+    step of the (first) optimizer, and the check runs before that step. Call this function on every rank after
+    wrapping the model and creating the optimizer, and before the first backward.
 
     Args:
-        model: as the loop calls it; wrapped by DDP, sharded by FSDP2, compiled, or plain.
-        optimizer: which steps it, or several.
-        every: windows from one check to the next.
-        process_group: the ranks; None is DDP's, or the default group.
-        groups: by a pattern of names (fnmatch), another process group over which parameters are alike and
-            their gradients are reduced, for example of experts; None for what ranks do not have in common.
-        tolerance: how far a reduced gradient may be off, relative to what the micro-batches brought. A lossy
-            communication hook wants more than 1/32.
+        model: the model as the loop calls it; wrapped in DDP, sharded by FSDP2, compiled, or plain.
+        optimizer: the optimizer that steps the model, or several.
+        every: number of windows from one check to the next.
+        process_group: the group of ranks; None means DDP's group, or the default group.
+        groups: maps patterns of parameter names (fnmatch) to another process group over which the parameters
+            are equal and their gradients are reduced, for example for experts; or to None for parameters that
+            ranks do not have in common.
+        tolerance: largest error of a reduced gradient, relative to the gradients of the micro-batches. A
+            lossy communication hook needs more than 1/32.
 
     Returns:
-        A handle: `reduced`, `count` and `abandon` report what hooks cannot see, `remove` ends the audit.
+        A handle: `reduced`, `count` and `abandon` report what hooks cannot see, and `remove` ends the audit.
 
     Raises:
-        TypeError, ValueError: an argument is off, or ranks have other parameters; on every rank.
-        RuntimeError: the parameters are on an XLA device. At a step: a rank has left out its own.
-        AuditError: on every rank, before the optimizer's step (on an accelerator behind it): what differs.
+        TypeError, ValueError: an argument is invalid, or ranks have different parameters; on every rank.
+        RuntimeError: the parameters are on an XLA device; or, at a step, another rank skipped its step.
+        AuditError: something differs; on every rank, before the optimizer's step (after it on accelerators).
 
-    Cost: of a checked window a read of the parameters, a native hook a parameter and micro-batch, and an
-    all-reduce of 160 bytes a parameter; of others a hook of the step. Over gloo a process group. Memory: 140
-    bytes a parameter, 4 KB, or on an accelerator 170 KB or 1/64 byte an element.
+    Cost: a checked window costs one read of the parameters, one native hook call per parameter and
+    micro-batch, and an all-reduce of 160 bytes per parameter; other windows cost one hook call per step. Over
+    gloo, a process group is created. Memory: 140 bytes per parameter, plus 4 KB, or on an accelerator 170 KB
+    or 1/64 byte per element.
 
     Example:
         >>> watch = pe.audit(ddp_model, optimizer, every=100)  # doctest: +SKIP
@@ -93,13 +95,13 @@ def audit(
     inventory = Inventory(model, optimizers, group=process_group, groups=groups or {})
     leaves, every = Leaves(inventory.module), check_every(every)
     auditor = Auditor(inventory.subjects, inventory.comms, leaves, tolerance=tolerance, every=every)
-    # A sharded optimizer keeps state of other parameters on every rank.
+    # A sharded optimizer keeps the state of different parameters on each rank.
     auditor.optimizers = [item for item in optimizers if not hasattr(item, "consolidate_state_dict")]
     return Audit(auditor, inventory.subjects, optimizers[0], every=every)
 
 
 def _innermost_of(optimizer: Any) -> list[Any]:
-    """Return the innermost optimizer, since those of Accelerate and Lightning wrap another one; or raise."""
+    """Return the optimizers inside the wrappers of Accelerate and Lightning, or raise TypeError."""
     found = []
     for item in optimizer if isinstance(optimizer, list | tuple) else [optimizer]:
         while isinstance(inner := getattr(item, "optimizer", None), torch.optim.Optimizer):
@@ -111,17 +113,17 @@ def _innermost_of(optimizer: Any) -> list[Any]:
 
 
 class Audit:
-    """An audit under way; made by `pe.audit`.
+    """A running audit; created by `pe.audit`.
 
     Attributes:
-        step: windows that have ended.
+        step: number of windows that have ended.
     """
 
     def __init__(self, auditor: Auditor, subjects: Sequence[Subject], optimizer: Any, *, every: int) -> None:
         self._auditor, self._every = auditor, every
         self._names = [subject.name for subject in subjects]
         self.step = 0
-        self._reduced: tuple[Samples, Counted] | None = None  # what was found when `reduced` was called
+        self._reduced: tuple[Samples, Counted] | None = None  # sampled when `reduced` was called
         self._forget()
         self._handles = [
             optimizer.register_step_pre_hook(self._before_step),
@@ -134,16 +136,16 @@ class Audit:
         return f"Audit({len(self._names)} tensors, every={self._every}, {checks})"
 
     def count(self, items: float | Tensor, *, divided_by: float = 1.0, names: str = "*") -> None:
-        """Set, before a micro-batch's backward, what its loss is summed over.
+        """Set the number of items that a micro-batch's loss is summed over, before its backward.
 
-        The gradient of a window in which this was called has to be the sum of the losses' gradients over the
-        sum of all items, over all ranks and micro-batches; else it has to be the mean over ranks.
+        If this was called in a window, the gradient must be the sum of the losses' gradients divided by the
+        sum of all items, over all ranks and micro-batches; otherwise it must be the mean over ranks.
 
         Args:
-            items: that the loss is summed over: tokens, samples; a 0-dim tensor is not read.
-            divided_by: what the loop has divided their sum by already.
-            names: a pattern (fnmatch) of the parameters that this is for, where a loss of its own alone
-                reaches them: a second head's. Call it for all first.
+            items: number of items, such as tokens or samples, in the loss; a 0-dim tensor is not read.
+            divided_by: divisor that the loop has already applied to the sum.
+            names: pattern (fnmatch) of parameter names to which the count applies, for parameters that are
+                reached only by a loss of their own, such as a second head's. First call `count` for all.
         """
         if not self._is_due:
             return
@@ -157,19 +159,20 @@ class Audit:
                 weights[index], self._pattern[index] = float(divided_by), names
 
     def reduced(self) -> None:
-        """Report that the window's gradients have been reduced, and not changed since.
+        """Report that the window's gradients have been reduced and not changed since.
 
-        Call it behind the window's last backward, before gradients are unscaled or clipped: what each is
-        divided by is then checked. Without it one factor common to all gradients counts as clipping.
+        Call this after the window's last backward, before gradients are unscaled or clipped, so that the
+        divisor of each gradient is checked. Without this call a factor common to all gradients is assumed to
+        be clipping.
         """
         if self._is_due:
             self._reduced = self._sample(is_strict=True)
 
     def abandon(self) -> None:
-        """Forget the window: its step was skipped, and `reduced` was not called.
+        """Discard the window, because its step was skipped and `reduced` was not called.
 
-        Where gradients become None (`zero_grad()`) that is noticed, and where they are zeroed in place it is
-        not.
+        A skipped step is noticed without this call if gradients are set to None (`zero_grad()`), but not if
+        they are zeroed in place.
         """
         self._forget()
         if self._is_due:
@@ -179,7 +182,7 @@ class Audit:
         """Remove all hooks.
 
         Raises:
-            AuditError: what the last check has found.
+            AuditError: the last check found a difference.
         """
         self._remove_hooks()
         self._auditor.conclude()
@@ -225,7 +228,7 @@ class Audit:
             self._auditor.begin()
 
     def _sample(self, *, is_strict: bool) -> tuple[Samples, Counted]:
-        """Return what the gradients are, and what was counted, by subject."""
+        """Return samples of the gradients, and item counts by subject."""
         samples, counted = self._auditor.sample(is_strict=is_strict), Counted()
         if self._counts:
             zero = torch.zeros((), dtype=torch.float64, device=self._auditor.device)

@@ -1,4 +1,4 @@
-"""What of a model and its optimizers is audited, and over which ranks."""
+"""The tensors of a model and its optimizers to audit, and the ranks that share them."""
 
 from __future__ import annotations
 
@@ -20,26 +20,26 @@ Groups = Mapping[str, dist.ProcessGroup | None]
 
 @dataclass(frozen=True)
 class Shard:
-    """Which elements of a parameter are on this rank: a range of them, in their order."""
+    """The contiguous range of a parameter's elements on this rank."""
 
-    start: int  # first element
-    numel: int  # of the whole parameter
-    copies: int  # ranks that hold the same ones, of those over which its gradient is summed
+    start: int  # index of the first element
+    numel: int  # number of elements in the whole parameter
+    copies: int  # number of ranks with the same elements, among the ranks over which the gradient is summed
 
 
 @dataclass(frozen=True)
 class Subject:
-    """One tensor that ranks have to agree on."""
+    """One tensor that ranks must agree on."""
 
     name: str
     tensor: Tensor
-    replicas: int | None  # index of the group of ranks that have to hold the same; None: no other rank has it
-    summed: int | None  # index of the group over whose ranks its gradient is summed; None: not compared
+    replicas: int | None  # index of the group whose ranks must hold the same values; None: no other rank does
+    summed: int | None  # index of the group over which the gradient is summed; None: not compared
     shard: Shard
     kind: str = "parameter"  # or "buffer"
 
     def gradient(self) -> Tensor | None:
-        """Return the reduced gradient that this rank holds; Megatron's is in `main_grad`."""
+        """Return the reduced gradient that this rank holds; Megatron keeps it in `main_grad`."""
         found: Any = self.tensor.grad
         if found is None:
             found = getattr(self.tensor, "main_grad", None)
@@ -47,17 +47,17 @@ class Subject:
 
 
 class Inventory:
-    """The subjects of a model, and the transports of their groups; every rank makes it alike.
+    """The subjects of a model and the transports of their groups, in the same order on every rank.
 
     Args:
-        model: as the loop calls it.
-        optimizers: which step it; what they hold besides the model's parameters is audited too.
-        group: of all ranks; None is the default one.
-        groups: by a pattern of names, other groups, and None for what ranks do not have in common.
+        model: the model as the loop calls it.
+        optimizers: the model's optimizers; any other parameters that they hold are audited too.
+        group: group of all ranks; None is the default group.
+        groups: maps name patterns to other groups, or to None for tensors that ranks do not have in common.
 
     Attributes:
-        module: without the wrappers.
-        comms: by `Subject.replicas` and `Subject.summed`.
+        module: the model without its wrappers.
+        comms: transports, indexed by `Subject.replicas` and `Subject.summed`.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class Inventory:
         if has_own_buffers:
             self.subjects += buffers_of(self.module, self._index_of)
         self._check_alike()
-        # A rank that leaves out a step continues to the loop's own collectives, while the others check.
+        # A rank that skips a step proceeds to the loop's own collectives while the other ranks run the check.
         self.comms = [comm.with_own_group() for comm in self.comms]
 
     def _parameters(self) -> Iterator[Subject]:
@@ -111,7 +111,7 @@ class Inventory:
                 yield Subject(name, param, index, None, Shard(0, param.numel(), 1))
 
     def _sharded(self, name: str, param: Any) -> Subject:
-        """Describe a DTensor of FSDP2's, whose mesh has which rank holds which shard."""
+        """Describe an FSDP2 DTensor, whose mesh determines which rank holds which shard."""
         mesh, placements = param.device_mesh, param.placements
         all_ranks = sorted(mesh.mesh.flatten().tolist())
         ranks = sorted(dist.get_process_group_ranks(self._group)) if dist.is_initialized() else [0]
@@ -128,7 +128,7 @@ class Inventory:
         )
 
     def _index_of(self, name: str) -> int | None:
-        """Return the group of a name; None where ranks do not have it in common."""
+        """Return the group index for a name, or None if ranks do not have the tensor in common."""
         for pattern, group in self._groups.items():
             if fnmatchcase(name, pattern):
                 return None if group is None else self._add(group)
@@ -159,7 +159,7 @@ class Inventory:
 
 
 def buffers_of(module: nn.Module, index_of: Callable[[str], int | None]) -> list[Subject]:
-    """Return the buffers that no forward is meant to make differ; `index_of` gives the group of a name."""
+    """Return the buffers that must stay equal on all ranks; `index_of` maps a name to its group index."""
     device, found = next(module.parameters()).device, []
     for prefix, part in module.named_modules():
         is_local = isinstance(part, _BatchNorm) and not isinstance(part, nn.SyncBatchNorm)
@@ -175,7 +175,7 @@ def _said(row: Any) -> str:
 
 
 def _start_of(param: Any) -> int | None:
-    """Return the first element that this rank holds of a DTensor, if it holds a range of them."""
+    """Return the index of this rank's first element of a DTensor, or None if it holds no contiguous range."""
     start, rows = 0, param.shape[0] if param.dim() else 1
     shards = [(axis, p) for axis, p in enumerate(param.placements) if not p.is_replicate()]
     if not shards:

@@ -1,8 +1,8 @@
-"""A few elements of every gradient, as micro-batches bring them and as the reduction leaves them.
+"""Samples of a few elements of every gradient, before and after the reduction.
 
 A reduction is a sum, so sampled elements of its result are the sum over ranks and micro-batches of the same
-elements of its inputs, times one factor. What is not reduced, lost, or multiplied by something else shows in
-them.
+elements of its inputs, times one factor. The samples reveal gradients that were lost, not reduced, or
+multiplied by another factor.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ NUM_SAMPLES = 8
 
 
 class Probe:
-    """Samples of local gradients, noted by hooks on the leaves that autograd accumulates into.
+    """Samples of local gradients, recorded by hooks on the leaves that autograd accumulates into.
 
     Attributes:
-        sums: float32 `[subjects, NUM_SAMPLES]`, of this rank's micro-batches.
-        last: the same of its last one.
+        sums: float32 `[subjects, NUM_SAMPLES]`, samples summed over this rank's micro-batches.
+        last: the same shape, samples of this rank's last micro-batch alone.
 
-    Cost: 140 bytes a parameter. Armed, a hook a parameter and micro-batch; nothing otherwise.
+    Cost: 140 bytes per parameter. While armed, one hook call per parameter and micro-batch; otherwise none.
     """
 
     def __init__(self, subjects: Sequence[Subject], leaves: Leaves, device: torch.device) -> None:
@@ -40,8 +40,8 @@ class Probe:
         self.sums = torch.zeros(num, NUM_SAMPLES, dtype=torch.float32, device=device)
         self.last, self._lost = torch.zeros_like(self.sums), torch.zeros_like(self.sums)
         self._sum_rows, self._last_rows = self.sums.unbind(), self.last.unbind()
-        # Arrays, because the core reads and writes them by address.
-        self._places = array("q", [0, 1, 0] * num)  # of each, start, stride and number of elements
+        # Arrays, because the native core reads and writes them by address.
+        self._places = array("q", [0, 1, 0] * num)  # start, stride and number of elements per subject
         self._weights, self._ones = array("d", [1.0] * num), array("d", [1.0] * num)
         self._arrivals, self._zeros = array("q", [0] * num), array("q", [0] * num)
         self._is_over = array("B", [0])
@@ -50,16 +50,16 @@ class Probe:
 
     @property
     def arrivals(self) -> Sequence[int]:
-        """By subject, gradients that came here."""
+        """Number of gradients that arrived on this rank, by subject."""
         return list(self._arrivals)
 
     @property
     def is_armed(self) -> bool:
-        """Whether micro-batches are looked at."""
+        """Whether gradients of micro-batches are recorded."""
         return bool(self._handles)
 
     def arm(self, turn: int) -> None:
-        """Begin a window: forget what was noted, look at other elements, and listen."""
+        """Begin a window: discard recorded samples, select other elements, and register hooks."""
         self._forget()
         for index, subject in enumerate(self._subjects):
             num = min(NUM_SAMPLES, subject.shard.numel)
@@ -72,17 +72,17 @@ class Probe:
                     self._handles.append(hook)
 
     def weights_of_next(self) -> MutableSequence[float]:
-        """Return, to be changed, by subject the factor of the gradients of the next micro-batch."""
+        """Return the factors of the next micro-batch's gradients, by subject, for the caller to change."""
         if self._is_over[0]:
             self._forget()
         return self._weights
 
     def end(self) -> None:
-        """Let the next gradient begin a new window; the last one has been reduced."""
+        """Let the next gradient begin a new window; the current window has been reduced."""
         self._is_over[0] = 1
 
     def keep(self) -> Callable[[], None]:
-        """Return a function that forgets what is noted from now on until it is called."""
+        """Return a function that restores the current samples and discards later ones."""
         tensors = [(each, each.clone()) for each in (self.sums, self.last, self._lost)]
         weights, arrivals, is_over = self._weights[:], self._arrivals[:], self._is_over[:]
 
@@ -99,14 +99,14 @@ class Probe:
         self._handles = []
 
     def all_sums(self) -> Tensor:
-        """Return the sums, and what came before a gradient was set to None."""
+        """Return the sums, including gradients that arrived before `.grad` was set to None."""
         return self.sums + self._lost
 
     @torch.no_grad()
     def reduced(self) -> Tensor:
-        """Return the same elements of the gradients as they are now, float64 `[subjects, NUM_SAMPLES]`.
+        """Return the same elements of the current gradients, float64 `[subjects, NUM_SAMPLES]`.
 
-        This rank's share of them: 0 for elements on other ranks, and an n-th of those on n ranks.
+        The result is this rank's share: 0 for elements on other ranks, and 1/n of elements held by n ranks.
         """
         found = torch.zeros_like(self.sums)
         rows = found.unbind()
@@ -125,8 +125,9 @@ class Probe:
         self._is_over[0] = 0
 
     def _listener(self, index: int, owners: tuple[Tensor, ...]) -> Callable[[Tensor], None]:
-        """Return a hook of a leaf, see `MakeHook`; the core's hook does the same for gradients that it can
-        read.
+        """Return a hook for a leaf, see `MakeHook`.
+
+        The native core's hook does the same for gradients that the core can read.
         """
         total = self._sum_rows[index]
 
@@ -146,7 +147,7 @@ class Probe:
 
     @cached_property
     def _notes(self) -> Any:
-        """Return where the core finds what is noted."""
+        """Return the core's view of the recorded samples, by address."""
         assert self._core is not None
         arrays = (self._is_over, self._places, self._weights, self._arrivals)
         tensors = (self.sums, self.last, self._lost)
@@ -154,9 +155,9 @@ class Probe:
         return self._core.Notes(*where, NUM_SAMPLES)
 
     def _note(self, index: int, grad: Tensor) -> None:
-        """Note what the core does not read: strided elements of any tensor."""
+        """Record strided elements of a gradient that the core cannot read."""
         total, last = self._sum_rows[index], self._last_rows[index]
-        if hasattr(grad, "to_local"):  # for example partial sums: this rank's part is no sample
+        if hasattr(grad, "to_local"):  # for example partial sums, whose local part is not a sample
             total.fill_(torch.nan)
             return
         start, stride, num = self._places[3 * index : 3 * index + 3]
@@ -183,7 +184,7 @@ class Probe:
 
 
 def _strided(grad: Tensor, start: int, stride: int, num: int) -> Tensor:
-    """Return every `stride`-th element from `start` on, in the order of the elements."""
+    """Return `num` elements, every `stride`-th from `start` on, in the order of the elements."""
     if grad.layout is not torch.strided:
         grad = grad.to_dense()
     if not grad.is_contiguous():
@@ -193,15 +194,15 @@ def _strided(grad: Tensor, start: int, stride: int, num: int) -> Tensor:
     return grad.as_strided((num,), (stride,), grad.storage_offset() + start)
 
 
-# ---- where autograd brings a gradient: the parameter, or what FSDP2 shows in its place ----
+# ---- the leaf that receives a gradient: the parameter, or the tensor that FSDP2 uses in its place ----
 
-# Makes a hook of a leaf. Its argument are the tensors whose `.grad` stays None until the first gradient since
-# they were set to None has been accumulated; none where that is no sign.
+# Creates a hook for a leaf. The argument contains the tensors whose `.grad`, once set to None, stays None
+# until the next gradient has been accumulated; it is empty if a `.grad` of None has no such meaning.
 MakeHook = Callable[[tuple[Tensor, ...]], Callable[[Tensor], None]]
 
 
 class Leaves:
-    """The leaves of a model, whose parameters FSDP2 may have sharded; None: not sharded."""
+    """The autograd leaves of a model that FSDP2 may have sharded; pass None if it is not sharded."""
 
     def __init__(self, model: nn.Module | None) -> None:
         self._shown: dict[int, _Shown] = {}
@@ -212,7 +213,7 @@ class Leaves:
                     self._shown.setdefault(id(param), _Shown(param, module, name))
 
     def listen(self, param: Tensor, make_hook: MakeHook) -> LeafHook:
-        """Call the hook with the gradient that every backward brings, before it is accumulated."""
+        """Call the hook with the gradient of every backward, before the gradient is accumulated."""
         hook, shown = LeafHook(param, make_hook), self._shown.get(id(param))
         if shown is None:
             hook.register(param)
@@ -224,13 +225,13 @@ class Leaves:
 
 
 class _Shown:
-    """What FSDP shows to forwards in place of a sharded parameter: always the same leaf."""
+    """The leaf that forwards use in place of a parameter sharded by FSDP; always the same leaf."""
 
     def __init__(self, param: Tensor, module: nn.Module, name: str) -> None:
         self._param, self._name = param, name
-        self.leaf: Tensor | None = None  # until the first forward
+        self.leaf: Tensor | None = None  # None until the first forward
         self.waiting: list[LeafHook] = []
-        # After FSDP's own, which shows it.
+        # Runs after FSDP's own hook, which puts the leaf in place.
         self._handle = module.register_forward_pre_hook(self._find)
 
     def _find(self, module: nn.Module, _: Any) -> None:
@@ -245,17 +246,17 @@ class _Shown:
 
 
 class LeafHook:
-    """A hook of the autograd node of a leaf, registered now or when FSDP shows the leaf."""
+    """A hook on the autograd node of a leaf, registered immediately or once FSDP puts the leaf in place."""
 
     def __init__(self, param: Any, make_hook: MakeHook) -> None:
         self._param, self._make_hook = param, make_hook
-        self._registered: tuple[Any, Any] | None = None  # the node, which lives as long, and the handle
+        self._registered: tuple[Any, Any] | None = None  # the node, kept alive here, and the handle
         self._is_removed = False
 
     def register(self, leaf: Tensor) -> None:
         if self._is_removed:
             return
-        # Megatron sets `.grad` to None after every micro-batch: there None is no sign.
+        # Megatron sets `.grad` to None after every micro-batch, so None has no meaning there.
         owners = (leaf,) if leaf is self._param else (leaf, self._param)
         hook = self._make_hook(() if hasattr(self._param, "main_grad") else owners)
 
@@ -263,7 +264,7 @@ class LeafHook:
             if grads[0] is not None:
                 hook(grads[0])
 
-        # A hook of the leaf itself would run for torch.autograd.grad, too, which accumulates nothing.
+        # A hook on the leaf itself would also run in torch.autograd.grad, which accumulates nothing.
         node = get_gradient_edge(leaf).node
         self._registered = node, node.register_prehook(accumulated)
 

@@ -1,4 +1,4 @@
-"""Arguments that several commands share: types, checks, settings made of options."""
+"""Arguments that several commands share: types, checks, and settings built from options."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ _Settings = TypeVar("_Settings")
 
 
 class Conflict(ValueError):
-    """Arguments that are valid alone, and not together or on this machine."""
+    """Arguments that are valid individually, but not together or on this machine."""
 
 
 def fill(settings: type[_Settings], options: argparse.Namespace, **values: Any) -> _Settings:
-    """Return the settings of a command: `values`, and the other fields from the options of the same names."""
+    """Build the settings of a command from `values` and, for other fields, the options of the same names."""
     names = [field.name for field in fields(settings) if field.name not in values]  # type: ignore[arg-type]
     return settings(**values, **{name: getattr(options, name) for name in names})
 
 
 @contextmanager
 def writing(argument: str, what: str, remedy: str = "name a writable folder") -> Iterator[None]:
-    """Raise `Conflict` if the system refuses the body, which does `what` for an argument."""
+    """Raise `Conflict` if the body, which does `what` for an argument, raises OSError."""
     try:
         yield
     except OSError as error:
@@ -38,7 +38,7 @@ def writing(argument: str, what: str, remedy: str = "name a writable folder") ->
 
 
 def check_writable(argument: str, file: Path) -> None:
-    """Raise `Conflict` if `files.written` could not write a file, or would replace something else."""
+    """Raise `Conflict` if `files.written` could not write a file, or would replace a non-regular file."""
     with writing(argument, f"write {file}", "name a file in a folder that exists and is writable"):
         with suppress(FileNotFoundError):
             open(file, "rb", opener=regular).close()
@@ -54,7 +54,7 @@ def check_absent(options: argparse.Namespace, name: str, why: str) -> None:
 
 
 def check_workers(numbers: Collection[int]) -> None:
-    """Raise `Conflict` if this machine has too few cores for so many workers."""
+    """Raise `Conflict` if this machine has too few cores for the largest number of workers."""
     try:
         check_number(max(numbers))
     except ValueError as error:
@@ -62,7 +62,7 @@ def check_workers(numbers: Collection[int]) -> None:
 
 
 def each(defaults: Mapping[str, float]) -> str:
-    """Describe a default that depends on the model."""
+    """Describe a default that differs between models."""
     return "default: " + ", ".join(f"{model} {value:g}" for model, value in defaults.items())
 
 
@@ -100,9 +100,9 @@ def above_zero(text: str) -> float:
 
 
 def different_wholes(text: str) -> tuple[int, ...]:
-    """Parse several different whole numbers."""
+    """Parse distinct whole numbers, separated by commas."""
     parts = text.split(",")
-    # `int` refuses thousands of digits.
+    # `int` rejects numbers with thousands of digits.
     numbers = tuple(int(part) if part.isdecimal() and len(part) < 10 else 0 for part in parts)
     if min(numbers) < 1 or len(set(numbers)) < len(numbers):
         raise argparse.ArgumentTypeError(
@@ -112,7 +112,7 @@ def different_wholes(text: str) -> tuple[int, ...]:
 
 
 def different_names(known: Collection[str]) -> Callable[[str], tuple[str, ...]]:
-    """Return a type for `add_argument`: several different ones of the known names."""
+    """Return a type for `add_argument`: distinct names of `known`, separated by commas."""
 
     def parse(text: str) -> tuple[str, ...]:
         names = tuple(text.split(","))

@@ -1,4 +1,4 @@
-"""Files of commands: written as a whole, never through a link; see SECURITY.md."""
+"""Files of commands, written completely or not at all, and never through a link; see SECURITY.md."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from typing import TextIO
 
 @contextmanager
 def written(path: Path) -> Iterator[Path]:
-    """Replace `path` by the file that the body writes to the path it is given, if the body raises nothing.
+    """Yield a temporary path; replace `path` by the file written there if the body raises nothing.
 
-    The given path has the same name and is in a folder that only this user can enter, so nobody can have put
-    a link there; a link at `path` itself is replaced, not followed.
+    The temporary path has the same name and is in a folder that only this user can enter, so nobody can have
+    placed a link there; a link at `path` itself is replaced, not followed.
     """
     with tempfile.TemporaryDirectory(prefix=".pyengine-", dir=path.parent) as folder:
         part = Path(folder, path.name)
@@ -26,9 +26,9 @@ def written(path: Path) -> Iterator[Path]:
 
 
 def regular(path: str, flags: int) -> int:
-    """Open a regular file, as the `opener` of `open`; raise OSError for a link, a pipe or a device."""
+    """Open a regular file, as an `opener` for `open`; raise OSError for a link, a pipe or a device."""
     try:
-        # Without O_NONBLOCK the open of a pipe would wait for another process.
+        # Without O_NONBLOCK, opening a pipe would wait for another process.
         descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
     except OSError as error:
         if error.errno == errno.ELOOP:
@@ -41,13 +41,13 @@ def regular(path: str, flags: int) -> int:
 
 
 def fresh(path: Path) -> TextIO:
-    """Replace a file by a new one for text, which others may read while it grows."""
+    """Replace a file by a new text file, which other processes may read while it grows."""
     path.unlink(missing_ok=True)
     return path.open("x", encoding="utf-8")  # "x" follows no link
 
 
 def make_folder(path: Path) -> None:
-    """Make a folder within one that the user has named, if it is missing; raise OSError for a link."""
+    """Create a folder inside a folder that the user named, if it is missing; raise OSError for a link."""
     path.mkdir(exist_ok=True)
     if path.is_symlink():
         raise OSError(errno.ELOOP, "a symbolic link, which is not followed", str(path))

@@ -1,4 +1,4 @@
-"""Gradient norms and the noise scale in `train --trace` and `study`: measured where allowed, and drawn."""
+"""Measure and plot gradient norms and the noise scale, for `train --trace` and `study`."""
 
 from __future__ import annotations
 
@@ -33,27 +33,27 @@ STYLE: dict[Any, Any] = {  # the stubs of rc_context list every name
     "text.color": INK,
     "svg.hashsalt": "pyengine",  # the same figures give the same file
 }
-_MOST_LINES = 12  # that can be distinguished in one panel
-_BARS = 25  # of spreads, about, over the steps of a run
+_MOST_LINES = 12  # most lines that can be distinguished in one panel
+_BARS = 25  # approximate number of error bars over the steps of a run
 
 
 def measure_noise_scale(sync: Sync, *, parts: int) -> None:
-    """Measure the noise scale from the next window on; warn where the engine refuses that.
+    """Measure the noise scale from the next window on; warn if the engine does not support it.
 
-    Every rank calls this at the same point.
+    Every rank must call this function at the same point.
 
     Args:
-        parts: ranks or, with one rank, micro-batches of a window, whose gradients are compared.
+        parts: number of ranks or micro-batches whose gradients can be compared; nothing is measured with one.
     """
     try:
         if parts > 1:
             sync.measure(NoiseScale())
-    except ValueError as error:  # on every rank
+    except ValueError as error:  # raised on every rank
         warnings.warn(f"no noise scale: {error}", stacklevel=2)
 
 
 def with_spread(scale: float, spread: float | None) -> str:
-    """Return a noise scale as text."""
+    """Return a noise scale and its spread as text."""
     return _short(scale) if spread is None else f"{_short(scale)} ± {_short(spread)}"
 
 
@@ -64,10 +64,10 @@ def _short(value: float) -> str:
 
 
 def layer_norms(norms: Sequence[Mapping[str, float]]) -> dict[str, list[float]]:
-    """Return the norms of every step by parameter or, if there are more than 12, by layer.
+    """Return the norms of every step by parameter or, for more than 12 parameters, by layer.
 
-    A layer is all parameters whose names begin alike: in as many components as leave at most 12 layers, and
-    in one at least.
+    A layer consists of all parameters whose names share their first components: as many components as give
+    at most 12 layers, and at least one component.
     """
     components = {name: name.split(".") for name in norms[0]}
     depth = max(map(len, components.values()))
@@ -83,12 +83,12 @@ def layer_norms(norms: Sequence[Mapping[str, float]]) -> dict[str, list[float]]:
 
 
 def draw(records: Sequence[StepRecord], path: Path, *, unit: str) -> None:
-    """Draw gradient norms over steps and, where it is known, the noise scale beside the batch.
+    """Plot gradient norms over steps and, if known, the noise scale together with the batch.
 
     Args:
-        records: of steps with `grad_norms`.
-        path: of the PNG file.
-        unit: of counts, for example "tokens".
+        records: the records of steps with `grad_norms`.
+        path: path of the PNG file.
+        unit: unit of counts, for example "tokens".
     """
     import matplotlib  # optional: `train` runs without it
     from matplotlib.figure import Figure
@@ -125,13 +125,13 @@ def draw(records: Sequence[StepRecord], path: Path, *, unit: str) -> None:
 def draw_noise_scale(
     axes: Any, xs: Sequence[float], estimates: Sequence[tuple[float | None, float | None]], **look: Any
 ) -> None:
-    """Draw noise scales with bars of their spreads on a logarithmic axis.
+    """Plot noise scales on a logarithmic axis, with their spreads as error bars.
 
     Args:
-        axes: of matplotlib.
-        xs: of each estimate.
-        estimates: scale, and spread or None.
-        look: arguments of `Axes.errorbar`.
+        axes: axes of matplotlib.
+        xs: x coordinate of each estimate.
+        estimates: pairs of scale and spread; the spread may be None.
+        look: further arguments of `Axes.errorbar`.
     """
     from matplotlib.ticker import LogFormatter
 

@@ -1,4 +1,4 @@
-"""This machine: the card that results name, and the state in which times are measured."""
+"""This machine: its description in results, and its memory settings during measurements."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
 
 
 def cpu_name() -> str:
-    """Return the processor's model, if the system reports it, else its architecture."""
+    """Return the processor's model if the system reports it, otherwise its architecture."""
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines() if cpuinfo.exists() else []
     models = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
@@ -40,10 +40,10 @@ def card(threads: int, device: str = "cpu") -> dict[str, str | int]:
 
 
 def hold_memory() -> None:
-    """Let glibc's malloc keep the memory that it has, until the process ends.
+    """Make glibc's malloc keep freed memory until the process ends.
 
-    By default it returns torch's temporaries to the system, so that every call writes to fresh pages, which
-    makes some torch expressions ten times slower.
+    By default, malloc returns torch's temporaries to the system, so that every call writes to fresh pages.
+    This makes some torch expressions ten times slower.
     """
     libc = ctypes.CDLL(None)
     if hasattr(libc, "mallopt"):

@@ -44,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         settings = _COMMANDS[options.command][1].settings(options)
         kept = getattr(settings, "kept", kept)
-        # Imported late: it takes long, and may need a package that is not installed.
+        # Imported late: the import is slow, and may need a package that is not installed.
         run: Callable[[Any], int] = import_module(f"pyengine.cli.{options.command}.run").run
         with stopping.raised():
             code = run(settings)
@@ -75,7 +75,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         terminal.show_cursor()
 
 
-# The summary and the arguments of each command; the module `run` of its folder runs it.
+# The summary and the arguments of each command; `run.py` in the command's folder runs it.
 _COMMANDS: dict[str, tuple[str, Any]] = {
     "train": ("train small models on this machine and compare with plain DDP", train),
     "verify": ("train on several world sizes and check that the runs are bitwise identical", verify),
@@ -87,7 +87,7 @@ _COMMANDS: dict[str, tuple[str, Any]] = {
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """Return the parser; `error` of the parsed options exits with the usage of their command."""
+    """Return the parser; `error` of the parsed options prints the usage of the command and exits."""
     parser = argparse.ArgumentParser(
         prog="python -m pyengine", description="Gradient synchronization and accumulation for PyTorch."
     )

@@ -1,4 +1,4 @@
-"""Ranges of repeated measurements: a difference counts where two ranges do not overlap."""
+"""Ranges of repeated measurements: a difference counts only if two ranges do not overlap."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Range:
-    """Median, smallest and largest value of repeated measurements."""
+    """The median, smallest and largest value of repeated measurements."""
 
     mid: float
     low: float
@@ -30,20 +30,20 @@ class Range:
         return Range(self.mid / divisor, self.low / divisor, self.high / divisor)
 
     def overlaps(self, other: Range) -> bool:
-        """Return whether the ranges have a value in common: a difference is then within noise."""
+        """Return whether the ranges overlap, so that their difference is within noise."""
         return self.low <= other.high and other.low <= self.high
 
 
 def percent(share: float) -> str:
-    """Return a share in percent, with a non-breaking space."""
+    """Format a share as a percentage, with a non-breaking space."""
     return f"{100 * share:.1f}\u00a0%" if share < 1 else f"{100 * share:.0f}\u00a0%"
 
 
 def duration(value: float) -> str:
-    """Return seconds with a suitable unit."""
+    """Format seconds with a suitable unit."""
     if value >= 3600:
         return f"{value / 3600:.1f}\u00a0h"
     if value >= 60:
         return f"{value / 60:.1f}\u00a0min"
-    # A little less than a second would be 1e+03 ms.
+    # A value just below one second would be formatted as 1e+03 ms.
     return f"{value:.2f}\u00a0s" if value >= 0.9995 else f"{1e3 * value:.3g}\u00a0ms"

@@ -1,4 +1,4 @@
-"""Reports of commands: tables and sentences for people, JSON lines for programs, nothing on other ranks."""
+"""Reports of commands: tables and sentences for people, or JSON lines for programs, on a single rank."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from rich.table import Table
 
 from pyengine.cli.terminal import print_json
 
-_LEAST_WIDTH = 80  # least width of a wide table on any terminal: rich would shorten its numbers
+_LEAST_WIDTH = 80  # minimum width of a wide table on any terminal, because rich would shorten its numbers
 
 
 class _Console(Console):
     def on_broken_pipe(self) -> None:
-        """Raise the error again, for `terminal.exit_code`; rich would exit with code 1."""
+        """Re-raise the error for `terminal.exit_code`; rich would exit with code 1."""
         raise BrokenPipeError
 
 
 class Report:
-    """The base of every command's report: a method an event, as text or JSON lines; silent on other ranks."""
+    """Base class of every command's report: each method prints an event as text or JSON, unless silent."""
 
     def __init__(self, *, as_json: bool = False, is_silent: bool = False) -> None:
         self._as_json, self._is_silent = as_json, is_silent
@@ -39,7 +39,7 @@ class Report:
         self._console.print(text, highlight=False, markup=False, soft_wrap=True)
 
     def _print(self, table: Table, paragraphs: Iterable[str] = ()) -> None:
-        """Print a table, and below it paragraphs that are wrapped at the width of the terminal."""
+        """Print a table, followed by paragraphs that are wrapped at the width of the terminal."""
         options = self._console.options.update(width=_LEAST_WIDTH)
         needed = Measurement.get(self._console, options, table).maximum
         if needed > self._console.width:
@@ -49,7 +49,7 @@ class Report:
             self._console.print(text, highlight=False, markup=False)
 
     def _make_progress(self, *columns: ProgressColumn, **options: Any) -> Progress:
-        """Return a live line with description, bar, count and more columns, shown on terminals only."""
+        """Return a live line with a description, a bar, a count and `columns`, shown only on terminals."""
         is_shown = self._console.is_terminal and not self._console.quiet
         every = TextColumn("{task.description}"), BarColumn(bar_width=16), MofNCompleteColumn()
         return Progress(*every, *columns, console=self._console, disable=not is_shown, **options)

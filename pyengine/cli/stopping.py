@@ -18,10 +18,10 @@ _WORDS = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated"}
 
 
 def at_start() -> None:
-    """Let a signal end this process at once, before it has started anything.
+    """Make a signal end this process immediately, before it has started anything.
 
     An exception would pass through unfinished imports, some of which swallow it. Workers of torchrun end
-    silently, also inside a collective: torchrun reports the signal.
+    silently, even inside a collective, because torchrun reports the signal.
     """
     for number in _not_ignored():
         signal.signal(number, signal.SIG_DFL if _is_torchrun_worker() else _exit)
@@ -29,9 +29,9 @@ def at_start() -> None:
 
 @contextmanager
 def raised() -> Iterator[None]:
-    """Raise KeyboardInterrupt or SystemExit in the body at a signal; ignore further signals from then on.
+    """Raise KeyboardInterrupt or SystemExit in the body on a signal, and ignore further signals.
 
-    After the body, nothing is left to stop in a process that has called `at_start`: signals are ignored while
+    After the body, a process that has called `at_start` has nothing left to stop, so it ignores signals while
     the interpreter exits.
     """
     if _is_torchrun_worker() or threading.current_thread() is not threading.main_thread():
@@ -48,7 +48,7 @@ def raised() -> Iterator[None]:
 
 
 def report(stop: KeyboardInterrupt | SystemExit, text: str) -> int:
-    """Print the signal that ended a command, return its exit code; raise `stop` if it was another end."""
+    """Print the signal that ended a command and return its exit code; raise `stop` if no signal ended it."""
     code = 128 + signal.SIGINT if isinstance(stop, KeyboardInterrupt) else stop.code
     if not isinstance(code, int) or code - 128 not in {*_WORDS, signal.SIGHUP, signal.SIGQUIT}:
         raise stop
@@ -75,7 +75,7 @@ def _ignore_signals() -> None:
 def _print(number: signal.Signals, text: str) -> None:
     if _is_torchrun_worker() and os.environ.get("RANK") != "0":
         return
-    with suppress(OSError):  # a terminal that was closed
+    with suppress(OSError):  # the terminal may have been closed
         print(f"{_WORDS.get(number, 'ended by ' + number.name)}: {text}", file=sys.stderr, flush=True)
 
 

@@ -1,4 +1,4 @@
-"""The terminal: unencodable characters, JSON lines, and an output that is closed or full."""
+"""Terminal output: characters that cannot be encoded, JSON lines, and an output that is closed or full."""
 
 from __future__ import annotations
 
@@ -17,16 +17,15 @@ from typing import Any
 
 from pyengine.telemetry import without_nan
 
-_CLOSED = 141  # 128 + SIGPIPE, as a shell reports `command | head`
-_RAISING = ("strict", "surrogateescape")  # Python sets the second one in the C locale
+_CLOSED = 141  # 128 + SIGPIPE, the exit code that a shell reports for `command | head`
+_RAISING = ("strict", "surrogateescape")  # Python sets "surrogateescape" in the C locale
 _PLAIN = {"×": "x", "→": "->", "–": "-", "±": "+-", "√": "sqrt ", "Σ": "sum ", "\u00a0": " "}
 
 
 def prepare_output() -> None:
-    """Print plain signs for characters that the encoding of stdout lacks, `x` for `×`, or else `?`; and
-    nothing where stdout is closed.
+    """Replace characters that the encoding of stdout lacks, such as `×` by `x`, and others by `?`.
 
-    Every process that prints calls this.
+    If stdout is closed, nothing is printed. Every process that prints must call this function.
     """
     if sys.stdout is None:
         sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115 - for the rest of the process
@@ -37,28 +36,29 @@ def prepare_output() -> None:
 
 
 def _plain(error: UnicodeError) -> tuple[str, int]:
-    assert isinstance(error, UnicodeEncodeError)  # registered for output alone
+    assert isinstance(error, UnicodeEncodeError)  # the handler is used only for output
     text = error.object[error.start : error.end]
     return "".join(_PLAIN.get(sign, "?") for sign in text), error.end
 
 
 def show_cursor() -> None:
-    """Show the cursor, which a worker that was ended inside its live line has left hidden."""
+    """Show the cursor again: a worker that was killed while drawing its live line leaves it hidden."""
     if sys.stdout.isatty():
         sys.stdout.write("\x1b[?25h")
 
 
 def print_json(event: str, **values: Any) -> None:
-    """Print an object on a line; inf and nan, which JSON does not have, become null."""
+    """Print a JSON object on one line; inf and nan, which JSON lacks, become null."""
     print(json.dumps({"event": event, **without_nan(values)}), flush=True)
 
 
 def read_json(text: str | bytes) -> Any:
-    """Return the JSON of an untrusted file, whose control characters, which could move the cursor of a
-    terminal, are replaced by `?`.
+    """Parse the JSON of an untrusted file, and replace control characters by `?`.
+
+    Control characters could move the cursor of a terminal.
 
     Raises:
-        ValueError: the text is not JSON, or nested too deeply.
+        ValueError: the text is not JSON, or is nested too deeply.
     """
     try:
         return _printable(json.loads(text))
@@ -76,12 +76,12 @@ def _printable(value: Any) -> Any:
 
 @contextmanager
 def ends_with_output() -> Iterator[None]:
-    """End this worker in the body if its output is closed, by SIGPIPE as other programs, or has no room."""
+    """End this worker if its output is closed (by SIGPIPE, like other programs) or has no space left."""
     try:
         yield
     except OSError as error:
         if isinstance(error, BrokenPipeError) and not _is_closed(sys.stdout.fileno()):
-            raise  # it is of another pipe
+            raise  # the error is from another pipe
         code = exit_code(error)
         if code == _CLOSED:
             signal.signal(signal.SIGPIPE, signal.SIG_DFL)
@@ -92,23 +92,21 @@ def ends_with_output() -> Iterator[None]:
 
 
 def _is_closed(pipe: int) -> bool:
-    """Whether nobody reads from a pipe any more."""
+    """Return whether a pipe has no reader anymore."""
     poll = select.poll()
     poll.register(pipe, 0)
     return bool(poll.poll(0))
 
 
 def exit_code_of_worker(error: RuntimeError) -> int | None:
-    """Return the exit code for the error that `launch` raises if a worker's output was closed, as
-    `exit_code`.
-    """
+    """Return the exit code if an error of `launch` says that a worker's output was closed, otherwise None."""
     return exit_code(BrokenPipeError()) if "\nSignal 13 (SIGPIPE)" in str(error) else None
 
 
 def exit_code(error: OSError) -> int | None:
-    """Return the exit code of a command whose output was closed or has no room; None for other errors.
+    """Return the exit code of a command whose output was closed or has no space left; None for other errors.
 
-    Redirects stdout to the null device, so that the interpreter does not fail once more when it exits.
+    Redirects stdout to the null device, so that the interpreter does not fail again at exit.
     """
     if isinstance(error, BrokenPipeError):
         code = _CLOSED

@@ -1,4 +1,4 @@
-"""`--wandb` and `--tensorboard`: runs in these trackers, through the listeners of `pyengine.telemetry`."""
+"""`--wandb` and `--tensorboard`: log runs to these trackers through the listeners of `pyengine.telemetry`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def add_to(parser: argparse.ArgumentParser) -> None:
 
 
 class Run:
-    """A run in each tracker; nothing is written where there is none."""
+    """A run in each tracker; without trackers, nothing is written."""
 
     def __init__(self) -> None:
         self.listeners: list[Listener] = []
@@ -34,7 +34,7 @@ class Run:
             listener(record)
 
     def log(self, values: Mapping[str, float], *, axis: str, at: int) -> None:
-        """Write values at a point of an axis, by name."""
+        """Write named values at a point of an axis."""
         if self.wandb is not None:
             for name in values:
                 self.wandb.define_metric(name, step_metric=axis)
@@ -56,14 +56,14 @@ class Run:
 
 @dataclass(frozen=True)
 class Trackers:
-    """The trackers that the command line asks for: a project of W&B, an absolute folder of event files."""
+    """The trackers on the command line: a W&B project, and an absolute folder for event files."""
 
     project: str | None = None
     folder: Path | None = None
 
     @classmethod
     def of(cls, options: argparse.Namespace) -> Trackers:
-        """Return the trackers of parsed arguments; raise `Conflict` if a package is not installed."""
+        """Return the trackers in the parsed arguments; raise `Conflict` if a package is not installed."""
         for name in ("wandb", "tensorboard"):
             if getattr(options, name) is not None and find_spec(name) is None:
                 raise Conflict(
@@ -78,7 +78,7 @@ class Trackers:
 
     @contextmanager
     def run(self, name: str, *, group: str, config: Mapping[str, Any]) -> Iterator[Run]:
-        """Open a run in each tracker: under W&B with a group, in TensorBoard as the folder `name`."""
+        """Open a run in each tracker: in W&B with a group, in TensorBoard as the folder `name`."""
         run = Run()
         with ExitStack() as stack:
             if self.project is not None:

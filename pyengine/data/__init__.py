@@ -1,1 +1,1 @@
-"""Which samples a micro-batch holds, how a batch is split, where randomness comes from."""
+"""Assignment of samples to micro-batches, the split of a global batch, and random streams."""

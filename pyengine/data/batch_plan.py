@@ -1,6 +1,6 @@
-"""One global batch on any number of workers: its split, and its learning rate.
+"""Split of a global batch over any number of workers, and its learning rate.
 
-`WindowSampler` does the arithmetic of the split.
+`WindowSampler` computes the split.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from pyengine.window.counter import share
 
 Rule = Literal["linear", "sqrt"]
 
-# From 256 to 8192 in Goyal et al. 2017 (figure 1: the error rises beyond 8192), from 128 to 4096 in Hoffer et
-# al. 2017.
+# Largest published increase: from 256 to 8192 in Goyal et al. 2017 (figure 1: the error rises beyond 8192),
+# from 128 to 4096 in Hoffer et al. 2017.
 _LARGEST_SHOWN = 32
 
 
@@ -28,10 +28,10 @@ class BatchPlan:
     """The split of a global batch over ranks; made by `plan_batch`.
 
     Attributes:
-        global_batch: samples an optimizer step, over all ranks.
-        micro_batch: samples a backward.
-        world_size: ranks.
-        shares: micro-batches a window, by rank; they differ by at most one.
+        global_batch: samples per optimizer step, over all ranks.
+        micro_batch: samples per backward.
+        world_size: number of ranks.
+        shares: micro-batches per window, by rank; the numbers differ by at most one.
     """
 
     global_batch: int
@@ -48,9 +48,9 @@ class BatchPlan:
 
     @property
     def accumulate(self) -> int:
-        """Micro-batches a window on each rank, for `GradSync`.
+        """Micro-batches per window on each rank, for `GradSync`.
 
-        Raises ValueError if ranks differ (see `shares`).
+        Raises ValueError if the number differs between ranks (see `shares`).
         """
         if self.idle:
             raise ValueError(
@@ -62,24 +62,24 @@ class BatchPlan:
 
     @property
     def micro_batches(self) -> int:
-        """Micro-batches of a window, over all ranks."""
+        """Micro-batches per window, over all ranks."""
         return sum(self.shares)
 
     @property
     def idle(self) -> int:
-        """Micro-batches by which ranks with one less could do more in a window."""
+        """Unused micro-batch slots per window, on ranks that have one micro-batch less than others."""
         return self.world_size * max(self.shares) - self.micro_batches
 
     def steps_per_epoch(self, dataset_size: int, *, drop_last: bool = False) -> int:
-        """Return the optimizer steps in an epoch: the same for every world size.
+        """Return the number of optimizer steps in an epoch, which is the same for every world size.
 
         Args:
-            dataset_size: samples in the dataset.
+            dataset_size: number of samples in the dataset.
             drop_last: whether to drop the samples that do not fill a window. Otherwise the last window is
                 short.
 
         Raises:
-            TypeError, ValueError: as `WindowSampler`, whose `num_windows` this is.
+            TypeError, ValueError: as for `WindowSampler`, whose `num_windows` is returned.
 
         Example:
             >>> pe.plan_batch(global_batch=256, micro_batch=8, world_size=4).steps_per_epoch(50_000)
@@ -89,16 +89,16 @@ class BatchPlan:
 
 
 def plan_batch(*, global_batch: int, micro_batch: int, world_size: int, uneven: bool = False) -> BatchPlan:
-    """Split a global batch into micro-batches and share them between ranks.
+    """Split a global batch into micro-batches and distribute them over ranks.
 
     The result of training depends on the global batch, not on its split. When workers join or leave, keep
     the global batch and its learning rate, and change `accumulate`.
 
     Args:
-        global_batch: samples an optimizer step, over all ranks; a multiple of `micro_batch`.
-        micro_batch: samples a backward; as many as the device holds.
-        world_size: ranks.
-        uneven: whether some ranks may have one micro-batch more than others. Then pass `shares[rank]` to
+        global_batch: samples per optimizer step, over all ranks; a multiple of `micro_batch`.
+        micro_batch: samples per backward; as many as fit on the device.
+        world_size: number of ranks.
+        uneven: whether some ranks may have one micro-batch more than others. If so, pass `shares[rank]` to
             `GradSync`, whose mean stays correct; `WindowSampler` gives each rank its samples.
 
     Raises:
@@ -130,21 +130,21 @@ def scale_lr(lr: float, *, from_batch: int, to_batch: int, rule: Rule) -> float:
     """Return the learning rate for another global batch.
 
     With k = to_batch / from_batch, "linear" is lr × k (Goyal et al. 2017, §2.1; for SGD, with a warm-up:
-    `warm_up`), "sqrt" is lr × √k (for Adam: Malladi et al. 2022, who scale its betas and eps too). Both are
-    rules of thumb for moderate batches. Very large batches converge worse with every rule; how large that is
-    depends on model and data, and has to be measured (Shallue et al. 2019). docs/batch.md has the sources.
+    `warm_up`), "sqrt" is lr × √k (for Adam: Malladi et al. 2022, who also scale betas and eps). Both are
+    rules of thumb for moderate batches. Very large batches converge worse with every rule; the limit depends
+    on the model and the data, and must be measured (Shallue et al. 2019). docs/batch.md lists the sources.
 
     Args:
-        lr: tuned for `from_batch`.
-        from_batch, to_batch: samples an optimizer step, over all ranks (`BatchPlan.global_batch`).
+        lr: learning rate tuned for `from_batch`.
+        from_batch, to_batch: samples per optimizer step, over all ranks (`BatchPlan.global_batch`).
         rule: "linear" or "sqrt".
 
     Raises:
         TypeError, ValueError: an argument is invalid.
 
     Warns:
-        UserWarning: to_batch is over 32 × from_batch, the largest step that the papers behind the rules have
-            shown.
+        UserWarning: `to_batch` is more than 32 × `from_batch`, the largest increase shown in the papers
+            behind the rules.
 
     Example:
         >>> pe.scale_lr(0.1, from_batch=256, to_batch=1024, rule="linear")
@@ -170,20 +170,20 @@ def scale_lr(lr: float, *, from_batch: int, to_batch: int, rule: Rule) -> float:
 
 
 def warm_up(after: LRScheduler, *, steps: int, start_factor: float) -> SequentialLR:
-    """Warm the learning rate up over the first optimizer steps, before another scheduler.
+    """Warm up the learning rate over the first optimizer steps, before another scheduler.
 
-    The gradual warm-up of Goyal et al. 2017, §2.2: the learning rate grows linearly from the small batch's to
-    the large batch's, in the paper over five epochs.
+    This is the gradual warm-up of Goyal et al. 2017, §2.2: the learning rate grows linearly from the value
+    for the small batch to the value for the large batch, over five epochs in the paper.
 
     Args:
-        after: scheduler that starts after the warm-up, so its length does not include these steps;
+        after: scheduler that starts after the warm-up, so its length does not include the warm-up steps;
             `ConstantLR(optimizer, factor=1.0)` keeps the learning rate.
         steps: optimizer steps of the warm-up, at least 1.
         start_factor: factor of the learning rate in the first step, above 0 and at most 1. With the linear
-            rule, from_batch / to_batch starts at the small batch's learning rate.
+            rule, from_batch / to_batch starts at the learning rate of the small batch.
 
     Returns:
-        torch's own `SequentialLR`. Step it once an optimizer step: `sync.step(optimizer, scheduler)`.
+        A torch `SequentialLR`. Step it once per optimizer step: `sync.step(optimizer, scheduler)`.
 
     Raises:
         TypeError, ValueError: an argument is invalid.

@@ -1,7 +1,7 @@
 """Random streams that depend on the micro-batch or sample, not on the rank that computes it.
 
-Every stream starts at `derive(purpose, generator, *key)`. So a micro-batch or a sample draws the same numbers
-on every rank or worker, in a world of any size, whatever was drawn before.
+Every stream starts at `derive(purpose, generator, *key)`. A micro-batch or a sample therefore draws the same
+numbers on every rank or worker and for any world size, regardless of what was drawn before.
 """
 
 from __future__ import annotations
@@ -29,31 +29,31 @@ from pyengine.ops import capture
 def seed_everything(seed: int, *, deterministic: bool = False) -> int:
     """Seed Python's random, numpy, torch on every device, and XLA.
 
-    Each generator is seeded as by its own function. Nothing in pyengine calls this. It does not initialise
-    CUDA, whose generators are seeded when CUDA is initialised later. numpy is seeded where it is installed
-    (torch imports it there anyway), XLA if torch_xla has been imported. That opens the XLA device: with
-    spawned processes, call this in each of them.
+    Each generator is seeded by its own seed function. pyengine never calls `seed_everything` itself. The call
+    does not initialize CUDA, whose generators are seeded when CUDA is initialized later. numpy is seeded if
+    it is installed (torch imports it in any case), and XLA if torch_xla has been imported. Seeding XLA opens
+    the XLA device, so with spawned processes call `seed_everything` in each process.
 
     Args:
-        seed: 0 to 2**64 - 1. numpy has 32-bit seeds: from 2**32 on it gets the seed as several words.
-        deterministic: also restrict torch to deterministic algorithms until this process ends:
-            `torch.use_deterministic_algorithms(True)`, under which an op that has none raises RuntimeError;
-            cuDNN without its benchmark; and `CUBLAS_WORKSPACE_CONFIG=:4096:8`, unless that is set. False
-            changes none of them.
+        seed: 0 to 2**64 - 1. numpy has 32-bit seeds; a seed of 2**32 or more is passed as several words.
+        deterministic: whether to restrict torch to deterministic algorithms until this process ends. This
+            calls `torch.use_deterministic_algorithms(True)`, under which an op without a deterministic
+            algorithm raises RuntimeError, disables cuDNN benchmarking, and sets
+            `CUBLAS_WORKSPACE_CONFIG=:4096:8` unless the variable is set. False changes none of these.
 
     Returns:
         The seed.
 
     Raises:
         TypeError: the seed is not a whole number.
-        ValueError: it is out of range.
+        ValueError: the seed is out of range.
 
     Warns:
         RuntimeWarning: `deterministic` sets `CUBLAS_WORKSPACE_CONFIG` after CUDA has been initialised. cuBLAS
-            does not read it again after its first matrix product.
+            does not read the variable again after its first matrix product.
 
-    Cost: with `deterministic` torch uses slower kernels, for example for `scatter`, `index_add`, pooling and
-        backwards of attention, and fills memory that `torch.empty` returns
+    Cost: with `deterministic`, torch uses slower kernels, for example for `scatter`, `index_add`, pooling and
+        the backward of attention, and fills the memory that `torch.empty` returns
         (`torch.utils.deterministic.fill_uninitialized_memory`).
 
     Example:
@@ -87,16 +87,16 @@ def _use_deterministic_algorithms() -> None:
 def seed_rank(seed: int) -> None:
     """Seed the generators of `seed_everything`, with a different stream on each rank.
 
-    For random numbers outside `micro_batch_rng`: after `seed_everything` all ranks draw the same numbers, so
-    that micro-batches of different ranks get the same dropout masks. Call it after the process group is
-    initialised. A model built after it differs between ranks (`GradSync` copies rank 0's). Results then
-    depend on the world size; with `micro_batch_rng` they do not.
+    Use this function for random numbers outside `micro_batch_rng`: after `seed_everything` all ranks draw the
+    same numbers, so micro-batches on different ranks get the same dropout masks. Call it after the process
+    group is initialized. A model built afterwards differs between ranks (`GradSync` copies the model of rank
+    0). Results then depend on the world size; with `micro_batch_rng` they do not.
 
     Args:
-        seed: of the run. The rank is this process's in the default group, 0 without one.
+        seed: seed of the run. The rank is taken from the default process group, or 0 without a group.
 
     Raises:
-        TypeError, ValueError: as `seed_everything`.
+        TypeError, ValueError: as for `seed_everything`.
 
     Example:
         >>> seed_rank(42)
@@ -110,19 +110,20 @@ def seed_rank(seed: int) -> None:
 def micro_batch_rng(seed: int, *, step: int, index: int) -> Iterator[None]:
     """Run one micro-batch with its own random streams, and restore the previous ones.
 
-    They are restored after an exception, too. Put it around forward and backward; the recomputation of
-    activation checkpointing draws the same numbers inside it. It covers Python's random, numpy, torch's CPU
-    generator, the current device's generator (CUDA, XPU, MTIA) once that backend has been initialised, and
-    XLA's. It does not cover generator objects that you have made.
+    The previous streams are also restored after an exception. Run both forward and backward inside the
+    context; the recomputation of activation checkpointing then draws the same numbers. The context covers
+    Python's random, numpy, torch's CPU generator, the current device's generator (CUDA, XPU, MTIA) once that
+    backend has been initialized, and XLA's generator. Generator objects that you create are not covered.
 
     Args:
-        seed: of the run.
-        step: optimizer step, or another number that is unique to the window in the whole run.
-        index: of the micro-batch in its window, over all ranks; `WindowSampler.first` is this rank's first.
+        seed: seed of the run.
+        step: optimizer step, or another number that is unique to the window within the run.
+        index: index of the micro-batch in its window, over all ranks. `WindowSampler.first` is the index of
+            this rank's first micro-batch.
 
-    torch's CPU generator uses 32 bits of its seed, the others 64 or more; so on a CPU any two micro-batches
-    share torch's stream with a probability of 2**-32. A device's numbers also depend on its number of
-    multiprocessors (pytorch #87992): equal masks need GPUs of one model.
+    torch's CPU generator uses 32 bits of its seed and the other generators 64 or more, so on a CPU any two
+    micro-batches share torch's stream with a probability of 2**-32. The random numbers of a GPU also depend
+    on its number of multiprocessors (pytorch #87992), so equal masks require GPUs of the same model.
 
     Cost: about 0.2 ms on the host, mostly for numpy's state; does not wait for a device.
 
@@ -142,15 +143,15 @@ def micro_batch_rng(seed: int, *, step: int, index: int) -> Iterator[None]:
 def sample_rng(seed: int, *, epoch: int, index: int) -> Iterator[None]:
     """Augment one sample with its own random streams, and restore the previous ones.
 
-    They are restored after an exception, too. Covers Python's random, numpy and torch's CPU generator. Use it
-    in a dataset, with or without workers.
+    The previous streams are also restored after an exception. The context covers Python's random, numpy and
+    torch's CPU generator. Use it in a dataset, with or without workers.
 
     Args:
-        seed: of the run.
-        epoch: a sample has other random numbers in every epoch.
-        index: of the sample in the dataset.
+        seed: seed of the run.
+        epoch: number of the epoch; a sample gets different random numbers in every epoch.
+        index: index of the sample in the dataset.
 
-    Cost: as `micro_batch_rng`.
+    Cost: the same as `micro_batch_rng`.
 
     Example:
         >>> class Noisy(torch.utils.data.Dataset):
@@ -177,13 +178,13 @@ def sample_rng(seed: int, *, epoch: int, index: int) -> Iterator[None]:
 def worker_init(seed: int) -> Callable[[int], None]:
     """Return a picklable `worker_init_fn` that seeds a DataLoader worker's streams.
 
-    They depend on seed, rank and the worker's seed. For random numbers outside `sample_rng`: all ranks,
-    workers and epochs draw different numbers, and a run is reproducible after `seed_everything` (or with the
-    DataLoader's `generator`). The worker of a sample depends on the world size, so only `sample_rng` makes
-    augmentation independent of it.
+    The streams depend on the seed, the rank and the worker's own seed. Use this function for random numbers
+    outside `sample_rng`: ranks, workers and epochs all draw different numbers, and a run is reproducible
+    after `seed_everything` (or with the DataLoader's `generator`). Which worker loads a sample depends on the
+    world size, so only `sample_rng` makes augmentation independent of the world size.
 
     Args:
-        seed: of the run. The rank is this process's in the default group, 0 without one.
+        seed: seed of the run. The rank is taken from the default process group, or 0 without a group.
 
     Example:
         >>> loader = torch.utils.data.DataLoader(range(8), num_workers=2, worker_init_fn=worker_init(42))
@@ -193,7 +194,7 @@ def worker_init(seed: int) -> Callable[[int], None]:
 
 
 def rng_states() -> dict[str, Any]:
-    """Return the states of the generators that `micro_batch_rng` covers by name: tensors, plain values."""
+    """Return the states of all generators that `micro_batch_rng` covers, by name: tensors or plain values."""
     states = {source.name: source.get() for source in [*_host(), *_accelerator(), *_xla()]}
     if "numpy" in states:
         kind, keys, *rest = states["numpy"]
@@ -202,14 +203,14 @@ def rng_states() -> dict[str, Any]:
 
 
 def set_rng_states(states: dict[str, Any]) -> None:
-    """Restore the states of `rng_states`; generators that do not exist here are skipped."""
+    """Restore the states that `rng_states` returned; generators that do not exist here are skipped."""
     for source in [*_host(), *_accelerator(), *_xla()]:
         if source.name in states:
             _put(source, states[source.name])
 
 
 def rng_problem(states: dict[str, Any]) -> str:
-    """Return why a value cannot be a result of `rng_states`; empty if it can."""
+    """Return why `states` cannot come from `rng_states`, or an empty string if it can."""
     names = set(states)
     if not names.issuperset(_ALWAYS) or not names.issubset(_GENERATORS):
         return (
@@ -221,7 +222,7 @@ def rng_problem(states: dict[str, Any]) -> str:
 
 
 def rng_refusal(states: dict[str, Any]) -> str:
-    """Return why `set_rng_states` cannot restore states here; empty if it can. No generator changes."""
+    """Return why `set_rng_states` cannot restore `states`, or an empty string; no generator changes."""
     sources = [source for source in [*_host(), *_accelerator()] if source.name in states]
     before = [source.get() for source in sources]
     try:
@@ -236,15 +237,15 @@ def rng_refusal(states: dict[str, Any]) -> str:
 
 
 def derive(purpose: str, generator: str, *key: int) -> int:
-    """Return the 128 bits from which a generator's stream starts.
+    """Return the 128-bit seed of a generator's stream.
 
-    BLAKE2b-128 of the key as little-endian 64-bit words, with `purpose` as its personalisation and
-    `generator` as its salt. The numbers are part of the checkpoint format: a run that resumes from an older
-    version's checkpoint must draw the same numbers.
+    The seed is the BLAKE2b-128 hash of the key as little-endian 64-bit words, with `purpose` as the
+    personalization and `generator` as the salt. Seeds are part of the checkpoint format: a run that resumes
+    from an older version's checkpoint must draw the same numbers.
 
     Args:
-        purpose: of the stream, at most 16 bytes: "micro_batch", "sample", "worker", "epoch", "rank".
-        generator: of the stream, at most 16 bytes: "random", "numpy", "torch", "accelerator", "xla".
+        purpose: purpose of the stream, at most 16 bytes: "micro_batch", "sample", "worker", "epoch", "rank".
+        generator: name of the generator, at most 16 bytes: "random", "numpy", "torch", "accelerator", "xla".
         key: whole numbers from 0 to 2**64 - 1.
     """
     words = struct.pack(f"<{len(key)}Q", *key)
@@ -271,7 +272,7 @@ def rank_and_world_size() -> tuple[int, int]:
 
 
 def _seed_all(seed_of: Callable[[str], int]) -> None:
-    """Seed every generator, on all devices, by `seed_of(name)`."""
+    """Seed every generator, on all devices, with `seed_of(name)`."""
     random.seed(seed_of("random"))
     torch.manual_seed(seed_of("torch") % 2**64)  # on every device
     for source in (*_numpy(), *_xla()):
@@ -300,8 +301,8 @@ def _streams(sources: list[_Source], purpose: str, key: list[int]) -> Iterator[N
 
 
 def _seed_worker(seed: int, rank: int, worker_id: int) -> None:
-    # The worker's own seed is the epoch's base seed + worker_id. Without it every epoch would draw the same
-    # numbers.
+    # The worker's own seed is the epoch's base seed + worker_id. Without the base seed every epoch would draw
+    # the same numbers.
     for source in _host():
         source.seed(derive("worker", source.name, seed, rank, torch.initial_seed() - worker_id, worker_id))
 
@@ -311,7 +312,7 @@ def _put(source: _Source, state: Any) -> None:
     source.put(state.cpu() if isinstance(state, torch.Tensor) else state)
 
 
-_WORDS = 624  # words of a Mersenne twister's state
+_WORDS = 624  # number of words in a Mersenne twister's state
 _TORCH = struct.Struct(f"=QiiQ{_WORDS}Q3di4xfB3x")  # seed, left, seeded, next, words, normal samples, flag
 
 
@@ -320,7 +321,7 @@ def _is_from(value: Any, begin: int, end: int) -> bool:
 
 
 def _is_twister(words: Sequence[Any], at: Any) -> bool:
-    """Whether a Mersenne twister can be at word `at`; a larger index reads foreign memory."""
+    """Whether a Mersenne twister can be at word `at`; too large an index reads out of bounds."""
     are_words = len(words) == _WORDS and all(_is_from(word, 0, 2**32) for word in words)
     return are_words and any(words) and _is_from(at, 0, _WORDS + 1)
 
@@ -347,15 +348,15 @@ def _are_bytes(state: Any) -> bool:
 
 def _is_torch(state: Any) -> bool:
     if not _are_bytes(state) or state.numel() != _TORCH.size:
-        return _are_bytes(state)  # of another torch version: its `set_state` checks the size
+        return _are_bytes(state)  # from another torch version; `set_state` checks the size
     _, left, seeded, at, *words, _, _, _, _, _, flag = _TORCH.unpack(bytes(state.tolist()))
-    # `left` - 1 words are drawn from `at` on before the next words are made. `set_state` checks each of the
-    # two numbers alone.
+    # `left` - 1 words are drawn, starting at `at`, before new words are generated. `set_state` checks the two
+    # numbers only separately.
     is_inside = _is_from(left, 1, _WORDS + 1) and (left == 1 or left + at <= _WORDS + 1)
     return _is_twister(words, at) and is_inside and seeded == 1 and flag in (0, 1)
 
 
-# The generators that `rng_states` may name, and checks of their states.
+# Generators that `rng_states` may return, with a function that checks their state.
 _GENERATORS: dict[str, Callable[[Any], bool]] = {
     "random": _is_python,
     "numpy": _is_numpy,
@@ -383,15 +384,15 @@ def _numpy() -> list[_Source]:
     legacy = import_module("numpy.random")  # the global state; users seed their own Generator objects
 
     def seed(key: int) -> None:
-        # Four words, also of a short key: Python's random, the same algorithm, starts from as few words as a
-        # key has.
+        # Always four words, even for a short key. Python's random has the same algorithm, but starts from
+        # only as many words as the key has.
         legacy.seed(key if key < 2**32 else struct.unpack("<4I", key.to_bytes(16, "little")))
 
     return [_Source("numpy", legacy.get_state, seed, legacy.set_state)]
 
 
 def _accelerator() -> list[_Source]:
-    """Return the current device's generator; none before it is initialised, as a query does."""
+    """Return the current device's generator, or none before initialization, which a query would cause."""
     accelerator = torch.accelerator.current_accelerator()
     if accelerator is None:
         return []

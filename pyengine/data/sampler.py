@@ -1,4 +1,4 @@
-"""The samples of a micro-batch, the micro-batches of a window, and the part of each rank."""
+"""Assignment of samples to micro-batches, and of micro-batches to windows and ranks."""
 
 from __future__ import annotations
 
@@ -18,33 +18,35 @@ from pyengine.window.counter import share
 class WindowSampler(Sampler[list[int]]):
     """Split an epoch into windows of micro-batches that are the same for every world size.
 
-    A DataLoader's `batch_sampler`, in place of DistributedSampler. The order of an epoch depends only on seed
-    and epoch. It is split into micro-batches, and these into windows of `micro_batches` = global_batch /
-    micro_batch. Rank r of W gets [r * micro_batches // W, (r + 1) * micro_batches // W) of every window.
-    Nothing is padded, repeated or dropped: the last micro-batch and the last window of an epoch may be short,
-    and `count` keeps the mean correct.
+    Use the sampler as a DataLoader's `batch_sampler`, in place of `DistributedSampler`. The order of samples
+    depends only on the seed and the epoch. The samples are split into micro-batches, which are grouped into
+    windows of `micro_batches` = global_batch / micro_batch. Rank r of W gets the micro-batches
+    [r * micro_batches // W, (r + 1) * micro_batches // W) of every window. Nothing is padded, repeated or
+    dropped: the last micro-batch and the last window of an epoch may be short, and `count` keeps the mean
+    correct.
 
-    In the short window each rank has the same indices as in others, so the last ranks may have fewer
-    micro-batches or none. `sync.windows` handles that, and keeps ranks in step for every pair of world size
-    and `micro_batches`, if each rank passes its own `accumulate`, which differs between ranks where W does
-    not divide `micro_batches`. With `sync.accumulate()` every rank needs the same number of windows: use
+    In a short window each rank has the same indices as in full windows, so the last ranks may have fewer
+    micro-batches or none. `sync.windows` supports this, and keeps ranks in step for any world size and
+    `micro_batches`, if each rank passes its own `accumulate`, which differs between ranks if W does not
+    divide `micro_batches`. With `sync.accumulate()` every rank needs the same number of windows: use
     `drop_last`, and W <= micro_batches.
 
     Args:
-        dataset: the dataset, of which only its length is asked; or that, a whole number.
-        seed: of the run, the same on every rank; 0 as DistributedSampler's.
-        micro_batch: samples in a micro-batch.
-        global_batch: samples in a window, over all ranks; a multiple of `micro_batch`.
-        shuffle: permute every epoch (the same way for one version of PyTorch), or keep the dataset's order.
-        drop_last: leave out the samples at the end of an epoch that do not fill a window.
-        num_replicas, rank: as DistributedSampler's: number of loaders, and the index of this one. None: size
-            and rank of the default process group; 1 and 0 without one. Ranks that share a batch (tensor
-            parallel ones) pass rank and size of their data-parallel group. See `shard`.
+        dataset: the dataset, of which only the length is used; or the length itself, as a whole number.
+        seed: seed of the run, the same on every rank; 0 by default, as in `DistributedSampler`.
+        micro_batch: number of samples in a micro-batch.
+        global_batch: number of samples in a window, over all ranks; a multiple of `micro_batch`.
+        shuffle: whether to permute every epoch (reproducibly for one version of PyTorch) or to keep the
+            dataset's order.
+        drop_last: whether to drop the samples at the end of an epoch that do not fill a window.
+        num_replicas, rank: as in `DistributedSampler`, the number of loaders and the index of this loader.
+            None: size and rank of the default process group, or 1 and 0 without a group. Ranks that share a
+            batch (tensor parallelism) pass the size and rank of their data-parallel group. See `shard`.
 
     Attributes:
-        rank, world_size: as given, or found.
-        micro_batches: of a full window, over all ranks.
-        num_windows: of an epoch; the same on every rank.
+        rank, world_size: as given, or from the default process group.
+        micro_batches: number of micro-batches in a full window, over all ranks.
+        num_windows: number of windows in an epoch; the same on every rank.
 
     Raises:
         TypeError, ValueError: an argument is invalid, or `drop_last` would leave no window.
@@ -102,7 +104,7 @@ class WindowSampler(Sampler[list[int]]):
     def shard(self, *, rank: int, world_size: int) -> WindowSampler:
         """Return the same sampler for another rank or world size.
 
-        For example of your own process group, or to inspect another rank's samples.
+        This is useful with your own process group, or to inspect another rank's samples.
         """
         whole(rank=rank, world_size=world_size)
         if rank >= world_size:
@@ -112,13 +114,13 @@ class WindowSampler(Sampler[list[int]]):
         return other
 
     def set_epoch(self, epoch: int, *, window: int = 0) -> None:
-        """Set the epoch of the next iteration, and where it begins.
+        """Set the epoch of the next iteration and the window at which it begins.
 
         A run can resume with any world size.
 
         Args:
-            epoch: the order of the samples depends on it.
-            window: first window, counted in the epoch.
+            epoch: number of the epoch, which determines the order of the samples.
+            window: index of the first window in the epoch.
         """
         whole(epoch=epoch, window=window)
         if window >= self.num_windows:
@@ -136,13 +138,13 @@ class WindowSampler(Sampler[list[int]]):
     def accumulate(self) -> int:
         """This rank's micro-batches in a full window, for `GradSync`.
 
-        1 on a rank without any, whose loader is empty.
+        The value is 1 on a rank without micro-batches, whose loader is empty.
         """
         return max(1, len(self._own))
 
     def __len__(self) -> int:
         windows = range(self.window, self.num_windows)
-        ends = {windows[0], windows[-1]}  # only these can be short
+        ends = {windows[0], windows[-1]}  # only the first and the last can be short
         return sum(len(self._share(window)) for window in ends) + len(self._own) * (len(windows) - len(ends))
 
     def __iter__(self) -> Iterator[list[int]]:
@@ -162,7 +164,7 @@ class WindowSampler(Sampler[list[int]]):
         return [begin + index for index in self._own if begin + index < there_are]
 
     def _order(self) -> Tensor:
-        """The epoch's samples, int64 [kept]."""
+        """Sample indices of the epoch in order, int64 [kept]."""
         if not self.shuffle:
             return torch.arange(self._kept, dtype=torch.int64, device=HOST)
         generator = torch.Generator().manual_seed(derive("epoch", "torch", self.seed, self.epoch) % 2**64)
@@ -183,7 +185,7 @@ def _size(dataset: Sized | int) -> int:
 
 
 def _place(rank: int | None, num_replicas: int | None) -> tuple[int, int]:
-    """Return rank and world size, as given or of the default process group."""
+    """Return the rank and world size, as given or from the default process group."""
     own_rank, own_size = rank_and_world_size()
     place, size = (
         own_rank if rank is None else rank,

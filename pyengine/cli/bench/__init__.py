@@ -1,1 +1,1 @@
-"""`bench`: `variants.py` are the ways to train, which take turns in `measure.py`. benchmarks/ uses both."""
+"""`bench`: `measure.py` times the training variants of `variants.py`; benchmarks/ uses both modules."""

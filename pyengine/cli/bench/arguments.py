@@ -1,4 +1,4 @@
-"""The arguments of `bench`, and its settings."""
+"""The arguments and settings of `bench`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pyengine.cli.bench.models import MICRO_BATCHES, MODELS
 from pyengine.cli.bench.variants import VARIANTS
 from pyengine.wire.named import WIRES
 
-# Their names say what they are: engine_int8_ef is `engine` over the wire int8-ef.
+# Variants whose names describe them: `engine_int8_ef` is `engine` over the wire `int8-ef`.
 _OVER_WIRES = {f"{kind}_{wire.replace('-', '_')}" for kind in ("engine", "attach") for wire in WIRES}
 
 DESCRIPTION = """\
@@ -69,7 +69,7 @@ _USUAL = ("floor", "ddp", "no_sync", "no_sync_view", "accelerate", "engine", "en
 
 @dataclass(frozen=True)
 class BenchSettings:
-    """What to measure on how many workers, a setting a model; and the result file to write."""
+    """What to measure (one `Setting` per model), the number of workers, and the result file to write."""
 
     cases: tuple[Setting, ...]
     workers: int
@@ -99,7 +99,7 @@ def add_to(parser: argparse.ArgumentParser) -> None:
 
 
 def settings(options: argparse.Namespace) -> BenchSettings:
-    """Return the settings; raise `Conflict` if arguments do not fit together or this machine."""
+    """Return the settings; raise `Conflict` if arguments conflict with each other or with this machine."""
     if options.part is not None:
         why = _REMOVED.get(options.part, "`bench` has arguments with -- only")
         raise Conflict(f"argument {options.part}: {why}")
@@ -129,7 +129,7 @@ def settings(options: argparse.Namespace) -> BenchSettings:
 
 
 def _workers(options: argparse.Namespace) -> int:
-    """Return the number of workers: on CUDA at most one a device."""
+    """Return the number of workers; on CUDA at most one per device."""
     if options.device == "cpu":
         workers = options.workers or 2
         check_workers([workers])

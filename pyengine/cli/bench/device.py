@@ -1,4 +1,4 @@
-"""The device that windows run on: the processor, or a CUDA device for each rank."""
+"""The device on which windows run: the CPU, or a CUDA device for each rank."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ class Processor:
 
     @contextmanager
     def entered(self) -> Iterator[None]:
-        """Prepare this rank for windows: one thread of the host."""
+        """Prepare this rank for windows, with one host thread."""
         _use_one_thread()
         yield
 
     def now(self) -> Any:
-        """Return a mark behind everything that was launched before."""
+        """Return a time mark after all work launched so far."""
         return time.perf_counter()
 
     def seconds(self, begin: Any, end: Any) -> float:
@@ -36,15 +36,15 @@ class Processor:
         return float(end - begin)
 
     def synchronize(self) -> None:
-        """Wait until everything that was launched has ended."""
+        """Wait until all launched work has finished."""
 
 
 class Cuda(Processor):
-    """A CUDA device for each rank, timed by events; NCCL reduces on it, gloo on the host."""
+    """A CUDA device for each rank, timed by events; NCCL reduces on the device, gloo on the host."""
 
     @contextmanager
     def entered(self) -> Iterator[None]:
-        """Select this rank's device, and replace the gloo group by one with NCCL."""
+        """Select this rank's device, and replace the gloo process group by a group with NCCL."""
         _use_one_thread()
         self.device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(self.device)
@@ -73,8 +73,8 @@ class Cuda(Processor):
 
 def _use_one_thread() -> None:
     torch.set_num_threads(1)
-    warnings.filterwarnings("ignore", "OMP_NUM_THREADS")  # Accelerate's
+    warnings.filterwarnings("ignore", "OMP_NUM_THREADS")  # a warning of Accelerate
 
 
-# By the name that arguments have for it.
+# Device classes by the value of `--device`.
 DEVICES: dict[str, Callable[[], Processor]] = {"cpu": Processor, "cuda": Cuda}

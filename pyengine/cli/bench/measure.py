@@ -1,7 +1,7 @@
 """Time whole windows of several variants, which take turns in the same processes.
 
-Whatever slows the machine down slows all variants down. A window takes as long as the slowest rank needs. A
-variant that fails is left out from then on, and its row has the reason.
+Anything that slows down the machine slows down all variants. The time of a window is the time of the slowest
+rank. A variant that fails is left out from then on, and its row states the reason.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ from pyengine.cli.bench.device import DEVICES, Processor
 from pyengine.cli.bench.models import MICRO_BATCHES, build
 from pyengine.cli.bench.variants import VARIANTS, Variant, by_phase
 
-# fp16: float32 parameters under autocast, since a GradScaler unscales no float16 gradients.
+# fp16: float32 parameters under autocast, since a `GradScaler` cannot unscale float16 gradients.
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-WARM_UP = 2  # DDP rebuilds its buckets, optimizers create their state
-# Sums of eight in bf16 round eight times by at most 2^-8 of the sum so far, a bf16 wire once more: 3.5 %.
+WARM_UP = 2  # rounds in which DDP rebuilds its buckets and optimizers create their state
+# A bf16 sum of eight terms rounds eight times by up to 2^-8 of the partial sum, a bf16 wire once more: 3.5 %.
 _AGREEMENT = 0.04
-# A rank that fails alone waits so long for the others, which wait in a collective; then it raises its error.
+# How long a rank that fails alone waits for the other ranks, which wait in a collective, before it raises.
 _TIMEOUT = timedelta(seconds=60)
 _ELSEWHERE = "it failed on another rank"
 
 _Found = TypeVar("_Found")
-# Seconds by phase of every window, by variant.
+# For each variant, the seconds of every phase of every window.
 Times = dict[str, list[dict[str, float]]]
 
 
 @dataclass(frozen=True)
 class Setting:
-    """What to measure: `variants` on a model of a type, `micro_batches` a window."""
+    """What to measure: `variants` of training `model` in `dtype`, with `micro_batches` per window."""
 
     model: str
     dtype: str
@@ -54,7 +54,7 @@ class Setting:
         return f"{self.model}:{self.dtype}" + ("" if usual else f":{self.micro_batches}")
 
     def make(self, variant: str, device: Processor) -> Variant:
-        """Return a variant with its own model, on this rank."""
+        """Build a variant with its own model on this rank."""
         model, micro_batches = build(
             self.model,
             DTYPES[self.dtype],
@@ -67,14 +67,14 @@ class Setting:
 
 @dataclass
 class Measurements:
-    """What a rank has measured, and why variants were left out."""
+    """The times that a rank has measured, and the reasons why variants were left out."""
 
     times: Times = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)
 
 
 def measure(setting: Setting, on_round: Callable[[int], None]) -> Measurements:
-    """Measure on this rank of a process group, with one thread; `on_round` gets the number of rounds done."""
+    """Measure on this rank of a process group, with one thread; report the rounds done to `on_round`."""
     device, outcome = DEVICES[setting.device](), Measurements()
     variants: dict[str, Variant] = {}
 
@@ -88,17 +88,17 @@ def measure(setting: Setting, on_round: Callable[[int], None]) -> Measurements:
         flags = dist.new_group(backend="gloo", timeout=_TIMEOUT)
         for name in setting.variants:
             variant, why = _try(partial(setting.make, name, device), flags)
-            torch.set_num_threads(1)  # Accelerate sets more
+            torch.set_num_threads(1)  # Accelerate sets a larger number
             if variant is None:
                 leave_out(name, why)
             else:
                 variants[name], outcome.times[name] = variant, []
-            variant = None  # a variant that is left out later has to free its memory
+            variant = None  # so that a variant that is left out later frees its memory
         for done in range(setting.rounds + WARM_UP):
             names = list(variants)
             if not names:
                 raise RuntimeError(f"no variant could be measured: {outcome.failed}")
-            turn = done % len(names)  # no variant always follows the same one
+            turn = done % len(names)  # rotate, so that no variant always follows the same other variant
             for name in names[turn:] + names[:turn]:
                 taken, why = _try(partial(_window, variants[name], device), flags)
                 if taken is None:
@@ -120,10 +120,10 @@ def _window(variant: Variant, device: Processor) -> dict[str, float]:
 
 
 def _try(run: Callable[[], _Found], flags: dist.ProcessGroup) -> tuple[_Found | None, str]:
-    """Run on every rank; return the result, or None and the reason where some rank has failed.
+    """Call `run` on every rank; return the result, or None and the reason if any rank has failed.
 
     Raises:
-        Exception: the error itself, if it occurred on this rank alone: the others wait in a collective.
+        Exception: the error of `run`, if only this rank failed, while the others wait in a collective.
     """
     failure: Exception | None = None
     found = None
@@ -131,7 +131,7 @@ def _try(run: Callable[[], _Found], flags: dist.ProcessGroup) -> tuple[_Found | 
         found = run()
     except Exception as error:  # noqa: BLE001 - the row of the variant has the reason, whatever it is
         traceback.print_exc()
-        failure = error.with_traceback(None)  # the frames refer to the variant's memory
+        failure = error.with_traceback(None)  # the frames hold references to the variant's memory
     number = torch.tensor([int(failure is not None)])
     try:
         dist.all_reduce(number, group=flags)
@@ -143,8 +143,10 @@ def _try(run: Callable[[], _Found], flags: dist.ProcessGroup) -> tuple[_Found | 
 
 
 def odd_ones(variants: Mapping[str, Variant], group: dist.ProcessGroup | None) -> dict[str, str]:
-    """Return, alike on every rank, the variants whose gradient norm differs from the majority's, and a
-    message for each. Variants whose ranks do not end a window with its whole gradient are not compared.
+    """Return the variants whose gradient norm differs from the majority, with a message for each.
+
+    The variants are the same on every rank. A variant that does not produce the full gradient of a window on
+    every rank is not compared.
 
     Raises:
         RuntimeError: no norm has a majority.
@@ -159,7 +161,7 @@ def odd_ones(variants: Mapping[str, Variant], group: dist.ProcessGroup | None) -
     low, high = torch.tensor(list(norms.values())), torch.tensor(list(norms.values()))
     dist.all_reduce(low, dist.ReduceOp.MIN, group=group)
     dist.all_reduce(high, dist.ReduceOp.MAX, group=group)
-    # Sorted: a nan comes last. low and high are the same on all ranks.
+    # The sort puts nan last. `low` and `high` are the same on all ranks.
     usual = float(high.sort().values[(len(norms) - 1) // 2])
     is_odd = [
         not max(abs(a - usual), abs(b - usual)) <= _AGREEMENT * usual
@@ -175,7 +177,7 @@ def odd_ones(variants: Mapping[str, Variant], group: dist.ProcessGroup | None) -
 
 
 def merged(ranks: Sequence[Measurements]) -> Measurements:
-    """Return the outcome of all ranks together: the slowest rank's times."""
+    """Merge the measurements of all ranks: the slowest rank's times, and all failures."""
     failed: dict[str, str] = {}
     for rank in ranks:
         for name, why in rank.failed.items():
@@ -185,13 +187,13 @@ def merged(ranks: Sequence[Measurements]) -> Measurements:
 
 
 def rows(outcome: Measurements) -> dict[str, dict[str, Any]]:
-    """Return the rows of a result file by variant: times, or the reason why there are none."""
+    """Return the rows of a result file by variant: times, or the reason for a failure."""
     found: dict[str, dict[str, Any]] = dict(summary(outcome.times))
     return found | {name: {"failed": why} for name, why in outcome.failed.items()}
 
 
 def slowest(ranks: Sequence[Times]) -> Times:
-    """Return, for each phase of each window, the time of the rank that needed longest."""
+    """Return, for each phase of each window, the time of the slowest rank."""
     return {
         name: [
             {phase: max(rank[phase] for rank in window) for phase in window[0]}
@@ -202,10 +204,10 @@ def slowest(ranks: Sequence[Times]) -> Times:
 
 
 def summary(times: Times) -> dict[str, dict[str, float]]:
-    """Return minimum and median of each phase, and, if the floor ran, the median ratio over it.
+    """Return the minimum and median of each phase and, if the floor ran, the median ratio to the floor.
 
-    A ratio compares two windows of the same round, so that slow drift of the machine cancels. `sync` is the
-    time of forwards and backwards beyond the floor's, which communicates nothing.
+    A ratio compares two windows of the same round, so that slow drift of the machine cancels out. `sync` is
+    the forward and backward time in excess of the floor, which does not communicate.
     """
     return {name: _row(rounds, times.get("floor", [])) for name, rounds in times.items()}
 

@@ -1,4 +1,4 @@
-"""Models of the window benchmark: a GPT, small layers, and both with a backward that costs nothing."""
+"""Models of the window benchmark: a GPT, small layers, and both with a backward that computes nothing."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pyengine.cli.tasks.gpt import Shape
 GPT_VOCABULARY, GPT_CONTEXT = Shape.vocabulary, Shape.context
 # GPT-2 with half its context; the vocabulary is rounded up to a multiple of 128, as usual.
 GPT2 = Shape(width=768, layers=12, heads=12, vocabulary=50304, context=512, sequences=4)
-# Micro-batches that a GPU computes faster than a host launches them, and those that fill it.
+# Micro-batches that a GPU computes faster than the host launches them, and micro-batches that fill a GPU.
 GPT2_SHORT = replace(GPT2, context=256, sequences=1)
 GPT2_LONG = replace(GPT2, context=1024, sequences=8)
 
@@ -23,16 +23,14 @@ GPT2_LONG = replace(GPT2, context=1024, sequences=8)
 class GPT(gpt.GPT):
     """The GPT of `train` with a tied head: 17.4 M parameters in 100 tensors by default.
 
-    Its output is the loss, so that every variant wraps all of the work.
+    Its output is the loss, so that every variant wraps the whole computation.
     """
 
     def __init__(self, shape: Shape = Shape()) -> None:  # noqa: B008 - frozen
         super().__init__(shape, is_tied=True)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Return the mean loss of predicting the tokens from each other, in float32 or wider; tokens int64
-        `[batch, context + 1]`.
-        """
+        """Return the mean next-token loss, in float32 or wider, of int64 tokens `[batch, context + 1]`."""
         logits = super().forward(tokens[:, :-1]).flatten(0, 1)
         return cross_entropy(
             logits.to(torch.promote_types(logits.dtype, torch.float32)), tokens[:, 1:].flatten()
@@ -40,7 +38,7 @@ class GPT(gpt.GPT):
 
 
 class Small(nn.Module):
-    """500 linear layers of 64: 1000 parameters of 16 KB and 256 B."""
+    """500 linear layers of width 64: 1000 parameters of 16 KB and 256 B."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -52,10 +50,10 @@ class Small(nn.Module):
 
 
 class Premade(nn.Module):
-    """The parameters of a model with a backward that computes nothing: only the machinery is timed.
+    """The parameters of a model with a backward that computes nothing, so that only the overhead is timed.
 
-    There is one autograd node a parameter, in the order of a real backward, and every gradient is a new
-    tensor, as in a real one. Its elements are 0.001 times the mean of the micro-batch.
+    There is one autograd node per parameter, in the order of a real backward, and every gradient is a new
+    tensor, as in a real backward. The gradient elements are 0.001 times the mean of the micro-batch.
     """
 
     def __init__(self, like: nn.Module, dtype: torch.dtype) -> None:
@@ -82,7 +80,7 @@ class _Premade(torch.autograd.Function):
 
 
 class Autocast(nn.Module):
-    """Parameters in float32, forward under autocast to `dtype`."""
+    """A module with float32 parameters and a forward under autocast to `dtype`."""
 
     def __init__(self, inner: nn.Module, dtype: torch.dtype) -> None:
         super().__init__()
@@ -116,11 +114,11 @@ def build(
     micro_batches: int = MICRO_BATCHES,
     device: torch.device = _CPU,
 ) -> tuple[nn.Module, list[Tensor]]:
-    """Return a model, the same on every rank, and this rank's micro-batches for it.
+    """Return a model, which is the same on every rank, and this rank's micro-batches.
 
     "gpt0" and "small0" are `Premade`, "gpt100" has 100 MB of fp32 gradients, "gpt124" has 124 M parameters.
-    With float16 the parameters are float32, and the forward runs under autocast. "gpt124-long" is compiled,
-    and with float32 runs under autocast to bfloat16.
+    With float16, the parameters are float32 and the forward runs under autocast. "gpt124-long" is compiled,
+    and with float32 it runs under autocast to bfloat16.
     """
     is_long = name == "gpt124-long"
     held = torch.float32 if dtype == torch.float16 else dtype
@@ -136,7 +134,7 @@ def build(
 
 
 def needs_scale(model: nn.Module) -> bool:
-    """Whether losses are scaled: nobody does in bfloat16, whose gradients torch cannot unscale on CUDA."""
+    """Return whether losses are scaled: not in bfloat16, whose gradients torch cannot unscale on CUDA."""
     dtype = model.dtype if isinstance(model, Autocast) else next(model.parameters()).dtype
     return dtype is not torch.bfloat16
 
@@ -148,7 +146,7 @@ def _model(name: str, dtype: torch.dtype) -> nn.Module:
 
 def _micro_batch(name: str, dtype: torch.dtype, rank: int) -> Tensor:
     if name in _PREMADE:
-        return rank + torch.rand(2)  # the factor of the gradients of `Premade`: ranks must differ
+        return rank + torch.rand(2)  # scales the gradients of `Premade`, which must differ between ranks
     if name == "small":
         return torch.randn(8, 64, dtype=dtype)
     shape = _SHAPES[name]

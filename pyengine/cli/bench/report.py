@@ -23,33 +23,33 @@ from pyengine.cli.noise import Range
 from pyengine.cli.report import add_numbers
 
 _BUSY = 0.3  # a larger spread means that something else is running
-_ENOUGH = 5  # rounds, which agree by chance once in 16
+_ENOUGH = 5  # rounds; five rounds agree by chance once in 16 times
 
 
 class BenchReport(report.Report):
     def start(self, machine: Mapping[str, Any], cases: Sequence[str]) -> None:
-        """Measuring begins; each case is described by a sentence."""
+        """Report the start; each case is described by a sentence."""
         if self._emit("start", machine=machine, cases=cases):
             self._say(", ".join(f"{name} {value}" for name, value in machine.items()))
             for case in cases:
                 self._say(case)
 
     def begin(self, what: str, total: int) -> None:
-        """A case begins, with so many rounds."""
+        """Start the live line of a case with `total` rounds."""
         self._what, self._total = what, total
-        # Refreshed between two measurements only: a thread that draws would be measured, too.
+        # Refreshed only between measurements: a thread that refreshes the line would be measured, too.
         self._progress = self._make_progress(TimeRemainingColumn(), auto_refresh=False, transient=True)
         self._task = self._progress.add_task(what, total=total)
         self._progress.start()
 
     def advance(self, done: int) -> None:
-        """So many rounds are done; without a terminal estimate once how long the others take."""
+        """Report `done` rounds; without a terminal, estimate the remaining time once."""
         if not self._emit("progress", case=self._what, done=done, total=self._total):
             return
         self._progress.update(self._task, completed=done, refresh=True)
         if done == 1:
             self._first = time.perf_counter()
-        elif self._progress.disable and done == 2:  # the first one includes the setup
+        elif self._progress.disable and done == 2:  # the first round includes the setup
             rest = (self._total - 2) * (time.perf_counter() - self._first)
             self._say(f"about {rest:.0f} s more")
 
@@ -57,7 +57,7 @@ class BenchReport(report.Report):
         self._progress.stop()
 
     def windows(self, case: str, times: Times, rows: Mapping[str, dict[str, Any]]) -> None:
-        """All windows are measured: the times of every round, and a row for each variant."""
+        """Report all windows: the times of every round, and a table row for each variant."""
         table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False)
         table.add_column(f"windows, {case}")
         add_numbers(table, ("median ms", "min ms", "spread", "sync ms", "sync"))
@@ -74,7 +74,7 @@ class BenchReport(report.Report):
         self._print(table)
 
     def conclude(self, sentences: Sequence[str], out: str | None) -> None:
-        """Everything is measured; `out` is the result file."""
+        """Report the conclusions; `out` is the result file."""
         if self._emit("conclusion", sentences=sentences, out=out):
             for sentence in sentences:
                 self._say(sentence)
@@ -87,10 +87,10 @@ class BenchReport(report.Report):
 
 @dataclass(frozen=True)
 class Ratio:
-    """The ratio of two variants' windows in the same rounds."""
+    """The ratio of two variants' window times in the same rounds."""
 
     times: Range
-    is_clear: bool  # whether there are enough rounds, and nearly all (all of fewer than ten) agree
+    is_clear: bool  # whether there are enough rounds, and at least 90 % of them agree
 
     def __str__(self) -> str:
         noise = "" if self.is_clear else ", within noise"
@@ -98,7 +98,7 @@ class Ratio:
 
 
 def ratio(times: Times, variant: str, other: str) -> Ratio:
-    """Compare two variants round by round, so that slow drift of the machine cancels."""
+    """Compare two variants round by round, so that slow drift of the machine cancels out."""
     pairs = zip(times[variant], times[other], strict=True)
     ratios = [one["window"] / two["window"] for one, two in pairs]
     odd_ones = min(sum(each < 1 for each in ratios), sum(each > 1 for each in ratios))
@@ -107,12 +107,12 @@ def ratio(times: Times, variant: str, other: str) -> Ratio:
 
 
 def spread(rounds: Sequence[dict[str, float]]) -> float:
-    """Return the spread of the windows of a variant."""
+    """Return the spread of a variant's window times."""
     return Range.of(each["window"] for each in rounds).spread
 
 
 def on_windows(times: Times) -> list[str]:
-    """Name the fastest variant, compare pyengine's fastest one with its peers, and report the noise."""
+    """Name the fastest variant, compare pyengine's fastest variant with its peers, and report the noise."""
     medians = {
         name: statistics.median(each["window"] for each in rounds)
         for name, rounds in times.items()

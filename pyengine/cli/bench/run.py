@@ -32,7 +32,7 @@ def run(settings: BenchSettings) -> int:
     for case in settings.cases:
         try:
             outcome = measure.merged(launch(work, workers=settings.workers, args=(case, settings.json)))
-        except RuntimeError as error:  # the cases before are reported
+        except RuntimeError as error:  # earlier cases are still reported
             if (code := terminal.exit_code_of_worker(error)) is not None:
                 return code
             problems.append(str(error))
@@ -60,7 +60,7 @@ def _plan(case: measure.Setting, workers: int) -> str:
 
 
 def _saved(out: Path, content: dict[str, Any], problems: list[str]) -> Path | None:
-    """Write the result file and return its path; None, and a line in `problems`, if it cannot be written."""
+    """Write the result file and return its path; if that fails, append to `problems` and return None."""
     try:
         with written(out) as part:
             part.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
@@ -71,7 +71,7 @@ def _saved(out: Path, content: dict[str, Any], problems: list[str]) -> Path | No
 
 
 def work(case: measure.Setting, as_json: bool) -> measure.Measurements:
-    """Measure windows on this rank; the first one reports the progress."""
+    """Measure windows on this rank; rank 0 reports the progress."""
     terminal.prepare_output()
     report = BenchReport(as_json=as_json, is_silent=dist.get_rank() > 0)
     with terminal.ends_with_output():

@@ -1,7 +1,7 @@
 """The variants of the window benchmark, which train the same model on the same micro-batches.
 
-A window is forward and backward of A micro-batches, the reduction, unscaling, clipping and the optimizer.
-Every peer is used as its own documentation says, with the loss divided by A.
+A window consists of the forward and backward of A micro-batches, the reduction, unscaling, clipping and the
+optimizer step. Every other library is used as its documentation says, with the loss divided by A.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from pyengine.cli.bench.models import needs_scale
 from pyengine.wire.named import WIRES
 
 MAX_NORM = 0.5
-PHASES = ("early", "last", "epilogue", "optimizer")  # of a window
-# By the name that a variant's `optimizer` argument has.
+PHASES = ("early", "last", "epilogue", "optimizer")  # phases of a window
+# Optimizers by the value of a variant's `optimizer` argument.
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "fused": partial(torch.optim.AdamW, lr=1e-5, fused=True),
     "plain": partial(torch.optim.AdamW, lr=1e-5, fused=False),
@@ -35,12 +35,12 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 class Variant:
     """One way to train."""
 
-    label: ClassVar[str]  # its name in tables
-    needs: ClassVar[str | None] = None  # the package that it requires, beside torch and pyengine
+    label: ClassVar[str]  # name in tables
+    needs: ClassVar[str | None] = None  # package that the variant requires, besides torch and pyengine
     is_synced: ClassVar[bool] = True  # whether all ranks end a window with the same gradient
-    is_whole: ClassVar[bool] = True  # whether that is the window's whole gradient, up to rounding
-    is_ours: ClassVar[bool] = False  # whether it is an engine of pyengine
-    grad_norm: Tensor  # of the last window, before clipping
+    is_whole: ClassVar[bool] = True  # whether that gradient is the window's full gradient, up to rounding
+    is_ours: ClassVar[bool] = False  # whether the variant is an engine of pyengine
+    grad_norm: Tensor  # gradient norm of the last window, before clipping
 
     def __init__(self, model: nn.Module, micro_batches: list[Tensor], optimizer: str) -> None:
         self.model, self.micro_batches = model, micro_batches
@@ -69,11 +69,11 @@ class Variant:
         self.optimizer.zero_grad(set_to_none=True)
 
     def window(self) -> dict[str, float]:
-        """Train one window; return the host's seconds of each phase and of the window."""
+        """Train one window; return the host time of each phase and of the whole window, in seconds."""
         return by_phase(self.marks(time.perf_counter), lambda begin, end: end - begin)
 
     def marks(self, now: Callable[[], Any]) -> list[Any]:
-        """Train one window; return `now()` at its begin and after each phase."""
+        """Train one window; return `now()` at the start and after each phase."""
         marks = [now()]
         *early, last = self.micro_batches
         for x in early:
@@ -88,7 +88,7 @@ class Variant:
 
 
 def by_phase(marks: list[Any], seconds: Callable[[Any, Any], float]) -> dict[str, float]:
-    """Return the seconds of each phase and of the window."""
+    """Return the seconds of each phase and of the whole window."""
     phases = {name: seconds(a, b) for name, a, b in zip(PHASES, marks, marks[1:], strict=False)}
     return phases | {"window": seconds(marks[0], marks[-1])}
 
@@ -101,7 +101,7 @@ class Floor(Variant):
 class DDP(Variant):
     label = "DDP, sync every micro-batch"
     view = False
-    bucket_cap_mb: int | None = None  # DDP's own
+    bucket_cap_mb: int | None = None  # None for DDP's default
     hook: Any = None
 
     def setup(self) -> None:
@@ -131,7 +131,7 @@ class NoSyncView(NoSync):
 
 class NoSyncBF16(NoSyncView):
     label = "DDP + no_sync, views, bf16 hook"
-    # Behind another name: DDP refuses torch's bf16_compress_hook on gloo by name only.
+    # A lambda, because DDP rejects torch's `bf16_compress_hook` on gloo, but only by its name.
     hook = staticmethod(lambda state, bucket: default_hooks.bf16_compress_hook(state, bucket))
 
 
@@ -141,10 +141,10 @@ class NoSyncFP16(NoSyncView):
 
 
 class NoSyncPowerSGD(NoSyncView):
-    """no_sync, bucket views, and torch's PowerSGD hook of rank 1, from the second window on.
+    """DDP with `no_sync`, bucket views, and torch's PowerSGD hook of rank 1, from the second window on.
 
-    In a single bucket: the hook launches its later rounds from the backend's threads, so that with several
-    buckets ranks launch them in different orders, and gloo ends the process.
+    A single bucket is used, because the hook launches its later collectives from the backend's threads: with
+    several buckets, ranks launch these collectives in different orders, and gloo ends the process.
     """
 
     label = "DDP + no_sync, views, PowerSGD"
@@ -169,7 +169,7 @@ class Accelerate(Variant):
             state._reset_state()  # noqa: SLF001 - no public call resets the state of an earlier one
         plugin = GradientAccumulationPlugin(num_steps=len(self.micro_batches), sync_with_dataloader=False)
         self.accelerator = Accelerator(cpu=self.device.type == "cpu", gradient_accumulation_plugin=plugin)
-        # The prepared optimizer wraps this one, which is stepped as in every variant.
+        # The prepared optimizer wraps `self.optimizer`, which is stepped directly, as in every variant.
         self.forward, _ = self.accelerator.prepare(self.model, self.optimizer)
 
     def micro_batch(self, x: Tensor, *, last: bool) -> None:
@@ -188,7 +188,7 @@ class Engine(Variant):
         return pe.GradSync(self.model, **self.arguments())
 
     def arguments(self) -> dict[str, Any]:
-        """Return the keyword arguments that GradSync and attach share."""
+        """Return the keyword arguments that `GradSync` and `attach` share."""
         return {
             "accumulate": len(self.micro_batches),
             "wire": self.wire,
@@ -222,7 +222,7 @@ class Attach(Engine):
 
 
 class _Slots(Engine):
-    """Exact sums over slots, one a rank: one deposit a window."""
+    """Exact sums with one slot per rank, so that each rank deposits once per window."""
 
     def arguments(self) -> dict[str, Any]:
         world = dist.get_world_size()
@@ -231,7 +231,7 @@ class _Slots(Engine):
 
 
 def _kinds(name: str, base: type[Engine]) -> dict[str, type[Variant]]:
-    """Return an engine with other sums, in shared memory, and over every other wire, by name."""
+    """Return variants of an engine by name: other sums, shared memory, and every other wire."""
 
     def kind(label: str, *bases: type[Engine], **settings: Any) -> type[Variant]:
         label = f"{base.label}, {label}"

@@ -1,4 +1,4 @@
-"""The arguments of `doctor`, and its settings."""
+"""The arguments and settings of `doctor`."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ from pyengine.ops.plan import BucketPlan
 NVIDIA = Path("/dev/nvidiactl")  # exists if the driver is loaded
 CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - its size is read, nothing is written
-_SMALL_SHARED_MEMORY = 2**30  # Docker has 64 MiB
+_SMALL_SHARED_MEMORY = 2**30  # Docker's default is 64 MiB
 _PACKAGES = ("torch_xla", "accelerate", "lightning", "transformers", "rich", "scikit-learn", "numpy")
 _SETTINGS = (
     "CUDA_VISIBLE_DEVICES",
@@ -36,7 +36,7 @@ _SETTINGS = (
     "PJRT_",
     "TORCH_",
 )
-# No kernel for the device, a wrong result, a core of another version than the Python sources.
+# Raised if the device has no kernel, a result is wrong, or the core and the Python sources differ in version.
 _WRONG = (RuntimeError, ArithmeticError, AttributeError, TypeError)
 _REBUILD = "rebuild it in a clone of pyengine: pip install --force-reinstall --no-deps ."
 _WORKERS, _ACCUMULATE, _ITEMS = 2, 3, 4
@@ -51,12 +51,12 @@ _REMEDY = (
 
 @dataclass(frozen=True)
 class CheckResult:
-    """One fact about this machine or installation."""
+    """The result of one check of this machine or installation."""
 
-    name: str  # of the check
+    name: str  # name of the check
     status: Literal["ok", "warn", "fail"]  # "warn": works, but slower or not everywhere
     text: str
-    remedy: str = ""  # empty for "ok"
+    remedy: str = ""  # how to solve the problem; empty for "ok"
 
 
 def ok(name: str, text: str) -> CheckResult:
@@ -72,7 +72,7 @@ def fail(name: str, text: str, remedy: str) -> CheckResult:
 
 
 def versions() -> CheckResult:
-    """Report Python, torch and the packages around them."""
+    """Report the versions of Python, torch and related packages."""
     built = torch.version.cuda and f"CUDA {torch.version.cuda}"
     text = (
         f"Python {platform.python_version()} on {platform.system()} {platform.machine()}, "
@@ -171,7 +171,7 @@ def _device(index: int) -> CheckResult:
 
 
 def _compute(device: torch.device) -> None:
-    """Run an op with a known result; raise ArithmeticError if it differs."""
+    """Run an op with a known result; raise ArithmeticError if the result differs."""
     sizes = [3, 1000]
     plan = BucketPlan([0, 32], sizes)
     tensors = [torch.full((size,), float(size), device=device) for size in sizes]
@@ -204,7 +204,7 @@ def threads() -> CheckResult:
 
 
 def shared_memory() -> CheckResult:
-    """Check /dev/shm, which ranks of a host and a DataLoader's workers share."""
+    """Check /dev/shm, the shared memory of a host's ranks and of DataLoader workers."""
     if not SHARED_MEMORY.exists():
         return ok("shared memory", f"no {SHARED_MEMORY} on this system, which does not need it")
     usage = shutil.disk_usage(SHARED_MEMORY)
@@ -239,7 +239,7 @@ def settings() -> CheckResult:
 
 
 def window_gradient() -> list[float]:
-    """Return a window's gradient on this rank; each micro-batch of each rank adds another integer."""
+    """Return a window's gradient on this rank; every micro-batch adds an integer multiple of [1, 2, 3]."""
     weight = torch.nn.Parameter(torch.zeros(3))
     sync = GradSync([weight], accumulate=_ACCUMULATE)
     for window in sync.windows(range(_ACCUMULATE)):
@@ -252,7 +252,7 @@ def window_gradient() -> list[float]:
 
 
 def workers() -> CheckResult:
-    """Run a window of `GradSync` on two gloo workers, and compare its gradient with the closed form."""
+    """Run a window of `GradSync` on two gloo workers, and compare the gradient with its exact value."""
     try:
         found = launch(window_gradient, workers=_WORKERS, timeout_s=_TIMEOUT_S)
     except TimeoutError:

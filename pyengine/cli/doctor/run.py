@@ -1,6 +1,6 @@
 """`doctor`: check this machine and this installation.
 
-Imports no package except torch, so that it runs where packages are missing.
+Imports no package except torch, so that it runs even if other packages are missing.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def examine(checks: dict[str, Callable[[], CheckResult | list[CheckResult]]]) -> Iterator[CheckResult]:
-    """Yield the findings of all checks; a check that raises is a finding as well."""
+    """Yield the findings of all checks; a check that raises an exception is a finding, too."""
     for name, check in checks.items():
         try:
             found = check()

@@ -1,4 +1,4 @@
-"""The arguments of `plan`, and its settings."""
+"""The arguments and settings of `plan`."""
 
 from __future__ import annotations
 
@@ -47,13 +47,13 @@ exit code: 0 every row can be run, 1 some cannot, 2 wrong arguments
 class PlanSettings:
     """What to plan."""
 
-    global_batches: tuple[int, ...]  # empty with `run_file` for the run's
+    global_batches: tuple[int, ...]  # empty with `run_file` for batches around the run's batch
     workers: tuple[int, ...]
-    micro_batch: int | None  # samples a backward; None: all samples of a rank
-    lr: float  # of `from_batch`
-    from_batch: int  # 0 with `run_file` for the run's
-    dataset_size: int | None  # samples; None: without steps an epoch
-    run_file: Path | None  # steps of a run that has measured its noise scale; None: plan without one
+    micro_batch: int | None  # samples per backward; None for all samples of a rank
+    lr: float  # learning rate for `from_batch`
+    from_batch: int  # global batch of `lr`; 0 with `run_file` for the run's batch
+    dataset_size: int | None  # number of samples; None omits the steps per epoch
+    run_file: Path | None  # steps of a run that measured its noise scale; None plans without a noise scale
     json: bool
 
 
@@ -77,7 +77,7 @@ def add_to(parser: argparse.ArgumentParser) -> None:
 
 
 def settings(options: argparse.Namespace) -> PlanSettings:
-    """Return the settings; raise `Conflict` if arguments do not fit together."""
+    """Return the settings; raise `Conflict` if arguments conflict with each other."""
     batches, from_batch = options.global_batches, options.from_batch
     if options.run_file is None:
         batches = batches or (256,)

@@ -1,6 +1,6 @@
 """`plan`: split a global batch over several numbers of workers, and scale the learning rate.
 
-With `--from`: what another global batch costs, by the gradient noise scale that a run has measured.
+With `--from`, estimate the cost of other global batches from the gradient noise scale of a run.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ from pyengine.data.batch_plan import plan_batch, scale_lr
 
 _NEED = "need a file that pe.telemetry.JsonLines has written in a run with sync.measure(pe.NoiseScale())"
 _FACTORS = (1 / 8, 1 / 4, 1 / 2, 1, 2, 4, 8)
-_SURE = 1 / 3  # largest spread over scale of a scale that is called known
+_SURE = 1 / 3  # largest ratio of spread to scale at which a noise scale counts as known
 
 
 @dataclass(frozen=True)
 class Row:
-    """One global batch on one number of workers."""
+    """The split of a global batch over a number of workers."""
 
     global_batch: int
     workers: int
     micro_batch: int | None  # None if the global batch is not a multiple of the workers
-    accumulate: tuple[int, ...]  # micro-batches a window, by rank; empty if the row cannot be run
-    idle: float  # share of the window in which ranks with one micro-batch less wait, 0 to 1
-    lr_linear: float  # learning rates of this global batch
+    accumulate: tuple[int, ...]  # micro-batches per window, by rank; empty if the row cannot be run
+    idle: float  # share of the ranks' time that ranks with one micro-batch fewer spend waiting, 0 to 1
+    lr_linear: float  # learning rates for this global batch, by rule
     lr_sqrt: float
-    steps_per_epoch: int | None  # None without the size of the dataset, or if the row cannot be run
+    steps_per_epoch: int | None  # None without a dataset size, or if the row cannot be run
     problem: str  # why the row cannot be run; empty if it can
 
 
@@ -92,7 +92,7 @@ def _row(global_batch: int, workers: int, settings: PlanSettings) -> Row:
 
 class PlanReport(report.Report):
     def plan(self, rows: Sequence[Row], cautions: Sequence[str], settings: PlanSettings) -> None:
-        """All rows are made; `cautions` are the warnings of making them."""
+        """Report all rows; `cautions` are the warnings raised while planning them."""
         caption = f"lr {settings.lr:g} at a global batch of {settings.from_batch}"
         if settings.dataset_size:
             caption += f"; steps an epoch of {settings.dataset_size} samples"
@@ -109,7 +109,7 @@ class PlanReport(report.Report):
         self._print(table, [*_sentences(rows), *cautions])
 
     def noise(self, noise: Noise, rows: Sequence[dict[str, float]]) -> None:
-        """The noise scale was read; `rows` are of other global batches."""
+        """Report the noise scale of a run; `rows` describe other global batches."""
         self._emit("noise", **asdict(noise), is_sure=noise.is_sure)
         caption = f"steps, samples: to the same loss, over those at {noise.batch:,.0f}"
         table = Table(caption=caption, caption_justify="left")
@@ -161,19 +161,19 @@ def _sentences(rows: Sequence[Row]) -> list[str]:
 
 @dataclass(frozen=True)
 class Noise:
-    """What a run has measured."""
+    """The gradient noise scale that a run has measured."""
 
     scale: float  # B_noise, in samples
-    spread: float | None  # its standard error; None after one window
-    windows: int  # in the average
-    batch: float  # samples a window of the run, the median
+    spread: float | None  # standard error of the scale; None after one window
+    windows: int  # number of windows in the average
+    batch: float  # median number of samples per window of the run
 
     def steps(self, batch: float, scale: float | None = None) -> float:
-        """Return steps over the fewest possible: S / S_min = 1 + B_noise / B."""
+        """Return the ratio of steps to the fewest possible steps: S / S_min = 1 + B_noise / B."""
         return 1 + (self.scale if scale is None else scale) / batch
 
     def samples(self, batch: float) -> float:
-        """Return samples over the fewest possible: E / E_min = 1 + B / B_noise."""
+        """Return the ratio of samples to the fewest possible samples: E / E_min = 1 + B / B_noise."""
         return 1 + batch / self.scale
 
     @property
@@ -198,7 +198,7 @@ def _plan_from(settings: PlanSettings, path: Path) -> int:
 
 
 def _read(path: Path) -> Noise:
-    """Return the last estimate of a file of steps.
+    """Return the last noise scale estimate in a file of step records.
 
     Raises:
         Conflict: the file cannot be read, or has no estimate above 0.
@@ -233,7 +233,7 @@ def _read(path: Path) -> Noise:
 
 
 def _fields(line: str) -> dict[str, Any]:
-    """Return a line's object; empty for a line that a crash has cut off."""
+    """Return the JSON object on a line; an empty dict for a line that a crash has cut off."""
     try:
         found = read_json(line)
     except ValueError:
@@ -242,16 +242,16 @@ def _fields(line: str) -> dict[str, Any]:
 
 
 def _other_batch(noise: Noise, batch: float, lr: float, from_batch: float) -> dict[str, float]:
-    """Return what a global batch costs: `steps` and `samples` to the same loss are over the run's."""
+    """Return the cost of a global batch; `steps` and `samples` to the same loss are relative to the run."""
     steps = [noise.steps(batch, scale) / noise.steps(noise.batch, scale) for scale in (noise.low, noise.high)]
     return {
         "global_batch": batch,
         "steps": noise.steps(batch) / noise.steps(noise.batch),
-        # Where the scale is a spread smaller or larger.
+        # For a noise scale that is smaller or larger by its spread.
         "steps_low": min(steps),
         "steps_high": max(steps),
         "samples": noise.samples(batch) / noise.samples(noise.batch),
-        # The learning rate whose share of the largest useful one is 1 / (1 + B_noise / B).
+        # The learning rate is the largest useful learning rate divided by 1 + B_noise / B.
         "lr_noise": lr * noise.steps(from_batch) / noise.steps(batch),
         "lr_linear": lr * batch / from_batch,
         "lr_sqrt": lr * (batch / from_batch) ** 0.5,
@@ -259,7 +259,7 @@ def _other_batch(noise: Noise, batch: float, lr: float, from_batch: float) -> di
 
 
 def _suggestions(noise: Noise) -> list[str]:
-    """Return what the noise scale suggests, and how sure that is."""
+    """Return suggestions for the batch size, and how certain they are."""
     spread = "" if noise.spread is None else f" ± {noise.spread:,.0f}"
     found = [
         (

@@ -1,1 +1,1 @@
-"""`study`: the speed-up of more workers and larger batches."""
+"""`study`: measure the speed-up from more workers and larger batches."""

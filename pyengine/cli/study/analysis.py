@@ -11,15 +11,15 @@ from pyengine.cli.noise import Range, duration, percent
 from pyengine.cli.study.grid import WARM_UP_STEPS, Cell
 from pyengine.cli.study.store import Record
 
-# A stall is so many robust standard deviations above the median, and so many times the median.
+# A stall exceeds the median by this many robust standard deviations, and is this many times the median.
 STALL_SIGMAS = 10.0
 STALL_RATIO = 3.0
-_SIGMA = 1.4826  # median absolute deviation to standard deviation, for a normal distribution
+_SIGMA = 1.4826  # standard deviation over median absolute deviation of a normal distribution
 
 
 @dataclass(frozen=True)
 class Stall:
-    """A step that took far longer than the others of its run."""
+    """A step that took far longer than the other steps of its run."""
 
     record: Record
     step: int
@@ -29,32 +29,35 @@ class Stall:
 
 @dataclass(frozen=True)
 class Curve:
-    """The accuracy of one run over its time."""
+    """The accuracy of one run over its training time."""
 
-    steps: list[int]  # before each evaluation
-    seconds: list[float]  # of training until then, without evaluations; a stall counts as a median step
+    steps: list[int]  # optimizer steps before each evaluation
+    # Training time before each evaluation, without evaluations; a stall counts as a median step.
+    seconds: list[float]
     accuracy: list[float]
 
 
 @dataclass(frozen=True)
 class Figures:
-    """The figures of a cell; each Range is over its runs that are done."""
+    """The figures of a cell; each `Range` is over the cell's successful runs."""
 
     cell: Cell
-    samples_s: Range  # samples a second, without stalls and the first WARM_UP_STEPS steps
-    batches_s: Range  # optimizer steps a second, without stalls
-    speed_up: Range | None  # throughput over that of one worker; None if that was not measured
-    is_within_noise: bool  # whether the throughput overlaps that of one worker, or either is of a single run
-    efficiency: Range | None  # speed-up over workers
-    sync_share: Range  # share of a step that waits for, or computes, the reduction, 0 to 1; mean over workers
-    stalls: Range  # steps of a run that stalled
+    samples_s: Range  # samples per second, without stalls and the first WARM_UP_STEPS steps
+    batches_s: Range  # optimizer steps per second, without stalls
+    speed_up: Range | None  # throughput over one worker's throughput; None if one worker was not measured
+    # Whether the throughput overlaps the throughput of one worker, or either cell has only one run.
+    is_within_noise: bool
+    efficiency: Range | None  # speed-up over the number of workers
+    # Share of a step spent waiting for or computing the reduction, 0 to 1; mean over workers.
+    sync_share: Range
+    stalls: Range  # number of stalled steps in a run
     memory_bytes: Range  # peak memory of the largest worker
-    cpu_share: Range  # busy cores of a worker, mean over workers
-    accuracy: Range | None  # best of a run; None without evaluations
-    goal_s: Range | None  # training seconds until the goal; None without one, or if a run did not reach it
-    noise_scale: Range | None  # in samples, at the end of a run; None if a run does not know it
-    noise_spread: float | None  # median of the runs' standard errors of it
-    worker_batch: int  # samples of a worker in a step
+    cpu_share: Range  # busy cores per worker, mean over workers
+    accuracy: Range | None  # best accuracy of a run; None without evaluations
+    goal_s: Range | None  # training seconds until the goal; None without a goal, or if a run missed the goal
+    noise_scale: Range | None  # noise scale in samples, at the end of a run; None if any run has none
+    noise_spread: float | None  # median standard error of the runs' noise scales
+    worker_batch: int  # samples per worker and step
     is_oversubscribed: bool  # whether the workers have more threads than the machine has cores
     runs: int  # number of runs
 
@@ -65,7 +68,7 @@ class Figures:
 
 @dataclass(frozen=True)
 class Recommendation:
-    """The best cell; None if another is within noise or the noise is unknown; and a sentence."""
+    """The best cell, or None if another cell is within noise or the noise is unknown, and a sentence."""
 
     best: Cell | None
     text: str
@@ -73,16 +76,16 @@ class Recommendation:
 
 @dataclass(frozen=True)
 class Analysis:
-    """The data of tables, plots and the recommendation."""
+    """The data for tables, plots and the recommendation."""
 
     fixed: str  # "global" or "per-worker"
-    cells: dict[Cell, Figures]  # that were measured, in order
+    cells: dict[Cell, Figures]  # measured cells, in order
     stalls: list[Stall]
     ended: list[Record]  # runs that did not succeed
-    curves: dict[Cell, list[Curve]]  # of the runs with accuracies
-    goal: float | None  # accuracy to compare times at; None without evaluations
-    goal_from: Cell | None  # the cell that sets the goal; None if the user does
-    cores: int  # of the machine
+    curves: dict[Cell, list[Curve]]  # curves of the runs with accuracies
+    goal: float | None  # accuracy at which times are compared; None without evaluations
+    goal_from: Cell | None  # the cell that sets the goal; None if the user sets it
+    cores: int  # cores of the machine
 
     @property
     def workers(self) -> list[int]:
@@ -93,7 +96,7 @@ class Analysis:
         return sorted({cell.batch for cell in self.cells})
 
     def row(self, batch: int) -> list[Figures]:
-        """Return the cells of a batch, few workers first."""
+        """Return the figures of a batch, sorted by number of workers."""
         return [figures for cell, figures in sorted(self.cells.items()) if cell.batch == batch]
 
 
@@ -103,11 +106,11 @@ def analyse(
     """Compute the figures.
 
     Args:
-        records: of one study, in any order.
+        records: the records of one study, in any order.
         fixed: "global" or "per-worker".
-        threads: of each worker.
-        cores: of the machine.
-        goal: accuracy to compare times at; None: the best one that every run reaches.
+        threads: number of threads of each worker.
+        cores: number of cores of the machine.
+        goal: accuracy at which times are compared; None for the best accuracy that every run reaches.
     """
     records = sorted(records, key=lambda record: record.key)
     done: dict[Cell, list[Record]] = {}
@@ -166,8 +169,8 @@ def analyse(
 def recommend(analysis: Analysis) -> Recommendation:
     """Recommend the best configuration if its range overlaps no other configuration's range.
 
-    The best one has the smallest time to the goal or, where no configuration reached a goal in every run, the
-    highest throughput. A range reaches from the smallest to the largest repeat.
+    The best configuration has the shortest time to the goal or, if no configuration reached a goal in every
+    run, the highest throughput. A range extends from the smallest to the largest repeat.
     """
     cells = analysis.cells.values()
     if not cells:
@@ -198,10 +201,10 @@ def recommend(analysis: Analysis) -> Recommendation:
 
 
 def stalls(record: Record) -> list[Stall]:
-    """Return the steps after the warm-up that are far above the others.
+    """Return the steps after the warm-up that took far longer than the others.
 
-    A stall is more than STALL_SIGMAS robust standard deviations (1.4826 × median absolute deviation) above
-    the median, and more than STALL_RATIO medians, so that runs with steady steps have no stalls.
+    A stall is more than `STALL_SIGMAS` robust standard deviations (1.4826 × median absolute deviation) above
+    the median, and longer than `STALL_RATIO` × the median, so that runs with steady steps have no stalls.
     """
     measured = record.seconds[WARM_UP_STEPS:]
     usual_s = statistics.median(measured)
@@ -225,7 +228,7 @@ def curve(record: Record) -> Curve:
 
 
 def time_to(curve: Curve, goal: float) -> float | None:
-    """Return the seconds until the first accuracy of at least the goal; None if there is none."""
+    """Return the seconds until the first accuracy of at least the goal; None if the goal is not reached."""
     return next((at for at, got in zip(curve.seconds, curve.accuracy, strict=True) if got >= goal), None)
 
 
@@ -234,13 +237,13 @@ def _points(record: Record) -> list[tuple[int, float]]:
 
 
 def throughput(record: Record) -> float:
-    """Return samples a second, without warm-up and stalls."""
+    """Return the samples per second, without warm-up and stalls."""
     kept = _kept(record)
     return record.global_batch * len(kept) / sum(record.seconds[step] for step in kept)
 
 
 def sync_share(record: Record) -> float:
-    """Return the share of the steps in which workers only waited for, or computed, the reduction."""
+    """Return the share of step time that workers spent only waiting for or computing the reduction."""
     kept = _kept(record)
     return sum(record.sync_s[step] for step in kept) / sum(record.seconds[step] for step in kept)
 

@@ -1,4 +1,4 @@
-"""The arguments of `study`, and its settings."""
+"""The arguments and settings of `study`."""
 
 from __future__ import annotations
 
@@ -79,18 +79,18 @@ class StudySettings:
     target: str  # the function as "module:function"
     workers: tuple[int, ...]
     batches: tuple[int, ...]
-    fixed: str  # whether `batches` are of all workers together ("global") or of each ("per-worker")
+    fixed: str  # whether `batches` are for all workers together ("global") or for each worker ("per-worker")
     dataset_size: int  # training samples
     epochs: float  # passes of a run over the training samples
     repeats: int
-    micro_batch: int | None  # most samples in a backward; None: a worker's whole share of the batch
+    micro_batch: int | None  # most samples per backward; None for a worker's whole share of the batch
     threads: int  # torch's threads in each worker
-    evaluations: int  # about how often a run measures its accuracy
-    goal: float | None  # accuracy to compare times at; None: the best one that every run reaches
+    evaluations: int  # approximate number of evaluations per run
+    goal: float | None  # accuracy at which times are compared; None for the best that every run reaches
     seed: int
-    stall_timeout_s: float  # a run without a step for so long is ended
-    run_timeout_s: float  # a run that takes longer is ended
-    folder: Path  # of the results
+    stall_timeout_s: float  # a run is ended after this time without a step
+    run_timeout_s: float  # a run is ended after this time
+    folder: Path  # folder of the results
     retry: bool  # whether to repeat runs that did not succeed
     trackers: Trackers
     json: bool
@@ -100,7 +100,7 @@ class StudySettings:
         return f"what was measured is in {self.folder}, and the same command resumes"
 
     def binding(self) -> dict[str, object]:
-        """Return the settings that all runs of a folder share; a later command may change the others."""
+        """Return the settings that all runs of a folder share; later commands may change other settings."""
         run = ("dataset_size", "epochs", "micro_batch", "threads", "evaluations", "seed")
         return {name: getattr(self, name) for name in ("subject", "fixed", *run)}
 
@@ -149,7 +149,7 @@ def add_to(parser: argparse.ArgumentParser) -> None:
 
 
 def settings(options: argparse.Namespace) -> StudySettings:
-    """Return the settings; raise `Conflict` if arguments do not fit together or this machine."""
+    """Return the settings; raise `Conflict` if arguments conflict with each other or with this machine."""
     if 1 not in options.workers:
         got = ",".join(map(str, options.workers))
         raise Conflict(f"argument --workers: got {got}, need 1 among them: speed-up is against one worker")
@@ -170,7 +170,7 @@ def settings(options: argparse.Namespace) -> StudySettings:
 
 
 def _subject(options: argparse.Namespace) -> tuple[str, str, int]:
-    """Return the name of the training function, where it is, and its number of samples."""
+    """Return the training function's name, its location, and the number of training samples."""
     size = options.dataset_size
     if options.train is None:
         model = options.model or "cnn"

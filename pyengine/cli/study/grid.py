@@ -14,7 +14,7 @@ LEAST_STEPS = WARM_UP_STEPS + 9
 
 @dataclass(frozen=True, order=True)
 class Cell:
-    """A number of workers and a batch of the command line."""
+    """A number of workers and a batch size from the command line."""
 
     workers: int
     batch: int
@@ -25,12 +25,12 @@ class Cell:
 
 @dataclass(frozen=True)
 class Plan:
-    """The work of a cell."""
+    """The batch split and the number of steps of a cell."""
 
-    global_batch: int  # samples of a step, over all workers
-    micro_batch: int  # samples of a backward
-    accumulate: int  # micro-batches of a worker in a step
-    steps: int  # optimizer steps of a run
+    global_batch: int  # samples per step, over all workers
+    micro_batch: int  # samples per backward
+    accumulate: int  # micro-batches per worker and step
+    steps: int  # optimizer steps per run
 
 
 class Impossible(ValueError):
@@ -38,12 +38,12 @@ class Impossible(ValueError):
 
 
 def cells(settings: StudySettings) -> list[Cell]:
-    """Return the grid, few workers first."""
+    """Return the cells of the grid, sorted by number of workers."""
     return [Cell(workers, batch) for workers in settings.workers for batch in settings.batches]
 
 
 def plan(cell: Cell, settings: StudySettings) -> Plan:
-    """Split the batch of a cell, and count its steps: all cells train on the same number of samples."""
+    """Split the batch of a cell, and count its steps; all cells train on the same number of samples."""
     share, rest = (cell.batch, 0) if settings.fixed == "per-worker" else divmod(cell.batch, cell.workers)
     if rest:
         nearest = f"{share * cell.workers} and {(share + 1) * cell.workers}" if share else f"{cell.workers}"

@@ -40,7 +40,7 @@ class Plot:
 
 
 def draw(analysis: Analysis, folder: Path, *, suffix: str = ".png") -> list[Plot]:
-    """Draw every plot that has data, of at least one cell, as ".png" or ".svg"; earlier ones are replaced."""
+    """Draw every plot that has data as ".png" or ".svg", replacing earlier files; needs at least one cell."""
     folder.mkdir(parents=True, exist_ok=True)
     plots = []
     with matplotlib.rc_context(STYLE):
@@ -112,9 +112,9 @@ def _accuracy(analysis: Analysis, label: str, along: Callable[[Curve], Sequence[
 
 
 def _heat_map(analysis: Analysis) -> Figure:
-    """Draw throughput and, if it was reached, the time to the goal: workers over batch.
+    """Draw throughput and, if the goal was reached, the time to the goal, by workers and batch.
 
-    A cell is a tile with its figure; light is good.
+    Each tile shows the figure of a cell; lighter tiles are better.
     """
     maps: list[tuple[str, Callable[[Figures], Range | None], Callable[[float], str], str]] = [
         ("throughput (samples/s)", lambda figures: figures.samples_s, "{:,.0f}".format, "cividis")
@@ -138,7 +138,7 @@ def _heat_map(analysis: Analysis) -> Figure:
                 text += "\n(shared cores)" if analysis.cells[cell].is_oversubscribed else ""
             axes.fill_between([x - 0.49, x + 0.49], y - 0.49, y + 0.49, color=colour, linewidth=0)
             red, green, blue = to_rgb(colour)
-            ink = "white" if 0.299 * red + 0.587 * green + 0.114 * blue < 0.5 else INK  # on dark colors
+            ink = "white" if 0.299 * red + 0.587 * green + 0.114 * blue < 0.5 else INK  # for contrast
             axes.text(x, y, text, ha="center", va="center", fontsize=10, color=ink)
         axes.grid(visible=False)
         axes.spines[:].set_visible(False)
@@ -158,14 +158,14 @@ def _why_absent(analysis: Analysis, cell: Cell) -> str:
 
 
 def _noise_scale(analysis: Analysis) -> Figure | None:
-    """Draw the noise scale over the global batch, with a point for each cell, colored by its workers."""
+    """Draw the noise scale over the global batch, with a point per cell, colored by the number of workers."""
     known = [figures for figures in analysis.cells.values() if figures.noise_scale]
     if not known:
         return None
     figure, (axes,) = _panels(1, 1, width=7.6, height=4.8)
     for workers, (colour, marker) in _looks(analysis.workers).items():
         row = [figures for figures in known if figures.cell.workers == workers]
-        if not row:  # of one worker: it measures none
+        if not row:  # a single worker measures no noise scale
             continue
         draw_noise_scale(
             axes,
@@ -186,7 +186,7 @@ def _noise_scale(analysis: Analysis) -> Figure | None:
 
 
 def _resources(analysis: Analysis) -> Figure:
-    """Draw the waiting share, stalls, memory and cores."""
+    """Draw the waiting share, stalls, memory and busy cores."""
     figure, (share, stalls, memory, cpu) = _panels(4, 2)
     panels: list[tuple[Axes, str, Callable[[Figures], Range]]] = [
         (share, "share of a step that waits\nfor gradients", lambda figures: figures.sync_share),
@@ -215,14 +215,14 @@ def _resources(analysis: Analysis) -> Figure:
 def _panels(
     count: int, columns: int, *, width: float = 5.2, height: float = 3.9
 ) -> tuple[Figure, Sequence[Axes]]:
-    """Return a figure with several panels, row by row."""
+    """Return a figure and its `count` panels, row by row."""
     rows = -(-count // columns)
     figure = Figure(figsize=(max(width * columns, 6.4), height * rows), dpi=_DPI, layout="constrained")
     return figure, [figure.add_subplot(rows, columns, number + 1) for number in range(count)]
 
 
 def _looks(values: Sequence[int]) -> dict[int, tuple[Colour, str]]:
-    """Return a color and a marker for each value, from dark to light (also for color-blind readers)."""
+    """Return a color (dark to light, safe for color-blind readers) and a marker for each value."""
     palette, last = matplotlib.colormaps["viridis"], max(1, len(values) - 1)
     return {
         value: (palette(0.82 * number / last), _MARKERS[number % len(_MARKERS)])
@@ -231,9 +231,9 @@ def _looks(values: Sequence[int]) -> dict[int, tuple[Colour, str]]:
 
 
 def _lines(axes: Axes, analysis: Analysis, pick: Callable[[Figures], Range | None]) -> None:
-    """Draw a line for each batch over workers, with bars from the smallest to the largest repeat.
+    """Plot a figure over workers, one line per batch, with bars from the smallest to the largest repeat.
 
-    The axis of workers is scaled by powers of two, and shaded where they share cores.
+    The worker axis has a scale of powers of two, and is shaded where workers share cores.
     """
     for batch, (colour, marker) in _looks(analysis.batches).items():
         found = [(figures.cell.workers, pick(figures)) for figures in analysis.row(batch)]
@@ -281,7 +281,7 @@ def _ticks(axis: Axis, values: Sequence[float]) -> None:
     axis.set_minor_locator(NullLocator())
 
 
-_COLUMNS = {1: 1, 2: 2, 4: 2}  # by number of panels, else 3
+_COLUMNS = {1: 1, 2: 2, 4: 2}  # columns by number of panels; 3 for other numbers
 _RANGE = "Median of the repeats; bars from the smallest to the largest."
 _PICTURES: list[tuple[Callable[[Analysis], Figure | None], str, str]] = [
     (

@@ -1,4 +1,4 @@
-"""The argument of a training function under `study`: times every optimizer step, and evaluates."""
+"""The probe that `study` passes to a training function; it times every optimizer step, and evaluates."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ class Run:
     seed: int
     threads: int  # torch's threads in each worker
     evaluate_every: int  # steps between two evaluations
-    stall_timeout_s: float  # without a step, after which a run is ended; workers may take longer to start
-    run_timeout_s: float  # of the whole run
+    stall_timeout_s: float  # time without a step after which a run is ended; workers may take longer to start
+    run_timeout_s: float  # time limit of the whole run
     beats: str  # file to which rank 0 appends a line after each step
 
 
@@ -48,28 +48,28 @@ class Run:
 class Trace:
     """The measurements of one worker."""
 
-    # Of each step: seconds from the end of the previous one, without evaluations, and those of them in which
-    # this worker only waited for, or computed, the reduction.
+    # For each step, the seconds since the end of the previous step, without evaluations, and the part of them
+    # in which this worker only waited for or computed the reduction.
     seconds: list[float] = field(default_factory=list)
     sync_s: list[float] = field(default_factory=list)
     losses: list[float | None] = field(default_factory=list)
     accuracy: list[tuple[int, float]] = field(default_factory=list)  # (steps taken, accuracy)
-    bytes_on_wire: int = 0  # sent in the last step
-    cpu_s: float = 0.0  # of all threads during the steps
-    peak_rss_bytes: int = 0  # largest memory of the process
-    noise_scale: float | None = None  # the last estimate, in samples as `Run.global_batch` counts them
+    bytes_on_wire: int = 0  # bytes sent in the last step
+    cpu_s: float = 0.0  # CPU time of all threads during the steps
+    peak_rss_bytes: int = 0  # peak memory of the process
+    noise_scale: float | None = None  # last estimate, in samples as `Run.global_batch` counts them
     noise_spread: float | None = None
 
 
 class StudyProbe:
-    """Times a training function.
+    """Times the steps of a training function, and evaluates the model.
 
     Args:
         run: the settings of the run.
 
     Attributes:
-        workers, global_batch, micro_batch, accumulate, steps, dataset_size, seed: of this run, for the
-            function to follow; `global_batch` = `workers` × `accumulate` × `micro_batch`.
+        workers, global_batch, micro_batch, accumulate, steps, dataset_size, seed: settings of
+            this run, for the function to follow; `global_batch` = `workers` × `accumulate` × `micro_batch`.
         trace: the measurements so far.
     """
 
@@ -86,18 +86,18 @@ class StudyProbe:
         self._beat(done=0)
 
     def watch(self, sync: Sync | None, *, quality: Quality | None = None, noise_scale: bool = True) -> None:
-        """Time every step from now on, and end the function after the last one; call it once.
+        """Time every step from now on, and end the function after the last step; call this method once.
 
         Args:
             sync: the engine; None if the loop calls `on_step` itself.
             quality: returns the accuracy on test data; larger is better. Called on every rank under no_grad,
                 between the timed steps; the value of rank 0 counts, other ranks may return None.
-            noise_scale: whether to measure `pe.NoiseScale` where the engine allows it, with two workers and
-                more. Its cost is part of the timed steps, and windows of `sync.capture` then run without a
+            noise_scale: whether to measure `pe.NoiseScale` with two or more workers, if the engine allows
+                it. The cost is part of the timed steps, and windows of `sync.capture` then run without a
                 graph.
 
         Raises:
-            RuntimeError: at a second call.
+            RuntimeError: if the method is called twice.
 
         Example:
             >>> study.watch(sync, quality=lambda: accuracy(model, test_data))  # doctest: +SKIP
@@ -107,7 +107,7 @@ class StudyProbe:
                 "study.watch was called twice, and it times one engine: watch the one to be timed"
             )
         self._is_watching, self._quality = True, quality
-        # One worker, the base of speed-ups, is timed without a hook for each parameter.
+        # A single worker, the baseline of speed-ups, is timed without a hook per parameter.
         if sync is not None and noise_scale and self.workers > 1:
             measure_noise_scale(sync, parts=self.workers)
         self._evaluate()
@@ -116,7 +116,7 @@ class StudyProbe:
             sync.on_step(self.on_step)
 
     def on_step(self, record: StepRecord) -> None:
-        """Record a step that has just ended; `watch` registers it with the engine."""
+        """Record a step that has just ended; `watch` registers this method with the engine."""
         now, cpu, trace = time.perf_counter(), time.process_time(), self.trace
         if not self._is_watching:
             raise RuntimeError("study.on_step was called before study.watch, which starts the clock")
@@ -147,10 +147,10 @@ class StudyProbe:
                 raise RuntimeError("quality returned None on rank 0: return the accuracy there")
             self.trace.accuracy.append((len(self.trace.seconds), float(accuracy)))
             self._beat(done=len(self.trace.seconds), accuracy=float(accuracy))
-        dist.barrier()  # a slow evaluation on one rank must not count as the next step
+        dist.barrier()  # a slow evaluation on one rank must not count towards the time of the next step
 
     def _conclude_noise_scale(self) -> None:
-        """Record the last estimate, in samples: `count` may count something else, for example tokens."""
+        """Record the last noise scale estimate in samples; `count` may be in another unit, such as tokens."""
         found, trace = self._estimate, self.trace
         if found is not None and found.scale is not None:
             samples = self.global_batch * self.steps / self._count
@@ -183,7 +183,7 @@ def work(run: Run) -> Trace:
 
 
 def _peak_rss_bytes() -> int:
-    # On Linux ru_maxrss includes the process that this one was forked from; VmHWM does not.
+    # On Linux, `ru_maxrss` includes the process from which this process was forked; `VmHWM` does not.
     status = Path("/proc/self/status")
     if status.exists():
         (line,) = [line for line in status.read_text().splitlines() if line.startswith("VmHWM:")]

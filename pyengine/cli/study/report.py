@@ -28,14 +28,14 @@ from pyengine.cli.study.store import Record
 from pyengine.cli.study.supervise import log_path
 
 _TEMPLATE = Path(__file__).with_name("report.html.jinja")
-_BUSY = 0.1  # of the machine, used by others
+_BUSY = 0.1  # share of the CPU used by other programs above which the page counts a run as disturbed
 
 
 class StudyReport(report.Report):
     def __init__(self, *, as_json: bool = False) -> None:
         super().__init__(as_json=as_json)
         columns = TimeElapsedColumn(), TextColumn("{task.fields[left]}"), TextColumn("{task.fields[text]}")
-        # Twice a second: the workers may need every core.
+        # Refreshed only twice a second, since the workers may need every core.
         self._progress = self._make_progress(*columns, refresh_per_second=2)
         self._task = self._progress.add_task("runs", total=None, left="", text="")
         self._run = ""
@@ -44,7 +44,7 @@ class StudyReport(report.Report):
         return self._progress
 
     def plan(self, *, runs: int, kept: int, impossible: dict[Cell, str]) -> None:
-        """The study begins: so many runs to make, so many kept, and the cells that cannot be run."""
+        """Report the start of a study: the runs to make, the runs kept, and the cells that cannot be run."""
         self._progress.update(self._task, total=runs + kept, completed=kept)
         if self._emit("plan", runs=runs, kept=kept):
             self._say(f"{runs + kept} runs{f', {kept} of them done before' if kept else ''}")
@@ -53,7 +53,7 @@ class StudyReport(report.Report):
                 self._say(f"left out: {cell}: {reason}")
 
     def forecast(self, seconds: float | None) -> None:
-        """The missing runs take so long; None if it is unknown, since the trial run did not end well."""
+        """Report the expected time of the missing runs; None if unknown because the trial run failed."""
         self._progress.update(self._task, left=_left(seconds))
         if self._emit("forecast", seconds=seconds):
             self._say(
@@ -71,7 +71,7 @@ class StudyReport(report.Report):
         self._progress.update(self._task, text=f"{self._run}: step {done}/{steps}{suffix}")
 
     def ran(self, record: Record, *, left_s: float | None) -> None:
-        """A run has ended, whose steps are in runs.jsonl; the others take about `left_s`."""
+        """Report the end of a run, whose steps are in runs.jsonl; the remaining runs take about `left_s`."""
         names = ("workers", "batch", "repeat", "status", "reason", "steps", "wall_s")
         self._progress.update(self._task, advance=1, left=_left(left_s))
         if self._emit("run", **{name: getattr(record, name) for name in names}, left_s=left_s):
@@ -84,7 +84,7 @@ class StudyReport(report.Report):
             self._say(f"{record.cell}, repeat {record.repeat + 1}: {how}{left}")
 
     def conclude(self, analysis: Analysis, page: Path) -> None:
-        """All runs have ended; `page` is the HTML report."""
+        """Report the results of all runs; `page` is the HTML report."""
         for cell, figures in analysis.cells.items():
             self._emit("cell", **asdict(cell), **{k: v for k, v in asdict(figures).items() if k != "cell"})
         found = recommend(analysis)
@@ -99,13 +99,13 @@ def _left(seconds: float | None) -> str:
     return "" if seconds is None else f"about {duration(seconds)} left"
 
 
-# HEADINGS fit into 80 columns; the page has all.
+# `HEADINGS` fit into 80 columns; the HTML page also has `MORE_HEADINGS`.
 HEADINGS = ("workers", "batch", "samples/s", "speed-up", "waits", "to goal", "best", "noise scale")
 MORE_HEADINGS = ("efficiency", "batches/s", "memory", "cores")
 
 
 def row(figures: Figures) -> tuple[str, ...]:
-    """Return the medians of a cell as text, in the order of HEADINGS and MORE_HEADINGS."""
+    """Return the medians of a cell as text, in the order of `HEADINGS` and `MORE_HEADINGS`."""
     return (
         f"{figures.cell.workers}{' *' if figures.is_oversubscribed else ''}",
         str(figures.cell.batch),
@@ -157,7 +157,7 @@ class Content:
 
 
 def write_page(content: Content, path: Path) -> None:
-    """Write the page, and replace an earlier one atomically."""
+    """Write the HTML page, replacing an earlier page atomically."""
     environment = Environment(
         autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )

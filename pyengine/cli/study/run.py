@@ -1,4 +1,4 @@
-"""`study`: train over numbers of workers and batch sizes on this machine, and report the speed-up."""
+"""`study`: train with several numbers of workers and batch sizes on this machine, and report the speed-up."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from pyengine.step.step_record import StepRecord
 
 _SOME_FAILED, _NOTHING_MEASURED, _NOT_WRITTEN = 1, 2, 3
 
-# Makes a run, with a log file; the last argument is called after steps.
+# Executes a run with a log file; the last argument is a callback for progress.
 Execute = Callable[[Run, Path, Watch], RunOutcome]
 
 
@@ -47,13 +47,13 @@ def run(settings: StudySettings) -> int:
         return study(settings, execute, report)
     except OSError as error:
         if error.filename is None:
-            raise  # raised for stdout, for example, and not for a file of the study
+            raise  # for example an error of stdout, and not of a file of the study
         print(f"the study ended early: {error}; {settings.kept}", file=sys.stderr)
         return _NOT_WRITTEN
 
 
 def study(settings: StudySettings, execute: Execute, report: StudyReport) -> int:
-    """Make the missing runs with `execute`, and write the page of all runs; return the exit code."""
+    """Make the missing runs with `execute`, write the report of all runs, and return the exit code."""
     plans: dict[Cell, Plan] = {}
     impossible: dict[Cell, str] = {}
     for cell in cells(settings):
@@ -94,7 +94,7 @@ def study(settings: StudySettings, execute: Execute, report: StudyReport) -> int
 
 
 def _is_tracked(content: study_report.Content) -> bool:
-    """Write to the trackers; print why if that fails."""
+    """Write to the trackers; print the reason and return False if that fails."""
     try:
         track(content)
     except Exception as error:  # noqa: BLE001 - a network or an account can raise anything
@@ -105,7 +105,7 @@ def _is_tracked(content: study_report.Content) -> bool:
 
 
 def track(content: study_report.Content) -> None:
-    """Write the steps of every run, the figures and the plots, now that nothing is measured."""
+    """Write the steps of every run, the figures and the plots to the trackers, after all measurements."""
     settings, trackers = content.settings, content.settings.trackers
     for record in content.records:
         names = ("workers", "batch", "repeat", "status", "global_batch", "micro_batch", "accumulate")
@@ -130,7 +130,7 @@ def track(content: study_report.Content) -> None:
 
 
 def _step_record(record: Record, step: int) -> StepRecord:
-    """Return a step of a run as listeners take it; what runs.jsonl lacks is None, which they leave out."""
+    """Return a step of a run as a `StepRecord`; fields not in runs.jsonl are None, which listeners skip."""
     values: dict[str, Any] = dict.fromkeys(field.name for field in fields(StepRecord))
     values |= {
         "step": step,
@@ -145,7 +145,7 @@ def _step_record(record: Record, step: int) -> StepRecord:
 
 
 def card() -> dict[str, str | int]:
-    """Describe this machine: all figures of a study come from one processor and the same versions."""
+    """Describe this machine and its software versions, which must be the same for all runs of a study."""
     return {
         "cpu": cpu_name(),
         "cores": num_cores(),
@@ -159,10 +159,11 @@ def card() -> dict[str, str | int]:
 
 
 class _Runs:
-    """Makes runs, one after the other, and forecasts how long the others take.
+    """Makes runs one after another, and forecasts the time of the remaining runs.
 
-    A cell is expected to last as long as before; other cells follow from the nearest one that has run. A step
-    is assumed to last in proportion to a worker's samples and, beyond the cores, to the threads.
+    A cell that has run before is expected to take the same time again; other cells are extrapolated from the
+    nearest cell that has run. The time of a step is assumed to be proportional to a worker's samples and, if
+    there are more threads than cores, to the number of threads.
     """
 
     def __init__(
@@ -177,11 +178,11 @@ class _Runs:
     ) -> None:
         self._settings, self._plans, self._store, self._report = settings, plans, store, report
         self._execute, self._cores = execute, cores
-        # Runs that later ones are forecast from, also a trial with fewer steps.
+        # Finished runs from which later runs are forecast, including a trial run with fewer steps.
         self._done = [each for each in store.records.values() if each.is_done and each.cell in plans]
 
     def make(self, missing: Sequence[Key]) -> None:
-        """Make a run of every cell, then repeat: drift over hours affects all cells alike."""
+        """Make one run of every cell, then repeat, so that drift over hours affects all cells equally."""
         still = [Cell(workers, batch) for workers, batch, _ in missing]
         if still and not self._done:
             first = next(iter(self._plans))
@@ -220,7 +221,7 @@ class _Runs:
         return record
 
     def _forecast(self, cells: Iterable[Cell]) -> float | None:
-        """Return the seconds of a run of each cell, one after the other; None before any run has ended."""
+        """Return the total seconds of one run per cell; None before any run has finished."""
         return sum(map(self._run_s, cells)) if self._done else None
 
     def _run_s(self, cell: Cell) -> float:
@@ -270,5 +271,5 @@ def _rounded(values: Sequence[float]) -> list[float]:
 
 
 def _finite(value: float | None) -> float | None:
-    """Return None for nan, which JSON lacks."""
+    """Return None for infinity and NaN, which JSON lacks."""
     return value if value is not None and math.isfinite(value) else None

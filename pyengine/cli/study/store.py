@@ -1,4 +1,4 @@
-"""The file of a study's results: one JSON object a line, appended as soon as a run ends."""
+"""The file of a study's results: one JSON object per line, appended as soon as a run ends."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _Read = TypeVar("_Read")
 
 @dataclass(frozen=True)
 class Record:
-    """The results of a run; `supervise.Outcome` and `probe.Trace` describe the other fields."""
+    """The results of a run; `supervise.RunOutcome` and `probe.Trace` describe the other fields."""
 
     workers: int
     batch: int
@@ -35,14 +35,14 @@ class Record:
     accumulate: int
     wall_s: float
     busy: float
-    seconds: list[float]  # of each step, on rank 0
-    sync_s: list[float]  # of each step, mean over workers
+    seconds: list[float]  # seconds of each step, on rank 0
+    sync_s: list[float]  # seconds per step in the reduction, mean over workers
     losses: list[float | None]
     accuracy: list[tuple[int, float | None]]
     cpu_share: list[float]  # busy cores, by worker
     peak_rss_bytes: list[int]  # by worker
     bytes_on_wire: int
-    noise_scale: float | None = None  # of rank 0
+    noise_scale: float | None = None  # noise scale on rank 0
     noise_spread: float | None = None
 
     @property
@@ -59,13 +59,13 @@ class Record:
 
 
 class Store:
-    """The file `runs.jsonl` of a folder: a line with the settings that all runs share, then a line a run.
+    """The file `runs.jsonl` of a folder: a line with the settings that all runs share, then a line per run.
 
-    An incomplete last line, after a crash, is removed. The last line of a run counts.
+    An incomplete last line, left by a crash, is removed. If a run has several lines, the last one counts.
 
     Args:
-        folder: created if missing.
-        shared: settings and machine, which must be the same for all runs; JSON values.
+        folder: the folder of the study; created if missing.
+        shared: settings and machine as JSON values, which must be the same for all runs.
 
     Raises:
         Conflict: the folder cannot be written, contains a study with other settings, is in use by another
@@ -143,7 +143,7 @@ class Store:
                 )
 
     def _append(self, line: dict[str, Any]) -> None:
-        """Append a line; remove an incomplete one if the disk is full."""
+        """Append a line; if the disk is full, remove the incomplete line."""
         end, rest = self.path.stat().st_size, memoryview(json.dumps(line).encode() + b"\n")
         try:
             while rest:
@@ -154,7 +154,7 @@ class Store:
 
 
 def _parse(line: bytes) -> dict[str, Any]:
-    """Return the object of a line, or raise ValueError if there is none."""
+    """Return the JSON object on a line; raise ValueError if there is none."""
     found = read_json(line)
     if not isinstance(found, dict):
         raise ValueError(f"a {type(found).__name__}, not an object")  # noqa: TRY004 - the content of a file
@@ -162,7 +162,7 @@ def _parse(line: bytes) -> dict[str, Any]:
 
 
 def _record(text: bytes) -> Record:
-    """Return the run of a line, or raise ValueError if there is none."""
+    """Return the run on a line; raise ValueError if the line is not a valid run."""
     line = _parse(text)
     is_run, hints = line.pop("event", None) == "run", get_type_hints(Record)
     if not is_run or line.keys() != hints.keys():
@@ -185,7 +185,7 @@ def _record(text: bytes) -> Record:
 
 
 _YEARS_S = 1e9
-# Of what a machine can measure: beyond it figures are divided by zero, or overflow.
+# Limits of what a machine can measure: beyond them, figures would divide by zero or overflow.
 _LIMITS: tuple[tuple[tuple[str, ...], float, float], ...] = (
     (("workers", "batch", "global_batch", "micro_batch", "accumulate"), 1, 2**53),
     (("repeat", "steps", "bytes_on_wire", "peak_rss_bytes", "cpu_share"), 0, 2**53),
@@ -193,12 +193,12 @@ _LIMITS: tuple[tuple[tuple[str, ...], float, float], ...] = (
     (("sync_s", "wall_s"), 0, _YEARS_S),
     (("busy",), 0, 1),
     (("noise_spread",), 0, sys.float_info.max),
-    (("accuracy",), -1e100, 1e100),  # of a user's own, which is drawn
+    (("accuracy",), -1e100, 1e100),  # the user's own measure, which is plotted
 )
 
 
 def _numbers(value: Any) -> Iterator[float]:
-    """Return the numbers in a JSON value of numbers, lists and null."""
+    """Yield the numbers in a JSON value that consists of numbers, lists and null."""
     if isinstance(value, list):
         for each in value:
             yield from _numbers(each)
@@ -207,7 +207,7 @@ def _numbers(value: Any) -> Iterator[float]:
 
 
 def _fits(value: Any, hint: Any) -> bool:
-    """Return whether a JSON value has the type of a field, and is finite if it is a number."""
+    """Return whether a JSON value has the type of a field and, if it is a number, is finite."""
     kind, parts = get_origin(hint), get_args(hint)
     if kind is UnionType:
         return any(_fits(value, part) for part in parts)
@@ -217,7 +217,7 @@ def _fits(value: Any, hint: Any) -> bool:
         return isinstance(value, list) and len(value) == len(parts) and all(map(_fits, value, parts))
     if hint is float:
         return type(value) in (int, float) and abs(value) <= sys.float_info.max
-    return type(value) is hint  # isinstance accepts True as a whole number
+    return type(value) is hint  # isinstance would accept True as an integer
 
 
 def _text(value: Any) -> str:

@@ -1,4 +1,4 @@
-"""Run in separate processes under supervision: a crash, a hang or an OOM kill ends only the run."""
+"""Run training in supervised, separate processes: a crash, a hang or an OOM kill ends only one run."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from pyengine.cli.study.grid import Cell
 from pyengine.cli.study.probe import Run, Trace, work
 from pyengine.comm.launching import launch, signals_blocked
 
-_POLL_S = 0.25  # between two checks of a run
-_BUSY_S = 0.3  # for which the load of the machine is measured before a run
-_START_S = 120.0  # for importing torch and joining the group, whatever the limit of a step is
+_POLL_S = 0.25  # seconds between two checks of a run
+_BUSY_S = 0.3  # how long the load of the machine is measured before a run
+_START_S = 120.0  # least limit for importing torch and joining the group, whatever the step limit
 
 # Called with (steps done, last accuracy or None).
 Watch = Callable[[int, float | None], None]
@@ -37,9 +37,9 @@ class RunOutcome:
     status: str  # "done", "failed", "stalled" or "timed out"
     reason: str  # why the run is not done; empty if it is
     steps: int  # optimizer steps so far
-    traces: list[Trace]  # by rank; empty if not done
+    traces: list[Trace]  # traces by rank; empty if the run is not done
     wall_s: float  # from the start of the processes to their end
-    busy: float  # share of the CPU that others used just before, 0 to 1
+    busy: float  # share of the CPU that other processes used just before the run, 0 to 1
 
 
 def log_path(cell: Cell, repeat: int) -> Path:
@@ -48,7 +48,7 @@ def log_path(cell: Cell, repeat: int) -> Path:
 
 
 def execute(run: Run, log: Path, watch: Watch) -> RunOutcome:
-    """Run on local workers, whose output goes to `log`; return how the run ended."""
+    """Make a run on local workers, with their output in `log`; return how the run ended."""
     busy = psutil.cpu_percent(_BUSY_S) / 100
     with tempfile.TemporaryDirectory(prefix="pyengine-study-") as folder:
         beats, result = Beats(Path(folder) / "beats"), Path(folder) / "result"
@@ -56,7 +56,7 @@ def execute(run: Run, log: Path, watch: Watch) -> RunOutcome:
         child = mp.get_context("spawn").Process(target=_child, args=(run, str(result), str(log), os.getpid()))
         begin = time.perf_counter()
         try:
-            with signals_blocked():  # the child keeps them blocked: `_end` ends it
+            with signals_blocked():  # the child keeps signals blocked; `_end` kills it
                 child.start()
             status, reason = _supervise(child, beats, run, watch)
         finally:
@@ -116,20 +116,20 @@ def _supervise(child: mp.process.BaseProcess, beats: Beats, run: Run, watch: Wat
 
 
 def _end(child: mp.process.BaseProcess) -> None:
-    """End every process of a run, orphans included."""
+    """Kill every process of a run, including orphans."""
     if child.pid is None:
         return
     try:
         os.killpg(child.pid, signal.SIGKILL)  # the child leads its own session
     except (ProcessLookupError, PermissionError):
-        child.kill()  # it has no session yet, or has ended
+        child.kill()  # the child has no session yet, or has ended
     child.join()
 
 
 def _child(run: Run, result: str, log: str, parent: int) -> None:
-    """Launch the workers, and write status, reason and their traces to a file."""
+    """Launch the workers, and write the status, the reason and the traces to the file `result`."""
     os.setsid()
-    # Processes that are killed leave their temporary files in a folder that the study deletes.
+    # Killed processes leave their temporary files in a folder that the study deletes.
     tempfile.tempdir = str(Path(result).parent)
     with fresh(Path(log)) as file:
         os.dup2(file.fileno(), 1)
@@ -147,14 +147,14 @@ def _child(run: Run, result: str, log: str, parent: int) -> None:
 
 
 def _end_with(parent: int) -> None:
-    """End the whole session when the study's process has ended."""
+    """Kill the whole session when the study's process has ended."""
     while os.getppid() == parent:
         time.sleep(1)
     os.killpg(0, signal.SIGKILL)
 
 
 def _shorten(message: str) -> str:
-    """Return the first line of an error with its traceback, and the line of the exception."""
+    """Shorten an error with a traceback to its first line and the line of the exception."""
     lines = [line for line in message.splitlines() if line.strip()]
     if len(lines) == 1:
         return lines[0]

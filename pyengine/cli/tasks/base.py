@@ -1,4 +1,4 @@
-"""The interface of a task: a model, its data by rank, and a loss that is a sum with its count."""
+"""The interface of a task: a model, its data on each rank, and a loss as a sum with its count."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 MODELS = ("gpt", "cnn")
 
-IGNORED = -100  # the target of no item: the default ignore_index of cross_entropy
+IGNORED = -100  # target of ignored items: the default `ignore_index` of `cross_entropy`
 
 Batch = tuple[Tensor, Tensor]
 
@@ -21,7 +21,7 @@ Batch = tuple[Tensor, Tensor]
 def make_optimizer(
     model: nn.Module, lr: float, *, steps: int, warm_up_steps: float
 ) -> tuple[Optimizer, LambdaLR]:
-    """Return fused AdamW, and a schedule that warms up and then decreases linearly to a tenth."""
+    """Return fused AdamW, and a schedule that warms up and then decreases linearly to a tenth of `lr`."""
     optimizer = AdamW(model.parameters(), lr=lr, fused=True)
     return optimizer, LambdaLR(
         optimizer, lambda step: min(1.0, (step + 1) / warm_up_steps) * (1 - 0.9 * step / steps)
@@ -32,20 +32,20 @@ class Task(Protocol):
     """A model with its data."""
 
     name: str  # as on the command line
-    unit: str  # of counts: "tokens" or "images"
-    num_samples: int  # that `batch` indexes
+    unit: str  # unit of counts: "tokens" or "images"
+    num_samples: int  # number of samples that `batch` indexes
 
     def build(self) -> nn.Module:
-        """Return a new model, fp32."""
+        """Return a new fp32 model."""
 
     def batch(self, rows: Tensor) -> Batch:
-        """Return the micro-batch of samples by index, int64 `[micro_batch]`."""
+        """Return the micro-batch of the samples with indices `rows`, int64 `[micro_batch]`."""
 
     def batches(self, *, rank: int, world_size: int, micro_batch: int, seed: int) -> Iterator[Batch]:
-        """Yield this rank's micro-batches without end; they depend on the arguments alone."""
+        """Yield this rank's micro-batches indefinitely; they depend only on the arguments."""
 
     def short(self, batch: Batch, rank: int) -> Batch:
-        """Shorten a micro-batch, by another number of items on each rank, as at the end of a dataset."""
+        """Shorten a micro-batch by a different number of items on each rank, as at the end of a dataset."""
 
     def loss(self, model: nn.Module, batch: Batch) -> tuple[Tensor, int]:
         """Return the sum of the loss over the items of the micro-batch, and their number."""

@@ -14,7 +14,7 @@ _TEST_IMAGES = 360  # of 1797
 
 
 class ConvNet(nn.Module):
-    """Images `[batch, 1, 8, 8]` to logits `[batch, 10]`."""
+    """A network from images `[batch, 1, 8, 8]` to logits `[batch, 10]`."""
 
     def __init__(self, width: int = 32) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ class DigitsTask(Task):
         return self._images[rows], self._labels[rows]
 
     def batches(self, *, rank: int, world_size: int, micro_batch: int, seed: int) -> Iterator[Batch]:
-        """Yield shuffled epochs, each image on one rank, without an incomplete last micro-batch."""
+        """Yield full micro-batches from shuffled epochs, in which each image is on one rank."""
         generator = torch.Generator().manual_seed(seed)
         while True:
             order = torch.randperm(len(self._labels), generator=generator)

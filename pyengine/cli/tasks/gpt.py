@@ -20,7 +20,7 @@ _HELD_OUT_BYTES = 64 * 2**10
 
 
 class Block(nn.Module):
-    """Attention, then an MLP, each on a normed residual stream `[batch, time, width]`."""
+    """Attention, then an MLP, each on a normalized residual stream `[batch, time, width]`."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ class Block(nn.Module):
 
 @dataclass(frozen=True)
 class Shape:
-    """The size of a GPT, and the sequences of a micro-batch."""
+    """The size of a GPT, and the number of sequences per micro-batch."""
 
     width: int = 384
     layers: int = 8
@@ -53,10 +53,10 @@ class Shape:
 
 
 class GPT(nn.Module):
-    """Tokens `[batch, time]` to logits `[batch, time, vocabulary]`.
+    """A GPT from tokens `[batch, time]` to logits `[batch, time, vocabulary]`.
 
     Args:
-        is_tied: whether the head is the embedding of the tokens.
+        is_tied: whether the head shares its weight with the token embedding.
     """
 
     def __init__(self, shape: Shape, *, is_tied: bool = False) -> None:
@@ -75,7 +75,7 @@ class GPT(nn.Module):
 
 
 class TextTask(Task):
-    """Predict the next byte of Python source, by about 1.4 million parameters."""
+    """Predict the next byte of Python source code, with about 1.4 million parameters."""
 
     name = "gpt"
     unit = "tokens"
@@ -92,11 +92,11 @@ class TextTask(Task):
         return model
 
     def batch(self, rows: Tensor) -> Batch:
-        """Return pieces of text, which do not overlap."""
+        """Return non-overlapping pieces of text."""
         return _pieces(self._text, rows * CONTEXT)
 
     def batches(self, *, rank: int, world_size: int, micro_batch: int, seed: int) -> Iterator[Batch]:
-        """Yield random pieces; every rank draws the positions of all ranks and uses its own."""
+        """Yield random pieces of text; every rank draws the positions for all ranks and uses its share."""
         generator = torch.Generator().manual_seed(seed)
         while True:
             places = torch.randint(len(self._text) - CONTEXT, (world_size, micro_batch), generator=generator)

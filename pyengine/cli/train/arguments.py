@@ -1,4 +1,4 @@
-"""The arguments of `train`, and its settings."""
+"""The arguments and settings of `train`."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ MODES = ("engine", "ddp-hook", "ddp")
 
 @dataclass(frozen=True)
 class TrainSettings:
-    """What to train, and how; each dict is by model."""
+    """What to train, and how; every dict has the models as keys."""
 
     models: tuple[str, ...]
     mode: str
@@ -75,8 +75,8 @@ class TrainSettings:
     wire: str
     accumulator: Accumulator
     seed: int
-    traces: dict[str, Path]  # absolute files, beside which norms are drawn; empty for none
-    checkpoints: dict[str, Path]  # absolute folders; empty for none
+    traces: dict[str, Path]  # absolute paths of traces, with plots of norms next to them; empty for none
+    checkpoints: dict[str, Path]  # absolute paths of folders; empty for none
     checkpoint_every: int  # steps between two checkpoints
     trackers: Trackers
     json: bool
@@ -91,11 +91,11 @@ class TrainSettings:
         )
 
 
-# Two cores need about a minute, in which both models learn.
+# Defaults with which both models learn, in about a minute on two cores.
 _MICRO_BATCH = {"gpt": 4, "cnn": 8}
 _STEPS = {"gpt": 50, "cnn": 40}
 _LR = {"gpt": 3e-3, "cnn": 1e-2}
-# A training resumes with the same of these only. The schedule of the learning rate depends on the steps.
+# Settings that must be the same to resume a training run; the learning rate schedule depends on `steps`.
 _RESUMED = (
     "mode", "workers", "accumulate", "micro_batch", "steps", "lr", "dtype", "wire", "accumulator", "seed",
 )  # fmt: skip
@@ -132,7 +132,7 @@ def add_to(parser: argparse.ArgumentParser) -> None:
 
 
 def settings(options: argparse.Namespace) -> TrainSettings:
-    """Return the settings; raise `Conflict` if arguments do not fit together or this machine."""
+    """Return the settings; raise `Conflict` if arguments conflict with each other or with this machine."""
     without = {"wire": "no wire", "accumulator": "no accumulator", "checkpoints": "no state of pyengine's"}
     for name, lacks in without.items() if options.mode == "ddp" else ():
         remedy = "leave it out, or use --mode ddp-hook"
@@ -163,7 +163,7 @@ def settings(options: argparse.Namespace) -> TrainSettings:
 
 
 def check_resumed(settings: TrainSettings, model: str, folder: Path) -> None:
-    """Raise `Conflict` if a folder has checkpoints of a training with other settings; write these there."""
+    """Raise `Conflict` if a folder has checkpoints with other settings; otherwise write the settings."""
     values = {name: getattr(settings, name) for name in _RESUMED}
     now = {name: value[model] if isinstance(value, dict) else value for name, value in values.items()}
     if dist.is_torchelastic_launched():
@@ -177,7 +177,7 @@ def check_resumed(settings: TrainSettings, model: str, folder: Path) -> None:
                     f"argument --{name.replace('_', '-')}: got {value}, and the checkpoints in {folder} are "
                     f"of a training with {then[name]}: give that to resume it, or name another folder"
                 )
-    with writing("--checkpoints", f"write {file}"), written(file) as part:  # other ranks may read it now
+    with writing("--checkpoints", f"write {file}"), written(file) as part:  # other ranks may be reading it
         part.write_text(json.dumps(now))
 
 
@@ -205,7 +205,7 @@ def _folders(folder: Path, models: tuple[str, ...]) -> dict[str, Path]:
 
 
 def _traces(file: Path, models: tuple[str, ...]) -> dict[str, Path]:
-    """Return the file of each model: "trace.json" itself for one model, else "trace-gpt.json" and so on."""
+    """Return the file of each model: "trace.json" itself for one model, otherwise "trace-gpt.json", etc."""
     file = file.absolute()
     if file.is_dir():
         raise Conflict(f"argument --trace: {file} is a folder: name a file, for example {file}/trace.json")

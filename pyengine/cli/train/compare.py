@@ -30,22 +30,23 @@ class Row:
     mode: str
     label: str
     buckets: int  # gradient buckets
-    collectives: int  # gradient collectives a window, the engine's header included
-    bytes_sent: int  # that this rank sent in them
+    collectives: int  # gradient collectives per window, including the engine's header
+    bytes_sent: int  # bytes that this rank sent in these collectives
     step_s: Range  # seconds of a step, over the timed windows
-    full_window: float  # relative difference of a window's gradient from that of one big batch
+    full_window: float  # relative difference of a window's gradient from the gradient of one big batch
     short_window: float  # the same for a window with fewer micro-batches and unequal counts
 
 
 def compare(task: Task, settings: TrainSettings) -> list[Row]:
     """Run the mode (for plain DDP: the engine) and plain DDP on the same windows; return a row for each.
 
-    Collective: every rank must call it. All ranks have the same gradients, so any rank's differences count.
+    Collective: every rank must call this function. All ranks have the same gradients, so the differences on
+    any rank are representative.
     """
     names = ("engine" if settings.mode == "ddp" else settings.mode, "ddp")
     ranks = range(dist.get_world_size())
     full = [_first_windows(task, settings, rank, 1)[0] for rank in ranks]
-    # As at the end of a dataset: fewer micro-batches, the last one shorter, unlike on each rank.
+    # As at the end of a dataset: fewer micro-batches, the last one shortened differently on each rank.
     *early, last = range(-(-settings.accumulate // 2))
     short = [
         [*(window[index] for index in early), task.short(window[last], rank)]
@@ -64,15 +65,16 @@ def compare(task: Task, settings: TrainSettings) -> list[Row]:
 
 
 def _first_windows(task: Task, settings: TrainSettings, rank: int, num: int) -> list[list[Batch]]:
-    """Return a rank's windows for the comparison: the same for every mode, and none of the training's."""
+    """Return a rank's windows for the comparison: the same for every mode, and not used in training."""
     stream = train_modes.batches(task, settings, rank, seed=settings.seed + 1)
     return [list(itertools.islice(stream, settings.accumulate)) for _ in range(num)]
 
 
 def _big_batch_gradient(task: Task, model: nn.Module, windows: Sequence[Sequence[Batch]]) -> Tensor:
-    """Return the gradient of the mean over all ranks' items: one backward of a float64 copy of the model.
+    """Return the gradient of the mean loss over all ranks' items, from one backward of a float64 model copy.
 
-    The copy is in eval mode: batch statistics depend on the split, and with them no split equals one batch.
+    The copy is in eval mode, because batch statistics depend on the split into micro-batches, so that no
+    split would equal one batch.
     """
     exact = copy.deepcopy(model).double().eval()
     x, y = map(torch.cat, zip(*itertools.chain.from_iterable(windows), strict=True))
@@ -82,8 +84,8 @@ def _big_batch_gradient(task: Task, model: nn.Module, windows: Sequence[Sequence
 
 
 def _check(mode: Mode, checks: Sequence[tuple[list[Batch], Tensor]]) -> dict[str, Any]:
-    """Return the errors of a full and of a short window's gradient, and the traffic of a window."""
-    mode.model.eval()  # as the model of the big batch
+    """Return the gradient errors of a full and a short window, and the traffic of a window."""
+    mode.model.eval()  # like the model in `_big_batch_gradient`
     full, short = (
         float((mode.gradient(window) - wanted).norm() / wanted.norm()) for window, wanted in checks
     )
@@ -100,7 +102,7 @@ def _check(mode: Mode, checks: Sequence[tuple[list[Batch], Tensor]]) -> dict[str
 
 
 def _time(modes: list[Mode], windows: Sequence[list[Batch]]) -> list[Range]:
-    """Time the modes in turn, window by window, so that a slow machine slows all of them down."""
+    """Time the modes in turn, window by window, so that a slow machine affects all modes equally."""
     seconds: list[list[float]] = [[] for _ in modes]
     for window in windows:
         for mode, taken in zip(modes, seconds, strict=True):

@@ -1,4 +1,4 @@
-"""The modes of `train`: pyengine in its two forms, and plain DDP."""
+"""The modes of `train`: pyengine on a bare model, pyengine on DDP, and plain DDP."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ _MAX_NORM = 1.0
 
 
 def build(task: Task, settings: TrainSettings) -> nn.Module:
-    """Build the model, with the same parameters at every call and on every rank."""
+    """Build the model, with the same parameters in every call and on every rank."""
     torch.manual_seed(settings.seed)
     return task.build().to(_DTYPES[settings.dtype])
 
 
 def batches(task: Task, settings: TrainSettings, rank: int, *, seed: int) -> Iterator[Batch]:
-    """Yield a rank's micro-batches without end."""
+    """Yield a rank's micro-batches indefinitely."""
     size, world_size = settings.micro_batch[task.name], dist.get_world_size()
     return task.batches(rank=rank, world_size=world_size, micro_batch=size, seed=seed)
 
@@ -59,7 +59,7 @@ def pop_gradient(model: nn.Module) -> Tensor:
 
 
 class Windowed:
-    """pyengine in one of its forms: over a bare model, or over DDP (`on_ddp`)."""
+    """Training with pyengine, on a bare model or on DDP (`on_ddp`)."""
 
     def __init__(self, task: Task, model: nn.Module, settings: TrainSettings, *, on_ddp: bool) -> None:
         self.model, self._task = model, task  # the bare module
@@ -75,7 +75,7 @@ class Windowed:
         )
         self.label = "pyengine on DDP" if on_ddp else "pyengine"
         self._optimizer, self._schedule = _optimizer(task, model, settings)
-        self.parts: dict[str, Any] = {  # that a checkpoint has to contain
+        self.parts: dict[str, Any] = {  # objects that a checkpoint has to contain
             "model": model,
             "optimizer": self._optimizer,
             "schedule": self._schedule,
@@ -90,7 +90,7 @@ class Windowed:
         return len(self._sync.layout.buckets)
 
     def steps(self, batches: Iterable[Batch]) -> Iterator[StepRecord]:
-        """Train on the micro-batches, a window a step; yield the record of each step."""
+        """Train on the micro-batches, one window per step; yield the record of each step."""
         for window in self._sync.windows(batches):
             self._backward(window)
             self._sync.clip_grad_norm_(_MAX_NORM)
@@ -103,7 +103,7 @@ class Windowed:
         measure_noise_scale(self._sync, parts=dist.get_world_size() * self._accumulate)
 
     def gradient(self, batches: Sequence[Batch]) -> Tensor:
-        """Return the flat gradient of one window, of any length, without a step."""
+        """Return the flat gradient of one window of any length, without taking a step."""
         for window in self._sync.windows(batches):
             self._backward(window)
             self._sync.unscale_()
@@ -116,10 +116,10 @@ class Windowed:
 
 
 class PlainDDP:
-    """DDP with accumulation as it is usually written: loss / accumulate, an all-reduce in every backward.
+    """DDP with the usual gradient accumulation: loss / accumulate, and an all-reduce in every backward.
 
     Args:
-        counted: count collectives and bytes in a hook that does what DDP does without a hook.
+        counted: whether to count collectives and bytes, in a hook that averages like DDP without a hook.
     """
 
     label = "plain DDP"
@@ -140,7 +140,7 @@ class PlainDDP:
         return len(self._ddp.reducer._get_zeros_like_grad_buckets())  # noqa: SLF001 - DDP has no public count
 
     def measure(self) -> None:
-        """Plain DDP has no engine that measures."""
+        """Do nothing: plain DDP has no engine that could measure."""
 
     def steps(self, batches: Iterable[Batch]) -> Iterator[StepRecord]:
         source, meter = iter(batches), self._meter
@@ -151,7 +151,7 @@ class PlainDDP:
             self._optimizer.step()
             self._schedule.step()
             self._optimizer.zero_grad()
-            dist.all_reduce(totals)  # for the record only: not a gradient, not counted
+            dist.all_reduce(totals)  # for the step record only: not a gradient, not counted
             loss, count = totals.tolist()
             yield StepRecord(
                 step=self._step,
@@ -185,7 +185,7 @@ Mode = Windowed | PlainDDP
 
 
 def make(mode: str, task: Task, settings: TrainSettings, *, counted: bool = True) -> Mode:
-    """Build the model in a mode; plain DDP that is `counted` takes a little more time for it."""
+    """Build the model in a mode; with `counted`, plain DDP is a little slower."""
     model = build(task, settings)
     if mode == "ddp":
         return PlainDDP(task, model, settings, counted=counted)
@@ -193,7 +193,7 @@ def make(mode: str, task: Task, settings: TrainSettings, *, counted: bool = True
 
 
 class _Meter:
-    """Counts what DDP sends in a window as pyengine does, and times how long backwards wait for it."""
+    """Counts DDP's traffic in a window as pyengine does, and times how long backward passes wait for it."""
 
     def __init__(self) -> None:
         self.restart()
@@ -205,7 +205,7 @@ class _Meter:
 
     @contextmanager
     def backward(self) -> Iterator[None]:
-        """Time a backward, and its part after the last bucket was ready, in which it only waits."""
+        """Time a backward pass, and its part after the last bucket is ready, which is only waiting."""
         self.computed: float | None = None
         start = time.perf_counter()
         yield
@@ -215,7 +215,7 @@ class _Meter:
 
 
 def _all_reduce_and_count(state, bucket):  # type: ignore[no-untyped-def]  # DDP refuses string annotations
-    """Do what DDP does without a hook: average over ranks."""
+    """Average over ranks, as DDP does without a hook."""
     if bucket.is_last():
         state.computed = time.perf_counter()
     flat = bucket.buffer().div_(state.comm.world_size)

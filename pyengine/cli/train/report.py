@@ -18,12 +18,12 @@ from pyengine.cli.report import add_numbers
 from pyengine.cli.train.compare import Row
 from pyengine.step.step_record import StepRecord
 
-_LINES = 10  # that a run prints, about, if stdout is not a terminal
+_LINES = 10  # approximate number of lines that a run prints if stdout is not a terminal
 
 
 class TrainReport(report.Report):
     def start(self, model: str, unit: str, *, done: int, steps: int, about: dict[str, Any]) -> None:
-        """Training begins; `done` of its steps are from a checkpoint."""
+        """Report the start of training; `done` of the steps are from a checkpoint."""
         self._model, self._unit, self._resumed, self._steps = model, unit, done, steps
         self._losses: list[float | None] = []
         self._sent = 0
@@ -56,7 +56,7 @@ class TrainReport(report.Report):
             self._say(f"step {done}/{self._steps}  {text}" + (f"  {duration(left)} left" if left else ""))
 
     def finish(self, quality: dict[str, float]) -> None:
-        losses = self._losses or [None]  # without a step where the checkpoint is of the last one
+        losses = self._losses or [None]  # no step remains if the checkpoint is of the last step
         first, last = losses[0], losses[-1]
         if not self._emit("trained", model=self._model, first_loss=first, last_loss=last, **quality):
             return
@@ -68,10 +68,10 @@ class TrainReport(report.Report):
         self._console.print("learnt: " + ", ".join(parts) + "\n", highlight=False)
 
     def norms(self, plot: Path | None, last: StepRecord | None) -> None:
-        """Gradient norms and the noise scale were measured.
+        """Report the measured gradient norms and noise scale.
 
         Args:
-            plot: the file in which they were drawn; None without matplotlib.
+            plot: the file with the plot; None without matplotlib.
             last: the last step with an estimate of the noise scale.
         """
         found = last.noise_scale if last else None
@@ -85,7 +85,7 @@ class TrainReport(report.Report):
         self._say(f"gradient norms: {plot or 'not drawn, since matplotlib is not installed'}\n")
 
     def compare(self, ours: Row, ddp: Row) -> None:
-        """The mode was compared with plain DDP."""
+        """Report the comparison of the mode with plain DDP."""
         is_noise = ours.step_s.overlaps(ddp.step_s)
         for row in (ours, ddp):
             seconds = {"step_s": row.step_s.mid, "step_low_s": row.step_s.low, "step_high_s": row.step_s.high}

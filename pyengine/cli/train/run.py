@@ -1,4 +1,4 @@
-"""`train`: train small models on this machine, and compare with plain DDP."""
+"""`train`: train small models on this machine, and compare them with plain DDP."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from pyengine.telemetry import chrome_trace
 _TASKS: dict[str, Callable[[], Task]] = {"gpt": TextTask, "cnn": DigitsTask}
 TRACED_WINDOWS = 3
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
-_WARM_UP_WINDOWS = 2  # the first lays the buckets out, the second is the first to use them
+_WARM_UP_WINDOWS = 2  # the first window lays out the buckets, the second is the first to use them
 
 
 def run(settings: TrainSettings) -> int:
@@ -51,16 +51,16 @@ def run(settings: TrainSettings) -> int:
                 return code
             print(error, file=sys.stderr)
             return 1
-    if stopped:  # in a worker of torchrun; elsewhere launch raises
+    if stopped:  # only in a worker of torchrun; otherwise `launch` raises
         raise SystemExit(128 + stopped)
     return 0
 
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Keep other trainings out of a folder of checkpoints; raise `Conflict` if one is there.
+    """Lock a checkpoint folder; raise `Conflict` if another training run has locked it.
 
-    Not under torchrun, where each worker is a command of its own, nor on file systems without locks.
+    Locks nothing under torchrun, where each worker is a separate command, or on file systems without locks.
     """
     if dist.is_torchelastic_launched():
         yield
@@ -82,7 +82,7 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 def work(settings: TrainSettings) -> int:
-    """Train and compare every model, on each rank; return the signal that has ended it, or 0."""
+    """Train and compare every model on this rank; return the signal that ended training, or 0."""
     terminal.prepare_output()
     with terminal.ends_with_output():
         for name in settings.models:
@@ -98,11 +98,11 @@ def work(settings: TrainSettings) -> int:
 
 
 def train(task: Task, settings: TrainSettings, report: TrainReport) -> int:
-    """Train one model in the chosen mode; return the signal that has ended it, or 0."""
+    """Train one model in the chosen mode; return the signal that ended training, or 0."""
     mode = train_modes.make(settings.mode, task, settings)
     steps, trace = settings.steps[task.name], settings.traces.get(task.name)
     if trace:
-        mode.measure()  # before a checkpoint is loaded, which has their state
+        mode.measure()  # before loading a checkpoint, which contains the state of the measures
     records: list[StepRecord] = []
     about = {
         "parameters": sum(param.numel() for param in mode.model.parameters()),
@@ -118,7 +118,7 @@ def train(task: Task, settings: TrainSettings, report: TrainReport) -> int:
     report.start(task.name, task.unit, done=saving.start, steps=steps, about=about)
     stream = train_modes.batches(task, settings, dist.get_rank(), seed=settings.seed)
     batches = itertools.islice(stream, saving.start * settings.accumulate, steps * settings.accumulate)
-    # After the last step there is nothing to do: `sync.windows` of no batches has an empty window.
+    # After the last step there is nothing to do; `sync.windows` without batches would yield an empty window.
     windows = mode.steps(batches) if saving.start < steps else ()
     trackers = settings.trackers if dist.get_rank() == 0 else Trackers()
     with saving.signals(), trackers.run(task.name, group=settings.mode, config=about) as tracked:
@@ -138,7 +138,7 @@ def train(task: Task, settings: TrainSettings, report: TrainReport) -> int:
 
 
 def plot(task: Task, records: Sequence[StepRecord], trace: Path, report: TrainReport) -> None:
-    """Draw the gradient norms and the noise scale of a training beside its trace, on rank 0."""
+    """Plot the gradient norms and the noise scale of a training run next to its trace file, on rank 0."""
     measured = [record for record in records if record.grad_norms is not None]
     if dist.get_rank() > 0 or not measured:
         return
@@ -151,15 +151,15 @@ def plot(task: Task, records: Sequence[StepRecord], trace: Path, report: TrainRe
 
 
 def write_trace(task: Task, settings: TrainSettings, path: Path) -> None:
-    """Write a Chrome trace of rank 0 in a few windows of a new model; every rank must call it.
+    """Write a Chrome trace of rank 0 over a few windows of a new model; every rank must call this function.
 
-    It is not of the training itself, which profiling would slow down.
+    The training itself is not traced, because profiling would slow it down.
     """
     mode = train_modes.make(settings.mode, task, settings, counted=False)
     batches = train_modes.batches(task, settings, dist.get_rank(), seed=settings.seed)
     list(mode.steps(itertools.islice(batches, _WARM_UP_WINDOWS * settings.accumulate)))
     with ExitStack() as stack:
-        if dist.get_rank() == 0:  # the profiler's own temporary file has a guessable name beside its path
+        if dist.get_rank() == 0:  # the profiler's own temporary file would have a guessable name
             path = stack.enter_context(written(path))
         stack.enter_context(chrome_trace(path))
         list(mode.steps(itertools.islice(batches, TRACED_WINDOWS * settings.accumulate)))
@@ -169,15 +169,15 @@ class Saving:
     """The checkpoints of one model's training; every rank calls the same methods in the same order.
 
     Args:
-        folder: of the checkpoints; None saves nothing and handles no signals.
-        every: steps between two checkpoints.
-        parts: the objects to save and to load, with `state_dict` and `load_state_dict`, by name.
-        steps: of the whole training.
+        folder: the folder of the checkpoints; None saves nothing and handles no signals.
+        every: number of steps between two checkpoints.
+        parts: the objects to save and load, by name; each has `state_dict` and `load_state_dict`.
+        steps: number of steps of the whole training.
     """
 
     def __init__(self, folder: Path | None, *, every: int, parts: Mapping[str, Any], steps: int) -> None:
         self.start = 0  # the step of the newest checkpoint, from which training continues
-        self.stopped = 0  # the signal that has ended the training
+        self.stopped = 0  # the signal that ended the training
         self._every, self._parts, self._steps = every, parts, steps
         self._saves = None if folder is None else Saves(folder)
         self._signal = 0
@@ -189,7 +189,7 @@ class Saving:
 
     @contextmanager
     def signals(self) -> Iterator[None]:
-        """Defer signals in the body to `must_stop`; raise one that arrives after the last step again."""
+        """Defer signals in the body to `must_stop`; re-raise a signal that arrives after the last step."""
         if self._saves is None:
             yield
             return
@@ -209,7 +209,7 @@ class Saving:
                 signal.raise_signal(self._signal)
 
     def must_stop(self, step: int) -> bool:
-        """Save a checkpoint if one is due after `step` steps; return whether a rank has received a signal."""
+        """Save a checkpoint if one is due after `step` steps; return whether any rank received a signal."""
         if self._saves is None:
             return False
         received = torch.tensor(self._signal)

@@ -1,4 +1,4 @@
-"""Checkpoints of `train`: a save that is interrupted loses no step, and no link is followed."""
+"""Checkpoints of `train`: an interrupted save loses no earlier step, and links are not followed."""
 
 from __future__ import annotations
 
@@ -16,45 +16,46 @@ import torch.distributed as dist
 
 from pyengine.cli.files import regular, written
 
-_KEPT = 2  # steps: if the newest file is damaged, the one before it loads
+_KEPT = 2  # number of steps kept: if the newest file is damaged, the previous file is loaded
 
 
 def write(path: Path, state: Any) -> None:
-    """Write a file that is there as a whole, on the disk, or not at all; one that is there is replaced."""
+    """Write a file to disk either completely or not at all; an existing file is replaced."""
     with written(path) as part, part.open("xb") as file:
         torch.save(state, file)
         file.flush()
         os.fsync(file.fileno())
     descriptor = os.open(path.parent, os.O_RDONLY)
     try:
-        os.fsync(descriptor)  # so that the name is on the disk, too
+        os.fsync(descriptor)  # so that the file name is on disk, too
     finally:
         os.close(descriptor)
 
 
 def read(path: Path) -> Any:
-    """Return the state in a regular file, as data: no code runs, no tensor reaches beyond its memory."""
+    """Return the state in a regular file, as data: no code runs, and no tensor reaches beyond its memory."""
     with open(path, "rb", opener=regular) as file, torch.sparse.check_sparse_tensor_invariants():
         return torch.load(file, map_location="cpu", weights_only=True)
 
 
 class Saves:
-    """The saved steps of one training; every rank makes this and calls its methods alike.
+    """The saved steps of one training; every rank creates a `Saves` and calls the same methods.
 
-    Each rank has a file of each step. A step counts if every rank has a file of it, all of the same save.
+    Each rank has one file per step. A step is complete if every rank has a file of that step, and all of
+    these files are from the same save.
 
     Args:
-        folder: of the files, which exists.
+        folder: the existing folder of the files.
     """
 
     def __init__(self, folder: Path) -> None:
         self._folder, self._suffix = folder, f".rank-{dist.get_rank()}-of-{dist.get_world_size()}.pt"
 
     def save(self, step: int, state: Any) -> None:
-        """Save this rank's state; on return all ranks' states are on the disk. Older steps go.
+        """Save this rank's state; on return the states of all ranks are on disk, and older steps are removed.
 
         Raises:
-            RuntimeError: some rank could not write; on every rank. Earlier steps are kept.
+            RuntimeError: some rank could not write. Every rank raises this error, and earlier steps are kept.
         """
         save = self._gathered(uuid.uuid4().hex)[0]
         self._on_all(
@@ -64,10 +65,10 @@ class Saves:
         self._on_all(self._remove_old, f"older steps in {self._folder} could not be removed")
 
     def load(self) -> tuple[int, Any] | None:
-        """Return the newest step that is whole, and this rank's state; None if there is none yet.
+        """Return the newest complete step and this rank's state; None if there is no complete step yet.
 
         Raises:
-            RuntimeError: the folder cannot be read, or has steps and none that is whole; on every rank.
+            RuntimeError: on every rank, if the folder cannot be read or has several steps, none complete.
         """
         by_rank = self._on_all(self._steps, f"{self._folder} cannot be read")
         problems = []
@@ -81,14 +82,14 @@ class Saves:
             problems.append(f"step {step} is not whole ({wrong[0]})")
             if dist.get_rank() == 0:
                 print(f"{self._folder}: {problems[-1]}: going on from an earlier one", file=sys.stderr)
-        if len(problems) > 1:  # of one alone nothing is lost: the first save was interrupted
+        if len(problems) > 1:  # with one incomplete step nothing is lost: the first save was interrupted
             raise RuntimeError(
                 f"name an empty folder to start anew: none in {self._folder} loads, {'; '.join(problems)}"
             )
         return None
 
     def _look(self, step: int) -> tuple[str, str]:
-        """Return the save that this rank's file belongs to, and why the file does not load."""
+        """Return the save that this rank's file belongs to, and the reason if the file does not load."""
         try:
             found = read(self._path(step))
             return found["save"], ""
@@ -96,7 +97,7 @@ class Saves:
             return "", f"{self._path(step).name}: {type(error).__name__}: {error}"
 
     def _steps(self) -> set[int]:
-        """Return the steps of which this rank has a file."""
+        """Return the steps for which this rank has a file."""
         names = (path.name for path in self._folder.iterdir())
         matches = (re.fullmatch(rf"step-(\d+){re.escape(self._suffix)}", name) for name in names)
         return {int(match[1]) for match in matches if match}
@@ -104,7 +105,7 @@ class Saves:
     def _remove_old(self) -> None:
         for step in sorted(self._steps())[:-_KEPT]:
             self._path(step).unlink(missing_ok=True)
-        if dist.get_rank() == 0:  # of processes that died; all ranks have written
+        if dist.get_rank() == 0:  # left by processes that died; all ranks have written their files
             for part in self._folder.glob(".pyengine-*"):
                 shutil.rmtree(part, ignore_errors=True)
 
@@ -117,7 +118,7 @@ class Saves:
         return everybody
 
     def _on_all(self, work: Callable[[], Any], what: str) -> list[Any]:
-        """Return what `work` returns on every rank; raise on every rank if it raised on some rank."""
+        """Return the results of `work` on all ranks; raise on every rank if `work` raised on any rank."""
         try:
             mine = work(), ""
         except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks wait for this one

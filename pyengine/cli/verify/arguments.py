@@ -1,4 +1,4 @@
-"""The arguments of `verify`, and its settings."""
+"""The arguments and settings of `verify`."""
 
 from __future__ import annotations
 
@@ -61,12 +61,12 @@ BUILT_IN = "pyengine.cli.verify.subjects:{}"
 class VerifySettings:
     """What to verify."""
 
-    subjects: dict[str, str]  # training functions as "module:function", by the names of the report
+    subjects: dict[str, str]  # training functions as "module:function", by their names in the report
     workers: tuple[int, ...]  # world sizes; the first one is the reference
     steps: int
-    micro_batches: int  # in a window, over all ranks
+    micro_batches: int  # micro-batches per window, over all ranks
     accumulator: Accumulator
-    wraps: tuple[str, ...]  # who owns the gradients; each runs on all `workers` that it supports
+    wraps: tuple[str, ...]  # owners of the gradients; each wrap runs on all `workers` that it supports
     json: bool
 
 
@@ -89,7 +89,7 @@ def add_to(parser: argparse.ArgumentParser) -> None:
 
 
 def settings(options: argparse.Namespace) -> VerifySettings:
-    """Return the settings; raise `Conflict` if arguments do not fit together or this machine."""
+    """Return the settings; raise `Conflict` if arguments conflict with each other or with this machine."""
     check_workers(options.workers)
     for name in options.wrap:
         if all(needs(name, world) for world in options.workers):

@@ -1,4 +1,4 @@
-"""Compare runs: by digests, then by elements in the first step that differs; and find the likely cause."""
+"""Compare runs by digests, then by elements in the first step that differs, and find the likely cause."""
 
 from __future__ import annotations
 
@@ -23,24 +23,24 @@ class Difference:
     kind: str
     name: str
     rank: int  # the lowest rank on which it differs
-    counts: dict[str, tuple[int, int]]  # (entries that differ, entries) of that step and rank, by kind
-    texts: tuple[str | None, str | None]  # of the reference and of the run; digests, but for a "window"
+    counts: dict[str, tuple[int, int]]  # by kind: (differing entries, all entries) of that step and rank
+    texts: tuple[str | None, str | None]  # entries of reference and run; digests, except for a "window"
 
 
 @dataclass(frozen=True)
 class Change:
-    """How a run's whole gradient differs from the reference's."""
+    """How a run's full gradient differs from the reference gradient."""
 
     relative: float  # norm of the difference over the norm of the reference
-    # The ratio of the norms before clipping where they are recorded, else the least-squares factor from the
+    # The ratio of the norms before clipping if they are recorded, otherwise the least-squares factor from the
     # reference to the run.
     factor: float
     rest: float  # norm of the residual of the least-squares factor, over the norm of the run
-    epsilon: float  # the largest of the dtypes
+    epsilon: float  # largest machine epsilon of the gradients' dtypes
 
 
 def first_difference(reference: Trace, ranks: Sequence[Trace]) -> Difference | None:
-    """Return where the ranks of a run first differ from the reference; None if they do not."""
+    """Return the first difference between the ranks of a run and the reference; None if there is none."""
     found = []
     for rank, trace in enumerate(ranks):
         for position, key in enumerate({**reference.entries, **trace.entries}):
@@ -86,7 +86,7 @@ def compare(ours: Tensor | None, theirs: Tensor | None) -> str:
 
 
 def change(ours: Tensors, theirs: Tensors) -> Change | None:
-    """Compare whole gradients; return None if one of them is empty, zero or not finite."""
+    """Compare the full gradients of two runs; return None if either gradient is empty, zero or not finite."""
     keys = [
         key for key in ours if key[0] == "gradient" and key in theirs and ours[key].shape == theirs[key].shape
     ]
@@ -112,14 +112,14 @@ def change(ours: Tensors, theirs: Tensors) -> Change | None:
 def causes(
     first: Difference, *, repeats: bool, came_back: bool, micro_batches: int, gradient: Change | None
 ) -> list[tuple[str, str]]:
-    """Return (name, text) of the likely causes, the likeliest first; never empty.
+    """Return the likely causes as pairs (name, text), most likely first; never empty.
 
     Args:
         first: where the runs first differ.
         repeats: whether both runs have the same world size and settings.
-        came_back: whether both runs had the same bits again when they were repeated.
-        micro_batches: in a window.
-        gradient: how the whole gradient of that step differs, if it does.
+        came_back: whether both runs reproduced their bits when repeated.
+        micro_batches: number of micro-batches in a window.
+        gradient: the difference of the full gradients in that step; None if they cannot be compared.
     """
     differs = {kind for kind, (differ, _) in first.counts.items() if differ}
     if first.step == START:
@@ -129,7 +129,7 @@ def causes(
     if first.kind == "window":
         return _known("windows")
     found = []
-    # A gradient does not depend on running statistics: both can be wrong independently.
+    # Gradients do not depend on running statistics, so both can be wrong independently.
     if first.kind == "buffer":
         found += _known("BatchNorm" if first.name.endswith(_STATISTICS) else "buffers")
     if "gradient" in differs:
@@ -174,7 +174,7 @@ def _gradient(first: Difference, micro_batches: int, gradient: Change | None) ->
     differ, total = first.counts["gradient"]
     of = f"{differ} of {total} gradients differ"
     if gradient is not None:
-        # A sum of M terms rounds by about M / 2 epsilons; 16 times that allows for terms that cancel.
+        # Rounding of a sum of M terms is about M / 2 epsilons; 16 times as much allows for terms that cancel.
         rounding = min(0.05, 8 * micro_batches * gradient.epsilon)
         if gradient.relative <= rounding and abs(gradient.factor - 1) <= rounding:
             return "sums", (

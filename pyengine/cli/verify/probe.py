@@ -1,4 +1,4 @@
-"""The argument of a training function under `verify`: records every optimizer step as digests."""
+"""The probe that `verify` passes to a training function; it records every optimizer step as digests."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from pyengine.gradients.settings import Accumulator, Exact
 from pyengine.ops.device import HOST
 from pyengine.step.step_record import StepRecord
 
-# Kinds of entries in the order of a step, and how an entry is named.
+# Kinds of entries in the order of a step, with a template that describes an entry.
 KINDS = {
     "window": "the items of the {}",
     "buffer": "buffer {}",
@@ -32,14 +32,14 @@ KINDS = {
     "parameter": "parameter {}",
     "state": "optimizer state {}",
 }
-START = -1  # the step before the first
-# Who owns the gradients: the engine's buckets; DDP; shards of every layer of a ModuleList and of the model,
-# over all workers; the same in 2 replicas.
+START = -1  # number of the step before the first step
+# Owners of the gradients: the engine's buckets; DDP; FSDP shards of each `ModuleList` layer and of the model,
+# over all workers; the same shards in 2 replicas.
 WRAPS = ("own", "ddp", "fsdp", "hsdp")
 
 
 def needs(wrap: str, workers: int) -> str:
-    """Return why a wrap does not support a number of workers; empty if it does."""
+    """Return the reason why a wrap does not support a number of workers; empty if it does."""
     return "2 replicas of shards need an even number of workers" if wrap == "hsdp" and workers % 2 else ""
 
 
@@ -54,29 +54,29 @@ class Run:
     accumulator: Accumulator
     wrap: str  # one of `WRAPS`
     last: int  # the step after which training ends
-    keep: int | None = None  # rank whose tensors of that step are kept; None: only digests
+    keep: int | None = None  # rank whose tensors of step `last` are kept; None keeps only digests
 
 
 @dataclass
 class Trace:
     """The records of one rank."""
 
-    # Digests (of the kind "window" texts) by step, kind and name; and the tensors that `Run` asks for.
+    # Digests (texts for the kind "window") by step, kind and name, and the tensors selected by `Run.keep`.
     entries: dict[tuple[int, str, str], str] = field(default_factory=dict)
     tensors: dict[tuple[str, str], Tensor] = field(default_factory=dict)
-    steps: int = 0  # recorded
+    steps: int = 0  # number of recorded steps
     is_wrapped: bool = False  # whether the function has called `wrap`
     stopped: str = ""  # the error that ended the function before its last step
 
 
 class VerifyProbe:
-    """Records a training function.
+    """Records the steps of a training function.
 
     Args:
         run: the settings of the run.
 
     Attributes:
-        steps, micro_batches, accumulator: of the command line, for the function to follow.
+        steps, micro_batches, accumulator: values from the command line, for the function to follow.
         trace: the records so far.
     """
 
@@ -90,14 +90,14 @@ class VerifyProbe:
     def wrap(
         self, model: nn.Module, *, accumulate: int, accumulator: Accumulator | Exact = "exact"
     ) -> tuple[Sync, nn.Module]:
-        """Wrap a model as `--wrap` asks, by default in an engine that owns its buckets.
+        """Wrap a model as `--wrap` specifies, by default in an engine that owns its buckets.
 
         Args:
-            model: bare; make the optimizer afterwards.
+            model: the bare model; create the optimizer after this call.
             accumulate, accumulator: as for `pe.attach`.
 
         Returns:
-            The engine, and the module whose forward to call.
+            The engine, and the module to call for the forward pass.
         """
         self.trace.is_wrapped = True
         wrap = self._run.wrap
@@ -106,7 +106,7 @@ class VerifyProbe:
         if wrap == "ddp":
             ddp = DistributedDataParallel(model)
             return attach(ddp, accumulate=accumulate, accumulator=accumulator), ddp
-        from torch.distributed.fsdp import fully_shard  # which plain commands need not load
+        from torch.distributed.fsdp import fully_shard  # imported late: other wraps need not load it
 
         world, kind = dist.get_world_size(), next(model.parameters()).device.type
         shape = (world,) if wrap == "fsdp" else (2, world // 2)
@@ -118,15 +118,15 @@ class VerifyProbe:
         return attach(model, accumulate=accumulate, accumulator=accumulator), model
 
     def watch(self, model: nn.Module, *, optimizer: Optimizer, sync: Sync | None = None) -> None:
-        """Record the model now, and every step of the optimizer; call it once, before the loop.
+        """Record the model now, and every step of the optimizer; call this method once, before the loop.
 
         Args:
             model: the model in training, bare, in DDP or sharded.
             optimizer: gradients are recorded before its steps, everything else after them.
-            sync: the engine, whose step records have the norm and the number of items; None without one.
+            sync: the engine, whose step records have the norm and the item count; None without an engine.
 
         Raises:
-            RuntimeError: at a second call.
+            RuntimeError: if the method is called twice.
         """
         if self._is_watching:
             raise RuntimeError(
@@ -179,7 +179,7 @@ class VerifyProbe:
 
 
 def digest(tensor: Tensor) -> str:
-    """Return a digest of a tensor's type, shape and bits."""
+    """Return a digest of a tensor's dtype, shape and bits."""
     dense = tensor.detach().to_dense() if tensor.layout is not torch.strided else tensor.detach()
     hashed = blake2b(f"{tensor.dtype} {list(tensor.shape)}".encode(), digest_size=16)
     hashed.update(dense.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
@@ -187,7 +187,7 @@ def digest(tensor: Tensor) -> str:
 
 
 def _tensors(name: str, value: Any) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors and numbers in an optimizer's state of one parameter."""
+    """Yield the tensors and numbers in the optimizer state of one parameter."""
     if isinstance(value, Tensor):
         yield name, value
     elif isinstance(value, (bool, int, float)):

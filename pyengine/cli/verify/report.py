@@ -18,7 +18,7 @@ from pyengine.cli.verify.probe import KINDS, START, Run, Trace
 
 @dataclass(frozen=True)
 class WorldSizeResult:
-    """How a run differs from the reference: where first, that tensor's elements as text, likely causes."""
+    """How a run differs from the reference: the first difference, its elements as text, and likely causes."""
 
     reference: str
     run: str
@@ -37,14 +37,14 @@ class VerifyReport(report.Report):
         return nullcontext() if self._console.quiet else self._status
 
     def begin(self, run: Run, *, still: int) -> None:
-        """A run begins; `still` runs follow."""
+        """Report the start of a run; `still` more runs follow."""
         text = f"running {run.label} ({still} to follow)" if still else f"running {run.label} (the last one)"
         self._status.update(escape(text))
         if not self._console.is_terminal:
             self._say(text)
 
     def ran(self, subject: str, run: Run, trace: Trace, seconds: float, first: Difference | None) -> None:
-        """A run has ended; `first` is where it differs from the reference."""
+        """Report the end of a run; `first` is its first difference from the reference."""
         self._emit(
             "run",
             subject=subject,
@@ -63,7 +63,7 @@ class VerifyReport(report.Report):
         self._status.update("comparing the runs")
 
     def conclude(self, subject: str, finding: WorldSizeResult | None, reference: Trace) -> None:
-        """All runs of a subject have ended; `finding` is the first one that differs."""
+        """Report the verdict on a subject; `finding` is the first run that differs, or None."""
         found: dict[str, Any] = {}
         if finding is not None:
             causes = [{"name": name, "text": text} for name, text in finding.causes]
@@ -85,13 +85,13 @@ def summary(trace: Trace) -> str:
 
 
 def place(first: Difference) -> str:
-    """Return step and entry, for example `step 0, gradient of head.weight`."""
+    """Return the step and the entry of a difference, for example `step 0, gradient of head.weight`."""
     step = "before the first step" if first.step == START else f"step {first.step}"
     return f"{step}, {KINDS[first.kind].format(first.name)}"
 
 
 def sentences(subject: str, finding: WorldSizeResult | None, reference: Trace) -> list[str]:
-    """Return the verdict, a sentence a paragraph."""
+    """Return the verdict as a list of one-sentence paragraphs."""
     if finding is None:
         number = len(reference.entries)
         return [

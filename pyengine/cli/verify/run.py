@@ -28,7 +28,7 @@ Execute = Callable[[Sequence[str], Run], list[list[Trace]]]
 
 @dataclass(frozen=True)
 class Done:
-    """A run that has ended; `first` is where it differs from the reference, None if it does not."""
+    """A finished run; `first` is its first difference from the reference, None if it is identical."""
 
     run: Run
     ranks: list[Trace]
@@ -93,7 +93,7 @@ def _trace(target: str, run: Run) -> Trace:
     except Enough:
         pass
     except RuntimeError as error:
-        # The engine itself raises where ranks differ; the trace until then has the place and the cause.
+        # The engine itself raises if ranks differ; the trace recorded so far shows the place and the cause.
         if probe.trace.steps == 0:
             raise
         probe.trace.stopped = str(error)
@@ -101,7 +101,7 @@ def _trace(target: str, run: Run) -> Trace:
 
 
 def _check(name: str, settings: VerifySettings, done: Done) -> None:
-    """Raise RuntimeError if a run shows nothing: it recorded no step, or failed without a difference."""
+    """Raise RuntimeError if a run is inconclusive: it recorded no step, or failed without a difference."""
     label, ranks = done.run.label, done.ranks
     if not all(trace.entries for trace in ranks):
         raise RuntimeError(
@@ -170,7 +170,7 @@ def _find_cause(target: str, execute: Execute, reference: Done, other: Done) -> 
 def _tensors(
     target: str, execute: Execute, done: Done, rank: int, first: Difference
 ) -> tuple[dict[tuple[str, str], Tensor], bool]:
-    """Return a rank's tensors of the step, and whether the entry that differs has the same bits as before."""
+    """Repeat a run; return a rank's tensors of the step, and whether the differing entry kept its bits."""
     again = execute([target], replace(done.run, last=first.step, keep=rank))[rank][0]
     key = first.step, first.kind, first.name
     return again.tensors, again.entries.get(key) == done.ranks[rank].entries.get(key)

@@ -49,7 +49,7 @@ def _build(task: Task) -> nn.Module:
     torch.manual_seed(_SEED)
     model = task.build()
     for module in model.modules():
-        if isinstance(module, nn.BatchNorm2d):  # its running statistics differ by world size
+        if isinstance(module, nn.BatchNorm2d):  # running statistics depend on the world size
             module.track_running_stats = False
             module.running_mean = module.running_var = module.num_batches_tracked = None
     model.get_submodule("head").register_forward_pre_hook(lambda _, inputs: dropout(inputs[0], 0.1))
