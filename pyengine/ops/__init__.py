@@ -1,6 +1,6 @@
-"""Ops that read memory once, and properties of devices.
+"""Fused ops that read memory once, and properties of devices.
 
-Public are the ops without an engine (`functional.py`) and the plans below them.
+The public API consists of the ops without an engine (`functional.py`) and the plans they are built on.
 """
 
 from pyengine.ops.functional import accumulate_, flatten, unflatten_, unscale_norm, unscale_norm_

@@ -1,9 +1,9 @@
-"""A section of device work that is rehearsed, and then captured as a graph that the host launches at once.
+"""Sections of device work that are rehearsed, and then captured as a graph that the host launches at once.
 
-A graph repeats the device's work of the section and none of the host's, so the host may neither read a value
-in it nor send one that changes. `ops.device.send` and `Readback`, through which every value of the engine
-goes, ask `section()` where they are: in a rehearsal the values that are sent are remembered on the device; in
-the capture they are found there, and what is read back stays on the device until the graph has run.
+A graph repeats only the device work of the section, so the host must neither read values in it nor send
+values that change. All values of the engine go through `ops.device.send` and `Readback`, which call
+`section()`. In a rehearsal, values that are sent are also kept on the device. In the capture, the kept values
+are used, and values that are read back stay on the device until the graph has run.
 """
 
 from __future__ import annotations
@@ -22,26 +22,26 @@ from torch.utils._pytree import tree_leaves
 
 from pyengine.ops.trace import find_caller
 
-# Operations for whose result, or its shape, the host waits.
+# Operations that make the host wait for a result or its shape.
 _READS = {"_local_scalar_dense", "equal", "is_nonzero", "masked_select", "nonzero", "_unique2", "bincount"}
 _READS |= {"unique_consecutive", "unique_dim"}
 
-# Of an index: the result's shape is the number of elements that are set.
+# Dtypes of mask indices, for which the shape of the result is the number of nonzero elements.
 _MASKS = {torch.bool, torch.uint8}
 
 
 class CaptureError(RuntimeError):
-    """A section cannot be captured; the message names the operation, the line and the remedy."""
+    """Raised if a section cannot be captured; the message names the operation, the line and the remedy."""
 
 
 class Section:
     """A section of device work. It is a rehearsal until `is_capture` is set.
 
     Attributes:
-        is_own_copy: whether the engine itself copies between host and device, which is not reported.
-        problems: what cannot be captured, as `report` has found it.
-        inputs: static memory that the host fills before every run, one for each `send(..., refills=True)`.
-        readbacks: those that were made in the capture, in order; each is started once the graph has run.
+        is_own_copy: whether the engine itself is copying between host and device, which is not reported.
+        problems: operations that cannot be captured, added by `report`.
+        inputs: static tensors that the host fills before every run, one per `send(..., refills=True)`.
+        readbacks: the readbacks created in the capture, in order; each is started after the graph has run.
     """
 
     def __init__(self) -> None:
@@ -54,7 +54,7 @@ class Section:
         self._constants: dict[object, Tensor] = {}
 
     def rehearse(self, values: Sequence[float], made: Tensor, *, refills: bool) -> None:
-        """Keep on the device what the host has sent."""
+        """Keep the values that the host has sent on the device."""
         if refills:
             self.inputs.append(torch.empty_like(made))
         else:
@@ -63,7 +63,7 @@ class Section:
     def find(
         self, values: Sequence[float], dtype: torch.dtype, device: torch.device, *, refills: bool
     ) -> Tensor:
-        """Return memory on the device that has these values whenever the graph runs; do not copy to it."""
+        """Return a device tensor that has these values whenever the graph runs, without a host copy."""
         if refills:
             self._num_taken += 1
             if self._num_taken <= len(self.inputs):
@@ -84,22 +84,22 @@ def _key(values: Sequence[float], dtype: torch.dtype, device: torch.device) -> o
     return tuple(values), dtype, device
 
 
-# At most one. Not by thread: autograd launches a device's work on a thread of its own.
+# The entered section, at most one. Not thread-local: autograd launches device work on its own threads.
 _entered: list[Section] = []
 
 
 def section() -> Section | None:
-    """Return the section that is being rehearsed or captured; None outside of any."""
+    """Return the section that is being rehearsed or captured, or None."""
     return _entered[0] if _entered else None
 
 
 def is_capturing() -> bool:
-    """Whether device work is recorded here and not run: then no event and no value can be looked at."""
+    """Whether device work is being captured and not run, so that no event or value can be read."""
     return bool(_entered) and _entered[0].is_capture
 
 
 def report(problem: str) -> None:
-    """Note, in a rehearsal, what a graph could not repeat; raise `CaptureError` in a capture."""
+    """Record a problem in a rehearsal, or raise `CaptureError` in a capture."""
     if is_capturing():
         raise CaptureError(problem)
     if _entered:
@@ -132,15 +132,15 @@ def own_copy() -> Iterator[None]:
 
 
 class Rehearsal(TorchDispatchMode):
-    """Reports what of a section a graph cannot repeat, and lists its operations.
+    """Records the operations of a section and reports those that a graph cannot repeat.
 
-    It reports operations that the host waits for, or that copy from it, each with its line.
+    It reports operations that the host waits for or that copy between host and device, each with its line.
 
     Args:
-        is_on_device: whether a tensor is on the device whose work is to be captured.
+        is_on_device: returns whether a tensor is on the device whose work is to be captured.
 
     Attributes:
-        operations: by operation its name, the shapes it has got, its numbers, and its line.
+        operations: for each operation its name, the shapes and numbers of its arguments, and its line.
     """
 
     def __init__(self, is_on_device: Callable[[Tensor], bool]) -> None:
@@ -150,7 +150,7 @@ class Rehearsal(TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Let compiled functions run compiled: otherwise torch would run them without, also ever after."""
+        """Keep compiled functions compiled: otherwise torch would run them uncompiled, now and later."""
         return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -184,7 +184,7 @@ def _copies_itself() -> bool:
 
 
 def _plain(leaf: Any) -> Any:
-    """Return a number as it is, and of everything else how it reads: nan equals nan then."""
+    """Return a number as it is and other values as text, so that nan equals nan."""
     if isinstance(leaf, int | float) and not math.isnan(leaf):
         return leaf
     is_value = isinstance(leaf, float | str | torch.dtype | torch.device | torch.layout | torch.memory_format)
@@ -211,7 +211,7 @@ def difference(one: Rehearsal, other: Rehearsal) -> str:
 
 
 def _line_of_caller() -> str:
-    """Return file and line of the user's frame; of this package's innermost one if there is none."""
+    """Return the file and line of the user's frame, or of this package's innermost frame if there is none."""
     frame, ours = find_caller(sys._getframe(1))  # noqa: SLF001 - `inspect` reads source files
     if frame is None:
         frame = next((each for each in ours if each.f_code.co_filename != __file__), None)

@@ -1,11 +1,11 @@
-"""`Codec`: values in fewer bits, with a scale a block, and sums of them.
+"""`Codec`: quantization of values to one or two bytes with one scale per block, and sums of such values.
 
-Each op is one pass over memory: quantise, with the residual of error feedback; or add up the payloads of
-several ranks and quantise the sum. The bits are the same on every instruction set, thread count and GPU, and
-in plain PyTorch.
+Each op is one pass over memory. It quantizes values, with a residual for error feedback, or adds the payloads
+of several ranks and quantizes the sum. The bits are the same on every instruction set, thread count and GPU,
+and in plain PyTorch.
 
-A payload is uint8: the float32 scales of all blocks, then a code for each element, then zero bytes as padding
-up to a multiple of four. bf16 and fp16 have neither scales nor padding. The padding decodes to zeros.
+A payload is uint8: the float32 scales of all blocks, then one code per element, then zero padding to a
+multiple of four bytes. bf16 and fp16 have neither scales nor padding. The padding decodes to zeros.
 """
 
 from __future__ import annotations
@@ -38,11 +38,10 @@ _OUT = tuple(DTYPE_CODES)
 
 @dataclass(frozen=True)
 class Codec:
-    """How float32 values are written in one or two bytes each.
+    """A format that stores float32 values in one or two bytes each.
 
-    A block of `block` neighbouring elements shares a float32 scale: the block's largest finite magnitude,
-    divided by the largest value of a code. Where x is finite, x' is its decoded value and s the scale of its
-    block:
+    Each block of `block` consecutive elements shares a float32 scale: the largest finite magnitude in the
+    block, divided by the largest value of a code. For a finite value x, decoded value x' and block scale s:
 
     | format | codes | to nearest, abs(x - x') is at most | stochastically |
     |---|---|---|---|
@@ -52,27 +51,26 @@ class Codec:
     | bf16 | bfloat16 | max(abs(x), 2^-126) 2^-8 | twice as much |
     | fp16 | float16 | max(abs(x), 2^-14) 2^-11 | twice as much |
 
-    Scales are at least 2^-110, but 0 for a block of zeros; smaller values are lost. An element that is not
-    finite changes no other element: NaN is decoded as NaN, an infinity as NaN where the format has none. A
-    finite element becomes infinite only in bf16 and fp16, where a cast would make it infinite.
+    Scales are at least 2^-110, or 0 for a block of zeros; smaller values are lost. A nonfinite element does
+    not affect other elements: NaN decodes to NaN, and an infinity to NaN if the format has no infinities. A
+    finite element becomes infinite only in bf16 and fp16, where a cast would also make it infinite.
 
-    Stochastic rounding rounds up or down with the probabilities that make x' correct on average, decided by a
-    hash of the seed and the element's index. Equal seeds give equal bits. Elements 2^32 apart are rounded
-    alike.
+    Stochastic rounding rounds up or down with probabilities that make x' unbiased, using a hash of the seed
+    and the element index. Equal seeds give equal bits. Elements 2^32 apart use the same random bits.
 
     Args:
         format: one of "int8", "e4m3", "e5m2", "bf16", "fp16".
-        block: elements that share a scale: 32, 64, 128, 256, 512 or 1024; 1 for bf16 and fp16, which have no
-            scales. Chunks of a bucket that begin at multiples of `block` have the codes and scales of the
-            whole bucket.
+        block: number of elements that share a scale: 32, 64, 128, 256, 512 or 1024; 1 for bf16 and fp16,
+            which have no scales. A chunk of a bucket that begins at a multiple of `block` has the same codes
+            and scales as in the whole bucket.
 
-    Every tensor, and each of several payloads, is contiguous and on the same device. A tensor that is written
-    shares no memory with the others. A payload begins at a multiple of four bytes (two for bf16 and fp16).
-    The caller owns all memory.
+    All tensors, and each of several payloads, must be contiguous and on the same device. A tensor that is
+    written must not share memory with the others. A payload begins at a multiple of four bytes (two for bf16
+    and fp16). The caller owns all memory.
 
     Raises:
-        ValueError, TypeError: from the constructor and every method, for arguments that do not fit; nothing
-            has been written then.
+        ValueError, TypeError: from the constructor and every method, for invalid arguments; raised before
+            anything is written.
 
     Example:
         >>> codec = Codec("int8", block=32)
@@ -98,7 +96,7 @@ class Codec:
             raise ValueError(f"block={self.block!r}; {self.format} has no scales, so leave block away")
 
     def num_bytes(self, numel: int) -> int:
-        """Return the bytes of a payload of `numel` elements, 0 to 2**40; the last block may be short.
+        """Return the size in bytes of a payload of `numel` elements, 0 to 2**40; the last block may be short.
 
         Example:
             >>> Codec("int8", block=256).num_bytes(257)
@@ -122,18 +120,18 @@ class Codec:
         seed: int | None = None,
         offset: int = 0,
     ) -> None:
-        """Write the codes of `values`, or of `values + residual`; store the error.
+        """Encode `values`, or `values + residual` and store the error in `residual`.
 
         Args:
             payload: uint8 [num_bytes(n)], written.
             values: float32 [n], read.
-            residual: float32 [n], read, then overwritten by x - x', where x = values + residual; by 0 where
-                x or x' is not finite.
-            seed: of stochastic rounding, an int64. None rounds to nearest, ties to even.
-            offset: index of the first element for the hash of the seed, from 0 on.
+            residual: float32 [n], read, then overwritten with x - x', where x = values + residual, or with 0
+                where x or x' is nonfinite.
+            seed: int64 seed of stochastic rounding. None rounds to nearest, ties to even.
+            offset: nonnegative index of the first element, used in the hash of the seed.
 
-        Cost: reads 4 bytes an element and writes 1 (2 for bf16 and fp16); reads and writes 4 more with a
-            residual. A scale is 4 bytes a block. A CUDA graph repeats the seed that it was captured with.
+        Cost: per element, reads 4 bytes and writes 1 (2 for bf16 and fp16); reads and writes 4 more with a
+            residual. A scale takes 4 bytes per block. A CUDA graph repeats the seed of its capture.
 
         Example:
             >>> codec, values, residual = Codec("int8", block=32), torch.tensor([127.0, 0.6]), torch.zeros(2)
@@ -169,19 +167,19 @@ class Codec:
         seed: int | None = None,
         offset: int = 0,
     ) -> None:
-        """Add up W decoded payloads in float32, in order, and write the codes of the sum.
+        """Add W decoded payloads in float32, in order, and encode the sum.
 
         Args:
             out: uint8 [num_bytes(n)], written.
             payloads: uint8 [W, num_bytes(n)], read: the same n elements of each of W ranks, W at least 1;
                 each row is contiguous.
-            numel: n.
-            residual: float32 [n], to which sum - x' is added, where x' is the decoded `out`; nothing where
-                the sum or x' is not finite.
-            seed, offset: as for `encode_`.
+            numel: n, the number of elements.
+            residual: float32 [n]; sum - x' is added to it, where x' is the decoded `out`. Unchanged where the
+                sum or x' is nonfinite.
+            seed, offset: the same as for `encode_`.
 
-        Cost: reads W bytes an element and writes 1 (twice that for bf16 and fp16); reads and writes 4 more
-            with a residual.
+        Cost: per element, reads W bytes and writes 1 (twice as many for bf16 and fp16); reads and writes 4
+            more with a residual.
 
         Example:
             >>> codec = Codec("int8", block=32)
@@ -211,13 +209,13 @@ class Codec:
         runner("codec_sum_encode", _native(layout), *addresses, key, offset)
 
     def sum_(self, out: Tensor, payloads: Tensor) -> None:
-        """Add up W decoded payloads in float32, in order.
+        """Add W decoded payloads in float32, in order.
 
         Args:
-            out: float32, bfloat16 or float16 [n], written; a narrow one gets the sum rounded to nearest.
+            out: float32, bfloat16 or float16 [n], written; 16-bit dtypes receive the sum rounded to nearest.
             payloads: uint8 [W, num_bytes(n)], read, W at least 1.
 
-        Cost: reads W bytes an element (2 W for bf16 and fp16) and writes one of `out`.
+        Cost: per element, reads W bytes (2 W for bf16 and fp16) and writes one element of `out`.
 
         Example:
             >>> codec = Codec("bf16")
@@ -246,7 +244,7 @@ class Codec:
             values: float32, bfloat16 or float16 [n], written.
             payload: uint8 [num_bytes(n)], read.
 
-        Cost: reads 1 byte an element (2 for bf16 and fp16) and writes one of `values`.
+        Cost: per element, reads 1 byte (2 for bf16 and fp16) and writes one element of `values`.
 
         Example:
             >>> values = torch.empty(2)
@@ -277,10 +275,10 @@ class Codec:
         check_aligned(name, payload, self._alignment)
 
     def _check_rows(self, payloads: Tensor, num_bytes: int, device: torch.device) -> Tensor:
-        """Return the memory from the first payload to the last, as a view."""
+        """Check the payloads, and return a view of the memory from the first to the last."""
         span = check_rows("payloads", payloads, torch.uint8, num_bytes, device)
         check_aligned("payloads", payloads, self._alignment)
-        if payloads.shape[0] > 1:  # the others have the same distance
+        if payloads.shape[0] > 1:  # rows are equally spaced, so this covers the others
             check_aligned("payloads[1]", payloads[1], self._alignment)
         return span
 
@@ -290,7 +288,7 @@ def _native(layout: Layout) -> native._core.Codec:
 
 
 def _runner(device: torch.device) -> Callable[..., None] | None:
-    """Return what runs a function of the core by its name on a device, or None for plain PyTorch."""
+    """Return a function that calls a named native function on `device`, or None for plain PyTorch."""
     if device.type == "cpu":
         core = native.core()
         return None if core is None else lambda function, *arguments: getattr(core, function)(*arguments)
@@ -298,7 +296,7 @@ def _runner(device: torch.device) -> Callable[..., None] | None:
 
 
 def _rows(payloads: Tensor) -> tuple[int, int]:
-    """Return the number of payloads and the bytes from one to the next."""
+    """Return the number of payloads and the distance between them in bytes."""
     return payloads.shape[0], payloads.stride(0)
 
 
@@ -307,7 +305,7 @@ def _address(tensor: Tensor | None) -> int:
 
 
 def _checked_key(seed: int | None) -> tuple[int, int] | None:
-    """Return the key of the hash: two mixed words."""
+    """Return the two 32-bit words of the hash key, or None without a seed."""
     if seed is None:
         return None
     if isinstance(seed, bool) or not isinstance(seed, int):
@@ -319,7 +317,7 @@ def _checked_key(seed: int | None) -> tuple[int, int] | None:
 
 
 def mixed(word: int) -> int:
-    """Return 64 mixed bits (splitmix64; Steele, Lea, Flood 2014)."""
+    """Return a 64-bit hash of `word` (splitmix64; Steele, Lea, Flood 2014)."""
     last = 2**64 - 1
     z = (word + 0x9E3779B97F4A7C15) & last
     z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & last

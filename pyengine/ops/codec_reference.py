@@ -1,7 +1,7 @@
-"""`Codec` in plain PyTorch: the reference. csrc/codec.h has the rules and their proofs.
+"""Reference implementation of `Codec` in plain PyTorch. csrc/codec.h has the rules and their proofs.
 
-Used in builds without the native core and on other devices, with the same bits. `codec.py` has checked the
-arguments.
+It is used in builds without the native core and on devices other than CPU and CUDA, with the same bits.
+`codec.py` has checked the arguments.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from torch import Tensor
 
 from pyengine.ops.device import HOST
 
-MIN_SCALE = 2.0**-110  # below it, 1/scale or the value of a small code would leave float32's normal range
-_INFINITY = 0x7F800000  # float32's, as an integer: with the sign cleared, only NaN is larger
+MIN_SCALE = 2.0**-110  # for smaller scales, 1/scale or a small code would leave float32's normal range
+_INFINITY = 0x7F800000  # the bits of a float32 infinity: with the sign cleared, only NaN is larger
 _LOW = 0xFFFFFFFF
 
 
@@ -24,14 +24,14 @@ _LOW = 0xFFFFFFFF
 class ValueFormat:
     """The values of the codes of one format."""
 
-    code: int  # the core's number for the format
-    num_bytes: int  # of a code
-    largest: float  # finite magnitude
-    max_scale: float | None  # the largest float32 that times `largest` is finite; None without scales
-    nan: int  # the code of NaN
-    infinity: int  # the code of +inf; that of NaN where there is none
-    mantissa: int = -1  # stored bits; -1 for integers
-    bias: int = 0  # of the exponent
+    code: int  # number of the format in the native core
+    num_bytes: int  # size of a code
+    largest: float  # largest finite magnitude
+    max_scale: float | None  # largest float32 whose product with `largest` is finite; None without scales
+    nan: int  # code of NaN
+    infinity: int  # code of +inf; the code of NaN if the format has no infinities
+    mantissa: int = -1  # number of stored mantissa bits; -1 for integers
+    bias: int = 0  # exponent bias
 
 
 FORMATS: Mapping[str, ValueFormat] = {
@@ -56,7 +56,7 @@ class Layout:
         return 0 if self.format.max_scale is None else -(-self.numel // self.block)
 
     def scales(self, payload: Tensor) -> Tensor:
-        """Return float32 [num_blocks], a view of uint8 [num_bytes]."""
+        """Return the scales, a view: float32 [num_blocks]."""
         if self.num_blocks == 0:  # a payload of two-byte codes may be misaligned for float32
             return payload.new_empty(0, dtype=torch.float32)
         return payload[: 4 * self.num_blocks].view(torch.float32)
@@ -68,13 +68,13 @@ class Layout:
         return codes if self.format.num_bytes == 1 else codes.view(torch.int16)
 
 
-# The hash's key (None rounds to nearest even) and the index of element 0.
+# The key of the hash (None rounds to nearest, ties to even) and the index of the first element.
 Chance: TypeAlias = tuple[tuple[int, int] | None, int]
 
 
 @torch.no_grad()
 def encode_(layout: Layout, payload: Tensor, values: Tensor, residual: Tensor | None, chance: Chance) -> None:
-    """Write the payload of values + residual, and its error into the residual."""
+    """Encode `values + residual` into `payload`, and write the error into `residual`."""
     x = values if residual is None else values + residual
     error = _encode(layout, payload, x, chance)
     if residual is not None:
@@ -85,7 +85,7 @@ def encode_(layout: Layout, payload: Tensor, values: Tensor, residual: Tensor | 
 def sum_encode_(
     layout: Layout, out: Tensor, payloads: Tensor, residual: Tensor | None, chance: Chance
 ) -> None:
-    """Write the payload of the sum of payloads [W, num_bytes]; add its error to the residual."""
+    """Encode the sum of payloads [W, num_bytes] into `out`, and add the error to `residual`."""
     error = _encode(layout, out, _total(layout, payloads), chance)
     if residual is not None:
         residual.add_(error)
@@ -127,9 +127,9 @@ def _total(layout: Layout, payloads: Tensor) -> Tensor:
 
 
 def hashed(key: tuple[int, int], offset: int, numel: int, device: torch.device) -> Tensor:
-    """Return 32 random bits for each element, int64 [numel].
+    """Return 32 random bits per element, int64 [numel].
 
-    The multipliers and shifts are those of Wellons' lowbias32, with half of the key before each.
+    The hash is Wellons' lowbias32, with one half of the key mixed in before each multiplication.
     """
     x = (torch.arange(offset, offset + numel, dtype=torch.int64, device=device) & _LOW) ^ key[0]
     x = ((x ^ (x >> 16)) * 0x7FEB352D) & _LOW
@@ -146,8 +146,8 @@ def _spread(layout: Layout, of_blocks: Tensor) -> Tensor | float:
 def _scales(layout: Layout, x: Tensor) -> Tensor:
     """Return the scales of all blocks.
 
-    An element that is not finite counts as the smallest denormal: it makes no scale larger, and its block's
-    scale is not 0.
+    A nonfinite element counts as the smallest denormal: it does not enlarge the scale, and the scale of its
+    block is not 0.
     """
     if layout.format.max_scale is None:
         return x[:0]
@@ -155,7 +155,7 @@ def _scales(layout: Layout, x: Tensor) -> Tensor:
     bits = torch.where(bits < _INFINITY, bits, 1)
     bits = torch.nn.functional.pad(bits, (0, layout.num_blocks * layout.block - layout.numel))
     largest = bits.view(layout.num_blocks, layout.block).amax(1).view(torch.float32)
-    # Divide by a tensor: some devices multiply by the reciprocal of a Python number.
+    # Divide by a tensor: some devices multiply by the reciprocal if the divisor is a Python number.
     scales = largest / torch.full_like(largest, layout.format.largest)
     return torch.where(largest.view(torch.int32) == 0, 0.0, scales.clamp(MIN_SCALE, layout.format.max_scale))
 
@@ -165,7 +165,7 @@ def _magnitude(x: Tensor) -> Tensor:
 
 
 def _codes(form: ValueFormat, x: Tensor, y: Tensor, random: Tensor | None) -> Tensor:
-    """Return the codes of y = x / scale, zero where x is not finite, as integers that wrap where stored."""
+    """Return the codes of y = x / scale as integers that wrap when stored; y is 0 where x is nonfinite."""
     magnitude = _magnitude(x)
     infinity: Tensor | int = form.infinity
     if form.mantissa < 0:
@@ -180,14 +180,14 @@ def _codes(form: ValueFormat, x: Tensor, y: Tensor, random: Tensor | None) -> Te
 
 def _integers(y: Tensor, random: Tensor | None) -> Tensor:
     if random is None:
-        return y.round().to(torch.int32)  # to even, and never beyond 127, which y exceeds by 2^-16 at most
+        return y.round().to(torch.int32)  # ties to even; at most 127, since y exceeds 127 by at most 2^-16
     steps = ((y.abs() * 2.0**24).to(torch.int64) + (random >> 8)) >> 24
     return torch.where(y < 0, -steps, steps).clamp(-127, 127)
 
 
 def _floats(form: ValueFormat, y: Tensor, random: Tensor | None) -> Tensor:
     """Return the codes of magnitudes: int64."""
-    cut = 23 - form.mantissa  # mantissa bits that float32 has in addition
+    cut = 23 - form.mantissa  # number of mantissa bits to remove from float32
     if form.max_scale is not None:
         y = y.clamp(max=form.largest)
     bits = y.view(torch.int32).to(torch.int64)
@@ -195,7 +195,7 @@ def _floats(form: ValueFormat, y: Tensor, random: Tensor | None) -> Tensor:
     shift = form.bias + form.mantissa - 1  # the smallest denormal is 2^-shift
     if random is None:
         codes = (normal + ((1 << (cut - 1)) - 1) + ((bits >> cut) & 1)) >> cut
-        # A sum with a power of two of this last place has no bits below that place: this rounds y.
+        # Adding a power of two with this last place rounds y, since the sum has no bits below that place.
         tiny = (y + 2.0 ** (23 - shift)).view(torch.int32).to(torch.int64) - ((150 - shift) << 23)
     else:
         chance = random >> (32 - cut)
@@ -203,7 +203,7 @@ def _floats(form: ValueFormat, y: Tensor, random: Tensor | None) -> Tensor:
         tiny = ((y * 2.0 ** min(shift + cut, 127)).to(torch.int64) + chance) >> cut
     if form.bias < 127:  # bfloat16 has float32's denormals
         codes = torch.where(bits < ((128 - form.bias) << 23), tiny, codes)
-    # Stochastic rounding makes no infinity. A value beyond the last tie is infinite, as in a cast.
+    # Stochastic rounding produces no infinities. A value beyond the last tie becomes infinite, as in a cast.
     largest = int(torch.tensor(form.largest, dtype=torch.float32, device=HOST).view(torch.int32))
     codes = codes.clamp(max=(largest - ((127 - form.bias) << 23)) >> cut)
     return torch.where(bits >= largest + (1 << (cut - 1)), form.infinity, codes)

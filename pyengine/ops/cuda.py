@@ -1,6 +1,6 @@
-"""Runs a plan's ops on CUDA, with the current stream and the device memory they need.
+"""CUDA execution of a plan's ops, with the current stream and the device memory they need.
 
-Nothing here waits for the device except a plan's first op there, which copies the plan.
+Nothing here waits for the device except the first op of a plan on a device, which copies the plan there.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _NOTHING = nullcontext()
 
 
 def _on_current_stream(op: str) -> Callable[..., None]:
-    """Return the method of `CudaPlan` that launches an op of the core's plan."""
+    """Return a method of `CudaPlan` that launches an op of the native plan."""
 
     def method(self: CudaPlan, *arguments: Any) -> None:
         self._launch(getattr(self._plan, op), *arguments)
@@ -35,20 +35,20 @@ def _on_current_stream(op: str) -> Callable[..., None]:
 class CudaPlan:
     """A native plan on one device, with the methods of `core.BucketPlan`.
 
-    Calls run on the current stream. Owns device memory: the plan's offsets and chunks, and scratch memory of
-    norms for each stream. Addresses passed to an op point to memory on that device, which the caller owns and
-    keeps alive until the op has run.
+    Calls run on the current stream. The plan owns device memory: its offsets and chunks, and scratch memory
+    for norms per stream. Addresses passed to an op point to memory on the same device, which the caller owns
+    and keeps alive until the op has run.
 
     Args:
-        plan: the core's; its layout is copied.
-        device: a CUDA device with its index.
+        plan: the native plan; its layout is copied.
+        device: a CUDA device with an index.
 
-    Cost: one launch an op. 32 bytes a chunk (up to 16384 elements of a slot), copied once; and 4 a slot and
-    16 a chunk for each stream that runs norms. The first plan on a device loads all kernels there, some
-    megabytes: CUDA would otherwise load each at its first launch, which a graph may be capturing.
+    Cost: one launch per op. 32 bytes per chunk (up to 16384 elements of a slot), copied once; and 4 bytes per
+    slot and 16 per chunk for each stream that runs norms. The first plan on a device loads all kernels, a few
+    megabytes. Otherwise CUDA would load each kernel at its first launch, possibly during a graph capture.
 
     Raises:
-        RuntimeError: when made during a CUDA graph capture: the plan has to be on the device before.
+        RuntimeError: the plan is created during a CUDA graph capture; it has to be on the device before.
     """
 
     def __init__(self, plan: native._core.BucketPlan, device: torch.device) -> None:
@@ -63,7 +63,7 @@ class CudaPlan:
         words = torch.empty(plan.num_words, dtype=torch.int64, device=HOST)
         plan.write_words(words.data_ptr())
         self._device = device
-        self._words = words.to(device)  # a blocking copy: any stream may read it from now on
+        self._words = words.to(device)  # a blocking copy, so any stream may read it afterwards
         self._plan = native._core.CudaPlan(plan, self._words.data_ptr())
         self._streams: set[int] = set()
         self._scratch: dict[int, Tensor] = {}
@@ -87,7 +87,7 @@ class CudaPlan:
         with _current(self._device):
             stream = _stream_of(self._device)
             if stream not in self._streams:
-                # The allocator must not reuse the memory while kernels of this stream may still read it.
+                # The allocator must not reuse the memory while kernels on this stream may still read it.
                 self._words.record_stream(torch.cuda.current_stream(self._device))
                 self._streams.add(stream)
             op(stream, *arguments)
@@ -95,13 +95,13 @@ class CudaPlan:
     def _get_scratch(self, stream: int) -> Tensor:
         """Return scratch memory that no other call uses at the same time.
 
-        The kernel leaves its tickets at zero.
+        It starts as zeros, and the kernel resets its tickets to zero.
         """
         captures = torch.cuda.is_current_stream_capturing()
         if not captures and stream in self._scratch:
             return self._scratch[stream]
         scratch = torch.zeros(self._plan.scratch_bytes, dtype=torch.uint8, device=self._device)
-        if not captures:  # a graph owns it: a replay may run at the same time as this stream's own calls
+        if not captures:  # in a capture the graph owns it: a replay may overlap with other calls
             self._scratch[stream] = scratch
         return scratch
 
@@ -112,7 +112,7 @@ _on_devices: WeakValueDictionary[Any, CudaPlan] = WeakValueDictionary()
 def plan_on(
     device: torch.device, plan: native._core.BucketPlan, layout: tuple[tuple[int, ...], tuple[int, ...]]
 ) -> CudaPlan:
-    """Return a plan on a CUDA device with its index; plans of the same offsets and numels share one."""
+    """Return a plan on a CUDA device with an index; plans with equal offsets and numels share one object."""
     found = _on_devices.get((device, layout))
     if found is None:
         found = _on_devices[device, layout] = CudaPlan(plan, device)
@@ -120,7 +120,7 @@ def plan_on(
 
 
 def run(device: torch.device, function: str, *arguments: Any) -> None:
-    """Run a function of the core that needs no plan, on a CUDA device and its current stream: one launch."""
+    """Run a native function without a plan on the current stream of a CUDA device, in one launch."""
     with _current(device):
         if not torch.cuda.is_current_stream_capturing():
             _load_kernels(device)
@@ -128,27 +128,27 @@ def run(device: torch.device, function: str, *arguments: Any) -> None:
 
 
 def _current(device: torch.device) -> AbstractContextManager[object]:
-    """Make a device the current one; cheap if it already is."""
+    """Make a device current in the body; cheap if it already is."""
     return _NOTHING if torch.cuda.current_device() == device.index else torch.cuda.device(device)
 
 
 @functools.cache
 def _load_kernels(device: torch.device) -> None:
-    """Load every kernel on the current device, which is `device`, once."""
+    """Load all kernels on `device`, which must be the current device, once."""
     native._core.load_kernels()
 
 
 def _stream_of(device: torch.device) -> int:
-    """Return a device's current cudaStream_t, in a tenth of the time of a `Stream`."""
+    """Return the current cudaStream_t of a device, ten times as fast as creating a `Stream`."""
     stream: int = torch._C._cuda_getCurrentRawStream(device.index)
     return stream
 
 
 def uploaded(pointers: Pointers, device: torch.device) -> Pointers:
-    """Return the pointers of `gather` for many calls on a device, with addresses that kernels can read.
+    """Return the pointers of `gather` with addresses that kernels can read, for many calls on a device.
 
-    Cost: nothing for up to `core.INLINE_SLOTS` (256) addresses, which are kernel parameters. More are written
-    to int64 [n] on the device, which the result owns, in one launch.
+    Cost: nothing for up to `core.INLINE_SLOTS` (256) addresses, which are kernel parameters. More addresses
+    are written in one launch to int64 [n] on the device, which the result owns.
     """
     core = _core_for(pointers, device)
     if core is None or len(pointers.numels) <= core.INLINE_SLOTS:
@@ -165,14 +165,14 @@ def for_one_call(pointers: Pointers, device: torch.device, *, two_lists: bool = 
     """Return the pointers for one op, with addresses that its kernel can read.
 
     Args:
-        pointers: as `gather` returns them, or made before by `uploaded`.
+        pointers: pointers returned by `gather` or `uploaded`.
         device: where the op will run, on the current stream.
         two_lists: whether the op has a second list.
 
-    Cost: nothing for up to `core.MOST_INLINE_SLOTS` (4000) addresses, which are kernel parameters, or up to
-    256 of two lists each. More are written to int64 [n] on the device, in one more launch for every 4000. The
-    result owns this memory. It may be freed after the launch: later users of the memory run later on the same
-    stream.
+    Cost: nothing for up to `core.MOST_INLINE_SLOTS` (4000) addresses, or 256 in each of two lists, which are
+    kernel parameters. More addresses are written to int64 [n] on the device, with one more launch for every
+    4000. The result owns this memory. It may be freed after the launch, since later users of the memory run
+    later on the same stream.
     """
     if pointers.upload is not None:
         pointers.upload.wait()
@@ -191,11 +191,11 @@ def for_one_call(pointers: Pointers, device: torch.device, *, two_lists: bool = 
 
 
 def _core_for(pointers: Pointers, device: torch.device) -> ModuleType | None:
-    """Return the module whose kernels read a list's addresses, or None."""
+    """Return the native module whose kernels read the addresses of a list, or None."""
     return native.cuda_core() if device.type == "cuda" and pointers.table is not None else None
 
 
 def _upload(core: ModuleType, pointers: Pointers, device: torch.device) -> tuple[Tensor, Any]:
-    """Write the addresses to memory of the current device; return it and its table."""
+    """Write the addresses to memory on the current device; return the memory and its table."""
     memory = torch.empty(len(pointers.numels), dtype=torch.int64, device=device)
     return memory, core.uploaded(pointers.table, memory.data_ptr(), _stream_of(device))

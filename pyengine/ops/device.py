@@ -9,21 +9,21 @@ from torch import Tensor
 
 from pyengine.ops import capture
 
-HOST = torch.device("cpu")  # the host reads its memory without waiting
+HOST = torch.device("cpu")  # the device whose memory the host reads without waiting
 
 
 def runs_ahead(device: torch.device) -> bool:
-    """Whether the host runs ahead of this device, so that reading a value waits."""
+    """Whether the host runs ahead of this device, so that reading a value has to wait."""
     return device.type != HOST.type
 
 
 def is_lazy(device: torch.device) -> bool:
-    """Whether operations on this device are recorded, and run at a launch or a read."""
+    """Whether operations on this device are recorded, and run only at a launch or a read."""
     return device.type == "xla"
 
 
 def flush(device: torch.device) -> None:
-    """Launch the operations that were recorded for a lazy device; does not wait."""
+    """Launch the operations recorded for a lazy device; does not wait."""
     if is_lazy(device):
         import torch_xla
 
@@ -33,7 +33,7 @@ def flush(device: torch.device) -> None:
 def has_events(device: torch.device) -> bool:
     """Whether this device has streams and events.
 
-    Then a copy to the host can run while the host continues.
+    If it does, a copy to the host can run while the host continues.
     """
     return runs_ahead(device) and not is_lazy(device)
 
@@ -41,19 +41,19 @@ def has_events(device: torch.device) -> bool:
 def bucket_cap_mb(device: torch.device) -> float:
     """Return the default size of a gradient bucket in MiB.
 
-    Between GPUs a collective reaches the bandwidth of the links from about 64 MiB on, and every bucket costs
-    launches. Between hosts 25 MiB are enough, and overlap more of the backward.
+    Between GPUs a collective needs about 64 MiB to reach the bandwidth of the links, and every bucket costs
+    launches. Between hosts 25 MiB are enough, and smaller buckets overlap more of the backward.
     """
     return 100 if has_events(device) else 25
 
 
 def current_stream(device: torch.device) -> torch.Stream | None:
-    """Return this device's current stream; None where there are no streams."""
+    """Return the current stream of this device, or None if the device has no streams."""
     return torch.accelerator.current_stream(device) if has_events(device) else None
 
 
 def is_on_default_stream(device: torch.device) -> bool:
-    """Whether a CUDA device's current stream is its default one, whose work no graph can capture."""
+    """Whether the current stream of a CUDA device is its default stream, which graphs cannot capture."""
     return device.type == "cuda" and torch.cuda.current_stream(device) == torch.cuda.default_stream(device)
 
 
@@ -62,10 +62,10 @@ def send(
 ) -> Tensor:
     """Return host values as a new tensor on `device`, ordered with its other work.
 
-    `refills`: where the work is captured as a graph, the caller fills the tensor before every run (`refill`);
-    other values have to be the same in every window.
+    If the work is captured as a graph and `refills` is set, the caller fills the tensor before every run
+    (`refill`). Without `refills` the values have to be the same in every window.
 
-    Cost: one small copy, from pinned memory where the device supports it; does not wait.
+    Cost: one small copy, from pinned memory if the device supports it; does not wait.
     """
     section = capture.section()
     if section is not None and section.is_capture:
@@ -80,7 +80,7 @@ def send(
 
 
 def refill(tensor: Tensor, values: Sequence[float]) -> None:
-    """Overwrite a tensor that `send` has returned in a capture; ordered with its device's other work."""
+    """Overwrite a tensor that `send` returned in a capture, ordered with other work of its device."""
     tensor.copy_(_staged(values, tensor.dtype, tensor.device), non_blocking=True)
 
 
@@ -89,17 +89,18 @@ def _staged(values: Sequence[float], dtype: torch.dtype, device: torch.device) -
 
 
 def recorded_event(device: torch.device, *, enable_timing: bool) -> torch.Event:
-    """Return an event recorded on a device's current stream; the device need not be the current one."""
+    """Return an event recorded on the current stream of `device`, which need not be the current device."""
     event = torch.Event(device, enable_timing=enable_timing)
     event.record(torch.accelerator.current_stream(device))
     return event
 
 
 class Readback:
-    """A copy of values from a device to the host: one small copy, and only `get` waits.
+    """A copy of values from a device to the host, for which only `get` waits.
 
-    The tensor is copied at once, on a lazy device to the device, so it may change afterwards. Where the work
-    is captured as a graph it is copied to the device, and to the host by `start`, once the graph has run.
+    The tensor is copied immediately, so it may change afterwards; on a lazy device the copy stays on the
+    device until `get`. If the work is captured as a graph, the tensor is copied on the device, and `start`
+    copies it to the host after the graph has run.
     """
 
     def __init__(self, tensor: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""`ExactSum`: gradient sums whose bits do not depend on order, grouping or number of ranks."""
+"""`ExactSum`: gradient sums whose bits do not depend on order, grouping or the number of ranks."""
 
 from __future__ import annotations
 
@@ -43,40 +43,40 @@ class ExactSum:
     """Sum of gradients with the same bits for every order of its terms.
 
     The bits do not depend on the order or grouping of the terms, or on the number of ranks. Every element is
-    stored as two integers on an absolute grid, which the largest magnitude of its block of 64 elements sets.
-    Integers are added exactly, so partial sums on any ranks can be merged in any order:
+    stored as two integers on an absolute grid, which is determined by the largest magnitude in its block of
+    64 elements. Integers are added exactly, so partial sums of any ranks can be merged in any order:
 
         torch.distributed.all_reduce(bins := total.bins.clone(), ReduceOp.MAX)
         total.align_(bins)
         torch.distributed.all_reduce(total.hi)
         torch.distributed.all_reduce(total.lo)
 
-    A term errs by at most max(2^-width · the largest magnitude in its block over all terms, 2^-126); no error
-    depends on the number of deposits or ranks. Terms of one block that span fewer than `width` binades are
-    added exactly.
+    The error of a term is at most max(2^-width · the largest magnitude in its block over all terms, 2^-126),
+    independent of the number of deposits or ranks. Terms of one block that span fewer than `width` binades
+    are added exactly.
 
     Args:
-        plan: slots; every offset a multiple of 64.
-        numel: elements of the flat buffer, a multiple of 64 and at least `plan.flat_numel`.
-        terms: the largest number of terms of one sum, over all ranks that will be merged; 1 to 4096. More
-            terms leave fewer bits for each: `width` is 31 - ceil(log2 terms). More deposits can overflow; the
-            caller counts them.
-        device: of the sum; "cuda" without an index is the current device. CPU and CUDA run in the native
-            core, everything else in `exact_reference.py`.
-        limbs: int32 [2 * numel] on that device, zeros, memory for the sum, which this object owns from now
-            on. None allocates it.
+        plan: plan of the slots; every offset must be a multiple of 64.
+        numel: number of elements of the flat buffer, a multiple of 64 and at least `plan.flat_numel`.
+        terms: the maximum number of terms in one sum, over all ranks that will be merged; 1 to 4096. More
+            terms leave fewer bits for each: `width` is 31 - ceil(log2 terms). The sum can overflow if there
+            are more deposits than `terms`; the caller has to count them.
+        device: device of the sum; "cuda" without an index is the current device. CPU and CUDA run in the
+            native core, other devices in `exact_reference.py`.
+        limbs: zeros, int32 [2 * numel] on `device`, used as the memory of the sum; this object takes
+            ownership. None allocates new memory.
 
     Attributes:
         limbs: int32 [2, numel], owned by this object: hi and lo.
         hi, lo: int32 [numel], the rows of `limbs`. Zero outside of slots.
-        bins: uint8 [numel // 64], owned by this object. 0 is an empty block (or zeros, or denormals), 255 a
-            poisoned one: a term had an inf, a NaN or a magnitude of 2^126 or more there. Limbs are zero in
-            both.
-        width: bits of a limb that one term fills.
+        bins: uint8 [numel // 64], owned by this object. 0 marks an empty block (no terms, zeros or
+            denormals), 255 a poisoned block, where a term had an inf, a NaN or a magnitude of 2^126 or more.
+            The limbs of both are zero.
+        width: number of bits of a limb that one term uses.
 
     Raises:
-        ValueError, TypeError: from the constructor and every method, for arguments that do not fit; nothing
-            has been written then.
+        ValueError, TypeError: from the constructor and every method, for invalid arguments; raised before
+            anything is written.
 
     Example:
         >>> plan, flags = BucketPlan([0], [3]), torch.zeros(1, dtype=torch.uint8)
@@ -103,7 +103,7 @@ class ExactSum:
         bins = torch.zeros(numel // BLOCK, dtype=torch.uint8, device=device)
         if limbs is None:
             limbs = torch.zeros(2 * numel, dtype=torch.int32, device=device)
-        # bins.device has an index where `device` may have none.
+        # Use bins.device, which has an index; `device` may have none.
         check_each("limbs", limbs, torch.int32, 2 * numel, bins.device, of="limb")
         self.width = 31 - (terms - 1).bit_length()
         self._use(plan, limbs.view(2, numel), bins)
@@ -120,9 +120,9 @@ class ExactSum:
         """Return the same sum, in the same memory, for deposits into the slots of another plan.
 
         Args:
-            plan: slots within `numel`, every offset a multiple of 64.
+            plan: plan of slots within `numel`; every offset must be a multiple of 64.
 
-        Cost: nothing.
+        Cost: no device work.
         """
         _check(plan, self.hi.numel(), 1)
         other = copy(self)
@@ -130,12 +130,12 @@ class ExactSum:
         return other
 
     def between(self, start: int, stop: int) -> ExactSum:
-        """Return a range of this sum, in the same memory, as a sum of one slot.
+        """Return a range of this sum, in the same memory, as a sum with one slot.
 
         Args:
-            start, stop: first element and end; multiples of 64, at most `numel`.
+            start, stop: first element and end of the range; multiples of 64, at most `numel`.
 
-        Cost: nothing.
+        Cost: no device work.
 
         Example:
             >>> total = ExactSum(BucketPlan([0, 64], [3, 3]), numel=128, terms=8, device=torch.device("cpu"))
@@ -152,16 +152,16 @@ class ExactSum:
         return other
 
     def deposit_(self, tensors: TensorList | Pointers, *, first: bool, nonfinite: Tensor) -> None:
-        """Add one term: every slot's tensor.
+        """Add one term, which has one tensor per slot.
 
         Args:
-            tensors: one entry a slot, read. None contributes nothing.
-            first: True overwrites the sum with this term; slots without a tensor are empty then. No other
-                pass has to clear the sum.
-            nonfinite: uint8 [n], OR-ed with 1 where this term poisoned a block.
+            tensors: one entry per slot, read. None contributes nothing.
+            first: True overwrites the sum with this term, so the sum need not be cleared; slots without a
+                tensor become empty.
+            nonfinite: uint8 [n], OR-ed with 1 where this term poisons a block.
 
-        Cost: reads the gradient, writes 8 bytes, and reads 8 unless `first`: 20 (12) for float32, 18 (10) for
-        bfloat16; and a byte a block.
+        Cost: per element, reads the gradient, writes 8 bytes, and reads 8 bytes unless `first`: 20 bytes for
+        float32 (12 if `first`), 18 for bfloat16 (10 if `first`); plus one byte per block.
 
         Example:
             >>> plan, flags = BucketPlan([0], [3]), torch.zeros(1, dtype=torch.uint8)
@@ -180,15 +180,14 @@ class ExactSum:
     def align_(self, bins: Tensor) -> None:
         """Shift the limbs of every block to a larger bin.
 
-        The result is the same as if all terms had been deposited with that bin.
-
-        Afterwards `self.bins` equals `bins`, and limbs of sums with equal bins may be added.
+        The result is the same as if all terms had been deposited with the larger bin. Afterwards `self.bins`
+        equals `bins`, and the limbs of sums with equal bins can be added.
 
         Args:
-            bins: uint8 [numel // 64], read; nowhere smaller than `self.bins`: the maximum over all ranks. A
-                poisoned block of any rank is poisoned in all.
+            bins: uint8 [numel // 64], read; at least `self.bins` in every block, usually the maximum over all
+                ranks. A block that is poisoned on one rank is then poisoned on all.
 
-        Cost: reads 2 bytes a block; where a bin grows, reads 4 and writes 8 an element.
+        Cost: reads 2 bytes per block; where a bin grows, reads 4 and writes 8 bytes per element.
 
         Example:
             >>> total = ExactSum(BucketPlan([0], [3]), numel=64, terms=8, device=torch.device("cpu"))
@@ -205,10 +204,10 @@ class ExactSum:
         """Add another sum, as if its terms had been deposited here.
 
         Args:
-            other: over the same elements, with the same `terms`, which both together do not exceed. It is
-                aligned with this sum.
+            other: a sum over the same elements with the same `terms`; both together must not have more terms
+                than that. It is aligned with this sum.
 
-        Cost: reads 16 and writes 8 bytes an element, and aligns both.
+        Cost: reads 16 and writes 8 bytes per element, and aligns both sums.
 
         Example:
             >>> plan, flags = BucketPlan([0], [3]), torch.zeros(1, dtype=torch.uint8)
@@ -231,15 +230,15 @@ class ExactSum:
     def round_(self, out: Tensor) -> None:
         """Write the sum, rounded once from the exact integer.
 
-        Empty blocks are +0, poisoned ones NaN. There is no denominator: to divide, multiply the rounded sum
-        by one scalar, the same on all ranks. Equal bits stay equal then, at the price of one more rounding.
+        Empty blocks become +0 and poisoned blocks NaN. To compute a mean, multiply the rounded sum by a
+        scalar that is the same on all ranks: equal bits stay equal, with one more rounding.
 
         Args:
-            out: float32, bfloat16 or float16 [at least numel]; all of the sum's elements are written. A
-                float32 `out` may be the memory of `hi`, whose limbs are gone then: the next deposit must be a
-                first one.
+            out: float32, bfloat16 or float16 [at least numel]; the first `numel` elements are written. A
+                float32 `out` may share the memory of `hi`, whose limbs are then overwritten: the next deposit
+                must have `first=True`.
 
-        Cost: reads 8 bytes and writes one element.
+        Cost: reads 8 bytes and writes one element of `out` per element.
 
         Example:
             >>> total = ExactSum(BucketPlan([0], [3]), numel=64, terms=8, device=torch.device("cpu"))
@@ -252,9 +251,9 @@ class ExactSum:
         self._runner.exact_round_(self._native(), out.data_ptr(), DTYPE_CODES[out.dtype])
 
     def _native(self) -> Any:
-        """Return the core's view of the sum, for one call.
+        """Return the native view of the sum for one call.
 
-        The limbs may be `.grad`, whose storage a user may move (`share_memory_()`).
+        It is not cached: the limbs may be `.grad`, whose storage a user may move (`share_memory_()`).
         """
         for name, limb in zip(("hi", "lo", "bins"), self._limbs, strict=True):
             check_dense(name, limb)
@@ -266,9 +265,9 @@ class ExactSum:
         return self.hi, self.lo, self.bins
 
     def _check_place(self, out: Tensor) -> None:
-        """Check that in place every element of `out` is on its own limb.
+        """Check that `out` either overlaps no limbs or is exactly in place.
 
-        Threads overtake each other, so a shifted `out` would overwrite limbs before they are read.
+        Threads run in no fixed order, so a shifted `out` would overwrite limbs before they are read.
         """
         for name, limb in (("hi", self.hi), ("lo", self.lo)):
             ahead = out.data_ptr() - limb.data_ptr()

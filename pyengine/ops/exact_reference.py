@@ -1,7 +1,7 @@
-"""`ExactSum` in plain PyTorch: the reference. csrc/exact.h has the rules and their proofs.
+"""Reference implementation of `ExactSum` in plain PyTorch. csrc/exact.h has the rules and their proofs.
 
-Used in builds without the native core and on other devices, with the same bits. `exact.py` has checked the
-arguments.
+It is used in builds without the native core and on devices other than CPU and CUDA, with the same bits.
+`exact.py` has checked the arguments.
 """
 
 from collections.abc import Iterable
@@ -11,8 +11,8 @@ from torch import Tensor
 
 from pyengine.ops.reference import Slots
 
-BLOCK = 64  # elements that share a bin
-POISONED = 255  # the bin of a block that had an inf, a NaN or a magnitude of 2^126 or more
+BLOCK = 64  # number of elements that share a bin
+POISONED = 255  # bin of a block that had an inf, a NaN or a magnitude of 2^126 or more
 _POISON_EXPONENT = 253
 
 
@@ -26,10 +26,10 @@ def deposit_(
     first: bool,
     nonfinite: Tensor,
 ) -> None:
-    """Add every slot's tensor, or overwrite the sum with it.
+    """Add the tensor of every slot to the sum, or overwrite the sum with it.
 
-    Limbs are hi and lo, int32 [numel], and bins, uint8 [numel / 64]; written, so in the ops below. One term
-    fills `width` bits of a limb. `nonfinite` is OR-ed with 1 where the term poisoned a block.
+    Here and in the ops below, `limbs` are hi and lo, int32 [numel], and bins, uint8 [numel / 64]. One term
+    uses `width` bits of a limb. `nonfinite` is OR-ed with 1 where the term poisons a block.
     """
     for slot, ((offset, numel), tensor) in enumerate(zip(slots, tensors, strict=True)):
         blocks = slice(offset // BLOCK, -(-(offset + numel) // BLOCK))
@@ -57,9 +57,9 @@ def align_(limbs: tuple[Tensor, Tensor, Tensor], bins: Tensor) -> None:
 
 @torch.no_grad()
 def round_(limbs: tuple[Tensor, Tensor, Tensor], out: Tensor, width: int) -> None:
-    """out = the rounded value of hi · 2^width + lo in units of lo; 0 where empty, NaN where poisoned.
+    """out = hi · 2^width + lo in units of lo, rounded; 0 for empty blocks, NaN for poisoned blocks.
 
-    A float32 `out` may be the memory of hi.
+    A float32 `out` may share the memory of hi.
     """
     hi, lo = (limb.view(-1, BLOCK).to(torch.int64) for limb in limbs[:2])
     bins = limbs[2].to(torch.int32).unsqueeze(1)
@@ -97,10 +97,10 @@ def _add(limbs: Iterable[Tensor], term: Tensor, found: Tensor, width: int) -> No
     hi, lo, bins = limbs
     _raise_bins(limbs, found)
     bins = bins.to(torch.int32).unsqueeze(1)
-    has_grid = _has_grid(bins)  # a block without one stays zero
+    has_grid = _has_grid(bins)  # a block without a grid stays zero
     to_hi = _power_of_two(torch.where(has_grid, 125 - (bins - 1) * width, 0))
     y = torch.where(has_grid, term, 0.0) * to_hi
-    high = y.round()  # to even, as everywhere
+    high = y.round()  # ties to even
     hi.add_(high.to(torch.int32))
     lo.add_(((y - high) * 2.0**width).round().to(torch.int32))
 
@@ -108,9 +108,9 @@ def _add(limbs: Iterable[Tensor], term: Tensor, found: Tensor, width: int) -> No
 def _to_float(total: Tensor, *, is_last: bool) -> Tensor:
     """Round integers of up to 62 bits to float32.
 
-    To nearest, or to odd where another rounding follows. On some devices int64 is converted by way of
-    float64. So where totals are large, the last ten bits become one bit: a rounding to 26 bits or fewer
-    depends only on whether any of them is set.
+    The result is rounded to nearest, or to odd if another rounding follows. Some devices convert int64 by way
+    of float64, so the last ten bits of large totals are merged into one bit: rounding to 26 bits or fewer
+    depends only on whether any of these bits is set.
     """
     sticky = (total & -1024) | torch.where(total & 1023 != 0, 512, 0)
     exact = torch.where(total.abs() > 2**45, sticky, total).to(torch.float64)

@@ -1,16 +1,17 @@
 """The fused operations without an engine or a plan: `pe.ops.accumulate_(acc, grads)`.
 
-A list has contiguous float32, bfloat16 or float16 tensors of any shapes on one device, in one dtype except
-for the norms. In a flat buffer they follow each other without gaps. A list with a None (a parameter without a
-gradient) needs `like`: tensors of the same numels, for example the parameters. A scale is a number, or
-float32 [] on that device, which the host does not read; products are rounded to float32. Bits and costs are
-those of `BucketPlan`. Nothing here is differentiable. A write increments the version of the tensor, as in
-PyTorch, so that autograd refuses to use a saved tensor that was overwritten.
+A list contains contiguous float32, bfloat16 or float16 tensors of any shape on one device; all functions
+except the norms need a single dtype. In a flat buffer the tensors follow each other without gaps. A list with
+None entries (parameters without a gradient) needs `like`: tensors of the same numels, for example the
+parameters. A scale is a number, or a float32 [] tensor on the same device, which the host does not read;
+products are rounded to float32. Results and costs are the same as with a `BucketPlan`. The functions are not
+differentiable. A write increments the version of the tensor, as in PyTorch, so autograd detects that a saved
+tensor was overwritten.
 
-On CUDA only the first call for a list of these sizes waits for the device. `torch.compile` traces through
-every call, outside of its CUDA graphs. To capture a graph of your own, keep a `BucketPlan`.
+On CUDA only the first call with a given list of sizes waits for the device. `torch.compile` traces through
+every call, and keeps the calls outside of its CUDA graphs. To capture your own graph, keep a `BucketPlan`.
 
-All functions raise ValueError or TypeError for arguments that do not fit, before they write anything.
+All functions raise ValueError or TypeError for invalid arguments before they write anything.
 """
 
 from __future__ import annotations
@@ -44,17 +45,17 @@ def flatten(
     out: Tensor | None = None,
     like: Tensors | None = None,
 ) -> Tensor:
-    """Return `cast(tensor * scale)` of every tensor in one flat tensor; zeros where the entry is None.
+    """Return `cast(tensor * scale)` of every tensor in one flat tensor, with zeros for None entries.
 
     Args:
         tensors: any shapes, read.
         scale: float32 [] or a number.
-        dtype: float32, bfloat16 or float16 of a new result; None is that of the tensors.
+        dtype: dtype of a new result: float32, bfloat16 or float16. None uses the dtype of the tensors.
         out: float32, bfloat16 or float16 [at least the sum of numels], written and returned instead of a new
             tensor.
-        like: tensors of the same numels, needed where an entry is None.
+        like: tensors of the same numels, needed if any entry is None.
 
-    Cost: reads and writes one element each.
+    Cost: one read and one write per element.
 
     Example:
         >>> pe.ops.flatten([torch.ones(2, 2), torch.ones(1)], scale=0.5, dtype=torch.bfloat16)
@@ -74,14 +75,14 @@ def flatten(
 
 @torch.no_grad()
 def unflatten_(tensors: Tensors, flat: Tensor, *, scale: Scale = 1.0, like: Tensors | None = None) -> None:
-    """Write `cast(slice of flat * scale)` into every tensor; a None is skipped, with its slice.
+    """Write `cast(slice of flat * scale)` into every tensor; None entries and their slices are skipped.
 
     Args:
         tensors: any shapes, written.
         flat: float32, bfloat16 or float16 [at least the sum of numels], read.
-        scale, like: as in `flatten`.
+        scale, like: the same as in `flatten`.
 
-    Cost: as `flatten`.
+    Cost: the same as `flatten`.
 
     Example:
         >>> pe.ops.unflatten_([grad := torch.empty(1, 2)], torch.ones(2), scale=0.5)
@@ -97,18 +98,19 @@ def unflatten_(tensors: Tensors, flat: Tensor, *, scale: Scale = 1.0, like: Tens
 def accumulate_(
     acc: Tensor, grads: Tensors, *, scale: Scale = 1.0, first: bool = False, like: Tensors | None = None
 ) -> Tensor:
-    """Add `grad * scale` of every gradient to the flat `acc` and return it.
+    """Add `grad * scale` of every gradient to the flat `acc` and return `acc`.
 
-    Product and sum are rounded separately.
+    The product and the sum are rounded separately.
 
     Args:
-        acc: float32 [at least the sum of numels], written; not read if `first`. Keeps an inf or nan for
-            `unscale_norm`.
-        grads: any shapes, read. None: zeros if `first`, otherwise its elements stay unchanged.
-        scale, like: as in `flatten`.
-        first: write instead of adding, so that nothing has to be cleared.
+        acc: float32 [at least the sum of numels], written; not read if `first`. Any inf or nan is kept for
+            `unscale_norm` to find.
+        grads: any shapes, read. None writes zeros if `first`, and otherwise leaves the elements unchanged.
+        scale, like: the same as in `flatten`.
+        first: overwrite `acc` instead of adding, so that it need not be cleared.
 
-    Cost: reads the gradient, writes 4 bytes, and reads 4 unless `first`: 10 (6) for bfloat16.
+    Cost: per element, reads the gradient, writes 4 bytes, and reads 4 bytes unless `first`: 10 bytes for
+        bfloat16, 6 if `first`.
 
     Example:
         >>> grad = torch.ones(2, dtype=torch.bfloat16)
@@ -123,19 +125,20 @@ def accumulate_(
 
 @torch.no_grad()
 def unscale_norm(tensors: Tensors, inv_scale: Scale = 1.0) -> tuple[Tensor, Tensor]:
-    """Return the 2-norm over all `tensor * inv_scale`, and whether any is not finite.
+    """Return the 2-norm over all `tensor * inv_scale`, and whether any element is inf or nan.
 
-    Nothing is written.
+    The tensors are not changed.
 
     Args:
-        tensors: any shapes and mixed dtypes (a launch for each), read. None counts zero, and needs no `like`.
-        inv_scale: float32 [] or a number: 1 / loss scale, 1 / count, or both.
+        tensors: any shapes and mixed dtypes (one launch per dtype), read. None counts as zero and needs no
+            `like`.
+        inv_scale: float32 [] or a number: 1 / loss scale, 1 / count, or their product.
 
     Returns:
-        norm: float32 [], rounded once from the root of a float64 sum in a fixed order.
-        found_inf: float32 [], 1 if some `tensor * inv_scale` is inf or nan, else 0.
+        norm: float32 [], the root of a float64 sum in a fixed order, rounded once.
+        found_inf: float32 [], 1 if any `tensor * inv_scale` is inf or nan, else 0.
 
-    Cost: reads one element.
+    Cost: one read per element.
 
     Example:
         >>> pe.ops.unscale_norm([torch.tensor([6.0, 8.0]), torch.zeros(1)], 0.5)
@@ -149,14 +152,14 @@ def unscale_norm(tensors: Tensors, inv_scale: Scale = 1.0) -> tuple[Tensor, Tens
 def unscale_norm_(tensors: Tensors, inv_scale: Scale = 1.0) -> tuple[Tensor, Tensor]:
     """Multiply every tensor by `inv_scale` in place; return norm and found_inf of the results.
 
-    One pass, in place of `GradScaler.unscale_` and the norm of `clip_grad_norm_`. To clip, multiply by
+    This single pass replaces `GradScaler.unscale_` and the norm of `clip_grad_norm_`. To clip, multiply by
     `(max_norm / (norm + 1e-6)).clamp(max=1.0)` in the next pass.
 
     Args:
-        tensors: as in `unscale_norm`, written: gradients, not parameters.
-        inv_scale: as there.
+        tensors: the same as in `unscale_norm`, written: gradients, not parameters.
+        inv_scale: the same as in `unscale_norm`.
 
-    Cost: reads and writes one element.
+    Cost: one read and one write per element.
 
     Example:
         >>> pe.ops.unscale_norm_([grad := torch.tensor([6.0, 8.0])], 0.5)
@@ -187,7 +190,7 @@ def _slots(name: str, tensors: Tensors, like: Tensors | None) -> tuple[TensorLis
 
 
 def _present(tensors: Tensors) -> tuple[list[int], list[Tensor]]:
-    """Return the indices of entries that are not None, and these entries."""
+    """Return the indices of the entries that are not None, and the entries themselves."""
     present = {i: _tensor(f"tensors[{i}]", tensor) for i, tensor in enumerate(tensors) if tensor is not None}
     return list(present), list(present.values())
 
@@ -196,7 +199,7 @@ _LARGEST = torch.finfo(torch.float32).max
 
 
 def _scalar(name: str, scale: Scale, *beside: Tensor) -> Tensor:
-    """Return a scale as a tensor; a number on the device of the first tensor `beside`."""
+    """Return a scale as a tensor; a number is placed on the device of the first tensor in `beside`."""
     if isinstance(scale, Tensor):
         return scale
     if not isinstance(scale, Real):
@@ -209,11 +212,11 @@ def _scalar(name: str, scale: Scale, *beside: Tensor) -> Tensor:
 
 # ---- the same as operators `torch.ops.pyengine`, for `torch.compile`: a graph has each as one node ----
 
-# Compiled code calls torch's dispatcher. Other code calls the same functions directly: for a list of hundreds
-# of tensors the dispatcher takes several times as long as the call of a kernel.
+# Compiled code calls the functions through torch's dispatcher. Other code calls them directly: for a list of
+# hundreds of tensors the dispatcher takes several times as long as a kernel call.
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
-# The cache may drop a plan while a CUDA graph would still read its memory.
+# Unsafe in CUDA graphs: the cache may drop a plan whose memory a graph still reads.
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.cudagraph_unsafe)
 
 
@@ -241,18 +244,18 @@ def _operator(
 
 @_operator("(Tensor(a!) out, Tensor?[] tensors, Tensor scale, SymInt[] numels) -> ()")
 def _flatten_(out: Tensor, tensors: TensorList, scale: Tensor, numels: Sequence[int]) -> None:
-    """`numels` are those of every entry, also where it is None; so in all operators."""
+    """Run `flatten`; here and in all operators `numels` has one number per entry, including None entries."""
     check_flat("out", out, sum(numels), out.device)
     _plan(*numels).pack_(out, tensors, scale)
 
 
-# In a schema that torch.compile accepts, a written list cannot have None. Such lists are passed without None,
-# and with the slots of their tensors.
+# A written list cannot contain None in a schema that torch.compile accepts. Such lists are passed without the
+# None entries, together with the slots of their tensors.
 @_operator("(Tensor(a!)[] tensors, Tensor flat, Tensor scale, SymInt[] numels, SymInt[] slots) -> ()")
 def _unflatten_(
     tensors: TensorList, flat: Tensor, scale: Tensor, numels: Sequence[int], slots: Sequence[int]
 ) -> None:
-    """`slots` are the indices of the tensors in the list with None."""
+    """Run `unflatten_`; `slots` has the index of each tensor in the list with None entries."""
     _plan(*numels).unpack_(_spread(tensors, slots, len(numels)), flat, scale)
 
 
@@ -277,11 +280,11 @@ def _unscale_norm_(tensors: TensorList, inv_scale: Tensor, slots: Sequence[int])
 
 
 def _unscale_by_dtype(tensors: TensorList, inv_scale: Tensor, *, is_written: bool) -> tuple[Tensor, Tensor]:
-    """Run once for each dtype, with None for tensors of the others; add sums in the order of the list."""
+    """Run once per dtype, with None for tensors of other dtypes; add the sums in list order."""
     check_scale("inv_scale", inv_scale, inv_scale.device)
     plan, device = _plan(*(0 if t is None else t.numel() for t in tensors)), inv_scale.device
     dtypes = dict.fromkeys(t.dtype for t in tensors if t is not None)
-    # All groups are checked before the first is written.
+    # Check all groups before any is written.
     groups = [
         plan._gather(
             "tensors",
@@ -292,7 +295,7 @@ def _unscale_by_dtype(tensors: TensorList, inv_scale: Tensor, *, is_written: boo
     ]
     if is_written and len(groups) > 1:
         check_in_place(plan, [("tensors", group) for group in groups], ("inv_scale", inv_scale))
-    # One more element than tensors: a sum needs at least one. Its total also shows what `nonfinite` shows.
+    # One more element than tensors, since a sum needs at least one. A nonfinite total replaces `nonfinite`.
     sumsq = torch.zeros(len(groups), len(tensors) + 1, dtype=torch.float64, device=device)
     nonfinite = torch.empty(len(tensors), dtype=torch.uint8, device=device)
     for row, group in zip(sumsq, groups, strict=True):
@@ -309,7 +312,7 @@ def _spread(tensors: TensorList, slots: Sequence[int], num_slots: int | None = N
     return spread
 
 
-# Every call has the layout as its argument; a model has a handful of layouts.
+# Every call passes its layout as arguments; a model has only a few layouts.
 @functools.lru_cache(maxsize=32)
 def _plan(*numels: int) -> BucketPlan:
     return BucketPlan([*itertools.accumulate(numels, initial=0)][:-1], numels)

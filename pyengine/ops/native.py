@@ -1,4 +1,4 @@
-"""Import the native core, pyengine.ops._core, if it was built."""
+"""Import of the native core, pyengine.ops._core, if it was built."""
 
 import functools
 import sys
@@ -7,7 +7,7 @@ from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 from types import ModuleType
 
-import torch  # before _core: the core looks torch's thread pool up by name in the loaded library
+import torch  # before _core, which looks up torch's thread pool by name
 
 from pyengine.ops.device import HOST
 
@@ -28,7 +28,7 @@ except ImportError as error:
 
 
 def hidden_core() -> str:
-    """Return what to do where sources without a core hide an installed pyengine that has one; or nothing."""
+    """Return advice if sources without a core hide an installed pyengine that has one, or an empty string."""
     here = FOLDER.resolve()
     for entry in sys.path:
         other = Path(entry, "pyengine", "ops").resolve()  # "" is the current folder
@@ -43,7 +43,7 @@ def hidden_core() -> str:
 
 @functools.cache
 def core() -> ModuleType | None:
-    """Return the native module, or None after a single warning; call it at an op's first use."""
+    """Return the native module, or None after a single warning; call this at the first use of an op."""
     if _core is None:
         warnings.warn(
             f"pyengine runs without its native core ({_missing}): results are the same, ops are slower. "
@@ -70,22 +70,22 @@ def cuda_core() -> ModuleType | None:
     return None
 
 
-# Subclasses may store their elements elsewhere than at their address, so the core reads only these.
+# Subclasses may not store their elements at their address, so the core reads only these types.
 _PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
-# The dispatch keys of tensors whose elements are stored unchanged at their address. Python checks tensors
-# with other keys (a lazy negation, a subclass that dispatches, a fake).
+# Dispatch keys of tensors that store their elements unchanged at their address. Python checks tensors with
+# other keys (lazy negation, subclasses with their own dispatch, fake tensors).
 _PLAIN_KEYS = ("CPU", "CUDA", "ADInplaceOrView", "AutogradCPU", "AutogradCUDA", "AutocastCPU", "AutocastCUDA")
 
 
 @functools.cache
 def can_gather() -> bool:
-    """Return whether the core can read tensor objects itself, without Python attributes."""
+    """Return whether the core can read tensor objects directly, without Python attributes."""
     if _core is None:
         return False
     plain = 0
     for name in _PLAIN_KEYS:
         plain |= torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, name)).raw_repr()
-    # Distinct numbers, so that the core finds each in these objects.
+    # Distinct numbers, so that the core can locate each of them in these objects.
     probe = torch.empty(1237, dtype=torch.uint8, device=HOST)[1013:]
     storage, keys = probe.untyped_storage(), torch._C._dispatch_keys(probe).raw_repr()
     return _core.learn_tensor_object(

@@ -1,8 +1,8 @@
-"""Refuse ops whose output shares memory with their input, except in place.
+"""Checks that the output of an op shares no memory with its input, except in place.
 
-Threads overtake each other, so such an op could read memory that it has overwritten. In place is allowed: the
-output is exactly the same slot, in the same dtype. The core checks all addresses in a microsecond; where it
-finds a possible overlap, Python checks one by one and writes the message.
+Threads run in no fixed order, so such an op could read memory that it has already overwritten. Working in
+place is allowed if the output is exactly the same slot, in the same dtype. The core checks all addresses in a
+microsecond; if it finds a possible overlap, Python checks them one by one and writes the error message.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from pyengine.ops.pointers import ADDRESSED, DTYPE_CODES, Pointers
 
-# A tensor, or the tensors of a list, one a slot; each with the caller's name for it.
+# A tensor, or a list of one tensor per slot, together with the caller's name for it.
 Named: TypeAlias = tuple[str, Tensor]
 NamedList: TypeAlias = tuple[str, Pointers]
 
@@ -33,7 +33,7 @@ class _Span(NamedTuple):
     end: int
     name: str
     dtype: torch.dtype
-    slot: int  # -1: no slot
+    slot: int  # -1 if it belongs to no slot
     written: bool
 
     def is_in_place_of(self, other: _Span) -> bool:
@@ -43,9 +43,9 @@ class _Span(NamedTuple):
 
 
 def check_into_flat(plan: Plan, flat: Named, tensors: NamedList, *others: Named) -> None:
-    """Check an op that writes the slots of `flat` and reads `tensors`, one a slot, and `others`.
+    """Check an op that writes the slots of `flat` and reads `tensors`, one per slot, and `others`.
 
-    The others are scales, float32 [], or buffers with the slots of `flat`, float32 [at least flat_numel].
+    `others` are scales, float32 [], or buffers with the same slots as `flat`, float32 [at least flat_numel].
     """
     (_, target), (_, sources) = flat, tensors
     if _has_no_addresses(plan, sources):
@@ -63,7 +63,7 @@ def check_into_flat(plan: Plan, flat: Named, tensors: NamedList, *others: Named)
 
 
 def check_out_of_flat(plan: Plan, tensors: NamedList, flat: Named, *scales: Named) -> None:
-    """Check an op that writes `tensors`, one a slot, and reads `flat` and 0-dim scales."""
+    """Check an op that writes `tensors`, one per slot, and reads `flat` and 0-dim scales."""
     (_, targets), (_, source) = tensors, flat
     if _has_no_addresses(plan, targets):
         return
@@ -79,7 +79,7 @@ def check_out_of_flat(plan: Plan, tensors: NamedList, flat: Named, *scales: Name
 
 
 def check_into_list(plan: Plan, out: NamedList, tensors: NamedList, scale: Named) -> None:
-    """Check an op that reads `tensors`, one a slot, and a scale, and writes `out`.
+    """Check an op that reads `tensors`, one per slot, and a scale, and writes `out`.
 
     `out` may be the same list.
     """
@@ -98,7 +98,7 @@ def check_into_list(plan: Plan, out: NamedList, tensors: NamedList, scale: Named
 
 
 def check_in_place(plan: Plan, lists: Sequence[NamedList], scale: Named) -> None:
-    """Check an op that writes several lists, each of its own dtype, in place, and reads a scale."""
+    """Check an op that writes several lists of different dtypes in place, and reads a scale."""
     core, tables = plan._native, [pointers.table for _, pointers in lists]
     if any(_has_no_addresses(plan, pointers) for _, pointers in lists):
         return
@@ -112,9 +112,9 @@ def check_in_place(plan: Plan, lists: Sequence[NamedList], scale: Named) -> None
 
 
 def check_into(plan: Plan, targets: Sequence[Named], tensors: NamedList) -> None:
-    """Check an op that writes whole tensors and reads `tensors`, one a slot.
+    """Check an op that writes whole tensors and reads `tensors`, one per slot.
 
-    None of `tensors` may be in the written memory.
+    None of `tensors` may overlap the written memory.
     """
     _, sources = tensors
     if _has_no_addresses(plan, sources):
@@ -132,7 +132,7 @@ def check_apart(targets: Sequence[tuple[str, Tensor | None]], sources: Sequence[
 
 
 def _has_no_addresses(plan: Plan, tensors: Pointers) -> bool:
-    """Whether the tensors are on a device without addresses (lazy, meta), or none is given."""
+    """Whether the tensors are on a device without addresses (lazy, meta), or all entries are None."""
     if plan._native is not None:
         return tensors.table is None
     return tensors.device is None or tensors.device.type not in ADDRESSED
@@ -144,7 +144,7 @@ def _range(tensor: Tensor) -> tuple[int, int]:
 
 
 def _is_same(buffer: Tensor, target: Tensor) -> bool:
-    """Whether a buffer has its slots at the same addresses as `target`; False for a scale."""
+    """Whether the slots of a buffer have the same addresses as those of `target`; False for a scale."""
     return buffer.dim() > 0 and buffer.data_ptr() == target.data_ptr() and buffer.dtype == target.dtype
 
 
@@ -170,7 +170,7 @@ def _of_list(tensors: NamedList, *, written: bool = False) -> list[_Span]:
 
 
 def _refuse(spans: list[_Span]) -> None:
-    """Raise if a written span shares memory with another one, except in place."""
+    """Raise ValueError if a written span shares memory with another span, except in place."""
     near: list[_Span] = []
     for span in sorted(span for span in spans if span.begin < span.end):
         near = [other for other in near if other.end > span.begin]

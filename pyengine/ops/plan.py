@@ -1,15 +1,15 @@
 """The fused operations over a flat buffer of gradients, as methods of `BucketPlan`.
 
-`functional.py` has them without a plan. A plan has n *slots* of a flat 1-D buffer; an op does the same to
-every slot in one call, in one pass over the memory. CPU and CUDA tensors run in the native core, other
-devices in `reference.py`. Results have the same bits on every instruction set, thread count and GPU, except
-for the bits of a NaN. Autograd does not record ops: they read and write data only. `versions.py` has the
-public plan, which increments versions.
+`functional.py` provides the same operations without a plan. A plan describes n *slots* of a flat 1-D buffer.
+An op processes every slot in one call and one pass over memory. Ops on CPU and CUDA tensors run in the native
+core, ops on other devices in `reference.py`. Results have the same bits on every instruction set, thread
+count and GPU, except for the bits of a NaN. Autograd does not record ops: they only read and write data.
+`versions.py` has the public plan, which increments tensor versions.
 
-On CUDA an op is one kernel launch on the current stream, whatever the number of slots, and does not wait. A
-list of more than 4000 tensors needs a second launch, for its addresses, unless it is a `Pointers`; so do two
-different lists of more than 256. Ops can be captured in CUDA graphs after one op of the same plan has run on
-that device, with any dtypes. Keep the plan, the `Pointers` and the tensors as long as the graph.
+On CUDA an op is one kernel launch on the current stream for any number of slots, and does not wait. A list of
+more than 4000 tensors needs a second launch for its addresses unless it is a `Pointers`; so do two different
+lists of more than 256 tensors. Ops can be captured in CUDA graphs after one op of the same plan, with any
+dtypes, has run on that device. Keep the plan, the `Pointers` and the tensors alive as long as the graph.
 """
 
 from __future__ import annotations
@@ -45,18 +45,19 @@ class BucketPlan:
 
     Args:
         offsets: int [n], first element of each slot in the flat buffer.
-        numels: int [n], elements of each slot; 0 is allowed. Gaps between slots are never read or written.
+        numels: int [n], number of elements of each slot; 0 is allowed. Gaps between slots are never read or
+            written.
 
-    Every list of tensors below has one entry a slot, all of one dtype (float32, bfloat16, float16) and
-    device, each contiguous with its slot's numel, at any alignment; `None` is a parameter without a gradient.
-    Pass `pointers(tensors)` instead of the list to check it once and reuse it. A tensor that an op writes
-    shares no memory with one that it reads, or exactly the memory of the same slot in the same dtype: in
-    place. Every scale is a 0-dim float32 tensor on the device of the other tensors; products are rounded to
-    float32. The caller owns all memory.
+    Every list of tensors below has one entry per slot, all of one dtype (float32, bfloat16, float16) and
+    device. Each tensor is contiguous with the numel of its slot, at any alignment; `None` stands for a
+    parameter without a gradient. Pass `pointers(tensors)` instead of the list to check it once and reuse it.
+    A tensor that an op writes must not share memory with a tensor that it reads, except in place: exactly the
+    memory of the same slot in the same dtype. Every scale is a 0-dim float32 tensor on the device of the
+    other tensors; products are rounded to float32. The caller owns all memory.
 
     Raises:
-        ValueError, TypeError: from the constructor and every op, for arguments that do not fit; nothing has
-            been written then.
+        ValueError, TypeError: from the constructor and every op, for invalid arguments; raised before
+            anything is written.
 
     Example:
         >>> plan = BucketPlan([0, 4], [3, 2])
@@ -82,20 +83,20 @@ class BucketPlan:
         return f"BucketPlan({len(self.numels)} slots, {sum(self.numels)} of {self.flat_numel} elements)"
 
     def pointers(self, tensors: TensorList) -> Pointers:
-        """Check a list of tensors once, for many calls.
+        """Check a list of tensors once, for use in many calls.
 
         Args:
-            tensors: one entry a slot. The result keeps them alive. When a tensor gets other memory, ops use
-                that.
+            tensors: one entry per slot. The result keeps the tensors alive. If a tensor gets new memory, ops
+                use the new memory.
 
-        Cost: nothing on the device; one launch for more than 256 CUDA tensors.
+        Cost: no device work; one launch for more than 256 CUDA tensors.
 
         Example:
             >>> plan = BucketPlan([0], [2])
             >>> plan.pointers([torch.ones(2)]).dtype
             torch.float32
         """
-        # Copy the list: the caller could remove a tensor from it, and free the memory at its address.
+        # Copy the list: otherwise the caller could remove a tensor from it and so free its memory.
         pointers = gather("tensors", [*tensors], self.numels, self._native)
         return pointers if pointers.device is None else cuda.uploaded(pointers, pointers.device)
 
@@ -107,15 +108,15 @@ class BucketPlan:
         *,
         only_if: Tensor | None = None,
     ) -> None:
-        """Write `cast(tensor * scale)` into every slot of `flat`; zeros where the entry is None.
+        """Write `cast(tensor * scale)` into every slot of `flat`, zeros where the entry is None.
 
         Args:
             flat: float32, bfloat16 or float16 [at least flat_numel], written.
-            tensors: one entry a slot, read.
+            tensors: one entry per slot, read.
             scale: float32 [].
-            only_if: float32 []; where it is 0, nothing is written. The host does not read it.
+            only_if: float32 []; if it is 0, nothing is written. The host does not read it.
 
-        Cost: reads and writes one element each; nothing else (non-temporal stores above 8 MiB).
+        Cost: one read and one write per element (non-temporal stores above 8 MiB).
 
         Example:
             >>> flat = torch.empty(2, dtype=torch.bfloat16)
@@ -142,12 +143,12 @@ class BucketPlan:
         """Write `cast(flat[slot] * scale)` into every tensor; None entries are skipped.
 
         Args:
-            tensors: one entry a slot, written.
+            tensors: one entry per slot, written.
             flat: float32, bfloat16 or float16 [at least flat_numel], read.
             scale: float32 [].
-            only_if: float32 []; where it is 0, nothing is written. The host does not read it.
+            only_if: float32 []; if it is 0, nothing is written. The host does not read it.
 
-        Cost: as `pack_`.
+        Cost: the same as `pack_`.
 
         Example:
             >>> grad = torch.empty(2)
@@ -166,18 +167,20 @@ class BucketPlan:
     def accumulate_(
         self, acc: Tensor, grads: TensorList | Pointers, scale: Tensor, *, first: bool, nonfinite: Tensor
     ) -> None:
-        """Set `acc[slot] = grad * scale` if `first`, else add it.
+        """Set `acc[slot] = grad * scale` if `first`, else add `grad * scale` to it.
 
-        Product and sum are rounded separately.
+        The product and the sum are rounded separately.
 
         Args:
-            acc: float32 [at least flat_numel], written; not read when `first`.
-            grads: one entry a slot, read. None: zeros when `first`, otherwise the slot stays unchanged.
+            acc: float32 [at least flat_numel], written; not read if `first`.
+            grads: one entry per slot, read. None writes zeros if `first`, and otherwise leaves the slot
+                unchanged.
             scale: float32 [].
-            first: True in a window's first micro-batch.
-            nonfinite: uint8 [n], OR-ed with 1 where some `grad * scale` is inf or NaN.
+            first: True in the first micro-batch of a window.
+            nonfinite: uint8 [n], OR-ed with 1 where any `grad * scale` is inf or NaN.
 
-        Cost: reads the gradient, writes 4 bytes, and reads 4 unless `first`: 10 (6) for bfloat16.
+        Cost: per element, reads the gradient, writes 4 bytes, and reads 4 bytes unless `first`: 10 bytes for
+            bfloat16, 6 if `first`.
 
         Example:
             >>> plan, acc, flags = BucketPlan([0], [2]), torch.empty(2), torch.zeros(1, dtype=torch.uint8)
@@ -206,19 +209,20 @@ class BucketPlan:
         first: bool,
         nonfinite: Tensor,
     ) -> None:
-        """Write `cast((acc[slot] + grad * grad_scale) * wire_scale)`.
+        """Write `cast((acc[slot] + grad * grad_scale) * wire_scale)` into every slot of `wire`.
 
-        Accumulates the window's last micro-batch and casts the sum to the wire's type in one pass.
+        This accumulates the last micro-batch of a window and casts the sum to the wire dtype in one pass.
 
         Args:
             wire: float32, bfloat16 or float16 [at least flat_numel], written. May be `acc` itself.
-            acc: float32 [at least flat_numel], read; neither read nor written when `first`.
-            grads: one entry a slot, read. None: `acc * wire_scale` alone, zeros when `first`.
+            acc: float32 [at least flat_numel], read unless `first`.
+            grads: one entry per slot, read. None writes `acc * wire_scale`, or zeros if `first`.
             grad_scale, wire_scale: float32 [].
-            first: True when the window has a single micro-batch; then `(grad * grad_scale) * wire_scale`.
-            nonfinite: uint8 [n], OR-ed with 1 where some value on the wire is inf or NaN: fp16 may overflow.
+            first: True if the window has a single micro-batch; `acc` is then left out.
+            nonfinite: uint8 [n], OR-ed with 1 where any value in `wire` is inf or NaN (float16 may overflow).
 
-        Cost: reads 4 bytes (0 when `first`) and the gradient, writes one wire element: 8 (4) for bfloat16.
+        Cost: per element, reads 4 bytes (0 if `first`) and the gradient, and writes one wire element: 8 bytes
+            for bfloat16, 4 if `first`.
 
         Example:
             >>> plan, flags, one = BucketPlan([0], [2]), torch.zeros(1, dtype=torch.uint8), torch.tensor(1.0)
@@ -260,17 +264,18 @@ class BucketPlan:
         sumsq: Tensor,
         nonfinite: Tensor,
     ) -> None:
-        """Compute the sum of squares of `y = tensor * scale` and check it; optionally store y.
+        """Compute the sum of squares of `y = tensor * scale`, flag inf and NaN, and optionally store y.
 
         Args:
-            tensors: one entry a slot, read. None: the slot's sum is 0.
-            out: None reads only; the same list works in place; another list gets y in its own dtype.
+            tensors: one entry per slot, read. None makes the sum of its slot 0.
+            out: None stores nothing; the same list works in place; another list receives y in its own dtype.
             scale: float32 [].
-            sumsq: float64 [n], overwritten with Σ y² of each slot, y as stored (after the cast to `out`). The
-                order of the sum is fixed, so the bits depend on the values alone.
-            nonfinite: uint8 [n], OR-ed with 1 where some y is inf or NaN.
+            sumsq: float64 [n], overwritten with Σ y² of each slot, where y is the stored value (after the
+                cast to the dtype of `out`). The summation order is fixed, so the bits depend only on
+                the values.
+            nonfinite: uint8 [n], OR-ed with 1 where any y is inf or NaN.
 
-        Cost: reads one element; writes one more if `out` is given.
+        Cost: one read per element; one more write if `out` is given.
 
         Example:
             >>> plan, flags = BucketPlan([0], [2]), torch.zeros(1, dtype=torch.uint8)
@@ -307,14 +312,14 @@ class BucketPlan:
         *,
         two_lists: bool = False,
     ) -> Pointers:
-        """Collect a list, which has to be on the device of `beside`, a tensor with its name."""
+        """Check a list and collect its addresses; it has to be on the device of `beside`, a named tensor."""
         pointers, device = gather(name, tensors, self.numels, self._native), device_of(*beside)
         if pointers.device is not None and pointers.device != device:
             raise ValueError(f"{name} are on {pointers.device}; needed {device}, like the other tensors")
         return cuda.for_one_call(pointers, device, two_lists=two_lists)
 
     def _runner(self, device: torch.device) -> native._core.BucketPlan | cuda.CudaPlan | None:
-        """Return the object that runs ops on raw addresses; None for the reference."""
+        """Return the object that runs ops on raw addresses, or None for the PyTorch reference."""
         if device not in self._runners:
             has_kernels = device.type == "cuda" and native.cuda_core() is not None
             plan = self._native if has_kernels else None
@@ -324,7 +329,7 @@ class BucketPlan:
 
 
 def add_up(sumsq: Tensor) -> Tensor:
-    """Add the slots' sums of squares in order, on every instruction set.
+    """Add the sums of squares of all slots in a fixed order.
 
     Args:
         sumsq: float64 [n], n at least 1, read.
@@ -332,7 +337,7 @@ def add_up(sumsq: Tensor) -> Tensor:
     Returns:
         float64 [], new memory on the same device.
 
-    Cost: 8 bytes a slot.
+    Cost: 8 bytes per slot.
     """
     # On a device `sum` has a fixed order for a given length; `cumsum` need not have one.
     return sumsq.sum() if runs_ahead(sumsq.device) else sumsq.cumsum(0)[-1]

@@ -1,4 +1,4 @@
-"""Check tensors once, at the edge, and collect their addresses for the native core."""
+"""Argument checks at the public API, and collection of tensor addresses for the native core."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pyengine.ops import native
 
 DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _DTYPES = tuple(DTYPE_CODES)
-# Devices on which a tensor's elements are at its address.
+# Devices on which a tensor stores its elements at its address.
 ADDRESSED = ("cpu", "cuda")
 MAX_NUMEL = 2**40
 
@@ -24,12 +24,12 @@ _NO_DISPATCH = torch._C._disabled_torch_dispatch_impl
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Upload:
-    """A long list's addresses in device memory, written in the order of one stream."""
+    """The addresses of a long list in device memory, written on one stream."""
 
-    memory: torch.Tensor  # int64 [n], owned; the allocator keeps it for streams that have waited
-    stream: torch.cuda.Stream | None  # None: a list for one call only
-    written: torch.cuda.Event | None  # likewise
-    captured: bool = False  # whether only a replay of the graph writes the addresses
+    memory: torch.Tensor  # int64 [n], owned; recorded on each stream that has waited
+    stream: torch.cuda.Stream | None  # the writing stream; None for a list for one call only
+    written: torch.cuda.Event | None  # recorded after the write; None for a list for one call only
+    captured: bool = False  # whether the addresses are written only when a CUDA graph is replayed
 
     def wait(self) -> None:
         with torch.cuda.device(self.memory.device):
@@ -40,7 +40,7 @@ class Upload:
                 "writes their addresses only when it is replayed; make them before the capture, or again "
                 "for use outside of it"
             )
-        # A capture cannot wait for work outside of it. It need not: torch synchronizes the device when a
+        # A capture cannot wait for work outside of it, and need not: torch synchronizes the device before a
         # capture begins.
         if current != self.stream and not captures:
             assert self.written is not None
@@ -50,22 +50,23 @@ class Upload:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Pointers:
-    """The checked tensors of one plan's slots; make it with `BucketPlan.pointers`.
+    """The checked tensors for the slots of one plan, created by `BucketPlan.pointers`.
 
-    Keeps the tensors alive, whose memory the caller owns. After a tensor has got other memory (`.data =`,
-    `share_memory_()`), each op checks the list and reads the addresses again; make a new one to save that.
+    Keeps the tensors alive; the caller owns their memory. After a tensor gets new memory (`.data =`,
+    `share_memory_()`), every op checks the list and reads the addresses again; create a new `Pointers` to
+    avoid this.
     """
 
     tensors: TensorList  # [n], any shapes
     numels: tuple[int, ...]  # [n]
-    dtype: torch.dtype  # of all of them; float32 where no slot has a tensor
-    device: torch.device | None  # None: no slot has a tensor
-    table: Any  # _core.Table for CPU and CUDA tensors, None without the core or elsewhere
+    dtype: torch.dtype  # dtype of all tensors; float32 if no slot has a tensor
+    device: torch.device | None  # device of all tensors; None if no slot has a tensor
+    table: Any  # _core.Table for CPU and CUDA tensors; None without the core or on other devices
     upload: Upload | None = None  # keeps the device memory that `table` points to
 
 
 def check_layout(offsets: tuple[int, ...], numels: tuple[int, ...]) -> int:
-    """Check a plan's slots, in elements; return the elements that a flat buffer needs."""
+    """Check the slots of a plan; return the number of elements that a flat buffer needs."""
     if len(offsets) != len(numels):
         raise ValueError(
             f"offsets has {len(offsets)} entries and numels {len(numels)}; needed one of each a slot"
@@ -104,7 +105,7 @@ def _describe(tensor: object) -> str:
 def check_dense(name: str, tensor: torch.Tensor) -> None:
     """Check that a tensor's elements are contiguous at its address."""
     if native.can_gather() and native._core.is_plain(tensor):
-        return  # the core has made all checks below, in a fifth of the time
+        return  # the core does all checks below in a fifth of the time
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"{name} is {_describe(tensor)}; needed a torch.Tensor")
     if tensor.layout != torch.strided or not tensor.is_contiguous():
@@ -141,12 +142,12 @@ def check_dense(name: str, tensor: torch.Tensor) -> None:
 
 
 def keeps_elements_elsewhere(tensor: torch.Tensor) -> bool:
-    """Whether a tensor's subclass may store its elements elsewhere than at its address."""
+    """Whether a tensor is of a subclass that may not store its elements at the tensor's address."""
     return type(tensor).__torch_dispatch__ is not _NO_DISPATCH
 
 
 def device_of(name: str, tensor: torch.Tensor) -> torch.device:
-    """Return the device of a tensor that is not checked yet."""
+    """Return the device of a tensor that has not been checked yet."""
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"{name} is {_describe(tensor)}; needed a torch.Tensor")
     return tensor.device
@@ -155,7 +156,7 @@ def device_of(name: str, tensor: torch.Tensor) -> torch.device:
 def check_tensor(
     name: str, tensor: torch.Tensor, dtypes: tuple[torch.dtype, ...], numel: int, device: torch.device
 ) -> None:
-    """Check one 1-D tensor of an op: one of `dtypes` [at least numel], contiguous, on `device`."""
+    """Check a 1-D tensor argument: one of `dtypes` [at least numel], contiguous, on `device`."""
     check_dense(name, tensor)
     if tensor.dtype not in dtypes:
         raise TypeError(f"{name} is {_describe(tensor)}; needed dtype {' or '.join(map(str, dtypes))}")
@@ -178,7 +179,7 @@ def check_each(
     device: torch.device,
     of: str = "slot",
 ) -> None:
-    """Check a 1-D tensor with exactly one element for each `of`: [numel], contiguous, on `device`."""
+    """Check a 1-D tensor with exactly one element per `of`: [numel], contiguous, on `device`."""
     check_tensor(name, tensor, (dtype,), numel, device)
     if tensor.numel() != numel:
         raise ValueError(f"{name} has {tensor.numel()} elements; needed {numel}, one a {of}")
@@ -189,7 +190,7 @@ def check_rows(
 ) -> torch.Tensor:
     """Check a 2-D tensor of contiguous rows on `device`: [rows, numel], at least one row.
 
-    Returns the memory from its first to its last element: a view, 1-D.
+    Returns a 1-D view of the memory from the first to the last element.
     """
     span = tensor
     is_matrix = isinstance(tensor, torch.Tensor) and tensor.layout == torch.strided and tensor.dim() == 2
@@ -207,7 +208,7 @@ def check_rows(
 def check_aligned(name: str, tensor: torch.Tensor, num_bytes: int) -> None:
     """Check that a tensor begins at a multiple of `num_bytes`, in memory and in its storage.
 
-    Only there can torch view it as another dtype.
+    Otherwise torch cannot view the tensor as another dtype.
     """
     if tensor.device.type not in ADDRESSED or tensor.numel() == 0:
         return
@@ -240,7 +241,7 @@ def check_scalars(
 def _check_slots(
     name: str, tensors: TensorList, numels: tuple[int, ...]
 ) -> tuple[torch.dtype, torch.device | None]:
-    """Check slot by slot, to name the wrong one; the core's gather has no messages."""
+    """Check slot by slot and name the invalid tensor; the core's gather has no error messages."""
     if len(tensors) != len(numels):
         raise ValueError(f"{name} has {len(tensors)} tensors; needed {len(numels)}, one (or None) a slot")
     first = None
@@ -268,15 +269,16 @@ def gather(
     numels: tuple[int, ...],
     native_plan: native._core.BucketPlan | None,
 ) -> Pointers:
-    """Check `tensors` against the slots and collect their addresses; errors call the list `name`.
+    """Check `tensors` against the slots and collect their addresses.
 
     Args:
-        tensors: one entry a slot, float32, bfloat16 or float16 of any shape, one dtype and device,
-            contiguous; None where there is no tensor. A `Pointers` is returned, unless tensors have moved.
-        numels: int [n], the elements of each slot.
+        name: name of the list in error messages.
+        tensors: one entry per slot: contiguous float32, bfloat16 or float16 tensors of any shape, all of one
+            dtype and device, or None. A `Pointers` is returned as it is unless a tensor has moved.
+        numels: int [n], number of elements of each slot.
         native_plan: the core's plan of these slots; None without the core.
 
-    Cost: nothing on the device; about 30 ns a plain tensor.
+    Cost: no device work; about 30 ns per plain tensor.
     """
     if isinstance(tensors, Pointers):
         if tensors.numels is not numels and tensors.numels != numels:
@@ -290,8 +292,8 @@ def gather(
     if native_plan is not None and native.can_gather():
         table = native._core.gather(native_plan, tensors)
         if table is not None:
-            # The checks below would pass: gather accepts only one dtype, and one of these devices.
-            kind, index = table.device  # the core's c10::DeviceType; below zero there is no tensor
+            # The checks below would pass: gather accepts a single dtype and a single CPU or CUDA device only.
+            kind, index = table.device  # kind is a c10::DeviceType; negative if there is no tensor
             found = torch.device("cuda", index) if kind == 1 else torch.device("cpu")
             return Pointers(tensors, numels, _DTYPES[table.dtype], None if kind < 0 else found, table)
     dtype, device = _check_slots(name, tensors, numels)

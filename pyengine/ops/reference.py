@@ -1,10 +1,10 @@
-"""Each op in plain PyTorch: the reference.
+"""Reference implementation of every op in plain PyTorch.
 
-Used in builds without the native core and on other devices. Elementwise results equal the core's bit for bit,
-except for the bits of a NaN. Sums of squares equal it bit for bit on the CPU, where cumsum adds in order;
-elsewhere they differ by rounding of a float64 sum, at most numel · 2^-52 relative. `plan.py` has checked the
-arguments and documents their dtypes and shapes. The caller owns all memory. Costs are those of several
-passes, in float32 temporaries as large as a slot.
+It is used in builds without the native core and on devices other than CPU and CUDA. Elementwise results equal
+the core's results bit for bit, except for the bits of a NaN. Sums of squares are bit-equal on the CPU, where
+cumsum adds in order; on other devices they differ by the rounding of a float64 sum, with a relative error of
+at most numel · 2^-52. `plan.py` has checked the arguments and documents their dtypes and shapes. The caller
+owns all memory. Every op makes several passes and uses float32 temporaries as large as a slot.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -34,7 +34,7 @@ def _flag(nonfinite: Tensor, slot: int, values: Tensor) -> None:
 
 
 def _write(target: Tensor, values: Tensor, only_if: Tensor | None) -> None:
-    """Cast into `target`, unless `only_if` is 0; the host does not read it."""
+    """Cast `values` into `target` unless `only_if` is 0; the host does not read `only_if`."""
     if only_if is not None:
         values = torch.where(only_if != 0, values.to(target.dtype), target)
     target.copy_(values)
@@ -48,7 +48,7 @@ def pack_(
     scale: Tensor,
     only_if: Tensor | None = None,
 ) -> None:
-    """flat[slot] = cast(tensor * scale), zeros where there is no tensor; nothing if only_if is 0."""
+    """flat[slot] = cast(tensor * scale), or zeros without a tensor; nothing is written if only_if is 0."""
     for part, tensor in zip(_parts(flat, slots), tensors, strict=True):
         _write(part, torch.zeros_like(part) if tensor is None else _scaled(tensor, scale), only_if)
 
@@ -61,7 +61,7 @@ def unpack_(
     scale: Tensor,
     only_if: Tensor | None = None,
 ) -> None:
-    """tensor = cast(flat[slot] * scale) where there is a tensor; nothing if only_if is 0."""
+    """tensor = cast(flat[slot] * scale) for every tensor; nothing is written if only_if is 0."""
     for part, tensor in zip(_parts(flat, slots), tensors, strict=True):
         if tensor is not None:
             _write(tensor.detach().view(-1), _scaled(part, scale), only_if)
@@ -124,7 +124,7 @@ def unscale_norm(
     sumsq: Tensor,
     nonfinite: Tensor,
 ) -> None:
-    """y = tensor * scale, stored where out has a tensor; sumsq[slot] = Σ y² of the stored y, in float64."""
+    """y = tensor * scale, stored if out has a tensor; sumsq[slot] = Σ y² of the stored y, in float64."""
     for slot, (tensor, target) in enumerate(zip(tensors, out, strict=True)):
         if tensor is None:
             sumsq[slot] = 0
@@ -137,13 +137,13 @@ def unscale_norm(
 
 
 def _add_rows(terms: Tensor, num: int) -> Tensor:
-    """Add every `num` rows in order; rows missing at the end are zeros."""
+    """Add each group of `num` rows in order; missing rows at the end count as zeros."""
     terms = torch.nn.functional.pad(terms, (0, 0, 0, -len(terms) % num))
     return terms.view(-1, num, terms.shape[1]).cumsum(1)[:, -1]
 
 
 def _add_halves(lanes: Tensor) -> Tensor:
-    """Add the second half of each row onto the first until one lane is left."""
+    """Add the second half of each row to the first half until one lane is left."""
     while lanes.shape[1] > 1:
         width = lanes.shape[1] // 2
         lanes = lanes[:, :width] + lanes[:, width:]
@@ -151,9 +151,9 @@ def _add_halves(lanes: Tensor) -> Tensor:
 
 
 def _sum_squares(y: Tensor) -> Tensor:
-    """Add in the order of the native kernel.
+    """Sum the squares in the order of the native kernel.
 
-    Lanes of segments, then of blocks, then halves of the lanes; then lanes of blocks.
+    The order is: lanes within segments, segments within blocks, halves of the lanes, then lanes of blocks.
     """
     if y.numel() == 0:
         return torch.zeros((), dtype=torch.float64, device=y.device)

@@ -1,8 +1,8 @@
-"""The public plan and exact sum, which increment the versions of tensors they write.
+"""The public plan and exact sum, which increment the versions of the tensors they write.
 
-The core writes by address, which changes no version counter: autograd would not notice that a tensor saved
-for backward was overwritten, and the engine would not notice a write to a gradient. The engine's own plans
-write to its own memory, and skip this cost (0.1 µs a tensor).
+The core writes by address, which does not change version counters: autograd would not notice that a tensor
+saved for backward was overwritten, and the engine would not notice a write to a gradient. The engine's
+internal plans write only to its own memory and avoid this cost (0.1 µs per tensor).
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ _Op = TypeVar("_Op", bound=Callable[..., Any])
 
 
 def _incrementing(op: _Op, *written: str) -> _Op:
-    """Return a method that does as `op` and then increments versions, as PyTorch's own in-place ops do.
+    """Return a method that runs `op` and then increments versions, like the in-place ops of PyTorch.
 
-    `written` are names of the arguments, or with a dot before them of the attributes, that it writes.
+    `written` are the names of arguments that `op` writes, or of attributes if they start with a dot.
     """
     signature = inspect.signature(op)
 

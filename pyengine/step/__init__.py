@@ -1,1 +1,1 @@
-"""What an optimizer step is."""
+"""Optimizer steps."""

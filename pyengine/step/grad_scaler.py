@@ -1,4 +1,4 @@
-"""The loss scale: torch's, with its finite check and unscaling in the engine's pass over the gradients."""
+"""The loss scaler of torch, with finite check and unscaling in the engine's pass over the gradients."""
 
 from __future__ import annotations
 
@@ -19,13 +19,14 @@ from pyengine.window.final_pass import FinalPass
 class GradScaler(torch.amp.GradScaler):
     """A torch.amp.GradScaler that leaves the finite check and the unscaling to the engine's own pass.
 
-    Assign it, or a stock one, which becomes one, to `sync.scaler`; the engine then scales losses in
-    `backward`, unscales where it divides by the count, and updates the scale in `step`. In a
-    `micro_batch` block the caller scales: `scaler.scale(loss).backward()`. Arguments and state are torch's;
-    with equal gradients the parameters stay bit-equal to the stock scaler's (its scales are powers of two).
+    Assign it to `sync.scaler`; a stock GradScaler that is assigned is converted to this class. The engine
+    then scales losses in `backward`, unscales gradients when it divides by the count, and updates the scale
+    in `step`. In a `micro_batch` block the caller scales: `scaler.scale(loss).backward()`. Arguments and
+    state are the same as in torch. With equal gradients, the parameters are bit-equal to those of the stock
+    scaler (whose scales are powers of two).
 
     Attributes:
-        has_scaled: whether it has scaled a loss since the last window was reduced.
+        has_scaled: whether the scaler has scaled a loss since the last window was reduced.
     """
 
     _final: FinalPass | None = None
@@ -33,8 +34,10 @@ class GradScaler(torch.amp.GradScaler):
     has_scaled = False
 
     def bind(self, final: FinalPass, counter: WindowCounter) -> None:
-        """Use the finite check of `final` from now on; refuse to belong to two engines. In the middle of a
-        window of `counter` the scale stays.
+        """Use the finite check of `final`. The scale does not change within a window of `counter`.
+
+        Raises:
+            ValueError: the scaler belongs to another engine.
         """
         if self._final is not None and self._final is not final:
             raise ValueError(
@@ -45,22 +48,28 @@ class GradScaler(torch.amp.GradScaler):
             self._lazy_init_scale_growth_tracker(final.sumsq.device)
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
-        """Unscale like the stock scaler; refused while an engine has the scaler, since it unscales gradients
-        itself.
+        """Unscale like the stock scaler.
+
+        Raises:
+            RuntimeError: the scaler belongs to an engine, which unscales gradients itself.
         """
         self._check_free("unscale_", "leave it out, since .grad is unscaled from the window's end on")
         super().unscale_(optimizer)
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
-        """Step like the stock scaler; refused while an engine has the scaler, since it decides whether to
-        skip.
+        """Step like the stock scaler.
+
+        Raises:
+            RuntimeError: the scaler belongs to an engine, which decides itself whether to skip the step.
         """
         self._check_free("step", "call sync.step(optimizer) in place of scaler.step")
         return super().step(optimizer, *args, **kwargs)
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
-        """Update the scale like the stock scaler; while an engine has the scaler only `new_scale` is
-        accepted.
+        """Update the scale like the stock scaler.
+
+        Raises:
+            RuntimeError: the scaler belongs to an engine, and `new_scale` is None or a window is in progress.
         """
         if new_scale is None:
             self._check_free("update", "leave it out, since sync.step(optimizer) updates")
@@ -68,8 +77,11 @@ class GradScaler(torch.amp.GradScaler):
         super().update(new_scale)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state like the stock scaler; refused in the middle of a window, and with numbers that no
-        scaler has.
+        """Load a state like the stock scaler.
+
+        Raises:
+            RuntimeError: a window is in progress.
+            ValueError: the state has numbers that no scaler can have.
         """
         self._check_between("scaler.load_state_dict")
         if wrong := list(state_problems(state_dict)):
@@ -88,18 +100,18 @@ class GradScaler(torch.amp.GradScaler):
             raise RuntimeError(f"{instead}: scaler.{what} is the engine's part since `sync.scaler = scaler`")
 
     def scale(self, outputs: Any) -> Any:
-        """Scale losses, as stock."""
+        """Scale losses like the stock scaler."""
         self.has_scaled = True
-        if isinstance(outputs, list | tuple):  # by the scale itself: stock multiplies these by a copy
+        if isinstance(outputs, list | tuple):  # a stock scaler would use a copy of the scale
             return type(outputs)(map(self.scale, outputs))
         return super().scale(outputs)
 
     def unbind(self) -> None:
-        """Belong to no engine any more; scale and its growth stay."""
+        """Detach the scaler from its engine; the scale and growth tracker are kept."""
         self._final = self._counter = None
 
     def follow(self) -> None:
-        """Update the scale after a window that was reduced, by whether it overflowed: on every rank alike."""
+        """Update the scale after a reduced window, depending on overflow; the same on every rank."""
         if self._final is not None and self._scale is not None:
             assert self._growth_tracker is not None  # torch makes it with the scale
             torch._amp_update_scale_(
@@ -113,16 +125,16 @@ class GradScaler(torch.amp.GradScaler):
 
     @property
     def scale_tensor(self) -> Tensor | None:
-        """The tensor by which losses are multiplied; None before there is one."""
+        """The tensor that losses are multiplied by, or None before it exists."""
         return self._scale
 
     def current_scale(self) -> Tensor:
-        """Return the scale as a 0-dim float32 tensor that later updates leave alone, without a host read."""
+        """Return a copy of the scale as a 0-dim float32 tensor, without a host read."""
         assert self._scale is not None
         return self._scale.clone()
 
     def settings(self) -> str:
-        """Describe what moves the scale; equal on every rank."""
+        """Describe the settings that control the scale; the same on every rank."""
         return (
             f"growth_factor={self._growth_factor}, backoff_factor={self._backoff_factor}, "
             f"growth_interval={self._growth_interval}"
@@ -133,13 +145,13 @@ class GradScaler(torch.amp.GradScaler):
         return self.current_scale().double().reciprocal()
 
     def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:
-        # Sent, not filled in there: for a lazy device they would be constants of its first program.
+        # Sent from the host: values created on a lazy device would be constants of its first program.
         self._scale = send([self._init_scale], torch.float32, dev).reshape(())
         self._growth_tracker = send([self._init_growth_tracker], torch.int32, dev).reshape(())
 
 
-# What the numbers in a scaler's state can be. The scale is a float32 and the tracker an int32; torch's
-# setters accept more factors than its constructor.
+# Valid numbers in the state of a scaler. The scale is a float32 and the tracker an int32; torch's setters
+# accept more factors than its constructor.
 _NUMBERS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "scale": (lambda value: 2.0**-149 <= value <= (2 - 2**-23) * 2.0**127, "a float32 above 0"),
     "growth_factor": (lambda value: 1 <= value < math.inf, "a finite number of at least 1"),
@@ -156,18 +168,18 @@ _NUMBERS: dict[str, tuple[Callable[[Any], bool], str]] = {
 
 
 def state_problems(state: Mapping[str, Any]) -> Iterator[str]:
-    """Report numbers in a state that no scaler can have."""
+    """Yield descriptions of invalid numbers in the state of a scaler."""
     for name, (is_one, need) in _NUMBERS.items():
         value = state.get(name, 1)
-        is_wide = isinstance(value, int) and abs(value) >= 2**63  # torch takes no such int, also as a scale
+        is_wide = isinstance(value, int) and abs(value) >= 2**63  # torch rejects such an int, even as a scale
         if name in state and (is_wide or not is_one(value)):
             yield f"scaler[{name!r}]={reprlib.repr(value)}, need {need}"
 
 
 def taken_over(scaler: torch.amp.GradScaler) -> GradScaler:
-    """Return a scaler as one that an engine can use: a stock one becomes it, with its arguments and state."""
+    """Return a scaler that an engine can use; a stock scaler is converted in place and keeps its state."""
     kind = type(scaler)
-    if kind.__name__ == "GradScaler" and kind.__module__.startswith("torch."):  # each device has had its own
+    if kind.__name__ == "GradScaler" and kind.__module__.startswith("torch."):  # or a device's subclass of it
         scaler.__class__ = GradScaler
     if not isinstance(scaler, GradScaler):
         raise TypeError(
@@ -178,7 +190,7 @@ def taken_over(scaler: torch.amp.GradScaler) -> GradScaler:
 
 
 def copy_of(scaler: torch.amp.GradScaler) -> GradScaler:
-    """Return a scaler for one engine, of the same arguments and state, where several share a stock one."""
+    """Return a copy of a scaler for one engine, used if several engines share a stock scaler."""
     if type(scaler) not in (torch.amp.GradScaler, GradScaler):
         raise TypeError(
             f"the loss scaler is a {type(scaler).__name__}, whose own ways would be lost: need a "

@@ -1,5 +1,6 @@
-"""Steps that can be taken back on the device, for optimizers that cannot skip and devices whose values nobody
-reads.
+"""Optimizer steps that can be rolled back on the device.
+
+They are for optimizers that cannot skip a step, and for devices whose values the host does not read.
 """
 
 from __future__ import annotations
@@ -22,19 +23,19 @@ _ON_THE_HOST = "on the host, where a step that the device skips cannot be undone
 
 
 class RollbackStepper:
-    """Steps any optimizer, then lets every parameter and its state keep the old values where they should.
+    """Steps any optimizer, then restores the old values of parameters and state where necessary.
 
-    That is in a window that must not be used, and for a parameter that no rank used, whose gradient is zeros
-    here and not None. A skipped step leaves no state that it has created: the first step over a parameter
-    without state waits for the host, and so does a later one that creates or replaces state. The optimizer's
-    gradients are gone after a step, and their memory with them.
+    It restores all parameters in a window that must not be used, and any parameter that no rank used, whose
+    gradient is zeros here and not None. State that a skipped step has created is removed, so the host waits
+    in the first step of a parameter without state, and in a later step that creates or replaces state. A step
+    frees the gradients of the optimizer.
 
     Args:
-        index: in `FinalPass.used`, by `id(parameter)`; other parameters of an optimizer have no gradient.
-        always_waits: let every step wait for the host, which then needs no roll-back.
+        index: index in `FinalPass.used` by `id(parameter)`; other parameters have no gradient.
+        always_waits: whether every step waits for the host, so that no rollback is needed.
 
-    Cost: a step that can be undone copies the parameters and their state before, and reads and writes
-    both once more after.
+    Cost: a step that can be rolled back copies the parameters and their state before the step, and reads and
+    writes both once more after it.
     """
 
     def __init__(self, index: Mapping[int, int], *, always_waits: bool) -> None:
@@ -67,7 +68,7 @@ class RollbackStepper:
             yield from (param for param in group["params"] if id(param) in self._index)
 
     def _step_knowing(self, optimizer: Optimizer, mine: list[Parameter], final: FinalPass) -> None:
-        """Step once the host knows the outcome, so that unused parameters get no state."""
+        """Step after the host knows the outcome, so that unused parameters get no state."""
         if bool(final.found_inf):
             return
         assert final.used is not None
@@ -104,7 +105,7 @@ class RollbackStepper:
                 del optimizer.state[param]
 
     def _step(self, optimizer: Optimizer, params: list[Parameter]) -> None:
-        """Step, and look once at each parameter whether that changes anything on the host."""
+        """Step, and check once per parameter that the step changes nothing on the host."""
         met = self._met.setdefault(optimizer, set())
         new = [param for param in params if id(param) not in met]
         if not new or self._always_waits:
@@ -125,7 +126,7 @@ def _tensors(param: Parameter, state: Mapping[str, Any]) -> list[Tensor]:
 
 
 def _check_state(optimizer: Optimizer, mine: list[Parameter]) -> None:
-    """Raise ValueError if a step changes something that lives on the host."""
+    """Raise ValueError if a step changes a value on the host."""
     name = type(optimizer).__name__
     groups = optimizer.param_groups
     has_capturable = not isinstance(optimizer, Adadelta)  # torch refuses its capturable=True on XLA devices

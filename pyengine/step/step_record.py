@@ -1,4 +1,4 @@
-"""What the engine reports of each optimizer step."""
+"""Records that the engine reports for each optimizer step."""
 
 from __future__ import annotations
 
@@ -22,35 +22,34 @@ from pyengine.window.spikes import Spike
 
 @dataclass(frozen=True)
 class StepRecord:
-    """One optimizer step, as every rank saw it.
+    """A record of one optimizer step.
 
-    Seconds are of the device's own clock where the parameters are on an accelerator, and the host's on an XLA
-    device, where they are the time to record the work. `backward_s` and `exposed_sync_s` of a window that ran
-    as a graph (`sync.capture`) are 0.
+    Seconds are measured with the device's clock if the parameters are on an accelerator. On an XLA device
+    they are measured on the host and are the time to record the work. `backward_s` and `exposed_sync_s` are 0
+    for a window that ran as a graph (`sync.capture`).
 
     Attributes:
-        step: optimizer steps attempted before this one.
-        micro_batches: micro-batches in the window, over all ranks.
-        count: items in the window, over all ranks: the divisor of the gradient.
-        loss: sum of the window's losses over all ranks, divided by `count`; None when nothing was counted.
-        grad_norm: 2-norm of the mean gradient before clipping, loss scale removed; inf or nan when skipped
-            for it.
-        skipped: whether the parameters were left alone.
-        reason: why they were, or why a `pe.SpikePolicy` has clipped; empty
-            otherwise.
+        step: number of optimizer steps attempted before this one.
+        micro_batches: number of micro-batches in the window, over all ranks.
+        count: number of items in the window, over all ranks: the divisor of the gradient.
+        loss: sum of the window's losses over all ranks, divided by `count`; None if nothing was counted.
+        grad_norm: 2-norm of the mean gradient before clipping and without the loss scale; inf or nan if the
+            step was skipped because of it.
+        skipped: whether the step was skipped and the parameters left unchanged.
+        reason: why the step was skipped, or why a `pe.SpikePolicy` clipped it; empty otherwise.
         bytes_on_wire: bytes this rank sent for the window.
         collectives: collectives this rank launched for the window, header included.
         backward_s: seconds inside the window's backwards.
-        exposed_sync_s: seconds in which this rank only waited for, or worked on, the reduction.
+        exposed_sync_s: seconds this rank spent only on waiting for the reduction or working on it.
         step_s: seconds from the window's first backward to the end of the optimizer step.
-        held_bytes: of a sharded model, what this rank holds through a window to communicate less: unsharded
-            sums, and parameters that stay gathered (docs/sharded.md).
-        num_retries: parts of this rank's micro-batches that ran out of memory, and ran again in smaller ones
-            (`sync.retry_smaller`).
-        grad_norms: as `grad_norm`, of each parameter by name; None without `sync.measure(pe.GradNorms())`.
-        noise_scale: the gradient noise scale; None without `sync.measure(pe.NoiseScale())`, and of a window
+        held_bytes: for a sharded model, bytes this rank holds throughout a window to reduce communication:
+            unsharded sums, and parameters that stay gathered (docs/sharded.md).
+        num_retries: number of parts of this rank's micro-batches that ran out of memory and were rerun in
+            smaller parts (`sync.retry_smaller`).
+        grad_norms: like `grad_norm`, per parameter by name; None without `sync.measure(pe.GradNorms())`.
+        noise_scale: the gradient noise scale; None without `sync.measure(pe.NoiseScale())` and for a window
             that cannot be measured.
-        spike: what a `pe.SpikePolicy` has skipped or clipped the window for; None if it has not.
+        spike: the spike for which a `pe.SpikePolicy` skipped or clipped the window, or None.
     """
 
     step: int
@@ -76,10 +75,9 @@ StepCallback = Callable[[StepRecord], None]
 
 
 class StepHandle(RemovableHandle):
-    """What `sync.on_step` returns: `remove()`, or the end of `with handle:`, removes the callback.
+    """The handle that `sync.on_step` returns; `remove()` or the end of `with handle:` removes the callback.
 
-    It may be called, and asked for attributes, as the callback itself: a decorated function can be used as
-    before.
+    Calls and attribute accesses are forwarded to the callback, so a decorated function can be used as before.
     """
 
     def __init__(self, callbacks: OrderedDict[int, StepCallback], callback: StepCallback) -> None:
@@ -93,24 +91,25 @@ class StepHandle(RemovableHandle):
 
     def __getattr__(self, name: str) -> Any:
         if name == "_callback":
-            raise AttributeError(name)  # of one that copy or pickle has not filled yet
+            raise AttributeError(name)  # copy or pickle has not filled this object yet
         return getattr(self._callback, name)
 
 
 class Clock:
-    """Seconds of one window by phase, measured where its work runs: on the device by events if it has them,
-    else on the host. In work that is captured as a graph phases are not measured: they count 0 seconds.
+    """Times the phases of one window, with device events if the device has them and on the host otherwise.
+
+    Phases of work that is captured as a graph are not measured and count 0 seconds.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._has_events = device, has_events(device)
-        self.phases: list[tuple[str, Any, Any]] = []  # name, start and stop, as `now` gives them
-        # Returns a mark behind the work so far.
+        self.phases: list[tuple[str, Any, Any]] = []  # name, start and stop, as returned by `now`
+        # Returns a mark after the work so far.
         self.now: Callable[[], Any] = self._event if self._has_events else time.perf_counter
         self._start = self._stop = self.now()
 
     def phase(self, name: str) -> AbstractContextManager[None]:
-        """Add the time of the body to a phase, and show it to profilers."""
+        """Add the time of the body to a phase, and mark the body in profiles."""
         return _Phase(self, name)
 
     def start(self) -> None:
@@ -120,7 +119,7 @@ class Clock:
         self._stop = self.now()
 
     def seconds(self, phase: str) -> float:
-        """Return the seconds spent in a phase; after `stop`."""
+        """Return the seconds spent in a phase; call this after `stop`."""
         return sum(self._between(start, stop) for name, start, stop in self.phases if name == phase)
 
     def elapsed(self) -> float:
@@ -128,7 +127,7 @@ class Clock:
         return self._between(self._start, self._stop)
 
     def _event(self) -> Any:
-        """Return an event of the device, None in a capture."""
+        """Return a recorded device event, or None in a capture."""
         return None if is_capturing() else recorded_event(self._device, enable_timing=True)
 
     def _between(self, start: Any, stop: Any) -> float:
@@ -141,7 +140,7 @@ class Clock:
 
 
 class _Phase(AbstractContextManager[None]):
-    """The time of a body. A class: every micro-batch enters one, and a generator costs twice as much."""
+    """Times a body. A class, since a generator costs twice as much and every micro-batch enters one."""
 
     def __init__(self, clock: Clock, name: str) -> None:
         self._clock, self._name = clock, name

@@ -1,4 +1,4 @@
-"""How an optimizer is stepped, unless the window must not be used."""
+"""Optimizer steps that are skipped if the window must not be used."""
 
 from __future__ import annotations
 
@@ -28,24 +28,24 @@ class Stepper(Protocol):
         """Whether `step` waits for the outcome of the window; the same on every rank."""
 
     def step(self, optimizer: Optimizer, final: FinalPass) -> None:
-        """Step with the gradients as they are, unless `final` says that the window must not be used."""
+        """Step with the current gradients, unless `final` says that the window must not be used."""
 
 
 class PlainStepper:
-    """Skips a step on the device: a fused optimizer does so itself, and torch's others are undone.
+    """Skips steps on the device: fused optimizers skip by themselves, other torch optimizers are undone.
 
-    For every other optimizer the host waits for the decision, and for every optimizer where a step would
-    create state: a skipped step leaves none, as if it had not been called.
+    For any other optimizer the host waits for the decision. The host also waits if a step would create state,
+    so that a skipped step leaves no state behind.
 
-    Cost: a look at every parameter and its state. Of an undone step two launches a dtype that read the flag.
-    Only where it is set they read and write parameters and state. Memory as large as both during the step:
-    12 bytes a parameter for Adam in float32.
+    Cost: a check of every parameter and its state. A step that may be undone also needs two launches per
+    dtype, which read the skip flag, and read and write parameters and state only if it is set. It also needs
+    memory as large as both during the step: 12 bytes per parameter for Adam in float32.
     """
 
     def __init__(self) -> None:
-        # What a step of an optimizer wrote last time, as its own objects, and as targets.
+        # Per optimizer, the tensors that its last step wrote, and the same as targets.
         self._seen: WeakKeyDictionary[Optimizer, tuple[list[Any], _Targets | None]] = WeakKeyDictionary()
-        # What a step found that created no state.
+        # Per optimizer, the configuration with which a step last created no state.
         self._complete: WeakKeyDictionary[Optimizer, tuple[Any, ...]] = WeakKeyDictionary()
 
     def needs_host(self, optimizer: Optimizer) -> bool:
@@ -74,7 +74,7 @@ class PlainStepper:
             optimizer.step()
 
     def _has_state(self, optimizer: Optimizer) -> bool:
-        """Whether a step creates no state; looks at each state only where something has changed."""
+        """Whether a step would create no state; checks every state only if something has changed."""
         groups, state = optimizer.param_groups, optimizer.state
         found = (
             id(state),
@@ -90,12 +90,13 @@ class PlainStepper:
         return is_complete
 
     def targets(self, optimizer: Optimizer) -> _Targets | None:
-        """Return what a step writes, a plan and its tensors for each dtype; None if it cannot be undone.
+        """Return the tensors that a step writes, with a plan for each dtype; None if it cannot be undone.
 
-        The answer is the same on every rank. It is known for torch's own optimizers only. The first step
-        creates state, which cannot be undone, and `capturable=False` counts steps on the host.
+        The answer is the same on every rank. It is known only for torch's own optimizers. A first step cannot
+        be undone, since it creates state; nor can a step with `capturable=False`, which counts on the host.
 
-        Cost: a look at every parameter; the tensors are checked again when they are not those of last time.
+        Cost: a check of every parameter; the tensors are checked again only if they differ from the last
+            step.
         """
         if not is_torchs(optimizer) or not all(g.get("capturable", True) for g in optimizer.param_groups):
             return None
@@ -110,10 +111,11 @@ class PlainStepper:
 
 
 def skips_on_device(optimizer: Optimizer) -> bool:
-    """Whether an optimizer obeys `found_inf`, a tensor, so that the host need not know it.
+    """Whether an optimizer obeys the tensor `found_inf`, so that the host need not know the decision.
 
-    That is torch's own fused step of every group. A wrapper that forwards attributes would keep `found_inf`
-    to itself, a subclass may use gradients before its step, and torch asserts in a group that is not fused.
+    This holds only for torch's own optimizers with fused steps in all groups. A wrapper that forwards
+    attributes would keep `found_inf` to itself, a subclass may use gradients before its step, and torch
+    raises an assertion error for a group that is not fused.
     """
     return (
         is_torchs(optimizer)
@@ -126,21 +128,21 @@ def skips_on_device(optimizer: Optimizer) -> bool:
 # ---- undoing a step on the device ----
 
 
-_ALIGN_ELEMENTS = 8  # 16 bytes of the narrowest type
+_ALIGN_ELEMENTS = 8  # 16 bytes in the narrowest dtype
 
 
 _Targets = Sequence[tuple[BucketPlan, Pointers]]
 
 
 def is_torchs(optimizer: Optimizer) -> bool:
-    """Whether an optimizer is exactly one of torch's: a subclass may do more in its step."""
+    """Whether an optimizer is one of torch's own classes; a subclass may do more in its step."""
     return f"{type(optimizer).__module__}.".startswith("torch.optim.")
 
 
 def runs_user_code(optimizer: Optimizer) -> bool:
-    """Whether code that is not torch's runs inside the optimizer's step and could look at what is undone."""
+    """Whether user code runs inside the optimizer's step and could read values that are later undone."""
     replaced = vars(optimizer).get("step")
-    # A learning-rate scheduler replaces `step` by one that counts calls.
+    # A learning-rate scheduler replaces `step` with a wrapper that counts calls.
     is_replaced = replaced is not None and getattr(replaced, "__wrapped__", None) is not type(optimizer).step
     hooks: Any = optimizer
     return is_replaced or any(
@@ -155,7 +157,7 @@ def runs_user_code(optimizer: Optimizer) -> bool:
 
 @contextmanager
 def undoing(targets: _Targets, copies: Sequence[Tensor], found_inf: Tensor) -> Iterator[None]:
-    """Undo, behind the body, what it wrote to `targets` if `found_inf`, unread, is not 0."""
+    """Undo the body's writes to `targets` if `found_inf` is not 0; the host does not read the flag."""
     one = torch.ones_like(found_inf)
     for (plan, tensors), copy in zip(targets, copies, strict=True):
         plan.pack_(copy, tensors, one, only_if=found_inf)
@@ -167,7 +169,7 @@ def undoing(targets: _Targets, copies: Sequence[Tensor], found_inf: Tensor) -> I
 
 
 def allocate(targets: _Targets) -> list[Tensor] | None:
-    """Return memory for the copies of `targets`; None where there is not enough."""
+    """Return memory for copies of `targets`, or None if there is not enough memory."""
     try:
         return [
             torch.empty(plan.flat_numel, dtype=pointers.dtype, device=pointers.device)
@@ -177,12 +179,12 @@ def allocate(targets: _Targets) -> list[Tensor] | None:
         return None
 
 
-# Their steps create `momentum_buffer` where it is missing or None; others look whether there is any state.
+# Optimizers that create `momentum_buffer` if it is missing or None; others check whether any state exists.
 _WITH_LATE_MOMENTUM = SGD, Muon
 
 
 def _written(optimizer: Optimizer) -> list[Any] | None:
-    """Return parameters that a step changes, each before its state; None if the step would create state."""
+    """Return the parameters a step changes, each followed by its state; None if it would create state."""
     tensors: list[Any] = []
     state_of = optimizer.state
     has_late_momentum = type(optimizer) in _WITH_LATE_MOMENTUM
@@ -202,7 +204,7 @@ def _written(optimizer: Optimizer) -> list[Any] | None:
 
 
 def _planned(tensors: list[Any]) -> list[tuple[BucketPlan, Pointers]] | None:
-    """Plan the copies by dtype; None if one is on the host, not dense, or of a dtype without a kernel."""
+    """Plan copies by dtype; None if a tensor is on another device, not dense, or has no kernel."""
     by_dtype: dict[torch.dtype, list[Tensor]] = {}
     for tensor in tensors:
         flat = _flat(tensor)
@@ -219,12 +221,12 @@ def _planned(tensors: list[Any]) -> list[tuple[BucketPlan, Pointers]] | None:
 
 
 def _flat(tensor: Any) -> Tensor | None:
-    """Return what this rank holds of a tensor as contiguous memory; None where there is none."""
+    """Return this rank's part of a tensor as a contiguous tensor, or None if that is not possible."""
     if not isinstance(tensor, Tensor) or tensor.layout is not torch.strided:
         return None
     part: Any = tensor.detach()
     if hasattr(part, "to_local"):
         part = part.to_local()
-    if not part.is_contiguous():  # channels_last for example: another order of the same memory
+    if not part.is_contiguous():  # for example channels_last: the same memory in another order
         part = part.permute(sorted(range(part.dim()), key=part.stride, reverse=True))
     return part if part.is_contiguous() else None

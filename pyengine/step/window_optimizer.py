@@ -1,4 +1,4 @@
-"""Optimizers over an engine's gradients: what they may step, and when a step is due."""
+"""Optimizers over the gradients of an engine: which parameters they may step, and when a step is due."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from pyengine.window.digest import OptimizerStep
 
 
 def check_step(optimizer: Any, scheduler: Any) -> None:
-    """Raise TypeError for an argument that cannot be stepped, before anything has been."""
+    """Raise TypeError if an argument cannot be stepped, before anything has been stepped."""
     if getattr(optimizer, "steps_with_windows", False):
         raise TypeError(
             "optimizer is wrapped already, and steps where its window ends: call optimizer.step(), or give "
@@ -47,27 +47,27 @@ def check_step(optimizer: Any, scheduler: Any) -> None:
 
 
 def _of_the_wrapped(name: str) -> Any:
-    """Return a property that is the wrapped optimizer's attribute, to read and to write."""
+    """Return a property that reads and writes an attribute of the wrapped optimizer."""
     return property(
         lambda self: getattr(self.optimizer, name), lambda self, value: setattr(self.optimizer, name, value)
     )
 
 
 class WindowOptimizer(torch.optim.Optimizer):
-    """Steps where a window ends and does nothing elsewhere; made by `sync.wrap`.
+    """An optimizer that steps only at the end of a window; created by `sync.wrap`.
 
-    Everything but `step` and `zero_grad` is the wrapped optimizer's own. `zero_grad` does nothing in the
-    middle of a window.
+    Everything except `step` and `zero_grad` is forwarded to the wrapped optimizer. `zero_grad` does nothing
+    in the middle of a window.
 
     A copy (`copy.deepcopy`, `pickle`) holds a copy of the wrapped optimizer and belongs to no engine: its
-    `step` raises until `sync.wrap(copy.optimizer)` gives it one.
+    `step` raises. Use `sync.wrap(copy.optimizer)` instead.
 
     Attributes:
         optimizer: the wrapped optimizer.
     """
 
     steps_with_windows = True
-    # What a stock GradScaler would set here, the wrapped one would not see.
+    # False, since the wrapped optimizer would not see attributes that a stock GradScaler sets here.
     _step_supports_amp_scaling = False
 
     state = _of_the_wrapped("state")
@@ -84,27 +84,25 @@ class WindowOptimizer(torch.optim.Optimizer):
     register_load_state_dict_post_hook = _of_the_wrapped("register_load_state_dict_post_hook")
 
     def __init__(self, sync: Any, optimizer: torch.optim.Optimizer, scheduler: Any) -> None:
-        # Not super().__init__, which would give this one groups and a state of its own.
+        # super().__init__ is not called: it would create separate parameter groups and state.
         check_step(optimizer, scheduler)
         self.optimizer = optimizer
         self._stepped: torch.Tensor | None = None
         self._stepped_in: object | None = None
-        self._sync = sync  # the `Sync` that made it; None in a copy
+        self._sync = sync  # the `Sync` that created this optimizer; None in a copy
         self._scheduler = scheduler
 
     @property
     def step_was_skipped(self) -> bool:
-        """Whether the last step that was due left the parameters alone;
-        on an accelerator looking at it waits.
-        """
+        """Whether the last step that was due left the parameters unchanged; waits on an accelerator."""
         return self._stepped is not None and not bool(self._stepped)
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]  # nothing to return
-        """Step the optimizer, and the scheduler with it, if this micro-batch ends its window: once.
+        """Step the optimizer and the scheduler, once per window, if this micro-batch ends its window.
 
         Raises:
-            RuntimeError: this is a copy; a bare `loss.backward()` outside of every window has left gradients,
-                which no step would use; or as `sync.step`.
+            RuntimeError: this is a copy; or a `loss.backward()` outside of any window has left gradients that
+                no step would use; or for the same reasons as `sync.step`.
         """
         if self._sync is None:
             raise RuntimeError(
@@ -123,16 +121,16 @@ class WindowOptimizer(torch.optim.Optimizer):
             self._sync.refuse_bare_gradients()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the gradients of a window that has ended; else do nothing.
+        """Clear the gradients of a window that has ended; otherwise do nothing.
 
-        The engine clears what an optimizer has used by itself, at the next window's first backward.
+        The engine clears used gradients automatically at the first backward of the next window.
         """
         if self._sync is not None and self._sync.reduced_window is not None:
             self.optimizer.zero_grad(set_to_none)
 
     def __getattr__(self, name: str) -> Any:
         if name == "optimizer":
-            raise AttributeError(name)  # of an object that copy or pickle has not filled yet
+            raise AttributeError(name)  # copy or pickle has not filled this object yet
         return getattr(self.optimizer, name)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -146,7 +144,7 @@ class WindowOptimizer(torch.optim.Optimizer):
 
 
 class OptimizerCheck:
-    """Knows which parameters an engine reduces, and refuses to step others but those that DDP ignores."""
+    """Checks that optimizers step only parameters that an engine reduces or that DDP ignores."""
 
     def __init__(self, params: Sequence[Parameter], ignored: Sequence[Parameter] = ()) -> None:
         self._ignored = {id(param) for param in ignored}
@@ -156,15 +154,15 @@ class OptimizerCheck:
     def of(
         self, optimizer: torch.optim.Optimizer, *, is_handed_over: bool
     ) -> tuple[OptimizerStep, list[Tensor]]:
-        """Return what is about to be stepped, and copies of hyperparameters that only an accelerator knows.
+        """Return the step that is about to run, and copies of the hyperparameters on an accelerator.
 
-        An optimizer's parameters are looked through again when they are not the same ones as last time.
+        The parameters of an optimizer are checked again only if they differ from its last step.
         """
         ids = [id(param) for group in optimizer.param_groups for param in group["params"]]
         looked = self._looked.get(optimizer)
         if looked is None or looked.ids != ids:
             params = [param for group in optimizer.param_groups for param in group["params"]]
-            # Sorted: sets and dicts of parameters have another order in every process.
+            # Sorted, since sets and dicts of parameters may have a different order in every process.
             indices = tuple(
                 tuple(sorted(self._index[id(param)] for param in group["params"] if id(param) in self._index))
                 for group in optimizer.param_groups
@@ -200,7 +198,7 @@ class OptimizerCheck:
 
 @dataclass(frozen=True)
 class _Looked:
-    """An optimizer's parameters: all of them by identity, the engine's by index, and the others."""
+    """The parameters of an optimizer: the ids of all, the indices of the engine's, and the foreign ones."""
 
     ids: list[int]
     indices: tuple[tuple[int, ...], ...]
@@ -210,10 +208,9 @@ class _Looked:
 def hyperparameters(
     optimizer: torch.optim.Optimizer,
 ) -> tuple[tuple[tuple[str, float | str], ...], list[Tensor]]:
-    """Return what every group sets, numbers and names, the learning rate first, and what only an accelerator
-    knows.
+    """Return the numbers and strings of every group, learning rate first, and tensors on an accelerator.
 
-    A group may hold more than its optimizer has defaults for: timm's `lr_scale`, a schedule's `initial_lr`.
+    A group may have keys without a default in its optimizer, such as timm's `lr_scale` or `initial_lr`.
     """
     numbers: list[tuple[str, float | str]] = []
     tensors: list[Tensor] = []
@@ -227,12 +224,12 @@ def hyperparameters(
                     tensors.append(item)
                 elif isinstance(item, int | float | Tensor | Real):  # the most frequent types first
                     numbers.append((name, float(item)))
-                elif isinstance(value, str):  # Muon's adjust_lr_fn; not the list of parameters' names
+                elif isinstance(value, str):  # for example Muon's adjust_lr_fn; skips name lists
                     numbers.append((name, value))
     return tuple(numbers), tensors
 
 
 @cache
 def _sorted_names(keys: tuple[str, ...]) -> list[str]:
-    """Return the keys of a group in the same order on every rank, the learning rate first."""
+    """Return the keys of a group in the same order on every rank, learning rate first."""
     return sorted(set(keys) - {"params"}, key=lambda key: (key != "lr", str(key)))

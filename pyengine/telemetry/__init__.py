@@ -1,6 +1,6 @@
-"""Listeners for the records of steps: `sync.on_step(JsonLines("steps.jsonl"))`.
+"""Listeners for step records: `sync.on_step(JsonLines("steps.jsonl"))`.
 
-`telemetry.tensorboard` needs tensorboard.
+`telemetry.tensorboard` requires tensorboard.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ __all__ = ["JsonLines", "Listener", "Wandb", "chrome_trace", "numbers"]
 
 
 def numbers(record: StepRecord) -> dict[str, float]:
-    """Return a record's numbers by name, without missing ones; `skipped` is 0 or 1.
+    """Return the numbers of a record by name, without missing numbers; `skipped` is 0 or 1.
 
-    Those of a field with several are named `grad_norms/<parameter>`.
+    The numbers of a field with several are named like `grad_norms/<parameter>`.
 
     Example:
         >>> record = StepRecord(0, 2, 8.0, None, 1.5, False, "", 64, 2, 0.1, 0.0, 0.2)
@@ -51,7 +51,7 @@ class Listener(ABC):
     """A callback for `sync.on_step` that writes on one rank only.
 
     Args:
-        rank: the rank, in the default group, that writes; 0 without a group.
+        rank: the rank that writes, in the default group; 0 without a group.
     """
 
     def __init__(self, *, rank: int) -> None:
@@ -67,7 +67,7 @@ class Listener(ABC):
 
 
 def _is_own(rank: int) -> bool:
-    """Whether this process has a rank; raise ValueError if none has it, so that nothing would be written."""
+    """Whether this process has `rank`; raise ValueError if no process has it."""
     own, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     if type(rank) is not int or not 0 <= rank < world_size:
         raise ValueError(
@@ -77,27 +77,27 @@ def _is_own(rank: int) -> bool:
 
 
 def _check_folder(path: str | os.PathLike[str]) -> None:
-    """Raise FileNotFoundError before anything is measured that could not be written."""
+    """Raise FileNotFoundError if the folder of `path` does not exist, before anything is measured."""
     folder = Path(path).absolute().parent
     if not folder.is_dir():
         raise FileNotFoundError(f"path={os.fspath(path)!r}: there is no folder {folder}; make it first")
 
 
 class JsonLines(Listener):
-    """Append one JSON object a step to a file.
+    """Append one JSON object per step to a file.
 
-    It has the fields of `StepRecord`, and `time`, the seconds since 1970. The file is closed between steps.
-    An existing file is continued; a line that a crash has cut off stays on a line of its own. After resuming,
-    the last of several lines with the same `step` is the valid one. Inf and nan, which JSON does not have,
-    become null.
+    The object has the fields of `StepRecord` and `time`, the seconds since 1970. The file is closed between
+    steps. An existing file is continued; a line that was truncated by a crash stays on its own line. If
+    several lines have the same `step` after resuming, the last line is valid. Inf and nan, which JSON does
+    not support, are written as null.
 
     Args:
         path: the file, in an existing folder.
         rank: the rank that writes.
 
     Raises:
-        FileNotFoundError: there is no such folder, on the rank that writes.
-        ValueError: there is no such rank.
+        FileNotFoundError: the folder does not exist; raised on the rank that writes.
+        ValueError: the rank does not exist.
 
     Example:
         >>> sync.on_step(JsonLines("steps.jsonl"))  # doctest: +SKIP
@@ -125,19 +125,19 @@ class JsonLines(Listener):
 
 
 def without_nan(value: Any) -> Any:
-    """Return a field with None for inf and nan."""
+    """Return a field with inf and nan replaced by None."""
     if isinstance(value, dict):
         return {name: without_nan(each) for name, each in value.items()}
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 class Wandb(Listener):
-    """Log every number of a `StepRecord` as `pyengine/<name>`, over the axis `pyengine/step`.
+    """Log every number of a `StepRecord` as `pyengine/<name>`, with `pyengine/step` as the x-axis.
 
-    Your own `run.log` calls keep their steps. Offline runs and resumed runs work.
+    Your own `run.log` calls keep their steps. Offline and resumed runs are supported.
 
     Args:
-        run: what `wandb.init` returned on the rank that writes; the other ranks may pass None.
+        run: the run that `wandb.init` returned on the rank that writes; other ranks may pass None.
         rank: the rank that writes.
 
     Example:
@@ -165,22 +165,22 @@ class Wandb(Listener):
 
 @contextmanager
 def chrome_trace(path: str | os.PathLike[str], *, rank: int = 0) -> Iterator[None]:
-    """Profile the body on one rank; write a trace for chrome://tracing and Perfetto.
+    """Profile the body on one rank and write a trace for chrome://tracing and Perfetto.
 
-    Besides PyTorch's own events it has `pyengine: backward`, `pyengine: exposed_sync`, `pyengine: optimizer`,
-    and for every bucket `pyengine: launch bucket <n>` and (not under DDP, which waits itself) `pyengine: wait
-    for bucket <n>`. The process group adds the collectives, as `gloo:all_reduce` or `nccl:all_reduce`: in the
-    order of launches, after the header's.
+    Besides PyTorch's own events, the trace has `pyengine: backward`, `pyengine: exposed_sync`, `pyengine:
+    optimizer`, and for every bucket `pyengine: launch bucket <n>` and `pyengine: wait for bucket <n>` (except
+    under DDP, which waits itself). The process group adds the collectives as `gloo:all_reduce` or
+    `nccl:all_reduce`, in launch order after the header's all-reduce.
 
     Args:
         path: the JSON file to write; compressed if it ends in `.gz`.
-        rank: the rank that is profiled.
+        rank: the rank to profile.
 
     Raises:
-        FileNotFoundError: there is no such folder, before the body runs.
-        ValueError: there is no such rank.
+        FileNotFoundError: the folder does not exist; raised before the body runs.
+        ValueError: the rank does not exist.
 
-    Cost: profiling slows every operation down; a few windows are enough.
+    Cost: profiling slows down every operation; a few windows are enough.
 
     Example:
         >>> with chrome_trace("trace.json"):  # doctest: +SKIP

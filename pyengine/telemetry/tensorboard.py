@@ -1,4 +1,4 @@
-"""Records of steps in TensorBoard."""
+"""A listener that writes step records to TensorBoard."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ except ImportError as error:
 class TensorBoard(Listener):
     """Write every number of a `StepRecord` as the scalar `pyengine/<name>`.
 
-    The reason of a skipped step is written as a text.
+    The reason for a skipped step is written as text.
 
     Args:
-        log_dir: folder of the event files; a resumed run adds another file.
+        log_dir: folder for the event files; a resumed run adds another file.
         rank: the rank that writes.
 
     Example:
@@ -42,6 +42,6 @@ class TensorBoard(Listener):
             self._writer.add_text("pyengine/reason", record.reason, record.step)
 
     def close(self) -> None:
-        """Flush and close; otherwise events are flushed every two minutes."""
+        """Flush and close the writer; otherwise events are flushed every two minutes."""
         if self.writes:
             self._writer.close()

@@ -1,1 +1,1 @@
-"""What ranks count in a window, compare, and conclude from it."""
+"""Counts, checks and verdicts of a window."""

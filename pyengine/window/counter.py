@@ -1,9 +1,9 @@
-"""The one counter: which micro-batch of a window synchronises.
+"""The counter of micro-batches, which decides in which backward a window synchronizes.
 
-A micro-batch is *handed out* (the loop got it) and later *done* (its backward ran). The window synchronises
-in the backward that brings `done` up to `handed` after the last micro-batch has been handed out; so several
-forwards may run before their backwards. A micro-batch without a backward costs the overlap, and never changes
-the result.
+A micro-batch is *handed out* when the loop receives it, and *done* after its backward has run. The window
+synchronizes in the backward that brings `done` up to `handed` after the last micro-batch has been handed out,
+so several forwards may run before their backwards. A micro-batch without a backward prevents the overlap of
+communication, but never changes the result.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from enum import Enum
 
 
 def share(num: int, *, rank: int, world_size: int) -> range:
-    """Return which of `num` things a rank has: neighbours, and as many as any other rank has, or one more."""
+    """Return the contiguous range of `num` items for a rank; sizes differ by at most 1 between ranks."""
     return range(rank * num // world_size, (rank + 1) * num // world_size)
 
 
@@ -28,15 +28,15 @@ class State(Enum):
 class WindowCounter:
     """Position in the current window of one engine.
 
-    A micro-batch's *place* is its index in the window over all ranks, so that other ranks know which ones are
-    done.
+    The *place* of a micro-batch is its index in the window over all ranks, so that other ranks know which
+    micro-batches are done.
     """
 
     def __init__(self, accumulate: int, *, share: Sequence[int] | None = None) -> None:
         self.accumulate = accumulate  # micro-batches of a full window, per rank
-        # This rank's places in it. Empty where there are more ranks than places.
+        # This rank's places in a full window. May be empty if there are more ranks than places.
         self.share = range(accumulate) if share is None else share
-        self.index = 0  # windows completed so far; ranks count alike
+        self.index = 0  # number of windows completed, the same on every rank
         self.state = State.IDLE
         self.places: list[int] = []
         self.due: list[int] = []
@@ -47,18 +47,18 @@ class WindowCounter:
         self.state = State.OPEN
 
     def go_to(self, index: int) -> None:
-        """Stand between windows, with so many completed; nothing of an open one is left."""
+        """Discard an open window and set the number of completed windows to `index`."""
         self.close(completed=False)
         self.index = index
 
     def hand_out(self, place: int, *, last: bool) -> None:
-        """Count a micro-batch that the loop receives; `last`: the window gets no further one."""
+        """Count a micro-batch that the loop receives; `last` if it is the last one in the window."""
         self.places.append(place)
         self.due = self.due[1:] if self.due[:1] == [place] else [each for each in self.due if each != place]
         self.is_complete = last
 
     def pad(self, *, last: bool) -> None:
-        """Count a micro-batch of padding, whose backward is awaited like any other."""
+        """Count a padding micro-batch, whose backward is expected like any other backward."""
         self.padding += 1
         self.is_complete = last
 
@@ -68,7 +68,7 @@ class WindowCounter:
 
     @property
     def latest(self) -> int:
-        """Place of the micro-batch handed out last; 0 if none was."""
+        """Place of the micro-batch that was handed out last, or 0."""
         return self.places[-1] if self.places else 0
 
     @property
@@ -77,17 +77,17 @@ class WindowCounter:
 
     @property
     def is_accumulating(self) -> bool:
-        """Whether gradients of the open window are there, and have not been reduced."""
+        """Whether the open window has gradients that have not been reduced."""
         return self.state is State.SENT or (self.state is State.OPEN and self.done > 0)
 
     @property
     def is_sent(self) -> bool:
-        """Whether the open window's gradients have been sent, whatever has happened to them since."""
+        """Whether the current window's gradients have been sent; they may also have been reduced or used."""
         return self.state not in (State.IDLE, State.OPEN)
 
     @property
     def num_sent(self) -> int:
-        """Windows sent so far, completed or about to be; ranks count alike."""
+        """Number of windows sent so far, including the current one; the same on every rank."""
         return self.index + self.is_sent
 
     @property
@@ -101,7 +101,7 @@ class WindowCounter:
         return is_last and self.state is State.OPEN
 
     def check_backward(self) -> None:
-        """Raise RuntimeError where no backward may run."""
+        """Raise RuntimeError if no backward is allowed now."""
         if self.state is State.OPEN:
             return
         if self.state is State.IDLE:
@@ -123,40 +123,40 @@ class WindowCounter:
         self.done += 1
 
     def close(self, *, completed: bool) -> None:
-        """End the window; only a completed (synchronised) one counts."""
+        """End the window; only a completed (synchronized) window increases `index`."""
         self.state = State.IDLE
         self.index += completed
 
     def _clear(self) -> None:
-        self.places = []  # of the micro-batches handed out in this window, in order
-        self.padding = 0  # handed out for the sake of their collectives: an old batch once more
-        self.due = list(self.share)  # still to hand out, if the data lasts
-        self.done = 0  # backwards run
+        self.places = []  # places of the micro-batches handed out in this window, in order
+        self.padding = 0  # number of repeated batches handed out only for their collectives
+        self.due = list(self.share)  # places still to be handed out, if there is enough data
+        self.done = 0  # number of backwards that have run
         self.is_complete = False  # the last micro-batch has been handed out
-        self.is_exhausted = False  # the loop has come to the end; backwards may still follow
+        self.is_exhausted = False  # the data has ended; backwards may still follow
 
 
 class Slots:
-    """This rank's runs of one window: neighbours by place, as `pe.Exact(slots=...)` cuts the window.
+    """The runs of this rank in one window: consecutive micro-batches, grouped by `pe.Exact(slots=...)`.
 
-    The public name of a run is slot, which in this package is a parameter's place in a bucket. The gradients
-    of a run are added up where autograd adds, and what they have become is accumulated once, so whoever owns
-    the gradients notes flags by run, and micro-batches are named here.
+    The public name of a run is "slot", which in this package means a parameter's place in a bucket. Autograd
+    sums the gradients of a run, and the sum is accumulated once. Nonfinite flags are therefore recorded per
+    run, and this class maps them to micro-batches.
     """
 
     def __init__(self, size: int) -> None:
         self.size = size
-        # Whether the last run is half summed: what its micro-batches brought has not been accumulated.
+        # Whether the last run is incomplete: its gradients have not been accumulated.
         self.is_open = False
         self._run_of: list[int] = []
         self._num_ended = 0
 
     def ends_at(self, place: int) -> bool:
-        """Whether the micro-batch at a place, counted in the window over all ranks, is its run's last."""
+        """Whether the micro-batch at `place`, an index over all ranks, is the last one of its run."""
         return (place + 1) % self.size == 0
 
     def add(self, *, ends: bool) -> None:
-        """Count a micro-batch; `ends`: its run is accumulated with it."""
+        """Count a micro-batch; `ends` if it completes its run."""
         self._run_of.append(self._num_ended)
         self._num_ended += ends
         self.is_open = not ends
@@ -166,7 +166,7 @@ class Slots:
         self.is_open = False
 
     def blame(self, by_run: Callable[[int], list[int] | None]) -> Callable[[int], list[int] | None]:
-        """Return a function of micro-batches, all of a run, from a function of runs; None stays None."""
+        """Convert a function that returns runs into one that returns their micro-batches; None stays None."""
         run_of = self._run_of
 
         def by_micro_batch(param: int) -> list[int] | None:
@@ -176,7 +176,7 @@ class Slots:
         return by_run if self.size == 1 else by_micro_batch
 
 
-MAX_ACCUMULATE = 2**20  # places are listed
+MAX_ACCUMULATE = 2**20  # limited, since places are stored in a list
 
 
 def check_accumulate(accumulate: object) -> list[str]:

@@ -1,7 +1,7 @@
-"""Losses of one window that are means over different things: tokens, sequences, prompts.
+"""Several losses in one window that are means over different items: tokens, sequences, prompts.
 
-There is one divisor. With totals known before the first backward, a loss that is to be divided by another
-total than the window's is multiplied by the ratio of the two, so that one division serves all.
+The window has a single divisor, and all totals are known before the first backward. A loss with a different
+total is multiplied by the ratio of the divisor to this total, so that one division is correct for all losses.
 """
 
 from __future__ import annotations
@@ -12,37 +12,37 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-# The name of a count that has none.
+# The name used for a count without a name.
 ONLY = "count"
 
 Loss = Tensor | Mapping[str, Tensor | float]
 
 
 def base_of(totals: Mapping[str, float]) -> str:
-    """Return the loss whose total is the divisor: the first one that anything was counted for."""
+    """Return the name of the loss whose total is the divisor: the first with a nonzero total."""
     return next((name for name, total in totals.items() if total), next(iter(totals), ONLY))
 
 
 @dataclass
 class Denominators:
-    """What the losses of a window are means over, on all ranks together."""
+    """The counts that the losses of a window are divided by, over all ranks."""
 
-    # By loss, the count over all ranks and micro-batches, in the order in which losses are added up. Empty
-    # where no rank has data.
+    # By loss, the count over all ranks and micro-batches, in the order in which losses are added. Empty if no
+    # rank has data.
     totals: Mapping[str, float]
-    counts: Sequence[Mapping[str, float]]  # by micro-batch of this rank in the order of hand-out, by loss
+    counts: Sequence[Mapping[str, float]]  # by micro-batch of this rank as handed out, then by loss
 
     def __post_init__(self) -> None:
         self.base = base_of(self.totals)
         self._has_several_out = False
 
     def take(self, done: int, *, handed: int) -> float:
-        """Return what the next micro-batch adds to the divisor: 0 for padding, which is not counted."""
+        """Return the count that the next micro-batch adds to the divisor: 0 for padding."""
         self._has_several_out |= handed - done > 1
         return self.counts[done][self.base] if done < len(self.counts) else 0.0
 
     def problems(self, done: int, *, handed: int) -> list[str]:
-        """Report why a window that ends cannot be divided by what was counted."""
+        """Describe why a window that has ended cannot be divided by its counts."""
         counted = len(self.counts)
         why = ""
         if len(self.totals) > 1 and done < counted:
@@ -58,13 +58,13 @@ class Denominators:
         return [f"window ended after {done} backwards, and {why}"] if why else []
 
     def weigh(self, losses: Loss, device: torch.device) -> Tensor:
-        """Return Σ loss × (the divisor / its own total), 0-dim: behind the division, the sum of the losses'
-        means.
+        """Return Σ loss × (divisor / total of the loss), 0-dim.
 
-        A loss whose total is 0 is left out, whatever its value: its graph is not touched.
+        After division by the divisor the result is the sum of the mean losses. A loss whose total is 0 is
+        left out, whatever its value: no backward runs through its graph.
 
         Raises:
-            ValueError: the names are not those that were counted, or a loss is no 0-dim tensor.
+            ValueError: the names differ from the counted names, or a loss is not a 0-dim tensor.
         """
         if not isinstance(losses, Mapping):
             if len(self.totals) > 1:
@@ -85,7 +85,7 @@ class Denominators:
             return None
         if name == self.base:
             return loss
-        # A narrow type would round the ratio.
+        # A 16-bit dtype would round the ratio.
         wide = loss.float() if loss.dtype.itemsize < torch.float32.itemsize else loss
         return wide * (self.totals[self.base] / self.totals[name])
 
@@ -108,7 +108,7 @@ class Denominators:
 
 
 def _unlike_loss(loss: object) -> str:
-    """Describe what was given instead of a loss; empty if it is one, or 0."""
+    """Describe a value that is not a loss; empty if it is a valid loss or 0."""
     if isinstance(loss, Tensor):
         is_floating = loss.is_floating_point()
         return str(list(loss.shape)) if loss.dim() else "" if is_floating else str(loss.dtype)

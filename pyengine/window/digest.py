@@ -1,7 +1,7 @@
-"""What has to be alike on every rank, and is compared with a header: engine, loss scale, the last steps.
+"""The digest in a header, which checks that engine, loss scale and last steps are the same on every rank.
 
-Ranks that run different engines' windows, scale or clip by different factors, or step with different learning
-rates would diverge in silence. Here all of that is one number of 60 bits, which the header contains.
+Ranks would silently diverge if they ran windows of different engines, used different scale or clip factors,
+or stepped with different learning rates. The digest combines all of these into one 60-bit number.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from torch import Tensor
 
 from pyengine.ops.device import runs_ahead
 
-# A header compares whole numbers by their sum and sum of squares in float64, which is exact up to 2^53: for
-# numbers of 20 bits over 8192 ranks.
+# A header compares integers by their sum and sum of squares in float64, which is exact up to 2^53: enough for
+# 20-bit integers over 8192 ranks.
 PIECE_BITS = 20
 NUM_PIECES = 3
 _PIECE = 2**PIECE_BITS
-# modulus and factor of a rolling hash that stays below 2^53, where float64 is exact
+# Modulus and factor of a rolling hash whose values stay below 2^53, where float64 is exact.
 _WORD, _FACTOR = 2.0**32, 1000003.0
 
 
@@ -30,12 +30,12 @@ _WORD, _FACTOR = 2.0**32, 1000003.0
 class OptimizerStep:
     """One call of an optimizer's step."""
 
-    name: str  # of its class
-    params: tuple[tuple[int, ...], ...]  # by group, the registration indices of the engine's parameters
-    numbers: tuple[tuple[str, float | str], ...]  # its groups' hyperparameters, one after the other
+    name: str  # class name of the optimizer
+    params: tuple[tuple[int, ...], ...]  # per group, the registration indices of the engine's parameters
+    numbers: tuple[tuple[str, float | str], ...]  # hyperparameters of all groups, in order
 
     def __str__(self) -> str:
-        values: dict[str, dict[str, None]] = {}  # by name the values of all groups, each once
+        values: dict[str, dict[str, None]] = {}  # by name, the distinct values of all groups
         for name, value in self.numbers:
             values.setdefault(name, {})[value if isinstance(value, str) else f"{value:g}"] = None
         numbers = ", ".join(f"{name}={'/'.join(each)}" for name, each in values.items())
@@ -46,34 +46,34 @@ class OptimizerStep:
 
 @dataclass
 class Use:
-    """What this rank has done with the gradients of a window that was reduced."""
+    """How this rank has used the gradients of a reduced window."""
 
     steps: list[OptimizerStep] = field(default_factory=list)  # in order
-    # What multiplied the sum of the gradients in each of them, and hyperparameters that are tensors on an
-    # accelerator: 0-dim, on the host or on a device, unread.
+    # The factor that multiplied the gradients in each step, and hyperparameters that are tensors on an
+    # accelerator: 0-dim tensors on the host or a device, not read yet.
     factors: list[Tensor] = field(default_factory=list)
-    is_handed_over: bool = False  # whether its gradients are the caller's, by `unscale_`
+    is_handed_over: bool = False  # whether `unscale_` gave the gradients to the caller
 
     @property
     def is_callers_own(self) -> bool:
-        """Whether the caller alone has used them, as far as is known."""
+        """Whether only the caller is known to have used the gradients."""
         return self.is_handed_over and not self.steps
 
 
 @dataclass(frozen=True)
 class HeaderDigest:
-    """What a header says that all ranks have to have alike, as one number."""
+    """Values in a header that must be the same on every rank, combined into one number."""
 
-    stage: str  # what the header is for
-    engine: str  # which one, with the identity that its ranks agreed on when it was made
-    scaler: str = ""  # settings of its loss scaler; empty without one
-    scale: Tensor | None = None  # of the window's losses, 0-dim; None where it cannot be read, too
-    use: Use = field(default_factory=Use)  # of the window before, if it was used
-    accumulate: int = 0  # on this rank; ranks need not have it alike: for reports
-    kept: tuple[int, ...] = ()  # parameters whose gradients of windows before count into this one
+    stage: str  # purpose of the header
+    engine: str  # the engine, with the identity that its ranks agreed on when it was created
+    scaler: str = ""  # settings of the loss scaler; empty without one
+    scale: Tensor | None = None  # loss scale of the window, 0-dim; None without one or if it cannot be read
+    use: Use = field(default_factory=Use)  # use of the previous window, if it was used
+    accumulate: int = 0  # value on this rank, for error reports only; it may differ between ranks
+    kept: tuple[int, ...] = ()  # parameters whose gradients from earlier windows count in this window
 
     def pieces(self) -> list[int]:
-        """Return the number, in pieces of 20 bits, without what is on an accelerator; see `add_to`."""
+        """Return the number in 20-bit pieces, without values on an accelerator; see `add_to`."""
         steps = [(step.name, _described(step.params), step.numbers) for step in self.use.steps]
         use = steps, len(self.use.factors), self.use.is_callers_own
         text = repr((self.stage, self.engine, self.scaler, use, self.kept)).encode()
@@ -82,9 +82,11 @@ class HeaderDigest:
         return [digest >> PIECE_BITS * index & _PIECE - 1 for index in range(NUM_PIECES)]
 
     def add_to(self, lanes: Tensor) -> None:
-        """Add what is on an accelerator, unread, to the pieces, each with its square: float64 `[pieces * 2]`.
+        """Add values on an accelerator to the pieces without reading them on the host.
 
-        The pieces still have 20 bits.
+        Args:
+            lanes: float64 `[pieces * 2]`, each piece followed by its square. Pieces still have 20 bits
+                afterwards.
         """
         far = [scalar for scalar in self._scalars if _is_on_device(scalar)]
         if not far:
@@ -99,7 +101,7 @@ class HeaderDigest:
         lanes[1::2] = pieces * pieces
 
     def describe(self) -> dict[str, str]:
-        """Describe everything, by the message that applies. Reads devices: for error reports only."""
+        """Describe each part of the digest, keyed as in `_PARTS`. Reads devices: for error reports only."""
         scale = "no loss scale" if self.scale is None else f"a loss scale of {float(self.scale):g}"
         factors = ", ".join(f"{float(factor):g}" for factor in self.use.factors)
         none = "the caller's own, by unscale_" if self.use.is_callers_own else "no step"
@@ -118,7 +120,7 @@ class HeaderDigest:
 
 
 def difference(described: Sequence[dict[str, str]]) -> str:
-    """Describe in what the ranks differ, and the remedy, from `HeaderDigest.describe` of each rank."""
+    """Describe how the ranks differ, and the remedy, from `HeaderDigest.describe` of each rank."""
     for part, (what, remedy) in _PARTS.items():
         texts = [digest[part] for digest in described]
         if len(set(texts)) > 1:
@@ -165,7 +167,7 @@ _PARTS = {
 
 @lru_cache(maxsize=64)
 def _described(params: tuple[tuple[int, ...], ...]) -> str:
-    """Return `repr(params)`: the same ones in every window, and often a thousand."""
+    """Return `repr(params)`, cached since the parameters rarely change and may be many."""
     return repr(params)
 
 

@@ -1,6 +1,4 @@
-"""Where 1/count and the inverse loss scale are multiplied in: each once, before user code can read the
-gradients.
-"""
+"""Multiplication of gradients by 1/count and the inverse loss scale, before user code can read them."""
 
 from __future__ import annotations
 
@@ -14,9 +12,9 @@ from pyengine.wire import Wire
 class Divisor:
     """1/count and the inverse loss scale of one window.
 
-    1/count is multiplied in before a wire that needs means (float16, which keeps sums in range, or a wire
-    with residuals), else in the pass that reads the reduced gradients for their norm. The inverse loss scale
-    (float64 0-dim) is always multiplied in there: before a narrow wire the gradients would underflow.
+    1/count is applied before a wire that needs means (float16, to keep sums in range, or a wire with
+    residuals), and otherwise in the pass that computes the norm of the reduced gradients. The inverse loss
+    scale (float64 0-dim) is always applied in that pass: gradients would underflow in a narrow wire.
     """
 
     def __init__(self, inv_count: Callable[[], Tensor], wire: Wire, inv_scale: Tensor | None = None) -> None:
@@ -24,13 +22,13 @@ class Divisor:
         self._is_folded = wire.folds_count
 
     def before_wire(self) -> Tensor | None:
-        """Return what multiplies gradients on the way to the wire, float32 0-dim; None for nothing."""
+        """Return the factor for gradients before they are sent, float32 0-dim, or None for 1."""
         return self._inv_count() if self._is_folded else None
 
     def after_wire(self) -> Tensor | None:
-        """Return what multiplies reduced gradients, float32 0-dim; None for nothing."""
+        """Return the factor for reduced gradients, float32 0-dim, or None for 1."""
         inv_count = None if self._is_folded else self._inv_count()
         if self._inv_scale is None:
             return inv_count
-        # A loss scale is a power of two unless the user sets another one: the product is exact.
+        # The product is exact if the loss scale is a power of two, as it is by default.
         return (self._inv_scale if inv_count is None else inv_count * self._inv_scale).float()

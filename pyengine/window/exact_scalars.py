@@ -1,8 +1,8 @@
 """Sums of a few scalars that do not depend on their order, grouping or the number of ranks.
 
-A float64 is cut at fixed places into pieces of 40 bits. Each piece is a small whole number of its own lane,
-so up to 2^13 of them add without rounding, in float64 and in any order; the lanes are put together once, on
-the host.
+A float64 is split at fixed bit positions into 40-bit pieces. Each piece is stored as an integer in its own
+lane, so up to 2^13 pieces can be added in float64 without rounding and in any order. The host combines the
+lanes once.
 """
 
 from __future__ import annotations
@@ -17,16 +17,17 @@ from torch import Tensor
 from pyengine.ops.device import send
 
 _BITS = 40
-# From the largest float32 down to its smallest denormal. Beyond the top the first lane only grows.
+# Units from the largest float32 down to its smallest denormal. Larger values only enlarge the first lane.
 _UNITS = [2.0**exponent for exponent in range(88, -153, -_BITS)]
 NUM_LANES = len(_UNITS)
-ROUNDED_LANE = 2  # of `rounded`; its unit is nothing special
+ROUNDED_LANE = 2  # lane used by `rounded`; any lane would do
 
 
 def lanes(values: Tensor) -> Tensor:
-    """Return the sum of float64 `[n]` as lanes that add to those of other sums: whole numbers, `[NUM_LANES]`.
+    """Return the sum of float64 `[n]` as `[NUM_LANES]` integers, which can be added to lanes of other sums.
 
-    float32 numbers keep every bit, of others those above 2^-152 count. Exact for 8192 values in all.
+    Every bit of float32 values is kept; of other values, bits below 2^-152 are dropped. Exact for up to 8192
+    values in total.
 
     Example:
         >>> from_one_rank, from_another = lanes(torch.tensor([1e8, 1.0])), lanes(torch.tensor([-1e8]))
@@ -40,7 +41,7 @@ def lanes(values: Tensor) -> Tensor:
 
 
 def lanes_of(values: Iterable[float]) -> list[float]:
-    """Return the same of numbers that the host knows; inf and nan show in the first lane."""
+    """Return the lanes of numbers on the host; inf and nan go into the first lane."""
     summed = [0.0] * NUM_LANES
     for value in values:
         if not math.isfinite(value):
@@ -54,12 +55,12 @@ def lanes_of(values: Iterable[float]) -> list[float]:
 
 
 def rounded(value: Tensor) -> Tensor:
-    """Return a sum that has been rounded already, float64 0-dim, as its value in lane `ROUNDED_LANE`."""
+    """Return an already rounded sum, float64 0-dim, as the value of lane `ROUNDED_LANE`."""
     return value / _UNITS[ROUNDED_LANE]
 
 
 def total(summed: Sequence[float]) -> float:
-    """Return the sum that summed lanes hold, rounded once; inf or nan if one of the values was."""
+    """Return the sum that summed lanes represent, rounded once; inf or nan if any value was nonfinite."""
     if not math.isfinite(summed[0]):
         return summed[0]
     return math.fsum(map(mul, summed, _UNITS))

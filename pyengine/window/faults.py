@@ -1,4 +1,4 @@
-"""What has gone wrong with a window on this rank: one list, of one entry a fault."""
+"""Faults of a window on this rank, kept in one list."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from torch import Tensor
 
 
 class FaultKind(Enum):
-    """How the other ranks learn of a fault, and what follows from it."""
+    """Kinds of faults, by how other ranks learn of them and how they are handled."""
 
-    # This rank refuses the window. The header says so, and every rank raises.
+    # This rank refuses the window. The header reports it, and every rank raises.
     REFUSED = "refused"
-    # An exception ended the last backward, behind the header. The reductions that were missing were filled up
+    # An exception ended the last backward after the header was launched. The missing reductions were filled
     # with nan, so every rank skips the step.
     GAVE_UP = "gave up"
     # An exception ended the reduction on this rank. Other ranks may have stepped.
     NOT_REDUCED = "not reduced"
-    # Found behind the header, on this rank alone: it does not step, and other ranks may have.
+    # The fault was found after the header, on this rank only. This rank does not step; other ranks may have.
     UNUSABLE = "unusable"
-    # The ranks have concluded together that the window is not used: all of them raise.
+    # The ranks have agreed that the window must not be used, and all of them raise.
     CONCLUDED = "concluded"
 
 
@@ -29,8 +29,8 @@ class Fault:
     """One fault of a window.
 
     Attributes:
-        flag: bool, 0-dim, unread: the fault holds only where it is set. None: it holds.
-        error: of a fault that the ranks have concluded, what each of them raises.
+        flag: bool 0-dim tensor, not read yet; the fault applies only if it is set. None if it always applies.
+        error: the exception that every rank raises for a fault that the ranks have agreed on.
     """
 
     kind: FaultKind
@@ -40,29 +40,29 @@ class Fault:
 
 
 class Faults(list[Fault]):
-    """The faults of one window, in the order in which they were found."""
+    """The faults of one window, in the order they were found."""
 
     def refuse(self, text: str, flag: Tensor | None = None) -> None:
-        """Refuse the window; with `flag`, bool 0-dim and unread, only where that is set."""
+        """Refuse the window; with `flag`, an unread bool 0-dim tensor, only if the flag is set."""
         self.append(Fault(FaultKind.REFUSED, text, flag))
 
     def note(self, kind: FaultKind, text: str, error: Exception | None = None) -> None:
         self.append(Fault(kind, text, error=error))
 
     def first(self, kind: FaultKind) -> str:
-        """Return the text of the first fault of a kind; empty if there is none."""
+        """Return the text of the first fault of a kind, or an empty string."""
         return next((fault.text for fault in self if fault.kind is kind), "")
 
     def refusals(self) -> list[str]:
-        """Return why this rank refuses the window, as far as the host knows without reading a flag."""
+        """Return the reasons why this rank refuses the window, without refusals that have a flag."""
         return [fault.text for fault in self if fault.kind is FaultKind.REFUSED and fault.flag is None]
 
     def flags(self) -> list[Tensor]:
-        """Return the flags of refusals that hold only where they are set."""
+        """Return the flags of all conditional refusals."""
         return [fault.flag for fault in self if fault.flag is not None]
 
     def all_refusals(self) -> list[str]:
-        """Return why this rank refuses the window. Reads flags: for error reports only."""
+        """Return all reasons why this rank refuses the window. Reads flags: for error reports only."""
         return [
             fault.text
             for fault in self

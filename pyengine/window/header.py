@@ -1,8 +1,8 @@
-"""The header: one short all-reduce a window in which ranks agree on count, loss, position and mistakes.
+"""The header: one short all-reduce per window in which ranks agree on count, loss, position and errors.
 
-It is launched just before the window's last backward (everything in it is known by then), so it overlaps with
-that backward, and it turns disagreement into an error on every rank instead of a hang or a wrong divisor. On
-the CPU nothing follows a header in which ranks disagree: another engine's buckets would have other sizes.
+The header is launched just before the window's last backward, when its contents are known, so it overlaps
+with that backward. It turns disagreement into an error on every rank instead of a hang or a wrong divisor. On
+the CPU no collective follows a header in which ranks disagree: buckets of another engine may differ in size.
 """
 
 from __future__ import annotations
@@ -29,28 +29,29 @@ from pyengine.window.faults import Faults
 
 _log = logging.getLogger("pyengine.window")
 
-# The vector: seven numbers, what must be equal on every rank (positions, then the pieces of the digest), each
-# with its square, and the losses as lanes of `exact_scalars`.
+# Layout of the vector: six numbers; the values that must be equal on every rank (positions, then the pieces
+# of the digest), each followed by its square; and the losses as lanes of `exact_scalars`.
 _COUNT, _MICRO_BATCHES, _, _INVALID, _UNKNOWN, _, _POSITIONS = range(7)
 _DIGEST = _POSITIONS + 4
 _LOSSES = _DIGEST + 2 * NUM_PIECES
-# Behind them, where ranks share batches, what must be 0: lanes of `SharedBatch`.
+# If ranks share batches, the lanes of `SharedBatch` follow; their sums must be 0.
 _SHARED = _LOSSES + exact_scalars.NUM_LANES
-# ... how many ranks have scaled no loss although a scaler is set, and how many have: of a batch one rank may
-# have all losses. And how many ranks leave the count to the one that counts the batch: then lanes cannot be
-# compared.
+# The last three elements count ranks: ranks with a loss scaler that have not scaled a loss, ranks that have
+# (a single rank may have all losses of a batch), and ranks that leave the count to the counting rank, which
+# makes the lanes incomparable.
 _UNSCALED, _SCALED, _SILENT = -3, -2, -1
 
 Count = int | float | Tensor
 
-# A micro-batch's: beyond it float64 cannot count one by one, and sums over many could become inf.
+# The largest count of a micro-batch. Above it float64 does not represent every integer, and sums could
+# overflow.
 MAX_COUNT = 2.0**53
 
 
 def checked_count(count: object) -> Count:
-    """Return a count that can be added up, or raise before anything has run; the header checks its value."""
+    """Return a count that can be summed, or raise before anything has run; the header checks its value."""
     if type(count) is int and -MAX_COUNT < count < MAX_COUNT:
-        return count  # nearly always
+        return count  # the common case
     if isinstance(count, Tensor):
         if count.numel() != 1:
             raise ValueError(
@@ -71,24 +72,24 @@ def checked_count(count: object) -> Count:
     return count if isinstance(count, int | float) else value
 
 
-# Odd, and without pattern in their bits: splitmix64's (Steele, Lea, Flood 2014), as signed numbers.
+# The constants of splitmix64 (Steele, Lea, Flood 2014), as signed numbers: odd, with no regular bit pattern.
 _GOLDEN, _MIX, _MIX_2 = -7046029254386353131, -4658895280553007687, -7723592293110705685
 
 
 @dataclass(frozen=True)
 class SharedBatch:
-    """The batch that this rank computes together with others, for example under tensor parallelism."""
+    """A batch that this rank computes together with other ranks, for example under tensor parallelism."""
 
-    index: int  # which batch
-    num_ranks: int  # how many share each
-    is_counting: bool  # whether this rank counts the batch; one of them does
+    index: int  # index of the batch
+    num_ranks: int  # number of ranks that share each batch
+    is_counting: bool  # whether this rank counts the batch; exactly one of its ranks does
 
     def lanes(self, numbers: Tensor) -> Tensor:
         """Return lanes whose sum over all ranks is 0 if the ranks of each batch have the same numbers.
 
-        The result is float64 `[NUM_PIECES]`, whole numbers of 20 bits times `num_ranks`. Where numbers,
-        float64 `[n]`, differ all lanes are 0 once in 2^60: every batch mixes its bits in another way, so that
-        one difference does not take away another.
+        The result is float64 `[NUM_PIECES]`: 20-bit integers times at most `num_ranks`. If `numbers` (float64
+        `[n]`) differ between ranks, all lanes are 0 with probability 2^-60. Every batch is hashed
+        differently, so differences in two batches do not cancel.
         """
         mixed = torch.full((), self.index + 1, dtype=torch.int64, device=numbers.device) * _GOLDEN
         for bits in numbers.contiguous().view(torch.int64):
@@ -106,26 +107,26 @@ def _mix(value: Tensor) -> Tensor:
 
 @dataclass
 class LocalWindow:
-    """The counts and losses of one rank's window: one entry a micro-batch."""
+    """The counts and losses of one rank's window: one entry per micro-batch."""
 
-    # Exact sums need whole counts, so that the sum of counts does not depend on its order either.
+    # Whether sums are exact, which requires integer counts: their sum does not depend on the order either.
     is_exact: bool = False
-    max_micro_batches: float = math.inf  # over all ranks; inf: any number
-    # Items each loss was summed over; numbers, or 0-dim tensors that stay on their device.
+    max_micro_batches: float = math.inf  # over all ranks; inf for no limit
+    # Number of items each loss was summed over: numbers, or 0-dim tensors that stay on their device.
     counts: list[Count] = field(default_factory=list)
-    losses: list[Tensor | None] = field(default_factory=list)  # detached, 0-dim; None: not known
-    faults: Faults = field(default_factory=Faults)  # what else has gone wrong with the window on this rank
-    batch: SharedBatch | None = None  # that this rank shares with others
-    is_silent: bool = False  # whether this rank leaves some count to the one that counts the batch
+    losses: list[Tensor | None] = field(default_factory=list)  # detached, 0-dim; None if unknown
+    faults: Faults = field(default_factory=Faults)  # other faults of the window on this rank
+    batch: SharedBatch | None = None  # the batch that this rank shares with others
+    is_silent: bool = False  # whether this rank leaves some count to the rank that counts the batch
     # Whether this rank had used all of its parameters when the header was launched.
     has_used_all: bool = False
-    # Whether its losses were scaled when the header was launched; None without a loss scaler, or a backward.
+    # Whether its losses were scaled when the header was launched; None without a loss scaler or a backward.
     has_scaled: bool | None = None
 
     def append(self, loss: Tensor | None, count: Count) -> None:
-        """Note a micro-batch.
+        """Record the loss and count of a micro-batch.
 
-        A loss that is not finite is 0 where it counts nothing: the mean over no item is nan.
+        A nonfinite loss with a count of 0 is recorded as 0: the mean over no items is nan.
         """
         if loss is not None and self._is_known(count) and float(count) == 0:
             loss = _finite_where(True, loss)
@@ -133,7 +134,7 @@ class LocalWindow:
         self.losses.append(loss)
 
     def add_to(self, vector: Tensor) -> None:
-        """Add to a header's vector what is on an accelerator, unread."""
+        """Add the values on an accelerator to a header's vector, without reading them on the host."""
         if losses := self._unread(self.losses):
             values = stacked(losses, vector.device)
             pairs = zip(self.losses, self.counts, strict=True)
@@ -150,7 +151,7 @@ class LocalWindow:
             vector[_INVALID] += stacked(flags, vector.device).sum()
 
     def known(self, values: Sequence[Count | None]) -> list[float]:
-        """Return the values that the host reads without waiting."""
+        """Return the values that the host can read without waiting."""
         if all(map(isinstance, values, repeat((int, float)))):
             return list(map(float, values))  # type: ignore[arg-type]  # numbers
         return [float(value) for value in values if value is not None and self._is_known(value)]
@@ -164,12 +165,12 @@ class LocalWindow:
         return not isinstance(value, Tensor) or _host_may_look(value.device)
 
     def take(self, other: LocalWindow) -> None:
-        """Note the micro-batches of a window whose work runs again."""
+        """Copy the micro-batches of a window that is being rerun."""
         self.counts, self.losses = list(other.counts), list(other.losses)
         self.is_silent = other.is_silent
 
     def counts_on(self, device: torch.device) -> Tensor:
-        """Return the counts, float64 `[micro-batches]`, without reading counts on a device."""
+        """Return the counts as float64 `[micro-batches]` on `device`; the host reads no device count."""
         counts = send(
             [0.0 if isinstance(n, Tensor) else float(n) for n in self.counts], torch.float64, device
         )
@@ -187,7 +188,7 @@ class LocalWindow:
         ]
 
     def described(self) -> str:
-        """Describe the counts and whose batch they are of. Reads device counts: for error reports only."""
+        """Describe the counts and their batch. Reads device counts: for error reports only."""
         counts = ", ".join(f"{float(count):g}" for count in self.counts[:8])
         more = ", ..." if len(self.counts) > 8 else ""
         batch = 0 if self.batch is None else self.batch.index
@@ -197,19 +198,24 @@ class LocalWindow:
         return 0 <= count <= MAX_COUNT and (not self.is_exact or count == math.floor(count))
 
     def are_valid(self, counts: Tensor) -> Tensor:
-        """Do the same for counts on a device: float64 of any shape in, bool of that shape out."""
+        """Return which counts on a device are valid: bool of the shape of `counts`, which is float64."""
         valid = (counts >= 0) & (counts <= MAX_COUNT)
         return valid & (counts == counts.floor()) if self.is_exact else valid
 
     def nonfinite_losses(self) -> list[int]:
-        """Return the micro-batches whose loss is inf or nan. Reads device losses: for error reports only."""
+        """Return the indices of micro-batches whose loss is inf or nan.
+
+        Reads device losses: for error reports only.
+        """
         losses = enumerate(self.losses)
         return [index for index, loss in losses if loss is not None and not math.isfinite(loss)]
 
 
 class RunningWindow(LocalWindow):
-    """Adds losses and counts up as they come, so that what a micro-batch adds never depends on how many there
-    are. `zeros` are four 0-dim float64 tensors, each a buffer of its own on the device; not written to.
+    """A window that sums losses and counts as they arrive, for lazy devices.
+
+    Each micro-batch records the same operations, however many there are. `zeros` are four 0-dim float64
+    tensors on the device, each in its own memory; they are never written.
     """
 
     def __init__(self, is_exact: bool, max_micro_batches: float, zeros: Sequence[Tensor]) -> None:
@@ -230,24 +236,24 @@ class RunningWindow(LocalWindow):
             self._invalid = self._invalid + (~valid).double()
 
     def _is_known(self, value: Count) -> bool:
-        return not isinstance(value, Tensor)  # `append` has added tensors up
+        return not isinstance(value, Tensor)  # `append` has already summed the tensors
 
     def add_to(self, vector: Tensor) -> None:
-        row = [self._zero] * len(vector)  # one addition: each write to an element would be five operations
+        row = [self._zero] * len(vector)  # one addition: writing one element takes five operations
         row[_LOSSES + exact_scalars.ROUNDED_LANE] = exact_scalars.rounded(self._loss)
         row[_COUNT], row[_INVALID] = self._count, self._invalid
         torch.add(vector, torch.stack(row), out=vector)
 
 
 def _finite_where(is_nothing: Tensor | bool, losses: Tensor) -> Tensor:
-    """Return losses, with 0 in place of inf and nan where nothing was counted: the mean of nothing is nan."""
+    """Return losses with inf and nan replaced by 0 where `is_nothing`: the mean over no items is nan."""
     return torch.where(~losses.isfinite() & is_nothing, 0.0, losses)
 
 
 def make_local_window(
     device: torch.device, *, is_exact: bool, max_micro_batches: float, batch: SharedBatch | None
 ) -> Callable[[], LocalWindow]:
-    """Return what makes, for each window of an engine, an empty one to note counts and losses in."""
+    """Return a function that creates an empty local window, one for each window of an engine."""
     if not is_lazy(device):
         return partial(LocalWindow, is_exact, max_micro_batches, batch=batch)
     zeros = [torch.zeros((), dtype=torch.float64, device=device) for _ in range(4)]
@@ -258,20 +264,20 @@ def make_local_window(
 class Totals:
     """Sums over all ranks of a window, on the host."""
 
-    count: float  # items of the window
-    loss: float  # sum of its losses, rounded once; without those that are not known
-    micro_batches: int  # backwards run for it
-    more: int  # ranks that have another window after it
-    invalid_counts: int  # micro-batches whose count cannot be summed, and refusals
-    unknown_losses: int  # micro-batches whose loss is not known
-    not_used_all: int  # ranks that had not used all of their parameters when they launched the header
-    differ: bool  # whether ranks are at different places, or claim different things
-    batches_differ: bool  # whether ranks that share a batch have counted differently
+    count: float  # number of items in the window
+    loss: float  # sum of the window's known losses, rounded once
+    micro_batches: int  # number of micro-batches in the window
+    more: int  # number of ranks that have another window after this one
+    invalid_counts: int  # number of micro-batches with an invalid count, plus refusals
+    unknown_losses: int  # number of micro-batches whose loss is unknown
+    not_used_all: int  # number of ranks that had unused parameters when they launched the header
+    differ: bool  # whether ranks have different positions or digests
+    batches_differ: bool  # whether ranks that share a batch have different counts
     is_unscaled: bool  # whether ranks share batches, have a loss scaler, and no rank has scaled a loss
 
     @classmethod
     def of(cls, numbers: Sequence[float], world_size: int) -> Totals:
-        """Read the numbers of a reduced header; see the layout of the vector above."""
+        """Parse the numbers of a reduced header; see the layout of the vector above."""
         micro_batches, more, invalid, unknown, not_used_all = map(int, numbers[1:_POSITIONS])
         equal, losses = numbers[_POSITIONS:_LOSSES], numbers[_LOSSES:_SHARED]
         differ = list(map(mul, equal[::2], equal[::2])) != list(map(mul, equal[1::2], repeat(world_size)))
@@ -289,9 +295,9 @@ class Totals:
 
 
 class Header:
-    """The header of one window; making it launches its all-reduce on every rank.
+    """The header of one window; the constructor launches its all-reduce on every rank.
 
-    Cost: one all-reduce of 184 bytes (232 where ranks share batches), not waited for.
+    Cost: one all-reduce of 184 bytes (232 if ranks share batches), without waiting for it.
     """
 
     def __init__(
@@ -305,10 +311,10 @@ class Header:
         digest: HeaderDigest,
         inv_scale: Tensor | None = None,
     ) -> None:
-        self.inv_scale = inv_scale  # of the window's losses, float64 0-dim; None without a loss scale
+        self.inv_scale = inv_scale  # inverse loss scale of the window, float64 0-dim; None without a scaler
         self._comm, self._max_micro_batches = comm, local.max_micro_batches
         self.position, self.digest = position, digest
-        # What the host knows of it, and the memory to which that was sent; see `again`.
+        # The numbers that the host knows, and the device memory that they were sent to; see `again`.
         self._numbers = _numbers(local, position, has_more, digest)
         self._sent = send(self._numbers, torch.float64, device, refills=True)
         self._vector = _with_device_values(self._sent, local, digest)
@@ -316,15 +322,15 @@ class Header:
         self._work: Work | None = comm.all_reduce(self._vector)
         self._inv_count: Tensor | None = None
         self._is_visible = _host_may_look(device)
-        self.known_totals: Totals | None = None  # if the host has read them
-        self.disagreement = ""  # in what ranks differ, once they have compared it: once a header
+        self.known_totals: Totals | None = None  # None until the host has read them
+        self.disagreement = ""  # how ranks differ; empty until they have compared the header
 
     def again(
         self, *, local: LocalWindow, position: tuple[int, int], has_more: bool, digest: HeaderDigest
     ) -> Header:
-        """Return the header of another window that runs the graph in which this one was captured.
+        """Return the header of another window that replays the graph in which this header was captured.
 
-        `fill` it before the graph runs; afterwards its vector is the reduced one.
+        Call `fill` before the graph runs; afterwards `vector` returns the reduced numbers.
         """
         other = copy(self)
         other.position, other.digest = position, digest
@@ -333,20 +339,20 @@ class Header:
         return other
 
     def fill(self) -> None:
-        """Send the host's numbers to where the graph expects them."""
+        """Copy the host's numbers to the memory that the graph reads."""
         refill(self._sent, self._numbers)
 
     def is_ready(self) -> bool:
-        """Whether the totals may be used without a stall: waiting for a stream costs the host nothing."""
+        """Whether the totals can be used without blocking the host; stream-ordered waits never block it."""
         return self._work is None or self._comm.is_stream_ordered or self._work.is_completed()
 
     def is_refused(self) -> bool:
-        """Wait, and return whether ranks disagree, so that nothing may follow; False on a device."""
+        """Wait, and return whether ranks disagree, so that no collective may follow; False on a device."""
         return self._is_visible and (self.known_totals or self.totals()).differ
 
     @property
     def was_refused(self) -> bool:
-        """The same, as far as it is known: does not wait."""
+        """Whether ranks are already known to disagree; does not wait."""
         return self._is_visible and self.known_totals is not None and self.known_totals.differ
 
     def all_used(self) -> bool:
@@ -374,7 +380,7 @@ class Header:
         return self._inv_count
 
     def forbids(self) -> Tensor:
-        """Return, bool 0-dim on the device, whether the window must not be used: `Totals` has the reason."""
+        """Return whether the window must not be used, bool 0-dim on the device; `Totals` has the reason."""
         if self._is_visible:
             return torch.tensor(self.totals().forbid(self._max_micro_batches), dtype=torch.bool, device=HOST)
         vector = self.vector()
@@ -389,7 +395,7 @@ class Header:
         return found
 
     def vector(self) -> Tensor:
-        """Wait, and return the reduced numbers, float64 `[23]`, or `[29]` where ranks share batches."""
+        """Wait, and return the reduced numbers, float64 `[23]`, or `[29]` if ranks share batches."""
         if self._work is not None:
             self._work.wait()
             self._work = None
@@ -398,14 +404,14 @@ class Header:
 
 
 def _host_may_look(device: torch.device) -> bool:
-    """Whether reading a value waits for no device. There nothing follows a header in which ranks disagree."""
+    """Whether the host can read values on `device` without waiting."""
     return not runs_ahead(device)
 
 
 def _numbers(
     local: LocalWindow, position: tuple[int, int], has_more: bool, digest: HeaderDigest
 ) -> list[float]:
-    """Return what the host knows of a header."""
+    """Return the numbers of a header that the host knows."""
     known, losses = local.known(local.counts), local.known(local.losses)
     valid = [count for count in known if local.is_valid(count)]
     invalid = len(known) - len(valid) + (_num_refusals(local) if local.faults else 0)
@@ -418,18 +424,18 @@ def _numbers(
 
 
 def _num_refusals(local: LocalWindow) -> float:
-    """Return how many times this rank refuses the window, without refusals whose flag is on a device."""
+    """Return the number of this rank's refusals, except those whose flag is on a device."""
     faults = local.faults
     return len(faults.refusals()) + sum(local.known(faults.flags()))
 
 
 def _with_device_values(vector: Tensor, local: LocalWindow, digest: HeaderDigest) -> Tensor:
-    """Add what is on the device, unread, in place; append lanes where ranks share a batch."""
+    """Add device values in place without reading them; append lanes if ranks share a batch."""
     local.add_to(vector)
     digest.add_to(vector[_DIGEST:_LOSSES])
     if local.batch is None:
         return vector
-    batch = local.batch  # one of the ranks that share it counts it
+    batch = local.batch  # exactly one of its ranks counts it
     lanes = batch.lanes(vector[[_COUNT, _MICRO_BATCHES]])
     if not batch.is_counting:
         vector[[_COUNT, _MICRO_BATCHES, _UNKNOWN]] = 0.0

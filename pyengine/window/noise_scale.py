@@ -1,4 +1,4 @@
-"""The gradient noise scale: what a larger batch is worth, from numbers that a window has anyway."""
+"""The gradient noise scale: a measure of the benefit of larger batches."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from pyengine.ops.device import HOST
 from pyengine.ops.plan import BucketPlan, add_up
 from pyengine.window.metric import Metric, MetricContext, ReducedWindow
 
-_SUMS = 8  # of a state: weights, their squares, windows, x, y, x², xy, y²
+_SUMS = 8  # sums in a state: weights, squared weights, windows, x, y, x², xy, y²
 
 
 @dataclass(frozen=True)
 class NoiseEstimate:
-    """The noise scale after a window; samples are the items that `count` counts.
+    """The noise scale after a window; a sample is one of the items that `count` counts.
 
     Attributes:
         noise, signal: this window's unbiased estimates of tr(S) and ‖G‖²; either may be negative.
-        scale: B_noise = tr(S) / ‖G‖², of the averages over windows, in samples; None where the average of
-            ‖G‖² is not above 0: there is more noise than the windows so far can tell from a gradient of 0.
-        spread: standard error of `scale`, as windows show it; None in the first window.
-        windows: windows in the averages.
+        scale: B_noise = tr(S) / ‖G‖² in samples, from averages over windows; None if the average of ‖G‖² is
+            not above 0, that is, if the gradient cannot yet be distinguished from 0.
+        spread: standard error of `scale`, estimated over windows; None in the first window.
+        windows: number of windows in the averages.
     """
 
     noise: float
@@ -43,35 +43,37 @@ class NoiseEstimate:
 class NoiseScale(Metric):
     """Measure the gradient noise scale of McCandlish et al. 2018, appendix A.1: `StepRecord.noise_scale`.
 
-    With G the true gradient and S the covariance of one sample's, the mean g_r over B_r samples has
-    E‖g_r‖² = ‖G‖² + tr(S) / B_r. A window has n such parts (the ranks; with one rank its micro-batches), and
-    their sum over B = Σ B_r samples, E‖g‖² = ‖G‖² + tr(S) / B. With P = Σ B_r ‖g_r‖² and T = B ‖g‖²:
+    Let G be the true gradient and S the covariance of the gradient of one sample. The mean gradient g_r over
+    B_r samples has E‖g_r‖² = ‖G‖² + tr(S) / B_r. A window has n such parts (the ranks, or the micro-batches
+    of a single rank). The mean g over all B = Σ B_r samples has E‖g‖² = ‖G‖² + tr(S) / B. With P = Σ B_r
+    ‖g_r‖² and T = B ‖g‖²:
 
         E P = B ‖G‖² + n tr(S)        E T = B ‖G‖² + tr(S)
         tr(S) = (P - T) / (n - 1)     ‖G‖² = (n T - P) / ((n - 1) B)
 
-    Both are unbiased for unequal counts, too (P - T = Σ B_r ‖g_r - g‖², the variance between parts, in the
-    weights that are best for normal noise). With equal counts they are the paper's. A part with a count of 0
-    is left out. `scale` is the ratio of their exponential averages over windows, not an average of ratios.
-    Its spread is the standard error of a ratio of means, sqrt(E(x - R y)² / (m - 1)) / ‖y‖, where m is the
-    number of windows that the weights are worth, (Σ w)² / Σ w².
+    Both estimates are also unbiased for unequal counts (P - T = Σ B_r ‖g_r - g‖² is the variance between
+    parts, with the optimal weights for normal noise). For equal counts they are the estimates of the paper. A
+    part with a count of 0 is left out. `scale` is the ratio of the exponential averages of both estimates
+    over windows, not an average of ratios. `spread` is the standard error of a ratio of means,
+    sqrt(E(x - R y)² / (m - 1)) / ‖y‖, where m = (Σ w)² / Σ w² is the effective number of windows.
 
-    Samples have to be independent, and drawn alike on every rank. A step of SGD makes most use of a batch
-    near B_noise: `python -m pyengine plan --from steps.jsonl`.
+    Samples have to be independent and identically distributed on every rank. SGD steps are most efficient
+    with a batch size near B_noise: see `python -m pyengine plan --from steps.jsonl`.
 
-    A window is not measured (None in its record) if its step is skipped, fewer than two parts have a count,
-    gradients of an earlier window were kept, or on one rank a micro-batch has several backwards or was done
-    before a state was loaded. A wire that
-    rounds adds its error to T: an 8-bit wire makes the noise come out too small.
+    A window is not measured (None in its record) if its step is skipped, if fewer than two parts have a
+    count, or if gradients of an earlier window were kept. With one rank it is also not measured if a
+    micro-batch has several backwards or ran before a state was loaded. A wire that rounds adds its error to
+    T: with an 8-bit wire the noise is underestimated.
 
     Args:
-        decay: weight of the averages after a window, from 0 to below 1; 0.99 averages about 200 windows.
+        decay: decay of the averages per window, from 0 to below 1; 0.99 averages about 200 windows.
 
     Raises (from `sync.measure`):
-        ValueError: exact sums, FSDP2, an XLA device; ranks that hold different elements or share batches.
+        ValueError: with exact sums, FSDP2 or an XLA device, or if ranks hold different elements or share
+            batches.
 
-    Cost: one read of this rank's sums, where they are cast or sent, and one all-reduce of 16 bytes. With one
-    rank a hook for each parameter, and one read of each micro-batch's gradients, in the backward.
+    Cost: one read of this rank's sums when they are cast or sent, and one all-reduce of 16 bytes. With one
+    rank, one hook per parameter and one read of each micro-batch's gradients in the backward.
 
     Example:
         >>> sync.measure(pe.NoiseScale())  # doctest: +SKIP
@@ -107,9 +109,9 @@ class NoiseScale(Metric):
         final, self._comm = measured.final, measured.comm
         self._device = final.sumsq.device
         self._one = torch.ones((), dtype=torch.float32, device=self._device)
-        # By parameter: the sum of squares of this rank's own sum.
+        # Per parameter, the sum of squares of this rank's gradient sum.
         self._squares = torch.zeros_like(final.sumsq)
-        # With one rank: by micro-batch, the same of its gradients; and which parameters have had theirs.
+        # With one rank: the sums of squares per micro-batch, and the parameters seen in the current one.
         self._rows: list[Tensor] = []
         self._seen: set[int] = set()
         self._is_whole = True
@@ -141,7 +143,7 @@ class NoiseScale(Metric):
 
     def _read_gradient(self, index: int, grad: Tensor) -> None:
         if index in self._seen or not self._rows:
-            # Squares of several backwards' gradients do not add up.
+            # The squares of gradients from several backwards cannot be added.
             self._is_whole = False
             return
         self._seen.add(index)
@@ -149,7 +151,7 @@ class NoiseScale(Metric):
         self._rows[-1][index] = torch.linalg.vector_norm(grad.detach(), dtype=torch.float64).square()
 
     def wait(self, window: ReducedWindow) -> None:
-        """Add up over the parts: one all-reduce of 16 bytes, for which only a host waits."""
+        """Sum over the parts with one all-reduce of 16 bytes; the host waits for it only on the CPU."""
         counts = window.local.counts_on(self._device)
         if self._comm.world_size == 1:
             is_whole = window.is_whole and self._is_whole and len(self._rows) == len(counts)
@@ -208,9 +210,9 @@ class NoiseScale(Metric):
 def _hooks(params: Sequence[Tensor], read: Callable[[int, Tensor], None]) -> list[Any]:
     """Call the method `read` with the index and gradient of a parameter in every backward that reaches it.
 
-    Returns handles whose `remove()` ends it.
+    Returns the handles of the hooks.
     """
-    # Python's garbage collector does not see hooks of a parameter.
+    # A weak reference, since Python's garbage collector does not see the hooks of a parameter.
     call = WeakMethod(read)
 
     def look(index: int, grad: Tensor) -> None:
@@ -223,7 +225,7 @@ def _hooks(params: Sequence[Tensor], read: Callable[[int, Tensor], None]) -> lis
 
 
 class _Slots:
-    """One bucket's slots, and the buffers for their sums of squares."""
+    """The slots of one bucket, and buffers for their sums of squares."""
 
     def __init__(self, indices: Sequence[int], grads: Sequence[Tensor], device: torch.device) -> None:
         numels = [grad.numel() for grad in grads]
@@ -234,7 +236,7 @@ class _Slots:
 
 
 def estimate(parts: float, total: float, *, num: float, count: float) -> tuple[float, float]:
-    """Return one window's unbiased tr(S) and ‖G‖².
+    """Return unbiased estimates of tr(S) and ‖G‖² from one window.
 
     Args:
         parts: P, the sum over `num` parts of B_r ‖g_r‖².
@@ -246,7 +248,7 @@ def estimate(parts: float, total: float, *, num: float, count: float) -> tuple[f
 
 
 def ratio(sums: Sequence[float]) -> tuple[float | None, float | None]:
-    """Return the ratio x / y of weighted means, and its standard error; `sums` come from a state."""
+    """Return the ratio x / y of weighted means and its standard error; `sums` are the sums of a state."""
     weight, squared, _, *totals = sums
     x, y, xx, xy, yy = (total / weight for total in totals)
     if y <= 0:

@@ -1,4 +1,4 @@
-"""Who brought a value that is not finite: gathered from all ranks, only in a window that failed."""
+"""Sources of nonfinite values in a failed window, gathered from all ranks."""
 
 from __future__ import annotations
 
@@ -13,24 +13,27 @@ MAX_NAMED = 5
 
 @dataclass(frozen=True)
 class RankFindings:
-    """What one rank knows of a failed window."""
+    """The findings of one rank about a failed window."""
 
     gave_up: str  # the exception that ended this rank's last backward; empty if none did
-    losses: list[int]  # micro-batches whose loss was not finite
-    # By the name of a parameter whose reduced gradient is not finite here, the micro-batches in which this
-    # rank's own was not; None where micro-batches were not watched.
+    losses: list[int]  # micro-batches whose loss was nonfinite
+    # For each parameter name whose reduced gradient is nonfinite, the micro-batches in which this rank's own
+    # gradient was nonfinite; None if micro-batches were not watched.
     blamed: dict[str, list[int] | None]
-    refusals: Sequence[str] = ()  # why it refuses the window, found behind the header
+    refusals: Sequence[str] = ()  # reasons to refuse the window, found after the header
 
 
 def is_not_finite(norms: Tensor) -> Tensor:
     """Return which norms, or sums of squares, are inf or nan."""
-    # One comparison of what cannot be -inf; a device that records has four operations for `isfinite`.
+    # One comparison suffices, since norms cannot be -inf; on a lazy device `isfinite` takes four operations.
     return ~(norms < math.inf)
 
 
 def describe(findings: Sequence[RankFindings], *, is_exact: bool = False) -> str:
-    """Report which parameters were not finite (none where only the mean is not), and from where."""
+    """Describe which parameters had nonfinite gradients and where they came from.
+
+    There are no such parameters if only the mean is nonfinite.
+    """
     names = list(dict.fromkeys(name for f in findings for name in f.blamed))
     quitters = [
         f"rank {rank} gave the window up: {f.gave_up}" for rank, f in enumerate(findings) if f.gave_up
@@ -58,7 +61,7 @@ def describe(findings: Sequence[RankFindings], *, is_exact: bool = False) -> str
 
 
 def listed(what: Sequence[str]) -> str:
-    """Join the first texts, with the number of the others."""
+    """Join the first texts, and append the number of the others."""
     more = f" and {len(what) - MAX_NAMED} more" if len(what) > MAX_NAMED else ""
     return ", ".join(what[:MAX_NAMED]) + more
 
@@ -75,5 +78,5 @@ def _origin(sources: list[str], findings: Sequence[RankFindings]) -> str:
 
 
 def flagged_in(flagged: Sequence[Tensor], slot: int) -> list[int]:
-    """Return the micro-batches in which a slot's gradient was not finite; waits for the device."""
+    """Return the micro-batches in which the gradient of a slot was nonfinite; waits for the device."""
     return [index for index, flags in enumerate(flagged) if flags[slot]]

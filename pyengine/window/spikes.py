@@ -22,9 +22,9 @@ class Spike:
     """A window whose gradient norm was above the limit.
 
     Attributes:
-        norm, median: of the mean gradient, before clipping; and the running median.
-        params: the parameters that did it, by name: how many times its own running median each norm was.
-            Those above `factor`; where none is, the one with the largest norm.
+        norm, median: norm of the mean gradient before clipping, and the running median.
+        params: the parameters that caused the spike: by name, the ratio of the parameter's norm to its own
+            running median. Contains ratios above `factor`, or else the parameter with the largest norm.
     """
 
     norm: float
@@ -35,30 +35,30 @@ class Spike:
 class SpikePolicy(Metric):
     """Skip or clip windows whose gradient norm is above `factor` times a running median.
 
-    The decision is made on the device from the norm, whose bits are the same on every rank: all ranks act
-    alike, and no host waits. `StepRecord.spike` has the norm, the median, and the parameters that did it;
-    `StepRecord.reason` says so in words.
+    The decision is made on the device from the norm, whose bits are the same on every rank, so all ranks act
+    in the same way and no host waits. `StepRecord.spike` has the norm, the median, and the parameters that
+    caused the spike; `StepRecord.reason` describes them.
 
-    While the median is 0, for example of a model that does not train yet, no window is a spike.
+    While the median is 0, for example if a model does not train yet, no window is a spike.
 
-    The median is over the last `window` windows with a finite norm, those that were skipped or clipped
-    included, so that it follows where norms have grown for good. The lower one of two in the middle is used.
-    The policy does not act before it has seen so many windows. What it has seen is part of
+    The median is taken over the last `window` windows with a finite norm. It includes windows that were
+    skipped or clipped, so that it adapts when norms have grown permanently. If there are two middle values,
+    the lower one is used. The policy does not act before it has seen `window` windows. Its history is part of
     `sync.state_dict()`.
 
     Args:
-        factor: above 1.
-        window: windows of the running median, at least 1.
-        action: "skip" leaves the parameters alone, as with inf and nan, and does not change a loss scale (an
-            optimizer that you step yourself behind `sync.unscale_()` is not stopped);
-            "clip" multiplies the gradients so that their norm is `factor` times the median, before any
-            clipping of yours.
+        factor: ratio of the norm to the median above which a window is a spike; above 1.
+        window: number of windows in the running median, at least 1.
+        action: "skip" leaves the parameters unchanged, as with inf and nan, and does not change a loss scale
+            (it does not stop an optimizer that you step yourself after `sync.unscale_()`);
+            "clip" scales the gradients so that their norm is `factor` times the median, before your own
+            clipping.
 
     Raises (from `sync.measure`):
-        ValueError: an argument is off; an XLA device.
+        ValueError: an argument is invalid, or the device is an XLA device.
 
-    Cost: `window` times 8 bytes a parameter, sorted in every window. On an accelerator "clip" reads and
-    writes every gradient once more in every window, on the host only in one with a spike.
+    Cost: memory of `window` times 8 bytes per parameter, sorted in every window. "clip" reads and writes
+    every gradient once more: on an accelerator in every window, on the CPU only in windows with a spike.
 
     Example:
         >>> sync.measure(pe.SpikePolicy(factor=4, window=100))  # doctest: +SKIP
@@ -86,7 +86,8 @@ class SpikePolicy(Metric):
 
     def bind(self, measured: MetricContext) -> None:
         super().bind(measured)
-        # Of the last windows: the norm, then those of all names. Behind it, how many windows there were.
+        # The norm and the norms by name of the last windows, one row per window, and the number of windows
+        # seen.
         shape, device = (self._window, 1 + len(measured.names)), measured.final.sumsq.device
         self._history = torch.full(shape, torch.inf, dtype=torch.float64, device=device)
         self._seen = torch.zeros((), dtype=torch.int64, device=device)
@@ -119,7 +120,7 @@ class SpikePolicy(Metric):
         return self._spike(numbers) if numbers[0] else None
 
     def reason(self) -> str:
-        """Describe the window's spike, for which the host waits."""
+        """Describe the spike of the window; the host waits for it."""
         spike = self._spike(self._numbers.tolist())
         named = [f"{name!r} ({times:.3g} times its median)" for name, times in spike.params.items()]
         did = "skipped" if self._action == "skip" else "clipped"

@@ -1,4 +1,4 @@
-"""What the ranks conclude from a window that was reduced: outcomes and errors are the same on every rank."""
+"""Verdicts on reduced windows: outcomes and errors that are the same on every rank."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from pyengine.window.nonfinite import RankFindings, describe
 
 _log = logging.getLogger("pyengine.window")
 
-# Returns the micro-batches in which this rank saw a parameter's gradient not finite; None: not watched.
+# Returns the micro-batches in which a parameter's gradient was nonfinite on this rank; None if not watched.
 Blame = Callable[[int], list[int] | None]
 
 
 def call_all(actions: Sequence[Callable[[], object]]) -> None:
-    """Call every action in order; what one raises comes out when all have been called."""
+    """Call every action in order; an exception propagates only after all actions have been called."""
     for index, action in enumerate(actions):
         try:
             action()
@@ -37,30 +37,30 @@ def call_all(actions: Sequence[Callable[[], object]]) -> None:
 
 @dataclass(frozen=True)
 class WindowReport:
-    """What one rank knows of its window."""
+    """Information of one rank about its window."""
 
-    index: int  # of the window
-    local: LocalWindow  # with what has gone wrong on this rank
-    names: Sequence[str]  # of parameters, in registration order
+    index: int  # index of the window
+    local: LocalWindow  # counts, losses and faults of this rank
+    names: Sequence[str]  # parameter names, in registration order
     blame: Blame
-    acted: Callable[[], str] = str  # what a measure has done to the window; empty if nothing
-    is_scaled: bool = False  # whether its losses were scaled
-    has_backward: bool = False  # whether a backward has run in it, as far as that is known
+    acted: Callable[[], str] = str  # describes the action of a metric on the window; empty if there is none
+    is_scaled: bool = False  # whether the window's losses were scaled
+    has_backward: bool = False  # whether a backward is known to have run in the window
     has_gradient: bool = True  # whether any parameter has a gradient, as far as the host knows
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What the device knows of a reduced window."""
+    """Device tensors that describe a reduced window."""
 
-    # float64: the reduced header, whether the step is skipped, whether the norm is 0, whether a measure has
-    # skipped or clipped the window.
+    # float64: the reduced header, then three flags: the step is skipped, the norm is 0, a metric has skipped
+    # or clipped the window.
     numbers: Tensor
     nonfinite: Tensor  # uint8 `[parameters]`: a copy, so that the next window may overwrite the flags
 
     @classmethod
     def of(cls, header: Header, final: FinalPass) -> Outcome:
-        # A norm of exactly 0: then ranks ask each other whether there is any gradient.
+        # If the norm is exactly 0, ranks gather whether any of them has a gradient.
         is_zero = (final.grad_norm() == 0).double()
         flags = [final.found_inf.double().view(1), is_zero.view(1), final.acted.view(1)]
         return cls(torch.cat([header.vector(), *flags]), final.nonfinite.clone())
@@ -69,16 +69,17 @@ class Outcome:
 class Verdict:
     """The outcome of one reduced window.
 
-    The device knows at once whether the step may happen (`FinalPass.found_inf`). The host learns it from
-    `reach`, which waits for the device, and which every rank calls at the same point of its program: if
-    something is wrong, it gathers. See [Note: order of collectives in a window] in engine/engine.py.
+    The device knows immediately whether the step is allowed (`FinalPass.found_inf`). The host learns the
+    outcome from `reach`, which waits for the device. Every rank calls `reach` at the same point of its
+    program, because it runs a collective if something is wrong. See [Note: order of collectives in a window]
+    in engine/engine.py.
     """
 
     def __init__(
         self, header: Header, outcome: Outcome, report: WindowReport, *, comm: Comm, raises: bool
     ) -> None:
         self.totals: Totals | None = None  # sums over all ranks; None until read
-        # Why the step is skipped, or why it was clipped; empty if neither.
+        # Why the step was skipped or clipped; empty if neither.
         self.reason = ""
         self.outcome, self.report = outcome, report
         self._header, self._comm, self._raises = header, comm, raises
@@ -86,14 +87,16 @@ class Verdict:
         self._waiting: list[Callable[[Totals, bool], None]] = []
         self._waiting_to_know: list[Callable[[bool], None]] = []
         self.skips = self._is_zero = self._has_acted = False
-        self.is_reached = False  # whether the ranks have concluded it
+        self.is_reached = False  # whether the ranks have agreed on the verdict
         self.is_awaited = False  # whether an action on this rank waits for the numbers
         self.use = Use()  # what this rank did with the window
 
     def then(self, action: Callable[[Totals, bool], None], *, awaits: bool = True) -> None:
-        """Call `action(totals, skipped)` once the verdict is reached; now if it has been.
+        """Call `action(totals, skipped)` when the verdict is reached, immediately if it already is.
 
-        `awaits`: the action is worth reading the numbers for, where that is not free.
+        Args:
+            action: the callback.
+            awaits: whether the numbers should be read for this action even if reading them has a cost.
         """
         self.is_awaited = self.is_awaited or awaits
         if self.is_reached:
@@ -103,7 +106,7 @@ class Verdict:
             self._waiting.append(action)
 
     def once_known(self, action: Callable[[bool], None]) -> None:
-        """Call `action(skipped)` once this rank knows, whatever the others conclude; now if it does."""
+        """Call `action(skipped)` as soon as this rank knows the outcome, without waiting for other ranks."""
         self.is_awaited = True
         if self.totals is None:
             self._waiting_to_know.append(action)
@@ -112,13 +115,13 @@ class Verdict:
 
     @property
     def error(self) -> Exception | None:
-        """What `reach` raises: the error on which the ranks have agreed; None if there is none."""
+        """The error that the ranks have agreed on and that `reach` raises, or None."""
         faults = self.report.local.faults
         return next((fault.error for fault in faults if fault.error is not None), None) if faults else None
 
     @property
     def was_refused(self) -> bool:
-        """Whether ranks are known to have disagreed in the header, so that they had no window in common."""
+        """Whether ranks are known to have disagreed in the header."""
         totals = self._header.known_totals if self.totals is None else self.totals
         return totals is not None and totals.differ
 
@@ -132,21 +135,21 @@ class Verdict:
         return self.is_good and not self._is_zero and not self._has_acted
 
     def reach(self) -> Totals:
-        """Wait for the outcome, and call what waited for it; later calls return or raise the same at once.
+        """Wait for the outcome and call the waiting actions; later calls return or raise the same result.
 
-        No collective in a good window; in a bad one the ranks gather their findings.
+        A good window needs no collective; in a bad window the ranks gather their findings.
         """
         totals = self._look() if self.totals is None else self.totals
         if self.is_reached and not (self._waiting or self._waiting_to_know or self.report.local.faults):
             return totals
         if not self.is_reached and not (self.skips or self._is_zero or self._has_acted):
-            self.is_reached = True  # nothing to talk about
+            self.is_reached = True  # no collective is needed
         if not self.is_reached:
             with Unbroken(self._comm):
                 try:
                     self._judge(totals)
                 except (ValueError, RuntimeError, FloatingPointError) as error:
-                    error = error.with_traceback(None)  # which would keep every frame alive, this one too
+                    error = error.with_traceback(None)  # a traceback would keep every frame alive
                     self.report.local.faults.note(FaultKind.CONCLUDED, str(error), error)
                 self.is_reached = True
         concluded, actions = self.error, self._pop_waiting_to_know()
@@ -161,13 +164,13 @@ class Verdict:
         return totals
 
     def read(self) -> Totals:
-        """Wait for the numbers only: no rank talks, nothing is concluded."""
+        """Wait for the numbers of this rank only, without a collective or a verdict."""
         totals = self._look()
         call_all(self._pop_waiting_to_know())
         return totals
 
     def warn_of_skip(self, in_a_row: int) -> None:
-        """Warn that the step was skipped, and why."""
+        """Warn that the step was skipped, with the reason."""
         which = "the step was" if in_a_row == 1 else f"the last {in_a_row} steps were"
         stops = "" if self._has_acted else "; nonfinite='raise' stops at the first"
         warnings.warn(
@@ -185,7 +188,7 @@ class Verdict:
         return self.totals
 
     def _pop_waiting_to_know(self) -> list[Callable[[], object]]:
-        """Return, and remove, what waits for this rank to know."""
+        """Remove and return the actions that wait for this rank to know the outcome."""
         if not self._waiting_to_know:
             return []
         waiting, self._waiting_to_know = self._waiting_to_know, []
@@ -194,7 +197,7 @@ class Verdict:
     def _judge(self, totals: Totals) -> None:
         if self.skips:
             check_agreement(self._header, totals, self._comm)
-        if self._has_acted:  # only on a window that could have been used
+        if self._has_acted:  # metrics act only on windows that are otherwise valid
             self.reason = self.report.acted()
             return
         if not self.skips:
@@ -218,7 +221,7 @@ class Verdict:
             raise FloatingPointError(f"window {self.report.index}: {self.reason}")
 
     def _refuse_empty(self) -> None:
-        """Raise RuntimeError if backwards have run and no rank has any gradient."""
+        """Raise RuntimeError if any backward has run and no rank has a gradient."""
         mine = self.report.has_backward, self.report.has_gradient
         backwards, gradients = zip(*self._comm.all_gather_object(mine), strict=True)
         if any(backwards) and not any(gradients):
@@ -231,10 +234,10 @@ class Verdict:
             )
 
     def _why_not_finite(self) -> str:
-        """Gather what every rank knows, and describe where inf and nan came from.
+        """Gather the findings of every rank and describe where inf and nan came from.
 
         Raises:
-            ValueError: a rank has put them there to refuse the window behind the header.
+            ValueError: a rank produced them on purpose, to refuse the window after the header.
         """
         report = self.report
         nonfinite = self.outcome.nonfinite.nonzero().flatten().tolist()
@@ -250,47 +253,48 @@ class Verdict:
 # ---- verdicts of several windows ----
 
 
-# On a lazy device, where the host reads outcomes only if an action waits for them: after how many windows it
-# reads them anyway.
+# On a lazy device the host reads outcomes only if an action waits for them, or after this many windows.
 MAX_UNREAD = 64
-# Steps skipped in a row.
+# Numbers of consecutive skipped steps at which to warn again.
 _WARN_AT = {10**power for power in range(1, 12)}
 
 
 class VerdictQueue:
-    """The verdicts of reduced windows, in order, each kept until the ranks have concluded it."""
+    """The verdicts of reduced windows, in order, each kept until the ranks have agreed on it."""
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._is_lazy = device, is_lazy(device)
         self._last: Verdict | None = None
-        # the verdict on the last window that was not refused, until the refusal is known
+        # The verdict on the previous window, kept until it is known whether the last window was refused.
         self._before: Verdict | None = None
         self._unread: list[Verdict] = []
-        # Optimizer steps that changed parameters, as far as all ranks have reached the verdicts.
+        # The number of optimizer steps that changed parameters, in windows whose verdicts all ranks have
+        # reached.
         self.steps_taken = self._new_steps = 0
-        self._skipped = 0  # windows in a row, as far as they are reached
+        self._skipped = 0  # consecutive skipped windows among the verdicts reached
         self._has_warned = False
 
     def append(self, verdict: Verdict) -> None:
-        """Append the verdict on a window that has just been reduced. A refused window has no use that ranks
-        could compare, also if the refusal is known only later.
+        """Append the verdict on a window that has just been reduced.
+
+        Ranks do not compare how they used a refused window, even if the refusal becomes known only later.
         """
         self._before, self._last = self._last_of_all_ranks(), verdict
         self._unread.append(verdict)
 
     def forget(self, verdict: Verdict) -> None:
-        """Remove the verdict that was appended last, on a window that has not run."""
+        """Remove `verdict` if it was appended last; its window has not run."""
         if self._unread and self._unread[-1] is verdict:
             self._unread.pop()
             self._last, self._before = self._before, None
 
     def count_step(self) -> None:
-        """Count the optimizer step of the window that was reduced last, unless it turns out to be skipped."""
+        """Count the optimizer step of the last reduced window, unless the step turns out to be skipped."""
         assert self._last is not None
         self._last.then(self._count, awaits=False)
 
     def reach_all(self) -> None:
-        """Reach every verdict; every rank calls this at the same point. Raises as `Verdict.reach`."""
+        """Reach every verdict; every rank calls this at the same point. Raises like `Verdict.reach`."""
         if self._is_lazy:
             flush(self._device)
         while self._unread:
@@ -300,7 +304,7 @@ class VerdictQueue:
         self.steps_taken, self._new_steps = self.steps_taken + self._new_steps, 0
 
     def reach_earlier(self, window: int) -> None:
-        """Reach earlier verdicts: all; on a lazy device, until those are due, what is awaited here."""
+        """Reach earlier verdicts; on a lazy device only if one is awaited or every `MAX_UNREAD` windows."""
         if not self._is_lazy or window % MAX_UNREAD == 0:
             self.reach_all()
         elif any(verdict.is_awaited for verdict in self._unread):
@@ -309,30 +313,32 @@ class VerdictQueue:
                 self._reach_next()
 
     def last_use(self) -> Use:
-        """Return what this rank did with the window before, if that was good; nothing on a lazy device.
+        """Return how this rank used the previous window, if that window was good; empty on a lazy device.
 
-        After `reach_earlier`, so that all ranks know alike whether it was.
+        Call this after `reach_earlier`, so that all ranks know whether the window was good.
         """
         last = self._last_of_all_ranks()
         return last.use if last is not None and last.is_good and not self._is_lazy else Use()
 
     def restart(self, steps_taken: int) -> None:
-        """Start after so many optimizer steps; verdicts on earlier windows belong to another run."""
+        """Continue from a number of optimizer steps, and drop the verdicts on windows of an earlier run."""
         self.steps_taken, self._last, self._before, self._skipped = steps_taken, None, None, 0
 
     def read_all(self) -> None:
-        """Read what this rank knows alone of every reduced window: schedulers step, no collective follows."""
+        """Read the outcome of every reduced window on this rank, without a collective; schedulers step."""
         for verdict in self._unread:
             verdict.read()
 
     def some_rank_has_more(self) -> bool:
-        """Whether some rank has a window after the one reduced last; waits for its header."""
+        """Whether any rank has a window after the last reduced one; waits for the last header."""
         last = self._last_of_all_ranks()
         return last is not None and last.read().more > 0
 
     def _reach_next(self) -> None:
-        """Reach the earliest verdict, and warn of skipped steps: the first one, unless a loss scale may have
-        caused it, and the 10th, 100th, ... in a row.
+        """Reach the earliest verdict and warn of skipped steps.
+
+        Warns of the first skipped step, unless a loss scale may have caused it, and of the 10th, 100th, ...
+        consecutive one.
         """
         verdict = self._unread.pop(0)
         verdict.reach()
@@ -351,7 +357,7 @@ class VerdictQueue:
 
 
 def check_agreement(header: Header, totals: Totals, comm: Comm) -> None:
-    """Raise RuntimeError on every rank if ranks are at different places or claim different things."""
+    """Raise RuntimeError on every rank if ranks have different positions or digests."""
     if totals.differ:
         header.disagreement = _disagreement(header, comm)
         raise RuntimeError(header.disagreement)
@@ -372,8 +378,9 @@ def _disagreement(header: Header, comm: Comm) -> str:
 
 
 def check_stage(header: Header, comm: Comm) -> None:
-    """Raise RuntimeError on every rank unless all ranks are at the same stage of the same engine; positions
-    may differ.
+    """Raise RuntimeError on every rank unless all ranks are at the same stage of the same engine.
+
+    Positions may differ.
     """
     if not header.totals().differ:
         return
@@ -385,14 +392,14 @@ def check_stage(header: Header, comm: Comm) -> None:
 def _gather_digests(
     header: Header, comm: Comm
 ) -> tuple[tuple[tuple[int, int], ...], tuple[dict[str, str], ...], tuple[int, ...]]:
-    """Return, by rank, position, digest as described, and accumulate."""
+    """Return the positions, the described digests and the values of `accumulate`, each by rank."""
     mine = header.position, header.digest.describe(), header.digest.accumulate
     positions, described, accumulate = zip(*comm.all_gather_object(mine), strict=True)
     return positions, described, accumulate
 
 
 def check_counts(totals: Totals, comm: Comm, *, local: LocalWindow) -> None:
-    """Raise ValueError on every rank if any of them gave an invalid count, or refuses the window."""
+    """Raise ValueError on every rank if any rank has an invalid count or refuses the window."""
     if totals.batches_differ:
         gathered = comm.all_gather_object(local.described())
         listed = [f"rank {rank}, {text}" for rank, text in enumerate(gathered)]
@@ -420,7 +427,7 @@ def check_counts(totals: Totals, comm: Comm, *, local: LocalWindow) -> None:
 
 
 def raise_refusals(gathered: Sequence[Sequence[str]]) -> None:
-    """Raise ValueError if some rank refuses the window; `gathered` has the reasons, by rank."""
+    """Raise ValueError if any rank refuses the window; `gathered` has the reasons by rank."""
     if refusals := by_rank(gathered):
         raise ValueError(
             f"{refusals}. Nothing was stepped: repair this, then call sync.abandon() on all ranks. (What is "
@@ -429,7 +436,7 @@ def raise_refusals(gathered: Sequence[Sequence[str]]) -> None:
 
 
 def by_rank(gathered: Sequence[Sequence[str]]) -> str:
-    """Join the texts of all ranks; one that several ranks have stands once, behind their numbers."""
+    """Join the texts of all ranks; a text shared by several ranks appears once, after their numbers."""
     ranks_of: dict[str, list[int]] = {}
     for rank, texts in enumerate(gathered):
         for text in dict.fromkeys(texts):
