@@ -17,20 +17,22 @@ from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge
 from torch.nn import Parameter
 
-# The hooks of `register_post_accumulate_grad_hook`, by id, or None: torch lists them nowhere else.
+# The hooks of `register_post_accumulate_grad_hook`, by id, or None. torch lists these hooks nowhere else.
 post_accumulate_hooks = attrgetter("_post_accumulate_grad_hooks")
 
-# Torch's own Python autograd functions, of torch.compile and of module hooks. They run no backward inside.
+# Torch's own Python autograd functions, for torch.compile and for module hooks. These functions do not run a
+# nested backward.
 _KNOWN = {"CompiledFunctionBackward", "BackwardHookFunctionBackward"}
 
 
 class Watch:
     """Call a function once all gradients of a set have arrived.
 
-    A hook on every parameter would cost about a microsecond each. One hook is enough: it is on a parameter
-    that has not arrived. When that parameter arrives, the hook moves to another missing one. When none is
-    missing, the set is complete. The parameters are in backward order, so the last one is watched first and
-    the hook rarely moves. A frozen parameter gets no gradient, and the watch does not wait for it.
+    A hook on every parameter would cost about a microsecond per parameter. One hook is enough: it is
+    registered on a parameter whose gradient has not arrived. When that gradient arrives, the hook moves to
+    another parameter without a gradient. When there is no such parameter, the set is complete. The parameters
+    are in backward order, so the last parameter is watched first and the hook rarely moves. The watch does
+    not wait for frozen parameters, which get no gradient.
 
     Args:
         params: the parameters, in the order in which a backward produces their gradients.
@@ -46,7 +48,7 @@ class Watch:
         self._hook: Any = None
 
     def start(self) -> None:
-        """Start to watch, before the backward has accumulated any gradient."""
+        """Start watching, before the backward has accumulated any gradient."""
         self._missing = len(self._params) - 1
         self._move()
 
@@ -72,7 +74,7 @@ class Watch:
 
 @contextmanager
 def watching(watches: Sequence[Watch]) -> Iterator[None]:
-    """Watch during the body, which is a backward."""
+    """Run the watches during the body, which is a backward."""
     try:
         for watch in watches:
             watch.start()
@@ -107,12 +109,12 @@ class Arrivals:
 
     @property
     def order(self) -> list[int]:
-        """Indices in the order in which gradients were complete."""
+        """Parameter indices in the order in which gradients were complete."""
         return list(dict.fromkeys(reversed(self._seen)))[::-1]
 
     @property
     def repeated(self) -> set[int]:
-        """Indices whose gradient was accumulated more than once.
+        """Indices of parameters whose gradient was accumulated more than once.
 
         Autograd sums a parameter's uses within one run of its engine. A second accumulation needs a backward
         inside the backward, for example reentrant activation checkpointing.
@@ -123,7 +125,7 @@ class Arrivals:
 def may_nest(loss: Tensor) -> bool:
     """Whether a backward from `loss` may run another backward inside.
 
-    Only a Python autograd function can do that, or a hook.
+    Only a Python autograd function or a hook can do so.
     """
     python = (node for node in _nodes([loss]) if isinstance(node, BackwardCFunction))
     return any(node.name() not in _KNOWN for node in python)  # type: ignore[attr-defined]  # torch's stubs
@@ -135,7 +137,7 @@ def graph_leaves(roots: Sequence[Tensor | GradientEdge]) -> list[Tensor]:
 
 
 def _nodes(roots: Sequence[Tensor | GradientEdge]) -> Iterator[Any]:
-    """Yield each node of the graphs behind tensors once."""
+    """Yield each node of the autograd graphs of `roots` once."""
     seen, left = set(), [root.grad_fn if isinstance(root, Tensor) else root.node for root in roots]
     while left:
         node = left.pop()

@@ -1,4 +1,4 @@
-"""The base class of all owners of gradients."""
+"""Base class of all gradient owners."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from pyengine.wire.bucket_wire import WireMemory
 
 
 class Residuals:
-    """The residuals that wires keep between windows, of one or more owners of buckets.
+    """The residuals that wires keep between windows, for one or more bucket owners.
 
-    They are multiplied by a loss scale as gradients are, by that of the last window.
+    Like gradients, residuals are multiplied by a loss scale, which is the last window's loss scale.
     """
 
     def __init__(
@@ -35,12 +35,12 @@ class Residuals:
         wire: Wire,
         numels: Mapping[str, int],
     ) -> None:
-        # The memory of each owner, and in it the key of each parameter by name.
+        # Per owner, its memory and the key of each parameter in this memory, by name.
         self.owners, self.wire = list(owners), wire
-        # By name, the elements of each parameter's residual.
+        # Number of elements of each parameter's residual, by name.
         self.numels = dict(numels)
         self.is_kept = wire.keeps_residual
-        # By what they are multiplied, float32, 0-dim; None as long as there has been no loss scale.
+        # Factor by which the residuals are multiplied, float32, 0-dim; None until there is a loss scale.
         self._scale: Tensor | None = None
 
     def save(self) -> dict[str, Tensor]:
@@ -52,15 +52,16 @@ class Residuals:
         return saved
 
     def load(self, saved: Mapping[str, Tensor], scale: Tensor | None) -> None:
-        """Overwrite all residuals, with zeros where `saved` has none; `scale` is that of `follow`."""
+        """Overwrite all residuals, with zeros where `saved` has no entry; for `scale` see `follow`."""
         self.follow(scale)
         for memory, key_of in self.owners:
             memory.load({key: saved[name] for name, key in key_of.items() if name in saved})
 
     def follow(self, scale: Tensor | None) -> None:
-        """Multiply the residuals by `scale`, the loss scale from now on, 0-dim, in place of the one before.
+        """Rescale the residuals from the previous loss scale to `scale`, the new loss scale, 0-dim.
 
-        None: losses are not scaled. (A captured window reads and writes `_scale` where it is.)
+        None means that losses are not scaled. (`_scale` is updated in place, because a captured window reads
+        and writes its memory.)
         """
         if self._scale is None:
             if scale is None:
@@ -72,13 +73,13 @@ class Residuals:
         self._scale.copy_(now)
 
     def drop_if(self, is_unused: Tensor) -> None:
-        """Zero the last window's residuals if it must not be used: if `is_unused`, 0-dim, is not 0."""
+        """Zero the last window's residuals if `is_unused`, 0-dim, is not 0: that window must not be used."""
         for memory, _ in self.owners:
             memory.drop(is_unused)
 
 
 def not_reduced(details: str = "") -> RuntimeError:
-    """Return the error of `finish` where a collective has failed on this rank."""
+    """Return the error that `finish` raises after a collective has failed on this rank."""
     return RuntimeError(
         f"gradients were not reduced: a collective failed on this rank{details}. This rank does not step, "
         "and other ranks may have stepped: restart all ranks from a checkpoint"
@@ -86,7 +87,10 @@ def not_reduced(details: str = "") -> RuntimeError:
 
 
 class Then(AbstractContextManager[None]):
-    """Calls `action` behind a body that has raised nothing. A class: a generator costs four times as much."""
+    """Context manager that calls `action` after a body that has not raised.
+
+    This is a class because a generator would cost four times as much.
+    """
 
     def __init__(self, action: Callable[[], None]) -> None:
         self._action = action
@@ -97,14 +101,14 @@ class Then(AbstractContextManager[None]):
 
 
 class Reducer(ABC):
-    """Own the gradients of an engine: accumulate them over a window and reduce them at its end.
+    """Owner of an engine's gradients: accumulates them over a window and reduces them at its end.
 
-    There is one subclass for each owner: the engine's flat buckets, FSDP2's units, and sums on a lazy device.
-    A default implementation serves owners that have nothing to add.
+    There is one subclass per owner: the engine's flat buckets, FSDP2's units, and sums on a lazy device.
+    Owners that have nothing to add use the default implementations.
 
-    All tensors are on the parameters' device. `.grad` has the shape and dtype of its parameter. The memory of
-    `.grad` belongs to the reducer, holds the mean from `finish` on, and is overwritten from the next `begin`
-    on.
+    All tensors are on the parameters' device. `.grad` has the shape and dtype of its parameter. The reducer
+    owns the memory of `.grad`, which holds the mean after `finish` and may be overwritten after the next
+    `begin`.
     """
 
     # ---- set by every reducer ----
@@ -116,78 +120,79 @@ class Reducer(ABC):
     # ---- properties of the owner ----
 
     # Whether `overlap` launches the reductions inside the window's last backward. False: the header is
-    # launched after that backward, and `reduce` follows. A lazy device has to record a micro-batch's program
+    # launched after that backward, followed by `reduce`. A lazy device has to record a micro-batch's program
     # without the header, and exact sums of FSDP2's parameters are complete only when the backward has ended.
     overlaps = False
-    # Whether every forward launches collectives. Then all ranks have to run the same number of forwards, and
+    # Whether every forward launches collectives. If True, all ranks must run the same number of forwards, and
     # a rank without data runs padding.
     has_collective_forwards = False
-    # By parameter, whether this rank adds its elements to the norm, so that over all ranks every element is
-    # added once (see `ShardedNorm`). None: all ranks hold the same elements.
+    # Per parameter, whether this rank adds the parameter's elements to the norm, so that every element is
+    # added once over all ranks (see `ShardedNorm`). None: all ranks hold the same elements.
     counted: Sequence[bool] | None = None
-    # Whether this rank holds all elements of all parameters where ranks count their own.
+    # Whether this rank holds all elements of all parameters although `counted` is set.
     holds_all = False
     # The outermost FSDP2 module, whose DTensor parameters show which ranks share a shard. None:
     # `groups_of_params` returns the groups.
     model: Any = None
-    # The part of these gradients that a narrow wire has rounded away and adds to a later window.
+    # The rounding errors of these gradients on a narrow wire, which are added to a later window.
     residuals = Residuals([], FP32(), {})
-    # Bytes that this rank holds through a window in order to communicate less often.
+    # Bytes that this rank holds throughout a window in order to communicate less often.
     held_bytes = 0
-    # Called with this rank's own sums of every bucket, in every window before the all-reduce. None: the owner
-    # has no such float sums, but exact ones, FSDP2's units, or an XLA program.
+    # Called in every window with this rank's own sums of every bucket, before the all-reduce. None: the owner
+    # has no such float sums (exact sums, FSDP2's units, or an XLA program).
     observers: list[Observer] | None = None
-    # Runs micro-batches that only other ranks need. None: no forward is collective, so there are none.
+    # Runs padding, that is, micro-batches that only other ranks need. None: no forward launches collectives,
+    # so there is no padding.
     padding: Padding | None = None
 
     @cached_property
     def grad_record(self) -> GradRecord:
-        """Shows which gradients others have written to between micro-batches."""
+        """The record of gradients that outside code has written to between micro-batches."""
         return GradRecord(self.params)
 
     @cached_property
     def stepper(self) -> Stepper:
-        """Steps an optimizer over these gradients, or skips the step."""
+        """The stepper that steps an optimizer with these gradients, or skips the step."""
         return PlainStepper()
 
     def local_params(self) -> Sequence[Parameter]:
-        """Return `params` with this rank's local tensor of each DTensor that FSDP2 does not shard."""
+        """Return `params`, with this rank's local tensor for each DTensor that FSDP2 does not shard."""
         return self.params
 
     def groups_of_params(self) -> tuple[Sequence[Comm], Sequence[int]]:
-        """Return the transports, and by parameter its transport's index.
+        """Return the transports, and the index of each parameter's transport.
 
-        Called only where `model` is None, and not on a lazy device.
+        Called only if `model` is None, and not on a lazy device.
         """
         raise NotImplementedError
 
     def buckets(self) -> Iterable[Bucket]:
-        """Return the sums of earlier micro-batches' gradients, over which default methods loop."""
+        """Return the buckets that sum earlier micro-batches' gradients, for the default methods."""
         return ()
 
     # ---- a window, in the order of calls ----
 
     def open(self) -> None:
-        """Open a window, before any of its forwards."""
+        """Open a window, before any forward of the window."""
 
     def abandon(self) -> None:
-        """Put the model into its state between windows: the open window was dropped, or has been used."""
+        """Return the model to its state between windows, after the open window was dropped or used."""
 
     def begin(self) -> None:
-        """Start the first micro-batch: `.grad` is None, and the next gradients overwrite the sums."""
+        """Start the first micro-batch: clear `.grad`, and let the next gradients overwrite the sums."""
         for bucket in self.buckets():
             bucket.begin()
 
     def add(self) -> AbstractContextManager[None]:
         """Accumulate the gradients that a micro-batch's backwards have added to `.grad`.
 
-        The body is the last of the micro-batch's backwards; others may have run before it. Called once a
-        micro-batch. Launches no collective. When the body raises, the window is not used.
+        The body is the last backward of the micro-batch; other backwards may have run before. Called once per
+        micro-batch. Launches no collective. If the body raises, the window is not used.
         """
         return Then(self.collect)
 
     def leave_in_grad(self) -> AbstractContextManager[None]:
-        """Leave the gradients of the body in `.grad`, where autograd adds those of the next micro-batch.
+        """Leave the body's gradients in `.grad`, where autograd adds the next micro-batch's gradients.
 
         Used instead of `add` or `collect`. Launches no collective.
         """
@@ -196,33 +201,34 @@ class Reducer(ABC):
     def collect(self) -> None:
         """Accumulate a micro-batch whose backwards, if any, have all run.
 
-        Also accumulates gradients that `leave_in_grad` has left, without a further micro-batch.
+        Also accumulates gradients that `leave_in_grad` has left in `.grad`, without another micro-batch.
         """
         for bucket in self.buckets():
             bucket.collect()
 
     def is_used(self, index: int) -> bool:
-        """Whether a micro-batch accumulated so far has used a parameter on this rank; True if not known."""
+        """Whether any micro-batch accumulated so far has used a parameter on this rank; True if unknown."""
         del index
         return True
 
     def has_used_all(self) -> bool:
         """Whether the micro-batches accumulated so far have used all parameters on this rank.
 
-        False also where that is not known. The owner then all-reduces flags of what each rank has used.
+        Also False if this is unknown. The owner then all-reduces flags that mark the parameters each rank has
+        used.
         """
         return False
 
     def overlap(self, header: Header, roots: Sequence[Tensor]) -> AbstractContextManager[None]:
-        """Accumulate the last micro-batch; launch reductions inside its backward.
+        """Accumulate the last micro-batch, and launch reductions inside its backward.
 
-        Used instead of `add`, and only where `overlaps`. The body is the last of the micro-batch's backwards;
-        others may have run before it.
+        Used instead of `add`, and only if `overlaps` is True. The body is the last backward of the
+        micro-batch; other backwards may have run before.
 
         Args:
             header: as for `reduce`.
-            roots: the tensors that the body's backward starts from; only their graph is read. Empty where
-                they are not known: then less may overlap.
+            roots: tensors from which the body's backward starts; only their graph is read. Empty if unknown,
+                in which case less communication may overlap.
 
         Raises:
             RuntimeError: a gradient arrived after its reduction could have been launched.
@@ -231,28 +237,28 @@ class Reducer(ABC):
 
     @abstractmethod
     def reduce(self, header: Header) -> None:
-        """Launch every reduction of the window, whose micro-batches have all been accumulated.
+        """Launch every reduction of the window, after all its micro-batches have been accumulated.
 
-        `header` is launched already. The window's `Divisor` decides where 1/count and the inverse loss scale
-        are multiplied in.
+        `header` has already been launched. The window's `Divisor` decides where 1/count and the inverse loss
+        scale are multiplied in.
         """
 
     @abstractmethod
     def give_up(self) -> None:
-        """Launch the reductions that a failure in `reduce` or `overlap` has left out, with nan.
+        """Launch the reductions that a failure in `reduce` or `overlap` has skipped, filled with nan.
 
-        The nan void the window on every rank, so that no rank waits forever and no rank steps.
+        The nan values void the window on every rank, so that no rank waits forever and no rank steps.
         """
 
     @abstractmethod
     def finish(self, final: FinalPass) -> None:
-        """Wait for the reductions; publish `.grad`, and set `sumsq`, `nonfinite` and `void` of `final`."""
+        """Wait for the reductions, publish `.grad`, and set `sumsq`, `nonfinite` and `void` of `final`."""
 
     def blame(self) -> Callable[[int], list[int] | None]:
-        """Return a function of a parameter index: this rank's micro-batches with a non-finite gradient.
+        """Return a function from a parameter index to this rank's micro-batches with a non-finite gradient.
 
-        The function returns None where micro-batches are not checked. It outlives the window; calling it
-        waits for the device.
+        The function returns None if micro-batches are not checked. It remains valid after the window; calling
+        it waits for the device.
         """
         blames = [(bucket.indices, bucket.blame()) for bucket in self.buckets()]
 
@@ -265,18 +271,18 @@ class Reducer(ABC):
     # ---- states, and the end ----
 
     def order(self) -> list[int]:
-        """Return the registration indices in the order of the buckets on which ranks have agreed.
+        """Return the registration indices in the bucket order on which ranks have agreed.
 
-        Empty if they have not, or if the engine does not choose the order.
+        Empty if ranks have not agreed on an order, or if the engine does not choose the order.
         """
         return []
 
     def lay_out_as(self, order: list[int]) -> None:
-        """Lay the buckets out in an order that `order` has returned; other parameters come last.
+        """Lay out the buckets in an order that `order` has returned; other parameters come last.
 
-        Called between windows, on every rank with the same order.
+        Called between windows, with the same order on every rank.
         """
 
     @abstractmethod
     def release(self, *, keeps_grad: bool) -> None:
-        """Restore the parameters as before the engine; `keeps_grad` leaves `.grad`, in its own memory."""
+        """Restore the parameters' original state; `keeps_grad` keeps `.grad`, in its own memory."""

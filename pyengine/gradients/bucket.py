@@ -1,7 +1,7 @@
-"""A bucket: parameters whose gradients are summed and reduced together.
+"""Buckets: parameters whose gradients are summed and reduced together.
 
-`Bucket` is what all owners share: it moves gradients out of `.grad` into a `Sum`, micro-batch by micro-batch.
-How the sum is reduced and where the result goes differs by owner: own_buckets.py, fsdp/exact.py.
+All owners share `Bucket`, which moves gradients from `.grad` into a `Sum`, one micro-batch at a time. How the
+sum is reduced and where the result goes depends on the owner; see own_buckets.py and fsdp/exact.py.
 """
 
 from __future__ import annotations
@@ -27,36 +27,36 @@ from pyengine.ops.plan import BucketPlan
 from pyengine.ops.pointers import Pointers
 from pyengine.window.nonfinite import flagged_in
 
-# Gradients of this size are still in the CPU's cache when they are accumulated; smaller groups would add more
-# calls than they save reads. On an accelerator a launch costs as much as reading 20 MB, so there a group is a
-# whole bucket.
+# Groups of this size are still in the CPU's cache when they are accumulated; with smaller groups, additional
+# calls would cost more than the saved reads. On an accelerator a launch costs as much as reading 20 MB, so a
+# group is a whole bucket.
 GROUP_BYTES = 2**20
 
-# Rows of flags that one allocation makes: on an accelerator every zeroed allocation is a launch, and a row is
-# one byte a parameter.
+# Rows of flags per allocation. On an accelerator every zeroed allocation is a launch, and a row takes one
+# byte per parameter.
 _ROWS = 16
 
 # Called with this rank's own sums of a bucket before its all-reduce. Arguments: the indices of the bucket's
-# parameters; one tensor `[numel]` a parameter in the wire's type, valid only during the call; the scale that
-# the tensors have been multiplied by (float32 0-dim; None for 1). Runs on the stream that launches the
-# all-reduce, for most buckets inside the last backward.
+# parameters; one tensor `[numel]` per parameter in the wire's dtype, valid only during the call; the scale by
+# which the tensors have been multiplied (float32 0-dim; None for 1). The observer runs on the stream that
+# launches the all-reduce, for most buckets inside the last backward.
 Observer = Callable[[Sequence[int], Sequence[Tensor], Tensor | None], None]
 
-# Identity and version of `.grad`; None without a gradient.
+# Identity and version of `.grad`; None if there is no gradient.
 Mark = tuple[int, int] | None
 
 
 class Bucket:
     """Parameters whose gradients are accumulated in one `Sum`.
 
-    Order of calls in a window: `begin`; in every micro-batch `watches` before its last backward and `collect`
-    after it, or `deposit` where gradients are not in `.grad`.
+    Order of calls in a window: `begin`; in every micro-batch `watches` before the last backward and `collect`
+    after it, or `deposit` if gradients are not in `.grad`.
 
     Args:
-        params: in slot order, on one device; at least one.
+        params: one or more parameters on the same device, in slot order.
         indices: the parameters' indices, in the reducer's order.
         plan: the slots of the gradients in the sum.
-        total: the sum, over that plan.
+        total: the sum over the slots of `plan`.
     """
 
     def __init__(self, params: Sequence[Any], indices: Sequence[int], plan: BucketPlan, total: Sum) -> None:
@@ -72,14 +72,16 @@ class Bucket:
 
     def _reset(self) -> None:
         self.used = [False] * len(self.params)  # by slot, whether this rank has a gradient in this window
-        # By micro-batch of this window, uint8 `[slots]`: 1 where the gradient was not finite.
-        # A report may read the flags after the next window has begun, so rows are not reused.
+        # Flags per micro-batch of this window, uint8 `[slots]`: 1 where the gradient was not finite. A report
+        # may read the flags after the next window has begun, so rows are not reused.
         self.flagged: list[Tensor] = []
         self._new_rows: Iterator[Tensor] = iter(())
         self._row: Tensor | None = None  # flags of the micro-batch that is being accumulated
-        # From this row on, flags describe the sum and not one micro-batch's gradients. None: no such row.
+        # The first row whose flags describe the sum instead of one micro-batch's gradients. None: no such
+        # row.
         self._first_row_of_sum: int | None = None
-        # Marks of gradients that earlier backwards of the micro-batch have left. None: there were none.
+        # Marks of gradients that earlier backwards of the micro-batch have left. None: there were no such
+        # gradients.
         self._armed: list[Mark] | None = None
         self._set_first(True)
 
@@ -89,10 +91,10 @@ class Bucket:
         return self._groups[0].is_first
 
     def watches(self) -> list[Watch]:
-        """Return watches for the last backward of an earlier micro-batch.
+        """Return watches for the last backward of a micro-batch that is not the window's last.
 
-        Each watch accumulates a group of gradients as soon as the group is complete, while it is in the
-        cache. The watches refer to this bucket; the bucket does not store them, since that would be a
+        Each watch accumulates a group of gradients as soon as the group is complete, while the gradients are
+        in the cache. The watches refer to this bucket, so the bucket does not store them, to avoid a
         reference cycle.
         """
         self.arm()
@@ -127,11 +129,11 @@ class Bucket:
         self._row = None
 
     def is_used(self, slot: int) -> bool:
-        """Whether this rank has a gradient of a slot in this window."""
+        """Whether this rank has a gradient for a slot in this window."""
         return self.used[slot] or self.params[slot].grad is not None
 
     def deposit(self, grads: Sequence[Tensor | None]) -> None:
-        """Accumulate gradients that are not in `.grad`, one a slot, `[numel]`; the owner updates `used`."""
+        """Accumulate gradients that are not in `.grad`, one `[numel]` per slot; the owner updates `used`."""
         self.total.deposit_(grads, first=self.is_empty, nonfinite=self._start_row())
         self._set_first(False)
         self._row = None
@@ -143,8 +145,8 @@ class Bucket:
             found = flagged_in(rows, slot)
             if first_of_sum is None:
                 return found
-            # A sum that is not finite stays not finite. A row of the sum names a micro-batch only where no
-            # earlier row does.
+            # A non-finite sum stays non-finite. A row of the sum names a micro-batch only if no earlier row
+            # does.
             return [row for row in found if row < first_of_sum] or found[:1]
 
         return blame
@@ -175,10 +177,10 @@ class Bucket:
 
 
 class SlotGroup:
-    """Neighbouring slots that are accumulated by one call.
+    """Neighboring slots that are accumulated by one call.
 
     Args:
-        plan, params, total: of the whole bucket.
+        plan, params, total: plan, parameters and sum of the whole bucket.
         slots: the group's slots.
     """
 
@@ -194,16 +196,17 @@ class SlotGroup:
     def pop(self, used: list[bool]) -> Pointers:
         """Return the gradients in slot order and set `.grad` to None.
 
-        The gradients are autograd's own memory, which the result keeps alive, or copies as those of
-        `slot_gradient`. `used`, by slot of the bucket, is set to True where there is a gradient.
+        The result points to autograd's own memory, which it keeps alive, or to copies made by
+        `slot_gradient`. Entries of `used`, one per slot of the bucket, are set to True where there is a
+        gradient.
         """
         grads = [param.grad for param in self.params]
         found = [grad is not None for grad in grads]
         used[self.start : self.stop] = map(or_, used[self.start : self.stop], found)
         pointers: Pointers | None = None
         if self._is_contiguous:
-            # The core checks a thousand gradients in 25 µs, so Python looks only at gradients that the core
-            # refuses: one is sparse or strided.
+            # The core checks a thousand gradients in 25 µs, so Python inspects gradients only if the core
+            # refuses them because a gradient is sparse or strided.
             with suppress(ValueError):
                 pointers = self.plan.pointers(grads)
         if pointers is None:
@@ -214,7 +217,7 @@ class SlotGroup:
 
 
 def aligned(numels: Sequence[int], unit: int = ALIGN_ELEMENTS) -> BucketPlan:
-    """Return the plan of slots that begin at multiples of `unit` elements."""
+    """Return a plan whose slots start at multiples of `unit` elements."""
     sizes = [-(-numel // unit) * unit for numel in numels]
     return BucketPlan(list(itertools.accumulate(sizes, initial=0))[:-1], numels)
 

@@ -20,19 +20,19 @@ from pyengine.ops.pointers import Pointers, TensorList
 
 @dataclass(frozen=True)
 class Terms:
-    """How many terms the exact sum of a full window has."""
+    """The number of terms in the exact sum of a full window."""
 
     total: int  # over all ranks
-    most: int  # of the rank with the most terms, where every rank runs the micro-batches assigned to it
+    most: int  # on the rank with the most terms, if every rank runs the micro-batches assigned to it
 
 
 class ExactOverRanks(ExactSum, Sum):
     """An exact sum, and the collectives that merge and round it.
 
-    Between hosts each rank adds up and rounds one chunk of whole blocks: the integers are sent once, and the
-    rounded chunk once, as float32. That is 1.5 times the bytes of a float32 all-reduce. Within one host,
-    where bytes are cheap and copies are not, and where the transport has no all-to-all, the integers are
-    all-reduced. Where ranks reduce in shared memory, the sum is in that memory and is added up in place.
+    Between hosts each rank sums and rounds one chunk of whole blocks: the integers are sent once, and the
+    rounded chunk is sent once as float32. This takes 1.5 times the bytes of a float32 all-reduce. Within one
+    host, where bytes are cheap and copies are not, and if the transport has no all-to-all, the integers are
+    all-reduced. If ranks reduce in shared memory, the sum is in that memory and is computed in place.
     """
 
     def __init__(self, plan: BucketPlan, *, terms: Terms, device: torch.device, comm: Comm) -> None:
@@ -44,7 +44,7 @@ class ExactOverRanks(ExactSum, Sum):
         self._exchanges = can_exchange(comm) and spans_hosts(comm)
         self._num_rounds = 3 if self._exchanges else 2
         # Float32 `[numel]`, in the memory of `hi`. Holds the rounded sum after `rounds`, until the next
-        # deposit, which has to be a first one.
+        # deposit, which must have `first=True`.
         self.rounded: Tensor = self.hi.view(torch.float32)
         self._merged_bins = comm.allocate(self.bins.numel(), torch.uint8, device)
 
@@ -54,11 +54,12 @@ class ExactOverRanks(ExactSum, Sum):
         The first round all-reduces the largest bin of every block. The later rounds add the integers.
         `poison` makes the sum nan on every rank.
 
-        Cost: an all-reduce of a byte a block. Then, with W ranks that exchange chunks, two all-to-alls of 4
-        bytes an element and an all-gather of 4, which take 1.5 times the bytes of a float32 all-reduce, and
-        memory for 8 until they have completed; 8 bytes an element are read, and 12 / W written. Within a host
-        an all-reduce of 8 bytes an element; 8 read, and 4 written. Before it 2 bytes a block are read, and
-        where a bin grows 4 read and 8 written an element.
+        Cost: an all-reduce of one byte per block. Then, if W ranks exchange chunks, two all-to-alls of 4
+        bytes per element and an all-gather of 4 bytes per element. These send 1.5 times the bytes of a
+        float32 all-reduce, and hold 8 bytes of memory per element until they have completed; 8 bytes per
+        element are read, and 12 / W bytes are written. Within a host, an all-reduce of 8 bytes per element; 8
+        bytes per element are read, and 4 bytes are written. Before these collectives, 2 bytes per block are
+        read, and where a bin grows, 4 bytes per element are read and 8 bytes are written.
         """
         return Staged(self._rounds(poison=poison), self._num_rounds, self.hi.device)
 
@@ -76,7 +77,7 @@ class ExactOverRanks(ExactSum, Sum):
             self.round_(self.rounded)
 
     def _exchanged(self) -> Iterator[Work]:
-        """Sum and round one chunk on every rank; all-gather the chunks."""
+        """Sum and round one chunk on every rank, then all-gather the chunks."""
         comm = self._comm
         size = self.hi.numel() // comm.world_size
         mine = self.between(comm.rank * size, (comm.rank + 1) * size)
@@ -97,29 +98,29 @@ class ExactOverRanks(ExactSum, Sum):
 
 @dataclass
 class _Form:
-    """Whether a window's sum is one float term or integers."""
+    """Whether a window's sum is a single float term or integers."""
 
     is_integers: bool = False
 
 
 class TermsOverRanks(ExactOverRanks):
-    """An exact sum of one term a rank, sent as float; the rank that sums the terms turns them into integers.
+    """An exact sum of one float term per rank; the rank that sums the terms converts them to integers.
 
-    So ranks send no more than in a float32 all-reduce, and the bits are those of `ExactOverRanks`. In a
-    window in which a rank has more than one term all ranks merge integers.
+    Ranks therefore send no more bytes than in a float32 all-reduce, and the result has the same bits as with
+    `ExactOverRanks`. In a window in which a rank has more than one term, all ranks merge integers.
 
-    The flags of a deposit do not show a finite term of 2^126 or more. The sum, which is nan there, shows it.
+    The flags of a deposit do not mark a finite term of 2^126 or more, but the sum is nan for such a term.
 
-    The first round, an all-reduce of a byte, finds out whether every rank holds a term. Then there are an
-    all-to-all and an all-gather of 4 bytes an element: the bytes of a float32 all-reduce. 4 bytes an element
-    are read, and with W ranks 8 / W read or written of the integers. Memory is 8.02 / W bytes an element more
-    than that of `ExactOverRanks`.
+    The first round, an all-reduce of one byte, determines whether any rank holds integers. If no rank does,
+    an all-to-all and an all-gather of 4 bytes per element follow, which send the bytes of a float32
+    all-reduce. Then 4 bytes per element are read, and with W ranks 8 / W bytes of the integers are read or
+    written. Memory is 8.02 / W bytes per element more than for `ExactOverRanks`.
     """
 
     def __init__(self, plan: BucketPlan, *, terms: Terms, device: torch.device, comm: Comm) -> None:
         super().__init__(plan, terms=terms, device=device, comm=comm)
         self._num_rounds = 3
-        self._exchanges = False  # integers are rare here: one all-reduce, no further buffers
+        self._exchanges = False  # integers are rare here: use one all-reduce and no additional buffers
         self._full_plan, self._terms, self._form = plan, terms.total, _Form()
         self._one = torch.ones((), dtype=torch.float32, device=device)
         self._has_integers = comm.allocate(1, torch.uint8, device)
@@ -165,7 +166,7 @@ class TermsOverRanks(ExactOverRanks):
         return [*super().round_tensors(), self._part.limbs, self._part.bins, self._has_integers]
 
     def _become_integers(self) -> None:
-        """Turn the term into integers."""
+        """Convert the term to integers."""
         term = self.rounded.clone()
         self._form.is_integers = True
         self.limbs.zero_()
@@ -184,12 +185,12 @@ def exact_over_ranks(plan: BucketPlan, *, terms: Terms, device: torch.device, co
 
 
 def can_exchange(comm: Comm) -> bool:
-    """Whether each rank can sum one chunk for all ranks: not where ranks reduce in shared memory."""
+    """Whether each rank can sum one chunk for all ranks; False if ranks reduce in shared memory."""
     return comm.world_size > 1 and comm.can_exchange and not comm.has_own_memory
 
 
 def _between(plan: BucketPlan, bounds: slice) -> BucketPlan:
-    """Return the slots, or pieces of slots, between two elements, with offsets from the first of these."""
+    """Return the slots, or parts of slots, within `bounds`, with offsets relative to `bounds.start`."""
     found = []
     for offset, numel in zip(plan.offsets, plan.numels, strict=True):
         start, stop = max(offset, bounds.start), min(offset + numel, bounds.stop)

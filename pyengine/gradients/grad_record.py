@@ -1,4 +1,4 @@
-"""What gradients were at the end of a micro-batch, and which others have written to or replaced since."""
+"""Record of gradients at the end of a micro-batch, to detect outside writes and replacements."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pyengine.gradients.grad_versions import GradVersions
 
 
 class GradRecord:
-    """A record of the gradients that an owner accumulates; indices are those of its parameters."""
+    """A record of the gradients that an owner accumulates; indices refer to the owner's parameters."""
 
     def __init__(self, params: Sequence[Parameter]) -> None:
         self._versions = GradVersions(params)
@@ -20,23 +20,24 @@ class GradRecord:
         self._versions.record()
 
     def changed(self) -> list[int]:
-        """Return the indices of gradients written to or replaced since `record`.
+        """Return the indices of gradients that were written to or replaced since `record`.
 
-        Where gradients share a version, those that may have been written to.
+        If gradients share a version, all of these gradients that may have been written to are included.
         """
         return self._versions.changed()
 
     def replaced(self) -> list[int]:
-        """Return the indices of gradients that others have replaced between micro-batches of this window,
-        where `changed` has not shown it.
+        """Return the indices of gradients replaced between this window's micro-batches.
+
+        Only includes gradients replaced by code outside the engine that `changed` may miss.
         """
         return []
 
     def follow_replaced(self) -> None:
-        """Note that the backwards of this micro-batch may have replaced gradients: with create_graph=True."""
+        """Track gradients that this micro-batch's backwards may have replaced, with create_graph=True."""
 
     def outside(self) -> Sequence[int]:
-        """Return the indices of gradients written elsewhere than to `.grad` since `clear_outside`."""
+        """Return the indices of gradients that were written outside of `.grad` since `clear_outside`."""
         return ()
 
     def clear_outside(self) -> None:

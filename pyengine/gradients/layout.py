@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-# 64 elements are 128 bytes of a 2-byte wire and 256 bytes of fp32: one offset serves both buffers of a
+# 64 elements are 128 bytes on a 2-byte wire and 256 bytes in fp32, so one offset serves both buffers of a
 # bucket, and every slot starts on a cache-line pair (and on NCCL's 128-byte fast path).
 ALIGN_ELEMENTS = 64
 
@@ -25,8 +25,8 @@ class ParamSpec:
     shape: tuple[int, ...]
     dtype: torch.dtype
     requires_grad: bool = True
-    # Of a parameter that is not contiguous (for example channels_last), whose elements are in another order
-    # in its slot; empty for others.
+    # The strides of a parameter that is not contiguous (for example channels_last), whose elements have
+    # another order in its slot; empty for other parameters.
     strides: tuple[int, ...] = ()
     group: int = 0  # index of the group of ranks over which its gradient is summed
     stored: str = ""  # describes the storage of a frozen parameter that is not a plain tensor
@@ -71,7 +71,7 @@ class Layout:
 
     @property
     def numel(self) -> int:
-        """Elements of all buckets, including padding."""
+        """The number of elements in all buckets, including padding."""
         return sum(bucket.numel for bucket in self.buckets)
 
 
@@ -96,8 +96,9 @@ def build(
     Args:
         order: registration indices of the parameters to lay out; `backward_order`, or an observed order.
         cap_bytes: a bucket is closed once it holds this many bytes of gradients; parameters are never split.
-        first_bytes: a smaller cap for the first bucket of each dtype and group. The buckets of a group depend
-            on no parameter of another group, since ranks of the group may have other parameters besides.
+        first_bytes: a smaller cap for the first bucket of each dtype and group. The buckets of a group do not
+            depend on parameters of other groups, since these parameters may differ between ranks of the
+            group.
     """
     first_cap = cap_bytes if first_bytes is None else min(cap_bytes, first_bytes)
     open_slots: dict[_Kind, list[Slot]] = {}
@@ -120,7 +121,7 @@ def build(
 
 
 def first_difference(params: Sequence[Sequence[ParamSpec]], ranks: Sequence[int] = ()) -> str | None:
-    """Describe the first parameter that differs by rank; None if they agree. `ranks` are their numbers."""
+    """Describe the first parameter that differs between ranks; None if the ranks, numbered `ranks`, agree."""
     if all(specs is params[0] or specs == params[0] for specs in params):  # ranks that agree share one list
         return None
     lengths = {rank: len(specs) for rank, specs in enumerate(params)}

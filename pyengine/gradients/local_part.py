@@ -1,4 +1,4 @@
-"""The local tensor of a DTensor parameter, seen as a parameter."""
+"""The local tensor of a DTensor parameter, presented as a parameter."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from pyengine.gradients.slots import as_gradient, local
 class LocalPart:
     """The local tensor of a DTensor parameter, used like a parameter.
 
-    Its `.grad` is the local tensor of the DTensor's `.grad`. A backward may leave a gradient in other
-    placements than the parameter's, for example partial sums. Such a gradient is redistributed as soon as it
-    has been accumulated: at the same point of the backward on every rank of its mesh, by a collective.
+    Its `.grad` is the local tensor of the DTensor's `.grad`. A backward may leave a gradient in placements
+    that differ from the parameter's placements, for example as partial sums. A collective redistributes such
+    a gradient as soon as it has been accumulated, at the same point of the backward on every rank of the
+    mesh.
     """
 
     def __init__(self, param: Any) -> None:
@@ -46,7 +47,7 @@ class LocalPart:
 
     @property
     def grad_version(self) -> int:
-        """How often autograd has written to the DTensor's gradient."""
+        """The number of times autograd has written to the DTensor's gradient."""
         return 0 if self.param.grad is None else self.param.grad._version
 
     def release(self) -> None:
@@ -70,7 +71,7 @@ class LocalPart:
 
 
 def is_dtensor(param: Any) -> bool:
-    # Importing the module of DTensor takes a second.
+    # Importing DTensor's module takes a second.
     return hasattr(param, "to_local")
 
 
@@ -85,7 +86,7 @@ def whole(param: Parameter) -> Parameter:
 
 
 def grad_version(param: Parameter) -> int:
-    """Return how often autograd has written to `.grad`."""
+    """Return the number of times autograd has written to `.grad`."""
     if isinstance(param, LocalPart):
         return param.grad_version
     assert param.grad is not None
@@ -107,7 +108,7 @@ def _redistribute_grad(param: Any) -> None:
 
 
 def in_placements(grad: Any, param: Any) -> Any:
-    """Return a gradient in the placements of its parameter, by a collective of the mesh where they differ."""
+    """Return a gradient in its parameter's placements, by a collective of the mesh if placements differ."""
     if not is_dtensor(param):
         return grad
     if not is_dtensor(grad):

@@ -1,4 +1,4 @@
-"""Detect that code outside the engine has written to gradients."""
+"""Detection of writes to gradients by code outside the engine."""
 
 from __future__ import annotations
 
@@ -20,8 +20,10 @@ REMEDY = "call sync.backward(loss) in place of loss.backward(), and delete zero_
 
 
 class GradMarks:
-    """Compares the gradients with those that the engine has recorded last: those that it has published, from
-    a window's reduction to the next one's first micro-batch, and in between what it accumulates.
+    """Compares the gradients with the gradients that the engine recorded last.
+
+    From a window's reduction to the next window's first micro-batch these are the published gradients,
+    otherwise the gradients that the engine accumulates.
     """
 
     def __init__(self, reducer: Reducer, published: Published) -> None:
@@ -40,23 +42,24 @@ class GradMarks:
         return sorted({*written, *outside}) if outside else written
 
     def record_published(self) -> None:
-        """Record the gradients in `.grad`, which no window accumulates."""
+        """Record the gradients in `.grad` while no window accumulates them."""
         self._published.record()
         self._reducer.grad_record.clear_outside()
 
     def watch_hooks(self, refuse: Callable[[str, Tensor], object]) -> None:
-        """Call the method `refuse`, once a window, for a hook that removes a gradient, or writes to its
-        parameter, inside a backward.
+        """Call the method `refuse` once per window if a hook removes a gradient or writes to its parameter.
 
-        Cost: 0.1 µs a parameter; two hooks for each parameter that already has a post-accumulate hook.
+        Only hooks that run inside a backward are detected.
+
+        Cost: 0.1 µs per parameter, and two hooks for each parameter that already has a post-accumulate hook.
         """
         self.release()
-        # Python's garbage collector does not see hooks of a parameter: a strong reference would keep the
+        # Python's garbage collector does not see hooks of a parameter, so a strong reference would keep the
         # engine alive.
         call = WeakMethod(refuse)
         found: list[str] = []
-        # Of parameters, when their gradient is about to be accumulated; of sharded ones, whose hooks FSDP2
-        # calls behind its reduction, when the window begins.
+        # Versions of parameters when their gradient is about to be accumulated. For sharded parameters, whose
+        # hooks FSDP2 calls after its reduction, versions at the start of the window.
         versions: dict[str, int] = {}
 
         def note(name: str, param: Tensor, grad: Tensor) -> None:
@@ -84,9 +87,9 @@ class GradMarks:
 
         hooks = map(post_accumulate_hooks, self._params)
         for name, param, hooked in zip(self._names, self._params, hooks, strict=True):
-            if hooked and param.requires_grad:  # torch takes none for a parameter that has been frozen since
-                # Hooks of a tensor run before its gradient is accumulated, and those behind that in the order
-                # of registration: `look` comes last.
+            if hooked and param.requires_grad:  # torch refuses hooks on frozen parameters
+                # Tensor hooks run before the gradient is accumulated. Post-accumulate hooks run in the order
+                # of registration, so `look` runs last.
                 versions[name] = param._version
                 self._handles.append(param.register_hook(partial(note, name, param)))
                 self._handles.append(param.register_post_accumulate_grad_hook(partial(look, name)))
@@ -97,12 +100,12 @@ class GradMarks:
         self._handles = []
 
     def any_nonzero(self, indices: Sequence[int]) -> Tensor | None:
-        """Return whether any of these gradients is not zero, bool 0-dim; None where there is no gradient."""
+        """Return whether any of these gradients is nonzero, bool 0-dim; None if there is no gradient."""
         grads = [grad for grad in (self._params[index].grad for index in indices) if grad is not None]
         return torch.stack([dense(local(grad)).any() for grad in grads]).any() if grads else None
 
     def describe(self, indices: Sequence[int], when: str) -> str:
-        """Return a message about gradients changed at the time `when`, with the remedy."""
+        """Return a message about gradients that changed at the time `when`, with a remedy."""
         more = f" and {len(indices) - _MAX_NAMED} more" if len(indices) > _MAX_NAMED else ""
         names = ", ".join(repr(self._names[index]) for index in indices[:_MAX_NAMED])
         outside = self._reducer.grad_record.outside()

@@ -16,12 +16,12 @@ from pyengine.window.final_pass import FinalPass
 class ReducedNorms:
     """Sums of squares and finite flags of several buckets.
 
-    Each bucket is read for itself, a reduced one as soon as its reduction has completed.
+    Each bucket is read separately; a reduced bucket is read as soon as its reduction has completed.
 
     Args:
-        buckets: of each bucket the slots, and the registration indices of their parameters.
+        buckets: per bucket, the slots and the registration indices of the slots' parameters.
 
-    Cost: on an accelerator one launch a bucket, and three a window.
+    Cost: on an accelerator, one launch per bucket and three per window.
     """
 
     def __init__(self, buckets: Sequence[tuple[BucketPlan, Sequence[int]]], device: torch.device) -> None:
@@ -42,8 +42,8 @@ class ReducedNorms:
         """Read bucket `index` once.
 
         Args:
-            sources: one entry a slot, `[slot.numel]`.
-            out: written with the products, in its own dtype; may be `sources`. None writes nothing.
+            sources: one entry per slot, `[slot.numel]`.
+            out: receives the scaled values, in its own dtype; may be `sources`. With None nothing is written.
             scale: float32, 0-dim.
 
         Cost: one launch.
@@ -58,5 +58,5 @@ class ReducedNorms:
         self.copy_flags_to(final.nonfinite)
 
     def copy_flags_to(self, flags: Tensor) -> None:
-        """Copy which gradients are not finite to `flags`, uint8, by registration index."""
+        """Copy the flags of non-finite gradients to `flags`, uint8, by registration index."""
         flags.index_copy_(0, self._params, self._nonfinite)

@@ -1,4 +1,4 @@
-"""The engine's own buckets over ranks, from arrival to `.grad`."""
+"""Reduction of the engine's own buckets, from the arrival of gradients to `.grad`."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from pyengine.wire.memory import BucketSlice
 
 _log = logging.getLogger("pyengine.gradients")
 
-# As in DDP: a small first bucket lets the network start early in the backward, also for a small model.
+# As in DDP, a small first bucket lets communication start early in the backward, even for a small model.
 FIRST_BUCKET_BYTES = 2**20
 
 
@@ -47,12 +47,14 @@ class Groups:
     """The transports of one engine."""
 
     world: Comm
-    # Over the ranks of each group, by `ParamSpec.group`. Their traffic counts as traffic of `world`.
+    # The transport over the ranks of each group, by `ParamSpec.group`. Its traffic counts as traffic of
+    # `world`.
     comms: Sequence[Comm]
-    # By parameter, whether this rank counts it in the norm; None: all ranks hold the same parameters.
+    # Per parameter, whether this rank counts the parameter in the norm. None: all ranks hold the same
+    # parameters.
     counted: Sequence[bool] | None = None
-    # Whether all ranks have parameters of the same names in the same groups, so that they can agree on one
-    # order of buckets.
+    # Whether all ranks have parameters with the same names in the same groups, so that the ranks can agree on
+    # one bucket order.
     are_alike: bool = True
 
 
@@ -65,10 +67,11 @@ class Transfer:
         self.bucket, self.comm = bucket, comm
         # Whether the running backward has accumulated every gradient of the bucket.
         self.is_complete = False
-        # Tensors kept alive while a side stream may read them for the reduction, and the event after which it
-        # has finished. The allocator may reuse their memory on the backward's stream from then on, or once
-        # that stream has waited for the side stream's collective. `record_stream` would cost a microsecond a
-        # gradient, and an event each that the allocator has to query.
+        # Tensors kept alive while a side stream may read them for the reduction, and the event after which
+        # the side stream has finished reading. After that event, or once the backward's stream has waited for
+        # the side stream's collective, the allocator may reuse the memory on the backward's stream.
+        # `record_stream` would cost a microsecond per gradient, and one event per gradient that the allocator
+        # has to query.
         self.held: list[Tensor] = []
         self.is_read: torch.Event | None = None
 
@@ -76,12 +79,13 @@ class Transfer:
 class Transfers:
     """The reductions of all buckets of one window.
 
-    See [Note: order of collectives in a window] in engine/engine.py. Buckets are launched in the order of the
-    layout on every rank, whichever is complete first and whatever its group. A bucket may need several
-    collectives. Each later one is launched when a next bucket is, so that the earlier one has had time to
-    complete. Ranks with other buckets than this rank's may launch them in another order and would deadlock;
-    there the first collectives of all buckets precede every second one, and these every third one. No bucket
-    is launched before the header has arrived, and none at all if ranks disagree in the header.
+    See [Note: order of collectives in a window] in engine/engine.py. Every rank launches its buckets in
+    layout order, regardless of which bucket is complete first and of the bucket's group. A bucket may need
+    several collectives. Each subsequent collective is launched together with the next bucket, so that the
+    previous collective has had time to complete. Ranks with different buckets could launch these collectives
+    in different orders and deadlock; on such ranks all first collectives precede all second collectives,
+    which precede all third collectives. No bucket is launched before the header has arrived, or if ranks
+    disagree in the header.
     """
 
     def __init__(
@@ -97,11 +101,11 @@ class Transfers:
         self._next = 0
 
     def complete(self, transfer: Transfer) -> None:
-        """Mark a bucket as complete; launch what may be launched."""
+        """Mark a bucket as complete, and launch every bucket that may be launched."""
         transfer.is_complete = True
         transfer.bucket.seal()
-        # The backward never waits for the header: where the header has not arrived, the bucket is launched
-        # with a later one.
+        # The backward never waits for the header. If the header has not arrived, the bucket is launched
+        # together with a later bucket.
         while (
             self._next < len(self.all)
             and self.all[self._next].is_complete
@@ -129,7 +133,7 @@ class Transfers:
                 yield transfer.bucket
 
     def drop(self) -> None:
-        """Release the buckets of a window that was given up, whose tensors launched collectives may use."""
+        """Release the buckets of a window that was given up; collectives may still use their tensors."""
         for transfer in self.all[: self._next]:
             if transfer.held:
                 with transfer.comm.side_stream(transfer.held):
@@ -151,7 +155,7 @@ class Transfers:
             transfer.work = transfer.bucket.send(inv_count, comm, poison=poison)
             transfer.held, device = tensors, transfer.bucket.device
             if tensors and has_events(device) and not is_capturing():
-                # Of captured work no event can be looked at: tensors are held until `wait_in_order`.
+                # Events of captured work cannot be queried, so the tensors are held until `wait_in_order`.
                 transfer.is_read = recorded_event(device, enable_timing=False)
         for earlier in self.all[: self._next]:
             if earlier.is_read is not None and earlier.is_read.query():
@@ -161,10 +165,10 @@ class Transfers:
             self._launch_later_rounds(self.all[: self._next - 1])
 
     def _launch_later_rounds(self, transfers: Sequence[Transfer]) -> None:
-        """Launch the next collective of buckets that need several.
+        """Launch the next collective of each bucket that needs several collectives.
 
-        The last bucket comes first: its collective runs while the CPU adds up the earlier buckets. Where a
-        stream waits instead of the host, the last step also finishes the bucket on that stream.
+        The last bucket is launched first, so that its collective runs while the CPU sums the earlier buckets.
+        If a stream waits instead of the host, the last step also finishes the bucket on that stream.
         """
         staged = [(each.comm, each.work) for each in reversed(transfers) if isinstance(each.work, Staged)]
         with Unbroken(staged[0][0]) if staged else nullcontext():
@@ -175,7 +179,7 @@ class Transfers:
 
 
 class BucketGradRecord(GradRecord):
-    """The record of gradients in buckets, each of which keeps its own."""
+    """A record of the gradients in buckets, kept separately by each bucket."""
 
     def __init__(self, buckets: Sequence[OwnBucket]) -> None:
         self._buckets = buckets
@@ -198,10 +202,10 @@ class BucketGradRecord(GradRecord):
 class BucketReducer(Reducer):
     """Gradients in flat buckets that the engine owns.
 
-    Reductions are launched in bucket order on every rank, whichever bucket is complete first, so that
+    Every rank launches reductions in bucket order, regardless of which bucket is complete first, so that
     collectives always match. The first window uses the reverse of the registration order. Rank 0 records the
-    order in which its gradients arrive, and before the second window all ranks lay their buckets out in that
-    order. Frozen parameters are left alone.
+    order in which its gradients arrive, and all ranks rearrange their buckets in that order before the second
+    window. Frozen parameters are left unchanged.
     """
 
     overlaps = True
@@ -221,16 +225,16 @@ class BucketReducer(Reducer):
         self._wire, self._groups, self._comm = settings.wire, groups, groups.world
         self.counted = groups.counted
         # ---- order of the buckets ----
-        # Whether a window has been reduced: on every rank in the same window.
+        # Whether a window has been reduced; becomes True in the same window on every rank.
         self._has_launched = False
-        # The order of the buckets from the next window on: rank 0's order of arrival, or that of a state.
-        # None before the first reduction.
+        # The bucket order from the next window on: the order in which gradients arrived on rank 0, or the
+        # order in a loaded state. None before the first reduction.
         self._agreed: list[int] | None = None
-        # False until the second window. One rank needs no agreement; ranks with other parameters cannot
-        # agree.
+        # False until the second window. A single rank needs no agreement; ranks with different parameters
+        # cannot agree.
         self._order_is_final = self._comm.world_size == 1 or not groups.are_alike
         # ---- arrival of gradients ----
-        # What this rank's first backward showed; None before it.
+        # The arrivals recorded in this rank's first backward; None before that backward.
         self._arrivals: Arrivals | None = None
         # Parameters whose gradient has been accumulated more than once in a backward.
         self._repeated: set[int] = set()
@@ -276,7 +280,7 @@ class BucketReducer(Reducer):
         plans = [(bucket.plan, bucket.indices) for bucket in buckets]
         self._norms = ReducedNorms(plans, self.params[0].device)
         self.grad_record = BucketGradRecord(buckets)
-        # By registration index, in the order of the buckets, the index of the parameter's bucket.
+        # The index of each parameter's bucket, by registration index and in bucket order.
         self._bucket_of = {index: bucket.spec.index for bucket in buckets for index in bucket.indices}
 
     def local_params(self) -> Sequence[Parameter]:
@@ -294,7 +298,7 @@ class BucketReducer(Reducer):
         super().begin()
 
     def add(self) -> AbstractContextManager[None]:
-        """Accumulate inside the body where possible, from the cache."""
+        """Accumulate inside the body where possible, while gradients are in the cache."""
         watches = [watch for bucket in self._accumulated_in_backward() for watch in bucket.watches()]
         return self._add(watches) if watches or self._arrivals is None else Then(self.collect)
 
@@ -308,10 +312,10 @@ class BucketReducer(Reducer):
         return self._record_arrivals_once()
 
     def _accumulated_in_backward(self) -> list[OwnBucket]:
-        """Return the buckets that may be accumulated inside an earlier backward.
+        """Return the buckets that may be accumulated inside the backward of an earlier micro-batch.
 
-        An exact sum has room for one deposit a micro-batch, so its bucket is accumulated inside the backward
-        only where each gradient is known to arrive once.
+        An exact sum has room for one deposit per micro-batch, so its bucket is accumulated inside the
+        backward only if each gradient is known to arrive once.
         """
         if not self._is_exact:
             return self._buckets
@@ -335,10 +339,10 @@ class BucketReducer(Reducer):
 
     @contextmanager
     def overlap(self, header: Header, roots: Sequence[Tensor]) -> Iterator[None]:
-        # Buckets that wait for the end of the backward, since a gradient may be accumulated again.
+        # Buckets that wait for the end of the backward, because a gradient may be accumulated again.
         waiting = {self._bucket_of[param] for param in self._repeated}
         if self._arrivals is None and (not roots or any(map(may_nest, roots))):
-            # Not known yet whether a gradient arrives more than once.
+            # It is not yet known whether a gradient arrives more than once.
             waiting = set(range(len(self._buckets)))
         transfers = self.prepare(header)
         for bucket in self._buckets:
@@ -360,7 +364,7 @@ class BucketReducer(Reducer):
         transfers = self._transfers
         if transfers is None:
             raise not_reduced(" after some buckets had been reduced")
-        # Waits. Raises the reason, where collectives after the header cannot complete.
+        # Wait for the header. This raises an error if collectives after the header cannot complete.
         transfers.header.vector()
         self._transfers = None
         self._norms.begin()
@@ -373,7 +377,7 @@ class BucketReducer(Reducer):
 
     @property
     def capture_problems(self) -> list[str]:
-        """Why a window of these gradients cannot be captured as a graph; empty if it can."""
+        """Reasons why a window of these gradients cannot be captured as a graph; empty if it can."""
         comm, problems = self._comm, []
         if not comm.is_stream_ordered and (comm.world_size > 1 or comm.backend):
             backend = comm.backend or type(comm).__name__
@@ -383,9 +387,9 @@ class BucketReducer(Reducer):
         return problems
 
     def run_again(self) -> None:
-        """Launch what a graph of this window's work has not: called behind each of its runs."""
+        """Launch the collectives that the window's graph lacks; called after each run of the graph."""
         for group, used in self._used.items():
-            if used.on_hosts:  # ranks that run this window without a graph wait for these
+            if used.on_hosts:  # ranks that run this window without a graph wait for these flags
                 used.all_reduce([each for bucket in self._buckets_of(group) for each in bucket.used])
 
     def release(self, *, keeps_grad: bool) -> None:
@@ -425,9 +429,9 @@ class BucketReducer(Reducer):
             transfers.drop()
 
     def launch_rest(self, *, poison: bool = False) -> None:
-        """Launch the buckets that the backward has not; then the used flags.
+        """Launch the buckets that the backward has not launched, then the used flags.
 
-        After this call either all ranks have reduced a first window, or none has.
+        After this call either all ranks have reduced their first window, or no rank has.
         """
         if self._transfers is None:
             return
@@ -438,7 +442,7 @@ class BucketReducer(Reducer):
         with Unbroken(self._comm):
             self._launch_used_flags(header, poison=poison)
             if not self._has_launched and not self._order_is_final:
-                # After the buckets' collectives all ranks are at the same point of this engine.
+                # After the buckets' collectives all ranks are at the same point in this engine.
                 seen = backward_order(self._specs) if self._arrivals is None else self._arrivals.order
                 self._agreed = self._comm.all_gather_object(seen)[0]
             self._has_launched = True
@@ -454,7 +458,7 @@ class BucketReducer(Reducer):
         return [bucket for bucket in self._buckets if bucket.spec.group == group]
 
     def _drop_unused(self) -> list[int]:
-        """Set `.grad` of unused parameters to None; return their indices."""
+        """Set `.grad` of unused parameters to None, and return their indices."""
         dropped = []
         for group, flags in self._used_flags.items():
             buckets = self._buckets_of(group)
@@ -464,7 +468,7 @@ class BucketReducer(Reducer):
         return dropped
 
     def _raise_if_late(self, transfers: Transfers) -> None:
-        """Raise if a bucket has changed after it may have been launched; from now on it waits."""
+        """Raise if a bucket changed after it may have been launched; from now on such a bucket waits."""
         complete = [transfer.bucket for transfer in transfers.all if transfer.is_complete]
         late = {bucket.indices[slot] for bucket in complete for slot in bucket.late()}
         if late:
@@ -500,14 +504,14 @@ class BucketReducer(Reducer):
         arrivals = Arrivals({index: self.params[index] for index in backward_order(self._specs)})
         with arrivals.recorded():
             yield
-        self._arrivals = arrivals  # not after a backward that failed
+        self._arrivals = arrivals  # not set if the backward has failed
         self._repeated |= arrivals.repeated
 
 
 def _is_reduced_by_ddp(params: Sequence[Parameter]) -> bool:
-    """Whether a DDP that is not silent has some of the parameters: a search of milliseconds."""
+    """Whether a DDP that is not silent has any of the parameters; the search takes milliseconds."""
     mine = set(map(id, params))
-    # By type: `isinstance` asks objects for their class, and dead proxies raise.
+    # Compare types: `isinstance` reads the class from the object, which raises for dead proxies.
     ddps: Iterator[Any] = (e for e in gc.get_objects() if issubclass(type(e), DistributedDataParallel))
     return any(
         ddp.require_backward_grad_sync and not mine.isdisjoint(map(id, ddp.parameters())) for ddp in ddps

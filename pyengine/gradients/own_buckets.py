@@ -1,4 +1,4 @@
-"""The engine's own buckets: one class for each kind of sum."""
+"""Buckets that the engine owns, one class per kind of sum."""
 
 from __future__ import annotations
 
@@ -31,20 +31,20 @@ _data_ptr = methodcaller("data_ptr")
 
 
 class OwnBucket(Bucket):
-    """A bucket whose buffers, `[spec.numel]`, this object owns.
+    """A bucket that owns its buffers, each of shape `[spec.numel]`.
 
     The sum and `.grad` are valid until the next window's first backward overwrites them.
 
-    Order of calls in a window: as for `Bucket` in earlier micro-batches; then `arm` before the last backward,
-    `has_arrived` and `seal` during it, `send` once the bucket is complete, `from_wire` when its sum over
-    ranks has arrived.
+    In earlier micro-batches the order of calls is the same as for `Bucket`. In the last micro-batch, call
+    `arm` before the backward, `has_arrived` and `seal` during the backward, `send` once the bucket is
+    complete, and `from_wire` when the sum over ranks has arrived.
 
     Args:
-        wire_buffer: where the sum over ranks arrives, of the wire's type.
-        result: what `.grad` views, of the parameters' type; may be `wire_buffer`.
+        wire_buffer: buffer in the wire's dtype that receives the sum over ranks.
+        result: buffer in the parameters' dtype that `.grad` views; may be `wire_buffer`.
     """
 
-    observers: Sequence[Observer] | None = None  # those of the reducer
+    observers: Sequence[Observer] | None = None  # the reducer's observers
 
     def __init__(
         self, spec: BucketSpec, params: Sequence[Parameter], total: Sum, wire_buffer: Tensor, result: Tensor
@@ -62,15 +62,15 @@ class OwnBucket(Bucket):
         self.bind()
 
     def bind(self) -> None:
-        """Make the views for `.grad`."""
+        """Create the views for `.grad`."""
         self._grads = views_of(self._result, self.params, self.plan)
         self._addresses = list(map(Tensor.data_ptr, self._grads))
 
     def begin(self) -> None:
-        """Start a window: the first gradients overwrite the sum.
+        """Start a window, whose first gradients overwrite the sum.
 
-        A cast or move of the model and back leaves a parameter as it was, but gives the views of `.grad`
-        other memory. Then the views are made again.
+        Casting or moving the model and back leaves the parameters unchanged but gives the views in `.grad`
+        new memory. The views are then recreated.
         """
         if (now := _locations(self.params)) != self._locations:
             self._check_descriptions()
@@ -80,9 +80,10 @@ class OwnBucket(Bucket):
         if list(map(Tensor.data_ptr, self._grads)) != self._addresses:
             self.bind()
         super().begin()
-        # Marks of the gradients when the last backward had completed the bucket; of none after `send`.
+        # Marks of the gradients at `seal`, when the last backward had completed the bucket; all None after
+        # `send`.
         self._sealed: list[Mark] = []
-        self._late: list[int] = []  # slots that had changed by then when `send` began
+        self._late: list[int] = []  # slots whose gradients changed between `seal` and `send`
 
     def _check_descriptions(self) -> None:
         """Raise ValueError if a parameter was cast, moved to another device or converted."""
@@ -104,18 +105,18 @@ class OwnBucket(Bucket):
         return self._versions.changed()
 
     def replaced_grads(self) -> list[int]:
-        """Return the slots of gradients that others have replaced, where `changed_grads` has not shown it."""
+        """Return the slots whose gradients outside code has replaced and `changed_grads` may miss."""
         return []
 
     def follow_replaced_grads(self) -> None:
-        """Note that the backwards of this micro-batch may have replaced gradients."""
+        """Track the gradients that this micro-batch's backwards may have replaced."""
 
     def seal(self) -> None:
-        """Record the gradients; the last backward, which may still run, has accumulated all of them."""
+        """Record the gradients, all of which the last backward, perhaps still running, has accumulated."""
         self._sealed = grad_marks(self.params)
 
     def late(self) -> list[int]:
-        """Return the slots that the last backward has written to after `seal`."""
+        """Return the slots that the last backward wrote to after `seal`."""
         return self._late + self._changed()
 
     @abstractmethod
@@ -123,8 +124,8 @@ class OwnBucket(Bucket):
         """Accumulate the last backward's gradients, and launch the sum over ranks.
 
         Args:
-            inv_count: float32, 0-dim, multiplied in on the way to the wire; None for 1.
-            poison: send nan, so that no rank uses the window.
+            inv_count: factor by which the sum is multiplied before the wire, float32, 0-dim; None for 1.
+            poison: whether to send nan, so that no rank uses the window.
         """
 
     def _all_reduce(self, wire: Wire, comm: Comm, scale: Tensor | None, *, poison: bool) -> Work:
@@ -140,10 +141,11 @@ class OwnBucket(Bucket):
         return [self.one, self._wire, *grads, *self.flagged, *self.total.scalars()]
 
     def from_wire(self, scale: Tensor | None, norms: ReducedNorms) -> None:
-        """Publish the reduced buffer as `.grad`; read its norms.
+        """Publish the reduced buffer as `.grad`, and compute its norms.
 
-        Parameters that no rank has used get a `.grad`, too; the reducer sets it to None afterwards. Cost:
-        reads an element of the wire; writes `.grad` unless that is the same memory and `scale` is None.
+        Parameters that no rank has used also get a `.grad`, which the reducer later sets to None. Cost: one
+        read of the wire per element, and one write of `.grad` unless it shares the wire's memory and `scale`
+        is None.
         """
         is_published = self._slots is self._wire_slots and scale is None
         scale = self.one if scale is None else scale
@@ -153,7 +155,7 @@ class OwnBucket(Bucket):
                 param.grad = grad
 
     def _unseal(self) -> None:
-        """Record which gradients have changed since `seal`, before they leave `.grad`."""
+        """Record which gradients have changed since `seal`, before `.grad` is cleared."""
         if self._sealed:
             self._late, self._sealed = self._changed(), [None] * len(self.params)
 
@@ -163,13 +165,14 @@ class OwnBucket(Bucket):
 
 
 class FlatBucket(OwnBucket):
-    """Narrow gradients summed in a buffer of a wider type.
+    """Narrow gradients summed in a buffer of a wider dtype.
 
-    Bytes an element with an fp32 sum: 6 in the first micro-batch (stored, no zero pass), 10 in later ones;
-    with a narrow wire the last one sums, scales, casts and checks in a single pass of 8.
+    With an fp32 sum, the first micro-batch moves 6 bytes per element (the sum is stored without zeroing the
+    buffer first) and each later micro-batch moves 10. With a narrow wire the last micro-batch sums, scales,
+    casts and checks in a single pass of 8 bytes per element.
 
     Args:
-        dtype: of the sum.
+        dtype: dtype of the sum.
     """
 
     def __init__(
@@ -199,17 +202,18 @@ class FlatBucket(OwnBucket):
         return self._all_reduce(self._over_wire, comm, inv_count, poison=poison)
 
     def sent_tensors(self) -> list[Tensor]:
-        # Allocate the flags on this stream, on which a report reads them, and not on the side stream.
+        # Allocate the flags on this stream, where a report reads them, and not on the side stream.
         self._start_row()
         return [*super().sent_tensors(), self._sum.flat]
 
 
 class ExactBucket(OwnBucket):
-    """Gradients of any type summed exactly, as integers on a grid that the largest values set.
+    """Gradients of any dtype, summed exactly as integers on a grid chosen from the largest values.
 
-    Bytes an element: 8.02 for the sum (and 2 for narrow gradients), 12 moved by the first micro-batch and 20
-    by later ones with fp32 gradients; on the wire those of `ExactOverRanks.rounds`. `.grad` of float32
-    parameters is the memory of the sum.
+    The sum takes 8.02 bytes of memory per element, and narrow gradients take 2 more. With fp32 gradients the
+    first micro-batch moves 12 bytes per element and each later micro-batch moves 20. See
+    `ExactOverRanks.rounds` for the bytes that are sent. `.grad` of float32 parameters shares the memory of
+    the sum.
     """
 
     def __init__(self, spec: BucketSpec, params: Sequence[Parameter], *, terms: Terms, comm: Comm) -> None:
@@ -220,33 +224,33 @@ class ExactBucket(OwnBucket):
         super().__init__(spec, params, self._exact, rounded, result)
 
     def send(self, inv_count: Tensor | None, comm: Comm, *, poison: bool) -> Work:
-        del inv_count, comm  # finish() divides the rounded sum; the sum has its transport already
+        del inv_count, comm  # `finish` divides the rounded sum; the sum already has its transport
         self._unseal()
         self.collect()
         return self._exact.rounds(poison=poison)
 
     def sent_tensors(self) -> list[Tensor]:
-        self._start_row()  # as for FlatBucket
+        self._start_row()  # see `FlatBucket.sent_tensors`
         return [*super().sent_tensors(), *self._exact.round_tensors()]
 
 
 class InPlaceBucket(OwnBucket):
-    """Gradients summed in their own type, in the buffer that `.grad` views.
+    """Gradients summed in their own dtype, in the buffer that `.grad` views.
 
-    The first micro-batch's gradients are stored about a megabyte at a time, inside the backward: no zero
-    pass, and they are still in the cache. From then on `.grad` views the sum and autograd adds in place. The
-    sum is reduced in place when the wire has the same type; otherwise it is cast into a wire buffer (1/count
-    folded in) and back.
+    The first micro-batch's gradients are stored inside the backward, about a megabyte at a time, while they
+    are still in the cache; the buffer is not zeroed first. From then on `.grad` views the sum and autograd
+    adds in place. The sum is reduced in place when the wire has the same dtype; otherwise it is cast into a
+    wire buffer, with 1/count folded in, and cast back.
 
-    Autograd's in-place add increments the version of a slot's view. In the last backward each view has a
-    version of its own, which shows that the slot has arrived. Until then the views of slots that the first
-    micro-batch has used share the version of the buffer: a single number shows whether code outside the
-    engine has written to a gradient between micro-batches. Such code may also replace a gradient. That is
-    looked for in one slot after every micro-batch, and in every slot before and after a block of the
-    caller's backwards, and before the last backward.
+    Autograd's in-place add increments the version of a slot's view. In the last backward each view has its
+    own version counter, which shows whether the slot's gradient has arrived. Before the last backward, the
+    views of slots that the first micro-batch has used share the buffer's version counter, so that a single
+    number shows whether code outside the engine has written to a gradient between micro-batches. Outside code
+    may also replace a gradient. One slot is checked for a replaced gradient after every micro-batch; all
+    slots are checked before and after a block of the caller's backwards, and before the last backward.
 
-    `watch` checks every micro-batch for gradients that are not finite, so that a report can name it: one more
-    read each.
+    With `watch`, every micro-batch is checked for non-finite gradients so that a report can name the
+    micro-batch. The check costs one more read per micro-batch.
     """
 
     def __init__(
@@ -263,26 +267,27 @@ class InPlaceBucket(OwnBucket):
 
     def bind(self) -> None:
         super().bind()
-        self._shared: list[Tensor] | None = None  # as `_grads`, with the version of `_flat`; made when needed
+        self._shared: list[Tensor] | None = None  # like `_grads`, with the version counter of `_flat`
 
     def begin(self) -> None:
         super().begin()
         self._is_first = True
-        # What `.grad` is once the first micro-batch is stored, unless autograd or a hook has replaced it.
+        # The tensors in `.grad` once the first micro-batch is stored, unless autograd or a hook has replaced
+        # them.
         self._views = list(self._grads)
-        self._is_sharing = False  # whether those of used slots are of `_shared`
-        # Slots that `record_grads` looks at, beside the version of `_flat`. None: it looks at all of them.
+        self._is_sharing = False  # whether the views of used slots come from `_shared`
+        # Slots that `record_grads` checks in addition to the version of `_flat`. None: it checks all slots.
         self._watched: list[int] | None = None
-        self._first_row_of_sum = 0  # every row describes the sum so far
-        # Versions of the views: at the start of the window or when the views were made; when the sum was
-        # looked at last, which is before the last backward, and when that has completed the bucket.
+        self._first_row_of_sum = 0  # every row of flags describes the sum so far
+        # Versions of the views. `_begun`: at the start of the window, or when the views were created.
+        # `_stored`: before the last backward, and again when the last backward has completed the bucket.
         self._begun = self._own_versions()
         self._stored = self._begun
         self._is_sealed = self._is_sent = False
 
     def record_grads(self) -> None:
         if self._is_sent:
-            return  # `_stored` are the versions
+            return  # `_stored` holds the versions
         if self._watched is None:
             super().record_grads()
         else:
@@ -324,13 +329,13 @@ class InPlaceBucket(OwnBucket):
         self._is_sharing = True
         if any(
             map(is_not, map(_grad, self.params), itertools.repeat(None))
-        ):  # earlier backwards of the block
+        ):  # gradients of earlier backwards in the block
             self._store()
             return []
         return self._watches()
 
     def collect(self) -> None:
-        """Store the first micro-batch's gradients; autograd has added later ones already."""
+        """Store the first micro-batch's gradients; autograd has already added later gradients in place."""
         if self._is_first:
             self._is_sharing = True
             self._store()
@@ -343,7 +348,7 @@ class InPlaceBucket(OwnBucket):
         self._record_nonfinite()
 
     def arm(self) -> None:
-        """Store the gradients of earlier backwards, if any, and give each view a version of its own."""
+        """Store the gradients of earlier backwards, if any, and give each view its own version counter."""
         if not self._is_first or any(param.grad is not None for param in self.params):
             self._store_all()
 
@@ -358,7 +363,7 @@ class InPlaceBucket(OwnBucket):
         return self.used[slot] or is_other or view._version != self._begun[slot]
 
     def seal(self) -> None:
-        """Store every gradient in the sum; record the slots' versions."""
+        """Store every gradient in the sum, and record the versions of the slots."""
         self._store()
         self._stored = self._own_versions()
         self._is_sealed = True
@@ -390,19 +395,19 @@ class InPlaceBucket(OwnBucket):
         return list(map(_version, self._grads))
 
     def _note_used(self) -> None:
-        """Mark the slots that autograd has added to as used."""
+        """Mark as used the slots that autograd has added to."""
         slots = zip(self.used, self._begun, self._stored, strict=True)
         self.used = [used or begun != now for used, begun, now in slots]
 
     def _record_nonfinite(self) -> None:
-        """Record which slots are not finite, if they are checked."""
+        """Record which slots hold non-finite values, if this bucket checks for them."""
         if self._is_watching:
             flags = torch.zeros(len(self.params), dtype=torch.uint8, device=self.device)
             self.plan.unscale_norm(self._slots, None, self.one, sumsq=self._sumsq, nonfinite=flags)
             self.flagged.append(flags)
 
     def _store_all(self) -> None:
-        """Store every gradient, also after a move of the model; each view has a version of its own then."""
+        """Store every gradient, even in a moved model, and give each view its own version counter."""
         if not self._is_first:
             self._rebind_moved()
         self._store()
@@ -414,7 +419,7 @@ class InPlaceBucket(OwnBucket):
         self._stored = self._own_versions()
 
     def _store(self) -> None:
-        """Store every gradient in the sum; `.grad` views the sum."""
+        """Store every gradient in the sum, and make `.grad` view the sum."""
         if self._is_first:
             for group in self._groups:
                 if group.is_first:
@@ -435,7 +440,7 @@ class InPlaceBucket(OwnBucket):
             param.grad = view
 
     def _shared_views(self) -> list[Tensor]:
-        """Return views like `_grads`, whose version is that of `_flat`."""
+        """Return views like `_grads` that share the version counter of `_flat`."""
         if self._shared is None:
             with torch.no_grad():
                 slots = zip(self._grads, self.plan.offsets, strict=True)
@@ -446,7 +451,7 @@ class InPlaceBucket(OwnBucket):
         return self._shared
 
     def _store_replaced(self) -> None:
-        """Store gradients whose `.grad` was replaced by another tensor."""
+        """Store the gradients of parameters whose `.grad` was replaced by another tensor."""
         grads = list(map(_grad, self.params))
         if all(map(is_, grads, self._views)):
             return
@@ -462,7 +467,7 @@ class InPlaceBucket(OwnBucket):
             param.grad = view
 
     def _rebind_moved(self) -> None:
-        """Make new views of slots that a cast or move has copied."""
+        """Recreate the views of slots that a cast or move of the model has copied."""
         if list(map(Tensor.data_ptr, self._views)) == self._addresses:
             return
         moved, self._stored = self._views, self._own_versions()
@@ -471,7 +476,7 @@ class InPlaceBucket(OwnBucket):
         self._views, self._watched, self._is_sharing = list(self._grads), None, False
         for index, (old, view) in enumerate(zip(moved, self._grads, strict=True)):
             if old.data_ptr() == self._addresses[index] and self.params[index].grad is old:
-                self.params[index].grad = view  # its memory has not moved
+                self.params[index].grad = view  # the slot's memory has not moved
         self._begun = self._own_versions()
         self._stored = list(self._begun)
 
@@ -485,11 +490,11 @@ def own_bucket(
     terms: Terms,
     comm: Comm,
 ) -> OwnBucket:
-    """Make one bucket of the layout, which is reduced over `wire`, the wire of this bucket."""
+    """Create one bucket of the layout, reduced over its own `wire`."""
     if settings.kind == "exact":
         return ExactBucket(spec, params, terms=terms, comm=comm)
     dtype = sum_dtype(settings.kind, spec.dtype)
-    # A DTensor's `.grad` wraps the view: an in-place add of autograd would not show in the view's version.
+    # A DTensor's `.grad` wraps the view, so autograd's in-place add would not change the view's version.
     has_parts = any(isinstance(param, LocalPart) for param in params)
     if dtype != spec.dtype or has_parts:
         dtype = dtype if dtype != spec.dtype else torch.float32
@@ -502,7 +507,7 @@ def plan_of(spec: BucketSpec) -> BucketPlan:
 
 
 def _flat(spec: BucketSpec, dtype: torch.dtype, device: torch.device, comm: Comm | None = None) -> Tensor:
-    """Return a flat buffer of zeros, in `comm`'s memory if given."""
+    """Return a flat buffer of zeros, allocated by `comm` if given."""
     if comm is None:
         return torch.zeros(spec.numel, dtype=dtype, device=device)
     return comm.allocate(spec.numel, dtype, device)

@@ -1,4 +1,4 @@
-"""Micro-batches that a rank runs only because the forwards of other ranks are collective."""
+"""Micro-batches that a rank runs only because other ranks' forwards launch collectives."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from torch.autograd.graph import GradientEdge
 
 
 class Padding(ABC):
-    """Lets a micro-batch of padding leave no trace in gradients and buffers."""
+    """Ensures that padding micro-batches do not change gradients or buffers."""
 
     @abstractmethod
     def begin(self) -> None:
-        """Discard the gradients of the current micro-batch, and its writes to buffers: it is padding."""
+        """Mark the current micro-batch as padding: discard its gradients and its writes to buffers."""
 
     @abstractmethod
     def preserve_grads(self, roots: Sequence[Tensor | GradientEdge]) -> None:
-        """Keep a backward of padding, from `roots` where these are known, from changing any `.grad`.
+        """Prevent a padding backward, from `roots` if they are known, from changing any `.grad`.
 
-        This includes leaves of the caller: parameters that the engine does not have, and the leaves behind
-        `roots`.
+        This includes the caller's leaves: parameters that the engine does not manage, and leaves of the
+        graphs of `roots`.
         """

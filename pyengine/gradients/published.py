@@ -1,4 +1,4 @@
-"""The reduced gradients in `.grad`, read and scaled there for every owner."""
+"""Reduced gradients in `.grad`, which are read and scaled in place for every owner."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ from pyengine.window.nonfinite import is_not_finite
 
 
 class Published:
-    """The gradients in `.grad` of an engine's parameters, as they are at each call.
+    """The gradients in `.grad` of an engine's parameters, at the time of each call.
 
-    The user may have written to them, or replaced them by other tensors. These methods read and scale the
-    tensors that an optimizer would step with.
+    The user may have written to the gradients or replaced them with other tensors. These methods read and
+    scale the tensors that an optimizer would use in its step.
     """
 
     def __init__(self, names: Sequence[str], params: Sequence[Parameter]) -> None:
@@ -38,8 +38,8 @@ class Published:
         self._is_lazy = is_lazy(device)
         self._one = torch.ones((), dtype=torch.float32, device=device)
         self._index = {id(param): place for place, param in enumerate(params)}
-        self._groups: list[list[Parameter]] = []  # by dtype, those in the fused calls
-        # A lazy device has no memory addresses for the core.
+        self._groups: list[list[Parameter]] = []  # parameters in the fused calls, by dtype
+        # Tensors on a lazy device have no memory addresses for the core.
         self._rest = [] if is_lazy(device) else [param for param in params if param.dtype in DTYPE_CODES]
         self._then = GradVersions(self._params)
         self._dtensors: list[Any] = [param for param in self._params if is_dtensor(param)]
@@ -47,7 +47,7 @@ class Published:
         self.record()
 
     def _lay_out(self, params: Sequence[Parameter]) -> None:
-        """Add parameters to the fused calls. Frozen ones, which make plans longer, follow with a gradient."""
+        """Add parameters to the fused calls; to keep plans short, frozen parameters wait for a gradient."""
         self._groups = by_dtype([*itertools.chain(*self._groups), *params])
         plans = [aligned([local(param).numel() for param in group], 1) for group in self._groups]
         indices = [[self._index[id(param)] for param in group] for group in self._groups]
@@ -62,11 +62,11 @@ class Published:
         return list(map(_flat_grads, self._groups))
 
     def record(self) -> None:
-        """Record the gradients as they are, for `has_changed`."""
+        """Record the current gradients, for `has_changed`."""
         grads = self._then.record()
         if self._dtensors:
             self._local_versions = self._local_versions_now()
-        # An assignment to `.grad.data` replaces the memory alone, which no version counter shows.
+        # An assignment to `.grad.data` replaces only the memory, which no version counter shows.
         self._addresses = self._addresses_of(grads)
 
     def has_any(self) -> bool:
@@ -87,14 +87,15 @@ class Published:
         return self._then.changed()
 
     def _local_versions_now(self) -> list[int]:
-        """Return the versions of local tensors, which their DTensors do not show."""
+        """Return the versions of the DTensors' local tensors, which the DTensors do not show."""
         return [param.grad.to_local()._version for param in self._dtensors if param.grad is not None]
 
     @torch.no_grad()
     def read(self, final: FinalPass, scale: Tensor | None = None) -> None:
-        """Write norms and finite flags to `final`; multiply the gradients by `scale`, float32, 0-dim.
+        """Write norms and finite flags to `final`, and multiply the gradients by `scale`, float32, 0-dim.
 
-        Cost: reads one element; with `scale` writes one. A copy of tensors that the core cannot address.
+        Cost: one read per element, and with `scale` one write. Tensors that the core cannot address are
+        copied.
 
         Raises:
             ValueError: a gradient was replaced by a tensor whose elements cannot be read.
@@ -108,9 +109,9 @@ class Published:
         self._norms.copy_to(final)
 
     def flags(self) -> Tensor:
-        """Return which gradients hold inf or nan, uint8 `[parameters]`; not on a lazy device.
+        """Return flags for gradients that hold inf or nan, uint8 `[parameters]`; not on a lazy device.
 
-        Cost: reads one element.
+        Cost: one read per element.
         """
         flags = torch.zeros(len(self._params), dtype=torch.uint8, device=self._device)
         self._read(None)
@@ -118,7 +119,7 @@ class Published:
         return flags
 
     def _read(self, scale: Tensor | None) -> None:
-        """Read the norms and flags of the gradients; multiply the gradients by `scale`."""
+        """Compute the norms and flags of the gradients, and multiply the gradients by `scale`."""
         groups = self._grouped()
         self._norms.begin()
         for place, grads in enumerate(groups):
@@ -140,7 +141,7 @@ class Published:
             return
         for place, grads in enumerate(self._grouped()):
             try:
-                self._norms.read(place, grads, grads, scale)  # the next `read` begins anew
+                self._norms.read(place, grads, grads, scale)  # the next `read` resets the norms and flags
             except (TypeError, ValueError):  # a .grad was replaced by a tensor that the core cannot address
                 for grad in grads:
                     if grad is not None:
@@ -150,14 +151,14 @@ class Published:
     def scale_each_(self, factors: Tensor) -> None:
         """Multiply each gradient by its factor, float32 `[parameters]`.
 
-        Cost: on an accelerator a launch a parameter; on the host nothing for a factor of 1.
+        Cost: on an accelerator one launch per parameter; on the host nothing for a factor of 1.
         """
         for grad, factor in zip(local_grads(self._params), factors.unbind(), strict=True):
             if grad is not None and (runs_ahead(self._device) or float(factor) != 1):
                 grad.mul_(factor)
 
     def _copied(self, params: Sequence[Parameter]) -> list[Tensor | None]:
-        """Return gradients as plain float32 tensors on the device; refuse those that cannot be read."""
+        """Return gradients as plain float32 tensors on the device; raise if a gradient cannot be read."""
         copies: list[Tensor | None] = []
         for param, grad in zip(params, local_grads(params), strict=True):
             if grad is not None and (keeps_elements_elsewhere(grad) or grad.numel() != local(param).numel()):
@@ -172,7 +173,7 @@ class Published:
         return copies
 
     def _addresses_of(self, grads: Sequence[Tensor]) -> list[int]:
-        """Return the addresses of gradients; empty on a lazy device, whose tensors have none."""
+        """Return the addresses of gradients; empty on a lazy device, whose tensors have no addresses."""
         if self._is_lazy:
             return []
         try:
@@ -184,7 +185,7 @@ class Published:
     def largest(self) -> Tensor:
         """Return the largest absolute value of this rank's gradients, float64 0-dim.
 
-        It is nan if a gradient holds nan, and 0 without gradients.
+        The result is nan if a gradient holds nan, and 0 if there are no gradients.
         """
         grads = [dense(grad) for grad in local_grads(self._params) if grad is not None and grad.numel()]
         if not grads:
@@ -193,9 +194,9 @@ class Published:
 
     @torch.no_grad()
     def norms(self) -> Tensor:
-        """Return the 2-norm of every local gradient, float64 `[parameters]`; 0 without one.
+        """Return the 2-norm of every local gradient, float64 `[parameters]`; 0 for a missing gradient.
 
-        Cost: reads one element, and copies it to float64.
+        Cost: one read per element, and a copy in float64.
         """
         none = torch.zeros((), dtype=torch.float64, device=self._device)
         grads = local_grads(self._params)
@@ -232,7 +233,7 @@ def _flat_grads(params: Sequence[Parameter]) -> list[Tensor | None]:
 
 
 def _flat(grad: Tensor) -> Tensor:
-    """Return a dense gradient as 1-D tensor in storage order."""
+    """Return a dense gradient as a 1-D tensor in storage order."""
     if grad.layout is not torch.strided or grad.is_contiguous() or grad.stride() != dense_strides(grad):
         return grad
     return grad.as_strided((grad.numel(),), (1,), grad.storage_offset())

@@ -1,4 +1,4 @@
-"""The arguments that every engine has, and the checks of their values."""
+"""Arguments that every engine has, and the checks of their values."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from pyengine.wire import FP32, Wire
 from pyengine.wire.base import Spelled
 from pyengine.wire.named import wire_problems
 
-# Dtypes of parameters that are trained. A new dtype of a wire is none of these by itself.
+# Dtypes of trained parameters. A new wire dtype does not become a parameter dtype automatically.
 PARAM_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-# By kind of sum, the dtype that sums gradients of narrower dtypes.
+# The dtype in which gradients of narrower dtypes are summed, by kind of sum.
 SUM_DTYPES = {"fp32": torch.float32}
 Accumulator = Literal["fp32", "native", "exact"]
 NonFinite = Literal["skip", "raise"]
@@ -27,22 +27,23 @@ NONFINITE_POLICIES = get_args(NonFinite)
 
 @dataclass(frozen=True, repr=False)
 class Exact(Spelled):
-    """accumulator="exact", with a given window size and slots.
+    """`accumulator="exact"`, with a given window size and number of slots.
 
-    Needed where the size of a window is not the sum of `accumulate` over the ranks, or where sums need not be
-    exact within a slot.
+    Needed if the size of a window is not the sum of `accumulate` over the ranks, or if sums need not be exact
+    within a slot.
 
     Args:
-        micro_batches: of a full window, over all ranks.
-        slots: number of slots of a window; a slot is a run of neighbouring micro-batches, equally many in
-            each. PyTorch adds up the gradients of a slot, in `.grad`, on one rank and in order; the sum over
-            slots is exact. So the bits depend on the number of slots, and are the same on every number of
-            ranks that divides it; and a slot costs one deposit, not one a micro-batch. Parameters narrower
-            than float32 are refused, since PyTorch would add their gradients in their own dtype. None: every
-            micro-batch is a slot, and any rank may compute it.
+        micro_batches: number of micro-batches in a full window, over all ranks.
+        slots: number of slots in a window. Each slot is a run of consecutive micro-batches, and all slots
+            have the same length. PyTorch sums the gradients of a slot in `.grad`, on one rank and in order;
+            the sum over slots is exact. The bits therefore depend on the number of slots, and are the same
+            for every number of ranks that divides the number of slots. Each slot costs one deposit, instead
+            of one deposit per micro-batch. Parameters narrower than float32 are refused, since PyTorch would
+            sum their gradients in their own dtype. None: every micro-batch is a slot, and any rank may
+            compute it.
 
-    The exact sum has 1 to 4096 slots. Its grid depends on their number, so runs have the same bits only if
-    they have the same number of slots.
+    The exact sum has 1 to 4096 slots. The grid of the sum depends on the number of slots, so runs have the
+    same bits only if they have the same number of slots.
     """
 
     micro_batches: int
@@ -50,24 +51,24 @@ class Exact(Spelled):
 
     @property
     def run(self) -> int:
-        """Micro-batches of a slot."""
+        """The number of micro-batches in a slot."""
         return 1 if self.slots is None else self.micro_batches // self.slots
 
 
 def as_accumulator(accumulator: Accumulator | Exact | torch.dtype) -> Accumulator | Exact:
-    """Return "fp32" for torch.float32, other values unchanged."""
+    """Return "fp32" for torch.float32, and any other value unchanged."""
     return "fp32" if accumulator is torch.float32 else accumulator  # type: ignore[return-value]
 
 
 def sum_dtype(kind: str, dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which gradients of `dtype` are summed; an exact sum, of integers, has none."""
+    """Return the dtype in which gradients of `dtype` are summed; unused for exact sums of integers."""
     wide = SUM_DTYPES.get(kind, dtype)
     return wide if dtype.itemsize < wide.itemsize else dtype
 
 
 @dataclass(frozen=True)
 class Settings:
-    """The arguments that `GradSync`, `attach` and the adapters share; DDP has its own bucket size."""
+    """Arguments shared by `GradSync`, `attach` and the adapters; DDP has its own bucket size."""
 
     accumulate: int
     wire: Wire = FP32()  # noqa: RUF009 - frozen
@@ -87,17 +88,17 @@ class Settings:
 
     @property
     def run(self) -> int:
-        """Micro-batches of one slot of exact sums, else 1."""
+        """The number of micro-batches in one slot of an exact sum; 1 for other sums."""
         return self.accumulator.run if isinstance(self.accumulator, Exact) else 1
 
     @property
     def raises(self) -> bool:
-        """Whether every micro-batch is checked, and inf or nan raise."""
+        """Whether every micro-batch is checked, and inf or nan raises an error."""
         return self.nonfinite == "raise"
 
     @property
     def cap_bytes(self) -> int:
-        """Size of a bucket."""
+        """The size of a bucket in bytes."""
         return int(self.bucket_cap_mb * 2**20)
 
     @property
@@ -108,7 +109,7 @@ class Settings:
         return is_number and 0 < seconds < math.inf  # type: ignore[operator]
 
     def shared(self) -> str:
-        """Describe the values that have to be equal on every rank; micro-batches a window need not be."""
+        """Describe the values that must be equal on every rank; micro-batches per window may differ."""
         return f"wire={self.wire}, accumulator={self.accumulator!r}, nonfinite={self.nonfinite!r}, " + (
             f"bucket_cap_mb={float(self.bucket_cap_mb)}"
             + (f", {self.deferral}" if self.deferral else "")

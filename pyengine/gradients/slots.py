@@ -1,6 +1,6 @@
-"""A gradient as a slot of a flat buffer.
+"""Gradients as slots of a flat buffer.
 
-It is 1-D, in the order in which the parameter is stored.
+A slot is 1-D, in the order in which the parameter is stored.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def dense(grad: Tensor) -> Tensor:
 
 
 def as_gradient(part: Tensor, param: Any) -> Tensor:
-    """Return a local gradient as DTensor if `param` is one."""
+    """Return a local gradient, as a DTensor if `param` is a DTensor."""
     if not hasattr(param, "to_local"):
         return part
     whole: Tensor = type(param).from_local(
@@ -57,7 +57,7 @@ def views_of(flat: Tensor, params: Sequence[Parameter], plan: BucketPlan) -> lis
 
 
 def dense_strides(param: Tensor) -> tuple[int, ...]:
-    """Return the parameter's strides; where its memory has gaps, those of a dense one in the same order."""
+    """Return the parameter's strides, or if its memory has gaps, dense strides in the same order."""
     if param.is_contiguous():
         sizes = [max(size, 1) for size in param.shape]
         return tuple(itertools.accumulate(sizes[:0:-1], operator.mul, initial=1))[::-1] if sizes else ()
@@ -67,8 +67,8 @@ def dense_strides(param: Tensor) -> tuple[int, ...]:
 def slot_gradient(param: Parameter) -> Tensor | None:
     """Return `param.grad` in the slot's order, or None.
 
-    It is 1-D, or the gradient itself where that is contiguous: autograd's own memory, valid until `.grad` is
-    replaced. Gradients that are sparse, have other strides or are negated are copied.
+    The result is 1-D, or the gradient itself if it is contiguous. The memory is autograd's own, valid until
+    `.grad` is replaced. Gradients that are sparse, negated or have other strides are copied.
     """
     if param.grad is None:
         return None

@@ -1,6 +1,7 @@
 """Sums over the micro-batches of a window, in flat buffers.
 
-A `Bucket` holds one sum. A new kind of sum is a class here, or in a file beside this one, like exact_sums.py.
+A `Bucket` holds one sum. To add a new kind of sum, define a class here or in a separate file, like
+exact_sums.py.
 """
 
 from __future__ import annotations
@@ -24,15 +25,15 @@ class Sum(ABC):
 
     @abstractmethod
     def over(self, plan: BucketPlan) -> Any:
-        """Return the same sum, in the same memory, for fewer slots of the same flat buffer."""
+        """Return the same sum, in the same memory, for a subset of the flat buffer's slots."""
 
     def scalars(self) -> list[Tensor]:
-        """Return the tensors that `deposit_` reads besides gradients and sum."""
+        """Return the tensors that `deposit_` reads besides the gradients and the sum."""
         return []
 
     @abstractmethod
     def deposit_(self, grads: TensorList | Pointers, /, *, first: bool, nonfinite: Tensor) -> None:
-        """Add the gradients of a micro-batch, one a slot, `[slot.numel]`; None adds nothing.
+        """Add the gradients of a micro-batch, one per slot, `[slot.numel]`; None adds nothing.
 
         Args:
             first: True overwrites the sum, which has no gradient of this window yet.
@@ -65,13 +66,13 @@ class FlatSum(Sum):
         first: bool,
         nonfinite: Tensor,
     ) -> None:
-        """Write (sum + gradients) times `scale` into a wire buffer.
+        """Write the sum plus the gradients, times `scale`, into a wire buffer.
 
         Args:
-            wire: of the wire's type, `[numel]`; may be `flat` itself.
+            wire: buffer of the wire's dtype, `[numel]`; may be `flat` itself.
             grads, first: as for `deposit_`.
             scale: float32, 0-dim; None for 1.
-            nonfinite: as for `deposit_`; a subclass may flag values that are not finite on the wire, too.
+            nonfinite: as for `deposit_`; a subclass may also flag values that are not finite on the wire.
         """
         self.deposit_(grads, first=first, nonfinite=nonfinite)
         if wire is not self.flat or scale is not None:
@@ -81,7 +82,7 @@ class FlatSum(Sum):
 class InPlaceSum(FlatSum):
     """The buffer that `.grad` views, to which autograd adds from the second micro-batch on.
 
-    `deposit_` writes the first gradients. They have the type of the buffer and are not checked.
+    `deposit_` writes the first gradients. These gradients have the dtype of the buffer and are not checked.
     """
 
     def deposit_(self, grads: TensorList | Pointers, /, *, first: bool, nonfinite: Tensor) -> None:
@@ -93,7 +94,7 @@ class InPlaceSum(FlatSum):
 class Fp32Sum(FlatSum):
     """Bfloat16 or float16 gradients summed in float32: a bfloat16 sum stops growing after 256 equal terms.
 
-    `deposit_` moves 10 bytes an element, or 6 if `first`; `deposit_into_wire_` is one pass.
+    `deposit_` moves 10 bytes per element, or 6 if `first`; `deposit_into_wire_` is a single pass.
     """
 
     def deposit_(self, grads: TensorList | Pointers, /, *, first: bool, nonfinite: Tensor) -> None:
@@ -117,5 +118,5 @@ class Fp32Sum(FlatSum):
             )
 
 
-# The class that sums narrower gradients in a buffer of each type.
+# The class that sums narrower gradients, by the dtype of the buffer.
 FLAT_SUMS: dict[torch.dtype, type[FlatSum]] = {torch.float32: Fp32Sum}

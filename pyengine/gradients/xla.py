@@ -1,10 +1,11 @@
 """Gradients on an XLA device.
 
-There is one program for every micro-batch and one for the update.
+All micro-batches use the same program, and the update uses a second program.
 
-A program is what was recorded between two launches. A micro-batch's program is its forward, its backward and
-the addition to the sums; it does not depend on the number of micro-batches. The update's program is
-everything else: header, reductions, norm, clipping, and the optimizer's step, after which it is launched.
+A program consists of the operations recorded between two launches. A micro-batch's program contains the
+forward, the backward and the addition to the sums; it does not depend on the number of micro-batches. The
+update's program contains everything else: header, reductions, norm, clipping, and the optimizer's step, after
+which the program is launched.
 """
 
 from __future__ import annotations
@@ -50,11 +51,11 @@ def problems_of_device(device: torch.device, comm: Comm, settings: Settings) -> 
 
 
 class XlaReducer(Reducer):
-    """Gradients in sums that the engine owns: a tensor a parameter, in its shape and the sum's dtype.
+    """Gradients in sums that the engine owns: one tensor per parameter, in the parameter's shape.
 
-    `.grad` exists from the reduction to the step. The XLA compiler orders a program, and with it the overlap.
-    All gradients of a dtype are reduced by one operation, whatever the bucket size. Frozen parameters are
-    left alone.
+    The tensors have the sum's dtype. `.grad` exists from the reduction to the step. The XLA compiler
+    schedules each program, and thus the overlap. All gradients of one dtype are reduced by one operation,
+    regardless of the bucket size. Frozen parameters are left unchanged.
     """
 
     def __init__(
@@ -91,7 +92,7 @@ class XlaReducer(Reducer):
 
     @torch.no_grad()
     def open(self) -> None:
-        """Zero the sums of a dropped window, in a program of its own."""
+        """Zero the sums of a dropped window, in a separate program."""
         if not self._is_clean:
             for total in self._sums.values():
                 total.zero_()
@@ -104,15 +105,15 @@ class XlaReducer(Reducer):
         self._watched = []
 
     def collect(self) -> None:
-        """Accumulate, and launch the micro-batch's program."""
+        """Accumulate the gradients, and launch the micro-batch's program."""
         self._is_clean = False
         with torch.no_grad():
             for index, total in self._sums.items():
                 grad = self.params[index].grad
                 if grad is not None:
                     self._used[index] = True
-                    # `add_` would first run in Python on a meta tensor, to infer the shape. Either way the
-                    # program gets the sum's buffer as a donated one.
+                    # `add_` would first run in Python on a meta tensor, to infer the shape. In both cases the
+                    # sum's buffer is donated to the program.
                     torch.add(total, grad, out=total)
             if self._is_watching:
                 self._watched.append(flagged(self._sumsq([param.grad for param in self.params])))
@@ -124,7 +125,7 @@ class XlaReducer(Reducer):
         """Queue every reduction, and zero the sums."""
         self._divisor = Divisor(header.inv_count, self._wire, header.inv_scale)
         self._used_anywhere = self._usage_here().clone()
-        # One program with the header's all-reduce, if that precedes it.
+        # This all-reduce is in the same program as the header's all-reduce, if the header comes first.
         self._works = [self._comm.all_reduce(self._used_anywhere)]
         inv_count = self._divisor.before_wire()
         self._flat = {}
@@ -136,7 +137,7 @@ class XlaReducer(Reducer):
         self._is_clean = True
 
     def give_up(self) -> None:
-        """Do nothing: no backward runs during a reduction, so none is left half launched."""
+        """Do nothing: no backward runs during a reduction, so no reduction is left half launched."""
 
     @torch.no_grad()
     def finish(self, final: FinalPass) -> None:
@@ -171,16 +172,16 @@ class XlaReducer(Reducer):
         return torch.stack([self._zero if g is None else g.double().square().sum() for g in grads])
 
     def _usage_here(self) -> Tensor:
-        """Return which parameters this replica has used, float32; copied only when it changes."""
+        """Return float32 flags of the parameters this replica has used; copied only when they change."""
         if self._usage is None or self._usage[0] != self._used:
             self._usage = self._used, send(self._used, torch.float32, self._device)
         return self._usage[1]
 
 
 def flagged(sumsq: Tensor) -> Tensor:
-    """Return which gradients hold inf or nan, uint8, from their sums of squares.
+    """Return uint8 flags of the gradients that hold inf or nan, computed from their sums of squares.
 
-    The square of a float32 does not overflow in float64, nor does a sum of such squares. Where float64 has
-    the range of float32, a flag marks a gradient that makes the norm infinite, so that the step is skipped.
+    In float64, neither the square of a float32 nor a sum of such squares overflows. If float64 has the range
+    of float32, a flag marks a gradient that makes the norm infinite, so that the step is skipped.
     """
     return is_not_finite(sumsq).to(torch.uint8)

@@ -1,1 +1,1 @@
-"""DDP: its communication hook, and a DDP whose gradients the engine owns."""
+"""DDP support: a communication hook, and a DDP whose gradients the engine owns."""

@@ -27,8 +27,8 @@ class Callbacks:
     """The callbacks of the futures of one hook state.
 
     A callback that has not been freed keeps this object alive. A future completes before its callback is
-    freed, and the backend's thread needs the interpreter to free it. If the process were exiting by then, it
-    would be aborted.
+    freed, and the backend's thread needs the interpreter to free the callback. If the process were already
+    exiting at that point, it would be aborted.
     """
 
     def __init__(self) -> None:
@@ -47,35 +47,38 @@ class Callbacks:
     def await_threads(self, within_s: float = 1.0) -> None:
         """Wait until the backend's threads have freed the callbacks that have run."""
         end = time.monotonic() + within_s
-        while self.pending and time.monotonic() < end:  # the traceback of a failure may keep one for good
+        while self.pending and time.monotonic() < end:  # a failure's traceback may keep a callback forever
             time.sleep(1e-4)
 
 
 class StagedBuckets:
     """The buckets of one backward whose reduction needs several collectives.
 
-    Each later collective of a bucket is launched when a next bucket is, and the remaining ones after the last
-    bucket. The order is the same on every rank, and no collective is launched from a thread of the backend.
+    Each subsequent collective of a bucket is launched together with the next bucket, and the remaining
+    collectives after the last bucket. The order is the same on every rank, and no collective is launched from
+    a backend thread.
     """
 
     def __init__(self) -> None:
-        # Of each launched bucket its number, its reduction, and what to complete when all are launched.
+        # Per launched bucket, its number, its reduction, and the future to complete when all buckets are
+        # launched.
         self._under_way: list[tuple[int, Staged, Future[Any]]] = []
-        self._repeated: int | None = None  # number of the last bucket, if an earlier bucket had the same
+        self._repeated: int | None = None  # the last bucket's number, if it repeats an earlier number
 
     def add(self, bucket: Any, work: Staged, finish: Callable[[], Tensor]) -> Future[Tensor]:
         """Add a launched bucket; launch the next collective of earlier buckets.
 
-        `finish` waits for `work` and returns the bucket's buffer. The future of that buffer has completed, or
-        failed, when DDP has passed its last bucket to the hook.
+        `finish` waits for `work` and returns the bucket's buffer. The returned future has completed or failed
+        by the time DDP has passed its last bucket to the hook.
         """
         index = bucket.index()
-        # In the first backward of static_graph every bucket has number 0, and none is marked as the last.
+        # In the first backward with static_graph every bucket has number 0, and no bucket is marked as the
+        # last.
         repeats = index == self._repeated or any(other >= index for other, *_ in self._under_way)
         self._repeated = index if repeats else None
         ends: Future[Any] = Future()
-        # DDP reads the value of a future. An exception set as the value would be a value to DDP; an exception
-        # raised in a callback is an error.
+        # DDP reads the value of a future. DDP would treat an exception set as the value as a result; an
+        # exception raised in a callback is an error.
         future = ends.then(lambda _: finish())
         self._start_later()
         self._under_way.append((index, work, ends))
@@ -84,13 +87,13 @@ class StagedBuckets:
                 self._start_later()
             under_way, self._under_way = self._under_way, []
             for *_, ends in under_way:
-                ends.set_result(None)  # waiting for its future raises the error of a collective
+                ends.set_result(None)  # waiting for the bucket's future raises a collective's error
         return future
 
     def _start_later(self) -> None:
         """Launch the next collective of every bucket."""
-        # The last bucket comes first: its collective runs while the CPU adds up the earlier buckets.
+        # Start with the last bucket, so that its collective runs while the CPU sums the earlier buckets.
         for _, work, _ in reversed(self._under_way):
-            with suppress(Exception):  # the work raises it again when `finish` waits for it
+            with suppress(Exception):  # the error is raised again when `finish` waits for the work
                 if work.rounds_left:
                     work.step()

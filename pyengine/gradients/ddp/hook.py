@@ -1,6 +1,6 @@
-"""The DDP communication hook: averages one bucket over ranks, over a wire.
+"""DDP communication hook that averages one bucket over ranks, using a wire.
 
-No string annotations here: DDP inspects the hook's signature.
+This file uses no string annotations, because DDP inspects the hook's signature.
 """
 
 import itertools
@@ -29,14 +29,15 @@ from pyengine.wire.bucket_wire import WireMemory
 from pyengine.wire.memory import BucketSlice
 from pyengine.wire.named import WireLike, as_wire, wire_problems
 
-# Called when a bucket has been reduced: writes the result to the bucket's buffer, `[numel]`, and returns it.
+# Called when a bucket has been reduced: writes the result to the bucket's buffer, `[numel]`, and returns the
+# buffer.
 WriteBack = Callable[[], Tensor]
 # The reduction of a bucket, and the `WriteBack` for its result.
 Launched = tuple[Work, WriteBack]
 
 
 class WireBuffer:
-    """The wire of a bucket, and memory of the wire's type where the bucket's own buffer is not sent."""
+    """A bucket's wire, and a buffer of the wire's dtype if the bucket's own buffer is not sent."""
 
     def __init__(self, flat: Tensor, wire: Wire, params: Sequence[Tensor], comm: Comm) -> None:
         self.numel, self.wire = flat.numel(), wire
@@ -48,22 +49,22 @@ class WireBuffer:
 
 
 class HookState:
-    """State of `comm_hook`: the wire, the group, and buffers by bucket.
+    """State of `comm_hook`: the wire, the process group, and the buffers of each bucket.
 
-    One state may serve several models of one group. It may be made before there is a process group, copied
-    and pickled; an unpickled state uses the default group.
+    One state can serve several models on the same group. A state can be created before a process group
+    exists, and can be copied and pickled; an unpickled state uses the default group.
 
     Args:
-        process_group: the group that DDP was made with; None is the default group.
-        wire: over which a bucket is reduced: `pe.wire.FP32()`, `BF16()`, `Int8()` and so on (docs/wires.md);
-            or the dtype of one of the first.
-        shared_memory: True lets ranks of one host, with gradients on the CPU, reduce in shared memory
-            (docs/wires.md), from the first bucket on until the state and its models are released. Every rank
-            passes the same value.
+        process_group: the process group of the DDP; None is the default group.
+        wire: wire over which buckets are reduced: `pe.wire.FP32()`, `BF16()`, `Int8()` and so on
+            (docs/wires.md); or its dtype, for wires that only cast.
+        shared_memory: True lets ranks on one host, with gradients on the CPU, reduce in shared memory
+            (docs/wires.md), from the first bucket until the state and its models are released. All ranks must
+            pass the same value.
 
     Raises:
-        TypeError, ValueError: no process group; no wire; no bool. From the first backward: gradients that are
-            not on the CPU, with `shared_memory=True`.
+        TypeError, ValueError: an argument is not a process group, a wire or a bool. In the first backward:
+            gradients are not on the CPU, with `shared_memory=True`.
 
     Example:
         >>> ddp_model.register_comm_hook(pe.HookState(wire=torch.bfloat16), pe.comm_hook)  # doctest: +SKIP
@@ -89,7 +90,7 @@ class HookState:
         self.staged = StagedBuckets()
         self.callbacks = Callbacks()
         self.memory = WireMemory()
-        # By the id of the bucket's first parameter.
+        # The wire buffers, by the id of the bucket's first parameter.
         self._wire_buffers: dict[int, WireBuffer] = {}
         self._comms: dict[torch.device, Comm] = {}
 
@@ -97,7 +98,7 @@ class HookState:
         """Return the transport for buckets on a device."""
         if device not in self._comms:
             comm: Comm = TorchDist(self.group, device)
-            if self.shared_memory:  # every rank makes the transport at the same bucket
+            if self.shared_memory:  # every rank creates the transport at the same bucket
                 mine = [f"rank {dist.get_rank()}: {problem}" for problem in problems_of_sharing(comm, device)]
                 if problems := [problem for each in comm.all_gather_object(mine) for problem in each]:
                     raise ValueError(problems[0])
@@ -106,9 +107,9 @@ class HookState:
         return self._comms[device]
 
     def wire_buffer(self, bucket: dist.GradBucket, comm: Comm) -> WireBuffer:
-        """Return the wire buffer of a bucket, a new one when DDP has rebuilt its buckets."""
-        # By parameter. DDP numbers the buckets of every model from 0, and in the first backward of
-        # static_graph every bucket has number 0.
+        """Return the wire buffer of a bucket, or a new wire buffer when DDP has rebuilt its buckets."""
+        # Buffers are looked up by parameter, because DDP numbers the buckets of every model from 0, and in
+        # the first backward with static_graph every bucket has number 0.
         flat, params = bucket.buffer(), bucket.parameters()
         buffer = self._wire_buffers.get(id(params[0]))
         if buffer is None or buffer.numel != flat.numel():
@@ -117,7 +118,7 @@ class HookState:
                 BucketSlice(p, end - p.numel(), p.numel(), p) for p, end in zip(params, ends, strict=True)
             ]
             is_last = bucket.is_last()
-            # It has the parameters' residuals from other buckets.
+            # The wire takes over the parameters' residuals from other buckets.
             wire = self.memory.wire_for(self.wire, places, flat.numel(), flat.device, is_last=is_last)
             buffer = WireBuffer(flat, wire, params, comm)
             others = {key: old for key, old in self._wire_buffers.items() if not old.params & buffer.params}
@@ -147,16 +148,16 @@ def comm_hook(state: HookState | dist.ProcessGroup | None, bucket: dist.GradBuck
     """Reduce one DDP bucket over `state.wire`.
 
     Args:
-        state: a `HookState`. Or, as for PyTorch's own hooks, a process group, or None for the default one:
-            then every bucket is reduced with a new state and the wire `FP32()`.
+        state: a `HookState`; or, as for PyTorch's own hooks, a process group, or None for the default group.
+            Without a `HookState`, every bucket is reduced with a new state and the wire `FP32()`.
         bucket: DDP's bucket (under torch.compile's python_reducer a `(grad, param)` tuple, reduced in place).
 
     Returns:
         A future of the bucket's buffer, `[numel]` in the gradients' type, with the mean over ranks. The
             memory is DDP's, in which DDP expects the result.
 
-    Cost: an all-reduce of an element on the wire for every element; a read and a write an element before and
-    after it where the wire has another type or folds the division in.
+    Cost: an all-reduce of one wire element per element. If the wire has another dtype or folds the division
+    in, also one read and one write per element before and after the all-reduce.
     """
     if not isinstance(state, HookState):
         state = HookState(state)
@@ -168,18 +169,18 @@ def comm_hook(state: HookState | dist.ProcessGroup | None, bucket: dist.GradBuck
 
 
 class _Mean:
-    """The mean of one of DDP's buckets over ranks, with the passes before and after the sum."""
+    """The mean over ranks of one of DDP's buckets, including the passes before and after the sum."""
 
     def __init__(self, state: HookState, bucket: Any) -> None:
         self.state, self.bucket = state, bucket
         flat: Tensor = bucket.buffer()
-        # The core multiplies by float32 scalars; other dtypes do not pass through it.
+        # The core multiplies by float32 scalars; buckets of other dtypes do not use the core.
         dtype = torch.float32 if flat.dtype in DTYPE_CODES else flat.dtype
         part = 1 / dist.get_world_size(state.group)
         self.divisor = Divisor(lambda: torch.full((), part, dtype=dtype, device=flat.device), state.wire)
 
     def start(self) -> Future[torch.Tensor]:
-        """Launch the sum; return a future of DDP's buffer, `[numel]`, with the mean."""
+        """Launch the sum, and return a future of DDP's buffer, `[numel]`, with the mean."""
         state, bucket = self.state, self.bucket
         flat: Tensor = bucket.buffer()
         if flat.layout is not torch.strided:
@@ -188,17 +189,18 @@ class _Mean:
                 "sparse=False"
             )
         comm = state.comm(flat.device)
-        # The closure must not refer to the state or the transport: a thread of the backend could be the last
-        # to release the process group.
+        # The closure must not refer to the state or the transport. Otherwise a backend thread could be the
+        # last to release the process group.
         roll_call, memory, param = comm.roll_call, state.memory, bucket.parameters()[0]
         keeps_residual = state.wire.keeps_residual
 
         def finish(result: Callable[[], object]) -> Tensor:
             with roll_call.named():
-                result()  # raises the collective's error: torch runs callbacks of failed futures, too
+                result()  # raises the collective's error: torch also runs callbacks of failed futures
             reduced = write_back()
             if keeps_residual:
-                # The optimizer would not use a bucket with inf or nan, and so not what is left of it.
+                # The optimizer does not use a bucket with inf or nan, so its residual must not be used
+                # either.
                 memory.drop_of(param, ~torch.isfinite(reduced.sum()))
             return reduced
 
@@ -237,13 +239,13 @@ class _Mean:
         return wire.all_reduce_(sent, comm), write_back
 
     def _launch_wide(self, comm: Comm) -> Launched:
-        """Launch the sum of float64 gradients, sent as they are unless the wire encodes them."""
+        """Launch the sum of float64 gradients, which are sent unchanged unless the wire encodes them."""
         flat: Tensor = self.bucket.buffer()
         into, out_of = self.divisor.before_wire(), self.divisor.after_wire()
         if into is None and not self.state.wire.is_encoded:
             return comm.all_reduce(flat), lambda: flat if out_of is None else flat.mul_(out_of)
         buffer = self.state.wire_buffer(self.bucket, comm)
-        assert buffer.sent is not None  # no wire is of this type
+        assert buffer.sent is not None  # no wire has this dtype
         sent = buffer.sent.copy_(flat if into is None else flat * into)
 
         def write_back() -> Tensor:
@@ -261,7 +263,7 @@ def completed(flat: Tensor) -> Future[torch.Tensor]:
 
 
 def _as_bucket(grad: Tensor, param: Tensor) -> Any:
-    """Return a gradient that torch.compile's python_reducer passes to the hook, as a bucket."""
+    """Wrap a gradient that torch.compile's python_reducer passes to the hook as a bucket."""
     return SimpleNamespace(
         buffer=lambda: grad.view(-1),
         index=lambda: id(param),

@@ -1,7 +1,7 @@
-"""DDP without its reductions: the gradients of its module are in the engine's own buckets.
+"""DDP without its reductions: the engine's own buckets hold the gradients of DDP's module.
 
-DDP still moves inputs and runs its forward. What this file uses of DDP beside its documented attributes was
-read in torch 2.9 to 2.15.
+DDP still moves inputs and runs its forward. The undocumented DDP attributes used in this file were checked in
+the source of torch 2.9 to 2.15.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def visible_parameters(ddp: DistributedDataParallel) -> list[tuple[str, Paramete
     found: dict[int, tuple[str, Parameter]] = {}
     for prefix, module in ddp.module.named_modules():
         for name, param in module.named_parameters(recurse=False):
-            # As DDP compares: no parameter of the outermost module is ignored.
+            # The same comparison as in DDP, which ignores no parameter of the outermost module.
             if f"{prefix}.{name}" not in ddp.parameters_to_ignore:
                 found.setdefault(id(param), (f"{prefix}.{name}".lstrip("."), param))
     return list(found.values())
@@ -44,14 +44,14 @@ def ignored_parameters(ddp: DistributedDataParallel) -> list[tuple[str, Paramete
 
 
 def cap_mb_of(ddp: DistributedDataParallel) -> float:
-    """Return the size of DDP's buckets in MiB; the engine's own default where DDP has its default."""
+    """Return DDP's bucket size in MiB, or the engine's default if DDP uses its own default."""
     if ddp.bucket_bytes_cap_default:
         return bucket_cap_mb(next(ddp.parameters()).device)
     return max(ddp.bucket_bytes_cap, 1) / 2**20
 
 
 def problems_of_ddp(ddp: DistributedDataParallel) -> Iterator[str]:
-    """Report settings of a DDP, and of DDPs inside it, that a silent DDP would ignore or still act on."""
+    """Report settings of a DDP, and of DDPs inside it, that a silent DDP would ignore or still apply."""
     for each in _all_ddps(ddp):
         name = "ddp_model" if each is ddp else "a DistributedDataParallel inside ddp_model"
         if each._delay_all_reduce_params:
@@ -84,10 +84,10 @@ def problems_of_ddp(ddp: DistributedDataParallel) -> Iterator[str]:
 
 
 class SilentDDP:
-    """A DDP, with the DDPs inside it, whose own synchronization is switched off until `release`.
+    """A DDP, and the DDPs inside it, with their synchronization switched off until `release`.
 
     Attributes:
-        ddp: the outer one.
+        ddp: the outermost DDP.
     """
 
     def __init__(self, ddp: DistributedDataParallel) -> None:
@@ -102,18 +102,18 @@ class SilentDDP:
         self.silence()
 
     def silence(self) -> None:
-        """Switch off DDP's collectives in forwards and backwards, which other code may have switched on."""
+        """Switch off DDP's collectives in forwards and backwards, in case other code has switched them on."""
         for each in self._all:
             each.require_backward_grad_sync = each.require_forward_param_sync = False
             if each.static_graph:
-                # Otherwise the backward of DDP's outputs starts an all-reduce of everything.
+                # Otherwise the backward of DDP's outputs starts an all-reduce of all gradients.
                 each._static_graph_delay_allreduce_enqueued = True
 
     def buffers(self) -> list[Tensor]:
-        """Return the buffers that DDP would broadcast, with version counters of their own.
+        """Return views of the buffers that DDP would broadcast, with separate version counters.
 
-        A write to one of them does not show in the buffer's version, as in DDP's own broadcast: a graph that
-        has saved the buffer stays valid.
+        As in DDP's own broadcast, a write to a view does not change the buffer's version, so that a graph
+        that has saved the buffer stays valid.
         """
         found = {
             id(buffer): buffer.data
@@ -125,7 +125,7 @@ class SilentDDP:
         return list(found.values())
 
     def release(self) -> None:
-        """Give DDP back: it reduces as before."""
+        """Restore DDP, so that it reduces gradients as before."""
         self._only.remove()
         for each, backward, forward, is_learned in self._before:
             each.require_backward_grad_sync, each.require_forward_param_sync = backward, forward
@@ -138,7 +138,7 @@ class SilentDDP:
 
 
 class DDPReducer(BucketReducer):
-    """Gradients of a silent DDP in the engine's own buckets; buffers are broadcast once a window."""
+    """Gradients of a silent DDP in the engine's own buckets; buffers are broadcast once per window."""
 
     def __init__(
         self,
@@ -173,7 +173,7 @@ class DDPReducer(BucketReducer):
             report_uncapturable(f"DDP was made on another stream than windows run on: {_ON_ONE_STREAM}")
 
     def launch_rest(self, *, poison: bool = False) -> None:
-        """Launch as `BucketReducer`; then broadcast DDP's buffers: every rank does so once a window."""
+        """Launch the remaining buckets, then broadcast DDP's buffers once per window on every rank."""
         transfers = self._transfers
         super().launch_rest(poison=poison)
         if transfers is None or transfers is self._broadcast_in or transfers.header.is_refused():
@@ -195,17 +195,17 @@ class DDPReducer(BucketReducer):
         self._release_ddp()
 
 
-# DDP holds the nodes that accumulate gradients, and so the stream on which it was made.
+# DDP holds the autograd nodes that accumulate gradients, and thus the stream on which DDP was created.
 _ON_ONE_STREAM = "make DDP and engine, and run windows, inside one `with torch.Stream(device):`"
 
 # ---- forwards and copies that would not be synchronized ----
 
 
 class OnlyDDP:
-    """Refuses forwards through another DDP over the same parameters.
+    """Forward pre-hook that refuses forwards through another DDP over the same parameters.
 
-    Its hooks would reduce the gradients as well. A forward pre-hook; in copies and pickles of the model it is
-    replaced by one that does nothing.
+    The other DDP's hooks would reduce the gradients as well. In copies and pickles of the model this hook is
+    replaced by a hook that does nothing.
     """
 
     def __init__(self, ddp: DistributedDataParallel) -> None:
@@ -216,7 +216,7 @@ class OnlyDDP:
     def __call__(self, *_: Any) -> None:
         if torch.compiler.is_compiling():
             return
-        other = DistributedDataParallel._active_ddp_module  # the innermost one whose forward runs
+        other = DistributedDataParallel._active_ddp_module  # the innermost DDP whose forward is running
         if other is None or other is self._ddp() or other in self._harmless:
             return
         if self._mine.isdisjoint(id(param) for _, param in visible_parameters(other)):
@@ -241,7 +241,7 @@ _DRIVEN = "_driven_by_pyengine"
 
 
 class _Driven:
-    """An attribute of a silent DDP that refuses copies, which would stay silent without an engine."""
+    """An attribute of a silent DDP that prevents copies, which would stay silent without an engine."""
 
     def __reduce__(self) -> Any:
         raise TypeError(
@@ -259,14 +259,14 @@ def _ranks_of(ddp: DistributedDataParallel) -> list[int]:
 
 
 def _renew_reducer(ddp: DistributedDataParallel) -> None:
-    """Make DDP's reducer anew, as unpickling does: the old one has noted which backwards reached what."""
+    """Recreate DDP's reducer, as unpickling does, because the old reducer holds state of past backwards."""
     params, expects_sparse = ddp._build_params_for_reducer()
     if params:
         names = ddp._build_debug_param_to_name_mapping(params)
         ddp._ddp_init_helper(params, expects_sparse, names, ddp.static_graph)
         if ddp.static_graph:
             ddp.reducer._set_static_graph()
-            assert ddp.logger is not None  # made with the reducer
+            assert ddp.logger is not None  # created together with the reducer
             ddp.logger._set_static_graph()
 
 

@@ -1,1 +1,1 @@
-"""FSDP2's units under the engine: `fully_shard` and `replicate` reduce once a window."""
+"""FSDP2 support: units of `fully_shard` and `replicate` reduce once per window."""

@@ -1,4 +1,4 @@
-"""When each unit of a sharded model communicates, and the memory it holds meanwhile."""
+"""The choice of when each unit of a sharded model communicates, and the memory it holds until then."""
 
 from __future__ import annotations
 
@@ -11,16 +11,17 @@ import torch
 from pyengine.gradients.fsdp.units import Unit
 from pyengine.gradients.settings import Settings
 
-# What a mode launches in each micro-batch; see [Note: order of collectives in a window] in engine/engine.py.
+# For the collectives that each mode launches, see [Note: order of collectives in a window] in
+# engine/engine.py.
 MODES = ("all", "outer", "none")
 Defer = str | Mapping[str, str]
 
 
 @dataclass(frozen=True)
 class Deferral:
-    """The deferral that the arguments of `attach` ask for."""
+    """The deferral that the arguments of `attach` request."""
 
-    defer: Defer = "all"  # a mode for all units, or modes by the name of a unit; units without one have "all"
+    defer: Defer = "all"  # a mode for all units, or modes by unit name; units not named have "all"
     budget_mb: float | None = None  # MiB that deferral may hold on a rank; None: `defer` decides
 
     def __str__(self) -> str:
@@ -29,12 +30,13 @@ class Deferral:
 
 
 def choose(units: Sequence[Unit], deferral: Deferral) -> None:
-    """Choose for every unit how it communicates: its `mode` and `keeps`.
+    """Choose `mode` and `keeps`, which decide how a unit communicates, for every unit.
 
-    Within a budget, unsharded parameters come before sums: over a window of A micro-batches they save 2A - 1
-    all-gathers, sums A - 1 reductions, for the same bytes an element. The saving per byte is equal for all
-    units, so start with units whose communication overlaps least: the first ones. The first forward waits for
-    their all-gather, and their gradients are complete at the end of the backward.
+    Within a budget, unsharded parameters have priority over sums. Over a window of A micro-batches, unsharded
+    parameters save 2A - 1 all-gathers, while sums save A - 1 reductions, for the same bytes per element. The
+    saving per byte is equal for all units, so the budget goes to the first units, whose communication
+    overlaps least: the first forward waits for their all-gather, and their gradients are complete only at the
+    end of the backward.
     """
     if deferral.budget_mb is None:
         for unit in units:
@@ -54,7 +56,7 @@ def choose(units: Sequence[Unit], deferral: Deferral) -> None:
 
 
 def problems_of_deferral(units: Sequence[Unit], deferral: Deferral, settings: Settings) -> list[str]:
-    """Return messages for invalid arguments of deferral."""
+    """Return messages for invalid deferral arguments."""
     if settings.problems():
         return []  # reported elsewhere
     defer, budget = deferral.defer, deferral.budget_mb

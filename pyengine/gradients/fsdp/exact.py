@@ -1,6 +1,6 @@
-"""Exact sums of sharded parameters: the same bits on any mesh, as over DDP or own buckets.
+"""Exact sums of sharded parameters, with the same bits on any mesh, in DDP and in the engine's own buckets.
 
-FSDP unshards parameters, so a micro-batch's gradient has the bits that it has without FSDP. It is summed
+FSDP unshards parameters, so a micro-batch's gradient has the same bits as without FSDP. Gradients are summed
 unsharded, and ranks merge unsharded sums; each rank keeps its shard of the result. Norms and flags are
 computed from the unsharded result, so they do not depend on the mesh.
 """
@@ -32,7 +32,7 @@ from pyengine.wire import FP32
 class UnitBucket(Bucket):
     """The exact sum of one unit's gradients, unsharded.
 
-    Bytes an element: 8.02 on every rank, and 2 more where parameters are narrow.
+    The sum takes 8.02 bytes per element on every rank, and 2 more if parameters are narrow.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class UnitBucket(Bucket):
         return self._exact.rounds(poison=poison)
 
     def publish(self, scale: Tensor | None, norms: ReducedNorms, place: int) -> None:
-        """Read the norms of the rounded sums, times `scale`; set `.grad` to shards, in this memory."""
+        """Scale the rounded sums, compute their norms, and set `.grad` to shards of this memory."""
         norms.read(place, self._rounded, self._slots, self._one if scale is None else scale)
         for param, slot in zip(self.params, self._slots, strict=True):
             param.grad = as_gradient(shard_of(slot.view(param.shape), param), param)
@@ -90,7 +90,7 @@ class ExactFSDPReducer(ShardedReducer):
         self._works = []
 
     def collect(self) -> None:
-        """Deposit the gradients in the unsharded parameters' `.grad`."""
+        """Deposit the gradients that the unsharded parameters' `.grad` holds."""
         is_void, popped = self.unsharded.is_void, self.unsharded.pop_grads()
         self.padding.end()
         grads = {index: grad.detach().reshape(-1) for index, grad in popped.items()}
@@ -111,7 +111,7 @@ class ExactFSDPReducer(ShardedReducer):
         if self._divisor is None or self._used_flags is None or not is_sent:
             raise not_reduced()
         for unit in self.units:
-            unit.module.reshard()  # reentrant checkpoints may have unsharded it again
+            unit.module.reshard()  # reentrant checkpoints may have unsharded the unit again
         scale = self._divisor.after_wire()
         self._norms.begin()
         for place, (bucket, work) in enumerate(zip(self._buckets, self._works, strict=True)):
@@ -119,11 +119,11 @@ class ExactFSDPReducer(ShardedReducer):
             bucket.publish(scale, self._norms, place)
         self._norms.copy_to(final)
         self._used_flags.drop_unused(self.params)
-        # Every rank has the norm of the unsharded sums; the first rank of each mesh reports it.
+        # Every rank has the norms of the unsharded sums; the first rank of each mesh reports them.
         final.sumsq = torch.where(self._reports_norm, final.sumsq, 0.0)
 
     def _start(self, *, poison: bool) -> None:
-        """Launch the missing rounds; the first round of every unit precedes the later ones."""
+        """Launch the missing rounds; the first rounds of all units precede all later rounds."""
         with Unbroken(self.comm):
             for bucket in self._buckets[len(self._works) :]:
                 self._works.append(bucket.rounds(poison=poison))

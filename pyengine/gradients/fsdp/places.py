@@ -1,7 +1,7 @@
-"""How the parameters of sharded models are laid out on their meshes.
+"""Layout of the parameters of sharded models on their meshes.
 
-The first axes of a mesh are the data-parallel ones. The axes after them are tensor-parallel ones, whose
-shards FSDP shards once more.
+The first axes of a mesh are data-parallel. The remaining axes are tensor-parallel, and FSDP shards their
+shards again.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ class ScatteredSlice(BucketSlice):
     `offset` from the start of the chunk.
     """
 
-    shape: tuple[int, ...]  # of the parameter, as forwards on this rank see it
-    dim: int  # dimension along which it is sharded
+    shape: tuple[int, ...]  # shape of the parameter in forwards on this rank
+    dim: int  # dimension along which the parameter is sharded
     shards: int  # number of chunks
     padded: int  # elements of a shard, including its padding
 
@@ -49,13 +49,13 @@ class ScatteredSlice(BucketSlice):
 
 
 def scattered_places(params: Sequence[Any], names: Mapping[int, str], data_ndim: int) -> list[ScatteredSlice]:
-    """Return the positions of `params`, which a unit reduce-scatters in this order; `names` are by id."""
+    """Return the positions of `params`, which a unit reduce-scatters in order; `names` is by id."""
     places, offset = [], 0
     for param in params:
         dim = next(place.dim for place in param.placements[:data_ndim] if not place.is_replicate())
         shape = whole_shape(param, data_ndim)
         _, shards = replicas_and_shards([param], data_ndim)
-        rows = -(-shape[dim] // shards)  # of a padded shard
+        rows = -(-shape[dim] // shards)  # rows of a padded shard
         padded, numel = math.prod([*shape[:dim], rows, *shape[dim + 1 :]]), math.prod(shape)
         name, whole = names[id(param)], tuple(shape)
         places.append(ScatteredSlice(name, offset, numel, shape=whole, dim=dim, shards=shards, padded=padded))
@@ -75,7 +75,7 @@ def replicas_and_shards(params: Sequence[Any], data_ndim: int) -> tuple[int, int
 
 
 def whole_shape(param: Any, data_ndim: int) -> list[int]:
-    """Return the shape of a parameter that forwards on this rank see."""
+    """Return the shape of a parameter in forwards on this rank."""
     shape = list(param.shape)
     coordinate = param.device_mesh.get_coordinate()
     for axis, placement in [*enumerate(param.placements)][data_ndim:]:
@@ -87,7 +87,7 @@ def whole_shape(param: Any, data_ndim: int) -> list[int]:
 
 
 def is_counted(param: Any) -> bool:
-    """Whether this rank counts its shard in the norm: the first of the ranks that replicate the shard."""
+    """Whether this rank counts its shard in the norm, as the first rank that holds the shard."""
     coordinate = param.device_mesh.get_coordinate()
     return all(
         index == 0
@@ -102,7 +102,7 @@ def is_first_on_mesh(param: Any) -> bool:
 
 
 def shard_of(whole: Tensor, param: Any) -> Tensor:
-    """Return this rank's shard of an unsharded tensor, a view where that is contiguous."""
+    """Return this rank's shard of an unsharded tensor, as a view if the shard is contiguous."""
     coordinates = param.device_mesh.get_coordinate()
     for axis, placement in enumerate(param.placements):
         if placement.is_shard():

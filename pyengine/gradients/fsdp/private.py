@@ -1,7 +1,7 @@
-"""FSDP2's private state, read here and restored at the end.
+"""Access to FSDP2's private state, which is restored at the end.
 
-Tested with torch 2.11 to 2.13. A window is driven through public methods only, except for two that torch has
-since 2.13: before that, `reduce_unused` and `reset_iter_state` do the same here.
+Tested with torch 2.11 to 2.13. A window uses only public methods. Two of these methods were added in torch
+2.13; for earlier versions, `reduce_unused` and `reset_iter_state` implement them here.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.nn import Parameter
 
-# Public setters that a window needs; attributes that they replace; attributes that are read.
+# Public setters that a window needs, attributes that the setters replace, and attributes that are read.
 _NEEDED = (
     "set_requires_gradient_sync",
     "set_requires_all_reduce",
@@ -44,7 +44,7 @@ _READ = ("mesh_info", "mp_policy", "offload_policy", "device", "_partial_reduce_
 
 def is_unit(module: object) -> bool:
     """Whether `fully_shard` or `replicate` was called on a module."""
-    # By name: importing the class takes longer than importing this package.
+    # Compare names, because importing the class takes longer than importing this package.
     return any(kind.__name__ == "FSDPModule" for kind in type(module).__mro__)
 
 
@@ -60,7 +60,7 @@ def missing(module: Any) -> list[str]:
 
 
 def groups_of(module: Any) -> list[Any]:
-    """Return the parameter groups that a unit reduces, one for each mesh."""
+    """Return the parameter groups that a unit reduces, one per mesh."""
     return _groups_of(module._get_fsdp_state())
 
 
@@ -78,8 +78,9 @@ def parameters_of(module: Any) -> list[Parameter]:
 def reduced_parameters(module: Any, waiting: Collection[int] = ()) -> list[Parameter]:
     """Return the sharded parameters whose gradients a unit reduces.
 
-    A forward has unsharded them. They require a gradient, or have one from the time when they did: these are
-    `waiting`, the ids that `waiting_parameters` has returned before the backward that reduces.
+    These are the parameters that a forward has unsharded and that either require a gradient or still hold a
+    gradient from before they were frozen. `waiting` holds the ids that `waiting_parameters` returned before
+    the backward that reduces.
     """
     return [
         managed.sharded_param
@@ -89,7 +90,7 @@ def reduced_parameters(module: Any, waiting: Collection[int] = ()) -> list[Param
 
 
 def waiting_parameters(module: Any) -> set[int]:
-    """Return the ids of sharded parameters whose gradient is not reduced yet."""
+    """Return the ids of sharded parameters whose gradient has not been reduced yet."""
     return {
         id(managed.sharded_param)
         for managed in _shown(module)
@@ -98,7 +99,7 @@ def waiting_parameters(module: Any) -> set[int]:
 
 
 def _shown(module: Any) -> list[Any]:
-    """Return FSDP's objects of the parameters that a forward has unsharded."""
+    """Return the `FSDPParam` objects of the parameters that a forward has unsharded."""
     return [
         managed
         for group in groups_of(module)
@@ -114,12 +115,12 @@ def data_ndim(module: Any) -> int:
 
 
 def has_named_dims(module: Any) -> bool:
-    """Whether a unit's mesh has more axes than the data-parallel ones."""
+    """Whether a unit's mesh has axes other than data-parallel axes."""
     return any(getattr(group.mesh_info, "is_spmd_mesh", False) for group in groups_of(module))
 
 
 def is_inner(module: Any) -> bool:
-    """Whether a forward has shown that a unit is inside a larger one."""
+    """Whether a forward has shown that a unit is nested in a larger unit."""
     return module._get_fsdp_state()._is_root is False
 
 
@@ -129,9 +130,9 @@ def has_run(module: Any) -> bool:
 
 
 def reduce_unused(module: Any) -> None:
-    """Let a unit reduce zeros for parameters without a gradient, of which another rank may have one.
+    """Let a unit reduce zeros for parameters without a gradient; another rank may have a gradient.
 
-    torch before 2.13 has no setter for it; `SavedSettings.restore` ends it.
+    torch before 2.13 has no setter for this behavior; `SavedSettings.restore` undoes the change.
     """
     if hasattr(module, "set_reduce_scatter_unused_params"):
         module.set_reduce_scatter_unused_params(True, recurse=False)
@@ -150,10 +151,10 @@ def _reduce_with_zeros(group: Any, post_backward: Callable[..., None], *unused: 
 
 
 def allow_unused_units(module: Any) -> None:
-    """Let a backward that does not reduce pass over parameters that no forward has unsharded yet.
+    """Let a backward that does not reduce skip parameters that no forward has unsharded yet.
 
-    torch (2.11 to 2.13) raises AttributeError there under a policy with `reduce_dtype`;
-    `SavedSettings.restore` ends it.
+    For such parameters torch (2.11 to 2.13) raises AttributeError under a policy with `reduce_dtype`.
+    `SavedSettings.restore` undoes the change.
     """
     for group in groups_of(module):
         for managed in group.fsdp_params:
@@ -167,15 +168,15 @@ def _widen_if_unsharded(managed: Any, widen: Callable[[], None]) -> None:
 
 
 def reset_iter_state(module: Any) -> None:
-    """Let FSDP discard an unfinished forward or backward of the outermost unit."""
+    """Make FSDP discard an unfinished forward or backward of the outermost unit."""
     if hasattr(module, "reset_iter_state"):
         module.reset_iter_state()
         return
-    # As torch 2.13 does it.
+    # The same steps as in torch 2.13.
     root = module._get_fsdp_state()
     shared, comm = root._state_ctx, root._comm_ctx
     stream, idle = root._device_handle.current_stream(), type(root._training_state).IDLE
-    # torch 2.11 runs one reduce-scatter at a time, 2.12 several.
+    # torch 2.11 runs one reduce-scatter at a time, torch 2.12 several.
     scattered = [getattr(comm, "reduce_scatter_state", None), *getattr(comm, "reduce_scatter_states", [])]
     for left in [comm.all_gather_state, *scattered]:
         if left is not None and left.event is not None:
@@ -202,12 +203,12 @@ def reset_iter_state(module: Any) -> None:
 
 
 def state_id(module: Any) -> int:
-    """Return an id of a module's FSDP state, which modules passed to `fully_shard` together share."""
+    """Return the id of a module's FSDP state; modules passed to `fully_shard` together share one state."""
     return id(module._get_fsdp_state())
 
 
 def reduce_dtype(module: nn.Module) -> torch.dtype | None:
-    """Return the dtype of a unit's sums over micro-batches and ranks; None if it trains nothing."""
+    """Return the dtype of a unit's sums over micro-batches and ranks; None if the unit trains nothing."""
     for group in groups_of(module):
         policy = group.mp_policy
         for managed in group.fsdp_params:
@@ -245,7 +246,7 @@ def has_own_reduce_scatter(module: nn.Module) -> bool:
 
 
 class SavedSettings:
-    """A unit's settings before the engine, to be restored."""
+    """A unit's settings from before the engine was created, to be restored later."""
 
     def __init__(self, module: Any) -> None:
         self._state = module._get_fsdp_state()
@@ -268,7 +269,8 @@ class SavedSettings:
         """Restore whether the unit reshards its parameters after a forward."""
         state = self._state
         state._auto_reshard_after_forward = self._automatic
-        # torch decides this at the first forward, which may have run since: the root module is not resharded.
+        # torch makes this decision in the first forward, which may have run since, and does not reshard the
+        # root module.
         is_root = self._automatic and state._is_root is True
         for group, values in self._groups:
             group.post_forward_mesh_info = None if is_root else values["post_forward_mesh_info"]

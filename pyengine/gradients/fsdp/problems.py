@@ -1,4 +1,4 @@
-"""Sharded models that no engine can drive, with the remedy for each."""
+"""Checks for sharded models that no engine can drive, with a remedy for each problem."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from pyengine.wire import Wire
 
 
 def check_version(model: nn.Module) -> None:
-    """Raise RuntimeError where the engine cannot drive this torch's FSDP2."""
+    """Raise RuntimeError if the engine cannot drive FSDP2 of this torch version."""
     lacks = missing(model)
     if lacks:
         raise RuntimeError(
@@ -41,7 +41,7 @@ def managed_parameters(
 ) -> tuple[list[tuple[str, Parameter]], list[Parameter]]:
     """Return the named parameters that units manage, and the caller's other parameters.
 
-    Both in registration order.
+    Both lists are in registration order.
     """
     managed = {id(param) for unit in units for param in unit.params}
     named = list(model.named_parameters())
@@ -52,7 +52,7 @@ def managed_parameters(
 
 
 def problems_of_fsdp(model: nn.Module, settings: Settings) -> list[str]:
-    """Return messages for a sharded model, or arguments, that do not work together."""
+    """Return messages for a sharded model and arguments that do not work together."""
     found = []
     if is_inner(model):
         found.append("ddp_model is a unit within a larger one: pass the outermost, whose forward you call")
@@ -87,7 +87,7 @@ def _unit_problems(unit: Unit, settings: Settings) -> Iterator[str]:
 
 
 def _sum_problems(unit: Unit, settings: Settings) -> Iterator[str]:
-    """Yield messages where a unit's policy sums in another dtype than the arguments."""
+    """Yield messages if a unit's policy sums in a different dtype than the arguments request."""
     dtype = reduce_dtype(unit.module)
     if dtype is None or settings.problems() or settings.kind == "exact":
         return  # exact sums are reduced without FSDP
@@ -108,7 +108,7 @@ def _sum_problems(unit: Unit, settings: Settings) -> Iterator[str]:
 
 
 def _wire_problems(unit: Unit, dtype: torch.dtype, wire: Wire) -> Iterator[str]:
-    """Yield why sums of one dtype cannot use another wire."""
+    """Yield the reasons why a unit's sums of dtype `dtype` cannot use `wire`."""
     text = f"reduces in {dtype}, and wire={wire}".replace("torch.", "")
     if dtype != wire.dtype and wire.dtype.itemsize >= dtype.itemsize:
         yield (
@@ -130,7 +130,7 @@ def _wire_problems(unit: Unit, dtype: torch.dtype, wire: Wire) -> Iterator[str]:
 
 
 def _placement_problems(param: Any, unit: Unit) -> Iterator[str]:
-    """Yield messages for placements that `fully_shard` and `replicate` do not make."""
+    """Yield messages for placements that `fully_shard` and `replicate` do not create."""
     kinds = "".join("R" if placement.is_replicate() else "S" for placement in param.placements)
     wanted = ("R",) if unit.is_replicated else ("S", "RS")
     if has_named_dims(unit.module):

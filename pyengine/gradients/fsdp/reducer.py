@@ -1,7 +1,7 @@
-"""FSDP2's gradients under the engine, reduced once a window.
+"""FSDP2's gradients, which the engine reduces once per window.
 
-Before the window's last backward, sums are in the unsharded parameters' `.grad`. torch reduces the plain sum
-over ranks; 1/count is multiplied in afterwards, as for other owners.
+Before the window's last backward, the unsharded parameters' `.grad` holds the sums. torch computes the plain
+sum over ranks, which is then multiplied by 1/count, as for other owners.
 """
 
 from __future__ import annotations
@@ -44,27 +44,27 @@ _log = logging.getLogger("pyengine.gradients")
 
 @dataclass(frozen=True)
 class Managed:
-    """A model that `fully_shard` or `replicate` was called on, and the engine's arguments."""
+    """A model prepared by `fully_shard` or `replicate`, and the engine's arguments."""
 
     model: nn.Module  # the outermost unit
-    named: Sequence[tuple[str, Parameter]]  # its managed parameters, sharded, in registration order
+    named: Sequence[tuple[str, Parameter]]  # the model's managed, sharded parameters, in registration order
     units: Sequence[Unit]
-    counted: Sequence[bool]  # by parameter, whether this rank counts its local tensor in the norm
+    counted: Sequence[bool]  # per parameter, whether this rank counts its local tensor in the norm
     comm: Comm  # over all ranks of the engine
     settings: Settings
 
 
 class ShardedPadding(Padding):
-    """Padding of a sharded model.
+    """Padding micro-batches of a sharded model.
 
     Args:
-        ignored: parameters of the model that are not the engine's.
+        ignored: parameters of the model that the engine does not manage.
     """
 
     def __init__(self, model: nn.Module, unsharded: Unsharded, ignored: Sequence[Parameter]) -> None:
         self._model, self._unsharded, self._ignored = model, unsharded, ignored
         self._restore_buffers: Callable[[], None] | None = None
-        # `.grad` of the caller's leaves while padding runs: by the leaf's id, the leaf and its gradient.
+        # The caller's leaves and their gradients while padding runs, by the leaf's id.
         self._preserved: dict[int, tuple[Tensor, Tensor | None]] = {}
 
     def begin(self) -> None:
@@ -91,7 +91,7 @@ class ShardedPadding(Padding):
 
 
 class ShardedGradRecord(GradRecord):
-    """A record that also shows gradients which a backward has left in unsharded parameters."""
+    """A record that also reports gradients that a backward has left in unsharded parameters."""
 
     def __init__(self, params: Sequence[Parameter], unsharded: Unsharded) -> None:
         super().__init__(params)
@@ -109,7 +109,7 @@ class ShardedGradRecord(GradRecord):
 
 
 class ShardedReducer(Reducer):
-    """A sharded model whose units reduce when the window ends."""
+    """Gradients of a sharded model, whose units reduce when the window ends."""
 
     has_collective_forwards = True
 
@@ -131,12 +131,12 @@ class ShardedReducer(Reducer):
         # Called by `release`, or when the engine is collected without `close`.
         self._give_back = finalize(self, _give_back, self.units, self.unsharded)
         self._give_back.atexit = False
-        self.is_clean = True  # FSDP has no state of an unfinished window
+        self.is_clean = True  # whether FSDP holds no state of an unfinished window
         self._divisor: Divisor | None = None
         self._used_flags: UsedFlags | None = None
         self._has_warned = False
-        # A weak reference: hooks of parameters refer to `unsharded`, and Python's garbage collector does not
-        # see them.
+        # Use a weak reference, because parameter hooks refer to `unsharded` and are invisible to Python's
+        # garbage collector.
         warn = WeakMethod(self._warn_of_bare_backwards)
         self.unsharded.on_repeat = lambda: own() if (own := warn()) is not None else None
         ignored = [param for param in managed.model.parameters() if id(param) not in names]
@@ -144,7 +144,7 @@ class ShardedReducer(Reducer):
         self.grad_record = ShardedGradRecord(self.params, self.unsharded)
 
     def open(self) -> None:
-        """Open a window: earlier backwards reduce only what is not deferred."""
+        """Open a window, in which only the last backward reduces deferred gradients."""
         self.reset()
         self.padding.end()
         self.is_clean, self._divisor, self._used_flags = False, None, None
@@ -152,7 +152,7 @@ class ShardedReducer(Reducer):
             unit.open()
 
     def abandon(self) -> None:
-        """Show the sharded parameters again, which a budget keeps gathered, and narrow, for a window."""
+        """Reshard parameters that a budget keeps unsharded, in the compute dtype, during a window."""
         self.reset()
         for unit in self.units:
             unit.close()
@@ -164,7 +164,7 @@ class ShardedReducer(Reducer):
         super().begin()
 
     def _warn_of_bare_backwards(self) -> None:
-        """Warn once of two backwards between windows, without a step."""
+        """Warn once about two backwards between windows without a step."""
         if self.is_clean and not self._has_warned:
             self._has_warned = True
             warnings.warn(
@@ -177,7 +177,7 @@ class ShardedReducer(Reducer):
         return self.unsharded.used[index] or self.params[index].grad is not None
 
     def release(self, *, keeps_grad: bool) -> None:
-        """Restore the units, which reduce in every backward again."""
+        """Restore the units, so that they reduce in every backward again."""
         self.reset()
         self.padding.end()
         self._give_back()
@@ -186,14 +186,14 @@ class ShardedReducer(Reducer):
                 param.grad = None
 
     def make_divisor(self, header: Header, wire: Wire) -> Divisor:
-        """Make the window's divisor if ranks agree in the header: else FSDP's collectives would hang."""
+        """Create the window's divisor; raise if ranks disagree in the header, since FSDP would hang."""
         if header.is_refused():
             check_agreement(header, header.totals(), self.comm)
         self._divisor = Divisor(header.inv_count, wire, header.inv_scale)
         return self._divisor
 
     def reset(self) -> None:
-        """Let FSDP discard an unfinished window."""
+        """Make FSDP discard an unfinished window."""
         if not self.is_clean and has_run(self.model):
             reset_iter_state(self.model)
         self.is_clean = True
@@ -206,15 +206,15 @@ def _give_back(units: Sequence[Unit], unsharded: Unsharded) -> None:
 
 
 class FSDPReducer(ShardedReducer):
-    """Gradients that `fully_shard` or `replicate` owns."""
+    """Gradients owned by `fully_shard` or `replicate`."""
 
     overlaps = True
 
     def __init__(self, managed: Managed) -> None:
         super().__init__(managed)
         settings = managed.settings
-        # 1/count is multiplied in before a wire that needs means, if all gradients wait for the window's end,
-        # else after the sum.
+        # If all gradients wait for the end of the window, 1/count is multiplied in before a wire that needs
+        # means; otherwise after the sum.
         waits = all(
             unit.mode == "all" and (unit.narrows(settings.wire) or reduce_dtype(unit.module) is None)
             for unit in self.units
@@ -238,9 +238,9 @@ class FSDPReducer(ShardedReducer):
         self.padding.end()
 
     def reduce(self, header: Header) -> None:
-        """Reduce by a forward and backward of an old batch with zero gradients.
+        """Reduce by replaying the forward and backward of an old batch with zero gradients.
 
-        FSDP reduces only in a backward.
+        FSDP reduces only inside a backward.
         """
         with self._reducing(header):
             pass
@@ -253,7 +253,7 @@ class FSDPReducer(ShardedReducer):
             self.unsharded.count_micro_batch()
 
     def give_up(self) -> None:
-        """Launch the used flags if FSDP had finished; it cannot resume a backward."""
+        """Launch the used flags if the reduction has begun; FSDP cannot resume a backward."""
         self._gave_up = True
         self.padding.end()
         for unit in self.units:
@@ -262,7 +262,7 @@ class FSDPReducer(ShardedReducer):
             self._used_flags = self.used.all_reduce(self.unsharded.used)
 
     def finish(self, final: FinalPass) -> None:
-        """Read and scale `.grad` once: FSDP has waited and written it already."""
+        """Read and scale `.grad` in one pass, after FSDP has waited for the gradients and written them."""
         if self._gave_up:
             final.void = self._nan
         if self._used_flags is not None:
@@ -287,7 +287,7 @@ class FSDPReducer(ShardedReducer):
 
     @contextmanager
     def _reducing(self, header: Header) -> Iterator[None]:
-        """Reduce in the body's backward; if the body has none, a replayed backward reduces."""
+        """Reduce in the body's backward, or in a replayed backward if the body has no backward."""
         self.wire.before = self.make_divisor(header, self._divisor_wire).before_wire
         self.wire.memory.begin(header.position[0])
         _log.debug("reduce %d units in the next backward", len(self.units))
@@ -311,7 +311,7 @@ class FSDPReducer(ShardedReducer):
         self._check_complete(header)
 
     def _check_complete(self, header: Header) -> None:
-        """Check that every gradient was reduced; launch the used flags."""
+        """Check that every gradient was reduced, and launch the used flags."""
         for unit in self.units:
             unit.disable_reduction()
         left = [
@@ -319,7 +319,7 @@ class FSDPReducer(ShardedReducer):
             for index, (name, param) in enumerate(zip(self.names, self.params, strict=True))
             if param.grad is None and not self.unsharded.is_missing(index)
         ]
-        if left and not header.totals().invalid_counts:  # the error of invalid counts explains more
+        if left and not header.totals().invalid_counts:  # the error for invalid counts explains more
             raise RuntimeError(
                 f"FSDP has not reduced the gradient of {left[0]!r} ({len(left)} parameters in all) in the "
                 "window's last backward, which did not run through the model's own forward: call the model "

@@ -1,6 +1,6 @@
-"""A replayed forward and backward with zero gradients.
+"""Replay of a forward and backward with zero gradients.
 
-It makes FSDP2 reduce outside of the caller's backward.
+The replay makes FSDP2 reduce outside of the caller's backward.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from pyengine.ops.device import runs_ahead
 
 
 class Replay:
-    """Keeps the inputs of the model's last forward, to replay it; they stay alive until the next one.
+    """Keeps the inputs of the model's last forward for a replay, until the next forward.
 
-    FSDP2 reduces in a backward and has no public call for it outside of one.
+    FSDP2 reduces inside a backward, and has no public method to reduce outside of a backward.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -33,10 +33,10 @@ class Replay:
         return self._inputs is not None
 
     def run(self, preserve_grads: Callable[[Sequence[Tensor]], None]) -> None:
-        """Run forward and backward; the caller replaces the gradients by zeros.
+        """Run a forward and backward; the caller replaces the gradients with zeros.
 
-        Buffers and random generators are restored afterwards. `preserve_grads` is called before the backward
-        with the tensors that it starts from.
+        Buffers and random generators are restored afterwards. `preserve_grads` is called before the backward,
+        with the tensors from which the backward starts.
         """
         if self._inputs is None:
             raise RuntimeError(
@@ -98,7 +98,7 @@ def _device_of(model: nn.Module) -> torch.device:
 
 
 def _detached(value: Any) -> Any:
-    """Return the same values without their graph, also inside lists, tuples and dicts."""
+    """Detach tensors from their graph, including tensors inside lists, tuples and dicts."""
     if isinstance(value, Tensor):
         detached = value.detach()  # torch.func's transforms refuse requires_grad_
         return detached.requires_grad_() if value.requires_grad else detached

@@ -26,7 +26,7 @@ def _run(comm: Comm, launch: Callable[[bool], Any], what: str, *, group: Any, is
 
 
 class CountedAllGather:
-    """The unit's all-gather of parameters, with its traffic counted."""
+    """A unit's all-gather of parameters, which counts its traffic."""
 
     def __init__(self, inner: Any, comm: Comm) -> None:
         self._inner, self._comm = inner, comm
@@ -49,32 +49,32 @@ class ShardWire:
     """The wire over which the units of one engine reduce-scatter gradients.
 
     Args:
-        wire: of the dtype that a unit reduces in, or narrower.
-        comm: counts the traffic, and names the ranks that do not answer.
+        wire: wire of a unit's reduce dtype, or of a narrower dtype.
+        comm: transport that counts the traffic and names the ranks that do not answer.
     """
 
     def __init__(self, wire: Wire, comm: Comm) -> None:
         self.wire, self.comm = wire, comm
-        # Returns the factor multiplied in on the way to the wire, float32 0-dim; None for 1. Set for each
-        # window.
+        # Returns the factor by which sums are multiplied before the wire, float32 0-dim; None for 1. Set for
+        # each window.
         self.before: Callable[[], Tensor | None] = lambda: None
         self.memory = WireMemory()  # residuals of the units
         self._over: dict[Any, TorchDist] = {}
 
     def replaces(self, inner: Any, group: Any, parts: Tensor) -> bool:
-        """Whether the wire sums this input, instead of `inner`, the unit's own reduce-scatter."""
+        """Whether the wire, instead of the unit's own reduce-scatter `inner`, sums this input."""
         if parts.dtype != self.wire.dtype or self.wire.is_encoded:
             return True
-        # gloo's own reduce-scatter is an all-reduce, which sends twice as much. `dist.get_backend` has no
-        # device.
+        # gloo's own reduce-scatter is an all-reduce, which sends twice as much. `dist.get_backend` does not
+        # take a device.
         backend = group._get_backend(parts.device).name().lower()  # noqa: SLF001
         is_slow = not runs_ahead(parts.device) and backend == "gloo"
         return is_slow and type(inner).__name__ == "DefaultReduceScatter" and self.wire.can_reduce_scatter
 
     def reduce_scatter(self, out: Tensor, parts: Tensor, group: Any, wire: Wire) -> None:
-        """Sum over a group, as `Wire.reduce_scatter`; values are cast where the wire is narrower.
+        """Sum over a group like `Wire.reduce_scatter`; values are cast if the wire is narrower.
 
-        `parts` is overwritten where a factor is multiplied in without a cast. `wire` is the unit's wire.
+        `parts` is overwritten if it is multiplied by a factor without a cast. `wire` is the unit's wire.
         """
         if group not in self._over:
             self._over[group] = TorchDist(group, parts.device)
@@ -89,12 +89,12 @@ class ShardWire:
 
 
 class ReduceScatterOverWire:
-    """A unit's reduce-scatter of gradients; called with the arguments of torch's own.
+    """A unit's reduce-scatter of gradients; called with the arguments of torch's own reduce-scatter.
 
     Args:
-        inner: the unit's own, which `wire` replaces where it is narrower, or cheaper.
+        inner: the unit's own reduce-scatter, which `wire` replaces if the wire is narrower or cheaper.
         reduced: returns the sharded parameters that are reduce-scattered now.
-        places: returns their positions in the input.
+        places: returns the parameters' positions in the input.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class ReduceScatterOverWire:
         places: Callable[[Sequence[Parameter]], Sequence[ScatteredSlice]],
     ) -> None:
         self._inner, self._wire, self._reduced, self._places = inner, wire, reduced, places
-        self._own_wire: tuple[Wire, list[int]] | None = None  # with the ids of its parameters
+        self._own_wire: tuple[Wire, list[int]] | None = None  # and the ids of the unit's parameters
         self.allocate = inner.allocate
 
     def __call__(
@@ -116,8 +116,8 @@ class ReduceScatterOverWire:
         self._wire.comm.traffic.count(input_tensor.nbytes - output_tensor.nbytes)
         return _run(
             self._wire.comm,
-            # Not through `comm.run` in the background: gloo's reduce-scatter never reports that it has
-            # completed.
+            # `comm.run` must not run this in the background, because gloo's reduce-scatter never reports that
+            # it has completed.
             lambda _: self._inner(output_tensor, input_tensor, group, op, async_op),
             f"a reduce-scatter of {input_tensor.nbytes} bytes",
             group=group,
@@ -125,9 +125,10 @@ class ReduceScatterOverWire:
         )
 
     def _wire_of(self, parts: Tensor) -> Wire:
-        """Return the unit's wire, a new one for other parameters.
+        """Return the unit's wire, or a new wire if the parameters have changed.
 
-        Parameters are compared, not sizes: parameters that are trained in turn may have equal sizes.
+        Parameters are compared instead of sizes, because parameters that are trained in turn may have equal
+        sizes.
         """
         if not self._wire.wire.keeps_memory:
             return self._wire.wire

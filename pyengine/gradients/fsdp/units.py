@@ -1,4 +1,4 @@
-"""The units of a sharded model, and torch's setters on them."""
+"""Units of a sharded model, and the torch setters that are called on them."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ from pyengine.wire import Wire
 class Unit:
     """A module that `fully_shard` or `replicate` was called on."""
 
-    # ---- how it communicates in a window, set by `choose` in deferral.py ----
+    # ---- how the unit communicates in a window, set by `choose` in deferral.py ----
 
     # "all": gradients are reduced in the last micro-batch only, and held unsharded until then. "outer":
-    # reduce-scattered in every micro-batch, and all-reduced over replicas in the last. "none": reduced in
-    # every micro-batch.
+    # reduce-scattered in every micro-batch, and all-reduced over replicas in the last micro-batch. "none":
+    # reduced in every micro-batch.
     mode = "all"
     # Whether parameters stay unsharded from the window's first forward to its last backward.
     keeps = False
@@ -43,8 +43,8 @@ class Unit:
     def __init__(self, name: str, module: Any) -> None:
         self.name, self.module = name, module  # the name is empty for the model itself
         self.params = parameters_of(module)  # sharded
-        # Number of leading, data-parallel axes of their meshes; along these axes, how many ranks replicate a
-        # parameter, and how many shards it has.
+        # The number of leading, data-parallel axes of the parameters' meshes. Along these axes, the number of
+        # ranks that replicate a parameter, and the number of its shards.
         self.data_ndim = data_ndim(module)
         self.replicas, self.shards = replicas_and_shards(self.params, self.data_ndim)
         self._waiting: set[int] = set()  # ids of parameters whose old gradient the next backward reduces
@@ -61,7 +61,7 @@ class Unit:
 
     @property
     def has_replicas_of_shards(self) -> bool:
-        """Whether it is reduced in two steps: over shards, and over their replicas."""
+        """Whether the unit is reduced in two steps: over shards, then over replicas of the shards."""
         return self.is_sharded and self.replicas > 1
 
     def narrows(self, wire: Wire) -> bool:
@@ -71,7 +71,7 @@ class Unit:
         return is_other and self.is_sharded and self.shards > 1
 
     def whole_numel(self, param: Parameter) -> int:
-        """Return the number of elements of a parameter, unsharded."""
+        """Return the number of elements of an unsharded parameter."""
         return math.prod(whole_shape(param, self.data_ndim))
 
     @property
@@ -88,7 +88,7 @@ class Unit:
 
     @property
     def held_bytes(self) -> int:
-        """Bytes that a rank holds through a window for `mode` and `keeps`."""
+        """Bytes that a rank holds throughout a window because of `mode` and `keeps`."""
         return (self.sum_bytes if self.mode == "all" else 0) + (self.gathered_bytes if self.keeps else 0)
 
     def open(self) -> None:
@@ -104,11 +104,12 @@ class Unit:
             module.set_reshard_after_backward(False, recurse=False)
 
     def attach(self, wire: ShardWire, names: Mapping[int, str]) -> None:
-        """Let the window decide when this unit reduces: sums, not means, and every parameter on every rank.
+        """Let the window decide when this unit reduces: sums, not means, for all parameters on all ranks.
 
         Args:
-            wire: over which its gradients are reduced; its transport counts the unit's collectives.
-            names: of parameters, by their id.
+            wire: wire over which the unit's gradients are reduced; its transport counts the unit's
+                collectives.
+            names: names of the parameters, by id.
         """
         module = self.module
         self._saved_settings = SavedSettings(module)
@@ -135,7 +136,7 @@ class Unit:
         self.disable_reduction()
 
     def disable_reduction(self) -> None:
-        """Reduce nothing in a backward; restore whether forwards reshard."""
+        """Reduce nothing in a backward, and restore the setting for resharding after forwards."""
         self.module.set_requires_gradient_sync(False, recurse=False)
         self._saved_settings.restore_resharding()
 
@@ -156,7 +157,7 @@ class Unit:
 
 
 def units_of(model: nn.Module) -> list[Unit]:
-    """Return the units of a model, in the order of its modules; modules that share a unit give one."""
+    """Return the units of a model, in module order; modules that share a unit yield it once."""
     found: dict[int, Unit] = {}
     for name, module in model.named_modules():
         if is_unit(module):

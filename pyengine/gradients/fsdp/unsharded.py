@@ -1,4 +1,4 @@
-"""The unsharded parameters, whose `.grad` holds a window's sums until they are reduced."""
+"""Unsharded parameters, whose `.grad` holds a window's sums until the reduction."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Unsharded:
     torch does not change while gradients are not reduced.
 
     Args:
-        params: the sharded parameters, in registration order; all indices here refer to it.
+        params: the sharded parameters, in registration order; all indices here refer to this order.
     """
 
     def __init__(
@@ -38,8 +38,8 @@ class Unsharded:
         *,
         settings: Settings,
     ) -> None:
-        # Exact sums check the gradients that they get, in the dtype in which these were computed. Other
-        # gradients are summed in the dtype in which their unit reduces, and checked on arrival.
+        # Exact sums check incoming gradients in the dtype in which they were computed. Other gradients are
+        # summed in their unit's reduce dtype, and checked on arrival.
         self._widens = settings.kind != "exact"
         self._watches = self._widens and settings.raises
         # ---- the unsharded parameters, by index; known after each unit's first forward ----
@@ -47,25 +47,26 @@ class Unsharded:
         self._found: dict[int, Any] = {}
         self._handles: list[Any] = []
         # ---- gradients of this window ----
-        # Parameters whose gradients FSDP would cast at the end of a backward; and the gradients of this
-        # micro-batch, hidden from FSDP.
+        # Parameters whose gradients FSDP would cast at the end of a backward, and this micro-batch's
+        # gradients of these parameters, hidden from FSDP.
         self._converted: set[int] = set()
         self._unconverted: dict[int, Tensor] = {}
         # ---- flags: 1 where a gradient is not finite ----
-        self._arriving: dict[int, Tensor] = {}  # of gradients that autograd is about to accumulate
+        self._arriving: dict[int, Tensor] = {}  # flags of gradients that autograd is about to accumulate
         self._rows: list[Tensor] = []
         self._flags: dict[int, Tensor] = {}
         self._device = params[0].device
         self.is_void = False  # whether gradients are replaced by zeros and do not count as used
-        self.has_arrived = False  # whether any gradient was accumulated since this was last set to False
-        # Indices of parameters whose gradient was accumulated since it was last cleared; includes padding.
+        self.has_arrived = False  # whether any gradient was accumulated since this flag was last reset
+        # Indices of parameters whose gradient was accumulated since this set was last cleared; includes
+        # padding.
         self.arrived: set[int] = set()
-        # Called in a backward that accumulates a gradient of a parameter in `arrived`.
+        # Called when a backward accumulates a gradient of a parameter that is already in `arrived`.
         self.on_repeat: Callable[[], None] = lambda: None
-        self.used = [False] * len(params)  # whether this window has a gradient of the parameter here
+        self.used = [False] * len(params)  # per parameter, whether this rank has a gradient of this window
         places = _places(model, self._index)
         self._units: list[list[int]] = []
-        self._sum_types: dict[int, torch.dtype] = {}  # of deferred sums
+        self._sum_types: dict[int, torch.dtype] = {}  # dtypes of deferred sums
         for unit in units:
             indices = [self._index[id(param)] for param in unit.params]
             if unit.mode == "all":  # sums of earlier micro-batches stay here
@@ -78,7 +79,7 @@ class Unsharded:
         return bool(self._found)
 
     def begin(self) -> None:
-        """Start a window with sums of zero."""
+        """Start a window with empty sums."""
         self._unconverted = {}
         self._rows, self._flags = [], {}
         self.used = [False] * len(self.used)
@@ -87,7 +88,7 @@ class Unsharded:
 
     @contextmanager
     def zeroed(self) -> Iterator[None]:
-        """Replace the gradients of the body by zeros."""
+        """Replace the gradients of the body with zeros."""
         before, self.is_void = self.is_void, True
         try:
             yield
@@ -106,10 +107,10 @@ class Unsharded:
 
     @contextmanager
     def one_grad_dtype(self) -> Iterator[None]:
-        """Give all gradients of a unit one dtype in the body, the window's last backward: FSDP requires it.
+        """Give all gradients of a unit one dtype in the body, the window's last backward, as FSDP requires.
 
-        Cost: where a unit has sums of earlier micro-batches, zeros in their dtype for its parameters that
-        none of these has used; else nothing.
+        Cost: if a unit has sums of earlier micro-batches, zeros in the sums' dtype for each parameter that
+        these micro-batches have not used; otherwise nothing.
         """
         narrow = []
         for indices in self._units:
@@ -136,7 +137,7 @@ class Unsharded:
                 param.grad_dtype = dtype
 
     def first_with_grad(self) -> int | None:
-        """Return the first parameter that has an unsharded gradient, by index."""
+        """Return the index of the first parameter that has an unsharded gradient, or None."""
         return min((index for index, param in self._found.items() if param.grad is not None), default=None)
 
     def is_missing(self, index: int) -> bool:
@@ -145,12 +146,12 @@ class Unsharded:
         return param is None or not param.requires_grad
 
     def grad_holders(self) -> list[Any]:
-        """Return the unsharded parameters by index; None for those without a forward yet."""
+        """Return the unsharded parameters by index, with None for parameters without a forward yet."""
         self._restore_unconverted()
         return [self._found.get(index) for index in range(len(self.used))]
 
     def pop_grads(self) -> dict[int, Tensor]:
-        """Return the micro-batch's gradients by index, unsharded; set `.grad` to None."""
+        """Return the micro-batch's unsharded gradients by index, and set `.grad` to None."""
         self._restore_unconverted()
         grads = {index: param.grad for index, param in self._found.items() if param.grad is not None}
         for index in grads:
@@ -177,7 +178,7 @@ class Unsharded:
             handle.remove()
             self._register_params(places)
 
-        # After FSDP's own pre-hook, which has unsharded the parameters.
+        # This hook runs after FSDP's own pre-hook, which has unsharded the parameters.
         handle = unit.register_forward_pre_hook(register)
         self._handles.append(handle)
 
@@ -241,7 +242,7 @@ def _sum_type(param: Parameter, unit: Unit) -> torch.dtype:
 
 
 def _places(model: nn.Module, index: Mapping[int, int]) -> dict[int, tuple[nn.Module, str]]:
-    """Return the module and attribute of every parameter, by its index."""
+    """Return the module and attribute name of every parameter, by parameter index."""
     return {
         index[id(param)]: (module, name)
         for module in model.modules()
