@@ -36,15 +36,20 @@ class Watch:
 
     Args:
         params: the parameters, in the order in which a backward produces their gradients.
-        has_arrived: returns whether the running backward has accumulated the gradient of `params[index]`.
+        has_arrived: returns whether the running backward has accumulated the gradient of a slot; the slot of
+            `params[0]` is `first`.
         on_complete: called at most once between `start` and `stop`, inside the backward.
     """
 
     def __init__(
-        self, params: Sequence[Parameter], has_arrived: Callable[[int], bool], on_complete: Callable[[], None]
+        self,
+        params: Sequence[Parameter],
+        has_arrived: Callable[[int], bool],
+        on_complete: Callable[[], None],
+        first: int = 0,
     ) -> None:
         self._params, self._has_arrived, self._on_complete = params, has_arrived, on_complete
-        self._missing = 0
+        self._first, self._missing = first, 0
         self._hook: Any = None
 
     def start(self) -> None:
@@ -62,7 +67,7 @@ class Watch:
         if self._hook is not None:
             self.stop()
         while self._missing >= 0 and (
-            self._has_arrived(self._missing) or not self._params[self._missing].requires_grad
+            self._has_arrived(self._first + self._missing) or not self._params[self._missing].requires_grad
         ):
             self._missing -= 1
         if self._missing < 0:

@@ -102,7 +102,7 @@ class Bucket:
 
     def _watches(self) -> list[Watch]:
         return [
-            Watch(group.params, partial(self._has_arrived_in, group), partial(self._accumulate, group))
+            Watch(group.params, self.has_arrived, partial(self._accumulate, group), group.start)
             for group in self._groups
         ]
 
@@ -167,9 +167,6 @@ class Bucket:
             self.flagged.append(row)
             self._row = row
         return self._row
-
-    def _has_arrived_in(self, group: SlotGroup, index: int) -> bool:
-        return self.has_arrived(group.start + index)
 
     def _set_first(self, is_first: bool) -> None:
         for group in self._groups:
