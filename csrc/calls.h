@@ -1,4 +1,5 @@
-// The ops and their arguments, the same on the CPU and on CUDA: addresses and dtypes, which Python has checked.
+// The ops and their arguments, which are the same on CPU and CUDA: addresses and dtypes that Python has
+// checked.
 #pragma once
 #include <cstdint>
 
@@ -12,7 +13,7 @@ namespace pyengine {
 struct Tensors {
   void* const* data;  // in host memory
   DType dtype;
-  void* const* on_device = nullptr;  // a copy of data in CUDA memory; null: the kernels' parameters carry data
+  void* const* on_device = nullptr;  // copy of `data` in CUDA memory; null: use kernel parameters
 };
 
 struct Flat {
@@ -20,11 +21,11 @@ struct Flat {
   DType dtype;
 };
 
-struct PackCall {  // also of unpack
+struct PackCall {  // also used by unpack
   Flat flat;
   Tensors tensors;
   const float* scale;
-  const float* only_if = nullptr;  // write nothing where this is 0; null: always write
+  const float* only_if = nullptr;  // if this is 0, nothing is written; null: always write
 };
 
 struct AccumulateCall {
@@ -46,12 +47,12 @@ struct AccumulateCastCall {
 
 struct UnscaleNormCall {
   Tensors tensors;
-  Tensors out;  // out.data is null: read only
+  Tensors out;  // read-only if out.data is null
   const float* scale;
   double* partials;    // scratch: one per block
   double* sumsq;       // [num_slots]
   uint8_t* nonfinite;  // [num_slots]
-  uint32_t* tickets = nullptr;  // [num_slots] scratch of CUDA: zero before and after
+  uint32_t* tickets = nullptr;  // [num_slots] CUDA scratch: zero before and after the call
 };
 
 struct DepositCall {
@@ -71,7 +72,7 @@ struct RoundCall {
   Flat out;
 };
 
-// The next three ops have no layout of slots: they iterate over a payload.
+// The next three ops have no slot layout; they iterate over a payload.
 struct EncodeCall {
   Codec codec;
   uint8_t* payload;

@@ -1,14 +1,16 @@
-// The rules of a codec, for the CPU and CUDA alike: the coding of one value, whatever iterates over the values.
+// The rules of the codec, shared by CPU and CUDA: how a single value is encoded and decoded.
 //
-// With m the largest finite magnitude of a block and L the largest value of a code, the scale is s = m / L, and code c
-// means c · s; x is coded through y = x · (1/s). Division, reciprocal and both products are rounded to nearest, each by
-// a relative 2^-24. So, besides the rounding of y to a code, the error of c · s is at most
-//   |y/s' - x/s| + 2^-24 |c| <= |x/s| (3 · 2^-24) in units of s, below 127 · 2^-22 < 2^-15 for int8 and 2^-21 |x| else.
-// To that add half a step of the codes (a whole step if rounding is stochastic); pyengine/ops/codec.py states both
-// bounds. y exceeds L by 2^-22 L at most and is clamped to L, which the same bound covers.
+// Let m be the largest finite magnitude of a block and L the largest value of a code. The scale is s = m / L,
+// code c decodes to c · s, and x is encoded by rounding y = x · (1/s) to a code. The division, the
+// reciprocal, and both products are rounded to nearest, each with a relative error of at most 2^-24. So,
+// apart from the rounding of y to a code, the error of c · s is at most
+//   |y/s' - x/s| + 2^-24 |c| <= |x/s| (3 · 2^-24) in units of s,
+// which is below 127 · 2^-22 < 2^-15 for int8 and 2^-21 |x| for the other formats. The rounding of y adds
+// half a step of the codes (a whole step if rounding is stochastic); pyengine/ops/codec.py states both
+// bounds. y exceeds L by at most 2^-22 L and is clamped to L, which the same bound covers.
 //
-// Scales are at least 2^-110, so that neither 1/s nor the value of the smallest code leaves the normal numbers
-// (denormals are slow on CPUs and flushed on some devices). They are at most the largest s for which L · s is finite.
+// Scales are at least 2^-110, so that 1/s and the value of the smallest code are normal numbers (denormals
+// are slow on CPUs and flushed on some devices). Scales are at most the largest s for which L · s is finite.
 #pragma once
 #include <cstdint>
 
@@ -16,35 +18,35 @@
 
 namespace pyengine {
 
-// The values are the codes of pyengine/ops/codec_reference.py.
+// The values match the format codes in pyengine/ops/codec_reference.py.
 enum class ValueFormat : int { int8 = 0, e4m3 = 1, e5m2 = 2, bf16 = 3, fp16 = 4 };
 
-// The layout of n elements: the float32 scales of all blocks, the codes, zeros up to a multiple of four bytes. The last
-// two formats have codes alone.
+// The layout of a payload: the float32 scales of all blocks, the codes, and zeros up to a multiple of four
+// bytes. bf16 and fp16 payloads have no scales.
 struct Codec {
   ValueFormat format;
   int64_t block;  // elements that share a scale, at most kMostBlock
   int64_t numel;
-  int64_t num_scales;  // number of blocks, or 0
+  int64_t num_scales;  // number of blocks, or 0 for formats without scales
 
   PYENGINE_EVERYWHERE int64_t scale_bytes() const { return num_scales * static_cast<int64_t>(sizeof(float)); }
 };
 inline constexpr int64_t kMostBlock = 1024;
 
-// The payloads of several ranks for the same elements, one after the other.
+// The payloads of several ranks for the same elements, one after another.
 struct Payloads {
   const uint8_t* data;
-  int64_t num_ranks, stride;  // in bytes, from one payload to the next
+  int64_t num_ranks, stride;  // stride in bytes from one payload to the next
 };
 
-// Rounding: to nearest even, or by a hash of the key and the element's index.
+// Rounding: to nearest even, or stochastic, with a hash of the key and the element's index.
 struct Chance {
   bool is_stochastic;
   uint32_t key[2];
   uint32_t offset;  // index of element 0
 };
 
-// Anonymous: the linker must not share these between files compiled for different instruction sets.
+// Anonymous namespace: the linker must not share these between files compiled for different instruction sets.
 namespace {
 
 constexpr uint32_t kSign = 0x80000000, kMagnitude = 0x7fffffff, kFloatInfinity = 0x7f800000, kQuietNan = 0x7fc00000;
@@ -54,7 +56,7 @@ PYENGINE_EVERYWHERE inline uint32_t as_bits(float x) { return __builtin_bit_cast
 PYENGINE_EVERYWHERE inline float as_float(uint32_t bits) { return __builtin_bit_cast(float, bits); }
 PYENGINE_EVERYWHERE inline uint32_t least(uint32_t a, uint32_t b) { return a < b ? a : b; }
 
-// 32 random bits per element: Wellons' mixer "lowbias32", with half of the key before each product.
+// 32 random bits per element: Wellons' mixer "lowbias32", with half of the key mixed in before each product.
 PYENGINE_EVERYWHERE inline uint32_t hashed(const Chance& chance, uint32_t element) {
   uint32_t x = (chance.offset + element) ^ chance.key[0];
   x = (x ^ (x >> 16)) * 0x7feb352du;
@@ -64,8 +66,8 @@ PYENGINE_EVERYWHERE inline uint32_t hashed(const Chance& chance, uint32_t elemen
 
 // ---- formats ----
 //
-// In each format, code<stochastic>(x, y, random) is the code of the float with bits y; sign and kind (finite, infinite,
-// NaN) are those of bits x. meaning(code) is the bits of the float that a code means.
+// In each format, code<stochastic>(x, y, random) returns the code of the float with bits y; its sign and kind
+// (finite, infinite, NaN) come from bits x. meaning(code) returns the bits of the decoded float.
 
 struct Int8 {
   using Code = uint8_t;
@@ -91,8 +93,8 @@ struct Int8 {
   }
 };
 
-// Floats with fewer bits. kCut is the number of mantissa bits that a float32 has in addition; 2^-kShift is the smallest
-// denormal.
+// Floats with fewer bits. kCut is the number of additional mantissa bits of a float32; 2^-kShift is the
+// smallest denormal.
 template <class CodeT, int kMantissa, int kBias, uint32_t kInfinity, uint32_t kNan>
 struct SmallFloat {
   using Code = CodeT;
@@ -103,8 +105,9 @@ struct SmallFloat {
   static constexpr uint32_t kMostBits = (kMost << kCut) + kRebias;
   static constexpr bool kHasScale = sizeof(Code) == 1, kHasInfinity = kInfinity != kNan;
   static constexpr float kLargest = __builtin_bit_cast(float, kMostBits);
-  static constexpr float kMaxScale = 0x1.249248p+127f / (kBias == 7 ? 0x1p8f : 0x1p15f);  // kLargest is 7/4 of it
-  // bfloat16 has the denormals of float32, so they need no special case.
+  // kLargest is 7/4 of this power of two.
+  static constexpr float kMaxScale = 0x1.249248p+127f / (kBias == 7 ? 0x1p8f : 0x1p15f);
+  // bfloat16 has the exponent range of float32, so denormals need no special case.
   static constexpr uint32_t kNormal = kBias == 127 ? 0 : static_cast<uint32_t>(128 - kBias) << 23;
 
   template <bool kStochastic>
@@ -115,7 +118,8 @@ struct SmallFloat {
     if constexpr (kStochastic) code = (magnitude - kRebias + (random >> (32 - kCut))) >> kCut;
     else code = (magnitude - kRebias + (kHalf - 1) + (magnitude >> kCut & 1)) >> kCut;
     if constexpr (kNormal != 0) code = magnitude < kNormal ? tiny<kStochastic>(least(magnitude, kNormal), random) : code;
-    // Stochastic rounding makes no infinity. A value beyond the last tie is infinite, as in a cast.
+    // Stochastic rounding does not produce infinity. Values beyond the last tie become infinite, as in a
+    // cast.
     code = least(code, kMost);
     if constexpr (!kHasScale) code = magnitude >= kMostBits + kHalf ? kInfinity : code;
     const uint32_t kind = x & kMagnitude, sign = x >> 31 ? kCodeSign : 0;
@@ -138,7 +142,7 @@ struct SmallFloat {
     const float x = as_float(magnitude);
     if constexpr (kStochastic)
       return (static_cast<uint32_t>(static_cast<int32_t>(x * power_of_two(kShift + kCut))) + (random >> (32 - kCut))) >> kCut;
-    // A sum with a power of two of this last place has no bits below that place: this rounds.
+    // The sum with a power of two has no bits below the last place of that power, so the addition rounds.
     return as_bits(x + power_of_two(23 - kShift)) - as_bits(power_of_two(23 - kShift));
   }
 };
@@ -152,8 +156,8 @@ template <class Format> constexpr bool kHasScale = sizeof(typename Format::Code)
 
 // ---- scales ----
 
-// An element's candidate for the largest magnitude of its block. An element that is not finite counts as the smallest
-// denormal: it makes no scale larger, and its block's scale is not 0.
+// The magnitude that an element contributes to the maximum of its block. Nonfinite elements count as the
+// smallest denormal, so they do not increase the scale, and the scale is not 0.
 PYENGINE_EVERYWHERE inline uint32_t weight_of(uint32_t bits) {
   const uint32_t magnitude = bits & kMagnitude;
   return magnitude < kFloatInfinity ? magnitude : 1u;
@@ -168,7 +172,7 @@ PYENGINE_EVERYWHERE inline float scale_of(uint32_t largest) {
 
 PYENGINE_EVERYWHERE inline float inverse_of(float scale) { return scale > 0 ? 1 / scale : 0; }
 
-// The error of a coded value: 0 where its decoded value is not finite.
+// The error of an encoded value: 0 if the decoded value is not finite.
 PYENGINE_EVERYWHERE inline float error_of(float x, float decoded) {
   const float error = x - decoded;
   return (as_bits(decoded) & kMagnitude) < kFloatInfinity ? error : 0.0f;
@@ -189,7 +193,7 @@ void with_format(ValueFormat format, const Fn& fn) {
 
 }  // namespace
 
-// Formats without scales iterate in blocks of this size.
+// Formats without scales also iterate in blocks of codec.block elements.
 inline constexpr int64_t num_blocks_of(const Codec& codec) { return (codec.numel + codec.block - 1) / codec.block; }
 inline constexpr int64_t round_up_to_four(int64_t n) { return (n + 3) / 4 * 4; }
 

@@ -1,9 +1,9 @@
-// The element types of the core, as storage, and bits of floats: no arithmetic here.
+// The core's element types as storage, and the bits of floats; no arithmetic.
 #pragma once
 #include <cstdint>
 #include <stdexcept>
 
-// Code that the CPU and the CUDA compiler both compile.
+// Marks code that both the CPU and the CUDA compiler compile.
 #ifdef __CUDACC__
 #define PYENGINE_EVERYWHERE __host__ __device__
 #else
@@ -15,12 +15,12 @@ namespace pyengine {
 struct bf16 { uint16_t bits; };
 struct fp16 { uint16_t bits; };
 
-// The values are the codes that pyengine/ops/plan.py passes.
+// The values match the codes that pyengine/ops/plan.py passes.
 enum class DType : int { f32 = 0, bf16 = 1, fp16 = 2 };
 
 inline constexpr int64_t element_bytes(DType dtype) { return dtype == DType::f32 ? 4 : 2; }
 
-// Anonymous: the linker must not share these between files compiled for different instruction sets.
+// Anonymous namespace: the linker must not share these between files compiled for different instruction sets.
 namespace {
 
 // The bits of infinity in each type; with the sign cleared, only NaN is larger.
@@ -28,7 +28,7 @@ template <class T> constexpr int32_t kInfinity = 0x7f800000;
 template <> inline constexpr int32_t kInfinity<bf16> = 0x7f80;
 template <> inline constexpr int32_t kInfinity<fp16> = 0x7c00;
 
-// 2^exponent, for -126 to 127.
+// 2^exponent, for exponents from -126 to 127.
 PYENGINE_EVERYWHERE constexpr float power_of_two(int exponent) {
   return __builtin_bit_cast(float, static_cast<uint32_t>(exponent + 127) << 23);
 }

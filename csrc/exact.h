@@ -1,14 +1,14 @@
-// The rules of an exact sum, for the CPU and CUDA alike, whatever iterates over the elements.
+// The rules of an exact sum, shared by CPU and CUDA.
 //
-// An exact sum has two integers ("limbs") for every element, which count units of an absolute grid. The grid of a block
-// of 64 elements is given by its bin. The bin of a sum is the largest bin of its terms, so it does not depend on their
-// order. With w bits a limb, bin b has units of 2^((b-1)w-125) for `hi` and 2^((b-2)w-125) for `lo`, for magnitudes
-// below 2^(bw-126). A term becomes
+// An exact sum has two integers ("limbs") per element, in units of an absolute grid. The bin of a block of 64
+// elements determines its grid. The bin of a sum is the largest bin of its terms, so it does not depend on
+// their order. With w bits per limb, bin b has units of 2^((b-1)w-125) for `hi` and 2^((b-2)w-125) for `lo`,
+// for magnitudes below 2^(bw-126). A term is split into
 //   hi = rint(x / unit of hi), lo = rint((x - hi · unit of hi) / unit of lo),
-// both at most 2^(w-1), so 2^(31-w) terms in any order stay within 2^30. In the sum's grid, a block whose bin is one
-// lower has hi = 0 and its own hi as lo; a block two lower has zeros. So limbs that were summed in a lower bin shift to
-// the same values that they would have if summed in the higher bin. All additions are of integers: the result depends
-// on no order or grouping.
+// both at most 2^(w-1) in magnitude, so 2^(31-w) terms in any order stay within 2^30. In the sum's grid, a
+// block whose bin is one lower has hi = 0 and lo = its own hi; a block whose bin is two lower has zeros. So
+// limbs that were summed in a lower bin shift to the same values as if they had been summed in the higher
+// bin. All additions are integer additions, so the result does not depend on order or grouping.
 #pragma once
 #include <cstdint>
 
@@ -16,8 +16,8 @@
 
 namespace pyengine {
 
-// Results depend on this number: elements of a block share their bin. In blocks of 256, small elements would lose
-// digits to large neighbours.
+// Results depend on this number, because the elements of a block share one bin. In blocks of 256, small
+// elements would lose digits to large neighbors.
 inline constexpr int64_t kExactBlock = 64;
 
 struct ExactSum {
@@ -27,7 +27,8 @@ struct ExactSum {
   int width;          // bits of a limb that one term fills, 19 to 31
 };
 
-// Anonymous, so that the linker never shares it between files compiled for different instruction sets.
+// Anonymous namespace, so that the linker never shares this code between files compiled for different
+// instruction sets.
 namespace {
 
 constexpr int kEmpty = 0, kPoisoned = 255;  // bins without a grid
@@ -35,8 +36,8 @@ constexpr int kEmpty = 0, kPoisoned = 255;  // bins without a grid
 // A block with this biased exponent or a larger one (2^126, infinities, NaN) has no bin.
 constexpr int kPoisonExponent = 253;
 
-// The bin of a block with this largest biased exponent. Denormals are below half of the smallest unit, 2^-125, which
-// bin 2 has; so it does not matter whether a machine flushes denormals, and bin 1 is never used.
+// The bin of a block whose largest biased exponent is `exponent`. Denormals are below half of the smallest
+// unit (2^-125, in bin 2), so it does not matter whether a machine flushes denormals. Bin 1 is never used.
 PYENGINE_EVERYWHERE inline int bin_of(int exponent, int width) {
   if (exponent == 0) return kEmpty;
   if (exponent >= kPoisonExponent) return kPoisoned;
@@ -46,18 +47,21 @@ PYENGINE_EVERYWHERE inline int bin_of(int exponent, int width) {
 
 PYENGINE_EVERYWHERE inline bool has_grid(int bin) { return bin != kEmpty && bin != kPoisoned; }
 
-// 1 / (unit of hi): the product with x is exact unless it underflows, where both limbs are zero anyway.
+// 1 / (unit of hi): the product with x is exact unless it underflows, in which case both limbs are zero
+// anyway.
 PYENGINE_EVERYWHERE inline float inverse_of_unit(int bin, int width) { return power_of_two(125 - (bin - 1) * width); }
 
-// The unit of lo, in which hi · 2^width + lo counts. It turns the zeros of a poisoned block into NaN.
+// The unit of lo and of hi · 2^width + lo. For a poisoned block it is NaN, which turns the block's zeros into
+// NaN.
 PYENGINE_EVERYWHERE inline float unit_of_sum(int bin, int width) {
   if (bin == kPoisoned) return __builtin_nanf("");
   return bin == kEmpty ? 0 : power_of_two((bin - 2) * width - 125);
 }
 
-// Conversion of an integer to float: to nearest, or, before a later rounding to fewer bits, to the neighbour with an
-// odd mantissa. That neighbour is on a tie of 16-bit floats only if the integer was, so two roundings give the result
-// of one (Boldo and Melquiond, "Emulation of FMA and correctly rounded sums", 2008).
+// Conversion of an integer to float: to nearest, or, before a later rounding to fewer bits, to the neighbor
+// with an odd mantissa. That neighbor is a tie of 16-bit floats only if the integer was a tie, so two
+// roundings give the same result as one (Boldo and Melquiond, "Emulation of FMA and correctly rounded sums",
+// 2008).
 enum class Rounding { nearest, odd };
 
 template <Rounding rounding>
@@ -70,8 +74,8 @@ PYENGINE_EVERYWHERE inline float to_float(int64_t sum) {
   return __builtin_bit_cast(float, (error > 0) == (sum > 0) ? bits + 1 : bits - 1);
 }
 
-// The float nearest to hi · 2^width + lo, at most 2^61, is one rounding away from the exact sum. Its product with
-// unit_of_sum is exact, because the smallest non-zero sum is 2^-125.
+// Rounds hi · 2^width + lo, which is at most 2^61, once to a float. Its product with unit_of_sum is exact,
+// because the smallest non-zero sum is 2^-125.
 template <Rounding rounding>
 PYENGINE_EVERYWHERE inline float round_limbs(int32_t hi, int32_t lo, int width) {
   return to_float<rounding>(static_cast<int64_t>(hi) * (int64_t{1} << width) + lo);

@@ -5,7 +5,7 @@
 namespace pyengine {
 namespace {
 
-// Calls fn(slot, begin, end) for every tensor that has elements, until it returns false.
+// Calls fn(slot, begin, end) for every tensor that has elements, until fn returns false.
 template <class Fn>
 bool all_spans(const BucketPlan& plan, const Tensors& tensors, const Fn& fn) {
   const std::vector<int64_t>& numels = plan.numels();

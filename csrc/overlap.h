@@ -1,5 +1,6 @@
-// Whether an op's output shares memory with its other tensors. Threads overtake each other, so the op would read memory
-// that it has overwritten. On false, Python checks one by one and writes the message (pyengine/ops/overlap.py).
+// Checks whether an op's output overlaps its other tensors. Threads run in no fixed order, so the op could
+// read memory that it has already overwritten. If a check returns false, Python checks the tensors one by one
+// and writes the error message (pyengine/ops/overlap.py).
 #pragma once
 #include <cstdint>
 #include <vector>
@@ -14,15 +15,15 @@ struct Span {
   int64_t slot;
 };
 
-// The memory of a list's non-empty tensors, by address.
+// Memory ranges of a list's non-empty tensors, sorted by address.
 std::vector<Span> sorted_spans(const BucketPlan& plan, const Tensors& tensors);
 
 bool is_disjoint(const std::vector<Span>& sorted);
 
-// A tensor may be outside of all slots, or exactly in its own slot: element by element in place.
+// A tensor may lie outside all slots, or exactly in its own slot (elementwise in place).
 bool flat_is_apart(const BucketPlan& plan, const Flat& flat, const Tensors& tensors);
 
-// The same for two lists, of which the first is written.
+// The same check for two lists, of which the first is written.
 bool lists_are_apart(const std::vector<Span>& out, const std::vector<Span>& tensors, bool same_dtype);
 
 bool is_outside(const BucketPlan& plan, const Tensors& tensors, uintptr_t begin, uintptr_t end);

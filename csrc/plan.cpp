@@ -44,7 +44,7 @@ Layout BucketPlan::layout() const {
           static_cast<int64_t>(chunks_.size()),  numel_};
 }
 
-// Order: chunks, empty slots.
+// Order of the words: chunks, then empty slots.
 int64_t BucketPlan::num_words() const {
   return static_cast<int64_t>(kChunkWords * chunks_.size() + empty_slots_.size());
 }

@@ -5,33 +5,34 @@
 
 namespace pyengine {
 
-// The order of a sum of squares is part of the result (equal bits on every instruction set and on CUDA), so these
-// numbers must not be tuned. From the slot's first element on:
-//   segment  256 elements: element i adds to double lane i % 16, in order;
-//   block    32 segments: their lanes are added lane by lane, in order; then the second half of the lanes is added to
-//            the first until one is left;
-//   slot     block b adds to block lane b % 256, in order; then block lanes are added by halves likewise.
+// The order of a sum of squares is part of the result (equal bits on every instruction set and on CUDA), so
+// these numbers must not be tuned. Starting from the slot's first element:
+//   segment  256 elements: element i is added to double lane i % 16, in order;
+//   block    32 segments: their lanes are added lane by lane, in order; then the second half of the lanes is
+//            added to the first half until one lane is left;
+//   slot     block b is added to block lane b % 256, in order; then the block lanes are added by halves, too.
 // Segments are short because a GPU needs many independent chains; sixteen lanes fit into CPU registers.
 inline constexpr int64_t kSumLanes = 16;
 inline constexpr int64_t kSegmentElements = 256;
 inline constexpr int64_t kBlockElements = 8192;
 inline constexpr int64_t kBlockLanes = 256;
 
-// A part of one slot: two blocks, so that their two sums run side by side. `begin` counts elements from the slot's
-// first one.
+// A part of one slot: two blocks, whose sums run side by side. `begin` is the offset in elements from the
+// slot's first element.
 struct Chunk {
   int64_t slot, begin, count;
 };
 inline constexpr int64_t kChunkElements = 2 * kBlockElements;
 
-// Tasks are runs of chunks with about this many elements, so that threads get equal work for any mix of slot sizes.
-// 32768 is torch's own grain size: below it waking a second thread costs more than it saves.
+// Tasks are runs of chunks with about this many elements in total, so that threads get equal work for any mix
+// of slot sizes. 32768 is torch's own grain size: with fewer elements, waking a second thread costs more than
+// it saves.
 inline constexpr int64_t kTaskElements = 32768;
 
-// A plan for the CPU's kernels: plain pointers, because files compiled for one instruction set must not instantiate std
-// templates that the linker could share with other files.
+// The layout for CPU kernels. It uses plain pointers, because files compiled for one instruction set must not
+// instantiate std templates that the linker could share with other files.
 struct Layout {
-  const int64_t* offsets;      // [num_slots] elements into the flat buffer
+  const int64_t* offsets;      // [num_slots] in elements, in the flat buffer
   const int64_t* numels;       // [num_slots]
   const int64_t* first_chunk;  // [num_slots + 1]
   const int64_t* first_of_task;  // [num_tasks + 1] chunk indices
@@ -40,18 +41,18 @@ struct Layout {
   int64_t numel;               // sum of numels
 };
 
-// A chunk for CUDA's kernels: all values that a CTA looks up, most of them in one access.
+// A chunk for CUDA kernels: all values that a CTA looks up, most of them with one access.
 struct alignas(32) DeviceChunk {
   int32_t slot, count;        // elements
   int32_t index, num_chunks;  // index among its slot's chunks, and their number
   int64_t in_flat;            // its first element in the flat buffer
 };
-static_assert(sizeof(DeviceChunk) == 4 * sizeof(int64_t));  // so that they can be copied as int64
+static_assert(sizeof(DeviceChunk) == 4 * sizeof(int64_t));  // so that chunks can be copied as int64
 
-// A plan for CUDA's kernels, in device memory.
+// The layout for CUDA kernels, in device memory.
 struct DeviceLayout {
   const DeviceChunk* chunks;   // [num_chunks], in slot order
-  const int64_t* empty_slots;  // slots without an element
+  const int64_t* empty_slots;  // slots without elements
   int64_t num_slots, num_chunks, num_empty;
   int64_t numel;               // sum of numels
 };
@@ -61,8 +62,8 @@ class BucketPlan {
   BucketPlan(std::vector<int64_t> offsets, std::vector<int64_t> numels);
   Layout layout() const;
 
-  // The layout for CUDA kernels as one array of int64, to be copied to a device, aligned to 32 bytes; and the layout
-  // that points into such a copy.
+  // The layout for CUDA kernels as one int64 array, to be copied to a device with an alignment of 32 bytes,
+  // and the DeviceLayout that points into such a copy.
   int64_t num_words() const;
   void write_words(int64_t* words) const;
   DeviceLayout layout_at(const int64_t* words) const;
@@ -70,7 +71,7 @@ class BucketPlan {
   const std::vector<int64_t>& numels() const { return numels_; }
   const std::vector<int64_t>& offsets() const { return offsets_; }
 
-  // First element of the first slot and end of the last one; empty slots do not count.
+  // First element of the first slot and end of the last slot, ignoring empty slots.
   int64_t first_element() const { return first_element_; }
   int64_t last_element() const { return last_element_; }
 

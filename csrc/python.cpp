@@ -1,4 +1,4 @@
-// Binds the ops: pointers and sizes as arguments, never tensors. pyengine/ops/plan.py checks them.
+// Binds the ops. Their arguments are pointers and sizes, never tensors; pyengine/ops/plan.py checks them.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -26,13 +26,14 @@ namespace {
 
 using Device = std::pair<int32_t, int32_t>;  // c10::DeviceType and index
 
-// The addresses of one list of tensors; the Python Pointers that owns this keeps the tensors alive.
+// The addresses of a list of tensors. The Python `Pointers` object that owns this table keeps the tensors
+// alive.
 struct Table {
   std::vector<void*> data;
   DType dtype = DType::f32;
   Device device{-1, -1};             // set by gather; -1: no slot has a tensor
-  void* const* on_device = nullptr;  // a copy in CUDA memory, owned by Python too
-  std::optional<std::vector<Span>> spans = std::nullopt;  // computed at the first use
+  void* const* on_device = nullptr;  // a copy in CUDA memory, also owned by Python
+  std::optional<std::vector<Span>> spans = std::nullopt;  // computed on first use
   Tensors view() const { return {data.data(), dtype, on_device}; }
   const std::vector<Span>& sorted(const BucketPlan& plan) {
     if (!spans) spans = sorted_spans(plan, view());
@@ -53,8 +54,8 @@ Table make_table(const std::vector<Address>& addresses, int dtype) {
   return table;
 }
 
-// The addresses of a list of plain tensors, in about 30 ns each; attribute calls from Python would take 400. Returns
-// None where Python has to check the tensors one by one and write the message.
+// Collects the addresses of a list of plain tensors in about 30 ns each; attribute access from Python would
+// take 400 ns. Returns None if Python has to check the tensors one by one and write the error message.
 std::optional<Table> gather(const BucketPlan& plan, const py::list& tensors) {
   const size_t n = plan.numels().size();
   if (tensors.size() != n) return std::nullopt;
@@ -88,7 +89,7 @@ int64_t first_moved(const BucketPlan& plan, const Table& table, const py::list& 
 
 // ---- an op in both plans ----
 
-// The ops of csrc/cuda, as Ops for csrc/cpu; null in a build without CUDA.
+// The ops of csrc/cuda, like `Ops` for csrc/cpu; null in a build without CUDA.
 struct CudaOps {
 #define PYENGINE_OP(op, Call) void (*op)(const DeviceLayout& layout, void* stream, const Call& call);
   PYENGINE_OPS(PYENGINE_OP)
@@ -106,10 +107,11 @@ constexpr bool kHasCuda = false;
 constexpr CudaOps kCudaOps{};
 #endif
 
-// A plan whose words are on a CUDA device. All addresses are there; Python owns the memory.
+// A plan on a CUDA device. All of its addresses are in device memory, which Python owns.
 struct CudaPlan {
   DeviceLayout layout;
-  // Scratch of unscale_norm: two doubles a chunk, then a ticket a slot. Zero before the first call.
+  // Size of unscale_norm's scratch: two doubles per chunk, then one ticket per slot. Zero before the first
+  // call.
   int64_t scratch_bytes() const { return 16 * layout.num_chunks + 4 * layout.num_slots; }
 };
 
@@ -118,8 +120,8 @@ struct Plans {
   std::optional<py::class_<CudaPlan>> cuda = std::nullopt;
 };
 
-// Makes an op a method of both plans, with the arguments of `make`, which turns them into the op's call; on CUDA the
-// stream (a cudaStream_t) comes first.
+// Defines an op as a method of both plans. Its arguments are those of `make`, which builds the op's call; on
+// CUDA, the stream (a cudaStream_t) comes first.
 template <class Call, class... Args>
 void def_op(Plans& plans, const char* name, void (*Ops::*on_cpu)(const Layout&, const Call&),
             void (*on_cuda)(const DeviceLayout&, void*, const Call&), Call (*make)(Args...)) {
@@ -166,7 +168,8 @@ UnscaleNormCall unscale_norm_call(const Table& tensors, const Table* out, Addres
           at<double>(sumsq), at<uint8_t>(nonfinite)};
 }
 
-// Not by def_op, because of the scratch memory: allocated here on the CPU, by Python on CUDA.
+// Does not use def_op because of the scratch memory, which is allocated here on the CPU and by Python on
+// CUDA.
 void bind_unscale_norm(Plans& plans) {
   plans.cpu.def("unscale_norm", [](const BucketPlan& plan, const Table& tensors, const Table* out, Address scale,
                                    Address sumsq, Address nonfinite) {
@@ -208,12 +211,12 @@ Codec codec_of(int format, int64_t block, int64_t numel) {
   return {static_cast<ValueFormat>(format), block, numel, has_scales ? (numel + block - 1) / block : 0};
 }
 
-// Without a key rounding is to nearest.
+// Without a key, rounding is to nearest.
 using Key = std::optional<std::pair<uint32_t, uint32_t>>;
 
 Chance chance_of(const Key& key, int64_t offset) {
   if (!key) return {};
-  return {true, {key->first, key->second}, static_cast<uint32_t>(offset)};  // indices wrap
+  return {true, {key->first, key->second}, static_cast<uint32_t>(offset)};  // the index wraps around
 }
 
 EncodeCall encode_call(const Codec& codec, Address payload, Address values, Address residual, const Key& key,
@@ -221,7 +224,7 @@ EncodeCall encode_call(const Codec& codec, Address payload, Address values, Addr
   return {codec, at<uint8_t>(payload), at<float>(values), at<float>(residual), chance_of(key, offset)};
 }
 
-// The shape of payloads: their number, and the bytes of each.
+// `shape` is the number of payloads and the size of each in bytes.
 SumEncodeCall sum_encode_call(const Codec& codec, Address out, Address payloads, std::pair<int64_t, int64_t> shape,
                               Address residual, const Key& key, int64_t offset) {
   return {codec, at<uint8_t>(out), {at<uint8_t>(payloads), shape.first, shape.second}, at<float>(residual),
@@ -232,7 +235,7 @@ SumCall sum_call(const Codec& codec, Address out, int dtype, Address payloads, s
   return {codec, flat_at(out, dtype), {at<uint8_t>(payloads), shape.first, shape.second}};
 }
 
-// As def_op, for an op without a layout.
+// Like def_op, for an op without a layout.
 template <class Call, class... Args>
 void def_function(py::module_& m, const std::string& name, void (*Ops::*on_cpu)(const Layout&, const Call&),
                   void (*on_cuda)(const DeviceLayout&, void*, const Call&), Call (*make)(Args...)) {

@@ -25,8 +25,8 @@ inline std::optional<DType> dtype_of_scalar_type(int32_t scalar_type) {
   }
 }
 
-// A tuple of the types that store elements at their address, which subclasses may not do: Tensor and Parameter. Set by
-// learn_tensor_object, and never freed.
+// The tuple (Tensor, Parameter), the types that store their elements at their address; subclasses may not.
+// Set by learn_tensor_object and never freed.
 inline PyObject* plain_types = nullptr;
 
 // Whether an op may read the object's elements at its address.
@@ -37,7 +37,7 @@ inline bool is_plain(PyObject* object, TensorFacts* facts) {
   return exact && tensor_facts(object, facts);
 }
 
-// The facts of a tensor on the host; nullopt where Python has to check it.
+// Metadata of a tensor on the host; nullopt if Python has to check the tensor.
 inline std::optional<TensorFacts> facts_on_host(PyObject* object) {
   TensorFacts facts;
   if (!is_plain(object, &facts) || facts.device_type != kCpu) return std::nullopt;

@@ -17,9 +17,9 @@ namespace {
 
 using Place = std::array<int64_t, 3>;  // start, stride, number
 
-// Samples of one window's gradients, by subject; in memory that Python owns.
+// Samples of one window's gradients, by subject, in memory that Python owns.
 struct Notes {
-  const uint8_t* is_over;  // 1: the window has been reduced; the next gradient is another window's
+  const uint8_t* is_over;  // 1: the window has been reduced; the next gradient begins a new window
   const Place* places;
   const double* weights;
   int64_t* arrivals;
@@ -40,7 +40,7 @@ void sample(const TensorFacts& facts, const Place& place, double weight, float* 
   ops().sample({facts.data, dtype, start, stride, num, static_cast<float>(weight), sum, last});
 }
 
-// The range of n words that is read: all, or for a turn of at least 0 a range that moves with the turn; defined in
+// The range of words to read: all n words or, if turn >= 0, a range that moves with the turn. Defined in
 // pyengine/audit/checksum.py.
 std::pair<int64_t, int64_t> run_of(int64_t turn, int64_t n, int64_t run) {
   const int64_t room = n - run;
@@ -52,7 +52,7 @@ WordWeights weights_of(Address weights, int64_t block) {
   return {at<int32_t>(weights), block};
 }
 
-// One checksum per tensor; None where Python has to check the tensor.
+// One checksum per tensor; None if Python has to check the tensor.
 std::vector<std::optional<int64_t>> checksums_of(Address weights, int64_t block,
                                                  const std::vector<py::object>& tensors,
                                                  const std::vector<int64_t>& turns, int64_t run) {
@@ -71,11 +71,12 @@ std::vector<std::optional<int64_t>> checksums_of(Address weights, int64_t block,
   return found;
 }
 
-// A hook of a leaf. Tensors that it cannot read, and the first gradient of a window, are passed to `rest`.
+// A gradient hook of a leaf. It passes tensors that it cannot read, and the first gradient of a window, to
+// `rest`.
 struct Listener {
   Notes notes;
   int64_t index;
-  py::object owners;  // a tuple: while none of them has a gradient, the next gradient is its first
+  py::object owners;  // a tuple of tensors: while none has a gradient, the next gradient is the first
   py::object rest;
 
   void operator()(const py::object& grad) const {
@@ -104,7 +105,7 @@ bool is_made(PyObject* self) {
   return reinterpret_cast<py::detail::instance*>(self)->get_value_and_holder().holder_constructed();
 }
 
-// Leaf and hook refer to each other: Python's garbage collector has to see the cycle.
+// A leaf and its hook refer to each other, so Python's garbage collector has to see the cycle.
 void collect(PyHeapTypeObject* heap) {
   PyTypeObject* type = &heap->ht_type;
   type->tp_flags |= Py_TPFLAGS_HAVE_GC;

@@ -1,4 +1,4 @@
-// Binds shared memory of ranks: pyengine/comm/arena.py.
+// Binds the shared memory of ranks; see pyengine/comm/arena.py.
 #include <pybind11/stl.h>
 
 #include <memory>

@@ -20,9 +20,9 @@ using Clock = std::chrono::steady_clock;
 // Spin for a microsecond or two; then yield the core to other threads.
 constexpr int kSpins = 50;
 constexpr double kTickSeconds = 0.25;
-// Data is copied to shared memory in pieces that stay in the caches (measured 64 KiB to 64 MiB).
+// Data is copied to shared memory in pieces that stay in the caches (measured with 64 KiB to 64 MiB).
 constexpr int64_t kPieceBytes = 512 << 10;
-// Shares begin at a multiple, so that no two ranks write to one cache line.
+// Shares begin at multiples of this number, so that no two ranks write to the same cache line.
 constexpr int64_t kShareElements = 128;
 
 void pause_core() {
@@ -44,7 +44,7 @@ void* plus(void* data, int64_t bytes) { return static_cast<char*>(data) + bytes;
 
 }  // namespace
 
-// ---- what any thread calls ----
+// ---- functions that any thread may call ----
 
 SharedArena::SharedArena(int descriptor, int rank, int world_size)
     : file_(std::make_shared<SharedFile>(descriptor, rank, world_size)), rank_(rank), world_size_(world_size) {}
@@ -130,7 +130,7 @@ void SharedArena::serve(const OnWait& on_wait, const OnDone& on_done) {
   }
 }
 
-// Null once this rank has left and all jobs have failed.
+// Returns null once this rank has left and all jobs have failed.
 std::shared_ptr<SharedJob> SharedArena::next() {
   std::unique_lock lock(mutex_);
   changed_.wait(lock, [&] { return is_closed_ || !queue_.empty(); });
@@ -144,7 +144,7 @@ std::shared_ptr<SharedJob> SharedArena::next() {
   return nullptr;
 }
 
-// Whether the job has a callback.
+// Marks the job as done; returns whether it has a callback.
 bool SharedArena::finish(SharedJob& job, const std::string& error) {
   const std::lock_guard lock(mutex_);
   job.is_done_ = true;
@@ -263,9 +263,9 @@ void SharedArena::run_in_place(const SharedJob& job, SharedBlock& block, const O
   meet(on_wait);
 }
 
-// Piece by piece: every rank copies the others' shares of its buffer to its staging block, combines its own share, and
-// copies the results of the others. Pieces alternate between the two halves of the staging block: a rank that reaches a
-// piece has finished reading the piece before.
+// For each piece, every rank copies the other ranks' shares of its buffer to its staging block, combines its
+// own share, and copies the other ranks' results. Pieces alternate between the two halves of the staging
+// block: a rank that reaches a piece has finished reading the previous piece.
 void SharedArena::run_staged(const SharedJob& job, const OnWait& on_wait) {
   if (!staging_) staging_ = std::make_shared<SharedBlock>(file_, 2 * kPieceBytes, world_size_);
   file_->place(rank_).staging = staging_->offset();

@@ -1,5 +1,5 @@
-// Collectives of the ranks of one host in shared memory. One thread of each rank runs them in the order of submission,
-// which has to be the same on all ranks.
+// Shared-memory collectives among the ranks of one host. One thread of each rank runs them in the order of
+// submission, which must be the same on all ranks.
 #pragma once
 #include <condition_variable>
 #include <cstdint>
@@ -33,16 +33,17 @@ class SharedJob {
 
 class SharedArena {
  public:
-  // Called from time to time by the serving thread while it waits for other ranks, with the seconds it has waited.
+  // Called from time to time by the serving thread while it waits for other ranks, with the seconds it has
+  // waited.
   using OnWait = std::function<void(double)>;
-  // Called by that thread when a job with a callback is done.
+  // Called by the serving thread when a job with a callback is done.
   using OnDone = std::function<void(const std::shared_ptr<SharedJob>&)>;
 
   SharedArena(int descriptor, int rank, int world_size);
 
   std::shared_ptr<SharedBlock> allocate(int64_t bytes);
-  // Combines `numel` elements over all ranks in place. The memory must stay valid until the job is done. If it is in
-  // blocks of `allocate` on all ranks, it is used directly; otherwise it is copied.
+  // Combines `numel` elements over all ranks in place. The memory must stay valid until the job is done. If
+  // it lies in blocks from `allocate` on all ranks, it is used directly; otherwise it is copied.
   std::shared_ptr<SharedJob> submit(void* data, int64_t numel, SharedKind kind);
   // Runs jobs until `close`.
   void serve(const OnWait& on_wait, const OnDone& on_done);
@@ -50,13 +51,13 @@ class SharedArena {
   bool wait(const SharedJob& job, double seconds);
   // The error of a finished job; empty if it succeeded.
   std::string error(const SharedJob& job);
-  // Calls OnDone when the job is done; returns false if it is done already.
+  // Requests an OnDone call when the job is done; returns false if the job is already done.
   bool call_back(SharedJob& job);
-  // Makes every job from now on fail, on this rank and on the others.
+  // Makes all jobs fail from now on, on this rank and on the other ranks.
   void fail(const std::string& why);
-  // The ranks that the running job waits for.
+  // The ranks that the running job is waiting for.
   std::vector<int> missing() const;
-  // Ends `serve`. Unfinished jobs fail, and ranks that wait for this one learn that it has left.
+  // Ends `serve`. Unfinished jobs fail, and ranks waiting for this rank learn that it has left.
   void close();
 
  private:
@@ -72,7 +73,7 @@ class SharedArena {
   bool is_alike() const;
   Range share(int64_t n, int rank) const;
   std::shared_ptr<SharedBlock> block_of(const SharedJob& job);
-  // A barrier: waits until every rank has called this as many times.
+  // A barrier: waits until every rank has called this the same number of times.
   void meet(const OnWait& on_wait) { arrive(), await(on_wait); }
   void arrive();
   void await(const OnWait& on_wait);

@@ -1,4 +1,4 @@
-// The reduction of a collective in shared memory, as pyengine/comm/arena.py passes it.
+// The reductions of shared-memory collectives, as passed by pyengine/comm/arena.py.
 #pragma once
 #include <cstdint>
 
@@ -13,8 +13,8 @@ inline constexpr int64_t shared_bytes(SharedKind kind) {
   return kBytes[static_cast<int>(kind)];
 }
 
-// Elements [0, n) of every source are combined in the order of the sources; the result is written to every target. A
-// target may be a source.
+// Elements [0, n) of every source are combined in the order of the sources; the result is written to every
+// target. A target may be a source.
 struct SharedSum {
   SharedKind kind;
   const void* const* sources;

@@ -15,7 +15,7 @@
 namespace pyengine {
 namespace {
 
-// Address space of the file, which has holes where nothing is allocated: offsets are never used twice.
+// Size of a region's address space. The file has holes where nothing is allocated; offsets are never reused.
 constexpr int64_t kRegionBytes = int64_t{1} << 42;
 
 int64_t page_bytes() { return sysconf(_SC_PAGESIZE); }
@@ -37,8 +37,8 @@ void* map(int descriptor, int64_t offset, int64_t bytes) {
   return data;
 }
 
-// The blocks of this process, for a fork. The child gets copies of them, made before the fork, since the parent goes on
-// writing to the file.
+// The blocks of this process, for the fork handlers. The child gets copies of the blocks, made before the
+// fork, because the parent continues to write to the file.
 struct Blocks {
   std::mutex mutex;
   std::set<SharedBlock*> all;
@@ -46,7 +46,7 @@ struct Blocks {
 };
 
 Blocks& blocks() {
-  static Blocks* const found = new Blocks;  // never freed: a tensor may be destroyed last at exit
+  static Blocks* const found = new Blocks;  // never freed, because a tensor may be destroyed last at exit
   return *found;
 }
 
@@ -90,10 +90,10 @@ int64_t SharedFile::next_offset(int64_t bytes) {
 }
 
 int64_t SharedFile::take(int64_t bytes) {
-  // Checked before the lock, which another thread of the parent may have held at the fork.
+  // Check before taking the lock, which another thread of the parent may have held at the fork.
   if (!is_mine()) throw std::runtime_error("the region of shared memory is of the process that this one was forked from");
   const int64_t offset = next_offset(bytes);
-  // Allocate now: at the first access a lack of memory would be a signal (SIGBUS).
+  // Allocate now: on first access, a lack of memory would raise a signal (SIGBUS).
   while (fallocate(descriptor_, 0, offset, bytes))
     if (errno != EINTR) fail("fallocate of shared memory");
   return offset;
@@ -135,7 +135,7 @@ void* SharedBlock::peer(int rank, int64_t offset, int64_t bytes) {
 }
 
 void SharedBlock::copy_for_fork() {
-  if (is_copy_) return;  // a fork of a fork copies it on write
+  if (is_copy_) return;  // already private: the kernel copies it on write
   const auto size = static_cast<size_t>(mapping_.bytes);
   copy_ = mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   if (copy_ != MAP_FAILED) std::memcpy(copy_, mapping_.data, size);
@@ -151,7 +151,7 @@ void SharedBlock::become_copy() {
   const auto size = static_cast<size_t>(mapping_.bytes);
   if (copy_ != MAP_FAILED)
     mremap(copy_, size, size, MREMAP_MAYMOVE | MREMAP_FIXED, mapping_.data);
-  else  // no memory for a copy: pages follow the parent's until they are written
+  else  // no memory for a copy: pages show the parent's writes until this process writes them
     mmap(mapping_.data, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_FIXED, file_->descriptor(), mapping_.offset);
   copy_ = MAP_FAILED;
   is_copy_ = true;

@@ -1,6 +1,6 @@
-// Shared memory of processes of one host: a file without a name, which exists as long as a process has it open or
-// mapped, so nothing outlives the processes. Each process allocates blocks from its own region and maps blocks of
-// others where it needs them. Linux only; pyengine/comm/arena.py makes and opens the file.
+// Memory shared by the processes of one host: an unnamed file that exists as long as a process has it open or
+// mapped, so nothing outlives the processes. Each process allocates blocks from its own region and maps other
+// processes' blocks as needed. Linux only; pyengine/comm/arena.py creates and opens the file.
 #pragma once
 #include <sys/mman.h>
 
@@ -12,30 +12,30 @@
 
 namespace pyengine {
 
-// State that one process publishes to the others. Except for the atomics, its fields are written before `reached` is
-// incremented, and read by others after they have seen the increment.
+// State that one process publishes to the others. Except for the atomics, its fields are written before
+// `reached` is incremented, and other processes read them after they have seen the increment.
 struct alignas(128) SharedPlace {
   std::atomic<uint64_t> reached;  // number of barriers reached
   std::atomic<uint32_t> has_left;
   int32_t kind;
   int64_t numel;
-  int64_t block, block_bytes, begin;  // its buffer: offset in the file (-1: elsewhere), and within the block
-  int64_t staging;                    // offset of its staging block
+  int64_t block, block_bytes, begin;  // the buffer's block in the file (-1: none) and offset in the block
+  int64_t staging;                    // offset of the process's staging block
 };
 
-// The beginning of the file.
+// The header of the file.
 struct alignas(128) SharedControl {
-  unsigned char token[16];        // written by the process that made the file
+  unsigned char token[16];        // written by the process that created the file
   std::atomic<uint32_t> changes;  // number of published changes; waiters sleep on it
   std::atomic<uint32_t> broken;   // whether a process has given up
 };
 
 static_assert(std::atomic<uint64_t>::is_always_lock_free && std::atomic<uint32_t>::is_always_lock_free);
 
-// The file. `bytes` is the size of a region; the file begins with a slot for every process.
+// The shared file: a header, a SharedPlace for every process, and a region for every process.
 class SharedFile {
  public:
-  // Owns the descriptor from now on.
+  // Takes ownership of the descriptor.
   SharedFile(int descriptor, int rank, int world_size);
   ~SharedFile();
   SharedFile(const SharedFile&) = delete;
@@ -44,9 +44,9 @@ class SharedFile {
   SharedControl& control() const { return *static_cast<SharedControl*>(control_); }
   SharedPlace& place(int rank) const { return reinterpret_cast<SharedPlace*>(&control() + 1)[rank]; }
   int descriptor() const { return descriptor_; }
-  bool is_mine() const;      // false in a process that was forked from the one that made this
-  // Reserves zeroed pages of this process's region and returns their offset. May be called by any thread; a forked
-  // process has no region.
+  bool is_mine() const;      // false in a process forked from the one that created this object
+  // Reserves zeroed pages of this process's region and returns their offset. May be called by any thread; a
+  // forked process has no region.
   int64_t take(int64_t bytes);
 
   // The size that the file must have.
@@ -74,11 +74,12 @@ class SharedMapping {
   void* const data;
 };
 
-// Memory of this process that the others can map. A forked process has a copy of its content at the fork.
+// Memory of this process that other processes can map. A forked process has a copy of the content at the
+// fork.
 class SharedBlock {
  public:
   SharedBlock(std::shared_ptr<SharedFile> file, int64_t bytes, int world_size);
-  ~SharedBlock();  // frees its pages at once, even while others map them
+  ~SharedBlock();  // frees the pages immediately, even while other processes map them
   SharedBlock(const SharedBlock&) = delete;
   SharedBlock& operator=(const SharedBlock&) = delete;
 
@@ -86,10 +87,10 @@ class SharedBlock {
   int64_t bytes() const { return bytes_; }
   int64_t offset() const { return mapping_.offset; }
   bool holds(const void* begin, int64_t num_bytes) const;
-  // Another process's block that takes part in collectives with this one: mapped until another one replaces it, or
-  // until this block is destroyed.
+  // Maps another process's block that takes part in collectives with this block. The mapping lasts until
+  // another block replaces it or this block is destroyed.
   void* peer(int rank, int64_t offset, int64_t bytes);
-  // Handlers of a fork: before it, after it in the parent, and after it in the child.
+  // Fork handlers: before the fork, after the fork in the parent, and after the fork in the child.
   void copy_for_fork();
   void drop_copy();
   void become_copy();
@@ -99,7 +100,7 @@ class SharedBlock {
   const int64_t bytes_;
   SharedMapping mapping_;
   void* copy_ = MAP_FAILED;  // during a fork
-  bool is_copy_ = false;     // in a fork
+  bool is_copy_ = false;     // in a forked process
   std::vector<std::unique_ptr<SharedMapping>> peers_;
 };
 

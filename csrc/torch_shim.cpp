@@ -13,7 +13,8 @@ namespace {
 using Status = int32_t;   // AOTITorchError: 0 is success
 using Handle = void*;     // AtenTensorHandle: an at::Tensor*
 
-// Signatures: torch/csrc/stable/c/shim.h and torch/csrc/inductor/aoti_torch/c/shim.h, torch's stable C ABI.
+// Signatures from torch/csrc/stable/c/shim.h and torch/csrc/inductor/aoti_torch/c/shim.h, torch's stable C
+// ABI.
 struct Shim {
   Status (*parallel_for)(int64_t, int64_t, int64_t, RangeFn, void*);  // torch >= 2.10
   int (*get_num_threads)();                                           // at::get_num_threads()
@@ -54,12 +55,12 @@ const Shim& shim() {
   return found;
 }
 
-// Offsets in bytes from the beginning of each object; 0 is unknown.
+// Offsets in bytes from the beginning of each object; 0 means unknown.
 struct Places {
-  size_t tensor;                         // in a Python tensor object: its at::Tensor, a pointer to the TensorImpl
+  size_t tensor;                         // in a Python tensor object: pointer to its TensorImpl
   size_t keys, storage, storage_offset;  // in a TensorImpl
   size_t data, bytes;                    // in a StorageImpl
-  uint64_t not_plain;                    // dispatch keys
+  uint64_t not_plain;                    // dispatch keys that plain tensors do not have
 } places{};
 
 template <class T>
@@ -71,7 +72,7 @@ T load(const void* base, size_t offset) {
 
 const void* impl_of(const void* object) { return load<const void*>(object, places.tensor); }
 
-// The first word in [begin, end) that holds `value`; 0 if there is none.
+// Offset of the first word in [begin, end) that holds `value`; 0 if there is none.
 template <class T>
 size_t offset_of(T value, const void* base, size_t begin, size_t end) {
   for (size_t offset = begin; offset < end; offset += sizeof(T))
@@ -79,7 +80,7 @@ size_t offset_of(T value, const void* base, size_t begin, size_t end) {
   return 0;
 }
 
-// Bytes of an element of the types that ops take; 0 for all others.
+// Element size in bytes of the dtypes that ops accept; 0 for all others.
 int64_t element_size(int32_t scalar_type) {
   switch (scalar_type) {  // c10::ScalarType, fixed by torch's serialization format
     case 0: return 1;           // uint8
@@ -90,8 +91,9 @@ int64_t element_size(int32_t scalar_type) {
   }
 }
 
-// A storage may be smaller than its tensors: FSDP resizes it to zero and keeps the tensors. A storage over foreign
-// memory may begin anywhere, and C++ cannot read an element at an address that is not a multiple of its size.
+// A storage may be smaller than its tensors: FSDP resizes storages to zero and keeps the tensors. A storage
+// over external memory may begin at any address, and C++ cannot read an element at an address that is not a
+// multiple of the element size.
 bool storage_holds(const void* impl, const TensorFacts& facts) {
   const int64_t size = facts.element_size, offset = load<int64_t>(impl, places.storage_offset);
   const int64_t bytes = load<int64_t>(load<const void*>(impl, places.storage), places.bytes);
@@ -127,9 +129,9 @@ bool learn_tensor_object(const void* object, const Probe& probe, uint64_t plain_
   if (!s.get_data_ptr || !s.get_numel || !s.get_dtype || !s.get_device_type || !s.get_device_index ||
       !s.is_contiguous)
     return false;
-  // THPVariable is a PyObject head and an at::Tensor; older torch versions have a flag between them. Compare with the
-  // values that Python reports instead of trusting a version number. A TensorImpl has 24 words or a few more, a
-  // StorageImpl 8 or more.
+  // THPVariable is a PyObject head and an at::Tensor; older torch versions have a flag between them. Compare
+  // with the values that Python reports instead of relying on the version number. A TensorImpl has at least
+  // 24 words, a StorageImpl at least 8.
   constexpr size_t kWord = sizeof(void*);
   Places found{};
   found.tensor = offset_of(probe.tensor, object, 2 * kWord, 5 * kWord);
@@ -152,7 +154,7 @@ bool tensor_facts(const void* object, TensorFacts* facts) {
   bool contiguous;
   if (s.get_device_type(tensor, &facts->device_type)) return false;
   if (facts->device_type != kCpu && facts->device_type != kCuda) return false;
-  facts->device_index = 0;  // torch says -1 for the CPU
+  facts->device_index = 0;  // torch reports -1 for the CPU
   if (facts->device_type == kCuda && s.get_device_index(tensor, &facts->device_index)) return false;
   if (s.is_contiguous(tensor, &contiguous) || !contiguous) return false;
   if (s.get_dtype(tensor, &facts->scalar_type) || s.get_numel(tensor, &facts->numel)) return false;

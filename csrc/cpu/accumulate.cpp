@@ -1,4 +1,5 @@
-// accumulate: acc = s·g or acc += s·g in fp32. accumulate_cast: the window's last micro-batch, cast to the wire's type.
+// accumulate: acc = s·g or acc += s·g in fp32. accumulate_cast: adds the window's last micro-batch and casts
+// the sum to the wire's dtype.
 #include "chunks.h"
 
 namespace pyengine::PYENGINE_ISA {
@@ -6,7 +7,8 @@ namespace {
 
 // ---- kernels ----
 
-// mul then add, two roundings, never fused: the reference and every instruction set must agree.
+// mul then add, with two roundings and never fused, because the reference and every instruction set must
+// agree.
 template <bool kFirst, class Grad>
 bool accumulate_kernel(float* acc, const Grad* grad, int64_t n, F32x16 scale, bool streaming) {
   Largest<float> largest;
@@ -23,8 +25,8 @@ void zero_kernel(float* acc, int64_t n, bool streaming) {
   sweep(acc, n, streaming, [&](int64_t i, auto access) PYENGINE_INLINE { access.store(acc + i, pack<float>(splat(0))); });
 }
 
-// Null `acc` means the first micro-batch, null `grad` a parameter without a gradient. The flag checks the value on the
-// wire: a cast to fp16 may overflow.
+// Without kAcc, this is the first micro-batch; without kGrad, the parameter has no gradient. The flag refers
+// to the value on the wire, because a cast to fp16 may overflow.
 template <bool kAcc, bool kGrad, class Wire, class Grad>
 bool accumulate_cast_kernel(Wire* wire, const float* acc, const Grad* grad, int64_t n, F32x16 grad_scale,
                             F32x16 wire_scale, bool streaming) {
@@ -66,7 +68,7 @@ void accumulate_typed(const Layout& layout, const AccumulateCall& call) {
 template <class Wire, class Grad>
 void accumulate_cast_typed(const Layout& layout, const AccumulateCastCall& call) {
   const F32x16 grad_scale = splat(*call.grad_scale), wire_scale = splat(*call.wire_scale);
-  // In place the lines are in the cache already; streaming stores would evict them.
+  // In place, the lines are already in the cache, and streaming stores would evict them.
   const bool streaming = call.wire.data != call.acc && worth_streaming<Wire>(layout);
   for_each_chunk(layout, [&](const Chunk& chunk) {
     Wire* wire = in_flat(as<Wire>(call.wire.data), layout, chunk);

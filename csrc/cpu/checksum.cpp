@@ -1,5 +1,5 @@
-// A checksum that depends on the position of each word, defined in pyengine/audit/checksum.py. All arithmetic is on
-// integers that wrap, so the order of the sums does not matter.
+// A checksum that depends on the position of each word, defined in pyengine/audit/checksum.py. All arithmetic
+// is on integers that wrap, so the order of the sums does not matter.
 #include <algorithm>
 #include <atomic>
 
@@ -14,7 +14,7 @@ uint64_t weighed(const int32_t* words, const int32_t* weights, int64_t n) {
   return sum;
 }
 
-// The factor of a block: odd, and without pattern in its bits.
+// The factor of a block: odd, and with well-mixed bits.
 uint64_t factor_of(int64_t block) {
   uint64_t mixed = static_cast<uint64_t>(block);
   mixed = (mixed ^ mixed >> 30) * 0xBF58476D1CE4E5B9u + 0x9E3779B97F4A7C15u;

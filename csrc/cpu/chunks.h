@@ -8,8 +8,8 @@
 namespace pyengine::PYENGINE_ISA {
 namespace {
 
-// Ordinary stores read every line before they overwrite it. Non-temporal stores do not, but bypass the caches. They are
-// faster when the destination would not stay in the cache anyway.
+// Ordinary stores read every line before they overwrite it. Non-temporal stores do not, but bypass the
+// caches. They are faster when the destination would not stay in the cache anyway.
 constexpr int64_t kStreamBytes = 8 << 20;
 
 template <class T>
@@ -20,7 +20,7 @@ bool worth_streaming(const Layout& layout) {
 template <class T>
 T* as(void* p) { return static_cast<T*>(p); }
 
-// The chunk's first element in its own tensor and in the flat buffer. Null tensors stay null.
+// Pointers to the chunk's first element in its tensor and in the flat buffer. Null tensors stay null.
 template <class T>
 T* in_tensor(const Tensors& tensors, const Chunk& chunk) {
   T* data = as<T>(tensors.data[chunk.slot]);
@@ -50,7 +50,7 @@ void for_each_chunk(const Layout& layout, const Body& body) {
   });
 }
 
-// Calls body(begin, end) on ranges of n blocks, of which a task has `each`.
+// Calls body(begin, end) on ranges of n blocks, with `each` blocks per task.
 template <class Body>
 void for_each_range(int64_t n, int64_t each, const Body& body) {
   for_each_task((n + each - 1) / each, [&](int64_t begin, int64_t end) {
@@ -58,12 +58,13 @@ void for_each_range(int64_t n, int64_t each, const Body& body) {
   });
 }
 
-// Steps must be inlined: a call would keep their captures (scale, sums, flags) in memory instead of registers,
-// because a store through an element pointer might change them.
+// Steps must be inlined: a call would keep their captures (scale, sums, flags) in memory instead of
+// registers, because a store through an element pointer might change them.
 #define PYENGINE_INLINE __attribute__((always_inline))
 
-// Steps over full sixteens of [begin, end) and returns where it stopped. It iterates over two halves at once: the
-// hardware prefetcher stops at every page, and the second stream keeps memory busy meanwhile (reads gain 20-30 %).
+// Steps over full groups of sixteen in [begin, end) and returns where it stopped. It iterates over two halves
+// at once: the hardware prefetcher stops at every page, and the second stream keeps memory busy meanwhile
+// (reads are 20-30% faster).
 template <class Step>
 PYENGINE_INLINE inline int64_t step_full(int64_t begin, int64_t end, const Step& step) {
   const int64_t half = (end - begin) / (2 * kLanes) * kLanes;
@@ -76,7 +77,8 @@ PYENGINE_INLINE inline int64_t step_full(int64_t begin, int64_t end, const Step&
   return i;
 }
 
-// Streaming stores collect in a few line buffers of the core: use one stream only, or half-filled lines are flushed.
+// Streaming stores collect in a few line buffers of the core, so use only one stream; otherwise half-filled
+// lines are flushed.
 template <class Step>
 PYENGINE_INLINE inline int64_t step_streamed(int64_t begin, int64_t end, const Step& step) {
   int64_t i = begin;
@@ -84,8 +86,8 @@ PYENGINE_INLINE inline int64_t step_streamed(int64_t begin, int64_t end, const S
   return i;
 }
 
-// Calls step(i, access) over [0, n) in sixteens. The step stores to `dst`. Streaming needs `dst` aligned, so a short
-// step up to the boundary precedes it.
+// Calls step(i, access) over [0, n) in groups of sixteen. The step stores to `dst`. Streaming needs an
+// aligned `dst`, so a short step up to the boundary comes first.
 template <class Dst, class Step>
 PYENGINE_INLINE inline void sweep(const Dst* dst, int64_t n, bool streaming, const Step& step) {
   constexpr uint64_t kAlign = kLanes * sizeof(Dst);

@@ -1,7 +1,8 @@
-// codec: values in one or two bytes each, with a scale a block, and sums of them. codec.h has the rules.
+// codec: encoding of values in one or two bytes, with one scale per block, and sums of encoded values. See
+// codec.h for the rules.
 //
-// Loops here are plain: each has 32-bit lanes only, and the compiler vectorises it for each instruction set, with the
-// same bits. Values that a block needs twice stay in the first-level cache.
+// The loops are plain: each has only 32-bit lanes, and the compiler vectorizes it for each instruction set,
+// with the same bits. Values that a block needs twice stay in the L1 cache.
 #include "chunks.h"
 
 namespace pyengine::PYENGINE_ISA {
@@ -12,7 +13,7 @@ namespace {
 // The scale, codes and elements of a block.
 template <class Format>
 struct Place {
-  float* scale;  // null: codes have no scale
+  float* scale;  // null if the format has no scales
   typename Format::Code* codes;
   int64_t begin, count;
 };
@@ -28,7 +29,7 @@ uint32_t largest_of(const float* x, int64_t n) {
 
 enum class Error { dropped, stored, added };
 
-// Writes the codes of x = [n], and their error.
+// Writes the codes of n elements of x, and their errors.
 template <class Format, bool kStochastic, Error kError>
 void encode_kernel(typename Format::Code* __restrict codes, const float* __restrict x, float* __restrict residual,
                    int64_t n, float scale, float inverse, const Chance chance) {
@@ -58,7 +59,7 @@ void encode_block(const Place<Format>& to, const float* x, float* residual, Chan
   run(to.codes, x, residual, to.count, scale, inverse, chance);
 }
 
-// sum = [n], or += if kAdds, of the decoded codes.
+// Writes n decoded values to `sum`, or adds them if kAdds.
 template <class Format, bool kAdds>
 void decode_kernel(float* __restrict sum, const typename Format::Code* __restrict codes, int64_t n, float scale) {
   for (int64_t i = 0; i < n; ++i) {
@@ -68,7 +69,7 @@ void decode_kernel(float* __restrict sum, const typename Format::Code* __restric
   }
 }
 
-// The same for two ranks, one after the other: the sum stays in a register.
+// The same for two ranks in turn, which keeps the sum in a register.
 template <class Format, bool kAdds>
 void decode_two_kernel(float* __restrict sum, const typename Format::Code* __restrict codes,
                        const typename Format::Code* __restrict more, int64_t n, float scale, float more_scale) {
@@ -90,7 +91,7 @@ void narrow_kernel(Out* out, const float* x, int64_t n) {
 
 // ---- dispatch ----
 
-// Formats without scales are processed in blocks, too.
+// Formats without scales are also processed in blocks.
 Codec walked(Codec codec) {
   if (codec.block == 1) codec.block = kMostBlock;
   return codec;

@@ -3,7 +3,7 @@
 #include <atomic>
 #include <cstring>
 
-#ifdef PYENGINE_NATIVE  // the name of one
+#ifdef PYENGINE_NATIVE  // the name of one instruction set
 #define PYENGINE_LEVEL_OF(LEVEL, isa) LEVEL(isa)
 #define PYENGINE_BUILT(LEVEL) PYENGINE_LEVEL_OF(LEVEL, PYENGINE_NATIVE)
 #else

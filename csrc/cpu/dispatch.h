@@ -4,8 +4,8 @@
 #include "../plan.h"
 #include "../shared_kind.h"
 
-// The instruction sets, best first; a build for one machine has only one. To add one: a name here, its runs_<name> in
-// dispatch.cpp, a simd_<name>.h and a line in CMakeLists.txt.
+// The instruction sets, best first; a build for one machine has only one of them. To add a set, add its name
+// here, runs_<name> in dispatch.cpp, simd_<name>.h, and a line in CMakeLists.txt.
 #ifdef PYENGINE_X86
 #define PYENGINE_LEVELS(LEVEL) LEVEL(avx512) LEVEL(avx2) LEVEL(generic)
 #else
@@ -14,14 +14,14 @@
 
 namespace pyengine {
 
-// The weights of words in a checksum, block by block: pyengine/audit/checksum.py.
+// The weights of words in a checksum, block by block; see pyengine/audit/checksum.py.
 struct WordWeights {
   const int32_t* weights;
   int64_t block;
 };
 
-// Elements start, start + stride, ... of `from`, times `weight`: written to `last` and added to `sum`, which may be
-// null.
+// Elements start, start + stride, ... of `from` are multiplied by `weight`, written to `last`, and added to
+// `sum`, which may be null.
 struct SampleCall {
   const void* from;
   DType dtype;
@@ -58,10 +58,10 @@ struct Ops {
   void (*shared_sum)(const SharedSum& call);
 };
 
-// Whether this machine runs any instruction set of this build; otherwise there is no table.
+// Whether this machine can run any instruction set of this build; otherwise there is no table.
 bool has_ops();
 
-// The current table: the best that this machine runs, or the one that set_isa chose.
+// The current table: the best table that this machine can run, or the table that set_isa chose.
 const Ops& ops();
 
 // Sets the instruction set by name, or "auto"; returns false when this machine or build lacks it.

@@ -1,4 +1,4 @@
-// exact: sums of gradients that do not depend on the order of their terms. exact.h has the rules.
+// exact: sums of gradients that do not depend on the order of their terms. See exact.h for the rules.
 #include "chunks.h"
 
 namespace pyengine::PYENGINE_ISA {
@@ -24,8 +24,8 @@ PYENGINE_INLINE inline void clear(const Block& sum, Access access) {
   for (int64_t i = 0; i < kExactBlock; i += kLanes) access.store(sum.lo + i, zero_ints());
 }
 
-// Rare: bins of a window seldom grow after its first terms. Poisoned blocks have zero limbs; otherwise their limbs
-// would depend on the order.
+// Rarely called: a window's bins seldom grow after its first terms. Poisoned blocks get zero limbs; otherwise
+// their limbs would depend on the order.
 void raise_bin(const Block& sum, int bin) {
   constexpr int64_t kBytes = kExactBlock * sizeof(int32_t);
   if (bin == *sum.bin + 1) std::memcpy(sum.lo, sum.hi, kBytes);
@@ -34,8 +34,8 @@ void raise_bin(const Block& sum, int bin) {
   *sum.bin = static_cast<uint8_t>(bin);
 }
 
-// The slices of the term, added to the sum or, for the first one, stored. Streamed lines are written one after the
-// other, so there is one loop for each limb.
+// Adds the slices of a term to the sum, or stores them if it is the first term. Streamed lines are written
+// one after another, so each limb has its own loop.
 template <bool kFirst, class Access>
 PYENGINE_INLINE inline void add_slices(const Block& sum, const F32x16 (&x)[kVectors], int width, Access access) {
   const F32x16 to_hi = splat(inverse_of_unit(*sum.bin, width)), to_lo = splat(power_of_two(width));
@@ -67,7 +67,7 @@ PYENGINE_INLINE inline int largest_exponent(const Term* term, Access access) {
   return largest.exponent();
 }
 
-// Adds a block of a term with this bin.
+// Adds a block of a term whose bin is `bin`.
 template <bool kFirst, class Term, class Access>
 PYENGINE_INLINE inline void deposit_block(const Block& sum, const Term* term, int bin, int width, Access access) {
   if constexpr (kFirst) {
@@ -82,11 +82,11 @@ PYENGINE_INLINE inline void deposit_block(const Block& sum, const Term* term, in
   add_slices<kFirst>(sum, x, width, access);
 }
 
-// A block's slices wait for its largest element, the longest dependency chain: find the largest elements of a few
-// blocks before the first is needed. The second read hits the first-level cache.
+// A block's slices depend on its largest element, the longest dependency chain. So find the largest elements
+// of a few blocks before the first is needed. The second read hits the L1 cache.
 constexpr int64_t kGroup = 4;
 
-// Adds up to kGroup blocks of a term; returns true if it poisons one.
+// Adds at most kGroup blocks of a term; returns true if the term poisons one of them.
 template <bool kFirst, class Term, class Access>
 PYENGINE_INLINE inline bool deposit_group(const ExactSum& sum, int64_t first, const Term* term, int64_t num_blocks,
                                           Access access) {
@@ -100,7 +100,8 @@ PYENGINE_INLINE inline bool deposit_group(const ExactSum& sum, int64_t first, co
   return largest == kPoisoned;
 }
 
-// Calls step(block, num_blocks, access) for [0, n) in groups: at two places at once, or streamed (see step_full).
+// Calls step(block, num_blocks, access) for [0, n) in groups: at two places at once (see step_full), or
+// streamed.
 template <class Step>
 PYENGINE_INLINE inline void step_groups(int64_t n, bool streaming, const Step& step) {
   const int64_t half = streaming ? 0 : n / (2 * kGroup) * kGroup, whole = n / kGroup * kGroup;
@@ -115,7 +116,7 @@ PYENGINE_INLINE inline void step_groups(int64_t n, bool streaming, const Step& s
   if (whole < n) step(whole, n - whole, Full{});
 }
 
-// Adds a term's chunk from block `first` of the sum on. Missing elements of the last block are zeros.
+// Adds a chunk of a term to the sum, starting at block `first`. Missing elements of the last block are zeros.
 template <bool kFirst, class Term>
 bool deposit_kernel(ExactSum sum, int64_t first, const Term* term, int64_t n, bool streaming) {
   bool poisoned = false;
@@ -184,7 +185,7 @@ constexpr int64_t kTaskBlocks = kTaskElements / kExactBlock;
 template <class Out>
 void round_typed(const RoundCall& call) {
   Out* out = as<Out>(call.out.data);
-  // In place the lines are in the cache already; streaming stores would evict them.
+  // In place, the lines are already in the cache, and streaming stores would evict them.
   const bool is_large = call.sum.num_blocks * kExactBlock * static_cast<int64_t>(sizeof(Out)) >= kStreamBytes;
   const bool streaming = is_large && is_aligned(out) && call.out.data != call.sum.hi;
   for_each_range(call.sum.num_blocks, kTaskBlocks, [&](int64_t begin, int64_t end) {

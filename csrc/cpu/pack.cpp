@@ -1,4 +1,4 @@
-// pack and unpack: flat[slot] = cast(tensor * scale) and back.
+// pack and unpack: flat[slot] = cast(tensor * scale), and the reverse.
 #include "chunks.h"
 
 namespace pyengine::PYENGINE_ISA {
@@ -6,14 +6,14 @@ namespace {
 
 // ---- kernels ----
 
-// A null source is a parameter without a gradient: writes zeros.
+// Writes zeros if the source is null, i.e. for a parameter without a gradient.
 template <class Dst, class Src>
 void scale_cast_kernel(Dst* dst, const Src* src, int64_t n, float factor, bool streaming) {
   if (!src) {
     const Packed<Dst> zero = pack<Dst>(splat(0));
     return sweep(dst, n, streaming, [&](int64_t i, auto access) PYENGINE_INLINE { access.store(dst + i, zero); });
   }
-  // A scale of one is a copy: skipping the conversions gains a third for 16-bit types.
+  // With a scale of one this is a copy; skipping the conversions is a third faster for 16-bit types.
   if constexpr (__is_same(Dst, Src))
     if (factor == 1)
       return sweep(dst, n, streaming, [&](int64_t i, auto access) PYENGINE_INLINE {

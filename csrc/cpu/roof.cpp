@@ -1,9 +1,9 @@
-// Memory bandwidth of this machine on one thread: the reference of the benchmarks.
+// Memory bandwidth of this machine on one thread, the reference for benchmarks.
 #include "chunks.h"
 
 namespace pyengine::PYENGINE_ISA {
 
-// Eight streams: a single one waits for the hardware prefetcher at every page.
+// Reads eight streams, because a single stream waits for the hardware prefetcher at every page.
 float roof_read(const float* src, int64_t numel) {
   constexpr int64_t kStreams = 8, kRun = 8192;
   const Full access;

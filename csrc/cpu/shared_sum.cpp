@@ -1,5 +1,6 @@
-// One rank's share of a reduction over buffers that this process has mapped: sources are added in order, in float32 for
-// narrow types, and rounded once. One thread: the other ranks reduce the other shares.
+// One rank's share of a reduction over buffers that this process has mapped. Sources are added in order, in
+// float32 for narrow types, and rounded once. Runs on one thread, because the other ranks reduce the other
+// shares.
 #include "chunks.h"
 
 namespace pyengine::PYENGINE_ISA {
@@ -17,7 +18,7 @@ void sum_floats(const SharedSum& call) {
   });
 }
 
-// A run stays in the first-level cache, and the compiler vectorises its loops.
+// A run stays in the L1 cache, and the compiler vectorizes its loops.
 template <class T, class Op>
 void combine(const SharedSum& call, const Op& op) {
   constexpr int64_t kRun = 8192 / sizeof(T);

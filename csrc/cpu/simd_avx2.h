@@ -37,8 +37,8 @@ inline F32x16 widen(Packed<fp16> v) {
           _mm256_cvtph_ps(_mm256_extracti128_si256(v.bits, 1))};
 }
 
-// Round to nearest even by carry; the result is in the low half of each lane. NaN becomes 0x7fc0, because the carry
-// could turn it into an infinity.
+// Round to nearest even by carry; the result is in the low half of each lane. NaN becomes 0x7fc0, because the
+// carry could turn it into an infinity.
 inline __m256i round_bf16(__m256 x) {
   const __m256i u = _mm256_castps_si256(x);
   const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(u, 16), _mm256_set1_epi32(1));
@@ -102,7 +102,8 @@ inline void add_squares(F64x16& sums, F32x16 x) {
   add_square(sums.quarter[3], _mm256_extractf128_ps(x.hi, 1));
 }
 
-// The same for sixteen values in memory: converting at the load saves the shuffles, half of the work.
+// The same for sixteen values in memory. Converting at the load saves the shuffles, which are half of the
+// work.
 inline __m128 load_quad(const float* p) { return _mm_loadu_ps(p); }
 inline __m128 load_quad(const bf16* p) {
   const __m128i bits = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(p));
@@ -118,7 +119,7 @@ inline void store_lanes(double* lane, const F64x16& sums) {
   for (int i = 0; i < 4; ++i) _mm256_storeu_pd(lane + 4 * i, sums.quarter[i]);
 }
 
-// ---- integers beside the floats, for exact.cpp ----
+// ---- integers, for exact.cpp ----
 
 struct I32x16 { __m256i lo, hi; };
 
@@ -139,8 +140,9 @@ inline I32x16 add(I32x16 a, I32x16 b) { return {_mm256_add_epi32(a.lo, b.lo), _m
 inline I32x16 round_even(F32x16 x) { return {_mm256_cvtps_epi32(x.lo), _mm256_cvtps_epi32(x.hi)}; }
 inline F32x16 to_floats(I32x16 v) { return {_mm256_cvtepi32_ps(v.lo), _mm256_cvtepi32_ps(v.hi)}; }
 
-// AVX2 has no conversion of int64, and a double has 53 bits where sums have up to 62. So where sums are large, the last
-// ten bits of lo become one bit: a rounding to 26 bits or fewer depends only on whether any of them is set.
+// AVX2 cannot convert int64, and a double has 53 bits while sums have up to 62. So for large sums, the last
+// ten bits of lo become one sticky bit: rounding to 26 bits or fewer depends only on whether any of them is
+// set.
 inline __m256i shorten(__m256i hi, __m256i lo, int width) {
   const __m256i large = _mm256_cmpgt_epi32(_mm256_abs_epi32(hi), _mm256_set1_epi32(1 << (45 - width)));
   const __m256i last = _mm256_set1_epi32(1023);
@@ -153,7 +155,8 @@ template <Rounding rounding>
 inline __m128 round_four(__m128i hi, __m128i lo, __m256d high_unit) {
   __m256d sum = _mm256_add_pd(_mm256_mul_pd(_mm256_cvtepi32_pd(hi), high_unit), _mm256_cvtepi32_pd(lo));
   if constexpr (rounding == Rounding::odd) {
-    // Clear the 29 bits that a float lacks, and make it odd where one was set: the same neighbour as in to_float.
+    // Clear the 29 bits that a float lacks, and make the result odd if one of them was set: the same neighbor
+    // as in to_float.
     const __m256i bits = _mm256_castpd_si256(sum), last = _mm256_set1_epi64x((1 << 29) - 1);
     const __m256i none = _mm256_cmpeq_epi64(_mm256_and_si256(bits, last), _mm256_setzero_si256());
     const __m256i odd = _mm256_andnot_si256(none, _mm256_set1_epi64x(1 << 29));

@@ -1,5 +1,5 @@
-// simd.h for any machine: loops of sixteen that the compiler may vectorise. The conversions give the bits of F16C and
-// the AVX2 code.
+// simd.h for any machine: loops of sixteen that the compiler may vectorize. The conversions give the same
+// bits as F16C and the AVX2 code.
 #pragma once
 
 namespace pyengine::PYENGINE_ISA {
@@ -62,7 +62,7 @@ inline void pack_one(float x, bf16& out) {
 inline void pack_one(float x, fp16& out) {
   const uint32_t u = bits_of(x), sign = (u >> 16) & 0x8000u, magnitude = u & 0x7fffffffu;
   const uint32_t nan = 0x7e00u | ((magnitude >> 13) & 0x3ffu);
-  // 0.5 has a last place of 2^-24, the smallest half: adding it rounds to a multiple of that.
+  // The last place of 0.5f is 2^-24, the smallest fp16 number, so adding 0.5f rounds to a multiple of 2^-24.
   const uint32_t tiny = bits_of(float_of(magnitude) + 0.5f) - bits_of(0.5f);
   const uint32_t normal = (magnitude - (112u << 23) + 0xfffu + ((magnitude >> 13) & 1u)) >> 13;
   const uint32_t half = magnitude > 0x7f800000u    ? nan
@@ -124,7 +124,7 @@ inline void add_squares(F64x16& sums, const F32x16& x) {
 template <class T> void add_squares_at(F64x16& sums, const T* p) { add_squares(sums, widen(load_packed(p))); }
 inline void store_lanes(double* lane, const F64x16& sums) { std::memcpy(lane, sums.lane, sizeof(sums.lane)); }
 
-// ---- integers beside the floats, for exact.cpp ----
+// ---- integers, for exact.cpp ----
 
 struct I32x16 { int32_t lane[16]; };
 

@@ -1,4 +1,5 @@
-// unscale_norm: y = x·scale, its sum of squares and its finite check, in one pass; y is written optionally.
+// unscale_norm: y = x·scale, its sum of squares, and a check for nonfinite values, in one pass. Writing y is
+// optional.
 #include "chunks.h"
 
 namespace pyengine::PYENGINE_ISA {
@@ -8,7 +9,7 @@ namespace {
 
 struct Nothing {};  // the output type of a pass that only reads
 
-// A pass over one block: computes sixteen elements, and their squares.
+// A pass over one block. Each step computes sixteen elements and their squares.
 template <class Out, class In>
 struct Block {
   Out* out;
@@ -27,7 +28,7 @@ struct Block {
   }
 };
 
-// A block that is only read, without a scale: for a norm alone.
+// A block that is only read, without a scale, to compute only a norm.
 template <class In>
 struct PlainBlock {
   const In* in;
@@ -46,8 +47,9 @@ PYENGINE_INLINE inline void add_segment(const B& block, int64_t begin, int64_t e
   sums = add(sums, segment);
 }
 
-// The same segment of two blocks, side by side: a single one would wait for its own additions. The registers hold both
-// segments, but not the sums of the blocks; these are updated only once in sixteen steps.
+// Adds the same segment of two blocks side by side, because a single segment would wait for its own
+// additions. The registers hold both segments, but not the sums of the blocks, which are updated only once
+// every sixteen steps.
 template <class B, class Access>
 PYENGINE_INLINE inline void add_segments(const B& first, const B& second, int64_t begin, Access access,
                                          F64x16& first_sums, F64x16& second_sums) {
@@ -60,7 +62,7 @@ PYENGINE_INLINE inline void add_segments(const B& first, const B& second, int64_
   second_sums = add(second_sums, second_segment);
 }
 
-// Both blocks of a chunk of n elements.
+// Sums both blocks of a chunk of n elements.
 template <class B, class Access>
 void sum_blocks(B first, B second, int64_t n, Access access, double* partial) {
   const int64_t n1 = n < kBlockElements ? n : kBlockElements, n2 = n - n1;
@@ -83,8 +85,8 @@ void unscale_norm_kernel(Out* out, const In* in, int64_t n, F32x16 scale, Access
 
 // ---- dispatch ----
 
-// Lanes start at the slot's first element, so a head of another length must not shift them: stream only to destinations
-// without a head.
+// Lanes start at the slot's first element and must not be shifted by an unaligned head, so stream only to
+// destinations without a head.
 template <class T>
 bool can_stream(const T* out) {
   return reinterpret_cast<uint64_t>(out) % (kLanes * sizeof(T)) == 0;
@@ -112,8 +114,8 @@ void unscale_norm_typed(const Layout& layout, const UnscaleNormCall& call) {
   });
 }
 
-// A slot's sum from the sums of its n blocks, which become the block lanes. Lanes without a block are skipped: they
-// would add +0, which changes no bit of a sum of squares.
+// Computes a slot's sum from the sums of its n blocks, which are overwritten by the block lanes. Lanes
+// without a block are skipped, because adding +0 does not change a sum of squares.
 double sum_of_slot(double* block, int64_t n) {
   if (n == 0) return 0;
   for (int64_t b = kBlockLanes; b < n; ++b) block[b % kBlockLanes] += block[b];

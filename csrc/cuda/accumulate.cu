@@ -1,4 +1,5 @@
-// accumulate: acc = s·g or acc += s·g in fp32. accumulate_cast: the window's last micro-batch, cast to the wire's type.
+// accumulate: acc = s·g or acc += s·g in fp32. accumulate_cast: adds the window's last micro-batch and casts
+// the sum to the wire's dtype.
 #include "launch.cuh"
 #include "sweep.cuh"
 
@@ -7,7 +8,8 @@ namespace {
 
 // ---- kernels ----
 
-// No kernel reads the gradients again: ReadOnce leaves the L2 to acc and the wire, which are read next.
+// No kernel reads the gradients again, so ReadOnce leaves the L2 cache to acc and the wire, which are read
+// next.
 template <bool kFirst, class Grad>
 struct Accumulate {
   float* acc;
@@ -56,8 +58,8 @@ accumulate_kernel(const __grid_constant__ DeviceLayout layout, Split split, floa
   op.check.raise(nonfinite + part.slot);
 }
 
-// Without kAcc it is the first micro-batch, without kGrad a parameter without a gradient. The flag checks the value on
-// the wire: a cast to fp16 may overflow.
+// Without kAcc, this is the first micro-batch; without kGrad, the parameter has no gradient. The flag refers
+// to the value on the wire, because a cast to fp16 may overflow.
 template <bool kAcc, bool kGrad, class Wire, class Grad>
 struct AccumulateCast {
   Wire* wire;

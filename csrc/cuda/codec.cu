@@ -1,4 +1,5 @@
-// codec: values in one or two bytes each, with a scale a block, and sums of them. codec.h has the rules.
+// codec: encoding of values in one or two bytes, with one scale per block, and sums of encoded values. See
+// codec.h for the rules.
 #include "../codec.h"
 #include "codes.cuh"
 #include "launch.cuh"
@@ -9,24 +10,26 @@ namespace {
 
 // ---- kernels ----
 
-// Neighbouring threads share a block, which they keep in registers between its scale and its codes. In each of several
-// runs of a block a thread has four neighbouring elements.
+// Neighboring threads share a block and keep its values in registers from the computation of the scale to the
+// encoding. A block is split into runs; in each run a thread has four neighboring elements.
 constexpr int kWarp = 32;
 
-// Number of runs of a block: as few as this many threads need, but at most four if a warp does with them.
+// Number of runs in a block: the fewest that `most_lanes` threads need, but at most four if four are enough
+// for a warp.
 constexpr int runs_of(int block, int most_lanes) {
   const int wanted = block / (most_lanes * kEach), fewest = block / (kWarp * kEach);
   return wanted <= 1 ? 1 : wanted <= 4 ? wanted : fewest > 4 ? fewest : 4;
 }
 
-// The position of a thread's elements. kWhole: all elements of its CTA exist, which takes a third of the instructions.
+// The position of a thread's elements. `kWhole` means that all elements of its CTA exist, which reduces the
+// instructions to a third.
 template <int kBlock, int kMostLanes, bool kWhole>
 struct Spot {
   static constexpr int kRuns = runs_of(kBlock, kMostLanes), kEachThread = kRuns * kEach;
-  static constexpr unsigned kLanes = kBlock / kEachThread;  // threads of a block
-  int lane;       // this one's index among them
-  int64_t begin;  // first element of its first run
-  int left;       // number of existing elements from begin on, at most kBlock; none where it is not positive
+  static constexpr unsigned kLanes = kBlock / kEachThread;  // threads per block
+  int lane;       // this thread's index among them
+  int64_t begin;  // first element of the thread's first run
+  int left;       // number of existing elements from `begin` on, at most kBlock; none if not positive
 
   __device__ __forceinline__ explicit Spot(int64_t numel)
       : lane(static_cast<int>(threadIdx.x % kLanes)),
@@ -38,8 +41,8 @@ struct Spot {
   __device__ __forceinline__ int64_t block() const { return static_cast<uint64_t>(begin) / kBlock; }
   __device__ __forceinline__ static constexpr int step(int k) { return k * static_cast<int>(kLanes) * kEach; }
   __device__ __forceinline__ int64_t at(int k) const { return begin + step(k); }
-  // Number of existing elements from at(k) on; none where it is not positive. (Clamped to 0 to kEach, ptxas 13.0 takes
-  // the comparison with kEach from the wrong predicate on sm_90.)
+  // Number of existing elements from at(k) on; none exist if it is not positive. (If it is clamped to [0,
+  // kEach], ptxas 13.0 takes the comparison with kEach from the wrong predicate on sm_90.)
   __device__ __forceinline__ int count(int k) const { return kWhole ? kEach : left - step(k); }
   __device__ __forceinline__ bool is_whole(int k) const { return count(k) >= kEach; }
   __device__ __forceinline__ bool exists() const { return kWhole || left > 0; }
@@ -58,7 +61,7 @@ struct Values {
   Floats<kEach> run[kRuns];
 };
 
-// Missing elements read as zero. A thread's elements have the alignment of the first one of all.
+// Missing elements read as zero. A thread's elements have the same alignment as `p`.
 template <class Spot>
 __device__ __forceinline__ Floats<kEach> load_floats(const Spot& spot, int k, const float* p) {
   if (spot.is_whole(k) && misalignment(p) == 0) return widen(load_packed<kEach>(p + spot.at(k)));
@@ -80,7 +83,7 @@ __device__ __forceinline__ Values<Spot::kRuns> load_values(const Spot& spot, con
   return x;
 }
 
-// From the codes of this thread's first run on.
+// `codes` points to the codes of this thread's first run.
 template <class Spot, class Code>
 __device__ __forceinline__ Quad<Code> load_quad(const Spot& spot, int k, const Code* codes) {
   Quad<Code> quad{};
@@ -128,7 +131,8 @@ struct Parts {
 
 // ---- encoding ----
 
-// The largest of a number over the threads of a block. All threads of a warp run this, also those without a block.
+// Maximum of `mine` over the threads of a block. All threads of a warp must call this, including those
+// without a block.
 template <class Spot>
 __device__ __forceinline__ unsigned largest_of_block(unsigned mine) {
   if constexpr (Spot::kLanes == kWarp) {
@@ -158,20 +162,20 @@ __device__ __forceinline__ unsigned largest_weight(const Values<Spot::kRuns>& x,
 
 struct Scaling {
   float scale = 1, inverse = 1;
-  bool is_finite = true;  // whether all values of the block are
+  bool is_finite = true;  // whether all values of the block are finite
 };
 
 template <class Format, class Spot>
 __device__ __forceinline__ Scaling agree_on_scale(const Values<Spot::kRuns>& x) {
   unsigned largest = largest_weight<Spot>(x, [](unsigned bits) { return bits & kMagnitude; });
   const bool is_finite = largest < kFloatInfinity;
-  // Rare, so that the check costs nothing: values that are not finite do not count.
+  // Ignore nonfinite values. They are rare, so the check costs nothing.
   if (__any_sync(0xffffffffu, !is_finite)) largest = largest_weight<Spot>(x, weight_of);
   const float scale = quick_scale_of<Format>(largest);
   return {scale, quick_inverse_of(scale), is_finite};
 }
 
-// Codes of values that are not finite, where Four has those of others.
+// Encodes nonfinite values; the codes of finite values come from `Four`.
 template <class Format>
 __device__ __forceinline__ void encode_nonfinite(const Floats<kEach>& x, Quad<typename Format::Code>& codes) {
   const Quad<typename Format::Code> others = codes;
@@ -184,7 +188,7 @@ __device__ __forceinline__ void encode_nonfinite(const Floats<kEach>& x, Quad<ty
   }
 }
 
-// Errors of coded values: 0 where a value or what its code means is not finite.
+// Errors of encoded values: 0 if a value or its decoded value is not finite.
 template <class Format>
 __device__ __forceinline__ Floats<kEach> errors_of(const Floats<kEach>& x, const Quad<typename Format::Code>& codes,
                                                    const Scaling& by) {
@@ -237,12 +241,13 @@ codec_encode_kernel(const __grid_constant__ EncodeCall call) {
 
 // ---- sums ----
 
-// CTAs that an SM can hold of a kernel that sums, at least, or 0: ptxas decides. With this bound it uses the registers
-// that two ranks' loads need; without, it waits for one before it issues the next.
+// Minimum number of CTAs per SM for kernels that sum; 0 lets ptxas decide. With this bound, ptxas uses the
+// registers that the loads of two ranks need; otherwise a kernel waits for one load before it issues the
+// next.
 template <class Format, int kRuns>
 constexpr int kSumCtas = kRuns < 4 || (kRuns == 4 && (__is_same(Format, Int8) || kConverts<Format>)) ? 5 : 0;
 
-// The codes of one rank before they are added.
+// One rank's codes and scale, before they are added.
 template <class Format, int kRuns>
 struct Sent {
   Quad<typename Format::Code> run[kRuns];
@@ -286,7 +291,7 @@ __device__ __forceinline__ Values<Spot::kRuns> sum_block(const Spot& spot, const
 #pragma unroll 1
   for (left -= 2; left > 1; left -= 2) add_two(false);
   if (left == 1) add(load(), false);
-  if (nans.some()) {  // rare: which ones is asked only now
+  if (nans.some()) {  // rare, so the NaNs are located only now
     codes -= payloads.num_ranks * payloads.stride;
 #pragma unroll 1
     for (int64_t rank = 0; rank < payloads.num_ranks; ++rank, codes += payloads.stride)
@@ -297,8 +302,8 @@ __device__ __forceinline__ Values<Spot::kRuns> sum_block(const Spot& spot, const
   return sum;
 }
 
-// Instructions limit the kernel, and what a thread does once, as the block's scale, takes as many as five elements: fewer
-// threads have more elements.
+// The kernel is limited by instructions, and work done once per thread, such as the block's scale, takes as
+// many as five elements. So fewer threads handle more elements each.
 template <class Format>
 constexpr int kSumEncodeLanes = kHasScale<Format> ? kWarp / 2 : kWarp;
 
@@ -307,7 +312,7 @@ __global__ void __launch_bounds__(kThreads, kSumCtas<Format, runs_of(kBlock, kSu
 codec_sum_encode_kernel(const __grid_constant__ SumEncodeCall call) {
   at_spot<kBlock, kSumEncodeLanes<Format>>(call.codec.numel, [&](const auto& spot) {
     auto sum = sum_block<Format>(spot, call.codec, call.payloads);
-    // The padding of the last word may have any value in the input; here it is zero.
+    // The padding of the last word may have any value in the input; in the output it is zero.
 #pragma unroll
     for (int k = 0; k < spot.kRuns; ++k)
 #pragma unroll
@@ -340,7 +345,8 @@ codec_sum_kernel(const __grid_constant__ Codec codec, const __grid_constant__ Pa
 template <int kValue>
 using Number = std::integral_constant<int, kValue>;
 
-// Calls fn with the size of a codec's blocks. Formats without scales have blocks of threads alone.
+// Calls fn with the codec's block size. For formats without scales, blocks only determine how threads share
+// the elements.
 template <class Format, class Fn>
 void with_block(const Codec& codec, const Fn& fn) {
   if constexpr (!kHasScale<Format>) {
@@ -375,7 +381,7 @@ struct SumEncode {
   static constexpr int kRuns = runs_of(kBlock, kSumEncodeLanes<Format>);
 };
 
-// Launches the kernel that Kernels has for a call that encodes.
+// Launches the encoding kernel that `Kernels` selects for a call.
 template <template <class, int, bool> class Kernels, class Call>
 void launch_encoding(const Call& call, const char* op, void* stream) {
   if (call.codec.numel == 0) return;

@@ -1,5 +1,6 @@
-// The codes of four neighbouring values at once, and the values of four codes: the bits of codec.h (except for those of
-// a NaN) in fewer instructions. Integer instructions limit the codec's kernels, floating-point ones and memory do not.
+// Encodes and decodes four neighboring values at once: the same bits as codec.h (except for the bits of a
+// NaN) with fewer instructions. The codec's kernels are limited by integer instructions, not by
+// floating-point instructions or memory.
 #pragma once
 #include "../codec.h"
 #include "packed.cuh"
@@ -7,10 +8,11 @@
 namespace pyengine {
 namespace {
 
-// Values that one thread handles at a time: sixteen bytes of float32 and four of codes.
+// Number of values that one thread handles at a time: 16 bytes of float32, or 4 bytes of one-byte codes.
 constexpr int kEach = 4;
 
-// Four codes in one word, or two: a payload of one-byte codes is padded to whole words; others may begin anywhere.
+// Four codes in one or two words. A payload of one-byte codes is padded to whole words; two-byte codes may
+// begin anywhere.
 template <class Code>
 struct Quad {
   unsigned words[sizeof(Code)];
@@ -19,23 +21,24 @@ struct Quad {
     if constexpr (sizeof(Code) == 1) return words[0] >> (8 * i) & 0xffu;
     else return words[i / 2] >> (i % 2 * 16) & 0xffffu;
   }
-  // Called once for every code, on zeros.
+  // Must be called once for each code, on a zeroed Quad.
   __device__ __forceinline__ void set(int i, unsigned code) {
     if constexpr (sizeof(Code) == 1) words[0] |= code << (8 * i);
     else words[i / 2] |= code << (i % 2 * 16);
   }
 };
 
-// The byte at an index of each of four words, in one word.
+// Gathers byte `kByte` of each of four words in one word.
 template <int kByte>
 __device__ __forceinline__ unsigned gather_bytes(const unsigned* words) {
   constexpr unsigned kTwo = (4 + kByte) << 4 | kByte;
   return __byte_perm(__byte_perm(words[0], words[1], kTwo), __byte_perm(words[2], words[3], kTwo), 0x5410);
 }
 
-// ---- conversions of the hardware ----
+// ---- hardware conversions ----
 
-// sm_89 and newer round to eight-bit floats, to nearest even and at most to the largest, and widen them.
+// sm_89 and newer convert to eight-bit floats, rounding to nearest even and saturating at the largest finite
+// value, and widen eight-bit floats.
 template <class Format>
 __device__ __forceinline__ unsigned pair_of(float low, float high);
 template <class Format>
@@ -76,8 +79,8 @@ constexpr bool kConverts = false;
 
 // ---- scales ----
 
-// scale_of, without the cases that a division looks for: the quotient of a normal number by a constant is rounded right
-// by its remainder, and a smaller quotient than the smallest scale does not count.
+// scale_of without the special cases of a division: a correction by the remainder correctly rounds the
+// quotient of a normal number and a constant, and quotients below the smallest scale are clamped.
 template <class Format>
 __device__ __forceinline__ float quick_scale_of(uint32_t largest) {
   constexpr float kInverse = 1 / Format::kLargest;
@@ -87,7 +90,7 @@ __device__ __forceinline__ float quick_scale_of(uint32_t largest) {
   return largest == 0 ? 0 : scale;
 }
 
-// inverse_of, of a scale: neither it nor its reciprocal is denormal.
+// inverse_of for a scale: neither the scale nor its reciprocal is denormal.
 __device__ __forceinline__ float quick_inverse_of(float scale) {
 #ifdef __CUDA_ARCH__
   float rough;
@@ -101,8 +104,9 @@ __device__ __forceinline__ float quick_inverse_of(float scale) {
 
 // ---- formats ----
 //
-// Four<Format>::encode<stochastic>(x, y, chance, element) gives the codes of finite values x from y = x · (1/s);
-// element is the index of the first one, for the hash. decode(codes) gives what codes mean in units of s.
+// Four<Format>::encode<stochastic>(x, y, chance, element) returns the codes of finite values x, given y = x ·
+// (1/s); `element` is the index of the first value, for the hash. decode(codes) returns the decoded values in
+// units of s.
 
 template <class Format>
 struct Four {
@@ -139,7 +143,7 @@ struct Four {
     return values;
   }
 
-  // Notices codes of NaN that decode does not know; here it does.
+  // Records codes of NaN that decode does not handle; here, decode handles all codes.
   struct Nans {
     __device__ __forceinline__ void see(const Codes&) {}
     __device__ __forceinline__ bool some() const { return false; }
@@ -158,27 +162,27 @@ struct Four<Int8> {
 #pragma unroll
     for (int i = 0; i < kEach; ++i) {
       if constexpr (kStochastic) {
-        // In units of 2^-24: y + r rounded down, r a random number below 1. Of a negative y, y - r rounded up, which is
-        // y + (1 - r - 2^-24) rounded down: the random bits are flipped.
+        // In units of 2^-24: y + r rounded down, where r is a random number below 1. For a negative y, it is
+        // y - r rounded up, which equals y + (1 - r - 2^-24) rounded down, so the random bits are flipped.
         const float clamped = fminf(fmaxf(y.lane[i], -Int8::kLargest), Int8::kLargest);
         const unsigned flip = static_cast<unsigned>(static_cast<int>(as_bits(y.lane[i])) >> 31);
         const unsigned random = hashed(chance, element + i) ^ flip;
         words[i] = static_cast<unsigned>(static_cast<int>(clamped * 0x1p24f)) + (random >> 8);
       } else {
-        // A float of 2^23 to 2^24 has no fraction: the sum rounds to nearest even, and its last byte is y's code. y
-        // exceeds 127 by too little to round to 128.
+        // A float between 2^23 and 2^24 has no fraction, so the sum is rounded to nearest even, and its last
+        // byte is the code of y. y exceeds 127 by too little to be rounded to 128.
         words[i] = as_bits(y.lane[i] + 0x1.8p23f);
       }
     }
     return {gather_bytes<kStochastic ? 3 : 0>(words)};
   }
 
-  // The code of NaN gives -128.
+  // The code of NaN decodes to -128 (see put_nans).
   __device__ __forceinline__ static Floats<kEach> decode(const Codes& codes) {
     const unsigned from_zero = codes.words[0] ^ 0x80808080u;
     Floats<kEach> values;
 #pragma unroll
-    for (int i = 0; i < kEach; ++i)  // 2^23 + code + 128, less that
+    for (int i = 0; i < kEach; ++i)  // 2^23 + 128 + code, minus (2^23 + 128)
       values.lane[i] = as_float(__byte_perm(from_zero, 0x4b000000u, 0x7440u + i)) - 0x1.0001p23f;
     return values;
   }
@@ -186,7 +190,8 @@ struct Four<Int8> {
   class Nans {
    public:
     __device__ __forceinline__ void see(const Codes& codes) {
-      // Takes the first bit of the lowest byte that is the code of NaN, and perhaps of ones above it; else of none.
+      // Sets the top bit of the lowest byte that is the code of NaN, and possibly of higher bytes. Without a
+      // NaN, sets no top bit.
       const unsigned from_nan = codes.words[0] ^ 0x80808080u;
       found_ |= (from_nan - 0x01010101u) & ~from_nan;
     }
@@ -196,7 +201,7 @@ struct Four<Int8> {
     unsigned found_ = 0;
   };
 
-  // Replaces the values whose codes are NaN's.
+  // Replaces the values whose code is NaN.
   __device__ __forceinline__ static void put_nans(const Codes& codes, Floats<kEach>& values) {
 #pragma unroll
     for (int i = 0; i < kEach; ++i)

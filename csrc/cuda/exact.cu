@@ -1,4 +1,4 @@
-// exact: sums of gradients that do not depend on the order of their terms. exact.h has the rules.
+// exact: sums of gradients that do not depend on the order of their terms. See exact.h for the rules.
 #include <cmath>
 
 #include "../exact.h"
@@ -10,8 +10,8 @@ namespace {
 
 // ---- kernels ----
 
-// Neighbouring threads share a block; each has W neighbouring elements. The stored type decides W: limbs of four bytes,
-// or rounded sums.
+// Neighboring threads share a block; each thread has W neighboring elements. W depends on the stored type:
+// limbs of four bytes, or rounded sums.
 constexpr int kLimbs = kNeighbours<int32_t>;
 template <int W>
 constexpr int kThreadsEach = static_cast<int>(kExactBlock) / W;
@@ -19,7 +19,7 @@ constexpr int kThreadsEach = static_cast<int>(kExactBlock) / W;
 template <int W>
 __device__ __forceinline__ bool is_first_of_block() { return threadIdx.x % kThreadsEach<W> == 0; }
 
-// A thread's part of a block, as bits. It is in memory of the engine, so always aligned.
+// A thread's part of a block, as bits. It is in the engine's own memory, so it is always aligned.
 template <int W>
 struct Limbs {
   Packed<float, W> hi, lo;
@@ -45,8 +45,9 @@ __device__ __forceinline__ void shift_limbs(Limbs<W>& limbs, int distance) {
   limbs.hi = {};
 }
 
-// The bins of a block, before and after. Only the block's first thread accesses their memory, so no thread reads a bin
-// while another writes it. It gets the largest bin that the block's threads have found.
+// A block's bins before and after an addition. Only the block's first thread accesses the stored bin, so no
+// thread reads it while another thread writes it. The new bin is the largest of the old bin and the bins that
+// the block's threads have found.
 struct Bins {
   int before, after;
 };
@@ -54,7 +55,8 @@ struct Bins {
 template <int W>
 __device__ __forceinline__ Bins agree_on_bins(int before, int found) {
   const bool is_first = is_first_of_block<W>();
-  // Two numbers in one word halve the shuffles: the maximum in the low half; in the high half all but one are zero.
+  // Packing both numbers in one word halves the shuffles: the low half is the maximum; the high half is zero
+  // in all threads except the first.
   unsigned word = static_cast<unsigned>(is_first && before > found ? before : found);
   if (is_first) word |= static_cast<unsigned>(before) << 16;
 #pragma unroll
@@ -90,18 +92,18 @@ __device__ __forceinline__ void add_slices(Limbs<W>& limbs, const Packed<Term, W
   }
 }
 
-// Adds a chunk of a term to the sum, W elements a thread at a time. Elements that the last block lacks are zeros, and
-// so is a missing first term.
+// Adds a chunk of a term to the sum, W elements per thread at a time. Missing elements of the last block are
+// zeros, and so is a missing first term.
 template <bool kFirst, class Term>
 struct Deposit {
   static constexpr int W = kLimbs;
-  // 64 to 96 bytes a thread are in flight before the first is used.
+  // Each thread has 64 to 96 bytes in flight before the first use.
   static constexpr int kTermBytes = W * static_cast<int>(sizeof(Term)), kLimbBytes = 2 * W * 4;
   static constexpr int kSteps = kFirst ? 64 / kTermBytes : 96 / (kTermBytes + kLimbBytes);
   static constexpr int kStep = W * kThreads, kPass = kSteps * kStep;
 
   ExactSum sum;
-  int64_t begin;  // of the chunk, in the flat buffer
+  int64_t begin;  // first element of the chunk in the flat buffer
   const Term* term;
   int count;
   bool is_aligned;
@@ -123,8 +125,8 @@ struct Deposit {
     return x;
   }
 
-  // Returns true if the term poisons the block. All threads of a warp run this, even where the chunk has no such block,
-  // since they shuffle bins.
+  // Returns true if the term poisons the block. All threads of a warp must call this, even for blocks beyond
+  // the chunk, because they shuffle bins.
   __device__ __forceinline__ bool store(int i, const Loaded& x, bool has_block) const {
     const int found = bin_of(largest_exponent(x.term), sum.width);
     const Bins bins = agree_on_bins<W>(x.bin, found);
@@ -166,8 +168,8 @@ exact_deposit_kernel(const __grid_constant__ DeviceLayout layout, Split split,
   if (poisoned) raise_flag(nonfinite + part.slot);
 }
 
-// Each thread updates the bin of one block; then neighbouring threads shift the limbs of blocks whose bin has grown: in
-// most calls none.
+// Each thread updates the bin of one block; then neighboring threads shift the limbs of blocks whose bin has
+// grown. In most calls, no bin grows.
 __global__ void __launch_bounds__(kThreads)
 exact_align_kernel(const __grid_constant__ ExactSum sum, const uint8_t* bins) {
   constexpr int W = kLimbs;
@@ -203,10 +205,10 @@ __device__ __forceinline__ Packed<Out, W> round_limbs(const Limbs<W>& limbs, int
   return narrow<Out>(x * unit_of_sum(bin, width));
 }
 
-// Elements that a CTA rounds, with 64 bytes of limbs a thread in flight.
+// Number of elements that a CTA rounds, with 64 bytes of limbs per thread in flight.
 constexpr int kRoundBytes = 64, kRoundElements = kThreads * kRoundBytes / (2 * sizeof(int32_t));
 
-// In place every element belongs to one thread, which reads it before it writes it.
+// In-place rounding is safe, because each element belongs to one thread, which reads it before writing it.
 template <class Out>
 __global__ void __launch_bounds__(kThreads)
 exact_round_kernel(const __grid_constant__ ExactSum sum, Out* out) {

@@ -1,4 +1,4 @@
-// kernels: the list of all kernels, to load them.
+// kernels: the list of all kernels, used to load them.
 #include <cuda_runtime.h>
 
 #include <stdexcept>
@@ -10,7 +10,7 @@
 namespace pyengine {
 namespace {
 
-// Complete once the library is loaded; not written afterwards.
+// Complete once the library is loaded, and not modified afterwards.
 std::vector<const void*>& kernels() {
   static std::vector<const void*> all;
   return all;

@@ -1,4 +1,4 @@
-// From an op's call to its kernel: addresses of slots, and a checked launch.
+// Kernel launches: tables of slot addresses, and a launch with an error check.
 #pragma once
 #include <cuda_runtime.h>
 
@@ -24,7 +24,7 @@ struct SlotTable {
   __device__ __forceinline__ void* at(int slot) const { return data[slot]; }
 };
 
-// The smallest table is also used for lists in device memory, of any length.
+// The smallest table is also used for lists of any length in device memory.
 template <>
 struct SlotTable<kInlineSlots> {
   void* const* on_device = nullptr;
@@ -40,14 +40,15 @@ struct SlotTable<kInlineSlots> {
   }
 
   __device__ __forceinline__ void* at(int slot) const {
-    // Parameters are read through the constant cache only if no generic load may read either address.
+    // Two separate loads, because parameters are read through the constant cache only if no generic load can
+    // access them.
     void* found = data[static_cast<unsigned>(slot) % kInlineSlots];
     if (on_device) found = *global(on_device + slot);
     return found;
   }
 };
 
-// Calls fn with the smallest table that fits a list.
+// Calls fn with the smallest table that fits the list.
 template <class Fn>
 void with_table(const Tensors& tensors, int64_t num_slots, const Fn& fn) {
   if (tensors.on_device || num_slots <= kInlineSlots || num_slots > kMostInlineSlots)
@@ -55,7 +56,7 @@ void with_table(const Tensors& tensors, int64_t num_slots, const Fn& fn) {
   fn(SlotTable<kMostInlineSlots>(tensors.data, num_slots));
 }
 
-// An element of a slot's tensor. Null tensors stay null.
+// Pointer to an element of a slot's tensor. Null tensors stay null.
 template <class T, class Table>
 __device__ __forceinline__ T* in_tensor(const Table& tensors, int slot, int64_t element) {
   void* data = tensors.at(slot);
@@ -66,8 +67,9 @@ __device__ __forceinline__ T* in_tensor(const Table& tensors, int slot, int64_t 
 template <auto kKernel>
 const bool kIsKnown = know_kernel(reinterpret_cast<const void*>(kKernel));
 
-// One CTA a chunk: the hardware schedules the next chunk whenever a CTA ends, which balances slots of all sizes;
-// persistent CTAs would fix their shares beforehand. The grid's limit of 2^31 - 1 is more chunks than fit into memory.
+// One CTA per chunk: the hardware schedules the next chunk whenever a CTA ends, which balances slots of all
+// sizes. Persistent CTAs would have fixed shares. The grid's limit of 2^31 - 1 exceeds the number of chunks
+// that fit in memory.
 template <auto kKernel, class... Args>
 void launch(const char* op, int64_t ctas, int threads, void* stream, const Args&... args) {
   static_cast<void>(kIsKnown<kKernel>);

@@ -1,4 +1,4 @@
-// pack and unpack: flat[slot] = cast(tensor * scale) and back.
+// pack and unpack: flat[slot] = cast(tensor * scale), and the reverse.
 #include "launch.cuh"
 #include "sweep.cuh"
 

@@ -1,6 +1,6 @@
-// N neighbouring elements in registers: as stored (Packed) and as floats (Floats). N = 1 is a scalar access, eight
-// bytes are one access, any other N accesses of sixteen bytes. The conversions give the CPU's bits (except for the bits
-// of a NaN).
+// N neighboring elements in registers: as stored (Packed) and as floats (Floats). With N = 1 an access is
+// scalar, eight bytes take one access, and any other N takes accesses of 16 bytes. The conversions give the
+// same bits as on the CPU (except for the bits of a NaN).
 #pragma once
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -22,7 +22,7 @@ struct Packed {
     if constexpr (sizeof(T) == 4) return words[i];
     return words[i / 2] >> (i % 2 * 16) & 0xffffu;
   }
-  // Called once for every element, on zeros.
+  // Must be called once for each element, on a zeroed Packed.
   __device__ __forceinline__ void set(int i, unsigned bits) {
     if constexpr (sizeof(T) == 4) words[i] = bits;
     else words[i / 2] |= bits << (i % 2 * 16);
@@ -39,8 +39,8 @@ struct Floats {
 
 // ---- memory ----
 
-// The compiler cannot know the address space of an address from a table. This tells it that the address is global, so
-// that accesses need no check. (Compiled for a host this does nothing.)
+// Tells the compiler that an address from a table is in global memory, so that accesses need no check. (On
+// the host this does nothing.)
 template <class T>
 __device__ __forceinline__ T* global(T* p) {
 #ifdef __CUDA_ARCH__
@@ -49,11 +49,11 @@ __device__ __forceinline__ T* global(T* p) {
   return p;
 }
 
-// Volatile: issue this load now. Otherwise the compiler sinks it behind the branch that uses it and exposes a second
-// memory latency.
+// Issues the load immediately (volatile). Otherwise the compiler sinks the load below the branch and exposes
+// a second memory latency.
 __device__ __forceinline__ float load_now(const float* p) { return *static_cast<const volatile float*>(global(p)); }
 
-// Cache policy of a load: as usual, or evict-first where no kernel reads the data again.
+// Cache policy of a load: the default, or evict-first if no kernel reads the data again.
 struct Keep {
   template <class W>
   __device__ __forceinline__ W operator()(const W* p) const { return *global(p); }
@@ -63,7 +63,7 @@ struct ReadOnce {
   __device__ __forceinline__ W operator()(const W* p) const { return __ldcs(global(p)); }
 };
 
-// Not through the read-only cache: in place, the same memory is written.
+// Does not use the read-only cache, because in-place ops write the same memory.
 template <int N, class T, class Access = Keep>
 __device__ __forceinline__ Packed<T, N> load_packed(const T* p, Access access = {}) {
   Packed<T, N> x;
@@ -100,7 +100,7 @@ __device__ __forceinline__ void store_packed(T* p, const Packed<T, N>& x) {
   }
 }
 
-// The first n of N elements. Missing elements read as zero.
+// Loads the first n of N elements. Missing elements read as zero.
 template <int N, class T>
 __device__ __forceinline__ Packed<T, N> load_some(const T* p, int n) {
   Packed<T, N> x{};
@@ -134,7 +134,7 @@ __device__ __forceinline__ unsigned bits_of(float x) {
   return __half_as_ushort(__float2half_rn(x));
 }
 
-// Two conversions are one instruction (F2FP); a single one may use a slower unit (F2F on sm_100).
+// A pair of conversions is one instruction (F2FP); a single conversion may use a slower unit (F2F on sm_100).
 template <class T>
 __device__ __forceinline__ unsigned bits_of(float low, float high) {
   unsigned word;
@@ -183,15 +183,16 @@ __device__ __forceinline__ Floats<N> operator+(Floats<N> x, const Floats<N>& y) 
   return x;
 }
 
-// Sets a slot's flag. Threads that race here all read the same other bits and write the same value. Volatile makes this
-// no data race: PTX treats such accesses as relaxed atomics. (An atomicOr would access four bytes, which may extend
-// beyond the memory of the flags.)
+// Sets a slot's flag. Racing threads all read the same other bits and write the same value. Because of
+// volatile this is not a data race: PTX treats such accesses as relaxed atomics. (An atomicOr would access
+// four bytes, which may extend beyond the memory of the flags.)
 __device__ __forceinline__ void raise_flag(uint8_t* flag) {
   volatile uint8_t* shared = global(flag);
   *shared = *shared | 1;
 }
 
-// Keeps the largest magnitude, as an integer: at infinity's bits or above, a value was not finite.
+// Keeps the bits of the largest magnitude as an integer. If it is at least the bits of infinity, a value was
+// not finite.
 template <class T>
 class FiniteCheck {
  public:

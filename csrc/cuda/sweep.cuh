@@ -1,4 +1,4 @@
-// One CTA iterates over one chunk: shared by the elementwise ops.
+// Iteration of a CTA over a chunk or a part of it, shared by the elementwise ops.
 #pragma once
 #include <cstdint>
 #include <utility>
@@ -9,20 +9,20 @@
 namespace pyengine {
 namespace {
 
-// 256 threads: CTAs are small enough that an SM holds several chunks at once, so that one chunk's last stores overlap
-// the next chunk's loads.
+// CTAs of 256 threads are small enough that an SM holds several chunks at once, so that one chunk's last
+// stores overlap the next chunk's loads.
 constexpr int kThreads = 256;
 
-// Number of neighbours N that a thread loads before it stores the first of them, given what it loads for one: 64 to 128
-// bytes. An SM then holds 1024 threads or more, with at least 64 KiB of loads in flight; bandwidth × latency is 30 to
+// Number of groups of N neighbors that a thread loads before it stores the first group: 64 to 128 bytes. An
+// SM then holds 1024 threads or more, with at least 64 KiB of loads in flight; bandwidth × latency is 30 to
 // 45 KiB per SM on sm_90 and sm_100.
 template <int N, class Loaded>
 constexpr int kUnroll = sizeof(Loaded) > 32 ? 2 : N > 1 && sizeof(Loaded) >= 8 && sizeof(Loaded) < 16 ? 8 : 4;
 template <int N, class Op>
 using Loaded = decltype(std::declval<Op&>().template load<N>(0));
 
-// Calls op on elements at(0), at(1), ... at(n - 1), N neighbours a step. All loads of a pass precede its stores; in
-// place this is correct because every element belongs to one thread.
+// Calls op on elements at(0), at(1), ... at(n - 1), N neighbors per step. All loads of a pass precede its
+// stores, which is correct in place because each element belongs to one thread.
 template <int N, class Op, class At>
 __device__ __forceinline__ void rounds(Op& op, int n, At at) {
   constexpr int kSteps = kUnroll<N, Loaded<N, Op>>;
@@ -44,7 +44,7 @@ __device__ __forceinline__ unsigned misalignment(const T* p) {
   return static_cast<unsigned>(reinterpret_cast<uint64_t>(p)) % kBytes;
 }
 
-// Number of elements up to the next address where an access of so many bytes may start.
+// Number of elements before the next address that is aligned to kBytes.
 template <unsigned kBytes, class T>
 __device__ __forceinline__ int to_boundary(const T* p) {
   return static_cast<int>((kBytes - misalignment<kBytes>(p)) % kBytes / sizeof(T));
@@ -56,24 +56,25 @@ __device__ __forceinline__ int largest(int found, Ints... others) {
   return found;
 }
 
-// Neighbouring elements that one thread handles at a time: as many as fill one 16-byte store. Stores that fill half a
-// sector's line need a second pass through L2 (on an H200 a bf16 gradient added to an fp32 sum reached 78 % of the copy
-// rate with two 16-byte stores a thread, and 92 % with one); loads of 8 bytes cost nothing extra.
+// Number of neighboring elements that one thread handles at a time: as many as fill one 16-byte store. Stores
+// that fill half a sector's line need a second pass through L2 (on an H200, adding a bf16 gradient to an fp32
+// sum reached 78% of the copy rate with two 16-byte stores per thread, and 92% with one). Loads of 8 bytes
+// have no extra cost.
 template <class Stored>
 constexpr int kNeighbours = kAlign / sizeof(Stored);
-// Elements that a CTA handles in one pass, of an op that stores this type.
+// Number of elements that a CTA handles in one pass of an op that stores this type.
 template <class Op, class Stored>
 constexpr int kPass = kUnroll<kNeighbours<Stored>, Loaded<kNeighbours<Stored>, Op>> * kThreads * kNeighbours<Stored>;
 
-// The part of a chunk that one CTA handles; none of it exists where `count` is below 1.
+// The part of a chunk that one CTA handles; the part is empty if `count` is below 1.
 struct Part {
   int slot, count;
   int64_t in_tensor, in_flat;  // its first element
 };
 
-// A chunk has 2^bits parts of equal length: as many as give a CTA one pass, or fewer where chunks are short on average.
-// With more passes, a CTA's loads wait for its stores: on an H200 an exact sum's deposits then reached 78 % of the copy
-// rate, in place of 95.
+// Splits every chunk into 2^bits parts of equal length: enough for one pass per CTA, or fewer if chunks are
+// short on average. With more passes, a CTA's loads wait for its stores: on an H200, exact_deposit_ then
+// reached 78% of the copy rate instead of 95%.
 struct Split {
   int bits;
 
@@ -90,13 +91,13 @@ struct Split {
   }
 };
 
-// Bytes of an access to these elements.
+// Size in bytes of one access to N elements of type T.
 template <class T, int N>
 constexpr unsigned kAccess = N * sizeof(T) < kAlign ? N * sizeof(T) : kAlign;
 
-// Calls op over [0, count) of a chunk, which it reads from `loaded` and writes to `stored`. Where all arrays have the
-// same phase, the body is accessed in vectors, and the few elements before and after it one by one; otherwise all
-// elements are accessed one by one, neighbours on neighbouring threads.
+// Calls op over [0, count) of a chunk; op reads `loaded` and writes `stored`. If all arrays have the same
+// alignment phase, the body is accessed in vectors, and the few elements before and after it one by one.
+// Otherwise all elements are accessed one by one, with neighboring elements on neighboring threads.
 template <class Op, class Stored, class... Loaded>
 __device__ __forceinline__ void sweep(Op& op, int count, const Stored* stored, const Loaded*... loaded) {
   constexpr int kWidth = kNeighbours<Stored>;

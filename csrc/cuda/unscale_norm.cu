@@ -1,4 +1,5 @@
-// unscale_norm: y = x·scale, its sum of squares and its finite check, in one pass; y is written optionally.
+// unscale_norm: y = x·scale, its sum of squares, and a check for nonfinite values, in one pass. Writing y is
+// optional.
 #include <cmath>
 #include <type_traits>
 
@@ -13,19 +14,20 @@ struct Nothing {};  // the output type of a pass that only reads
 
 constexpr int kLanes = kSumLanes, kRows = kSegmentElements / kSumLanes, kSegments = kChunkElements / kSegmentElements;
 
-// Neighbouring lanes of a segment that one thread sums: as many as fill a 16-byte store, or a load where nothing is
-// stored (sweep.cuh). One chunk is one pass of a CTA.
+// Number of neighboring lanes of a segment that one thread sums: as many as fill a 16-byte store, or a
+// 16-byte load if nothing is stored (see sweep.cuh). A CTA handles one chunk in one pass.
 template <class Out, class In>
 constexpr int kWidth = 16 / (__is_same(Out, Nothing) ? sizeof(In) : sizeof(Out));
 template <class Out, class In>
 constexpr int kThreads = kSegments * kLanes / kWidth<Out, In>;
 
-// Stride in doubles from one segment to the next in shared memory: an odd stride keeps writers and readers on separate
-// banks.
+// Stride in doubles from one segment to the next in shared memory: an odd stride keeps writers and readers on
+// separate banks.
 constexpr int kPitch = kLanes + 1;
 
-// Adds y² of W neighbours, or of the first n, to their lanes; returns y as it is stored. Zero times an infinite scale is
-// NaN: missing elements must not change a sum. The square is exact in double: fma rounds like a product and a sum.
+// Adds y² of W neighboring elements, or of the first n, to their lanes, and returns y as it is stored.
+// Missing elements are skipped, because zero times an infinite scale is NaN. The square is exact in double,
+// so fma and mul + add give the same bits.
 template <bool kWhole, class Out, class In, int W>
 __device__ __forceinline__ auto add_squares(double (&sums)[W], const Packed<In, W>& x, int n, float scale) {
   using Stored = std::conditional_t<__is_same(Out, Nothing), float, Out>;
@@ -37,11 +39,13 @@ __device__ __forceinline__ auto add_squares(double (&sums)[W], const Packed<In, 
   return stored;
 }
 
-// Sums a thread's lanes over the rows of one segment. `in` and `out` point to its part of the first row, from where on
-// the slot has `left` more elements (fewer than one if the segment is beyond its end).
+// Sums a thread's lanes over the rows of one segment. `in` and `out` point to the thread's part of the first
+// row. From there, the slot has `left` more elements (fewer than one if the segment is beyond the slot's
+// end).
 template <class Out, class In, int W>
 __device__ __forceinline__ void sum_rows(double (&sums)[W], Out* out, const In* in, int left, float scale) {
-  // 64 bytes a thread in flight before the first use, or 128 where fp32 is cast; single elements fill a segment.
+  // Each thread has 64 bytes in flight before the first use, or 128 if fp32 is cast; with W = 1, it loads a
+  // whole segment.
   constexpr int kAhead = W == 1 ? kRows : W * sizeof(In) == 8 ? 8 : 4;
   const int rows = left < W ? 0 : left - W >= (kRows - 1) * kLanes ? kRows : (left - W) / kLanes + 1;
   for (int row = 0; row < rows; row += kAhead) {
@@ -63,13 +67,13 @@ __device__ __forceinline__ void sum_rows(double (&sums)[W], Out* out, const In* 
   }
 }
 
-// A row of two-byte elements is a quarter of an L2 line, which takes as long as a line. So eight threads, which have
-// four segments, load lines of four rows and give each other rows through shared memory.
+// A row of two-byte elements is a quarter of an L2 line, but takes as long to load as a whole line. So eight
+// threads, which have four segments, load lines of four rows and exchange rows through shared memory.
 template <class Out, class In>
 constexpr bool kHasLines = sizeof(In) == 2 && kWidth<Out, In> == 8;
 constexpr int kWarpElements = 16 * static_cast<int>(kSegmentElements);
 
-// Like sum_rows, of a warp whose segments are whole, from `in` and `out` on.
+// Like sum_rows, for a warp whose segments are whole and start at `in` and `out`.
 template <class Out, class In>
 __device__ __forceinline__ void sum_lines(double (&sums)[8], uint4* shared, Out* out, const In* in, float scale) {
   constexpr int kSegment = static_cast<int>(kSegmentElements);
@@ -78,7 +82,8 @@ __device__ __forceinline__ void sum_lines(double (&sums)[8], uint4* shared, Out*
   in += first;
   if constexpr (!__is_same(Out, Nothing)) out += first;
   uint4* rows = shared + threadIdx.x / 8 * 32 + half;
-  // Of the segment with this number among the four. The order of rows keeps the eight threads on separate banks.
+  // Address of a row of one of the four segments. The order of rows keeps the eight threads on separate
+  // banks.
   const auto at = [=](int segment, int row) { return rows + (segment * 4 + (row ^ segment)) * 2; };
 #pragma unroll 1
   for (int row = 0; row < kRows; row += 4, in += 4 * kLanes) {
@@ -105,7 +110,7 @@ __device__ __forceinline__ void sum_lines(double (&sums)[8], uint4* shared, Out*
   }
 }
 
-// Writes the lanes of the chunk's segments to shared memory.
+// Sums the chunk's segments and writes their lanes to shared memory.
 template <int W, int kNumThreads, class Out, class In>
 __device__ __forceinline__ void sum_segments(double* shared, uint4* rows, Out* out, const In* in, int count,
                                              float scale) {
@@ -126,7 +131,8 @@ __device__ __forceinline__ void sum_segments(double* shared, uint4* rows, Out* o
   }
 }
 
-// Where the data is not aligned, a thread has one lane at a time, so that neighbours stay on neighbouring threads.
+// If the data is not aligned, a thread handles one lane at a time, so that neighboring lanes stay on
+// neighboring threads.
 template <int W, int kNumThreads, class Out, class In>
 __device__ __forceinline__ void sum_chunk(double* shared, uint4* rows, Out* out, const In* in, int count, float scale) {
   if ((reinterpret_cast<uint64_t>(in) | reinterpret_cast<uint64_t>(out)) % 16 != 0) {
@@ -136,8 +142,8 @@ __device__ __forceinline__ void sum_chunk(double* shared, uint4* rows, Out* out,
   }
 }
 
-// Run by one warp, a half for each block of the chunk: segments in order, then lanes by halves. The first lane of each
-// half has the sum.
+// Called by one warp, with one half for each block of the chunk. Adds segments in order, then lanes by
+// halves. The first lane of each half returns the sum.
 __device__ __forceinline__ double sum_blocks(const double* shared) {
   constexpr int kBlockSegments = kBlockElements / kSegmentElements;
   const int block = threadIdx.x / kLanes, lane = threadIdx.x % kLanes;
@@ -150,23 +156,23 @@ __device__ __forceinline__ double sum_blocks(const double* shared) {
   return sum;
 }
 
-// Counts a finished chunk of a slot with num_chunks; returns true in the last CTA. Only the last CTA needs the second
-// fence; no other CTA reads another one's partials.
+// Counts a finished chunk of a slot with `num_chunks` chunks; returns true in the slot's last CTA. Only the
+// last CTA needs the second fence, because no other CTA reads partials of other CTAs.
 __device__ __forceinline__ bool is_last(unsigned* ticket, int num_chunks) {
   __syncthreads();  // this CTA's partials are written
   bool last = false;
   if (threadIdx.x == 0) {
-    __threadfence();  // make them visible before the ticket,
+    __threadfence();  // make the partials visible before the ticket
     last = atomicAdd(ticket, 1u) + 1 == static_cast<unsigned>(num_chunks);
     if (last) {
-      __threadfence();  // and read the other CTAs' partials after it
+      __threadfence();  // read the other CTAs' partials after the ticket
       *ticket = 0;
     }
   }
   return __syncthreads_or(last);
 }
 
-// Block b adds to block lane b % 256, in order; then block lanes are added by halves.
+// Block b is added to block lane b % 256, in order; then the block lanes are added by halves.
 template <int kNumThreads>
 __device__ __forceinline__ double sum_slot(double* shared, const double* partials, int64_t num_blocks) {
   for (int lane = threadIdx.x; lane < kBlockLanes; lane += kNumThreads) {
@@ -191,7 +197,7 @@ struct Sums {
 
 __device__ __forceinline__ void write_sum(const Sums& sums, int slot, double sum) {
   sums.sumsq[slot] = sum;
-  // The square of a finite float cannot overflow a double: the sum is finite exactly when the slot is.
+  // The square of a finite float cannot overflow a double, so the sum is finite exactly when the slot is.
   if (sum - sum != 0) raise_flag(sums.nonfinite + slot);
 }
 
@@ -204,7 +210,7 @@ __device__ __forceinline__ void sum_rest(double* shared, const DeviceChunk& chun
     if (chunk.num_chunks > 1) {
       if (threadIdx.x % kLanes == 0) own[threadIdx.x / kLanes] = block;
     } else {
-      // Most slots: the result of sum_slot for two blocks, of which the second may be empty.
+      // The common case: the same result as sum_slot for two blocks, of which the second may be empty.
       const double sum = block + __shfl_down_sync(0xffffffffu, block, kLanes);
       if (threadIdx.x == 0) write_sum(sums, chunk.slot, sum);
     }
@@ -222,7 +228,7 @@ __device__ __forceinline__ void zero_empty_slots(const DeviceLayout& layout, dou
     sumsq[layout.empty_slots[i]] = 0;
 }
 
-// Used instead of a second table where nothing is written, or the list that is read.
+// Used instead of a second table: `NoTable` if nothing is written, `InPlace` if the list is written in place.
 struct NoTable {};
 struct InPlace {};
 
@@ -238,7 +244,8 @@ __device__ __forceinline__ Out* find_out(const Table& tensors, const OutTable& o
   else return in_chunk<Out>(outs, chunk);
 }
 
-// CTAs that an SM holds at least, or 0: ptxas decides. With lines it would take 138 registers a thread.
+// Minimum number of CTAs per SM; 0 lets ptxas decide. With sum_lines, ptxas would use 138 registers per
+// thread.
 template <class Out, class In>
 constexpr int kMinCtas = kHasLines<Out, In> ? 7 : 0;
 
@@ -267,13 +274,13 @@ unscale_norm_kernel(const __grid_constant__ DeviceLayout layout, const __grid_co
 template <class Out, class In, class Table, class OutTable>
 void launch_unscale_norm(const DeviceLayout& layout, void* stream, const UnscaleNormCall& call, const Table& tensors,
                          const OutTable& outs) {
-  const int64_t ctas = layout.num_chunks > 0 ? layout.num_chunks : 1;  // at least one, to zero the sums of empty slots
+  const int64_t ctas = layout.num_chunks > 0 ? layout.num_chunks : 1;  // at least one, for empty slots
   launch<unscale_norm_kernel<Out, In, Table, OutTable>>(
       "unscale_norm", ctas, kThreads<Out, In>, stream, layout, tensors, outs, call.scale,
       Sums{call.partials, call.sumsq, call.tickets, call.nonfinite});
 }
 
-// One list, which is only read, or written in place.
+// For one list, which is only read or is written in place.
 template <class Out, class In, class OutTable>
 void unscale_norm_of_one(const DeviceLayout& layout, void* stream, const UnscaleNormCall& call, const OutTable& outs) {
   with_table(call.tensors, layout.num_slots, [&](const auto& tensors) {

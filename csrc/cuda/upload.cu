@@ -1,4 +1,4 @@
-// Copies long lists of addresses to device memory, as parameters of small kernels.
+// Copies long lists of addresses to device memory through the parameters of small kernels.
 #include "launch.cuh"
 
 namespace pyengine {
