@@ -54,43 +54,45 @@ def attach(
 ) -> Sync:
     """Reduce the gradients of a DDP or FSDP2 model once per window.
 
-    Over DDP the gradients are in the engine's own buckets, as in `GradSync`, and DDP reduces nothing until
-    `close`: it only moves inputs and runs its forward. Over FSDP2 the engine sets the switches of FSDP2's
-    units (docs/sharded.md).
+    Over DDP the gradients are in the engine's own buckets, as in `GradSync`. Until `close`, DDP reduces
+    nothing; it only moves inputs and runs its forward. Over FSDP2 the engine decides when FSDP2's units
+    reduce (docs/sharded.md).
 
     Args:
         ddp_model: the wrapped model, without a communication hook; or a module that `fully_shard` or
             `replicate` (from `replicate_with_fsdp`) was called on as a whole, with or without inner units.
             Either may be wrapped by `torch.compile` or by Lightning Fabric's `setup`.
         accumulate, wire, accumulator, nonfinite, stall_after_s, shared_memory: as for `GradSync`. Over FSDP2
-            the arguments must match the type in which the units' MixedPrecisionPolicy sums; "exact" sums
-            outside the policy, and a narrower wire scatters in its own type and sums in the policy's type;
-            `shared_memory` is refused.
+            the arguments must match the dtype in which the units' MixedPrecisionPolicy sums. An exception is
+            "exact", which does not use the policy. A narrower wire scatters in its own dtype and sums in the
+            policy's dtype. `shared_memory` is not supported over FSDP2.
         defer: when the units of a sharded model reduce. "all" defers every reduction to the window's last
             backward, and holds unsharded sums; "outer" (HSDP) scatters in every micro-batch and sums over
-            replicas once; "none" reduces in every micro-batch. Or a dict of these by a unit's name.
-        defer_budget_mb: instead of `defer`, the MiB that a rank may use for unsharded sums and for parameters
-            that stay gathered for a window. `math.inf` keeps both for all units: one gather and one reduction
+            replicas once; "none" reduces in every micro-batch. A dict from unit name to mode sets the mode
+            per unit.
+        defer_budget_mb: used instead of `defer`: the MiB that a rank may use for unsharded sums and for
+            parameters that stay gathered during a window. With `math.inf` each unit gathers and reduces once
             per window.
-        device_mesh, axes: needed if ranks outside DDP's group share batches with its ranks or hold other
-            stages: the mesh of all these ranks, and the meaning of its axes, as for `GradSync`
+        device_mesh, axes: the mesh of all ranks, and the meaning of its axes, as for `GradSync`. Needed if
+            ranks outside DDP's group share batches with the ranks of the group or hold other pipeline stages
             (docs/mesh.md). DDP's group must be the group of `axes.replicate`. Parameters that DDP ignores,
-            for example experts, are reduced over the group whose pattern in `axes.groups` matches their
-            name, and start with the values of its first rank; the caller reduces all other ignored
+            for example experts, are reduced over the group whose pattern in `axes.groups` matches their name,
+            and start with the values of the first rank of that group. The caller reduces all other ignored
             parameters.
 
     Returns:
-        An engine with the same loop as `GradSync`. Over DDP buckets have the size that was given to DDP, and
+        An engine that is used in the same loop as `GradSync`. Over DDP, buckets have DDP's bucket size, and
         buffers are broadcast once per window if DDP's `broadcast_buffers` is set.
 
     Raises:
         TypeError: the model is neither DDP nor sharded by FSDP2.
-        RuntimeError: this version of FSDP2 is not supported; the FSDP2 of torch 2.11 is.
+        RuntimeError: this version of FSDP2 is not supported. (FSDP2 of torch 2.11 is supported.)
         ValueError: `axes.groups` names a parameter that DDP reduces; DDP reduces outside its buckets or has a
             hook; a unit's policy, mesh or hook is not supported; or a sparse embedding is trained over FSDP2.
             Raised on every rank.
 
-    Cost: as for `GradSync`. DDP's own buckets stay allocated and unused: one more copy of the gradients.
+    Cost: as for `GradSync`. DDP's own buckets stay allocated but are not used, which takes the memory of one
+    more copy of the gradients.
     """
     ddp_model = unwrapped(ddp_model)
     deferral = Deferral(defer, defer_budget_mb)
@@ -168,14 +170,14 @@ def _attach_sharded(model: nn.Module, settings: Settings, deferral: Deferral) ->
 
     Raises:
         RuntimeError: the FSDP2 of this torch version is not supported.
-        ValueError: a policy, mesh or argument is not supported; on every rank.
+        ValueError: a policy, mesh or argument is not supported; raised on every rank.
     """
     check_version(model)
     units = units_of(model)
     for unit in units:
         unit.module.reshard()  # so that the model shows its sharded parameters
     named, ignored = managed_parameters(model, units)
-    # A group of its own: if this rank leaves a backward by an exception, others are in FSDP2's collectives.
+    # Use a separate group: if this rank leaves a backward by an exception, other ranks wait in FSDP2.
     comm = comm_for(next(model.parameters()).device, None).with_own_group()
 
     ranks = ShardedRanks(units, comm)

@@ -41,7 +41,7 @@ def checked_backward(
 
 
 class BeforeBackward(TorchFunctionMode):
-    """Calls `action(roots)` before every backward in the body, including `loss.backward()`, on its thread."""
+    """Calls `action(roots)` before every backward in the body, on the thread that runs the backward."""
 
     def __init__(self, action: Callable[[Sequence[Tensor | GradientEdge]], None]) -> None:
         super().__init__()

@@ -18,10 +18,11 @@ def check_ranks_agree(
 ) -> None:
     """Raise on every rank unless all ranks are at the same `stage` and agree, and no rank has a problem.
 
-    Ranks agree if they have used the last window in the same way. Every rank calls this between windows: a
-    window's header states how the previous window was used, and no header follows the last window. Ranks may
-    also call this after opening a window: if a rank has dropped this window and opens it again while the
-    others are in the middle of it, its header is paired with their headers, and all ranks raise.
+    Ranks agree if they have used the last window in the same way. Every rank calls this function between
+    windows, because a window's use is otherwise compared in the header of the next window, and no header
+    follows the last window. Ranks may also call this function after opening a window. If a rank has dropped
+    the window and opens it again while the other ranks are in the middle of it, its header is paired with the
+    headers of the other ranks, and all ranks raise.
 
     Cost: one all-reduce of 184 bytes, for which the host waits; nothing on a lazy device or with one rank.
     """
@@ -39,10 +40,10 @@ def check_ranks_agree(
 
 
 def check_same_call(engine: Engine, what: str) -> None:
-    """Raise on every rank unless all ranks have called this with the same `what`, at any positions.
+    """Raise on every rank unless all ranks call this with equal `what`, at any position in their loops.
 
-    Used by calls whose own collectives have other sizes than a header: if only some ranks made such a call
-    and the others went on, gloo would end their processes.
+    Used before collectives whose size differs from a header's size: if only some ranks launched such a
+    collective while other ranks launched a header, gloo would abort the processes.
 
     Cost: one all-reduce of 184 bytes, for which the host waits; nothing on a lazy device or with one rank.
     """
@@ -57,7 +58,7 @@ def check_same_call(engine: Engine, what: str) -> None:
 
 
 def resize(engine: Engine, accumulate: int) -> None:
-    """Change the size of all later windows; every rank calls this with the same number."""
+    """Change the number of micro-batches in all later windows; every rank must pass the same number."""
     if not engine.is_closed:
         raise RuntimeError(
             f"gradient_accumulation_steps={accumulate} in the middle of window {engine.counter.index}, "

@@ -1,4 +1,4 @@
-"""Captured windows: after some normal windows one is captured as a graph, which later windows launch."""
+"""Capture of a window as a graph, after some normal windows; later windows launch the graph."""
 
 from __future__ import annotations
 
@@ -29,9 +29,10 @@ from pyengine.window.verdict import Verdict
 _log = logging.getLogger("pyengine.engine")
 
 # The number of windows of a form that run without a graph before the capture: the first window's collectives
-# are in the order of registration, and two rehearsals are compared.
+# are in the order of parameter registration, and the two windows after it are recorded as rehearsals and
+# compared.
 MIN_WARM_UP = 3
-MAX_FORMS = 64  # the maximum number of forms: each keeps its rehearsals, and maybe a graph
+MAX_FORMS = 64  # the maximum number of forms; each form keeps its rehearsals and possibly a graph
 
 
 @dataclass
@@ -52,8 +53,9 @@ class CapturedWindows:
     Attributes:
         num_captured, num_replayed, num_eager: numbers of captured graphs, of windows that ran as a graph, and
             of windows that ran without a graph.
-        unused: names of parameters that got no gradient in the window that was captured last. They get no
-            gradient in its replays either, even if another rank begins to use them.
+        unused: names of parameters that got no gradient in the window that was captured last. These
+            parameters get no gradient when the graph is replayed either, even if another rank begins to use
+            them.
     """
 
     def __init__(
@@ -81,12 +83,12 @@ class CapturedWindows:
         """Train one window of `sync.windows`.
 
         Returns:
-            The record of the last step whose outcome the host knows, like `sync.last_record`: usually the
-            record of the previous window.
+            The record of the last step whose outcome the host knows (see `sync.last_record`), usually the
+                step of the previous window.
 
         Raises:
             ValueError: the window's counts were read ahead.
-            RuntimeError: `train_window` has not called `sync.step`; or as in `sync.step`.
+            RuntimeError: `train_window` has not called `sync.step`, or as in `sync.step`.
         """
         engine, batches = self._engine_of(), list(window)
         if engine.window.denominators is not None:
@@ -218,7 +220,7 @@ class CapturedWindows:
         self.unused = [name for name, grad in named if grad is None]
 
     def _is_stale(self, graph: WindowGraph, engine: Engine) -> bool:
-        """Whether the graph uses outdated memory of the model, sums or optimizers, or outdated numbers."""
+        """Whether the graph uses outdated memory or hyperparameters of the model, sums or optimizers."""
         if not graph.fits(_memory_of(graph.stepped, engine)):
             _log.debug("memory of the captured window has changed: capture again")
             return True
@@ -289,8 +291,8 @@ def _keep(engine: Engine, graph: WindowGraph) -> None:
 def is_regular(engine: Engine) -> bool:
     """Whether the open window can run as a graph of another window's work.
 
-    True if the previous window was stepped, none of its gradients are left, no audit is due, and no problem
-    was found.
+    True if the previous window was stepped and left no unused gradients, no audit is due, and no problem was
+    found.
     """
     if engine.window.faults or engine.metrics or engine.kept_grads.has_left() or _is_written(engine):
         return False
@@ -308,21 +310,22 @@ def _is_written(engine: Engine) -> bool:
 
 
 def run_captured(engine: Engine, graph: WindowGraph) -> None:
-    """Run the work of the window that has just been captured, none of which has run yet."""
+    """Run the window that has just been captured; the capture itself has run none of its work."""
     engine.window.clock.start()
     graph.header.fill()
     graph.work.replay()
     _buckets_of(engine).run_again()
     engine.window.clock.stop()
-    for readback in graph.section.readbacks:  # the values that the host asked for in the capture
+    for readback in graph.section.readbacks:  # the values that the host requested during the capture
         readback.start(readback.captured)
     engine.foreign.marks.record_published()
 
 
 def run_again(engine: Engine, graph: WindowGraph) -> None:
-    """Run a window, all of whose micro-batches have been handed out, as the graph of an earlier window.
+    """Run a fully read window by launching the graph of an earlier window.
 
-    Collectives, states, counts and reports are the same as from `begin` to `step`. Needs `is_regular`.
+    Collectives, states, counts and reports are the same as in the methods from `begin` to `step`. Requires
+    that `is_regular` is true.
     """
     counter, window = engine.counter, engine.window
     window.clock = Clock(engine.device)
@@ -367,7 +370,7 @@ def run_again(engine: Engine, graph: WindowGraph) -> None:
 
 
 def rewind(engine: Engine) -> None:
-    """Reset the open window after a failed capture, of which nothing has run."""
+    """Reset the open window after a failed capture, which has run none of its work."""
     if engine.window.verdict is not None:
         engine.verdicts.forget(engine.window.verdict)
     engine.new_window()
@@ -377,7 +380,7 @@ def rewind(engine: Engine) -> None:
 def _memory_of(
     stepped: Sequence[Stepped], engine: Engine
 ) -> tuple[list[Tensor], list[tuple[int, bool]], object]:
-    """Return the current value of a `WindowGraph`'s `memory`."""
+    """Return the current value for the attribute `memory` of a `WindowGraph`."""
     tensors: list[Tensor] = []
     for optimizer in (step.optimizer for step in stepped):
         for group in optimizer.param_groups:

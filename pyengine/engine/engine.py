@@ -5,34 +5,34 @@ torch.distributed pairs the collectives of a process group by their order on eac
 launch the same collectives in the same order. The following list gives a window's collectives on the engine's
 own group ("engine") and on the groups over which gradients are summed ("buckets"):
 
- 1. engine   before the first forward, only where ranks need information from other ranks: the header of
-             `check_ranks_agree`, `sum_over_ranks` of counts that are read ahead, or `max_of` for
-             FSDP2's collective forwards; between windows the header of `check_same_call`, and the gathers
-             of the call that follows it.
- 2. FSDP2    all-gathers in every forward and backward, on its units' meshes; reduce-scatters in the window's
-             last backward only, unless `defer` differs.
- 3. engine   the verdict of the previous window, if a host that runs ahead has not reached it: gathers, and
+ 1. engine   before the first forward, only if ranks need information from other ranks: the header of
+             `check_ranks_agree`, `sum_over_ranks` of counts that are read ahead, or `max_of` for FSDP2's
+             collective forwards; between windows the header of `check_same_call`, and the gathers of the call
+             that follows it.
+ 2. FSDP2    all-gathers in every forward and backward, on the meshes of the FSDP units; reduce-scatters in
+             the window's last backward only, unless the `defer` setting changes this.
+ 3. engine   if the host runs ahead and has not read the previous window's verdict (its outcome): gathers,
              only for a window that failed (`Verdict.reach`).
  4. engine   the header all-reduce.
  5. buckets  each bucket's reduction, in the order of the layout; if a bucket has several collectives, each
              subsequent collective is launched when the next bucket starts. Under FSDP2 buckets follow the
-             order of its units in the backward.
- 6. buckets  the flags of used parameters (`UsedAnywhere.all_reduce`), on the hosts' group if there is one;
-             left out if the header says that every rank has used all of its parameters. Then the broadcast
-             of DDP's buffers.
+             order of the FSDP units in the backward.
+ 6. buckets  the flags of used parameters (`UsedAnywhere.all_reduce`), on a group of the hosts if there is
+             such a group; left out if the header says that every rank has used all of its parameters. Then
+             the broadcast of DDP's buffers.
  7. engine   once in an engine's life, the order in which gradients arrived.
- 8. engine   in `wait`: the norm, where ranks hold different elements (`ShardedNorm`); sums of `sync.measure`;
-             the audit's checksums; the gathers of the verdict, if something is wrong.
- 9. engine   in each call that clips or returns norms by name, where ranks hold different elements: on the
-             host a header, and the norm again (`Engine.renew_norm`).
+ 8. engine   in `wait`: the norm, if ranks hold different elements (`ShardedNorm`); the sums of
+             `sync.measure`; the audit's checksums; the gathers of the verdict, if the window failed.
+ 9. engine   in each call that clips or returns norms by name, if ranks hold different elements: a header (on
+             the host only), and the norm again (`Engine.renew_norm`).
 
-The order is the same on every rank for two reasons. On the engine's group the program launches every
-collective at a point that all ranks reach, and conditions depend only on reduced numbers or on arguments that
-ranks have compared. The time at which a bucket is complete depends on autograd, so buckets are launched in
-the order of the layout and not of completion. Where a host waits for collectives, a bucket is launched only
-after the header has arrived, which is earlier on some ranks than on others: there buckets have a process
-group of their own (`Comm.with_own_group`). Where a stream waits, no host has to read the header, and a single
-group keeps the order.
+The order is the same on every rank for two reasons. First, on the engine's group every collective is launched
+at a point of the program that all ranks reach, and conditions depend only on reduced numbers or on arguments
+that ranks have compared. Second, buckets are launched in the order of the layout, because the order in which
+they are completed depends on autograd. If the host waits for collectives, a bucket is launched only after the
+header has arrived, which is earlier on some ranks than on others, so buckets have a process group of their
+own (`Comm.with_own_group`). If a stream waits, no host has to read the header, and a single group keeps the
+order.
 
 After an exception `Reducer.give_up` launches the collectives that are still missing, with values that void
 the window. No collective follows a header in which ranks disagree, if the host can see the disagreement
@@ -111,7 +111,7 @@ _SENDS = "sends a window"
 class Engine:
     """The engine of `GradSync` and `attach`, which owns the gradients and opens one window after another.
 
-    The methods are in the order in which they are called; `window` has the state of the open window.
+    Methods appear in the order in which they are called; `window` has the state of the open window.
 
     =================================  ==================  ==================================================
     method                             state of `counter`  [Note: order of collectives in a window]
@@ -132,12 +132,13 @@ class Engine:
 
     A window ends in one of four ways:
       `step`: an optimizer uses the gradients (with `release_grads` the caller uses them).
-      `flush`: launched without a last backward, however many micro-batches it has; then as with `step`.
-      `abandon`: dropped on this rank. The rank still waits for launched collectives, because other ranks wait
-          for this rank. If an exception left a last backward that had sent the window, it is void on every
-          rank.
-      `close_window`: the loop has finished the window, and the next window may open; an error if the window
-          was not used.
+      `flush`: the reduction is launched without a last backward, after any number of micro-batches; the
+      gradients are then used as with `step`. `abandon`: dropped on this rank. The rank still waits for
+      launched collectives, because other ranks wait
+          for this rank. If an exception interrupted a last backward that had sent the window's header, the
+          window is void on every rank.
+      `close_window`: the loop has finished the window, and the next window may open; raises if the window was
+          not used.
     """
 
     def __init__(
@@ -168,13 +169,14 @@ class Engine:
         self.is_exact = settings.kind == "exact"
         # Whether ranks share batches or hold different elements of the parameters.
         self.holds_parts = batch is not None or reducer.counted is not None
-        # The identity that a loaded state must match.
+        # The settings and parameters that a loaded state must match.
         self.identity = identify(settings.kind, split.terms, split.slot_size, names, reducer.local_params())
         # Whether inf and nan are an error.
         self.raises = settings.raises
         # Whether the device is an XLA device, where recording operations is cheaper than reading values.
         self.is_lazy = is_lazy(device)
-        # Whether the host lets the device run ahead, and reads a window's outcome during the next window.
+        # Whether the device runs asynchronously, so that the host reads a window's outcome during the next
+        # window.
         self.runs_ahead = runs_ahead(device)
         self.is_late = not settings.raises and self.runs_ahead
 
@@ -182,11 +184,11 @@ class Engine:
         self.counter = WindowCounter(settings.accumulate, share=split.of(comm.rank))
         # The number of windows that this object has opened.
         self.num_opened = 0
-        # The index of the last opened window, or of a state loaded after it.
+        # The index of the last opened window, or the index from a state loaded since then.
         self.opened_at = -1
         # Whether a loop over `windows` has run out and no new loop has begun.
         self.is_between_loops = False
-        # Loaded states of random generators, which the next window restores.
+        # States of random generators from a loaded state, to be restored when the next window opens.
         self.rng_due: dict[str, Any] = {}
         # Held while a micro-batch is running in any thread.
         self._running = Lock()
@@ -196,7 +198,7 @@ class Engine:
         self.kept_grads = KeptGrads(names, params)
         # The gradients in `.grad`, for example of a window that has been reduced.
         self.published = Published(names, params)
-        # Writes to gradients and parameters by code outside the engine.
+        # Detects writes to gradients and parameters by code outside the engine.
         self.foreign = ForeignWrites(reducer, module, self.published, self.kept_grads)
         # Norm and finite flags of the mean gradients.
         norm = None if reducer.counted is None else ShardedNorm(reducer.counted, comm, device)
@@ -213,11 +215,11 @@ class Engine:
         self.metric_context: MetricContext | None = None
         self.audit: WindowAudit | None = None
         self.records = WindowRecords()
-        # The number of items that `retry_smaller` runs at once; None: the whole micro-batch.
+        # The number of items that `retry_smaller` runs at once; None for the whole micro-batch.
         self.part_size: int | None = None
 
         # ---- the open window, or the last one ----
-        # Creates the record of a window's counts and losses.
+        # Function that creates the record of a window's counts and losses.
         most = split.micro_batches if self.is_exact else math.inf
         self.new_counts = make_local_window(
             device, is_exact=self.is_exact, max_micro_batches=most, batch=batch
@@ -252,15 +254,16 @@ class Engine:
             self.rng_due = {}
 
     def next_micro_batch(self, place: int, *, last: bool, has_more: bool) -> None:
-        """Count a micro-batch given to the loop.
+        """Record that a micro-batch is handed to the loop.
 
-        `last` says that it ends the window, `has_more` that the loader has another window.
+        `last` is whether the micro-batch ends the window; `has_more` is whether the loader has another
+        window.
         """
         self.counter.hand_out(place, last=last)
         self.window.has_more, self.window.is_padding = has_more, False
 
     def pad(self, *, last: bool) -> None:
-        """Count a micro-batch of padding, given to the loop because other ranks run a micro-batch."""
+        """Record that padding is handed to the loop, because other ranks run a micro-batch."""
         assert self.reducer.padding is not None
         self.end_slot()
         self.counter.pad(last=last)
@@ -280,10 +283,10 @@ class Engine:
     # ---- accumulate ----
 
     def begin(self, *, may_replace: bool = False) -> None:
-        """Begin the window with sums of zero, and refuse writes to gradients by code outside the engine.
+        """Begin the window with sums of zero, and record an error if other code has written to gradients.
 
-        Called before every micro-batch, and before launching a window without micro-batches. `may_replace`
-        says that the coming backwards may replace gradients, which would hide replacements by other code.
+        Called before every micro-batch, and before launching a window without micro-batches. `may_replace` is
+        whether the next backwards may replace `.grad` tensors, which would hide replacements by other code.
         """
         window = self.window
         if window.has_begun:
@@ -309,8 +312,8 @@ class Engine:
     ) -> Iterator[MicroBatch]:
         """Make the body one micro-batch, in which the caller runs the backwards; then accumulate.
 
-        Launch the window if this is its last micro-batch and no backward was marked as the last.
-        `may_replace` is as for `begin`; `loss`, for the record, may be set later.
+        Launch the window's reduction if this is the window's last micro-batch and no backward was marked as
+        the last. `may_replace` is as for `begin`. `loss` is used for the record and may be set later.
         """
         if not self._running.acquire(blocking=False):
             raise RuntimeError(
@@ -366,10 +369,10 @@ class Engine:
             self._running.release()
 
     def last_backward(self, micro_batch: MicroBatch, roots: Sequence[Tensor]) -> AbstractContextManager[None]:
-        """Run the last backward of a micro-batch in the body, and accumulate gradients during the backward.
+        """Run a micro-batch's last backward in the body, and accumulate gradients during that backward.
 
-        In the window's last micro-batch launch the header before the backward, and each bucket as soon as it
-        is complete.
+        In the window's last micro-batch launch the header before the backward, and each bucket's reduction as
+        soon as the bucket is complete.
         """
         micro_batch.has_last = self.window.has_backward = True
         if not micro_batch.has_only:
@@ -381,7 +384,7 @@ class Engine:
 
     @contextmanager
     def _last_backward_of_block(self, micro_batch: MicroBatch, roots: Sequence[Tensor]) -> Iterator[None]:
-        """Run `last_backward` for a block in which the caller's code runs afterwards."""
+        """Run `last_backward` for a `micro_batch` block, in which the caller's code continues afterwards."""
         with self.last_backward(micro_batch, roots):
             yield
         self.foreign.marks.record()
@@ -401,7 +404,7 @@ class Engine:
             micro_batch.add_to(window.counts)
 
     def end_slot(self) -> None:
-        """Accumulate a slot that gets no further micro-batch."""
+        """Accumulate the open slot of micro-batches, which gets no further micro-batch."""
         if self.window.slots.is_open:
             self.reducer.collect()
             self.window.slots.end()
@@ -431,8 +434,9 @@ class Engine:
     def launch_header(self) -> Iterator[Header]:
         """Launch the header all-reduce; launch the buckets inside the `with` block."""
         window, counts, counter = self.window, self.window.counts, self.counter
-        # The header states the previous window's step, so a host that runs ahead must reach that window's
-        # verdict first. At this point all ranks have launched every collective that a forward may launch.
+        # The header contains the previous window's step, so a host that runs ahead must first read the
+        # outcome of the previous window. All ranks have by now launched every collective that a forward may
+        # launch.
         self.verdicts.reach_earlier(counter.index)
         if window.denominators is not None:
             self._refuse_each(window.denominators.problems(counter.done, handed=counter.handed))
@@ -460,7 +464,7 @@ class Engine:
     def launch_header_all_reduce(self, counts: LocalWindow, *, has_more: bool, stage: str) -> Header:
         """Launch a header: this rank's position, its counts, and the values that must be equal on all ranks.
 
-        A header has 184 bytes; 232 where ranks share batches.
+        A header has 184 bytes, or 232 bytes if ranks share batches.
         """
         return Header(
             self.comm,
@@ -497,9 +501,11 @@ class Engine:
     def wait(self) -> Verdict:
         """Wait for the reductions, publish the mean as `.grad`, and decide on the device whether to use it.
 
-        Does this once per window. Unless the device runs ahead, the host learns the outcome here.
+        The work is done once per window. Unless the device runs asynchronously, the host reads the outcome
+        here.
 
-        An error of any rank is raised on every rank; if the device runs ahead, at the next `reach_verdicts`.
+        An error on any rank is raised on every rank; if the device runs asynchronously, at the next
+        `reach_verdicts`.
         """
         self.check_idle("step, clip or unscale")
         window, counter = self.window, self.counter
@@ -568,7 +574,7 @@ class Engine:
         return verdict
 
     def _conclude(self, header: Header, *, has_gradient: bool, has_kept: bool) -> Verdict:
-        """Decide on the device whether the window may be used, and keep a report for the host's error."""
+        """Decide on the device whether the window may be used, and keep a report for the error message."""
         window = self.window
         self.final.forbid(header.forbids())
         metrics = [] if header.is_refused() else [*self.metrics]
@@ -601,7 +607,7 @@ class Engine:
     def step(self, optimizer: torch.optim.Optimizer, scheduler: Any, check: OptimizerCheck) -> Tensor:
         """Step an optimizer with the gradients, unless they were not finite on some rank; see `Sync.step`.
 
-        Callbacks receive the record of the window's first step, in the order of windows.
+        Callbacks receive the record of each window's first step, in the order of the windows.
         """
         verdict, window, is_first = self.wait(), self.window, self.counter.state is not State.USED
         self._refuse_written()
@@ -624,14 +630,16 @@ class Engine:
                 self.reducer.stepper.step(optimizer, self.final)
             self.foreign.written.forget()  # writes by this optimizer and further optimizers are allowed
         except BaseException:
-            # The optimizer may have changed parameters: the next header shows if this rank steps it again.
+            # The optimizer may have changed parameters before it raised. Record this, so that other ranks
+            # notice if this rank steps the optimizer again.
             verdict.use.steps.append(replace(done, name=f"{done.name}, which raised,"))
             raise
         finally:
             self.update_scale()
         has_stepped = self.final.found_inf == 0
         record = self.record_of(verdict, norm) if is_first else None
-        # On a lazy device ranks do not compare steps and factors: each factor would add a program output.
+        # On a lazy device ranks do not compare steps and clipping factors, because each factor would add an
+        # output to the compiled program.
         if not self.is_lazy:
             verdict.use.steps.append(done)
             verdict.use.factors += [self.final.clipped, *factors]
@@ -651,7 +659,7 @@ class Engine:
     ) -> None:
         """Step the scheduler and make the record once the window's outcome is known.
 
-        The window counts as used even if the user's own code raises.
+        The window counts as used even if the scheduler or a callback raises.
         """
         actions: list[Callable[[], None]] = []
         if scheduler is not None:
@@ -673,7 +681,7 @@ class Engine:
         )
 
     def release_grads(self) -> None:
-        """Leave the window's gradients to the caller; gradients not zeroed count into the next window."""
+        """Leave the window's gradients to the caller; those not zeroed are carried into the next window."""
         verdict = self.wait()
         self._refuse_written()
         self.foreign.written.forget()
@@ -722,15 +730,15 @@ class Engine:
 
     @property
     def is_broken(self) -> bool:
-        """Whether the window is incomplete or was refused, so that a new loop has to abandon it."""
+        """Whether the window is incomplete or unusable, so that a new loop has to abandon it."""
         return self.counter.state is State.OPEN or self.window.is_broken
 
     def abandon(self, *, waits: bool = True) -> None:
         """Drop the window on this rank; the engine is clean afterwards.
 
-        If the window has not been launched, no other rank notices: the next window takes its number. After
-        the launch this rank still waits for the reductions, because other ranks wait for this rank, unless
-        `waits` is False.
+        If the window's header has not been launched, other ranks are not affected: the next window gets the
+        same index. After the launch this rank still waits for the reductions, because other ranks wait for
+        this rank, unless `waits` is False.
         """
         window = self.window
         if waits:
@@ -741,8 +749,8 @@ class Engine:
                 try:
                     self.wait()
                 except (ValueError, FloatingPointError, RuntimeError):
-                    # Other ranks learn why the window failed; here it is dropped anyway. With several ranks
-                    # the error of a broken collective is still raised.
+                    # The error is ignored, because other ranks raise it and this rank drops the window
+                    # anyway. With several ranks the error of a broken collective is still raised.
                     if window.verdict is None and self.comm.world_size > 1:
                         raise
             if window.verdict is not None and not window.verdict.was_refused:
@@ -765,16 +773,16 @@ class Engine:
     def is_void(self) -> bool:
         """Whether the host knows that some rank gave up the window.
 
-        Such a rank may not make the same calls as other ranks, so no collective follows, and the norm stays
-        nan.
+        A rank that gave up the window may not make the same calls as other ranks, so no collective follows,
+        and the norm stays nan.
         """
         return not self.is_late and bool(self.final.void != 0)
 
     def renew_norm(self, stage: str, *, has_changed: bool = False) -> None:
         """Compute the norm again if gradients were written to or replaced after the last computation.
 
-        Where ranks hold different elements this is a collective, preceded by a header on the host: if a rank
-        has left the window, it sends the header of its next window instead, and all ranks raise.
+        If ranks hold different elements this is a collective, and on the host a header precedes it. If a rank
+        has left the window, the header of its next window arrives instead, and all ranks raise.
 
         Args:
             stage: the purpose of the collective.
@@ -852,7 +860,7 @@ class Engine:
             )
 
     def refuse(self, text: str) -> None:
-        """Refuse the window on every rank; if it has been launched already, raise RuntimeError here."""
+        """Make every rank raise for this window, or raise RuntimeError here if it was launched."""
         if self.counter.state is State.OPEN:
             self.window.faults.refuse(text)
             return
@@ -868,13 +876,13 @@ class Engine:
             self.window.faults.refuse(text)
 
     def refuse_foreign_writes(self) -> None:
-        """Refuse the window if code outside the engine wrote its gradients since the last micro-batch."""
+        """Refuse the window if other code has written to its gradients since the last micro-batch."""
         if self.window.has_begun and self.counter.state is State.OPEN and (text := self.foreign.in_window()):
             self.refuse(text)
             self.foreign.marks.record()
 
     def refuse_written_past(self) -> None:
-        """Raise RuntimeError if code outside the engine wrote gradients since the last check."""
+        """Raise RuntimeError if code outside the engine has written to gradients since the last check."""
         if self.window.has_begun and self.counter.state is State.OPEN:
             text = self.foreign.in_window()
         else:
@@ -899,7 +907,7 @@ class Engine:
         """Refuse the window because a hook wrote to a parameter or gradient in one of its backwards.
 
         If the header has been launched, the gradient is replaced by nan, which voids the window on every
-        rank, and the verdict raises the reason.
+        rank; the error is raised later with the window's outcome.
         """
         if self.window.is_launching:
             self.window.faults.refuse(text)
@@ -908,7 +916,7 @@ class Engine:
             self.refuse(text)
 
     def _refuse_other_turn(self) -> None:
-        """Refuse a backward that is out of order, where the micro-batches of a slot are summed in order."""
+        """Refuse the window if backwards run out of order in slots, which are summed in order."""
         counter = self.counter
         if counter.handed == counter.done + 1:
             return

@@ -85,7 +85,7 @@ def memberships_differ(memberships: Sequence[Membership], specs: Sequence[Sequen
 def most_parts(memberships: Sequence[Membership]) -> int:
     """Return the maximum number of ranks in one group that share a batch.
 
-    Each of these ranks adds its own part of the gradient.
+    Each rank that shares a batch adds its own part of the gradient.
     """
     groups = {ranks for membership in memberships for ranks in membership.groups}
     return max(max(Counter(memberships[rank].batch.index for rank in ranks).values()) for ranks in groups)
@@ -115,7 +115,7 @@ class EngineRanks:
     """The ranks of an engine, and the groups among them.
 
     Raises:
-        ValueError: this rank is not in the mesh or group; other ranks may not raise.
+        ValueError: this rank is not in the mesh or group. The error may be raised on this rank only.
     """
 
     def __init__(
@@ -160,9 +160,10 @@ class EngineRanks:
     def for_buckets(self, comm: Comm) -> Comm:
         """Return a transport for gradients over the ranks of `comm`, all of which must call this.
 
-        Everything except gradients is sent over `comm` itself, in the order of the program.
+        Everything except gradients is sent over `comm` itself, in program order.
         """
-        # [Note: order of collectives in a window] in engine.py: a bucket is launched when it is complete.
+        # Buckets are launched when they are complete: see [Note: order of collectives in a window] in
+        # engine.py.
         comm = comm.with_own_group()
         return share_memory(comm) if self._shared_memory else comm
 
@@ -170,8 +171,8 @@ class EngineRanks:
         """Overwrite differing tensors with the values of their group's first rank, and warn of each change.
 
         Also warns of tensors that cannot be written. Raises ValueError, on every rank and before anything is
-        written, if the ranks of a group do not hold replicas: if they hold other tensors, or different values
-        of a parameter that is marked as a part.
+        written, if the ranks of a group do not hold replicas: their tensors do not match, or a parameter that
+        is marked as a part has different values.
         """
         stored = {name: _stored_in(local(tensor)) for name, tensor in named}
         of_group = [
@@ -236,7 +237,7 @@ class EngineRanks:
             yield "ddp_model has DTensor parameters, which its buckets cannot hold: use pe.GradSync"
 
     def group_named(self, name: str) -> int:
-        """Return the group to which a tensor of this name, for example a buffer, belongs."""
+        """Return the group of the tensor with this name, for example a buffer."""
         return next((index for index, pattern in self._patterns if fnmatchcase(name, pattern)), 0)
 
     def _problems(self, mesh: Any, axes: Any) -> Iterator[str]:
@@ -287,7 +288,7 @@ class EngineRanks:
         for name, param in named:
             same = self._held_by(name, param, groups[self._group_of[name]], axes, wrong)
             counted.append(not same or min(same) == dist.get_rank())
-        self.problems += wrong[:1]  # most DTensors of a model have the same problem
+        self.problems += wrong[:1]  # report one problem, which most DTensors of a model share
         unmatched = [p for p in along if not any(fnmatchcase(name, p) for name, _ in named)]
         holds_parts = len(groups) > 1 or len(everywhere) < len(self._ranks)
         self.membership = Membership(
@@ -424,9 +425,9 @@ def _kind(tensor: Tensor) -> str:
 class ShardedRanks:
     """The ranks of an engine over a sharded model.
 
-    A parameter under tensor parallelism has a mesh of all ranks: the axes of the data, followed by the axes
-    along which ranks share a batch. Other parameters, for example of norms, are on a mesh with only the data
-    axes, and are the same on all ranks that share a batch.
+    A parameter under tensor parallelism is on a mesh of all ranks: the data axes, followed by the axes along
+    which ranks share a batch. Other parameters, for example those of normalization layers, are on a mesh with
+    only the data axes, and have equal values on all ranks that share a batch.
     """
 
     takes_dtensors = True
@@ -441,7 +442,7 @@ class ShardedRanks:
         if self._is_cut:
             mesh, data_ndim = cut[0]
             everywhere = mesh.mesh
-            # This rank and the other ranks of its data axes, each with a batch of its own.
+            # The ranks along the data axes through this rank, each with a batch of its own.
             data = everywhere[(..., *mesh.get_coordinate()[data_ndim:])]
         self._problems = [
             text
@@ -468,7 +469,7 @@ class ShardedRanks:
     def counted(self, units: Sequence[Unit]) -> dict[int, bool]:
         """Return, by `id` of a parameter, whether this rank counts its elements.
 
-        Over all ranks each element is counted once.
+        Each element is counted by exactly one rank.
         """
         is_counting = self.membership.batch.is_counting
         return {

@@ -20,8 +20,8 @@ class ForeignWrites:
     """Compares gradients and parameters with their state after the engine's last write.
 
     Finds a bare backward, a `zero_grad`, an `optimizer.step()` or a hook inside a window, and a model whose
-    parameters were replaced. Each method returns texts for a refusal, or None; `Engine` decides how to use
-    them.
+    parameters were replaced. The methods return error texts, or an empty result; `Engine` decides whether to
+    raise.
     """
 
     def __init__(
@@ -34,12 +34,12 @@ class ForeignWrites:
         self.trained = TrainedParameters(reducer.names, reducer.params, module)
         # Writes to parameters inside a window by code outside the engine.
         self.written = WrittenParameters(reducer.params)
-        # The version of a parameter at the last backward that ran without this engine.
+        # The version of a parameter (its number of writes) at the last backward outside the engine.
         self._bare_version: int | None = None
         self._has_warned = False
 
     def open_window(self) -> None:
-        """Forget the previous window, whose hooks would refuse this window."""
+        """Forget the previous window, so that its hooks do not make this window fail."""
         self._bare_version = None
         self.written.forget()
         self.marks.release()
@@ -66,8 +66,9 @@ class ForeignWrites:
     def between_windows(self) -> tuple[str, Tensor | None] | None:
         """Describe gradients written since the previous window, which the next window would lose.
 
-        Returns None, or the text and an optional flag, a 0-dim bool tensor that is not read here. If the flag
-        is False, the text does not apply, because gradients may be zeroed between windows.
+        Returns None, or an error text and an optional flag, a 0-dim bool tensor that is not read here. If the
+        flag is False, all these gradients are zero, which is allowed between windows, so the text does not
+        apply.
         """
         if strays := self._reducer.grad_record.outside():
             return self.marks.describe(strays, "between windows"), None
@@ -95,8 +96,8 @@ class ForeignWrites:
     def notice_backward(self, param: Parameter, engine: str) -> None:
         """Warn once if a loop trains without the engine.
 
-        That is the case if no window has opened between two backwards outside the engine, and an optimizer
-        has written to the parameter.
+        A loop trains without the engine if no window has opened between two backwards outside the engine, and
+        an optimizer has written to the parameter.
         """
         version, before = param._version, self._bare_version
         self._bare_version = version

@@ -33,7 +33,7 @@ class GradSync(Sync):
 
     Every rank makes an engine over replicas of the same parameters. Rank 0's parameters (and a module's
     buffers) are copied to the other ranks, with a warning if values differed. Parameters that other packages
-    have sharded are refused.
+    have sharded raise an error.
 
     Args:
         params_or_module: a module, its parameters, or `(name, parameter)` pairs. Include all parameters that
@@ -43,23 +43,23 @@ class GradSync(Sync):
             of a wire, for example "bf16" or "int8-ef"; or torch.float32, torch.bfloat16, torch.float16.
         accumulator: "fp32", or torch.float32, sums in fp32 whatever the parameters' type; "native" sums in
             the parameters' type; "exact" gives the same bits for every world size (docs/reproducible.md),
-            over the fp32 wire only, with whole-numbered counts. Use `pe.Exact(micro_batches=...)` for the
-            same if the window is not the sum of `accumulate` over ranks, and
-            `pe.Exact(micro_batches=..., slots=...)` to sum exactly over slots of the window, which costs
-            less.
+            over the fp32 wire only, with whole-numbered counts. Use `pe.Exact(micro_batches=...)` for exact
+            sums if the window's size is not the sum of `accumulate` over ranks, and
+            `pe.Exact(micro_batches=..., slots=...)` to sum exactly only over slots (groups of micro-batches),
+            which costs less.
         process_group: None is the default group, or this process alone if there is no default group. On an
             XLA device, None is all replicas (docs/xla.md).
         device_mesh, axes: instead of a group, the mesh of all ranks and the meaning of its axes
-            (docs/mesh.md); DTensor parameters have their own meshes. `axes` also names parameters with a
-            group of their own, for example experts.
+            (docs/mesh.md); DTensor parameters have their own meshes. `axes` also names parameters that are
+            reduced over separate groups, for example experts.
         bucket_cap_mb: size of a bucket in MiB of gradients; None: 25 on the CPU, 100 on CUDA and other
-            accelerators with streams. The bucket that is sent first ends with the parameter that fills one
-            MiB, so that communication begins early. On an XLA device all gradients of a type are one bucket.
+            accelerators with streams. The bucket that is sent first has about one MiB, so that communication
+            begins early. On an XLA device all gradients of a type are one bucket.
         nonfinite: "skip" leaves the parameters unchanged in a step with inf or nan; "raise" raises
             FloatingPointError on every rank, and checks every micro-batch so that the message can name it.
         stall_after_s: seconds of waiting for other ranks after which a warning names the missing ranks and
             the position of every rank (docs/reliability.md). If a rank dies, all other ranks raise within
-            seconds. None or 0 disables both, and starts no watching thread.
+            seconds. None or 0 disables both, and starts no monitoring thread.
         shared_memory: True lets ranks of one host, with parameters on the CPU, reduce gradients in shared
             memory, and ranks with GPUs over NCCL in memory registered with NCCL, which GPUs access without
             copies (docs/wires.md); False uses the process group.

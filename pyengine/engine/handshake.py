@@ -34,17 +34,17 @@ def agree(
     problems: Sequence[str],
     membership: Membership | None = None,
 ) -> WindowSplit:
-    """Raise the problems of any rank, and differences between ranks, on every rank.
+    """Raise on every rank if any rank has a problem or ranks differ.
 
-    Returns how a full window is divided among ranks, and the engine's identity. With exact sums this also
-    tells the transport, and transports that join it, which ranks are on one host.
+    Returns how a full window is divided among ranks, and the engine's identity. With exact sums this function
+    also records in the transport, and in transports that join it, which ranks share a host.
     """
     problems = [*settings.problems(), *problems]
-    # These objects are usually equal on all ranks, so that the transport sends hashes and gathers only the
-    # objects that differ. Invalid arguments and wires need not be picklable: `shared` has their text.
+    # These objects are usually equal on all ranks, so the transport sends hashes and gathers only objects
+    # that differ. Invalid arguments and wires may not be picklable, so `shared` contains their text.
     sent = None if problems else (settings.accumulate, settings.shared())
     is_plain = membership == Membership.plain(rank=comm.rank, world_size=comm.world_size)
-    # Only exact sums depend on the hosts, which differ between ranks.
+    # Send host names only if needed, because they differ between ranks; only exact sums depend on them.
     host = own_host() if sent is not None and settings.kind == "exact" else None
     (gathered, places), (engine_id,) = comm.all_gather_objects(
         [(pyengine.__version__, problems, sent, list(specs)), (host, None if is_plain else membership)],
@@ -113,7 +113,7 @@ class WindowSplit:
 
     # Indices of each rank's micro-batches in the window, by rank; by batch where ranks share batches.
     places: list[range]
-    micro_batches: int  # the number over all ranks; ranks that share a batch count as one rank
+    micro_batches: int  # micro-batches over all ranks; ranks that share a batch count as one
     by_rank: list[int]  # `accumulate` by rank; by batch where ranks share batches
     engine_id: int  # 62 random bits that all ranks of this engine share
     batches: list[int]  # by rank, the index of its batch in `places` and `by_rank`
@@ -136,7 +136,7 @@ class WindowSplit:
 
 
 def resized(split: WindowSplit, accumulate: int, *, is_exact: bool) -> WindowSplit:
-    """Return the split of a full window if every rank has `accumulate` of its micro-batches."""
+    """Return the split of a full window in which every rank has `accumulate` micro-batches."""
     if is_exact and set(split.by_rank) == {accumulate}:
         return split
     if is_exact:
@@ -188,7 +188,7 @@ def _checked_total(settings: Settings, by_rank: Sequence[int], parts: int) -> in
 
 
 def _places(by_rank: Sequence[int], total: int) -> list[range]:
-    """Divide micro-batches as `WindowSampler` does, if that gives the numbers by rank; else in rank order."""
+    """Divide micro-batches like `WindowSampler` if the numbers by rank agree, and otherwise in rank order."""
     world_size = len(by_rank)
     even = [share(total, rank=rank, world_size=world_size) for rank in range(world_size)]
     if [max(1, len(places)) for places in even] == list(by_rank):
@@ -266,8 +266,8 @@ def _repeated(named: Sequence[tuple[str, nn.Parameter]]) -> Iterator[str]:
 def _not_plain(named: Sequence[tuple[str, nn.Parameter]]) -> Iterator[str]:
     """Report trained parameters that are wrapper tensors, and DTensor parameters, trained or frozen.
 
-    A frozen parameter needs no bucket, but the shards of a frozen DTensor differ between ranks and must not
-    be overwritten.
+    Frozen DTensors are included because their shards differ between ranks and must not be overwritten by a
+    broadcast.
     """
     odd = [
         (name, type(param).__name__)
@@ -341,7 +341,7 @@ def sparse_modules(model: nn.Module, reduced: Sequence[tuple[str, nn.Parameter]]
 def unwrapped(source: Any) -> Any:
     """Return the module inside a wrapper of Lightning Fabric's `setup` or `torch.compile`, if there is one.
 
-    Anything else is returned unchanged.
+    A `source` without such a wrapper is returned unchanged.
     """
     # Compare names: importing lightning is slow, and it may not be installed.
     if any(kind.__name__ == "_FabricModule" for kind in type(source).__mro__):

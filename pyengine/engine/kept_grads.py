@@ -30,9 +30,9 @@ class KeptGrads:
         self.clear()
 
     def clear(self) -> None:
-        self._used: set[int] | None = None  # used parameters of the last window; None: it was not used
+        self._used: set[int] | None = None  # used parameters; None if the last window was unused
         self._found_inf: Tensor | None = None  # the flag of the step that used the window
-        self._kept: dict[int, Tensor] = {}  # gradients carried into this window, by parameter
+        self._kept: dict[int, Tensor] = {}  # gradients carried into this window, by parameter index
         self._is_added = False
         self.is_handed_over = False  # whether `unscale_` gave the gradients to the user
 
@@ -115,8 +115,8 @@ class KeptGrads:
     def _left(self) -> dict[int, Tensor]:
         """Return copies of the gradients carried into the next window, by parameter index.
 
-        Empty if all gradients were used. A skipped window leaves only gradients kept before it, because its
-        own gradients are not finite.
+        Empty if all gradients were used. After a skipped window only gradients kept from earlier windows are
+        returned, because the gradients of the skipped window are not finite.
         """
         assert self._used is not None
         if len(self._used) == len(self._params):

@@ -24,7 +24,7 @@ from pyengine.window.header import Count, LocalWindow, checked_count, stacked
 
 Batch = TypeVar("Batch")
 
-_NEVER = -1  # instead of a number: the rank has had no batch at all
+_NEVER = -1  # stands for a rank that has had no batch at all
 
 
 class Lookahead(Generic[Batch]):
@@ -43,7 +43,7 @@ class Lookahead(Generic[Batch]):
         return bool(self._read)
 
     def pop(self) -> Batch:
-        """Return the next item after reading one more; if this read raises, the next item is not lost."""
+        """Return the next item after reading one more item; no item is lost if this read raises."""
         self._read_up_to(2)
         return self._read.popleft()
 
@@ -111,7 +111,7 @@ class Counting:
         self._names: list[str] = []
 
     def begin(self, batches: Sequence[Any]) -> None:
-        """Count a newly opened window, and agree with the other ranks on its totals.
+        """Count a newly opened window, and sum its counts over all ranks.
 
         `batches` are the batches that this rank will compute in the window; they are not kept. Launches the
         collectives of `check_ranks_agree` and `sum_over_ranks`, and in a loop's first window a gather of
@@ -131,7 +131,7 @@ class Counting:
 
 
 def _begin_counts(engine: Engine, counting: Counting | None, source: Lookahead[Any]) -> None:
-    """Count the open window ahead, if the loop reads counts ahead."""
+    """Count the open window's micro-batches if the loop reads counts ahead."""
     if counting is not None:
         counting.begin(source.peek(len(engine.counter.due)))
 
@@ -257,14 +257,14 @@ class Windows(Iterator[MicroBatches[Batch]]):
     def __len__(self) -> int:
         """Return the number of windows over all ranks, including a short last window.
 
-        Every rank calls this at the same point, as `tqdm` does on every rank where it gets the loop. The
-        number assumes that the length of a window does not change.
+        Every rank must call `len` at the same point; `tqdm` does so on every rank on which it wraps the loop.
+        The number assumes that the length of a window does not change.
 
         Raises:
             TypeError: the loader of some rank has no length; on every rank.
-            RuntimeError: some rank is elsewhere in its loop; on every rank.
+            RuntimeError: some rank is at another point of its loop; on every rank.
 
-        Cost: the first call two all-reduces of 184 and 16 bytes.
+        Cost: in the first call, two all-reduces of 184 and 16 bytes.
         """
         if self._num is None:
             self._num = _num_windows(self._engine, self._loader)
@@ -350,7 +350,7 @@ def single_micro_batch(engine: Engine, *, last: bool) -> Iterator[None]:
         if ends:
             engine.end_micro_batches()
     except (Exception, KeyboardInterrupt):
-        with suppress(RuntimeError):  # missing reductions, which the first error explains
+        with suppress(RuntimeError):  # the reductions are missing because of the first error
             engine.abandon()
         raise
     except BaseException:  # the process is about to end: do not wait for other ranks
@@ -413,9 +413,10 @@ def meet_at_micro_batch(engine: Engine, *, last: bool) -> None:
 
 
 def _read(engine: Engine, source: Lookahead[Batch]) -> list[Batch]:
-    """Read this rank's part of the window and one more micro-batch, and check that other ranks have too.
+    """Read this rank's part of the window and one more micro-batch, and check that all ranks succeeded.
 
-    One more micro-batch is read so that a loader raises here, and not while other ranks wait in a forward.
+    One more micro-batch is read so that an error of the loader is raised here, and not while other ranks wait
+    in a forward.
     """
     try:
         ahead = source.peek(len(engine.counter.due) + 1)
@@ -434,7 +435,7 @@ def _read(engine: Engine, source: Lookahead[Batch]) -> list[Batch]:
 def _borrowed(engine: Engine, old: list[Batch], ahead: Sequence[Batch], *, sender: int) -> list[Batch]:
     """Return `old`, or a copy of the sender's first batch; raise ValueError if it cannot be sent.
 
-    Every rank calls this if some rank had no data from the start, and so has no batch for its forwards.
+    Every rank calls this function if some rank had no data from the start and needs a batch for its forwards.
     """
     sent: tuple[Any, str, bool] = None, "", not old
     if engine.comm.rank == sender:
@@ -472,7 +473,7 @@ def _handed_out(
     for index in range(most):
         last = index == most - 1
         if index >= fewest and counter.done < counter.handed:
-            # Padding could not be distinguished from an earlier micro-batch. Every rank raises this.
+            # Padding could not be distinguished from an earlier micro-batch. Every rank raises this error.
             raise RuntimeError(
                 f"{counter.handed} micro-batches of window {counter.index} have been handed out and "
                 f"{counter.done} backwards run, where a rank has run out of data and repeats its last batch: "

@@ -22,7 +22,7 @@ _SCALINGS = {"DivBackward0", "MulBackward0", "NegBackward0", "ToCopyBackward0"}
 
 
 class LossChecks:
-    """Refuses losses that were already scaled, and warns of suspicious losses in the first window."""
+    """Raises for losses that were already scaled, and warns of suspicious losses in the first window."""
 
     def __init__(self, counter: WindowCounter, world_size: int) -> None:
         self._counter, self._world_size = counter, world_size
@@ -67,7 +67,7 @@ class LossChecks:
     def warn_of_reduction(self, loss: Tensor, count: Count | None) -> None:
         """Warn once, in the first window, of a sum without a count or a mean with a count.
 
-        Not called where counts were read ahead.
+        Not called if counts were read ahead.
         """
         if not self.is_first_window or "reduction" in self._warned:
             return
@@ -88,12 +88,12 @@ class LossChecks:
 
 
 def is_scaled(loss: Tensor | GradientEdge, scaler: Tensor | None, *, by_any: bool) -> bool:
-    """Whether a GradScaler has already multiplied a loss or a term of it, from the graph alone.
+    """Whether the graph shows that a GradScaler has already multiplied a loss or a term of the loss.
 
     Args:
         scaler: the scale of the engine's own loss scaler; None if the engine has no loss scaler.
-        by_any: also look for other scalers. If a float32 0-dim tensor multiplies the loss, this takes
-            milliseconds.
+        by_any: whether to look for other scalers, too. If a float32 0-dim tensor multiplies the loss, the
+            search takes milliseconds.
     """
     left, seen = [loss.grad_fn if isinstance(loss, Tensor) else loss.node], 0
     while left and seen < _MAX_TERMS:
@@ -133,8 +133,9 @@ def divided_by(loss: Tensor, divisors: Collection[int], count: object) -> int | 
     """Return the divisor by which a mean, or a loss with a count, was divided, if it is in `divisors`.
 
     The divisor is found in the graph. A division that a later multiplication undoes is ignored, unless the
-    factor is `count`, which turns a mean into a sum. Divisions by 2, and of a sum without a count, are
-    ignored too: they may average two losses, or divide by the items of a batch.
+    factor is `count`, which turns a mean into a sum. A division by 2 is ignored too, because it may average
+    two losses. A division of a sum without a count is ignored because it may divide by the number of items in
+    a batch.
     """
     node, product, found = loss.grad_fn, 1.0, None
     while node is not None and node.name() in _SCALINGS:

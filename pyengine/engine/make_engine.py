@@ -17,7 +17,7 @@ from pyengine.gradients.exact_sums import Terms
 from pyengine.gradients.layout import ParamSpec
 from pyengine.gradients.settings import Settings
 
-# The position of a rank whose engine was freed, for the stall report.
+# The position in the stall report of a rank whose engine was freed.
 _FREED = "the end of its engine, which was freed: keep `sync` in a variable for as long as the other ranks do"
 
 
@@ -30,7 +30,7 @@ def make_engine(
     source: object,
     problems: Sequence[str],
 ) -> Engine:
-    """Make an engine over parameters, or raise the problems of any rank on every rank without any change.
+    """Make an engine over parameters; if any rank has a problem, raise on every rank and change nothing.
 
     `make_reducer` makes the reducer, which owns the gradients, after all ranks have agreed; `source` is the
     module that has the parameters, if there is a module; `problems` are additional problems of this rank.

@@ -20,8 +20,8 @@ from pyengine.window.header import Count, LocalWindow, checked_count
 class MicroBatch:
     """One micro-batch of a window, while its backwards run; made by `sync.micro_batch`.
 
-    Its gradient is the sum of the gradients of all backwards in the block. A block without a backward
-    contributes zero gradient, but its count is still added.
+    The gradient of the micro-batch is the sum of the gradients of all backwards in the block. A block without
+    a backward contributes zero gradient, but the micro-batch's count is still added.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class MicroBatch:
         self._last_backward = last_backward
         # The index among this rank's micro-batches, and whether this is the window's last micro-batch.
         self.index, self.syncs = counter.done, counter.next_backward_syncs
-        # Whether the gradients are accumulated after this micro-batch, not with a later one of its slot.
+        # Whether gradients are accumulated after this micro-batch, not after a later micro-batch of its slot.
         self.ends_slot = self.syncs or window.is_padding or window.slots.ends_at(counter.latest)
         self._count: Count = count
         self.is_stated = is_stated or window.denominators is not None
@@ -70,8 +70,8 @@ class MicroBatch:
     def loss(self) -> Tensor | None:
         """Sum of the losses for the `StepRecord`: None or a 0-dim tensor.
 
-        May be set until the last backward begins, and is kept detached. If any micro-batch of a window leaves
-        it None, the record's loss is None.
+        May be set until the last backward begins. The loss is kept detached. If any micro-batch of a window
+        has no loss, the record's loss is None.
         """
         return self._loss
 
@@ -108,7 +108,8 @@ class MicroBatch:
         code that must work with and without a scaler.
 
         Args:
-            loss: 0-dim, or of the shape of `gradient`. Does not set the micro-batch's `count` and `loss`.
+            loss: a 0-dim tensor, or a tensor of the shape of `gradient`. The micro-batch's `count` and `loss`
+                are not set.
             gradient, retain_graph, create_graph, inputs: as in `torch.Tensor.backward`.
 
         Raises:
@@ -126,16 +127,17 @@ class MicroBatch:
     def last_backward(self, *roots: Tensor) -> AbstractContextManager[None]:
         """Mark the backward in the body as the block's last.
 
-        In the window's last micro-batch the header is launched first, and each bucket as soon as the body has
-        completed it. In an earlier micro-batch gradients are accumulated during the backward, while they are
-        in the cache. Therefore `count` and `loss` are final here, and no gradient may arrive after the body.
+        In the window's last micro-batch the window's counts are sent before the body, and each bucket's
+        reduction is launched as soon as the body has completed the bucket. In an earlier micro-batch
+        gradients are accumulated during the backward, while they are in the cache. Therefore `count` and
+        `loss` must be set before this call, and no gradient may arrive after the body.
 
         Args:
             roots: the tensors from which the body's backward starts (the scaled losses, or any tensors with
                 the same graph). Without `roots` there is no overlap in the engine's first window.
 
         Raises:
-            RuntimeError: a backward of the block was already marked; or a gradient arrived again after its
+            RuntimeError: a backward of the block was already marked, or a gradient arrived again after its
                 bucket could have been sent.
         """
         if self.has_last:

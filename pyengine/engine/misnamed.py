@@ -11,7 +11,7 @@ from typing import Any, ParamSpec, TypeVar
 P = ParamSpec("P")
 T = TypeVar("T")
 
-# The names of arguments in other libraries, with their names here.
+# Names of arguments in other libraries, and the corresponding names in pyengine.
 _ELSEWHERE = {
     "gradient_accumulation_steps": "accumulate",
     "accumulation_steps": "accumulate",
@@ -41,7 +41,7 @@ def explained(function: Callable[P, T]) -> Callable[P, T]:
 
 
 def _answer(signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-    """Return the error message for arguments that do not fit the signature; empty if one is missing."""
+    """Return the error message for arguments that do not fit the signature; "" if one is missing."""
     kinds = signature.parameters.values()
     positional = [each.name for each in kinds if each.kind is each.POSITIONAL_OR_KEYWORD]
     named = [each.name for each in kinds if each.kind is each.KEYWORD_ONLY]
@@ -65,7 +65,7 @@ _FIXED = {
 
 
 def answer_to_setting(kind: type, name: str, value: object) -> str:
-    """Return the error message for `engine.name = value`; empty if the assignment has an effect."""
+    """Return the error message for `engine.name = value`; empty if the assignment is allowed."""
     if name == "accumulate" or _ELSEWHERE.get(name) == "accumulate" != name:
         if name != "gradient_accumulation_steps":
             return f"set sync.gradient_accumulation_steps = {value!r}, between windows: {name} is no setting"
@@ -82,6 +82,6 @@ def answer_to_setting(kind: type, name: str, value: object) -> str:
 
 
 def check_function(name: str, value: object, of: str) -> None:
-    """Raise TypeError for an argument that is not callable; `of` describes the function needed."""
+    """Raise TypeError if an argument is not callable; `of` describes the required function."""
     if not callable(value):
         raise TypeError(f"{name} is a {type(value).__name__}: need a function {of}")

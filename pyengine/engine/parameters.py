@@ -30,7 +30,7 @@ _MARK = "pyengine owner"
 class Ownership:
     """One engine's mark on its parameters, until the mark is released or the engine is freed.
 
-    The first parameter reports every backward to the engine, which costs a microsecond per backward.
+    A hook on the first parameter reports every backward to the engine, which costs a microsecond.
     """
 
     def __init__(self, params: Iterable[Parameter], engine: Any) -> None:
@@ -44,20 +44,20 @@ class Ownership:
     def follow(self) -> None:
         """Move the accumulation of gradients to the current stream, if the stream has changed.
 
-        The stream changes if a loop trains, or captures a graph, on a stream of its own. Nodes that are held
-        by a live forward graph or by DDP keep their stream.
+        The stream changes if a loop trains or captures a graph on a separate stream. Autograd nodes that are
+        held by a live forward graph or by DDP keep their stream.
         """
         is_same = not self._params or current_stream(self._params[0].device) == self._stream
         if is_same or not all(param.requires_grad for param in self._params):
             return  # a frozen parameter has no node, and could not be marked again
         self.release()
-        self._nodes = []  # a parameter has one node at a time: free the old nodes first
+        self._nodes = []  # a parameter has one autograd node at a time, so free the old nodes first
         self._mark()
 
     def _mark(self) -> None:
         # autograd accumulates a parameter's gradient on the stream that was current when its node was made.
-        # As long as the nodes are alive they share one stream, which autograd makes wait for the streams of
-        # each backward.
+        # While the nodes are alive they share that stream, and autograd makes it wait for the streams of each
+        # backward.
         self._nodes = nodes_of(self._params)
         self._stream = current_stream(self._params[0].device) if self._params else None
         for node in self._nodes:
@@ -120,7 +120,7 @@ def owned_problems(named: Sequence[tuple[str, Parameter]]) -> Iterator[str]:
 
 
 class TrainedParameters:
-    """The parameters of an engine, compared with the current parameters of its model, if that is known.
+    """Compares the parameters of an engine with the current parameters of its model, if known.
 
     Cost: each check takes 0.4 µs per parameter and 0.1 µs per module.
     """
@@ -162,10 +162,9 @@ class TrainedParameters:
             )
 
     def notice_step(self, stepped: AbstractSet[int]) -> None:
-        """Warn once of parameters without a gradient in several steps in a row that had other gradients.
+        """Warn once if a parameter has no gradient for several steps in which other parameters have one.
 
-        Does nothing if the module is known: without it, `problems` cannot detect replaced parameters. Without
-        a module, a stepped parameter has no gradient only if no rank has a gradient for it.
+        Does nothing if the module is known, because `problems` then detects replaced parameters.
         """
         if self._module is not None or self._has_warned:
             return
@@ -198,7 +197,7 @@ class TrainedParameters:
         return [*chain.from_iterable(map(_values, self._dicts))]
 
     def _compare(self, module: nn.Module) -> None:
-        """Find parameters that the engine does not know, and the engine's parameters that they replaced."""
+        """Find parameters unknown to the engine, and the engine's parameters that these have replaced."""
         named, known = dict(module.named_parameters()), set(map(id, self._known))
         self._added = [(name, p) for name, p in named.items() if p.requires_grad and id(p) not in known]
         present = set(map(id, named.values()))
@@ -225,8 +224,8 @@ class TrainedParameters:
 class WrittenParameters:
     """Finds trained parameters that code outside the engine has written to since `record`.
 
-    A write changes a parameter's version. A write to `.data` does not; on the host it is detected by the bits
-    of one element.
+    A write usually changes a parameter's version. A write to `.data` does not change the version; on the host
+    such a write is detected by comparing the bits of one element.
 
     Cost: 0.2 µs per parameter and check, with three checks per window.
     """
@@ -234,10 +233,10 @@ class WrittenParameters:
     def __init__(self, params: Sequence[Parameter]) -> None:
         self._params = params
         self._then: tuple[list[int], list[int]] | None = None
-        # Whether the host reads elements: not for parameters on a device, and not for shards.
+        # Whether the host compares elements; False for parameters on an accelerator and for shards.
         is_plain = all(type(param) is Parameter and param.layout is torch.strided for param in params)
         self._is_read = is_plain and params[0].device.type == HOST.type
-        # The addresses of parameters, and the middle element of each, which ctypes reads by its address.
+        # The addresses of parameters, and the value of each parameter's middle element, read with ctypes.
         self._addresses: list[int] = []
         self._elements: list[Any] = []
 

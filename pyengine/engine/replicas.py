@@ -14,8 +14,8 @@ from pyengine.ops.device import is_lazy
 
 # ---- marks of other packages ----
 
-# Names of attributes, because importing these packages is slow or fails. In a sharded model a replica has no
-# such attribute, or False.
+# Attributes are compared by name, because importing these packages is slow or fails. Parameters that are
+# replicated in a sharded model lack the attribute, or have False.
 _OF_SHARDS = {
     "_is_sharded": "torch_xla's or fairscale's FSDP",
     "_fsdp_flattened": "FSDP1 (FullyShardedDataParallel)",
@@ -49,7 +49,7 @@ def shard_problems(named: Iterable[tuple[str, Any]]) -> Iterator[str]:
 def mark_of_part(param: Any) -> str:
     """Return the mark of a parameter whose values may differ between ranks on purpose, or an empty string.
 
-    Megatron-LM sets the mark for every group size, so that ranks may hold replicas despite the mark.
+    Megatron-LM sets the mark even for groups of one rank, so ranks may hold replicas despite the mark.
     """
     if getattr(param, "tensor_model_parallel", False) is True:
         return "tensor_model_parallel=True, as Megatron's tensor parallelism marks it"
@@ -79,8 +79,9 @@ def differing(
 ) -> tuple[list[Differing], str]:
     """Compare dense tensors by name over the ranks of a transport, all of which must call this.
 
-    Returns the tensors whose values differ, and a message if the ranks do not hold replicas: if names, shapes
-    or types differ, or the values of a tensor with a mark (see `mark_of_part`).
+    Returns the tensors whose values differ, and an error message. The message is set if the ranks do not hold
+    replicas: if names, shapes or types differ, or if the values of a marked tensor differ (see
+    `mark_of_part`).
 
     Cost: one read of every element, and a gather of 8 bytes per tensor if any tensor differs.
     """
@@ -131,7 +132,7 @@ def warn_of_changed(changed: Sequence[Differing]) -> None:
 
 
 def _checksums(tensors: Iterable[Tensor]) -> list[int]:
-    # On a lazy device the computation would be an extra program.
+    # Compute on the host, because on a lazy device the computation would be an extra program.
     here = [each.detach().cpu() if is_lazy(each.device) else each.detach() for each in tensors]
     found = [0] * len(here)
     for device in dict.fromkeys(each.device for each in here):

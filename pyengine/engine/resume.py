@@ -67,7 +67,7 @@ def load_state(engine: Engine, state: object) -> None:
         listed = "; ".join(f"rank {rank} got {each}" for rank, (_, each) in enumerate(gathered))
         raise ValueError(f"pass every rank its own state of the same save; states differ: {listed}")
     assert snapshot is not None
-    # All checks have passed: from here on every rank does the same.
+    # All checks have passed, so from here on every rank makes the same calls.
     if snapshot.order:
         engine.reducer.lay_out_as(snapshot.order)
     if engine.scaler is not None and snapshot.scaler:
@@ -104,9 +104,9 @@ def _resume(engine: Engine, part: Snapshot) -> None:
     engine.verdicts.restart(part.steps)
     engine.opened_at = part.window
     engine.loss_checks.is_first_window = True
-    engine.rng_due = {} if part.is_between_loops else part.rng  # set after the loader's first draws
+    engine.rng_due = {} if part.is_between_loops else part.rng  # restored later, by the first window
     if part.is_between_loops:
-        set_rng_states(part.rng)  # before the loader draws
+        set_rng_states(part.rng)  # before the loader draws random numbers
     flush(engine.device)
 
 
@@ -132,7 +132,7 @@ class _Described:
 def _prepare(engine: Engine, state: object) -> tuple[list[str], Snapshot | None]:
     """Read and check a state, without changing the engine.
 
-    Returns problems instead of raising, because other ranks wait; and the snapshot, if there are no problems.
+    Returns a list of problems (instead of raising, because other ranks wait), and the snapshot or None.
     """
     try:
         if not engine.is_closed:

@@ -1,19 +1,20 @@
 """Retry micro-batches that run out of memory in smaller parts, inside their window.
 
 [Note: an attempt leaves no trace]
-A part's forward and backward may run out of memory at any operation, and then run again with fewer items.
-Therefore `.grad` does not hold the window's sums during an attempt: the sums so far are set aside, autograd
-writes to new tensors, and these are added to the sums after the backward. This works for every reducer whose
-gradients pass through `.grad`:
+A part's forward and backward may run out of memory at any operation, and are then run again with fewer items.
+Therefore `.grad` does not hold the window's sums during an attempt. The sums so far are set aside, autograd
+writes to new tensors, and the new tensors are added to the sums after the backward. This works for every
+reducer whose gradients pass through `.grad`:
 
- - own buckets that sum in place: the views of the bucket are set aside, so that nothing writes to its memory
-   before the attempt has succeeded; the in-place add changes their versions, as autograd's own add would.
- - other own buckets, and slots: the gradients of the micro-batch's earlier parts are set aside, or the sums
-   that autograd keeps in `.grad`.
+ - own buckets that sum in place: the views of the bucket are set aside, so that nothing writes to the
+   bucket's memory before the attempt has succeeded. The in-place add then increments the versions of the
+   views, like autograd's own add.
+ - other own buckets, and slots: the gradients of the micro-batch's earlier parts, or the sums that autograd
+   keeps in `.grad`, are set aside.
 
-Nothing is launched inside an attempt: the parts are one `micro_batch` block without a `last_backward`, so the
-header and all buckets follow the last part. Collective forwards are refused. After a failure the values of
-random generators and of the module's buffers are restored.
+No collective is launched inside an attempt. Because the parts are one `micro_batch` block without a
+`last_backward`, the header and all buckets are launched after the last part. Models with collective forwards
+raise an error. After a failure the values of random generators and of the module's buffers are restored.
 """
 
 from __future__ import annotations
@@ -81,7 +82,8 @@ class Retries:
         self._engine = engine
         modules = [] if engine.module is None else list(engine.module.modules())
         self._modules = [module for module in modules if any(True for _ in module.buffers(recurse=False))]
-        # Includes parameters that the engine does not reduce: a partial gradient would stay in them, too.
+        # Includes parameters that the engine does not reduce, so that a failed attempt leaves no gradient
+        # there.
         others = [] if engine.module is None else engine.module.parameters()
         self._params = list({id(param): param for param in [*engine.reducer.params, *others]}.values())
         self._error = ""  # the first line of the last attempt's error
@@ -154,7 +156,7 @@ class Retries:
                 each()
             self._error = (str(error) or repr(error)).splitlines()[0]
             return None
-        # From here on dense gradients need no allocation, so that adding them cannot fail partway.
+        # From here on no memory is allocated for dense gradients, so that the additions cannot fail partway.
         dense: list[tuple[Tensor, Tensor]] = []
         for param, (grad, rest) in zip(self._params, grads, strict=True):
             param.grad = grad
@@ -185,7 +187,7 @@ class Retries:
     def _keep_buffers(self) -> Callable[[], None]:
         """Return a function that restores the module's current buffers and their values."""
         kept = [
-            # Outside of inference mode nothing can have written to an inference tensor.
+            # Inference tensors need no copy, because they cannot be written to outside of inference mode.
             (module, name, buffer, None if buffer.is_inference() else buffer.clone())
             for module in self._modules
             for name, buffer in module.named_buffers(recurse=False)
@@ -195,7 +197,8 @@ class Retries:
             for module, name, buffer, values in kept:
                 setattr(module, name, buffer)
                 if values is not None:
-                    # `.data` has a version of its own: an earlier forward may have saved the buffer.
+                    # An earlier forward may have saved the buffer. `.data` leaves the buffer's version
+                    # unchanged.
                     buffer.data.copy_(values)
 
         return undo

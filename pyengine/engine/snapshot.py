@@ -1,8 +1,8 @@
 """The state of an engine between two windows, as plain data.
 
-As a state, a snapshot is `{"version", "window", "steps", "rank 0 of 2": (content,)}`. The key with the rank
-keeps ranks apart where equal keys mean copies, and the content is in a tuple because
-torch.distributed.checkpoint saves and loads tuples whole.
+In a state dict a snapshot has the form `{"version", "window", "steps", "rank 0 of 2": (content,)}`. The key
+contains the rank because torch.distributed.checkpoint treats equal keys of different ranks as copies. The
+content is in a tuple because torch.distributed.checkpoint saves and loads a tuple as a unit.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ class Identity:
     """The properties that must be equal for a snapshot to fit an engine."""
 
     accumulator: str
-    # The number of terms in a full window over all ranks, if an exact sum's grid depends on it; else None.
+    # For exact sums, the number of terms in a full window over all ranks, which decides the sum's grid; else
+    # None.
     terms: int | None
     params: list[tuple[str, list[int], list[int], str]]  # name, shape, strides and dtype
     run: int  # the number of micro-batches in one term of the sum
@@ -43,13 +44,13 @@ class Snapshot:
     rank: int
     world_size: int
     identity: Identity
-    is_between_loops: bool = False  # made after a loop over `windows` had run out
+    is_between_loops: bool = False  # whether the snapshot was made after a loop over `windows` ended
     order: list[int] = field(default_factory=list)  # the order of the buckets; see `Reducer.order`
     # Gradients that are carried into the next window, by name: this rank's part, with its shape and dtype.
     carry: dict[str, Tensor] = field(default_factory=dict)
     scaler: dict[str, Any] = field(default_factory=dict)  # empty without a loss scaler
-    # The wire's rounding errors on this rank, which it will still send, by name: float32 `[numel]`, in the
-    # parameter's storage order.
+    # By parameter name, the wire's rounding errors on this rank, which are added to a later window: float32
+    # `[numel]`, in the parameter's storage order.
     residuals: dict[str, Tensor] = field(default_factory=dict)
     # The state that measures keep from earlier windows, by field of the `StepRecord`.
     measured: dict[str, Tensor] = field(default_factory=dict)
@@ -67,7 +68,7 @@ class Snapshot:
 
     @classmethod
     def read(cls, state: Any) -> Snapshot:
-        """Read the result of `to_dict`; raise ValueError for anything else."""
+        """Read the result of `to_dict`; raise ValueError for any other object."""
         if not isinstance(state, dict):
             raise ValueError(f"state is a {type(state).__name__}: {_NEED}")  # noqa: TRY004 - of a file
         version = state.get("version")

@@ -48,7 +48,7 @@ ClipPer = Literal["parameter"] | Mapping[str, Iterable[str | Parameter]] | None
 
 
 class Sync:
-    """Windows, counts and the step of one engine; made by `GradSync` and `attach`.
+    """The windows, counts and optimizer step of one engine; made by `GradSync` and `attach`.
 
     Example:
         >>> for window in sync.windows(loader):                      # doctest: +SKIP
@@ -67,17 +67,17 @@ class Sync:
         self._clip_groups: dict[tuple[tuple[int, ...], ...], list[Tensor]] = {}
         self._running: MicroBatch | None = None
         self._retries: Retries | None = None  # set by the first `retry_smaller`
-        # The flag that `no_sync` sets. None: `windows` or `accumulate` knows the window's last micro-batch.
+        # The flag that `no_sync` sets; None if `windows` or `accumulate` knows the window's last micro-batch.
         self._requires_sync: bool | None = None
 
     def close(self) -> None:
         """Release the model: remove hooks, free buffers, and restore DDP's settings.
 
-        Every later call on this engine raises. Gradients that belong to the caller (after `unscale_`) stay in
-        `.grad`, in memory of their own; every other `.grad` becomes None. The model is then as it was before
-        the engine was made, and a new engine may be made over it. No collective is launched. A second call
-        does nothing. `with pe.GradSync(...) as sync:` closes at the end of the block, also after an
-        exception.
+        Every later call on this engine raises an error. Gradients that belong to the caller (after
+        `unscale_`) stay in `.grad`, in memory of their own; every other `.grad` becomes None. The model is
+        then as it was before the engine was made, and a new engine may be made over it. No collective is
+        launched. A second call does nothing. `with pe.GradSync(...) as sync:` closes the engine at the end of
+        the block, even after an exception.
 
         Warns:
             UserWarning: micro-batches of an open window are dropped.
@@ -171,21 +171,21 @@ class Sync:
         Args:
             loader: an iterable of this rank's micro-batches.
             count: `count(batch)` returns how many items a micro-batch's loss is summed over: a number, a
-                0-dim tensor, or a dict with one of these per loss. The whole window is then read ahead, and
-                its counts are summed over all ranks before its first forward (`totals`). `backward` then
-                takes no `count`, but may take a dict of losses, each of which becomes a mean of its own: see
-                the page on counts.
+                0-dim tensor, or a dict with a number or tensor per loss. The whole window is then read ahead,
+                and its counts are summed over all ranks before its first forward (`totals`). With `count`,
+                `backward` takes no count, but it may take a dict of losses, each of which becomes a separate
+                mean: see the page on counts.
 
         Returns:
-            An iterator of windows, each an iterator of micro-batches. Every micro-batch handed out counts;
-            its backward may run later (several forwards first), or never (it then contributes nothing). `len`
-            is the number of windows over all ranks, if every rank's loader has a length; every rank asks for
-            it.
+            An iterator of windows, each an iterator of micro-batches. Every micro-batch handed out counts.
+            The backward of a micro-batch may run after further forwards; a micro-batch without a backward
+            contributes nothing. `len` is the number of windows over all ranks, if every rank's loader has a
+            length; every rank must call `len`.
 
         Raises:
             ValueError, TypeError: `count` returned an invalid count on some rank, or ranks count different
-                things; on every rank, before anything has run.
-            RuntimeError: with `count`, some rank restarts this window in the middle of it.
+                losses. Raised on every rank, before anything has run.
+            RuntimeError: with `count`, some rank has restarted this window after it had begun.
         """
         self._begin_loop("windows")
         return Windows(self._engine, loader, count)
@@ -208,14 +208,14 @@ class Sync:
         As with DDP's `no_sync`, the first `sync.backward` after the body ends the window and sends the
         gradients. The body may hold any number of micro-batches. `accumulate` is the length of the longest
         window: the gradient of a shorter window is divided by that window's own count. Every rank must run
-        the same number of windows, which may differ in length (but not over a sharded model, whose forwards
-        are collective: only `windows` pads). If the first window may have a single micro-batch, call
-        `set_requires_gradient_sync(True)` before that micro-batch's `backward`.
+        the same number of windows. Windows may differ in length between ranks, except over a sharded model,
+        because its forwards are collective and only `windows` adds padding. If the first window may have a
+        single micro-batch, call `set_requires_gradient_sync(True)` before that micro-batch's `backward`.
 
         Raises:
-            RuntimeError: inside a micro-batch of `windows` or `accumulate`, which find the window's last
-                micro-batch themselves. Also raised by `backward` in the body if, according to `accumulate`,
-                this micro-batch is the window's last.
+            RuntimeError: called inside a micro-batch of `windows` or `accumulate`, which determine the
+                window's last micro-batch themselves. Also raised by `backward` in the body if, according to
+                `accumulate`, this micro-batch is the window's last.
 
         Example:
             >>> for i, (x, y) in enumerate(loader, start=1):  # doctest: +SKIP
@@ -265,20 +265,21 @@ class Sync:
         """Make the body one micro-batch, in which you run any number of backwards with any arguments.
 
         The gradients of these backwards are accumulated when the body ends. In the window's last micro-batch
-        the buckets are launched at that point, or from inside the backward that `mb.last_backward()` marks.
-        Losses are summed over items, as for `backward` (for several means see `sync.weigh`); with
-        `sync.scaler`, call `sync.scaler.scale(loss).backward()`. Forwards may run inside or before the body.
+        the reductions of the buckets are launched when the body ends, or during the backward that
+        `mb.last_backward()` marks. Losses are summed over items, as for `backward` (for several means see
+        `sync.weigh`). With `sync.scaler`, call `sync.scaler.scale(loss).backward()`. Forwards may run inside
+        or before the body.
 
         Args:
-            count: as for `backward`; it may be set later, as `mb.count`. Among ranks that share a batch, only
-                the reporting rank (the last stage of a pipeline) needs to give it.
+            count: as for `backward`; may be set later, as `mb.count`. Among ranks that share a batch, only
+                the reporting rank (the last stage of a pipeline) needs to give a count.
 
         Raises:
             RuntimeError: as in `backward`.
 
         An exception in the body leaves an incomplete micro-batch: unless the window is abandoned, every rank
-        refuses the window when it is sent. Gradients written outside the body (by a bare backward or
-        `zero_grad`) are refused in the same way.
+        raises when the window is reduced. The same happens if gradients are written outside the body (by a
+        bare backward or `zero_grad`).
 
         Example:
             >>> with sync.micro_batch(count=y.numel()) as mb:  # doctest: +SKIP
@@ -315,19 +316,19 @@ class Sync:
         """Run the backward of one micro-batch; the window's last backward also reduces, with overlap.
 
         Args:
-            loss: 0-dim, summed over the micro-batch's items; or their mean, without a `count`. Where
-                `windows` counts several losses, a dict of them, with 0 for a loss without items in this
-                micro-batch.
+            loss: a 0-dim tensor, the loss summed over the micro-batch's items, or without a `count` the mean
+                over them. If `windows` counts several losses, a dict of losses, with 0 for a loss without
+                items in this micro-batch.
             count: number of items in `loss`: a number or a 0-dim tensor (never read on the host). None: the
                 count that `windows` has read ahead, or 1. The window's gradient is divided by the sum of
-                counts over all ranks and micro-batches. 0 adds nothing to that sum.
+                counts over all ranks and micro-batches. A count of 0 adds nothing to the sum.
             gradient: gradient with respect to `loss`, of the same shape; `loss` may then have any shape, and
                 is left out of the record.
             retain_graph, create_graph, inputs: as in `torch.Tensor.backward`. Use a `micro_batch` block to
                 run a second backward of the same micro-batch.
 
         Raises:
-            RuntimeError: outside a window, or after the window was sent.
+            RuntimeError: called outside a window, or after the window's reduction was launched.
             ValueError, TypeError: the loss or the count is invalid; nothing has run.
         """
         engine = self._engine
@@ -363,36 +364,36 @@ class Sync:
 
         A part that does not fit is halved until it fits, on this rank alone, without a collective. All parts
         are one micro-batch of the window, with the sum of their losses and counts, so the window's gradient
-        equals the whole micro-batch's gradient, to rounding; with the same parts (`part_size`) it has the
-        same bits. A failed attempt leaves no trace in the parameters' gradients, the buffers of the module
-        that the engine was made over, or the generators of `pe.micro_batch_rng`: the parts draw from the
-        state before the attempt. Dropout draws per part, and BatchNorm normalizes over a part, so that with
-        these layers splitting changes the result. Under `attach` DDP broadcasts buffers after the window's
-        last forward, not inside it.
+        equals the gradient of the whole micro-batch, up to rounding; runs with the same parts (`part_size`)
+        give the same bits. A failed attempt leaves no trace in the parameters' gradients, in the buffers of
+        the module that the engine was made over, or in the generators of `pe.micro_batch_rng`. Dropout draws
+        per part, and BatchNorm normalizes over a part, so that with these layers splitting changes the
+        result. Under `attach` DDP broadcasts buffers after the window's last forward, not during that
+        forward.
 
         Args:
             batch: tensors with the items in dimension 0, in nested dicts, lists and tuples. 0-dim tensors,
                 numbers and strings go to every part; a list without tensors is split if its length is the
                 number of items.
             fn: `fn(part)` runs the forward and returns `(loss, count)`: the sum over the part's items, and
-                their number. Where `windows` reads counts ahead, `fn` returns only the loss or the dict of
+                their number. If `windows` reads counts ahead, `fn` returns only the loss or the dict of
                 losses. `fn` runs again after a failure, so it must not launch collectives or have lasting
                 side effects.
 
         Raises:
-            torch.OutOfMemoryError: one item does not fit; the window is refused on every rank, as after any
-                exception in a micro-batch.
-            ValueError, TypeError: the batch cannot be split, or `fn` returned something else; forwards are
-                collective (FSDP2, tensor and pipeline parallelism, SyncBatchNorm), or the device is an XLA
-                device.
+            torch.OutOfMemoryError: a single item does not fit; every rank then raises at the window's
+                reduction, as after any exception in a micro-batch.
+            ValueError, TypeError: the batch cannot be split; `fn` returned a value of another form; forwards
+                are collective (FSDP2, tensor and pipeline parallelism, SyncBatchNorm), or the device is an
+                XLA device.
 
         Warns:
             UserWarning: memory has run out; the warning gives the new size of parts.
 
-        Cost: without a failure, a second gradient of the model in memory where sums are kept in `.grad`, a
-        pass that adds it, and copies of the module's buffers and the generators' states. Nothing is sent
-        before the window's last micro-batch has ended: if that micro-batch is known to fit, call `backward`
-        for it to get overlap. A failed attempt wastes the work it has done.
+        Cost: without a failure, copies of the module's buffers and the generators' states. If sums are kept
+        in `.grad`, also memory for a second gradient of the model, and a pass that adds this gradient to the
+        sums. Nothing is sent before the window's last micro-batch has ended: if the last micro-batch is known
+        to fit, call `backward` for it to get overlap. The work of a failed attempt is lost.
 
         Example:
             >>> def train_micro_batch(part):  # doctest: +SKIP
@@ -414,9 +415,9 @@ class Sync:
     def part_size(self) -> int | None:
         """Maximum number of items that `retry_smaller` runs at once; None means the whole micro-batch.
 
-        The size decreases on a rank that runs out of memory, and never increases by itself. Set it to start
-        with a size that fits, or to have the same parts (and bits) in another run. Set it to None to try
-        whole micro-batches again. It is not part of `state_dict`.
+        The size decreases on a rank that runs out of memory, and never increases by itself. Set `part_size`
+        to start with a size that fits, or to get the same parts (and bits) in another run. Set it to None to
+        try whole micro-batches again. `part_size` is not part of `state_dict`.
         """
         return self._engine.part_size
 
@@ -430,14 +431,14 @@ class Sync:
     def totals(self) -> dict[str, float]:
         """The window's counts, summed over all ranks and micro-batches, by loss.
 
-        Available before the window's first forward. The key is "count" if the function returns numbers. Empty
-        if no counts were read ahead.
+        The totals are available before the window's first forward. If the count function returns plain
+        numbers, the only key is "count". Empty if no counts were read ahead.
         """
         known = self._engine.window.denominators
         return {} if known is None else dict(known.totals)
 
     def weigh(self, losses: Mapping[str, Tensor | float]) -> Tensor:
-        """Combine several losses into one, as `backward` does: the sum of each loss × divisor / its total.
+        """Combine several losses into one as `backward` does: the sum of loss × divisor / total over losses.
 
         Args:
             losses: as for `backward`.
@@ -485,32 +486,33 @@ class Sync:
     # ---- the end of a window ----
 
     def flush(self) -> None:
-        """End the window here: reduce the accumulated gradients, without another forward or backward.
+        """End the window now: reduce the accumulated gradients, without another forward or backward.
 
-        `.grad` then holds the mean over the window. Does nothing if the window was already reduced.
+        `.grad` then holds the mean over the window. `flush` does nothing if the window was already reduced.
 
         Raises:
-            RuntimeError: no window is open; or as in `step`.
+            RuntimeError: no window is open, or as in `step`.
         """
         self._engine.flush()
 
     def unscale_(self) -> None:
         """Mark the window's gradients as used without `step`; `.grad` holds their mean already.
 
-        Gradients that you do not zero are carried into the next window, as in a plain PyTorch loop. Where
-        `step` would be skipped, because of inf or nan or because a rank gave up the window, the gradients
-        hold inf or nan: check `grad_norm()` before you step yourself. The loss scale of `scaler` is updated,
-        as in `step`. Every rank must call `unscale_`: the next header compares this across ranks.
+        Gradients that you do not zero are carried into the next window, as in a plain PyTorch loop. If `step`
+        would be skipped, because of inf or nan or because a rank gave up the window, the gradients contain
+        inf or nan: check `grad_norm()` before you step the optimizer yourself. The loss scale of `scaler` is
+        updated, as in `step`. Every rank must call `unscale_`; ranks compare this when the next window is
+        sent.
 
         Raises:
-            RuntimeError: the window has not been sent; or as in `step`.
+            RuntimeError: the window's reduction has not been launched, or as in `step`.
         """
         self._engine.release_grads()
 
     def grad_norm(self) -> Tensor:
         """Return the 2-norm of the current gradients, after any clipping.
 
-        Where ranks hold different elements (shards or experts, but not `replicate`), the norm is of the
+        If ranks hold different elements (shards or experts, but not `replicate`), this is the norm of the
         gradients as they were last reduced or clipped.
 
         Returns:
@@ -520,20 +522,20 @@ class Sync:
         """
         engine = self._engine
         engine.wait()
-        engine.renew_norm_alone()  # a single rank may call this, so it must not wait for others
+        engine.renew_norm_alone()  # a single rank may call this, so no collective may run
         return engine.final.guarding_norm(engine.final.grad_norm())
 
     def grad_norms(self) -> dict[str, Tensor]:
         """Return the 2-norm of each parameter's current gradient, after any clipping, by name.
 
         Each norm is a 0-dim float64 tensor on the gradients' device, with the same bits on every rank. The
-        norm is 0 for a parameter without a gradient; frozen parameters are left out. Where ranks hold
-        different elements (shards, experts, stages), each norm is over all ranks' elements of that name, and
-        every rank must call this at the same point. To have these norms in every step's record, use
+        norm is 0 for a parameter without a gradient; frozen parameters are left out. If ranks hold different
+        elements (shards, experts, stages), each norm is over the elements of that parameter on all ranks, and
+        every rank must call `grad_norms` at the same point. To have these norms in every step's record, use
         `sync.measure(pe.GradNorms())`.
 
-        Cost: as for `grad_norm`. Where ranks hold different elements, one all-reduce of 8 bytes per
-        parameter, which in later windows is the all-reduce of the norm itself.
+        Cost: as for `grad_norm`. If ranks hold different elements, also one all-reduce of 8 bytes per
+        parameter, which in later windows replaces the all-reduce of the norm.
         """
         engine = self._engine
         engine.wait()
@@ -544,19 +546,19 @@ class Sync:
     def measure(self, *measures: Metric) -> None:
         """Add measures to the `StepRecord` of every window, starting with the next window.
 
-        Every rank calls this with the same arguments, between windows. Windows of `capture` run without a
-        graph.
+        Every rank calls this with the same arguments, between windows. With measures, windows of `capture`
+        run without a graph.
 
         Args:
-            measures: `pe.GradNorms()`, `pe.NoiseScale()`, `pe.SpikePolicy(...)`; at most one of each kind,
-                and each object for one engine only.
+            measures: `pe.GradNorms()`, `pe.NoiseScale()` or `pe.SpikePolicy(...)`; at most one of each kind.
+                An object may be used with one engine only.
 
         Raises:
             ValueError: an argument is not a measure, is not available for these gradients, or belongs to
                 another engine; ranks differ; or a window is open. Raised on every rank; nothing has changed.
             RuntimeError: some rank is at another point of its loop; on every rank.
 
-        Cost: see the measure; plus one header and one gather of objects in this call.
+        Cost: as documented by each measure, plus one small all-reduce and one gather of objects in this call.
         """
         measure(self._engine, measures)
 
@@ -575,7 +577,8 @@ class Sync:
         Args:
             max_norm: the largest allowed norm of the mean gradient.
             norm_type: 2.0, or inf for the largest absolute value.
-            error_if_nonfinite: raise if the norm is inf or nan, which otherwise skips the step.
+            error_if_nonfinite: whether to raise if the norm is inf or nan. By default the step is skipped in
+                this case.
             per: "parameter" clips each parameter's gradient by its own norm. A dict from group to names or
                 parameters clips each group by the group's norm, to the same `max_norm`, and leaves all other
                 parameters alone. Every rank must pass the same groups.
@@ -595,10 +598,9 @@ class Sync:
             that reads and writes every gradient; none if the host sees that the norm is within `max_norm`.
             With `per`, one launch per parameter on an accelerator; on the host, only clipped gradients are
             read and written.
-            Where ranks hold different elements, one small all-reduce that every rank must join; on the host a
-            header precedes it. On the host there is neither in a window that a rank gave up, because that
-            rank does not clip.
-            `error_if_nonfinite` waits for the device.
+            If ranks hold different elements, one small all-reduce that every rank must join; on the host a
+            header all-reduce precedes it. On the host both are left out in a window that a rank gave up,
+            because that rank does not clip. `error_if_nonfinite` waits for the device.
         """
         limit: Any = max_norm
         is_tensor = isinstance(limit, Tensor) and limit.numel() == 1
@@ -644,8 +646,8 @@ class Sync:
     def clip_grad_value_(self, clip_value: float, foreach: bool | None = None) -> None:
         """Clip every element of the mean gradient to [-clip_value, clip_value].
 
-        Like `torch.nn.utils.clip_grad_value_`. A step that would be skipped because of inf or nan is still
-        skipped.
+        Like `torch.nn.utils.clip_grad_value_`. Clipping does not change whether the step is skipped because
+        of inf or nan.
 
         Args:
             clip_value: the largest allowed absolute value, the same on every rank.
@@ -675,18 +677,18 @@ class Sync:
     ) -> Tensor:
         """Step the optimizer with the window's gradients, unless they were not finite on some rank.
 
-        The optimizer uses `.grad`: the mean over the window, including your own changes to it. Step several
-        optimizers over one engine one after another. A gradient that no optimizer has used and nobody has
-        cleared is carried into the next window, as in a plain PyTorch loop; all other gradients start from
-        zero there.
+        The optimizer uses `.grad`: the mean over the window, including your own changes to it. If an engine
+        has several optimizers, step them one after another. A gradient that no optimizer has used and that
+        was not cleared is carried into the next window, as in a plain PyTorch loop; all other gradients start
+        the next window from zero.
 
-        On an accelerator a fused optimizer decides on the device and the host does not wait: the scheduler's
-        step, the StepRecord and errors follow when the next window is sent, when the loop over `windows` runs
-        out, or at `synchronize()`, whichever comes first.
+        On an accelerator with a fused optimizer the device decides whether to skip the step, and the host
+        does not wait. The scheduler is then stepped, the StepRecord emitted and errors raised when the next
+        window is sent, when the loop over `windows` ends, or at `synchronize()`, whichever comes first.
 
         Args:
             optimizer: an optimizer over parameters of this engine.
-            scheduler: stepped once, if the optimizer was stepped.
+            scheduler: a scheduler that is stepped once if the optimizer was stepped.
             max_norm: clip the gradients of this engine first, as `clip_grad_norm_(max_norm)` does.
 
         Returns:
@@ -697,10 +699,10 @@ class Sync:
             TypeError: the optimizer or scheduler cannot be stepped.
             ValueError: a count is invalid on some rank, or the optimizer has a gradient that this engine does
                 not reduce.
-            RuntimeError: the window has not been sent, or ranks differ.
+            RuntimeError: the window's reduction has not been launched, or ranks differ.
             FloatingPointError: a gradient is inf or nan under nonfinite="raise".
 
-        Cost: the optimizer's own pass, and with `max_norm` the pass of `clip_grad_norm_`.
+        Cost: the optimizer's own step, and with `max_norm` the cost of `clip_grad_norm_`.
         """
         check_step(optimizer, scheduler)
         if max_norm is not None:
@@ -711,8 +713,8 @@ class Sync:
         """Wait for the outcome of the last step, and check that all ranks have done the same.
 
         The scheduler of that step is stepped, its StepRecord is emitted, and its errors are raised. Between
-        windows ranks also compare how they have used the last window, as the next window's header would; the
-        end of a loop over `windows` does the same. Call `synchronize` after a loop that does not use
+        windows ranks also compare what they have done with the last window's gradients (steps, clipping). The
+        same check runs at the end of a loop over `windows`. Call `synchronize` after a loop that does not use
         `windows` or was left by `break`, and on accelerators before reading the scheduler's state. Every rank
         must call it at the same point.
 
@@ -734,9 +736,10 @@ class Sync:
     def refuse_bare_gradients(self) -> None:
         """Raise RuntimeError if a bare `loss.backward()` between windows has left gradients.
 
-        Does nothing while a window is open: the end of the window finds such gradients.
+        Does nothing while a window is open, because such gradients are detected when the window ends.
 
-        Cost: a check of every `.grad`, 0.4 µs each; if one was written, the host waits for its value.
+        Cost: a check of every `.grad`, 0.4 µs each; if a gradient was written to, the host waits for its
+        value.
         """
         engine = self._engine
         if engine.is_closed and not engine.kept_grads.is_handed_over:
@@ -753,8 +756,8 @@ class Sync:
     def last_record(self) -> StepRecord | None:
         """The record of the last optimizer step; None before the first step.
 
-        On an accelerator, the record of the last step whose outcome the host has read; `synchronize` reads
-        all outcomes.
+        On an accelerator, this is the record of the last step whose outcome the host has read; `synchronize`
+        reads all outcomes.
 
         Cost: on an accelerator the host waits for the device's timing events.
         """
@@ -777,10 +780,10 @@ class Sync:
         """Return a function that trains windows, most of them by launching one CUDA graph.
 
         The first `warm_up` windows of a form (number of micro-batches, structure, shapes, dtypes) run
-        normally; then one window is captured, and later windows launch the graph: forwards, backwards,
-        reduction, norm, clipping and steps for the host cost of a single launch. Results, records (except
-        seconds by phase), skipped steps and checks between ranks are the same as without a graph, bit for
-        bit. Ranks that have run out of data, and windows of other lengths, run without a graph.
+        normally. Then one window is captured, and later windows launch the graph, which contains forwards,
+        backwards, reduction, norm, clipping and steps, for the host cost of a single launch. Results, records
+        (except seconds by phase), skipped steps and checks between ranks are the same as without a graph, bit
+        for bit. Ranks that have run out of data, and windows of other lengths, run without a graph.
 
         DDP accumulates gradients on the stream on which it was made: make DDP and the engine, and run the
         loop, inside `with torch.cuda.stream(torch.cuda.Stream())`.
@@ -788,10 +791,12 @@ class Sync:
         Args:
             train_window: `train_window(batches)` runs the backwards of a window's micro-batches, clips, and
                 calls `sync.step(optimizer)`. The tensors in `batches` are on the device. Python runs this
-                function only before and during the capture: it must not depend on the host's state, read
-                from the device (`loss.item()`), or move tensors from the host. Enter autocast inside it.
-            warm_up: windows of each form before the capture; at least 3. The last two are recorded and
-                compared. Over DDP the first capture comes after 11 windows, as torch requires.
+                function only before and during the capture, so it must not depend on state of the host, read
+                from the device (`loss.item()`), or copy tensors from the host. Enter autocast inside this
+                function.
+            warm_up: number of windows of each form before the capture; at least 3. The last two of these
+                windows are recorded and compared. Over DDP the first capture comes after 11 windows, as torch
+                requires.
 
         Returns:
             A function to call with each window of `sync.windows`; see its `num_captured`, `num_replayed`
@@ -799,16 +804,16 @@ class Sync:
 
         Raises:
             TypeError: `train_window` is not callable; `warm_up` is not a whole number of at least 3.
-            ValueError: the windows of this engine cannot be captured; the message gives the reasons.
+            ValueError: the windows of this engine cannot be captured; the error message gives the reasons.
 
         Warns:
             UserWarning: windows of a form run without a graph. The warning names the operation that needs the
-                host, and its line. A fused optimizer needs `capturable=True` if it has that option, and a
-                learning rate that changes has to be a tensor.
+                host, and its source line. A fused optimizer needs `capturable=True` if it has that option,
+                and a learning rate that changes has to be a tensor.
 
-        Cost: the memory of one window's activations stays with the graph. Two windows run under a
-        `TorchDispatchMode`. A window launched as a graph costs the host copies of its inputs, the launch, and
-        0.5 µs per parameter.
+        Cost: the graph keeps the memory of one window's activations. Two windows before the capture run under
+        a `TorchDispatchMode`. A window launched as a graph costs the host copies of its inputs, the launch,
+        and 0.5 µs per parameter.
 
         Example:
             >>> def train_window(batches):  # doctest: +SKIP
@@ -830,11 +835,11 @@ class Sync:
 
     @property
     def gradient_accumulation_steps(self) -> int:
-        """Number of micro-batches in a full window on this rank; `accumulate` until it is set.
+        """Number of micro-batches in a full window on this rank; initially `accumulate`.
 
-        Set it between two windows, to the same number on every rank. Setting raises ValueError if the number
-        is not an integer of at least 1, and with accumulator="exact", whose bits depend on it; RuntimeError
-        inside a window.
+        Set it between two windows, to the same number on every rank. Setting it raises ValueError if the
+        number is not an integer of at least 1, or with accumulator="exact", whose result depends on this
+        number bit for bit. Setting it inside a window raises RuntimeError.
         """
         return self._engine.counter.accumulate
 
@@ -849,7 +854,7 @@ class Sync:
     def is_sync_step(self) -> bool:
         """Whether the window gets no further micro-batch.
 
-        True in its last micro-batch, when none are left, and after `flush`.
+        True in the window's last micro-batch, when no micro-batches are left, and after `flush`.
         """
         return self._engine.counter.ends
 
@@ -893,15 +898,16 @@ class Sync:
     def state_dict(self) -> dict[str, Any]:
         """Return the state of this rank's engine between two windows, as tensors and plain values.
 
-        The keys are `{"version", "window", "steps", "rank 0 of 2": (content,)}`; the rank in the last key
-        keeps ranks apart in `torch.distributed.checkpoint`, for which an engine is a `Stateful`. `window` and
-        `steps` are the numbers of completed windows and steps. A rank's content is the loss scale, the order
-        of the buckets, gradients carried over, the state of measures, the residuals of the wire, and the
-        states of the random generators. Save parameters, optimizer and scheduler yourself, as usual. On an
-        accelerator every rank must call this at the same point, like `synchronize`.
+        The state has the form `{"version", "window", "steps", "rank 0 of 2": (content,)}`. The last key
+        contains the rank to distinguish ranks in `torch.distributed.checkpoint`, which can save an engine as
+        a `Stateful`. `window` and `steps` are the numbers of completed windows and steps. A rank's content is
+        the loss scale, the order of the buckets, gradients carried over, the state of measures, the residuals
+        of the wire, and the states of the random generators. Save parameters, optimizer and scheduler
+        yourself, as usual. On an accelerator every rank must call this at the same point, like `synchronize`.
 
         Raises:
-            RuntimeError: inside a window, whose sums are not saved: a crashed run loses at most one window.
+            RuntimeError: called inside a window; its sums are not saved, so a crashed run loses at most one
+                window.
 
         Cost: copies of the residuals and of gradients carried over; the rest is small.
 
@@ -918,20 +924,20 @@ class Sync:
         """Continue from a saved `state_dict`; every rank calls this before its loop.
 
         Args:
-            state: with the same number of ranks, this rank's own state: the run continues bit for bit. With
-                another number of ranks, the state of any saved rank, for example rank 0's state on all ranks:
-                residuals of the wire start from zero, and random generators are left as they are. With
-                accumulator="exact" the next window has the same bits on any number of ranks.
+            state: with the same number of ranks, this rank's own state; the run then continues bit for bit.
+                With a different number of ranks, the state of any saved rank, for example rank 0's state on
+                all ranks; residuals of the wire then start from zero, and random generators are left
+                unchanged. With accumulator="exact" the next window has the same bits on any number of ranks.
 
         Move the loader past completed windows yourself, for example by
         `sampler.set_epoch(epoch, window=sync.window)`. The generators are restored when the loop takes the
-        first micro-batch. (The loader reads one micro-batch ahead: its random draws in this process are not
-        repeated; see `pe.sample_rng`.) Use `pe.micro_batch_rng` for random numbers that must not depend on
-        the world size.
+        first micro-batch. (Because the loop reads one micro-batch ahead, random numbers that the loader drew
+        in this process are not repeated; see `pe.sample_rng`.) Use `pe.micro_batch_rng` for random numbers
+        that must not depend on the world size.
 
         Raises:
-            ValueError: a state is damaged or does not fit, or ranks load states of different saves; on every
-                rank, and nothing has changed.
+            ValueError: a state is damaged or does not fit this engine, or ranks load states of different
+                saves. Raised on every rank; nothing has changed.
             RuntimeError: some rank is at another point of its loop; on every rank.
 
         Example:
@@ -961,13 +967,14 @@ class Sync:
 
         Raises:
             TypeError, ValueError: an argument is invalid.
-            RuntimeError: the engine is audited already, or is on an XLA device; or some rank is at another
-                point of its loop, on every rank.
-            AuditError: later, where a window is reduced (`step`, clipping), on every rank. The message says
-                what differs, where, since when, and the likely cause. The window is not stepped. On an
-                accelerator the error is raised when the next window begins.
+            RuntimeError: the engine is audited already or is on an XLA device, or some rank is at another
+                point of its loop (raised on every rank).
+            AuditError: raised on every rank when a window is reduced (in `step` or clipping) and the check
+                fails. The message gives the difference, its location, the window since which it exists, and
+                the likely cause. The optimizer is not stepped. On an accelerator the error is raised when the
+                next window begins.
 
-        Cost: as for `pe.audit`, and nothing in windows that are not checked.
+        Cost: as for `pe.audit` in checked windows; nothing in other windows.
         """
         engine = self._engine
         check_device(engine.device)

@@ -24,12 +24,12 @@ class Stepped:
 
     optimizer: torch.optim.Optimizer
     scheduler: Any
-    done: OptimizerStep  # the step as ranks compare it
+    done: OptimizerStep  # the description of the step that ranks compare
     indices: Collection[int]  # the indices of the parameters that the optimizer has stepped
 
 
 class Window:
-    """The state of one window on this rank; `Engine` has the actions and the state that outlives a window."""
+    """The state of one window on this rank; `Engine` has the methods, and the state across windows."""
 
     clock: Clock  # set by `Engine.begin`
 
@@ -55,13 +55,14 @@ class Window:
         # ---- what is sent ----
         # Whether another window follows, as far as this rank knows.
         self.has_more = False
-        # The header; None until it is launched.
+        # The window's header, which sums counts over ranks; None until it is launched.
         self.header: Header | None = None
         # Whether the window's last backward, or its launch, is running.
         self.is_launching = False
 
         # ---- the outcome ----
-        # The verdict; None until the gradients have been reduced. The host may not know the outcome yet.
+        # The verdict (whether the window may be used), or None until the gradients have been reduced. The
+        # host may not know its outcome yet.
         self.verdict: Verdict | None = None
         # The optimizers that have been stepped with this window.
         self.stepped: list[Stepped] = []

@@ -36,8 +36,8 @@ class WindowAudit:
     ) -> None:
         self._batch, self._every, self._end = batch, every, end
         subjects, comms, leaves = _inventory(reducer, comm, module)
-        # The error of an encoded wire is relative to a block or rank, not to an element: any reduced gradient
-        # is plausible, as long as it is the same on every rank.
+        # The error of an encoded wire is relative to a block or rank, not to an element. Therefore any
+        # reduced gradient is accepted if all ranks have equal values.
         is_lossy = reducer.residuals.wire.is_encoded
         tolerance = math.inf if is_lossy else TOLERANCE
         self._auditor = Auditor(subjects, comms, leaves, tolerance=tolerance, every=every)
@@ -96,7 +96,7 @@ class WindowAudit:
     def check(self, counts: LocalWindow, header: Header, final: FinalPass) -> None:
         """Compare ranks; raise AuditError on every rank if they differ.
 
-        Only the verdict's collectives come later; see [Note: order of collectives in a window] in
+        Only the verdict's collectives follow this check; see [Note: order of collectives in a window] in
         engine.py.
         """
         samples, self._samples = self._samples, None
@@ -104,7 +104,7 @@ class WindowAudit:
             return
         claimed = header.vector()[0]
         total, batch = torch.zeros_like(claimed), self._batch
-        if batch is None or batch.is_counting:  # else another rank counts the batch
+        if batch is None or batch.is_counting:  # otherwise another rank counts the batch
             for count in counts.counts:
                 total = total + (count.detach().to(claimed) if isinstance(count, Tensor) else float(count))
         world_sizes = send(self._world_sizes, torch.float64, claimed.device)
@@ -125,7 +125,7 @@ def _inventory(
         inventory = Inventory(reducer.model, [], group=None, groups={})
         return inventory.subjects, inventory.comms, Leaves(inventory.module)
     known, group_of = reducer.groups_of_params()
-    # A group of all ranks is the engine's own; a group without a parameter on this rank is left out.
+    # Only groups smaller than the engine's own group, and with a parameter on this rank, are listed.
     used = sorted({group for group in group_of if known[group].world_size < comm.world_size})
     comms = [comm, *(known[group] for group in used)]
     place = {group: index for index, group in enumerate(used, start=1)}

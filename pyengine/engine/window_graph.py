@@ -21,8 +21,8 @@ from pyengine.window.verdict import Outcome, WindowReport
 class CaptureStream:
     """The stream of captures: the caller's stream, or a new stream if the caller uses the default stream.
 
-    The default stream cannot be captured. Windows before a capture run on this stream, too, because autograd
-    keeps to one stream.
+    The default stream cannot be captured. Windows before a capture run on the capture stream, too, because
+    autograd keeps using one stream.
     """
 
     def __init__(self) -> None:
@@ -30,7 +30,7 @@ class CaptureStream:
 
     @contextmanager
     def current(self, device: torch.device) -> Iterator[None]:
-        """Run the body on the capture stream, after the current stream's work; the latter then waits."""
+        """Run the body on the capture stream; both streams wait for each other's work in program order."""
         if device.type != "cuda":  # only CUDA has graphs
             yield
             return
@@ -52,7 +52,7 @@ class DeviceGraph:
     @contextmanager
     def capture(self, on: CaptureStream) -> Iterator[None]:
         """Record the work that the body launches on the stream, without running it."""
-        # "thread_local", because another thread, such as NCCL's watchdog, may query events.
+        # Use "thread_local", because another thread, such as NCCL's watchdog, may query events.
         with torch.cuda.graph(self._graph, stream=on.stream, capture_error_mode="thread_local"):
             yield
 
@@ -61,7 +61,7 @@ class DeviceGraph:
 
     @staticmethod
     def problems(device: torch.device) -> list[str]:
-        """Return the reasons why work of a device cannot be captured."""
+        """Return the reasons why work on a device cannot be captured."""
         if device.type == "cuda":
             return []
         return [f"the parameters are on {device}: a graph needs a CUDA device"]
@@ -71,14 +71,14 @@ class DeviceGraph:
 class WindowGraph:
     """One window's work, from its first forward to its optimizer steps.
 
-    Tensors are in the graph's memory, and hold the values of the last run until the next run begins.
+    The tensors are in the graph's memory. They hold the values of the last run until the next run begins.
     """
 
     work: DeviceGraph
     section: Section
     inputs: Sequence[Tensor]  # static copies of the tensors of the window's micro-batches
-    # The factors that multiplied the previous window's gradients, which ranks compare in the header. Not in
-    # the graph's memory, which may be overwritten before the header reads it.
+    # The factors that multiplied the previous window's gradients, which ranks compare in the header. The
+    # factors are not in the graph's memory, which may be overwritten before the header reads them.
     factors: list[Tensor]
     # ---- what must not change ----
     # Tensors that the optimizers' steps read or write (parameters, state, hyperparameters); the address of

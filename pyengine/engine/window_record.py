@@ -1,4 +1,4 @@
-"""The records of windows, each made once the host knows its numbers."""
+"""The records of windows; each record is made once the host has read the window's results."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class WindowRecords:
     def __init__(self) -> None:
         # Callbacks that receive the records, by id.
         self.callbacks: OrderedDict[int, StepCallback] = OrderedDict()
-        # Makes the record of the last step whose numbers the host knows.
+        # Function that makes the record of the last step whose results the host has read.
         self.make_last: Callable[[], StepRecord] | None = None
 
     def of(
@@ -36,7 +36,7 @@ class WindowRecords:
         traffic: Traffic,
         held_bytes: int,
     ) -> Callable[[Totals, bool], None]:
-        """Stop the window's clock, and return a function that makes its record and runs the callbacks.
+        """Stop the window's clock, and return a function that makes the record and runs callbacks.
 
         Args:
             window: the window that was stepped.
@@ -51,7 +51,7 @@ class WindowRecords:
         """
         clock, num_retries = window.clock, window.num_retries
         collectives, bytes_sent = window.traffic(traffic)
-        # Read back even without callbacks: ranks must run the same programs.
+        # Read back even without callbacks, because all ranks must run the same programs.
         index, grad_norm = verdict.report.index, Readback(norm.reshape(1))
         unread = [(metric, Readback(metric.numbers())) for metric in metrics]
         clock.stop()

@@ -1,6 +1,6 @@
 """Detect when the gradients of a backward have arrived.
 
-The checks run inside the backward: whether a set of gradients is complete, and which gradients arrive
+Hooks inside the backward detect whether a set of gradients is complete, and which gradients arrive
 repeatedly.
 """
 
@@ -17,7 +17,8 @@ from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge
 from torch.nn import Parameter
 
-# The hooks of `register_post_accumulate_grad_hook`, by id, or None. torch lists these hooks nowhere else.
+# The hooks of `register_post_accumulate_grad_hook`, by id, or None. torch has no public attribute for these
+# hooks.
 post_accumulate_hooks = attrgetter("_post_accumulate_grad_hooks")
 
 # Torch's own Python autograd functions, for torch.compile and for module hooks. These functions do not run a
@@ -28,11 +29,11 @@ _KNOWN = {"CompiledFunctionBackward", "BackwardHookFunctionBackward"}
 class Watch:
     """Call a function once all gradients of a set have arrived.
 
-    A hook on every parameter would cost about a microsecond per parameter. One hook is enough: it is
-    registered on a parameter whose gradient has not arrived. When that gradient arrives, the hook moves to
-    another parameter without a gradient. When there is no such parameter, the set is complete. The parameters
-    are in backward order, so the last parameter is watched first and the hook rarely moves. The watch does
-    not wait for frozen parameters, which get no gradient.
+    A hook on every parameter would cost about a microsecond per parameter. Therefore only one hook is used,
+    on a parameter whose gradient has not arrived. When the gradient arrives, the hook moves to another
+    parameter without a gradient. When no parameter is without a gradient, the set is complete. Because the
+    parameters are in backward order, the last parameter is watched first and the hook rarely moves. Frozen
+    parameters are ignored, because they get no gradient.
 
     Args:
         params: the parameters, in the order in which a backward produces their gradients.
@@ -121,16 +122,17 @@ class Arrivals:
     def repeated(self) -> set[int]:
         """Indices of parameters whose gradient was accumulated more than once.
 
-        Autograd sums a parameter's uses within one run of its engine. A second accumulation needs a backward
-        inside the backward, for example reentrant activation checkpointing.
+        Within one backward, autograd sums the gradients of all uses of a parameter before accumulating them.
+        A second accumulation occurs only if another backward runs inside the backward, for example in
+        reentrant activation checkpointing.
         """
         return {index for index, times in Counter(self._seen).items() if times > 1}
 
 
 def may_nest(loss: Tensor) -> bool:
-    """Whether a backward from `loss` may run another backward inside.
+    """Whether a backward from `loss` may run a nested backward.
 
-    Only a Python autograd function or a hook can do so.
+    Only a Python autograd function or a hook can run a nested backward.
     """
     python = (node for node in _nodes([loss]) if isinstance(node, BackwardCFunction))
     return any(node.name() not in _KNOWN for node in python)  # type: ignore[attr-defined]  # torch's stubs

@@ -1,4 +1,4 @@
-"""Base class of all gradient owners."""
+"""Base class of all gradient owners, which accumulate and reduce gradients."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from pyengine.wire.bucket_wire import WireMemory
 class Residuals:
     """The residuals that wires keep between windows, for one or more bucket owners.
 
-    Like gradients, residuals are multiplied by a loss scale, which is the last window's loss scale.
+    Like gradients, residuals are multiplied by the loss scale of the last window.
     """
 
     def __init__(
@@ -60,8 +60,8 @@ class Residuals:
     def follow(self, scale: Tensor | None) -> None:
         """Rescale the residuals from the previous loss scale to `scale`, the new loss scale, 0-dim.
 
-        None means that losses are not scaled. (`_scale` is updated in place, because a captured window reads
-        and writes its memory.)
+        With `scale=None` losses are not scaled. (`_scale` is updated in place, because a captured window
+        reads and writes the memory of `_scale`.)
         """
         if self._scale is None:
             if scale is None:
@@ -73,7 +73,7 @@ class Residuals:
         self._scale.copy_(now)
 
     def drop_if(self, is_unused: Tensor) -> None:
-        """Zero the last window's residuals if `is_unused`, 0-dim, is not 0: that window must not be used."""
+        """Zero the last window's residuals if `is_unused`, a 0-dim tensor, is nonzero."""
         for memory, _ in self.owners:
             memory.drop(is_unused)
 
@@ -89,7 +89,7 @@ def not_reduced(details: str = "") -> RuntimeError:
 class Then(AbstractContextManager[None]):
     """Context manager that calls `action` after a body that has not raised.
 
-    This is a class because a generator would cost four times as much.
+    `Then` is a class because a generator would cost four times as much.
     """
 
     def __init__(self, action: Callable[[], None]) -> None:
@@ -104,7 +104,7 @@ class Reducer(ABC):
     """Owner of an engine's gradients: accumulates them over a window and reduces them at its end.
 
     There is one subclass per owner: the engine's flat buckets, FSDP2's units, and sums on a lazy device.
-    Owners that have nothing to add use the default implementations.
+    Methods that a subclass does not need have a default implementation.
 
     All tensors are on the parameters' device. `.grad` has the shape and dtype of its parameter. The reducer
     owns the memory of `.grad`, which holds the mean after `finish` and may be overwritten after the next
@@ -119,30 +119,30 @@ class Reducer(ABC):
 
     # ---- properties of the owner ----
 
-    # Whether `overlap` launches the reductions inside the window's last backward. False: the header is
-    # launched after that backward, followed by `reduce`. A lazy device has to record a micro-batch's program
-    # without the header, and exact sums of FSDP2's parameters are complete only when the backward has ended.
+    # Whether `overlap` launches the reductions inside the window's last backward. If False, the header is
+    # launched after the last backward, followed by `reduce`: a lazy device has to record a micro-batch's
+    # program without the header, and exact sums of FSDP2's parameters are complete only after the backward.
     overlaps = False
     # Whether every forward launches collectives. If True, all ranks must run the same number of forwards, and
     # a rank without data runs padding.
     has_collective_forwards = False
     # Per parameter, whether this rank adds the parameter's elements to the norm, so that every element is
-    # added once over all ranks (see `ShardedNorm`). None: all ranks hold the same elements.
+    # added once over all ranks (see `ShardedNorm`). None if all ranks hold the same elements.
     counted: Sequence[bool] | None = None
     # Whether this rank holds all elements of all parameters although `counted` is set.
     holds_all = False
-    # The outermost FSDP2 module, whose DTensor parameters show which ranks share a shard. None:
-    # `groups_of_params` returns the groups.
+    # The outermost FSDP2 module, whose DTensor parameters show which ranks share a shard; None if
+    # `groups_of_params` returns the groups instead.
     model: Any = None
     # The rounding errors of these gradients on a narrow wire, which are added to a later window.
     residuals = Residuals([], FP32(), {})
     # Bytes that this rank holds throughout a window in order to communicate less often.
     held_bytes = 0
-    # Called in every window with this rank's own sums of every bucket, before the all-reduce. None: the owner
-    # has no such float sums (exact sums, FSDP2's units, or an XLA program).
+    # Called in every window with this rank's own sums of every bucket, before the all-reduce. None if the
+    # owner has no local float sums (exact sums, FSDP2's units, or an XLA program).
     observers: list[Observer] | None = None
-    # Runs padding, that is, micro-batches that only other ranks need. None: no forward launches collectives,
-    # so there is no padding.
+    # Runs padding, that is, micro-batches that only other ranks need. None if no forward launches
+    # collectives, so that no padding is needed.
     padding: Padding | None = None
 
     @cached_property
@@ -194,12 +194,12 @@ class Reducer(ABC):
     def leave_in_grad(self) -> AbstractContextManager[None]:
         """Leave the body's gradients in `.grad`, where autograd adds the next micro-batch's gradients.
 
-        Used instead of `add` or `collect`. Launches no collective.
+        Called instead of `add` or `collect`. Launches no collective.
         """
         return nullcontext()
 
     def collect(self) -> None:
-        """Accumulate a micro-batch whose backwards, if any, have all run.
+        """Accumulate a micro-batch after all its backwards have run.
 
         Also accumulates gradients that `leave_in_grad` has left in `.grad`, without another micro-batch.
         """
@@ -214,21 +214,21 @@ class Reducer(ABC):
     def has_used_all(self) -> bool:
         """Whether the micro-batches accumulated so far have used all parameters on this rank.
 
-        Also False if this is unknown. The owner then all-reduces flags that mark the parameters each rank has
-        used.
+        Also False if usage is unknown. If the result is False on any rank, the owner all-reduces flags of the
+        used parameters.
         """
         return False
 
     def overlap(self, header: Header, roots: Sequence[Tensor]) -> AbstractContextManager[None]:
         """Accumulate the last micro-batch, and launch reductions inside its backward.
 
-        Used instead of `add`, and only if `overlaps` is True. The body is the last backward of the
-        micro-batch; other backwards may have run before.
+        Called instead of `add`, only if `overlaps` is True. The body is the last backward of the micro-batch;
+        other backwards may have run before the body.
 
         Args:
             header: as for `reduce`.
-            roots: tensors from which the body's backward starts; only their graph is read. Empty if unknown,
-                in which case less communication may overlap.
+            roots: tensors from which the body's backward starts; only the graph is read. If `roots` is empty,
+                less communication may overlap.
 
         Raises:
             RuntimeError: a gradient arrived after its reduction could have been launched.

@@ -1,7 +1,8 @@
 """Buckets: parameters whose gradients are summed and reduced together.
 
-All owners share `Bucket`, which moves gradients from `.grad` into a `Sum`, one micro-batch at a time. How the
-sum is reduced and where the result goes depends on the owner; see own_buckets.py and fsdp/exact.py.
+All gradient owners use `Bucket`, which moves gradients from `.grad` into a `Sum`, one micro-batch at a time.
+How the sum is reduced and where the result is stored depends on the owner; see own_buckets.py and
+fsdp/exact.py.
 """
 
 from __future__ import annotations
@@ -32,14 +33,14 @@ from pyengine.window.nonfinite import flagged_in
 # group is a whole bucket.
 GROUP_BYTES = 2**20
 
-# Rows of flags per allocation. On an accelerator every zeroed allocation is a launch, and a row takes one
-# byte per parameter.
+# Rows of flags per allocation. Several rows are allocated at once, because on an accelerator every zeroed
+# allocation is a launch. A row takes one byte per parameter.
 _ROWS = 16
 
-# Called with this rank's own sums of a bucket before its all-reduce. Arguments: the indices of the bucket's
-# parameters; one tensor `[numel]` per parameter in the wire's dtype, valid only during the call; the scale by
-# which the tensors have been multiplied (float32 0-dim; None for 1). The observer runs on the stream that
-# launches the all-reduce, for most buckets inside the last backward.
+# Called with this rank's own sums of a bucket before the bucket's all-reduce. The arguments are the indices
+# of the bucket's parameters; one tensor `[numel]` per parameter in the wire's dtype, valid only during the
+# call; and the scale by which the tensors have been multiplied (float32 0-dim; None for 1). The observer runs
+# on the stream that launches the all-reduce, for most buckets inside the last backward.
 Observer = Callable[[Sequence[int], Sequence[Tensor], Tensor | None], None]
 
 # Identity and version of `.grad`; None if there is no gradient.
@@ -49,8 +50,8 @@ Mark = tuple[int, int] | None
 class Bucket:
     """Parameters whose gradients are accumulated in one `Sum`.
 
-    Order of calls in a window: `begin`; in every micro-batch `watches` before the last backward and `collect`
-    after it, or `deposit` if gradients are not in `.grad`.
+    In a window, call `begin` first. In every micro-batch call `watches` before the last backward and
+    `collect` after the last backward, or only `deposit` if gradients are not in `.grad`.
 
     Args:
         params: one or more parameters on the same device, in slot order.
@@ -77,11 +78,9 @@ class Bucket:
         self.flagged: list[Tensor] = []
         self._new_rows: Iterator[Tensor] = iter(())
         self._row: Tensor | None = None  # flags of the micro-batch that is being accumulated
-        # The first row whose flags describe the sum instead of one micro-batch's gradients. None: no such
-        # row.
+        # The first row whose flags describe the sum instead of one micro-batch's gradients, or None.
         self._first_row_of_sum: int | None = None
-        # Marks of gradients that earlier backwards of the micro-batch have left. None: there were no such
-        # gradients.
+        # Marks of gradients from earlier backwards of the micro-batch; None if there were no such gradients.
         self._armed: list[Mark] | None = None
         self._set_first(True)
 
@@ -94,8 +93,7 @@ class Bucket:
         """Return watches for the last backward of a micro-batch that is not the window's last.
 
         Each watch accumulates a group of gradients as soon as the group is complete, while the gradients are
-        in the cache. The watches refer to this bucket, so the bucket does not store them, to avoid a
-        reference cycle.
+        in the cache. The bucket does not store the watches, to avoid a reference cycle.
         """
         self.arm()
         return self._watches()
@@ -145,8 +143,7 @@ class Bucket:
             found = flagged_in(rows, slot)
             if first_of_sum is None:
                 return found
-            # A non-finite sum stays non-finite. A row of the sum names a micro-batch only if no earlier row
-            # does.
+            # A non-finite sum stays non-finite, so a row of the sum counts only if no earlier row is flagged.
             return [row for row in found if row < first_of_sum] or found[:1]
 
         return blame
@@ -193,8 +190,8 @@ class SlotGroup:
     def pop(self, used: list[bool]) -> Pointers:
         """Return the gradients in slot order and set `.grad` to None.
 
-        The result points to autograd's own memory, which it keeps alive, or to copies made by
-        `slot_gradient`. Entries of `used`, one per slot of the bucket, are set to True where there is a
+        The result points to the gradients' memory, which it keeps alive, or to copies made by
+        `slot_gradient`. Entries of `used`, one per slot of the bucket, are set to True for slots with a
         gradient.
         """
         grads = [param.grad for param in self.params]
@@ -202,8 +199,8 @@ class SlotGroup:
         used[self.start : self.stop] = map(or_, used[self.start : self.stop], found)
         pointers: Pointers | None = None
         if self._is_contiguous:
-            # The core checks a thousand gradients in 25 µs, so Python inspects gradients only if the core
-            # refuses them because a gradient is sparse or strided.
+            # The native core checks a thousand gradients in 25 µs, so Python inspects gradients only if the
+            # core raises because a gradient is sparse or strided.
             with suppress(ValueError):
                 pointers = self.plan.pointers(grads)
         if pointers is None:

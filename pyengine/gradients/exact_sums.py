@@ -30,9 +30,10 @@ class ExactOverRanks(ExactSum, Sum):
     """An exact sum, and the collectives that merge and round it.
 
     Between hosts each rank sums and rounds one chunk of whole blocks: the integers are sent once, and the
-    rounded chunk is sent once as float32. This takes 1.5 times the bytes of a float32 all-reduce. Within one
-    host, where bytes are cheap and copies are not, and if the transport has no all-to-all, the integers are
-    all-reduced. If ranks reduce in shared memory, the sum is in that memory and is computed in place.
+    rounded chunk is sent once as float32. In total, 1.5 times the bytes of a float32 all-reduce are sent.
+    Within one host, where sending bytes is cheaper than copying, or if the transport has no all-to-all, the
+    integers are all-reduced. If ranks reduce in shared memory, the sum is in that memory and is computed in
+    place.
     """
 
     def __init__(self, plan: BucketPlan, *, terms: Terms, device: torch.device, comm: Comm) -> None:
@@ -55,11 +56,11 @@ class ExactOverRanks(ExactSum, Sum):
         `poison` makes the sum nan on every rank.
 
         Cost: an all-reduce of one byte per block. Then, if W ranks exchange chunks, two all-to-alls of 4
-        bytes per element and an all-gather of 4 bytes per element. These send 1.5 times the bytes of a
-        float32 all-reduce, and hold 8 bytes of memory per element until they have completed; 8 bytes per
+        bytes per element and an all-gather of 4 bytes per element. These collectives send 1.5 times the bytes
+        of a float32 all-reduce, and hold 8 bytes of memory per element until they have completed; 8 bytes per
         element are read, and 12 / W bytes are written. Within a host, an all-reduce of 8 bytes per element; 8
         bytes per element are read, and 4 bytes are written. Before these collectives, 2 bytes per block are
-        read, and where a bin grows, 4 bytes per element are read and 8 bytes are written.
+        read. If a block's bin grows, 4 bytes per element are read and 8 bytes are written.
         """
         return Staged(self._rounds(poison=poison), self._num_rounds, self.hi.device)
 
@@ -109,23 +110,23 @@ class TermsOverRanks(ExactOverRanks):
     Ranks therefore send no more bytes than in a float32 all-reduce, and the result has the same bits as with
     `ExactOverRanks`. In a window in which a rank has more than one term, all ranks merge integers.
 
-    The flags of a deposit do not mark a finite term of 2^126 or more, but the sum is nan for such a term.
+    A finite term of 2^126 or more makes the sum nan, but the flags do not mark such a term.
 
     The first round, an all-reduce of one byte, determines whether any rank holds integers. If no rank does,
     an all-to-all and an all-gather of 4 bytes per element follow, which send the bytes of a float32
     all-reduce. Then 4 bytes per element are read, and with W ranks 8 / W bytes of the integers are read or
-    written. Memory is 8.02 / W bytes per element more than for `ExactOverRanks`.
+    written. This takes 8.02 / W more bytes of memory per element than `ExactOverRanks`.
     """
 
     def __init__(self, plan: BucketPlan, *, terms: Terms, device: torch.device, comm: Comm) -> None:
         super().__init__(plan, terms=terms, device=device, comm=comm)
         self._num_rounds = 3
-        self._exchanges = False  # integers are rare here: use one all-reduce and no additional buffers
+        self._exchanges = False  # integers are rare here, so all-reduce them without extra buffers
         self._full_plan, self._terms, self._form = plan, terms.total, _Form()
         self._one = torch.ones((), dtype=torch.float32, device=device)
         self._has_integers = comm.allocate(1, torch.uint8, device)
-        # This rank's term is in the memory of one limb, the terms received from other ranks in the other
-        # limb.
+        # This rank's term is in the memory of one limb (half of the integers), and the terms received from
+        # other ranks are in the memory of the other limb.
         self._received = self.lo.view(torch.float32)
         size = self.hi.numel() // comm.world_size
         self._mine = slice(comm.rank * size, (comm.rank + 1) * size)

@@ -1,4 +1,4 @@
-"""Record of gradients at the end of a micro-batch, to detect outside writes and replacements."""
+"""Record of gradients at the end of a micro-batch, to detect writes by code outside the engine."""
 
 from __future__ import annotations
 
@@ -22,14 +22,15 @@ class GradRecord:
     def changed(self) -> list[int]:
         """Return the indices of gradients that were written to or replaced since `record`.
 
-        If gradients share a version, all of these gradients that may have been written to are included.
+        If several gradients share a version counter, all gradients that may have been written to are
+        included.
         """
         return self._versions.changed()
 
     def replaced(self) -> list[int]:
         """Return the indices of gradients replaced between this window's micro-batches.
 
-        Only includes gradients replaced by code outside the engine that `changed` may miss.
+        Only gradients that code outside the engine replaced, and that `changed` may miss, are included.
         """
         return []
 

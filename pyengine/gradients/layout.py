@@ -1,7 +1,7 @@
 """The layout of gradients in buckets.
 
-A layout is plain data. It is a pure function of the parameters' descriptions and the bucket cap, so ranks
-that describe the same parameters build the same layout without communication.
+A layout is plain data, computed only from the parameters' descriptions and the bucket cap. Ranks with equal
+parameters therefore build the same layout without communication.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ class ParamSpec:
     shape: tuple[int, ...]
     dtype: torch.dtype
     requires_grad: bool = True
-    # The strides of a parameter that is not contiguous (for example channels_last), whose elements have
-    # another order in its slot; empty for other parameters.
+    # The strides of a parameter that is not contiguous (for example channels_last), which decide the order of
+    # its elements in the slot; empty for contiguous parameters.
     strides: tuple[int, ...] = ()
-    group: int = 0  # index of the group of ranks over which its gradient is summed
+    group: int = 0  # index of the group of ranks over which the gradient is summed
     stored: str = ""  # describes the storage of a frozen parameter that is not a plain tensor
 
     @classmethod
@@ -53,7 +53,7 @@ class Slot:
 
 @dataclass(frozen=True)
 class BucketSpec:
-    """A flat range of `numel` elements that is reduced at once, over one group of ranks."""
+    """A flat range of `numel` elements that is reduced as a whole, over one group of ranks."""
 
     index: int
     dtype: torch.dtype
@@ -96,9 +96,9 @@ def build(
     Args:
         order: registration indices of the parameters to lay out; `backward_order`, or an observed order.
         cap_bytes: a bucket is closed once it holds this many bytes of gradients; parameters are never split.
-        first_bytes: a smaller cap for the first bucket of each dtype and group. The buckets of a group do not
-            depend on parameters of other groups, since these parameters may differ between ranks of the
-            group.
+        first_bytes: a smaller cap for the first bucket of each dtype and group. The buckets of a group must
+            not depend on parameters of other groups, because the ranks of the group may have different
+            parameters there.
     """
     first_cap = cap_bytes if first_bytes is None else min(cap_bytes, first_bytes)
     open_slots: dict[_Kind, list[Slot]] = {}

@@ -14,10 +14,10 @@ from pyengine.gradients.slots import as_gradient, local
 class LocalPart:
     """The local tensor of a DTensor parameter, used like a parameter.
 
-    Its `.grad` is the local tensor of the DTensor's `.grad`. A backward may leave a gradient in placements
-    that differ from the parameter's placements, for example as partial sums. A collective redistributes such
-    a gradient as soon as it has been accumulated, at the same point of the backward on every rank of the
-    mesh.
+    The `.grad` of a `LocalPart` is the local tensor of the DTensor's `.grad`. A backward may leave a gradient
+    in placements that differ from the parameter's placements, for example as partial sums. In that case a
+    collective redistributes the gradient as soon as it has been accumulated, at the same point of the
+    backward on every rank of the mesh.
     """
 
     def __init__(self, param: Any) -> None:
@@ -108,7 +108,7 @@ def _redistribute_grad(param: Any) -> None:
 
 
 def in_placements(grad: Any, param: Any) -> Any:
-    """Return a gradient in its parameter's placements, by a collective of the mesh if placements differ."""
+    """Return a gradient in its parameter's placements; redistribute it if placements differ."""
     if not is_dtensor(param):
         return grad
     if not is_dtensor(grad):

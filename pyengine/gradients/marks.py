@@ -22,8 +22,8 @@ REMEDY = "call sync.backward(loss) in place of loss.backward(), and delete zero_
 class GradMarks:
     """Compares the gradients with the gradients that the engine recorded last.
 
-    From a window's reduction to the next window's first micro-batch these are the published gradients,
-    otherwise the gradients that the engine accumulates.
+    From a window's reduction to the next window's first micro-batch the published gradients are compared. At
+    other times the gradients that the engine accumulates are compared.
     """
 
     def __init__(self, reducer: Reducer, published: Published) -> None:
@@ -47,7 +47,7 @@ class GradMarks:
         self._reducer.grad_record.clear_outside()
 
     def watch_hooks(self, refuse: Callable[[str, Tensor], object]) -> None:
-        """Call the method `refuse` once per window if a hook removes a gradient or writes to its parameter.
+        """Call the method `refuse` once per window if a hook removes a gradient or writes to a parameter.
 
         Only hooks that run inside a backward are detected.
 
@@ -58,8 +58,8 @@ class GradMarks:
         # engine alive.
         call = WeakMethod(refuse)
         found: list[str] = []
-        # Versions of parameters when their gradient is about to be accumulated. For sharded parameters, whose
-        # hooks FSDP2 calls after its reduction, versions at the start of the window.
+        # Versions of parameters just before their gradient is accumulated. For sharded parameters, these are
+        # the versions at the start of the window, because FSDP2 calls their hooks after its reduction.
         versions: dict[str, int] = {}
 
         def note(name: str, param: Tensor, grad: Tensor) -> None:
@@ -113,7 +113,7 @@ class GradMarks:
         remedy = "delete zero_grad" if gone else REMEDY
         found = "removed" if gone else "written to"
         if len(indices) > 1 and not gone:
-            more += " (one of them at least)"  # gradients may share a version
+            more += " (one of them at least)"  # several gradients may share a version counter
         return (
             f"{remedy}: the gradient of {names}{more} was {found} {when}, by neither sync.backward nor a "
             "micro_batch (a bare loss.backward(), zero_grad, a write to .grad). "

@@ -1,4 +1,4 @@
-"""Norms and finite flags of reduced gradients, from one pass."""
+"""Norms and finite flags of reduced gradients, computed in one pass."""
 
 from __future__ import annotations
 
@@ -43,7 +43,8 @@ class ReducedNorms:
 
         Args:
             sources: one entry per slot, `[slot.numel]`.
-            out: receives the scaled values, in its own dtype; may be `sources`. With None nothing is written.
+            out: tensors that receive the scaled values in their own dtypes; may be `sources`. None writes no
+                values.
             scale: float32, 0-dim.
 
         Cost: one launch.

@@ -44,13 +44,13 @@ FIRST_BUCKET_BYTES = 2**20
 
 @dataclass(frozen=True)
 class Groups:
-    """The transports of one engine."""
+    """The transports of one engine, per group of ranks."""
 
     world: Comm
-    # The transport over the ranks of each group, by `ParamSpec.group`. Its traffic counts as traffic of
-    # `world`.
+    # The transport over the ranks of each group, by `ParamSpec.group`. The traffic of a group is also counted
+    # in `world`.
     comms: Sequence[Comm]
-    # Per parameter, whether this rank counts the parameter in the norm. None: all ranks hold the same
+    # Per parameter, whether this rank counts the parameter in the norm; None if all ranks hold the same
     # parameters.
     counted: Sequence[bool] | None = None
     # Whether all ranks have parameters with the same names in the same groups, so that the ranks can agree on
@@ -70,8 +70,8 @@ class Transfer:
         # Tensors kept alive while a side stream may read them for the reduction, and the event after which
         # the side stream has finished reading. After that event, or once the backward's stream has waited for
         # the side stream's collective, the allocator may reuse the memory on the backward's stream.
-        # `record_stream` would cost a microsecond per gradient, and one event per gradient that the allocator
-        # has to query.
+        # `record_stream` is not used, because it costs a microsecond per gradient and one event per gradient
+        # that the allocator has to query.
         self.held: list[Tensor] = []
         self.is_read: torch.Event | None = None
 
@@ -82,10 +82,10 @@ class Transfers:
     See [Note: order of collectives in a window] in engine/engine.py. Every rank launches its buckets in
     layout order, regardless of which bucket is complete first and of the bucket's group. A bucket may need
     several collectives. Each subsequent collective is launched together with the next bucket, so that the
-    previous collective has had time to complete. Ranks with different buckets could launch these collectives
-    in different orders and deadlock; on such ranks all first collectives precede all second collectives,
-    which precede all third collectives. No bucket is launched before the header has arrived, or if ranks
-    disagree in the header.
+    previous collective has had time to complete. Ranks with different buckets could then launch collectives
+    in different orders and deadlock. On such ranks all first collectives are launched before all second
+    collectives, and all second before all third. No bucket is launched before the header has arrived, or if
+    ranks disagree in the header.
     """
 
     def __init__(
@@ -145,8 +145,8 @@ class Transfers:
             self._launch_next(transfer, poison=poison)
 
     def _launch_next(self, transfer: Transfer, *, poison: bool) -> None:
-        # 1/count is computed from the header. On a side stream, waiting for the header does not stall the
-        # backward.
+        # The factor 1/count is computed from the header. Waiting for the header on a side stream does not
+        # stall the backward.
         comm = transfer.comm
         tensors = transfer.bucket.sent_tensors() if comm.is_stream_ordered else []
         _log.debug("launch bucket %d of %d%s", self._next, len(self.all), ", with nan" if poison else "")
@@ -225,16 +225,16 @@ class BucketReducer(Reducer):
         self._wire, self._groups, self._comm = settings.wire, groups, groups.world
         self.counted = groups.counted
         # ---- order of the buckets ----
-        # Whether a window has been reduced; becomes True in the same window on every rank.
+        # Whether any window has been reduced. This becomes True in the same window on every rank.
         self._has_launched = False
         # The bucket order from the next window on: the order in which gradients arrived on rank 0, or the
-        # order in a loaded state. None before the first reduction.
+        # order from a loaded state. None before the first reduction.
         self._agreed: list[int] | None = None
-        # False until the second window. A single rank needs no agreement; ranks with different parameters
-        # cannot agree.
+        # Whether the bucket order no longer changes: False until the second window. With a single rank the
+        # order needs no agreement, and ranks with different parameters cannot agree on an order.
         self._order_is_final = self._comm.world_size == 1 or not groups.are_alike
         # ---- arrival of gradients ----
-        # The arrivals recorded in this rank's first backward; None before that backward.
+        # The order of gradients recorded in this rank's first backward; None before that backward.
         self._arrivals: Arrivals | None = None
         # Parameters whose gradient has been accumulated more than once in a backward.
         self._repeated: set[int] = set()
@@ -314,7 +314,7 @@ class BucketReducer(Reducer):
     def _accumulated_in_backward(self) -> list[OwnBucket]:
         """Return the buckets that may be accumulated inside the backward of an earlier micro-batch.
 
-        An exact sum has room for one deposit per micro-batch, so its bucket is accumulated inside the
+        An exact sum has room for one term per micro-batch, so an exact bucket is accumulated inside the
         backward only if each gradient is known to arrive once.
         """
         if not self._is_exact:
@@ -364,7 +364,7 @@ class BucketReducer(Reducer):
         transfers = self._transfers
         if transfers is None:
             raise not_reduced(" after some buckets had been reduced")
-        # Wait for the header. This raises an error if collectives after the header cannot complete.
+        # Wait for the header; the wait raises an error if collectives after the header cannot complete.
         transfers.header.vector()
         self._transfers = None
         self._norms.begin()
@@ -387,7 +387,7 @@ class BucketReducer(Reducer):
         return problems
 
     def run_again(self) -> None:
-        """Launch the collectives that the window's graph lacks; called after each run of the graph."""
+        """Launch the collectives that are not part of the window's graph, after each run of the graph."""
         for group, used in self._used.items():
             if used.on_hosts:  # ranks that run this window without a graph wait for these flags
                 used.all_reduce([each for bucket in self._buckets_of(group) for each in bucket.used])
@@ -416,7 +416,7 @@ class BucketReducer(Reducer):
 
     def prepare(self, header: Header) -> Transfers:
         """Prepare the reductions of a window; `launch_rest` follows."""
-        self._drop_transfers()  # left over from a window that was given up
+        self._drop_transfers()  # drop transfers left over from a window that was given up
         self._used_flags = {}
         self._divisor = Divisor(header.inv_count, self._wire, header.inv_scale)
         self._memory.begin(header.position[0])
@@ -431,7 +431,7 @@ class BucketReducer(Reducer):
     def launch_rest(self, *, poison: bool = False) -> None:
         """Launch the buckets that the backward has not launched, then the used flags.
 
-        After this call either all ranks have reduced their first window, or no rank has.
+        After this call either all ranks or no ranks have reduced their first window.
         """
         if self._transfers is None:
             return
@@ -468,7 +468,7 @@ class BucketReducer(Reducer):
         return dropped
 
     def _raise_if_late(self, transfers: Transfers) -> None:
-        """Raise if a bucket changed after it may have been launched; from now on such a bucket waits."""
+        """Raise if a bucket changed after its launch; such buckets later wait for the backward's end."""
         complete = [transfer.bucket for transfer in transfers.all if transfer.is_complete]
         late = {bucket.indices[slot] for bucket in complete for slot in bucket.late()}
         if late:

@@ -35,9 +35,9 @@ class OwnBucket(Bucket):
 
     The sum and `.grad` are valid until the next window's first backward overwrites them.
 
-    In earlier micro-batches the order of calls is the same as for `Bucket`. In the last micro-batch, call
-    `arm` before the backward, `has_arrived` and `seal` during the backward, `send` once the bucket is
-    complete, and `from_wire` when the sum over ranks has arrived.
+    In the window's earlier micro-batches the order of calls is the same as for `Bucket`. In the last
+    micro-batch, call `arm` before the backward, `has_arrived` and `seal` during the backward, `send` once the
+    bucket is complete, and `from_wire` when the sum over ranks has arrived.
 
     Args:
         wire_buffer: buffer in the wire's dtype that receives the sum over ranks.
@@ -69,8 +69,8 @@ class OwnBucket(Bucket):
     def begin(self) -> None:
         """Start a window, whose first gradients overwrite the sum.
 
-        Casting or moving the model and back leaves the parameters unchanged but gives the views in `.grad`
-        new memory. The views are then recreated.
+        If the model is cast or moved and then restored, the parameters are unchanged but `.grad` has new
+        memory. In this case the views in `.grad` are recreated.
         """
         if (now := _locations(self.params)) != self._locations:
             self._check_descriptions()
@@ -80,8 +80,8 @@ class OwnBucket(Bucket):
         if list(map(Tensor.data_ptr, self._grads)) != self._addresses:
             self.bind()
         super().begin()
-        # Marks of the gradients at `seal`, when the last backward had completed the bucket; all None after
-        # `send`.
+        # Marks (identity and version) of the gradients at `seal`, when the last backward had completed the
+        # bucket; all None after `send`.
         self._sealed: list[Mark] = []
         self._late: list[int] = []  # slots whose gradients changed between `seal` and `send`
 
@@ -112,7 +112,7 @@ class OwnBucket(Bucket):
         """Track the gradients that this micro-batch's backwards may have replaced."""
 
     def seal(self) -> None:
-        """Record the gradients, all of which the last backward, perhaps still running, has accumulated."""
+        """Record the gradients once the last backward, which may still be running, has accumulated all."""
         self._sealed = grad_marks(self.params)
 
     def late(self) -> list[int]:
@@ -143,9 +143,9 @@ class OwnBucket(Bucket):
     def from_wire(self, scale: Tensor | None, norms: ReducedNorms) -> None:
         """Publish the reduced buffer as `.grad`, and compute its norms.
 
-        Parameters that no rank has used also get a `.grad`, which the reducer later sets to None. Cost: one
-        read of the wire per element, and one write of `.grad` unless it shares the wire's memory and `scale`
-        is None.
+        Parameters that no rank has used also get a `.grad` here, which the reducer later sets to None. Cost:
+        one read of the wire per element, and one write of `.grad` unless it shares the wire's memory and
+        `scale` is None.
         """
         is_published = self._slots is self._wire_slots and scale is None
         scale = self.one if scale is None else scale
@@ -202,7 +202,7 @@ class FlatBucket(OwnBucket):
         return self._all_reduce(self._over_wire, comm, inv_count, poison=poison)
 
     def sent_tensors(self) -> list[Tensor]:
-        # Allocate the flags on this stream, where a report reads them, and not on the side stream.
+        # Allocate the flags on the current stream, where an error report reads them, not on the side stream.
         self._start_row()
         return [*super().sent_tensors(), self._sum.flat]
 
@@ -224,7 +224,7 @@ class ExactBucket(OwnBucket):
         super().__init__(spec, params, self._exact, rounded, result)
 
     def send(self, inv_count: Tensor | None, comm: Comm, *, poison: bool) -> Work:
-        del inv_count, comm  # `finish` divides the rounded sum; the sum already has its transport
+        del inv_count, comm  # `finish` divides the rounded sum, and the sum has its own transport
         self._unseal()
         self.collect()
         return self._exact.rounds(poison=poison)
@@ -239,15 +239,16 @@ class InPlaceBucket(OwnBucket):
 
     The first micro-batch's gradients are stored inside the backward, about a megabyte at a time, while they
     are still in the cache; the buffer is not zeroed first. From then on `.grad` views the sum and autograd
-    adds in place. The sum is reduced in place when the wire has the same dtype; otherwise it is cast into a
-    wire buffer, with 1/count folded in, and cast back.
+    adds in place. The sum is reduced in place if the wire has the same dtype. With another dtype, the sum is
+    multiplied by 1/count, cast into a wire buffer, and cast back after the reduction.
 
     Autograd's in-place add increments the version of a slot's view. In the last backward each view has its
     own version counter, which shows whether the slot's gradient has arrived. Before the last backward, the
     views of slots that the first micro-batch has used share the buffer's version counter, so that a single
-    number shows whether code outside the engine has written to a gradient between micro-batches. Outside code
-    may also replace a gradient. One slot is checked for a replaced gradient after every micro-batch; all
-    slots are checked before and after a block of the caller's backwards, and before the last backward.
+    number shows whether code outside the engine has written to a gradient between micro-batches. Code outside
+    the engine may also replace a gradient. After every micro-batch one slot is checked for a replaced
+    gradient. All slots are checked before and after a block of the caller's backwards, and before the last
+    backward.
 
     With `watch`, every micro-batch is checked for non-finite gradients so that a report can name the
     micro-batch. The check costs one more read per micro-batch.
@@ -276,11 +277,12 @@ class InPlaceBucket(OwnBucket):
         # them.
         self._views = list(self._grads)
         self._is_sharing = False  # whether the views of used slots come from `_shared`
-        # Slots that `record_grads` checks in addition to the version of `_flat`. None: it checks all slots.
+        # Slots that `record_grads` checks in addition to the version of `_flat`; None to check all slots.
         self._watched: list[int] | None = None
-        self._first_row_of_sum = 0  # every row of flags describes the sum so far
-        # Versions of the views. `_begun`: at the start of the window, or when the views were created.
-        # `_stored`: before the last backward, and again when the last backward has completed the bucket.
+        self._first_row_of_sum = 0  # every row of flags describes the sum, not a single micro-batch
+        # Versions of the views. `_begun` has the versions at the start of the window, or when the views were
+        # created. `_stored` has the versions before the last backward, and later the versions when the last
+        # backward has completed the bucket.
         self._begun = self._own_versions()
         self._stored = self._begun
         self._is_sealed = self._is_sent = False
@@ -329,7 +331,7 @@ class InPlaceBucket(OwnBucket):
         self._is_sharing = True
         if any(
             map(is_not, map(_grad, self.params), itertools.repeat(None))
-        ):  # gradients of earlier backwards in the block
+        ):  # there are gradients of earlier backwards in the block
             self._store()
             return []
         return self._watches()
@@ -395,7 +397,7 @@ class InPlaceBucket(OwnBucket):
         return list(map(_version, self._grads))
 
     def _note_used(self) -> None:
-        """Mark as used the slots that autograd has added to."""
+        """Mark slots as used if autograd has added to their gradients."""
         slots = zip(self.used, self._begun, self._stored, strict=True)
         self.used = [used or begun != now for used, begun, now in slots]
 
@@ -476,7 +478,7 @@ class InPlaceBucket(OwnBucket):
         self._views, self._watched, self._is_sharing = list(self._grads), None, False
         for index, (old, view) in enumerate(zip(moved, self._grads, strict=True)):
             if old.data_ptr() == self._addresses[index] and self.params[index].grad is old:
-                self.params[index].grad = view  # the slot's memory has not moved
+                self.params[index].grad = view  # the memory of the slot is unchanged
         self._begun = self._own_versions()
         self._stored = list(self._begun)
 
@@ -490,7 +492,7 @@ def own_bucket(
     terms: Terms,
     comm: Comm,
 ) -> OwnBucket:
-    """Create one bucket of the layout, reduced over its own `wire`."""
+    """Create one bucket of the layout, which is reduced over `wire`."""
     if settings.kind == "exact":
         return ExactBucket(spec, params, terms=terms, comm=comm)
     dtype = sum_dtype(settings.kind, spec.dtype)

@@ -20,6 +20,6 @@ class Padding(ABC):
     def preserve_grads(self, roots: Sequence[Tensor | GradientEdge]) -> None:
         """Prevent a padding backward, from `roots` if they are known, from changing any `.grad`.
 
-        This includes the caller's leaves: parameters that the engine does not manage, and leaves of the
-        graphs of `roots`.
+        The `.grad` of parameters that the engine does not manage, and of other leaves of the graphs of
+        `roots`, is preserved, too.
         """

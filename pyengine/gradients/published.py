@@ -1,4 +1,4 @@
-"""Reduced gradients in `.grad`, which are read and scaled in place for every owner."""
+"""Reduced gradients in `.grad`, which are read and scaled in place."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Published:
         self._one = torch.ones((), dtype=torch.float32, device=device)
         self._index = {id(param): place for place, param in enumerate(params)}
         self._groups: list[list[Parameter]] = []  # parameters in the fused calls, by dtype
-        # Tensors on a lazy device have no memory addresses for the core.
+        # On a lazy device this is empty, because tensors have no memory addresses for the native core.
         self._rest = [] if is_lazy(device) else [param for param in params if param.dtype in DTYPE_CODES]
         self._then = GradVersions(self._params)
         self._dtensors: list[Any] = [param for param in self._params if is_dtensor(param)]
@@ -47,7 +47,7 @@ class Published:
         self.record()
 
     def _lay_out(self, params: Sequence[Parameter]) -> None:
-        """Add parameters to the fused calls; to keep plans short, frozen parameters wait for a gradient."""
+        """Add parameters to the fused calls; frozen parameters are added when they have a gradient."""
         self._groups = by_dtype([*itertools.chain(*self._groups), *params])
         plans = [aligned([local(param).numel() for param in group], 1) for group in self._groups]
         indices = [[self._index[id(param)] for param in group] for group in self._groups]
@@ -66,7 +66,7 @@ class Published:
         grads = self._then.record()
         if self._dtensors:
             self._local_versions = self._local_versions_now()
-        # An assignment to `.grad.data` replaces only the memory, which no version counter shows.
+        # An assignment to `.grad.data` replaces the memory without changing a version, so compare addresses.
         self._addresses = self._addresses_of(grads)
 
     def has_any(self) -> bool:
@@ -87,15 +87,15 @@ class Published:
         return self._then.changed()
 
     def _local_versions_now(self) -> list[int]:
-        """Return the versions of the DTensors' local tensors, which the DTensors do not show."""
+        """Return the versions of DTensors' local tensors, which differ from the DTensors' versions."""
         return [param.grad.to_local()._version for param in self._dtensors if param.grad is not None]
 
     @torch.no_grad()
     def read(self, final: FinalPass, scale: Tensor | None = None) -> None:
         """Write norms and finite flags to `final`, and multiply the gradients by `scale`, float32, 0-dim.
 
-        Cost: one read per element, and with `scale` one write. Tensors that the core cannot address are
-        copied.
+        Cost: one read per element, and with `scale` one write. Tensors that the native core cannot address
+        are copied.
 
         Raises:
             ValueError: a gradient was replaced by a tensor whose elements cannot be read.
@@ -190,7 +190,7 @@ class Published:
         grads = [dense(grad) for grad in local_grads(self._params) if grad is not None and grad.numel()]
         if not grads:
             return torch.zeros((), dtype=torch.float64, device=self._device)
-        return get_total_norm(grads, math.inf).double()  # every dtype represents a maximum exactly
+        return get_total_norm(grads, math.inf).double()  # a maximum is exact in every dtype
 
     @torch.no_grad()
     def norms(self) -> Tensor:

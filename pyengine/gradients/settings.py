@@ -15,7 +15,7 @@ from pyengine.wire import FP32, Wire
 from pyengine.wire.base import Spelled
 from pyengine.wire.named import wire_problems
 
-# Dtypes of trained parameters. A new wire dtype does not become a parameter dtype automatically.
+# Dtypes of trained parameters. Adding a wire dtype does not extend this list.
 PARAM_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # The dtype in which gradients of narrower dtypes are summed, by kind of sum.
 SUM_DTYPES = {"fp32": torch.float32}
@@ -29,18 +29,18 @@ NONFINITE_POLICIES = get_args(NonFinite)
 class Exact(Spelled):
     """`accumulator="exact"`, with a given window size and number of slots.
 
-    Needed if the size of a window is not the sum of `accumulate` over the ranks, or if sums need not be exact
-    within a slot.
+    Use `Exact` if the size of a window is not the sum of `accumulate` over the ranks, or if sums need not be
+    exact within a slot.
 
     Args:
         micro_batches: number of micro-batches in a full window, over all ranks.
         slots: number of slots in a window. Each slot is a run of consecutive micro-batches, and all slots
             have the same length. PyTorch sums the gradients of a slot in `.grad`, on one rank and in order;
             the sum over slots is exact. The bits therefore depend on the number of slots, and are the same
-            for every number of ranks that divides the number of slots. Each slot costs one deposit, instead
-            of one deposit per micro-batch. Parameters narrower than float32 are refused, since PyTorch would
-            sum their gradients in their own dtype. None: every micro-batch is a slot, and any rank may
-            compute it.
+            for every number of ranks that divides the number of slots. Each slot costs one addition to the
+            exact sum, instead of one addition per micro-batch. Parameters narrower than float32 are not
+            supported, because PyTorch would sum their gradients in their own dtype. With None every
+            micro-batch is a slot, and any rank may compute any micro-batch.
 
     The exact sum has 1 to 4096 slots. The grid of the sum depends on the number of slots, so runs have the
     same bits only if they have the same number of slots.
@@ -61,7 +61,7 @@ def as_accumulator(accumulator: Accumulator | Exact | torch.dtype) -> Accumulato
 
 
 def sum_dtype(kind: str, dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which gradients of `dtype` are summed; unused for exact sums of integers."""
+    """Return the dtype in which gradients of `dtype` are summed; not used for exact (integer) sums."""
     wide = SUM_DTYPES.get(kind, dtype)
     return wide if dtype.itemsize < wide.itemsize else dtype
 
@@ -93,7 +93,7 @@ class Settings:
 
     @property
     def raises(self) -> bool:
-        """Whether every micro-batch is checked, and inf or nan raises an error."""
+        """Whether gradients of every micro-batch are checked, and inf or nan raises an error."""
         return self.nonfinite == "raise"
 
     @property

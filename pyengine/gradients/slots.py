@@ -1,6 +1,6 @@
 """Gradients as slots of a flat buffer.
 
-A slot is 1-D, in the order in which the parameter is stored.
+A slot is 1-D, with elements in the order in which the parameter is stored.
 """
 
 from __future__ import annotations
@@ -67,8 +67,8 @@ def dense_strides(param: Tensor) -> tuple[int, ...]:
 def slot_gradient(param: Parameter) -> Tensor | None:
     """Return `param.grad` in the slot's order, or None.
 
-    The result is 1-D, or the gradient itself if it is contiguous. The memory is autograd's own, valid until
-    `.grad` is replaced. Gradients that are sparse, negated or have other strides are copied.
+    The result is 1-D, or the gradient itself if it is contiguous. The result shares the gradient's memory and
+    is valid until `.grad` is replaced. Gradients that are sparse, negated or have other strides are copied.
     """
     if param.grad is None:
         return None

@@ -1,6 +1,6 @@
 """Sums over the micro-batches of a window, in flat buffers.
 
-A `Bucket` holds one sum. To add a new kind of sum, define a class here or in a separate file, like
+A `Bucket` holds one sum. To add a new kind of sum, define a class here or in a separate file such as
 exact_sums.py.
 """
 
@@ -36,7 +36,7 @@ class Sum(ABC):
         """Add the gradients of a micro-batch, one per slot, `[slot.numel]`; None adds nothing.
 
         Args:
-            first: True overwrites the sum, which has no gradient of this window yet.
+            first: whether to overwrite the sum, because it has no gradient of this window yet.
             nonfinite: uint8 `[slots]`, OR-ed with 1 where a gradient is not finite, or too large for an exact
                 sum (2^126).
         """
@@ -80,9 +80,9 @@ class FlatSum(Sum):
 
 
 class InPlaceSum(FlatSum):
-    """The buffer that `.grad` views, to which autograd adds from the second micro-batch on.
+    """The buffer that `.grad` views; autograd adds to the buffer from the second micro-batch on.
 
-    `deposit_` writes the first gradients. These gradients have the dtype of the buffer and are not checked.
+    `deposit_` writes the first gradients, which have the dtype of the buffer and are not checked.
     """
 
     def deposit_(self, grads: TensorList | Pointers, /, *, first: bool, nonfinite: Tensor) -> None:

@@ -1,8 +1,8 @@
 """Flags of the parameters that any rank has used in a window.
 
-`.grad` of unused parameters is set to None.
+The `.grad` of unused parameters is set to None.
 
-Only the host knows whether `.grad` is None, which depends on the other ranks.
+Whether to set `.grad` to None depends on the flags of all ranks, which the host has to read.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from pyengine.comm.base import Comm, Done, Work
 from pyengine.ops.capture import is_capturing
 from pyengine.ops.device import HOST, Readback, send
 
-# Flags between hosts are padded to a multiple of this length. If ranks are in windows of different engines,
-# which the header reports, they all-reduce flags of different parameters, and gloo aborts a process that
-# receives more bytes than it expects.
+# Flags between hosts are padded to a multiple of this length. Ranks that are in windows of different engines
+# (which the header reports) all-reduce flags of different parameters, and gloo aborts a process that receives
+# more bytes than it expects.
 _LENGTH = 4096
 _BITS = 64
 
@@ -48,7 +48,7 @@ class UsedFlags:
         flags, that rank waits for all work queued on its device. Other ranks do not wait.
         """
         dropped = [i for i, used in enumerate(self._mine) if not used and params[i].grad is not None]
-        if dropped or waits or self._on_stream:  # waiting for a stream costs the host nothing
+        if dropped or waits or self._on_stream:  # waiting on a stream does not block the host
             self._work.wait()
         if dropped and not is_capturing():
             used = [*map(int, Readback(self._flags).get())]
@@ -63,7 +63,7 @@ class UsedFlags:
 class UsedAnywhere:
     """All-reduces used flags between hosts if possible, otherwise between devices.
 
-    All ranks that sum these parameters' gradients create this object.
+    All ranks that sum the parameters' gradients must create this object.
     """
 
     def __init__(self, comm: Comm, device: torch.device) -> None:
@@ -73,9 +73,10 @@ class UsedAnywhere:
         self._device = device if hosts is None else HOST
 
     def all_reduce(self, used: Sequence[bool], *, are_all: bool = False) -> UsedFlags:
-        """Launch the all-reduce of a window's flags, at the same point of the window on every rank.
+        """Launch the all-reduce of a window's flags; every rank calls this at the same point.
 
-        With `are_all` nothing is launched: all ranks know that every rank has used all of its parameters.
+        With `are_all` no collective is launched, because all ranks know that every rank has used all of its
+        parameters.
 
         Cost: an all-reduce of one bit per parameter through gloo (between hosts, of a multiple of 512 bytes),
         otherwise of one byte per parameter; no rank waits.

@@ -1,11 +1,11 @@
 """Gradients on an XLA device.
 
-All micro-batches use the same program, and the update uses a second program.
+All micro-batches run the same compiled program, and the update runs a second program.
 
 A program consists of the operations recorded between two launches. A micro-batch's program contains the
-forward, the backward and the addition to the sums; it does not depend on the number of micro-batches. The
-update's program contains everything else: header, reductions, norm, clipping, and the optimizer's step, after
-which the program is launched.
+forward, the backward and the addition to the sums, and does not depend on the number of micro-batches. The
+update's program contains the header, reductions, norm, clipping and the optimizer's step, and is launched
+after the step.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from pyengine.window.nonfinite import flagged_in, is_not_finite
 
 
 def problems_of_device(device: torch.device, comm: Comm, settings: Settings) -> list[str]:
-    """Return messages for arguments that do not work on the parameters' device."""
+    """Return error messages for arguments that the parameters' device does not support."""
     if not is_lazy(device) or settings.problems():
         return []
     found = []
@@ -53,8 +53,8 @@ def problems_of_device(device: torch.device, comm: Comm, settings: Settings) -> 
 class XlaReducer(Reducer):
     """Gradients in sums that the engine owns: one tensor per parameter, in the parameter's shape.
 
-    The tensors have the sum's dtype. `.grad` exists from the reduction to the step. The XLA compiler
-    schedules each program, and thus the overlap. All gradients of one dtype are reduced by one operation,
+    The sums' tensors have the sum's dtype. `.grad` is set from the reduction to the step. The XLA compiler
+    schedules each program and decides what overlaps. All gradients of one dtype are reduced by one operation,
     regardless of the bucket size. Frozen parameters are left unchanged.
     """
 
@@ -112,8 +112,8 @@ class XlaReducer(Reducer):
                 grad = self.params[index].grad
                 if grad is not None:
                     self._used[index] = True
-                    # `add_` would first run in Python on a meta tensor, to infer the shape. In both cases the
-                    # sum's buffer is donated to the program.
+                    # `add_` is slower because it first runs in Python on a meta tensor, to infer the shape.
+                    # Both forms donate the sum's buffer to the program.
                     torch.add(total, grad, out=total)
             if self._is_watching:
                 self._watched.append(flagged(self._sumsq([param.grad for param in self.params])))
@@ -137,7 +137,7 @@ class XlaReducer(Reducer):
         self._is_clean = True
 
     def give_up(self) -> None:
-        """Do nothing: no backward runs during a reduction, so no reduction is left half launched."""
+        """Do nothing, because no exception in a backward can interrupt a reduction."""
 
     @torch.no_grad()
     def finish(self, final: FinalPass) -> None:
@@ -181,7 +181,8 @@ class XlaReducer(Reducer):
 def flagged(sumsq: Tensor) -> Tensor:
     """Return uint8 flags of the gradients that hold inf or nan, computed from their sums of squares.
 
-    In float64, neither the square of a float32 nor a sum of such squares overflows. If float64 has the range
-    of float32, a flag marks a gradient that makes the norm infinite, so that the step is skipped.
+    In float64, neither the square of a float32 nor a sum of such squares overflows. On devices where float64
+    has the range of float32, a flag may mark a finite gradient that makes the norm infinite, so that the step
+    is skipped.
     """
     return is_not_finite(sumsq).to(torch.uint8)

@@ -27,8 +27,8 @@ class Callbacks:
     """The callbacks of the futures of one hook state.
 
     A callback that has not been freed keeps this object alive. A future completes before its callback is
-    freed, and the backend's thread needs the interpreter to free the callback. If the process were already
-    exiting at that point, it would be aborted.
+    freed, and the backend's thread needs the interpreter to free the callback. If the process is already
+    exiting when the callback is freed, the process aborts.
     """
 
     def __init__(self) -> None:
@@ -47,7 +47,7 @@ class Callbacks:
     def await_threads(self, within_s: float = 1.0) -> None:
         """Wait until the backend's threads have freed the callbacks that have run."""
         end = time.monotonic() + within_s
-        while self.pending and time.monotonic() < end:  # a failure's traceback may keep a callback forever
+        while self.pending and time.monotonic() < end:  # the traceback of an error may keep a callback alive
             time.sleep(1e-4)
 
 
@@ -60,8 +60,8 @@ class StagedBuckets:
     """
 
     def __init__(self) -> None:
-        # Per launched bucket, its number, its reduction, and the future to complete when all buckets are
-        # launched.
+        # For each launched bucket, the bucket's number, its reduction, and the future to complete once all
+        # buckets are launched.
         self._under_way: list[tuple[int, Staged, Future[Any]]] = []
         self._repeated: int | None = None  # the last bucket's number, if it repeats an earlier number
 
@@ -77,8 +77,8 @@ class StagedBuckets:
         repeats = index == self._repeated or any(other >= index for other, *_ in self._under_way)
         self._repeated = index if repeats else None
         ends: Future[Any] = Future()
-        # DDP reads the value of a future. DDP would treat an exception set as the value as a result; an
-        # exception raised in a callback is an error.
+        # Raise errors inside a callback, because DDP would use an exception that is set as a future's value
+        # as a result.
         future = ends.then(lambda _: finish())
         self._start_later()
         self._under_way.append((index, work, ends))

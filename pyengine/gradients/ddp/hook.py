@@ -29,8 +29,7 @@ from pyengine.wire.bucket_wire import WireMemory
 from pyengine.wire.memory import BucketSlice
 from pyengine.wire.named import WireLike, as_wire, wire_problems
 
-# Called when a bucket has been reduced: writes the result to the bucket's buffer, `[numel]`, and returns the
-# buffer.
+# A function that writes a reduced bucket's result to the bucket's buffer, `[numel]`, and returns the buffer.
 WriteBack = Callable[[], Tensor]
 # The reduction of a bucket, and the `WriteBack` for its result.
 Launched = tuple[Work, WriteBack]
@@ -57,14 +56,14 @@ class HookState:
     Args:
         process_group: the process group of the DDP; None is the default group.
         wire: wire over which buckets are reduced: `pe.wire.FP32()`, `BF16()`, `Int8()` and so on
-            (docs/wires.md); or its dtype, for wires that only cast.
+            (docs/wires.md). For wires that only cast, a dtype is accepted, too.
         shared_memory: True lets ranks on one host, with gradients on the CPU, reduce in shared memory
             (docs/wires.md), from the first bucket until the state and its models are released. All ranks must
             pass the same value.
 
     Raises:
-        TypeError, ValueError: an argument is not a process group, a wire or a bool. In the first backward:
-            gradients are not on the CPU, with `shared_memory=True`.
+        TypeError, ValueError: an argument is not a process group, a wire or a bool. Raised in the first
+            backward if `shared_memory=True` and gradients are not on the CPU.
 
     Example:
         >>> ddp_model.register_comm_hook(pe.HookState(wire=torch.bfloat16), pe.comm_hook)  # doctest: +SKIP
@@ -107,7 +106,7 @@ class HookState:
         return self._comms[device]
 
     def wire_buffer(self, bucket: dist.GradBucket, comm: Comm) -> WireBuffer:
-        """Return the wire buffer of a bucket, or a new wire buffer when DDP has rebuilt its buckets."""
+        """Return the wire buffer of a bucket; create a new wire buffer if DDP has rebuilt its buckets."""
         # Buffers are looked up by parameter, because DDP numbers the buckets of every model from 0, and in
         # the first backward with static_graph every bucket has number 0.
         flat, params = bucket.buffer(), bucket.parameters()
@@ -118,7 +117,7 @@ class HookState:
                 BucketSlice(p, end - p.numel(), p.numel(), p) for p, end in zip(params, ends, strict=True)
             ]
             is_last = bucket.is_last()
-            # The wire takes over the parameters' residuals from other buckets.
+            # The new wire takes over the parameters' residuals from the old buckets.
             wire = self.memory.wire_for(self.wire, places, flat.numel(), flat.device, is_last=is_last)
             buffer = WireBuffer(flat, wire, params, comm)
             others = {key: old for key, old in self._wire_buffers.items() if not old.params & buffer.params}
@@ -150,11 +149,12 @@ def comm_hook(state: HookState | dist.ProcessGroup | None, bucket: dist.GradBuck
     Args:
         state: a `HookState`; or, as for PyTorch's own hooks, a process group, or None for the default group.
             Without a `HookState`, every bucket is reduced with a new state and the wire `FP32()`.
-        bucket: DDP's bucket (under torch.compile's python_reducer a `(grad, param)` tuple, reduced in place).
+        bucket: DDP's bucket; with torch.compile's python_reducer, a `(grad, param)` tuple that is reduced in
+            place.
 
     Returns:
         A future of the bucket's buffer, `[numel]` in the gradients' type, with the mean over ranks. The
-            memory is DDP's, in which DDP expects the result.
+            buffer is DDP's own memory, in which DDP expects the result.
 
     Cost: an all-reduce of one wire element per element. If the wire has another dtype or folds the division
     in, also one read and one write per element before and after the all-reduce.
@@ -174,7 +174,8 @@ class _Mean:
     def __init__(self, state: HookState, bucket: Any) -> None:
         self.state, self.bucket = state, bucket
         flat: Tensor = bucket.buffer()
-        # The core multiplies by float32 scalars; buckets of other dtypes do not use the core.
+        # The native core multiplies by float32 scalars. Buckets of dtypes that the core does not support use
+        # PyTorch.
         dtype = torch.float32 if flat.dtype in DTYPE_CODES else flat.dtype
         part = 1 / dist.get_world_size(state.group)
         self.divisor = Divisor(lambda: torch.full((), part, dtype=dtype, device=flat.device), state.wire)
@@ -199,8 +200,8 @@ class _Mean:
                 result()  # raises the collective's error: torch also runs callbacks of failed futures
             reduced = write_back()
             if keeps_residual:
-                # The optimizer does not use a bucket with inf or nan, so its residual must not be used
-                # either.
+                # The optimizer does not use a bucket with inf or nan, so the bucket's residual must not be
+                # used either.
                 memory.drop_of(param, ~torch.isfinite(reduced.sum()))
             return reduced
 

@@ -51,7 +51,7 @@ def cap_mb_of(ddp: DistributedDataParallel) -> float:
 
 
 def problems_of_ddp(ddp: DistributedDataParallel) -> Iterator[str]:
-    """Report settings of a DDP, and of DDPs inside it, that a silent DDP would ignore or still apply."""
+    """Report settings of a DDP or nested DDPs that are not compatible with switching DDP off."""
     for each in _all_ddps(ddp):
         name = "ddp_model" if each is ddp else "a DistributedDataParallel inside ddp_model"
         if each._delay_all_reduce_params:
@@ -84,7 +84,7 @@ def problems_of_ddp(ddp: DistributedDataParallel) -> Iterator[str]:
 
 
 class SilentDDP:
-    """A DDP, and the DDPs inside it, with their synchronization switched off until `release`.
+    """A DDP and its nested DDPs, with gradient synchronization switched off until `release`.
 
     Attributes:
         ddp: the outermost DDP.
@@ -102,18 +102,18 @@ class SilentDDP:
         self.silence()
 
     def silence(self) -> None:
-        """Switch off DDP's collectives in forwards and backwards, in case other code has switched them on."""
+        """Switch off DDP's collectives in forwards and backwards, even if other code switched them on."""
         for each in self._all:
             each.require_backward_grad_sync = each.require_forward_param_sync = False
             if each.static_graph:
-                # Otherwise the backward of DDP's outputs starts an all-reduce of all gradients.
+                # Prevents an all-reduce of all gradients in the backward of DDP's outputs.
                 each._static_graph_delay_allreduce_enqueued = True
 
     def buffers(self) -> list[Tensor]:
         """Return views of the buffers that DDP would broadcast, with separate version counters.
 
-        As in DDP's own broadcast, a write to a view does not change the buffer's version, so that a graph
-        that has saved the buffer stays valid.
+        As in DDP's own broadcast, a write to a view does not change the version of the buffer. A graph that
+        has saved the buffer therefore stays valid.
         """
         found = {
             id(buffer): buffer.data
@@ -138,7 +138,7 @@ class SilentDDP:
 
 
 class DDPReducer(BucketReducer):
-    """Gradients of a silent DDP in the engine's own buckets; buffers are broadcast once per window."""
+    """Gradients of a `SilentDDP` in the engine's buckets; buffers are broadcast once per window."""
 
     def __init__(
         self,
@@ -204,8 +204,8 @@ _ON_ONE_STREAM = "make DDP and engine, and run windows, inside one `with torch.S
 class OnlyDDP:
     """Forward pre-hook that refuses forwards through another DDP over the same parameters.
 
-    The other DDP's hooks would reduce the gradients as well. In copies and pickles of the model this hook is
-    replaced by a hook that does nothing.
+    Hooks of the other DDP would reduce the gradients a second time. In copies and pickles of the model this
+    hook is replaced by a hook that does nothing.
     """
 
     def __init__(self, ddp: DistributedDataParallel) -> None:
@@ -241,7 +241,7 @@ _DRIVEN = "_driven_by_pyengine"
 
 
 class _Driven:
-    """An attribute of a silent DDP that prevents copies, which would stay silent without an engine."""
+    """An attribute of a silent DDP that prevents copies, because copies would never synchronize."""
 
     def __reduce__(self) -> Any:
         raise TypeError(

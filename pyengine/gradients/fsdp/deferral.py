@@ -1,4 +1,4 @@
-"""The choice of when each unit of a sharded model communicates, and the memory it holds until then."""
+"""Chooses when each unit of a sharded model communicates, within a memory budget."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Defer = str | Mapping[str, str]
 class Deferral:
     """The deferral that the arguments of `attach` request."""
 
-    defer: Defer = "all"  # a mode for all units, or modes by unit name; units not named have "all"
+    defer: Defer = "all"  # a mode for all units, or a dict by unit name (default "all")
     budget_mb: float | None = None  # MiB that deferral may hold on a rank; None: `defer` decides
 
     def __str__(self) -> str:
@@ -34,9 +34,9 @@ def choose(units: Sequence[Unit], deferral: Deferral) -> None:
 
     Within a budget, unsharded parameters have priority over sums. Over a window of A micro-batches, unsharded
     parameters save 2A - 1 all-gathers, while sums save A - 1 reductions, for the same bytes per element. The
-    saving per byte is equal for all units, so the budget goes to the first units, whose communication
-    overlaps least: the first forward waits for their all-gather, and their gradients are complete only at the
-    end of the backward.
+    saving per byte is equal for all units, so the budget is given to the first units, whose communication
+    overlaps least. The first forward has to wait for the all-gather of these units, and their gradients are
+    complete only at the end of the backward.
     """
     if deferral.budget_mb is None:
         for unit in units:
@@ -58,7 +58,7 @@ def choose(units: Sequence[Unit], deferral: Deferral) -> None:
 def problems_of_deferral(units: Sequence[Unit], deferral: Deferral, settings: Settings) -> list[str]:
     """Return messages for invalid deferral arguments."""
     if settings.problems():
-        return []  # reported elsewhere
+        return []  # invalid values are reported elsewhere
     defer, budget = deferral.defer, deferral.budget_mb
     if budget is not None and (not isinstance(budget, Real) or isinstance(budget, bool) or not budget >= 0):
         return [f"defer_budget_mb={budget!r}: need a size of at least 0 in MiB; math.inf defers everything"]
@@ -78,7 +78,7 @@ def problems_of_deferral(units: Sequence[Unit], deferral: Deferral, settings: Se
 
 
 def _choice_problems(unit: Unit, settings: Settings) -> Iterator[str]:
-    """Yield the reasons why a unit cannot communicate as chosen."""
+    """Yield the reasons why a unit does not support the chosen mode."""
     if unit.mode == "outer" and not unit.has_replicas_of_shards:
         yield (
             f"defer='outer' for unit {unit.name!r}, which has no replicas of shards (a mesh of two "

@@ -1,8 +1,8 @@
-"""Exact sums of sharded parameters, with the same bits on any mesh, in DDP and in the engine's own buckets.
+"""Exact sums of sharded parameters, with the same bits as under DDP or `GradSync`, on any mesh.
 
-FSDP unshards parameters, so a micro-batch's gradient has the same bits as without FSDP. Gradients are summed
-unsharded, and ranks merge unsharded sums; each rank keeps its shard of the result. Norms and flags are
-computed from the unsharded result, so they do not depend on the mesh.
+Because FSDP unshards parameters, a micro-batch's gradient has the same bits as without FSDP. Gradients are
+summed unsharded and ranks merge the unsharded sums. Each rank then keeps its shard of the result. Norms and
+flags are computed from the unsharded result, so they do not depend on the mesh.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class UnitBucket(Bucket):
         self.num_bytes = sum(t.nbytes for t in self._exact.round_tensors()) + flat.nbytes * is_cast
 
     def rounds(self, *, poison: bool) -> Staged:
-        """Merge the sums of all ranks; see `ExactOverRanks.rounds`."""
+        """Return the collectives that merge the sums of all ranks; see `ExactOverRanks.rounds`."""
         if self.is_empty:
             self.deposit([None] * len(self.params))
         return self._exact.rounds(poison=poison)
@@ -119,11 +119,11 @@ class ExactFSDPReducer(ShardedReducer):
             bucket.publish(scale, self._norms, place)
         self._norms.copy_to(final)
         self._used_flags.drop_unused(self.params)
-        # Every rank has the norms of the unsharded sums; the first rank of each mesh reports them.
+        # Every rank has the norms of the unsharded sums, but only the first rank of each mesh reports them.
         final.sumsq = torch.where(self._reports_norm, final.sumsq, 0.0)
 
     def _start(self, *, poison: bool) -> None:
-        """Launch the missing rounds; the first rounds of all units precede all later rounds."""
+        """Launch the missing collectives; the first collective of every unit precedes all later ones."""
         with Unbroken(self.comm):
             for bucket in self._buckets[len(self._works) :]:
                 self._works.append(bucket.rounds(poison=poison))

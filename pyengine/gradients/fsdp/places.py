@@ -1,7 +1,7 @@
 """Layout of the parameters of sharded models on their meshes.
 
-The first axes of a mesh are data-parallel. The remaining axes are tensor-parallel, and FSDP shards their
-shards again.
+The first axes of a mesh are data-parallel. The remaining axes are tensor-parallel; FSDP shards the
+tensor-parallel shards again.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pyengine.wire.memory import BucketSlice
 class ScatteredSlice(BucketSlice):
     """The position of a parameter in the input of a unit's reduce-scatter.
 
-    The input has one chunk for each rank. The parameter has a padded shard in every chunk, at the same
+    The input has one chunk for each rank. Every chunk contains a padded shard of the parameter, at the same
     `offset` from the start of the chunk.
     """
 
@@ -87,7 +87,7 @@ def whole_shape(param: Any, data_ndim: int) -> list[int]:
 
 
 def is_counted(param: Any) -> bool:
-    """Whether this rank counts its shard in the norm, as the first rank that holds the shard."""
+    """Whether this rank counts its shard in the norm; True on the first rank that holds the shard."""
     coordinate = param.device_mesh.get_coordinate()
     return all(
         index == 0

@@ -1,7 +1,7 @@
-"""Access to FSDP2's private state, which is restored at the end.
+"""Access to FSDP2's private state, which is restored when the engine is closed.
 
-Tested with torch 2.11 to 2.13. A window uses only public methods. Two of these methods were added in torch
-2.13; for earlier versions, `reduce_unused` and `reset_iter_state` implement them here.
+Tested with torch 2.11 to 2.13. During a window only public methods are used. Two of these methods were added
+in torch 2.13; `reduce_unused` and `reset_iter_state` replace them in earlier versions.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def parameters_of(module: Any) -> list[Parameter]:
 def reduced_parameters(module: Any, waiting: Collection[int] = ()) -> list[Parameter]:
     """Return the sharded parameters whose gradients a unit reduces.
 
-    These are the parameters that a forward has unsharded and that either require a gradient or still hold a
+    A unit reduces parameters that a forward has unsharded and that either require a gradient or still hold a
     gradient from before they were frozen. `waiting` holds the ids that `waiting_parameters` returned before
     the backward that reduces.
     """
@@ -115,7 +115,7 @@ def data_ndim(module: Any) -> int:
 
 
 def has_named_dims(module: Any) -> bool:
-    """Whether a unit's mesh has axes other than data-parallel axes."""
+    """Whether the mesh of a unit has axes that are not data-parallel."""
     return any(getattr(group.mesh_info, "is_spmd_mesh", False) for group in groups_of(module))
 
 
@@ -130,7 +130,7 @@ def has_run(module: Any) -> bool:
 
 
 def reduce_unused(module: Any) -> None:
-    """Let a unit reduce zeros for parameters without a gradient; another rank may have a gradient.
+    """Let a unit reduce zeros for parameters without a gradient, for which other ranks may have one.
 
     torch before 2.13 has no setter for this behavior; `SavedSettings.restore` undoes the change.
     """
@@ -153,8 +153,8 @@ def _reduce_with_zeros(group: Any, post_backward: Callable[..., None], *unused: 
 def allow_unused_units(module: Any) -> None:
     """Let a backward that does not reduce skip parameters that no forward has unsharded yet.
 
-    For such parameters torch (2.11 to 2.13) raises AttributeError under a policy with `reduce_dtype`.
-    `SavedSettings.restore` undoes the change.
+    Without this change torch (2.11 to 2.13) raises AttributeError for such parameters if the policy has a
+    `reduce_dtype`. `SavedSettings.restore` undoes the change.
     """
     for group in groups_of(module):
         for managed in group.fsdp_params:
@@ -172,7 +172,7 @@ def reset_iter_state(module: Any) -> None:
     if hasattr(module, "reset_iter_state"):
         module.reset_iter_state()
         return
-    # The same steps as in torch 2.13.
+    # These are the same steps as in torch 2.13.
     root = module._get_fsdp_state()
     shared, comm = root._state_ctx, root._comm_ctx
     stream, idle = root._device_handle.current_stream(), type(root._training_state).IDLE
@@ -226,7 +226,7 @@ def compute_dtype(module: nn.Module, param: Parameter) -> torch.dtype:
 
 
 def is_offloaded(module: nn.Module) -> bool:
-    """Whether a unit keeps shards and gradients on the host and computes elsewhere."""
+    """Whether a unit keeps shards and gradients on the host and computes on another device."""
     return any(
         type(group.offload_policy).__name__ == "CPUOffloadPolicy"
         and any(managed.sharded_param.device.type != group.device.type for managed in group.fsdp_params)

@@ -1,4 +1,4 @@
-"""Checks for sharded models that no engine can drive, with a remedy for each problem."""
+"""Checks for sharded models that the engine does not support, with a remedy for each problem."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from pyengine.wire import Wire
 
 
 def check_version(model: nn.Module) -> None:
-    """Raise RuntimeError if the engine cannot drive FSDP2 of this torch version."""
+    """Raise RuntimeError if the FSDP2 of this torch version is not supported."""
     lacks = missing(model)
     if lacks:
         raise RuntimeError(
@@ -52,7 +52,7 @@ def managed_parameters(
 
 
 def problems_of_fsdp(model: nn.Module, settings: Settings) -> list[str]:
-    """Return messages for a sharded model and arguments that do not work together."""
+    """Return error messages if a sharded model does not support the given arguments."""
     found = []
     if is_inner(model):
         found.append("ddp_model is a unit within a larger one: pass the outermost, whose forward you call")

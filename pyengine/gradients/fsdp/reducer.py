@@ -1,7 +1,7 @@
-"""FSDP2's gradients, which the engine reduces once per window.
+"""Gradients of FSDP2 models, which the engine reduces once per window.
 
-Before the window's last backward, the unsharded parameters' `.grad` holds the sums. torch computes the plain
-sum over ranks, which is then multiplied by 1/count, as for other owners.
+Before the window's last backward, the unsharded parameters' `.grad` holds the sums. FSDP2 computes the plain
+sum over ranks, and the engine multiplies this sum by 1/count.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ class ShardedGradRecord(GradRecord):
 
 
 class ShardedReducer(Reducer):
-    """Gradients of a sharded model, whose units reduce when the window ends."""
+    """Gradients of a sharded model, whose FSDP2 units reduce when the window ends."""
 
     has_collective_forwards = True
 
@@ -152,7 +152,7 @@ class ShardedReducer(Reducer):
             unit.open()
 
     def abandon(self) -> None:
-        """Reshard parameters that a budget keeps unsharded, in the compute dtype, during a window."""
+        """Reshard parameters that are kept unsharded, in the compute dtype, during a window."""
         self.reset()
         for unit in self.units:
             unit.close()
@@ -213,8 +213,8 @@ class FSDPReducer(ShardedReducer):
     def __init__(self, managed: Managed) -> None:
         super().__init__(managed)
         settings = managed.settings
-        # If all gradients wait for the end of the window, 1/count is multiplied in before a wire that needs
-        # means; otherwise after the sum.
+        # If all gradients wait for the end of the window and the wire needs means, gradients are multiplied
+        # by 1/count before the wire. In all other cases the sum is multiplied by 1/count afterwards.
         waits = all(
             unit.mode == "all" and (unit.narrows(settings.wire) or reduce_dtype(unit.module) is None)
             for unit in self.units
@@ -240,7 +240,7 @@ class FSDPReducer(ShardedReducer):
     def reduce(self, header: Header) -> None:
         """Reduce by replaying the forward and backward of an old batch with zero gradients.
 
-        FSDP reduces only inside a backward.
+        A replay is needed because FSDP reduces only inside a backward.
         """
         with self._reducing(header):
             pass
@@ -253,7 +253,7 @@ class FSDPReducer(ShardedReducer):
             self.unsharded.count_micro_batch()
 
     def give_up(self) -> None:
-        """Launch the used flags if the reduction has begun; FSDP cannot resume a backward."""
+        """Launch the flags of used parameters if the reduction has begun; FSDP cannot resume a backward."""
         self._gave_up = True
         self.padding.end()
         for unit in self.units:
@@ -311,7 +311,7 @@ class FSDPReducer(ShardedReducer):
         self._check_complete(header)
 
     def _check_complete(self, header: Header) -> None:
-        """Check that every gradient was reduced, and launch the used flags."""
+        """Check that every gradient was reduced, and launch the flags of used parameters."""
         for unit in self.units:
             unit.disable_reduction()
         left = [
@@ -319,7 +319,7 @@ class FSDPReducer(ShardedReducer):
             for index, (name, param) in enumerate(zip(self.names, self.params, strict=True))
             if param.grad is None and not self.unsharded.is_missing(index)
         ]
-        if left and not header.totals().invalid_counts:  # the error for invalid counts explains more
+        if left and not header.totals().invalid_counts:  # the error for invalid counts is more helpful
             raise RuntimeError(
                 f"FSDP has not reduced the gradient of {left[0]!r} ({len(left)} parameters in all) in the "
                 "window's last backward, which did not run through the model's own forward: call the model "

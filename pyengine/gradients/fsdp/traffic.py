@@ -1,4 +1,4 @@
-"""FSDP2's collectives over the engine's wire, with traffic counters and named errors."""
+"""FSDP2's collectives over the engine's wire, with traffic counters and detailed errors."""
 
 from __future__ import annotations
 
@@ -49,20 +49,20 @@ class ShardWire:
     """The wire over which the units of one engine reduce-scatter gradients.
 
     Args:
-        wire: wire of a unit's reduce dtype, or of a narrower dtype.
+        wire: a wire with the units' reduce dtype or a narrower dtype.
         comm: transport that counts the traffic and names the ranks that do not answer.
     """
 
     def __init__(self, wire: Wire, comm: Comm) -> None:
         self.wire, self.comm = wire, comm
-        # Returns the factor by which sums are multiplied before the wire, float32 0-dim; None for 1. Set for
-        # each window.
+        # Function that returns the factor by which sums are multiplied before the wire, float32 0-dim; None
+        # for 1. The function is set for each window.
         self.before: Callable[[], Tensor | None] = lambda: None
         self.memory = WireMemory()  # residuals of the units
         self._over: dict[Any, TorchDist] = {}
 
     def replaces(self, inner: Any, group: Any, parts: Tensor) -> bool:
-        """Whether the wire, instead of the unit's own reduce-scatter `inner`, sums this input."""
+        """Whether the wire sums this input, instead of the unit's own reduce-scatter `inner`."""
         if parts.dtype != self.wire.dtype or self.wire.is_encoded:
             return True
         # gloo's own reduce-scatter is an all-reduce, which sends twice as much. `dist.get_backend` does not
@@ -105,7 +105,7 @@ class ReduceScatterOverWire:
         places: Callable[[Sequence[Parameter]], Sequence[ScatteredSlice]],
     ) -> None:
         self._inner, self._wire, self._reduced, self._places = inner, wire, reduced, places
-        self._own_wire: tuple[Wire, list[int]] | None = None  # and the ids of the unit's parameters
+        self._own_wire: tuple[Wire, list[int]] | None = None  # the unit's wire, and the ids of its parameters
         self.allocate = inner.allocate
 
     def __call__(
@@ -116,8 +116,8 @@ class ReduceScatterOverWire:
         self._wire.comm.traffic.count(input_tensor.nbytes - output_tensor.nbytes)
         return _run(
             self._wire.comm,
-            # `comm.run` must not run this in the background, because gloo's reduce-scatter never reports that
-            # it has completed.
+            # `comm.run` must not run this reduce-scatter in the background, because gloo never reports its
+            # completion.
             lambda _: self._inner(output_tensor, input_tensor, group, op, async_op),
             f"a reduce-scatter of {input_tensor.nbytes} bytes",
             group=group,

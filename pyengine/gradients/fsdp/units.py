@@ -33,9 +33,9 @@ class Unit:
 
     # ---- how the unit communicates in a window, set by `choose` in deferral.py ----
 
-    # "all": gradients are reduced in the last micro-batch only, and held unsharded until then. "outer":
-    # reduce-scattered in every micro-batch, and all-reduced over replicas in the last micro-batch. "none":
-    # reduced in every micro-batch.
+    # When the unit's gradients are reduced. "all": in the last micro-batch only; gradients are held unsharded
+    # until then. "outer": reduce-scattered in every micro-batch, and all-reduced over replicas in the last
+    # micro-batch. "none": in every micro-batch.
     mode = "all"
     # Whether parameters stay unsharded from the window's first forward to its last backward.
     keeps = False
@@ -43,8 +43,8 @@ class Unit:
     def __init__(self, name: str, module: Any) -> None:
         self.name, self.module = name, module  # the name is empty for the model itself
         self.params = parameters_of(module)  # sharded
-        # The number of leading, data-parallel axes of the parameters' meshes. Along these axes, the number of
-        # ranks that replicate a parameter, and the number of its shards.
+        # The number of data-parallel axes, which come first in the parameters' meshes. Also the numbers of
+        # replicas and of shards of a parameter along these axes.
         self.data_ndim = data_ndim(module)
         self.replicas, self.shards = replicas_and_shards(self.params, self.data_ndim)
         self._waiting: set[int] = set()  # ids of parameters whose old gradient the next backward reduces
@@ -88,7 +88,7 @@ class Unit:
 
     @property
     def held_bytes(self) -> int:
-        """Bytes that a rank holds throughout a window because of `mode` and `keeps`."""
+        """Bytes that a rank holds throughout a window as a result of `mode` and `keeps`."""
         return (self.sum_bytes if self.mode == "all" else 0) + (self.gathered_bytes if self.keeps else 0)
 
     def open(self) -> None:
@@ -104,7 +104,7 @@ class Unit:
             module.set_reshard_after_backward(False, recurse=False)
 
     def attach(self, wire: ShardWire, names: Mapping[int, str]) -> None:
-        """Let the window decide when this unit reduces: sums, not means, for all parameters on all ranks.
+        """Let the engine decide when this unit reduces. The unit then reduces sums of all parameters.
 
         Args:
             wire: wire over which the unit's gradients are reduced; its transport counts the unit's
@@ -136,7 +136,7 @@ class Unit:
         self.disable_reduction()
 
     def disable_reduction(self) -> None:
-        """Reduce nothing in a backward, and restore the setting for resharding after forwards."""
+        """Prevent reductions in a backward, and restore the setting for resharding after forwards."""
         self.module.set_requires_gradient_sync(False, recurse=False)
         self._saved_settings.restore_resharding()
 
@@ -147,7 +147,7 @@ class Unit:
         self.module.set_reshard_after_backward(True, recurse=False)
 
     def close(self) -> None:
-        """Reduce nothing outside of windows, and hold no gathered parameters."""
+        """Prevent reductions outside of windows, and reshard gathered parameters."""
         self.disable_reduction()
         self.module.reshard()
 

@@ -22,9 +22,9 @@ from pyengine.window.nonfinite import flagged_in
 class Unsharded:
     """The gradients that autograd accumulates into a model's unsharded parameters.
 
-    A unit's forward sets the unsharded parameters as module attributes; torch keeps the Parameter objects
-    afterwards, and frees only their memory. The sums of earlier micro-batches stay in their `.grad`, which
-    torch does not change while gradients are not reduced.
+    A unit's forward sets the unsharded parameters as module attributes. After the forward torch keeps the
+    Parameter objects and frees only their memory. The sums of earlier micro-batches stay in the `.grad` of
+    these Parameter objects, which torch does not change while gradients are not reduced.
 
     Args:
         params: the sharded parameters, in registration order; all indices here refer to this order.
@@ -38,8 +38,8 @@ class Unsharded:
         *,
         settings: Settings,
     ) -> None:
-        # Exact sums check incoming gradients in the dtype in which they were computed. Other gradients are
-        # summed in their unit's reduce dtype, and checked on arrival.
+        # With exact sums, incoming gradients are checked in the dtype in which they were computed. Other
+        # gradients are summed in the unit's reduce dtype, and checked when they arrive.
         self._widens = settings.kind != "exact"
         self._watches = self._widens and settings.raises
         # ---- the unsharded parameters, by index; known after each unit's first forward ----
@@ -47,8 +47,8 @@ class Unsharded:
         self._found: dict[int, Any] = {}
         self._handles: list[Any] = []
         # ---- gradients of this window ----
-        # Parameters whose gradients FSDP would cast at the end of a backward, and this micro-batch's
-        # gradients of these parameters, hidden from FSDP.
+        # Indices of parameters whose gradients FSDP would cast at the end of a backward. This micro-batch's
+        # gradients of these parameters are hidden from FSDP.
         self._converted: set[int] = set()
         self._unconverted: dict[int, Tensor] = {}
         # ---- flags: 1 where a gradient is not finite ----
@@ -107,10 +107,10 @@ class Unsharded:
 
     @contextmanager
     def one_grad_dtype(self) -> Iterator[None]:
-        """Give all gradients of a unit one dtype in the body, the window's last backward, as FSDP requires.
+        """Give all gradients of a unit one dtype during the window's last backward, as FSDP requires.
 
-        Cost: if a unit has sums of earlier micro-batches, zeros in the sums' dtype for each parameter that
-        these micro-batches have not used; otherwise nothing.
+        Cost: none, unless a unit has sums of earlier micro-batches. In that case, memory for zeros in the
+        sums' dtype for each parameter that the earlier micro-batches have not used.
         """
         narrow = []
         for indices in self._units:
@@ -141,7 +141,7 @@ class Unsharded:
         return min((index for index, param in self._found.items() if param.grad is not None), default=None)
 
     def is_missing(self, index: int) -> bool:
-        """Whether a parameter was never unsharded, or is frozen."""
+        """Whether a parameter has never been unsharded, or is frozen."""
         param = self._found.get(index)
         return param is None or not param.requires_grad
 
@@ -201,7 +201,7 @@ class Unsharded:
     def _on_accumulated(self, index: int, param: Any) -> None:
         """Record an accumulated gradient.
 
-        `torch.autograd.grad` calls only the tensor hook (`_on_gradient`), since it accumulates nothing.
+        `torch.autograd.grad` calls only the tensor hook (`_on_gradient`), because no gradient is accumulated.
         """
         self.has_arrived = True
         if index in self.arrived:
@@ -213,8 +213,8 @@ class Unsharded:
                 flag = self._arriving.pop(index)
                 self._flags[index] = self._flags[index] | flag if index in self._flags else flag
         if index in self._converted:
-            # FSDP casts the `.grad` that it finds at the end of a backward. Add the gradients here as
-            # autograd would.
+            # FSDP casts any `.grad` that it finds at the end of a backward. To avoid this, add the gradients
+            # here, as autograd does.
             grad, param.grad = param.grad, None
             self._unconverted[index] = self._unconverted[index] + grad if index in self._unconverted else grad
 
