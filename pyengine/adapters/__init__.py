@@ -1,1 +1,1 @@
-"""Adapters to other libraries, one module per library; each requires its library (the extra `adapters`)."""
+"""Adapters to other libraries, one module per library; the extra `adapters` installs the libraries."""

@@ -2,9 +2,9 @@
 
 `backward`, `accumulate`, `clip_grad_norm_` and `step` keep their names. Accelerate stores the end of a
 window, the number of micro-batches and `sync_gradients` in one process-wide object, divides every loss by a
-fixed number, and averages over ranks without weighting by item counts. Here this state belongs to the engine
-of one model: the loader passed to `prepare` determines where a window ends, and gradients are divided by the
-number of counted items.
+fixed number, and averages over ranks without weighting by item counts. With windows, this state belongs to
+the engine of one model. The loader passed to `prepare` determines where a window ends, and gradients are
+divided by the number of counted items.
 """
 
 from __future__ import annotations
@@ -62,9 +62,9 @@ def prepare(
             (`FullyShardedDataParallelPlugin(fsdp_version=2)`), in fp32, bf16 or fp16; or the
             `WindowAccelerator` returned by an earlier `prepare`. Its `gradient_accumulation_steps` must be 1
             or equal to `accumulate`.
-        objects: one model, its optimizers and schedulers, and the loaders whose end also ends the last
-            window, in any order; already prepared or not. For another model, call `prepare` again to get
-            another accelerator.
+        objects: one model, its optimizers and schedulers, and its training loaders, in any order. The
+            objects may already be prepared. The last window ends when its loader does. For another model,
+            call `prepare` again to get another accelerator.
         accumulate, wire, accumulator, nonfinite: as for `pe.GradSync`.
         defer, defer_budget_mb: for a model under FSDP2, as for `pe.attach`.
 
@@ -73,10 +73,10 @@ def prepare(
         their order.
 
     Raises:
-        ValueError: an option that this loop does not support, or objects that do not belong together.
+        ValueError: an option is not supported, or the objects do not belong together.
         TypeError: the first argument is not an accelerator, or the prepared model is a compiled DDP model.
 
-    Cost: the same as `pe.attach` with several processes, and as `pe.GradSync` with one.
+    Cost: the same as `pe.attach` with several processes, and the same as `pe.GradSync` with one process.
 
     Example:
         >>> accelerator, model, optimizer, loader = prepare(  # doctest: +SKIP
@@ -91,7 +91,7 @@ def prepare(
         ...         optimizer.step()
         ...         optimizer.zero_grad()
     """
-    if isinstance(accelerator, WindowAccelerator):  # for another model, or after free_memory
+    if isinstance(accelerator, WindowAccelerator):  # for another model, or after a call of free_memory
         accelerator = accelerator.wrapped
     if not isinstance(accelerator, Accelerator):
         raise TypeError(
@@ -147,7 +147,7 @@ class WindowAccelerator:
         settings, deferral: settings of the engine.
 
     Attributes:
-        sync: the model's engine, with `on_step`, `state_dict` and `flush`; exists once the model is prepared.
+        sync: the model's engine, with `on_step`, `state_dict` and `flush`; available after `prepare`.
     """
 
     def __init__(self, accelerator: Accelerator, settings: Settings, deferral: Deferral) -> None:
@@ -179,7 +179,7 @@ class WindowAccelerator:
 
     @property
     def gradient_state(self) -> Any:
-        """Accelerate's `GradientState` with the window ends of this model; unchanged without a model."""
+        """Accelerate's `GradientState`, with this model's window ends once a model is prepared."""
         state = self._accelerator.gradient_state
         return state if self._model is None else WindowBoundary(self.sync, state)
 
@@ -197,7 +197,7 @@ class WindowAccelerator:
         self._check_one_model(objects)
         evaluated = [item for item in objects if getattr(item, "_is_accelerate_prepared", False)]
         prepared = self._accelerator.prepare(*objects, device_placement=device_placement)
-        prepared = (prepared,) if len(objects) == 1 else tuple(prepared)  # a list with FSDP2
+        prepared = (prepared,) if len(objects) == 1 else tuple(prepared)  # it is a list with FSDP2
         for item in prepared:
             if isinstance(item, nn.Module):
                 self._check_model(item, is_old=any(item is other for other in evaluated))
@@ -228,11 +228,11 @@ class WindowAccelerator:
         return self.prepare(model, device_placement=None if device_placement is None else [device_placement])
 
     def prepare_data_loader(self, data_loader: Any, *args: Any, **options: Any) -> Any:
-        """Prepare a loader whose end also ends the last window."""
+        """Prepare a loader; the last window ends when the loader does."""
         return self._loader(self._accelerator.prepare_data_loader(data_loader, *args, **options))
 
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
-        """Return a loader for the remaining batches, whose end also ends the last window."""
+        """Return a loader for the remaining batches; the last window ends when the loader does."""
         return self._loader(self._accelerator.skip_first_batches(dataloader, num_batches))
 
     def accumulate(self, *models: nn.Module) -> AbstractContextManager[None]:
@@ -298,7 +298,7 @@ class WindowAccelerator:
         self.sync.flush()
 
     def end_training(self) -> None:
-        """End all trackers; on an accelerator, emit the record of the last step first."""
+        """End all trackers; on an accelerator, first emit the last step's record."""
         if self._model is not None:
             self.sync.synchronize()
         self._accelerator.end_training()
@@ -306,7 +306,7 @@ class WindowAccelerator:
     def free_memory(self, *objects: Any) -> Any:
         """Close the engine and free memory as Accelerate does.
 
-        Afterwards another model, or the same model again, may be prepared.
+        After this call, you can prepare another model, or the same model again.
         """
         if self._model is not None:
             vars(self._model).pop("no_sync", None)  # restores DDP's own method
@@ -351,7 +351,7 @@ class WindowAccelerator:
         return {*map(id, params)} >= trained
 
     def _check_model(self, model: nn.Module, *, is_old: bool) -> None:
-        """Reject a model prepared for evaluation, which every later `prepare` returns unwrapped."""
+        """Raise if a model was prepared for evaluation, because Accelerate does not wrap it in DDP later."""
         is_reduced = isinstance(model, DistributedDataParallel | FSDPModule)
         if is_old and self._accelerator.num_processes > 1 and not is_reduced:
             raise RuntimeError(
@@ -380,7 +380,7 @@ class WindowAccelerator:
         )
 
     def _loader(self, prepared: Any) -> Any:
-        """Register a loader whose end also ends the last window.
+        """Register a loader, so that the last window ends when the loader does.
 
         A loader with different numbers of batches on different ranks is rejected, because a plain loop over
         one rank's batches cannot wait for the other ranks.
@@ -399,7 +399,7 @@ class WindowAccelerator:
         return prepared
 
     def _optimizer(self, prepared: AcceleratedOptimizer) -> AcceleratedWindowOptimizer:
-        if prepared not in self._optimizers:  # created by Accelerate, or for a closed engine
+        if prepared not in self._optimizers:  # from Accelerate, or from an engine that is closed
             prepared = AcceleratedWindowOptimizer(prepared.optimizer, self.sync)
             self._optimizers.append(prepared)
         ours: AcceleratedWindowOptimizer = prepared
@@ -427,7 +427,7 @@ class WindowAccelerator:
 
 
 class WindowBoundary:
-    """A `GradientState` with the window ends of one model and otherwise the process-wide state."""
+    """A `GradientState` with one model's window ends; all other attributes are process-wide."""
 
     adjust_scheduler = False
 
@@ -450,7 +450,7 @@ class WindowBoundary:
 
 
 class AcceleratedWindowOptimizer(AcceleratedOptimizer):  # type: ignore[misc]  # accelerate is untyped
-    """An optimizer that steps through the engine at the end of a window and does nothing elsewhere."""
+    """An optimizer whose `step` runs the engine at the end of a window, and otherwise does nothing."""
 
     _is_accelerate_prepared = True  # a second prepare returns the optimizer unchanged
     steps_with_windows = True
@@ -475,7 +475,7 @@ class AcceleratedWindowOptimizer(AcceleratedOptimizer):  # type: ignore[misc]  #
         return {**super().__getstate__(), "_sync": None}  # a copy belongs to no engine
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
-        """Clear the gradients of a window that has ended; otherwise do nothing."""
+        """Clear the gradients if the window has ended; do nothing in the middle of a window."""
         self._windows.zero_grad(set_to_none is not False)
 
     @property
@@ -487,7 +487,7 @@ class AcceleratedWindowOptimizer(AcceleratedOptimizer):  # type: ignore[misc]  #
 
 
 def check_accelerator(accelerator: Accelerator, settings: Settings) -> None:
-    """Reject options that this loop does not support, before anything is prepared."""
+    """Raise ValueError for unsupported options, before anything is prepared."""
     kind, steps = accelerator.distributed_type, accelerator.gradient_accumulation_steps
     if kind in _REDUCES_ITSELF:
         raise ValueError(
@@ -529,7 +529,7 @@ def check_accelerator(accelerator: Accelerator, settings: Settings) -> None:
 
 
 def _plugin_problem(plugin: Any, settings: Settings) -> str:
-    """Return why `attach` would reject the FSDP plugin's options, or an empty string if it would not."""
+    """Return why `attach` would reject the FSDP plugin's options; empty if `attach` accepts the options."""
     where = "FullyShardedDataParallelPlugin"
     if plugin.fsdp_version != 2:
         return (

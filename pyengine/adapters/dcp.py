@@ -22,8 +22,9 @@ class LoadPlanner(DefaultLoadPlanner):
     of `DefaultLoadPlanner`.
 
     Entries other than tensors are read with `torch.load(weights_only=True)` and rejected if they contain
-    anything except tensors and plain values; DCP's own planner would unpickle them. DCP's `.metadata` file is
-    a pickle that DCP reads before it calls a planner: only load folders from people whose code you would run.
+    anything except tensors and plain values; DCP's own planner would unpickle such entries. DCP's `.metadata`
+    file is a pickle that DCP reads before it calls a planner, so only load folders from people whose code you
+    would run.
 
     Example:
         >>> from pyengine.adapters.dcp import LoadPlanner  # doctest: +SKIP
@@ -48,7 +49,7 @@ class LoadPlanner(DefaultLoadPlanner):
         super().set_up_planner(state_dict, metadata, is_coordinator)
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """Read an entry that is not a tensor, without running code from it; called by DCP."""
+        """Read an entry that is not a tensor, without running code in the entry; called by DCP."""
         name = read_item.dest_index.fqn
         try:
             with torch.sparse.check_sparse_tensor_invariants():

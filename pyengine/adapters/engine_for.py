@@ -1,4 +1,4 @@
-"""Engines for models prepared by a library, and the library's calls to backward."""
+"""Create engines for models that a library has prepared, and run the library's backward calls."""
 
 from __future__ import annotations
 
@@ -44,9 +44,10 @@ def engine_for(
 ) -> Sync:
     """Create the engine for a prepared model.
 
-    The engine attaches to DDP and FSDP2, and owns the gradients of a bare model. A bare model requires a
-    single process, unless the library leaves the model to the engine (`is_bare`). The engine has its own loss
-    scaler, which starts from the state of the library's scaler.
+    The engine attaches to DDP and FSDP2, and owns the gradients of a bare model. With
+    several processes, a bare model raises TypeError, unless the library leaves the reduction of its gradients
+    to the engine (`is_bare`). The engine has its own loss scaler, which starts from the state of the
+    library's scaler.
     """
     options: dict[str, Any] = {
         "accumulate": settings.accumulate,

@@ -1,9 +1,9 @@
 """Lightning strategies over DDP and FSDP2 that train in pyengine windows.
 
 Lightning divides every loss by `accumulate_grad_batches`, even in a short last window, and DDP and FSDP
-average over ranks without weighting by item counts. Here the engine receives the undivided loss of
-`training_step`. Lightning still decides which micro-batch is the last of a window; under manual optimization
-the module decides. The callback `LogSteps` logs the record of every step.
+average over ranks without weighting by item counts. With these strategies, the engine receives the undivided
+loss that `training_step` returns. Lightning still decides which micro-batch ends a window; under manual
+optimization, the module decides. The callback `LogSteps` logs the record of every step.
 """
 
 from __future__ import annotations
@@ -58,9 +58,9 @@ class Windows(EngineSettings, _Mixed):
     Attributes:
         wire, accumulator, nonfinite: as for `pe.GradSync`; set them in a subclass or before the Trainer is
             created.
-        accumulate: under manual optimization, the number of micro-batches in the longest window; or a dict
-            from names of submodules to such numbers, which gives each submodule its own windows and engine.
-        syncs: the engines by name of the submodule; the engine of the whole module has the name "".
+        accumulate: under manual optimization, the number of micro-batches in the longest window. A dict that
+            maps submodule names to such numbers gives each submodule its own windows and engine.
+        syncs: the engines by submodule name; an engine for the whole module has the name "".
     """
 
     accumulate: Accumulate = 1
@@ -69,7 +69,7 @@ class Windows(EngineSettings, _Mixed):
 
     @property
     def sync(self) -> Sync:
-        """The engine (`on_step`, `accumulate`, `micro_batch`), from `on_fit_start` to the end of the fit.
+        """The engine, available from `on_fit_start` to the end of the fit.
 
         Raises:
             RuntimeError: there is no engine, or there are several (see `syncs`).
@@ -114,7 +114,7 @@ class Windows(EngineSettings, _Mixed):
         # Lightning starts a new epoch from zero gradients.
         if batch_idx == 0:
             abandon_open_window(sync)
-        allow_windows_of(sync, planned)  # a callback may have changed the number
+        allow_windows_of(sync, planned)  # a callback may have changed `accumulate_grad_batches`
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         output = super().training_step(*args, **kwargs)
@@ -163,7 +163,7 @@ class Windows(EngineSettings, _Mixed):
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
-        """Run micro-batches that are not the last of their window."""
+        """Run micro-batches that do not end a window."""
         with ExitStack() as stack:
             if self._skips_backward:
                 pass
@@ -206,7 +206,7 @@ class Windows(EngineSettings, _Mixed):
 
     @property
     def _skips_backward(self) -> bool:
-        """Whether batches run only the forward: for BatchNorm, in StochasticWeightAveraging's last epoch."""
+        """Whether batches run only the forward, as in StochasticWeightAveraging's final BatchNorm update."""
         return bool(getattr(self._module.trainer.fit_loop, "_skip_backward", False))
 
     def _owner(self, index: int, optimizer: Optimizer) -> str:
@@ -255,7 +255,7 @@ class Windows(EngineSettings, _Mixed):
         raise NotImplementedError
 
     def _replace_scaler(self) -> None:
-        """Replace Lightning's loss scaler, which Lightning checkpoints, with the engine's scaler."""
+        """Replace Lightning's loss scaler with the engine's scaler, which Lightning saves in checkpoints."""
         precision = self.precision_plugin
         if not isinstance(precision, MixedPrecision) or precision.scaler is None:
             return
@@ -281,9 +281,9 @@ class WindowStrategy(Windows, DDPStrategy):
 
     Accepts the arguments of `DDPStrategy` and has the settings of `Windows`. `training_step` returns a mean
     loss, or `{"loss": summed, "count": items}`. Gradients have their final values in
-    `on_before_optimizer_step` and when Lightning clips them. If a window is not finite on some rank, no rank
-    steps. In "16-mixed" the engine scales the loss, and Lightning's checkpoints save the scale as usual.
-    Manual optimization uses `pe.GradSync` instead of DDP.
+    `on_before_optimizer_step` and when Lightning clips them. If the window's gradients are not finite on some
+    rank, no rank steps. In "16-mixed" the engine scales the loss, and Lightning's checkpoints save the scale
+    as usual. Manual optimization uses `pe.GradSync` instead of DDP.
 
     Example:
         >>> trainer = Trainer(strategy=WindowStrategy(), accumulate_grad_batches=8)  # doctest: +SKIP
@@ -350,8 +350,9 @@ class ShardedWindowStrategy(Windows, ModelParallelStrategy):
 
     Accepts the arguments of `ModelParallelStrategy`. The module calls `fully_shard` in `configure_model`; the
     last call must be on a module that contains all trained parameters. All ranks are data-parallel unless
-    sizes are given. Losses, hooks, clipping and manual optimization work as in `WindowStrategy`. The set of
-    trained parameters is fixed when the fit begins. The class adds the following settings to `Windows`.
+    `data_parallel_size` is given. Losses, hooks, clipping and manual optimization work as in
+    `WindowStrategy`. The set of trained parameters is fixed when the fit begins. The class adds the following
+    settings to `Windows`.
 
     Attributes:
         defer, defer_budget_mb: as for `pe.attach`.
@@ -364,7 +365,7 @@ class ShardedWindowStrategy(Windows, ModelParallelStrategy):
     defer_budget_mb: float | None = None
 
     def setup_environment(self) -> None:
-        """Create the mesh with all ranks along `data_parallel`, where Lightning would use one per node."""
+        """Create the mesh with all ranks along `data_parallel`; Lightning's default is one rank per node."""
         if self._data_parallel_size == "auto":
             self._data_parallel_size = self.num_nodes * self.num_processes
         if self._tensor_parallel_size == "auto":
@@ -380,7 +381,7 @@ class ShardedWindowStrategy(Windows, ModelParallelStrategy):
     def backward(
         self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
     ) -> Tensor:
-        """Run a backward, after checking that the same parameters are trained as at the start of the fit."""
+        """Run a backward; raise if a parameter was frozen or unfrozen after the start of the fit."""
         for (name, param), was_trained in zip(self._module.named_parameters(), self._trained, strict=True):
             if param.requires_grad != was_trained:
                 raise RuntimeError(

@@ -2,8 +2,8 @@
 
 The Trainer counts a window's items in advance, gathers the counts of all ranks, passes the total to the model
 as the divisor, and multiplies the loss by the number of ranks. A loss that ignores this divisor (a regression
-head, your own loss) is then too large. Here every loss is the mean over its own micro-batch, weighted by the
-number of items, and the engine divides by the number of items on all ranks.
+head, your own loss) is then too large. With windows, every loss is the mean over its own micro-batch,
+weighted by the number of items, and the engine divides by the number of items on all ranks.
 """
 
 from __future__ import annotations
@@ -47,17 +47,17 @@ class Windows(EngineSettings, _Mixed):
     Set the attributes below in the class body. A class whose `training_step` runs its own backward must come
     after the mixin: `class Final(Windows, Mine)`, where `Mine` extends only the Trainer.
 
-    `gradient_accumulation_steps`, `max_grad_norm`, `bf16` and the other TrainingArguments keep their meaning,
-    except `average_tokens_across_devices`: the gradient and the logged loss are always means over the items
-    of all ranks. Items are labels other than -100, shifted if the model's loss shifts them. Without labels
-    every micro-batch has the same weight. A callback may change `args.gradient_accumulation_steps` between
-    windows. If the data end in the middle of a window, the window is short. If a callback stops the epoch or
-    the training in the middle of a window, the window is dropped.
+    `gradient_accumulation_steps`, `max_grad_norm`, `bf16` and the other TrainingArguments keep their meaning.
+    Only `average_tokens_across_devices` is ignored, because the gradient and the logged loss are always means
+    over the items of all ranks. Items are labels other than -100, shifted if the model's loss shifts labels.
+    Without labels every micro-batch has the same weight. A callback may change
+    `args.gradient_accumulation_steps` between windows. If the data end in the middle of a window, the window
+    is short. If a callback stops the epoch or the training in the middle of a window, the window is dropped.
 
     Attributes:
         wire, accumulator, nonfinite: as for `pe.GradSync`.
         defer, defer_budget_mb: under `fsdp=True` (FSDP2), as for `pe.attach`.
-        sync: the engine, available from `on_train_begin` on, for example for `on_step`.
+        sync: the engine, available from `on_train_begin` on, for example to call `sync.on_step`.
     """
 
     defer: Defer = "all"
@@ -72,7 +72,7 @@ class Windows(EngineSettings, _Mixed):
         return sync
 
     def create_accelerator_and_postprocess(self) -> None:
-        """Create the accelerator, which attaches windows to the model that it prepares."""
+        """Create an accelerator that attaches windows to the model that it prepares."""
         super().create_accelerator_and_postprocess()
         args = self.args
         if args.n_gpu > 1:
@@ -96,7 +96,7 @@ class Windows(EngineSettings, _Mixed):
         self.accelerator.wraps_anew = args.auto_find_batch_size
 
     def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device) -> Any:
-        """Fetch micro-batches without a gather over ranks; record whether the epoch ends with them."""
+        """Fetch micro-batches without gathering counts over ranks; record whether the epoch has ended."""
         self._steps_at_fetch = self.args.gradient_accumulation_steps
         with self._counting_alone():
             batches, num_items = super().get_batch_samples(epoch_iterator, num_batches, device)
@@ -124,8 +124,9 @@ class Windows(EngineSettings, _Mixed):
         return torch.zeros_like(loss)
 
     def _follow(self, steps: int, *, last: bool) -> None:
-        """Use the Trainer's window length in the engine; a callback may have changed it."""
-        # The loop handles the window's first micro-batch before it sees a change made in on_step_begin.
+        """Pass the Trainer's window length, which a callback may have changed, to the engine."""
+        # The Trainer's loop handles the first micro-batch of a window before a change made in
+        # on_step_begin takes effect.
         allow_windows_of(self.sync, steps + (steps != self._steps_at_fetch))
         if len(self.sync.due) == 1 and not last:
             size = self.sync.gradient_accumulation_steps
@@ -151,7 +152,7 @@ class Windows(EngineSettings, _Mixed):
                 "ranks are unknown; load it unsharded, and pass TrainingArguments(fsdp=True)"
             )
         prepared = super()._prepare_for_training(*args, **kwargs)  # type: ignore[no-untyped-call]
-        # The Trainer decides this by the name of the loss, which models like GPT2LMHeadModel do not have.
+        # The Trainer sets this flag by the name of the loss, which models like GPT2LMHeadModel do not have.
         kinds = type(self.accelerator.unwrap_model(self.model)).__mro__  # FSDP2 puts its own class first
         known = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
         self._loss_shifts_labels |= any(kind.__name__ in known for kind in kinds)
@@ -196,7 +197,7 @@ def _replaced(owner: object, name: str, value: Any) -> Iterator[None]:
     try:
         yield
     finally:
-        if getattr(owner, name) is value:  # otherwise the body has set a new value
+        if getattr(owner, name) is value:  # keep a new value that the body has set
             setattr(owner, name, kept)
 
 
@@ -209,18 +210,18 @@ class Trainer(Windows, transformers.Trainer):
     """
 
 
-# ---- what the Trainer's loop and losses see in place of plain numbers ----
+# ---- integers that observe the Trainer's loop and losses ----
 
 
 class _EpochSteps(int):
-    """Number of micro-batches in an epoch, which compares equal to the number at which the data end.
+    """Number of micro-batches in an epoch; compares equal to the number after which the data end.
 
     The Trainer's loop ends a short last window when the number of micro-batches equals `steps_in_epoch`. If
-    the loader has no length, `steps_in_epoch` covers `max_steps` windows, which no epoch reaches.
+    the loader has no length, `steps_in_epoch` covers `max_steps` windows, and no epoch reaches that number.
     """
 
     def begin(self, done: int, *, num_fetches: int) -> None:
-        """Record the number of micro-batches done before a checkpoint, and of fetches still to come."""
+        """Set the number of micro-batches done before a checkpoint, and the number of remaining fetches."""
         self._fetched, self._fetches_left, self._end = done, num_fetches, int(self)
 
     def add(self, num: int, *, has_ended: bool) -> None:
@@ -240,7 +241,7 @@ class _EpochSteps(int):
 
 
 class _Divisor(int):
-    """`args.gradient_accumulation_steps` within a training step; records the losses divided by it."""
+    """The value of `args.gradient_accumulation_steps` in a training step; records which losses it divides."""
 
     def __init__(self, steps: int) -> None:
         del steps  # already used by int.__new__
@@ -263,7 +264,7 @@ class _Divisor(int):
         return int, (int(self),)  # a copy is a plain number
 
     def check(self, loss: Tensor) -> None:
-        """Raise ValueError if a loss, or a part of it, was divided by this number."""
+        """Raise ValueError if the loss, or a part of the loss, was divided by this `_Divisor`."""
         nodes = [loss.grad_fn] if self.divided else []
         seen = set()
         while nodes:
@@ -281,12 +282,13 @@ class _Divisor(int):
 
 
 class _TrainerAccelerator(WindowAccelerator):
-    """Multiplies the Trainer's mean loss by its number of items before the backward.
+    """An accelerator that multiplies the Trainer's mean loss by its number of items before the backward.
 
     Attributes:
         items: number of items in the current micro-batch on this rank; None if unknown.
-        divisor: number of micro-batches per window, as seen by losses; None outside of a training step.
-        wraps_anew: whether every call of `train` wraps the model again, for another batch size.
+        divisor: number of micro-batches per window, by which losses must not be divided; None outside of
+            a training step.
+        wraps_anew: whether the Trainer wraps the model again for each batch size that it tries.
     """
 
     items: Tensor | None = None
@@ -295,7 +297,7 @@ class _TrainerAccelerator(WindowAccelerator):
 
     @property
     def gradient_accumulation_steps(self) -> int:
-        """Accelerate's own value, which is 1 in a Trainer."""
+        """Accelerate's own number of accumulation steps, which is 1 in a Trainer."""
         return int(self._accelerator.gradient_accumulation_steps)
 
     @gradient_accumulation_steps.setter
@@ -312,7 +314,7 @@ class _TrainerAccelerator(WindowAccelerator):
 
     @contextmanager
     def micro_batch(self, steps: int) -> Iterator[None]:
-        """Accept backwards inside the block, for losses that were not divided by `steps`."""
+        """Allow backwards inside the block; each loss must not be divided by `steps`."""
         self.divisor = _Divisor(steps)
         try:
             yield
@@ -322,12 +324,13 @@ class _TrainerAccelerator(WindowAccelerator):
     def free_memory(self, *objects: Any) -> Any:
         """Close the engine only if the Trainer will prepare the model again.
 
-        Otherwise `train`, which calls this method first, continues with the same engine.
+        `train` calls this method first. If the model is not prepared again, training continues with the same
+        engine.
         """
         return super().free_memory(*objects) if self.wraps_anew else self._accelerator.free_memory(*objects)
 
     def backward(self, loss: Tensor, *, count: Count | None = None, **options: Any) -> None:
-        """Run the backward of a mean over `items`, converted to a sum."""
+        """Run the backward of a mean loss over `items`, converted to a sum."""
         if self.divisor is None:
             raise RuntimeError(
                 "list Windows in front of the class whose training_step runs the backward: `class "
@@ -347,12 +350,12 @@ class _TrainerAccelerator(WindowAccelerator):
         return nullcontext()
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
-        """Do nothing: the engine already knows which micro-batches are not the last."""
+        """Do nothing: the engine already knows which micro-batches do not end a window."""
         del model
         return nullcontext()
 
     def _check_end(self, call: str) -> None:
-        """End a window whose last micro-batch was skipped by a training step; the loop is about to step."""
+        """End the window before a step, if `training_step` ran no backward for the last micro-batch."""
         if self.sync_gradients:
             return
         try:
@@ -363,5 +366,5 @@ class _TrainerAccelerator(WindowAccelerator):
                 f"list Windows in front of its class, `class Final(Windows, Mine)`: {error}"
             ) from None
         with self.sync.accumulate(last=True) if is_window_new(self.sync) else nullcontext():
-            pass  # a window without micro-batches here; other ranks may have some
+            pass  # this rank has no micro-batches in the window; other ranks may have some
         self.sync.flush()

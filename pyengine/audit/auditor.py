@@ -1,7 +1,7 @@
 """The auditor, which checks windows during training and raises an error if ranks differ.
 
 In each check, every rank contributes one short vector per group, and all ranks draw the same conclusion from
-the sums.
+the sums of these vectors.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from pyengine.comm.base import Comm
 from pyengine.ops.device import HOST, Readback, runs_ahead
 
 TOLERANCE = 2**-5
-# Each check reads a short run of words from every gradient and every optimizer state tensor. One check in
-# `_ROUND` reads the whole tensor.
+# Each check reads a short run of words from every gradient and every optimizer state tensor. Each tensor
+# is read completely by one check in `_ROUND`.
 _ROUND = 64
 _PARAMETER, _GRADIENT, _STATE = range(3)
 _KINDS = ("parameter", "gradient", "optimizer state")
 _MOST = 32  # maximum number of subjects whose evidence is gathered
-_PROBES = 3  # weighted sums over samples; a single sum could match by chance
-_HEAD = 6  # count, void, and the checksum pieces of the hyperparameters
+_PROBES = 3  # number of weighted sums over samples; a single sum could match by chance
+_HEAD = 6  # a vector's first numbers: count, void, and the checksum pieces of the hyperparameters
 
 Numbers = list[tuple[str, float]]
 
@@ -45,11 +45,11 @@ class Finding:
     Attributes:
         what: "gradient", "parameter", "optimizer state", "hyperparameters", "buffer" or "divisor".
         names: names of all tensors that differ in this way, in the model's order; empty if no tensor differs.
-        ranks: ranks known to be wrong or to have different values; empty if all are, or if it is not known
-            which ranks are.
+        ranks: ranks whose values are known to be wrong or different; empty if the values of all ranks are
+            wrong, or if the wrong ranks are unknown.
         cause: the likely cause.
         step: the window in which the difference was found.
-        since: the first window in which the difference may have begun, right after the last clean check.
+        since: the earliest window in which the difference can have begun: the one after the last clean check.
     """
 
     what: str
@@ -86,22 +86,23 @@ class AuditError(RuntimeError):
 class Samples:
     """A few elements of every gradient of one window, taken after its reduction."""
 
-    # Tensors are float64 [subjects, n], see `SubjectEvidence`; `left` is this rank's share of the result.
+    # The tensors are float64 [subjects, n]; see `SubjectEvidence`. `left` is this rank's share of the reduced
+    # gradient.
     came: Tensor
     last: Tensor
     left: Tensor
     arrivals: Sequence[int]  # number of local gradients by subject
-    is_strict: bool  # whether the factor is known; if not, any factor common to all gradients is accepted
+    is_strict: bool  # whether the factor of the reduction is known; if not, any common factor is accepted
 
 
 @dataclass(frozen=True)
 class Counted:
     """Item counts of a window, as reported by the loop: float64 tensors, 0-dim except for `counts`."""
 
-    # Items in this rank's micro-batches, by subject, [subjects]; None: gradients are means over ranks.
+    # Items in this rank's micro-batches, by subject, [subjects]; None if gradients are means over ranks.
     counts: Tensor | None = None
     count: Tensor | float = 0.0  # this rank's items; the sum over ranks must equal `claimed`
-    claimed: Tensor | float = math.nan  # divisor of the sum over all ranks; nan: not known
+    claimed: Tensor | float = math.nan  # the loop's divisor of the sum over all ranks; nan if unknown
     void: Tensor | float = 0.0  # greater than 0 if the gradients are not used
 
 
@@ -110,7 +111,7 @@ class Auditor:
 
     Args:
         subjects: the audited tensors, in the same order on all ranks of a group.
-        comms: transports, indexed by `Subject.replicas` and `Subject.summed`; the first spans all ranks.
+        comms: transports, indexed by `Subject.replicas` and `Subject.summed`; the first one spans all ranks.
         leaves: the autograd leaves at which gradients arrive.
         tolerance: the largest relative error of a reduced gradient.
     """
@@ -165,8 +166,8 @@ class Auditor:
         """Compare all ranks, after the reduction and before the step.
 
         Raises:
-            AuditError: something differs. If the host runs ahead of the device, the next `begin` or
-                `conclude` raises the error.
+            AuditError: the check found a difference. If the host runs ahead of the device, the next `begin`
+                or `conclude` raises the error.
 
         Cost: one all-reduce per group, of 48 bytes plus 160 bytes per subject.
         """
@@ -183,10 +184,10 @@ class Auditor:
             self.conclude()
 
     def conclude(self) -> None:
-        """Wait for the pending check, if any, and raise on every rank if something differs.
+        """Wait for the pending check, if any, and raise on every rank if the check found a difference.
 
-        Cost: without a difference, only the wait, plus one all-reduce of 8 bytes if there are several groups;
-            with a difference, a gather of all ranks' observations.
+        Cost: only the wait, plus one all-reduce of 8 bytes if there are several groups; if the check found a
+            difference, also a gather of all ranks' observations.
         """
         if self._under_way is None:
             return
@@ -237,7 +238,7 @@ class Auditor:
         bits.index_add_(0, places, self._checksums.of_all([part for _, _, part in reads]) * weights)
         return bits.view(-1, 3), has
 
-    # ---- what all ranks find together ----
+    # ---- comparing all ranks ----
 
     def _pack(self, local: LocalCheck, group: int) -> Tensor:
         """Return the vector to sum over a group, float64: 48 bytes plus 160 bytes per subject."""
@@ -261,7 +262,7 @@ class Auditor:
         return [i for i, subject in enumerate(self._subjects) if getattr(subject, which) == group]
 
     def _suspects(self, local: LocalCheck, read: Sequence[Tensor]) -> dict[int, set[str]]:
-        """Return differences by subject index (-1: hyperparameters, -2: count); `read` is by group."""
+        """Return differences by subject index (-1: hyperparameters, -2: count), given each group's sums."""
         found: dict[int, set[str]] = defaultdict(set)
         self._total, void = float(read[0][0]), float(read[0][1])
         if bool(differ(read[0][2:_HEAD].reshape(1, 4), self._comms[0].world_size)):
@@ -278,7 +279,7 @@ class Auditor:
                 if not (void and column == _GRADIENT):
                     found[same[place]].add(_KINDS[column])
             sums = numbers[end:].reshape(-1, 2 * _PROBES + 2)
-            sums[:, -1].masked_fill_(sums[:, -1] == 0, comm.world_size)  # for means over ranks
+            sums[:, -1].masked_fill_(sums[:, -1] == 0, comm.world_size)  # a mean over ranks has no count
             rows.append(sums)
         for index in self._badly_reduced(local.samples, torch.cat(rows), is_used=not void):
             found[index].add("gradient")
@@ -287,8 +288,8 @@ class Auditor:
     def _badly_reduced(self, samples: Samples, rows: Tensor, *, is_used: bool) -> list[int]:
         """Return the subjects whose reduced gradient is not the sum of local gradients over the count.
 
-        `rows`, float64 `[subjects, 2 * _PROBES + 2]`, holds weighted sums over samples of the local
-        gradients, the same sums for the reduced gradient, the magnitude of the local samples, and the count.
+        `rows` is float64 `[subjects, 2 * _PROBES + 2]`. A row contains `_PROBES` weighted sums of the local
+        samples, `_PROBES` weighted sums of the reduced samples, the local samples' magnitude, and the count.
         """
         indices = [index for group in range(len(self._comms)) for index in self._indices("summed", group)]
         came, left, scale, count = rows.split((_PROBES, _PROBES, 1, 1), 1)
@@ -300,7 +301,7 @@ class Auditor:
         is_known = (scale > 0).flatten() & torch.cat([due, left, scale], 1).isfinite().all(1) & is_used
         common = 1.0
         if not samples.is_strict:
-            # Rounding hides the factor of a small sum.
+            # Small sums are left out, because rounding hides their factor.
             ratios = (left / due)[(due.abs() > 0.05 * scale) & is_known.unsqueeze(1)]
             common = float(ratios.median()) if len(ratios) else 1.0
         slack = self._tolerance * abs(common) * scale
@@ -348,7 +349,7 @@ class Auditor:
         )
 
 
-# ---- the numbers of an optimizer, which every rank has to set alike ----
+# ---- numbers of an optimizer, which must be equal on all ranks ----
 
 
 def states_of(state: Mapping[Any, Any]) -> tuple[list[Tensor], list[float]]:
@@ -364,7 +365,7 @@ def states_of(state: Mapping[Any, Any]) -> tuple[list[Tensor], list[float]]:
 
 
 def numbers_of(optimizers: Sequence[Any]) -> tuple[Numbers, list[Tensor]]:
-    """Return the numbers of every parameter group by name, and unread numbers on an accelerator."""
+    """Return all hyperparameters by name; hyperparameters on an accelerator are returned as tensors."""
     numbers: Numbers = []
     tensors: list[Tensor] = []
     for place, optimizer in enumerate(optimizers):

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-# Relative tolerance for a number that follows from others up to rounding.
+# Relative tolerance of comparisons between numbers that are equal up to rounding.
 _FITS = 2**-6
 
 
@@ -19,11 +19,11 @@ class SubjectEvidence:
 
     differs: set[str]  # what differs between ranks: "parameter", "gradient", "optimizer state"
     kind: str  # "parameter" or "buffer"
-    factor: float  # factor that multiplies the sum over ranks
+    factor: float  # expected factor between the sum over ranks and the reduced gradient
     bits: Sequence[int | None]  # checksums of parameter, gradient and optimizer state
     came: Tensor  # float64 [n], sampled elements of the gradients of this rank's micro-batches
     last: Tensor  # the same elements for the last micro-batch alone
-    left: Tensor  # of the reduced gradient, with all that is pending; 0 for elements on other ranks
+    left: Tensor  # the same elements of the reduced gradient; 0 for elements on other ranks
     count: float  # items counted by this rank's micro-batches; 0 if not known
     arrivals: int  # number of gradients that arrived
     is_whole: bool  # whether this rank holds the whole gradient
@@ -36,7 +36,7 @@ class Case:
         self.all, self.world = evidence, len(evidence)
         self.factor = factor = evidence[0].factor
         self.is_whole = all(e.is_whole for e in self.all)
-        # By rank, float64 [ranks, n].
+        # Samples by rank, float64 [ranks, n].
         self.came = torch.stack([e.came for e in self.all])
         self.last = torch.stack([e.last for e in self.all])
         left = torch.stack([e.left for e in self.all])
@@ -45,7 +45,7 @@ class Case:
         self.due, self.due_of_last = factor * self.came.sum(0), factor * self.last.sum(0)
         self._noise = _FITS * float((factor * self.came.abs().sum(0)).norm())
 
-        self.has_earlier = any(e.arrivals > 1 for e in self.all)  # micro-batches before the last one
+        self.has_earlier = any(e.arrivals > 1 for e in self.all)  # whether the last was not the only one
         # Whether ranks hold whole gradients and had different local gradients.
         own = self.came - self.came.mean(0)
         self.is_different_by_rank = self.is_whole and factor * float(own.norm()) > 4 * self._noise
@@ -55,7 +55,7 @@ class Case:
         return float((self.left - wanted).norm(dim=1).max()) <= self._noise
 
     def ratios(self) -> tuple[list[float], bool]:
-        """Return the factor by which each rank's gradient is off, and whether its direction is right."""
+        """Return the ratio of each rank's gradient to the expected one, and whether all directions agree."""
         size = float(self.due @ self.due)
         if size**0.5 <= 2 * self._noise:
             return [], False
@@ -106,7 +106,7 @@ def cause_of_gradient(evidence: Sequence[SubjectEvidence]) -> str:
 
 
 def _weighed(case: Case) -> str:
-    """Describe how many times earlier micro-batches and the last one count, if that explains the gradient."""
+    """Describe the weights of earlier micro-batches and the last one; empty if they explain nothing."""
     parts = torch.stack([case.due - case.due_of_last, case.due_of_last], 1)
     if not case.has_earlier or parts.shape[0] < 4:
         return ""

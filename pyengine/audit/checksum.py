@@ -2,9 +2,9 @@
 
 Equal bits in equal positions give equal checksums in any order of summation, because integer arithmetic
 wraps. A change of a single word, such as a flipped sign or bit, is always detected; swapped words are
-detected unless two weights happen to cancel, once in 2^31. `of` returns the checksum of words, int32 `[n]`
-(see `words_of`), as a 0-dim int64 tensor on the device, and `of_all` returns many as int64 `[n]`; neither
-value is read by the host.
+detected unless two weights happen to cancel, with a probability of 2^-31. `of` returns the checksum of words,
+int32 `[n]` (see `words_of`), as a 0-dim int64 tensor on the device, and `of_all` returns many checksums as
+int64 `[n]`. The host does not read the checksums.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from pyengine.ops.device import HOST, runs_ahead
 
 # On the host, words are weighted block by block, so that a block's weights stay in the L1 cache.
 _BLOCK = 2**10
-_BLOCKS_AT_ONCE = 2**8  # without the native core
+_BLOCKS_AT_ONCE = 2**8  # number of blocks per step without the native core
 # An accelerator is fastest with few, long blocks.
 _MIN_LANES, _MAX_LANES = 2**15, 2**22
-_ELEMENTS_A_LANE = 2**10  # of all elements read, so that the sums are small in comparison
-# Most words of a tensor that is summed together with others, because a call would cost more than its reads.
+_ELEMENTS_A_LANE = 2**10  # elements per lane, so that the lanes' sums are small in comparison
+# Tensors of at most `_SHORT` words are summed in one call, because separate calls would cost more time.
 _SHORT = 2**11
-# Blocks are added at shifting offsets, so that elements at a round distance do not meet in the same lane.
+# Blocks are added at shifting offsets, so that elements a round number of words apart do not share a lane.
 _NUM_SHIFTS, _SHIFT = 16, 64
 # Lanes are weighted in `_NUM_ROWS` rows, which share their weights except for a factor per row.
 _NUM_ROWS = 4
@@ -60,7 +60,7 @@ def checksums_on(device: torch.device, numel: int) -> BlockSums | LaneSums:
 class BlockSums:
     """Sum of words times odd weights in 64 bits, block by block, with a separate factor for every block.
 
-    The native core computes the same sum; the PyTorch operators below are the definition.
+    The native core computes the same sum; the PyTorch operators below define the sum.
 
     Cost: `of` reads 4 bytes per word; the weights take 4 KB.
     """
@@ -68,7 +68,7 @@ class BlockSums:
     def __init__(self) -> None:
         self._weights = _odd_weights(_BLOCK)
         self._core = native.core()
-        native.can_gather()  # lets the core learn to read tensor objects
+        native.can_gather()  # prepares the core for reading tensor objects
 
     def of(self, words: Tensor) -> Tensor:
         if self._core is not None:
@@ -101,11 +101,11 @@ class BlockSums:
 class LaneSums:
     """Sum of words times odd numbers in 32 bits per lane, then of lanes times odd weights in 64 bits.
 
-    This needs few launches, no memory per word, and no 64-bit product per word. `numel`, the number of all
-    elements to read, determines the length of a block.
+    This method needs few kernel launches, no memory per word, and no 64-bit product per word. `numel` is the
+    number of elements in all tensors to read, and determines the length of a block.
 
-    Cost: `of` reads 4 bytes per word; memory is 5 bytes per lane: 170 KB, and from 11 M elements on at most
-    1/64 byte per element.
+    Cost: `of` reads 4 bytes per word. The memory is 5 bytes per lane, which is 170 KB, or at most 1/64 byte
+    per element for 11 M elements or more.
     """
 
     def __init__(self, device: torch.device, numel: int) -> None:
@@ -133,7 +133,7 @@ class LaneSums:
             places = torch.arange(int(ends[-1]), dtype=torch.int64, device=HOST)
             places -= starts.repeat_interleave(lengths)
             words = torch.cat([tensors[index] for index in short]).to(torch.int64)
-            # Running sums, which may wrap; their differences are still correct.
+            # The running sums may wrap, but their differences are still correct.
             so_far = torch.zeros(len(words) + 1, dtype=torch.int64, device=words.device)
             torch.cumsum(words * self._weights[places.to(words.device)], 0, out=so_far[1:])
             sums = so_far[ends.to(words.device)] - so_far[starts.to(words.device)]
@@ -158,7 +158,7 @@ class LaneSums:
 def words_of(tensor: Tensor) -> Tensor:
     """Return the bits of this rank's part of a tensor: int32 `[n]`, in the order of the elements.
 
-    The result is a view if memory has that order and the elements fill whole words, otherwise a copy.
+    The result is a view if the elements are in this order in memory and fill whole words, otherwise a copy.
     """
     flat = local(tensor)
     if flat.layout is not torch.strided:
@@ -166,7 +166,7 @@ def words_of(tensor: Tensor) -> Tensor:
     flat = flat.int_repr() if flat.is_quantized else flat  # quantized memory has no other view
     flat = torch.view_as_real(flat.resolve_conj()) if flat.is_complex() else flat
     flat = flat.resolve_neg().contiguous()
-    flat = flat.as_strided((flat.numel(),), (1,), flat.storage_offset())  # for one element with any stride
+    flat = flat.as_strided((flat.numel(),), (1,), flat.storage_offset())  # one element may have any stride
     size = flat.element_size()
     if size >= 4:
         return flat.view(torch.int32)
@@ -180,8 +180,8 @@ def words_of(tensor: Tensor) -> Tensor:
 def pieces(checksums: Tensor) -> Tensor:
     """Split checksums, int64 `[n]`, into numbers that float64 can sum exactly over ranks: `[n, 4]`.
 
-    The numbers are two pieces of 20 bits, each with its square. On W ranks, up to 8192, the pieces are equal
-    if and only if W times the sum of squares is the square of the sum.
+    A row contains two pieces of 20 bits, each followed by its square. On W ranks, up to 8192, a piece is
+    equal on all ranks if and only if W times the sum of its squares is the square of its sum.
     """
     mixed = _mixed(checksums)
     parts = torch.stack([mixed & _MASK, mixed >> 20 & _MASK], 1).double()

@@ -50,27 +50,30 @@ def audit(
 
     In every `every`-th window, starting with the first, all ranks compare values that must be equal on all
     ranks, and compare the reduced gradients with the gradients of the micro-batches. A window ends with the
-    step of the (first) optimizer, and the check runs before that step. Call this function on every rank after
-    wrapping the model and creating the optimizer, and before the first backward.
+    step of the (first) optimizer, and the check runs just before the step. Call this function on every rank
+    after wrapping the model and creating the optimizer, and before the first backward.
 
     Args:
         model: the model as the loop calls it; wrapped in DDP, sharded by FSDP2, compiled, or plain.
         optimizer: the optimizer that steps the model, or several.
         every: number of windows from one check to the next.
         process_group: the group of ranks; None means DDP's group, or the default group.
-        groups: maps patterns of parameter names (fnmatch) to another process group over which the parameters
-            are equal and their gradients are reduced, for example for experts; or to None for parameters that
-            ranks do not have in common.
+        groups: maps patterns of parameter names (fnmatch) to the process group that shares the parameters
+            and reduces their gradients, for example for experts. None excludes parameters that ranks do not
+            have in common.
         tolerance: largest error of a reduced gradient, relative to the gradients of the micro-batches. A
             lossy communication hook needs more than 1/32.
 
     Returns:
-        A handle: `reduced`, `count` and `abandon` report what hooks cannot see, and `remove` ends the audit.
+        A handle. Call `reduced`, `count` and `abandon` to report events that hooks cannot see, and `remove`
+        to end the audit.
 
     Raises:
-        TypeError, ValueError: an argument is invalid, or ranks have different parameters; on every rank.
+        TypeError, ValueError: an argument is invalid, or ranks have different parameters; raised on every
+            rank.
         RuntimeError: the parameters are on an XLA device; or, at a step, another rank skipped its step.
-        AuditError: something differs; on every rank, before the optimizer's step (after it on accelerators).
+        AuditError: a check found a difference; raised on every rank, before the optimizer's step on a CPU and
+            after the step on an accelerator.
 
     Cost: a checked window costs one read of the parameters, one native hook call per parameter and
     micro-batch, and an all-reduce of 160 bytes per parameter; other windows cost one hook call per step. Over
@@ -136,16 +139,18 @@ class Audit:
         return f"Audit({len(self._names)} tensors, every={self._every}, {checks})"
 
     def count(self, items: float | Tensor, *, divided_by: float = 1.0, names: str = "*") -> None:
-        """Set the number of items that a micro-batch's loss is summed over, before its backward.
+        """Set the number of items over which a micro-batch's loss is summed; call this before its backward.
 
-        If this was called in a window, the gradient must be the sum of the losses' gradients divided by the
-        sum of all items, over all ranks and micro-batches; otherwise it must be the mean over ranks.
+        In a window with item counts, the gradient must be the sum of the losses' gradients divided by the
+        sum of all items, over all ranks and micro-batches. In a window without item counts, the gradient must
+        be the mean over ranks.
 
         Args:
-            items: number of items, such as tokens or samples, in the loss; a 0-dim tensor is not read.
+            items: number of items, such as tokens or samples; the host does not read a 0-dim tensor.
             divided_by: divisor that the loop has already applied to the sum.
-            names: pattern (fnmatch) of parameter names to which the count applies, for parameters that are
-                reached only by a loss of their own, such as a second head's. First call `count` for all.
+            names: pattern (fnmatch) of parameter names to which the count applies. Use a pattern for
+                parameters that only a separate loss reaches, such as a second head's loss, after a call of
+                `count` for all parameters.
         """
         if not self._is_due:
             return

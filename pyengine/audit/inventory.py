@@ -1,4 +1,4 @@
-"""The tensors of a model and its optimizers to audit, and the ranks that share them."""
+"""Find the tensors to audit in a model and its optimizers, and the ranks that share each tensor."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ class Subject:
 
     name: str
     tensor: Tensor
-    replicas: int | None  # index of the group whose ranks must hold the same values; None: no other rank does
-    summed: int | None  # index of the group over which the gradient is summed; None: not compared
+    replicas: int | None  # index of the group whose ranks must hold the same values; None if there is none
+    summed: int | None  # index of the group over which the gradient is summed; None if not compared
     shard: Shard
     kind: str = "parameter"  # or "buffer"
 
@@ -51,7 +51,7 @@ class Inventory:
 
     Args:
         model: the model as the loop calls it.
-        optimizers: the model's optimizers; any other parameters that they hold are audited too.
+        optimizers: the model's optimizers, whose other parameters are audited, too.
         group: group of all ranks; None is the default group.
         groups: maps name patterns to other groups, or to None for tensors that ranks do not have in common.
 
@@ -88,7 +88,8 @@ class Inventory:
         if has_own_buffers:
             self.subjects += buffers_of(self.module, self._index_of)
         self._check_alike()
-        # A rank that skips a step proceeds to the loop's own collectives while the other ranks run the check.
+        # The checks use groups of their own, because a rank that skips a step proceeds to the loop's own
+        # collectives while the other ranks run the check.
         self.comms = [comm.with_own_group() for comm in self.comms]
 
     def _parameters(self) -> Iterator[Subject]:
@@ -175,7 +176,7 @@ def _said(row: Any) -> str:
 
 
 def _start_of(param: Any) -> int | None:
-    """Return the index of this rank's first element of a DTensor, or None if it holds no contiguous range."""
+    """Return the index of this rank's first DTensor element, or None if its elements are not contiguous."""
     start, rows = 0, param.shape[0] if param.dim() else 1
     shards = [(axis, p) for axis, p in enumerate(param.placements) if not p.is_replicate()]
     if not shards:

@@ -1,8 +1,8 @@
 """Samples of a few elements of every gradient, before and after the reduction.
 
-A reduction is a sum, so sampled elements of its result are the sum over ranks and micro-batches of the same
-elements of its inputs, times one factor. The samples reveal gradients that were lost, not reduced, or
-multiplied by another factor.
+Sampled elements of a reduced gradient must be equal to the sum of the same elements over all ranks and
+micro-batches, times one factor. The samples reveal gradients that were lost, not reduced, or multiplied by
+another factor.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class Probe:
                     self._handles.append(hook)
 
     def weights_of_next(self) -> MutableSequence[float]:
-        """Return the factors of the next micro-batch's gradients, by subject, for the caller to change."""
+        """Return the factors of the next micro-batch's gradients, by subject; the caller may change them."""
         if self._is_over[0]:
             self._forget()
         return self._weights
@@ -104,7 +104,7 @@ class Probe:
 
     @torch.no_grad()
     def reduced(self) -> Tensor:
-        """Return the same elements of the current gradients, float64 `[subjects, NUM_SAMPLES]`.
+        """Return the sampled elements of the current gradients, float64 `[subjects, NUM_SAMPLES]`.
 
         The result is this rank's share: 0 for elements on other ranks, and 1/n of elements held by n ranks.
         """
@@ -147,7 +147,7 @@ class Probe:
 
     @cached_property
     def _notes(self) -> Any:
-        """Return the core's view of the recorded samples, by address."""
+        """Return the native core's object for the recorded samples, which refers to them by address."""
         assert self._core is not None
         arrays = (self._is_over, self._places, self._weights, self._arrivals)
         tensors = (self.sums, self.last, self._lost)
@@ -155,9 +155,9 @@ class Probe:
         return self._core.Notes(*where, NUM_SAMPLES)
 
     def _note(self, index: int, grad: Tensor) -> None:
-        """Record strided elements of a gradient that the core cannot read."""
+        """Record the sampled elements of a gradient that the native core cannot read."""
         total, last = self._sum_rows[index], self._last_rows[index]
-        if hasattr(grad, "to_local"):  # for example partial sums, whose local part is not a sample
+        if hasattr(grad, "to_local"):  # for example a DTensor of partial sums, which has no local samples
             total.fill_(torch.nan)
             return
         start, stride, num = self._places[3 * index : 3 * index + 3]
@@ -196,13 +196,13 @@ def _strided(grad: Tensor, start: int, stride: int, num: int) -> Tensor:
 
 # ---- the leaf that receives a gradient: the parameter, or the tensor that FSDP2 uses in its place ----
 
-# Creates a hook for a leaf. The argument contains the tensors whose `.grad`, once set to None, stays None
-# until the next gradient has been accumulated; it is empty if a `.grad` of None has no such meaning.
+# A function that creates a leaf's hook. The argument contains the tensors whose `.grad`, once set to None,
+# stays None until the next gradient has been accumulated. The tuple is empty if there are no such tensors.
 MakeHook = Callable[[tuple[Tensor, ...]], Callable[[Tensor], None]]
 
 
 class Leaves:
-    """The autograd leaves of a model that FSDP2 may have sharded; pass None if it is not sharded."""
+    """The autograd leaves of a model that FSDP2 may have sharded; None means that it is not sharded."""
 
     def __init__(self, model: nn.Module | None) -> None:
         self._shown: dict[int, _Shown] = {}
@@ -225,13 +225,13 @@ class Leaves:
 
 
 class _Shown:
-    """The leaf that forwards use in place of a parameter sharded by FSDP; always the same leaf."""
+    """The leaf that FSDP puts in place of a sharded parameter; the same leaf in every forward."""
 
     def __init__(self, param: Tensor, module: nn.Module, name: str) -> None:
         self._param, self._name = param, name
         self.leaf: Tensor | None = None  # None until the first forward
         self.waiting: list[LeafHook] = []
-        # Runs after FSDP's own hook, which puts the leaf in place.
+        # This hook runs after FSDP's own hook, which puts the leaf in place.
         self._handle = module.register_forward_pre_hook(self._find)
 
     def _find(self, module: nn.Module, _: Any) -> None:
@@ -256,7 +256,7 @@ class LeafHook:
     def register(self, leaf: Tensor) -> None:
         if self._is_removed:
             return
-        # Megatron sets `.grad` to None after every micro-batch, so None has no meaning there.
+        # Megatron sets `.grad` to None after every micro-batch, not only when gradients are cleared.
         owners = (leaf,) if leaf is self._param else (leaf, self._param)
         hook = self._make_hook(() if hasattr(self._param, "main_grad") else owners)
 

@@ -23,14 +23,14 @@ class Conflict(ValueError):
 
 
 def fill(settings: type[_Settings], options: argparse.Namespace, **values: Any) -> _Settings:
-    """Build the settings of a command from `values` and, for other fields, the options of the same names."""
+    """Build a command's settings from `values`, and all other fields from the options of the same names."""
     names = [field.name for field in fields(settings) if field.name not in values]  # type: ignore[arg-type]
     return settings(**values, **{name: getattr(options, name) for name in names})
 
 
 @contextmanager
 def writing(argument: str, what: str, remedy: str = "name a writable folder") -> Iterator[None]:
-    """Raise `Conflict` if the body, which does `what` for an argument, raises OSError."""
+    """Raise `Conflict` if the body raises OSError; `what` describes the body in the error message."""
     try:
         yield
     except OSError as error:
@@ -72,7 +72,7 @@ def counts(parser: argparse.ArgumentParser, least: int = 1) -> Callable[..., arg
 
 
 def whole(least: int) -> Callable[[str], int]:
-    """Return a type for `add_argument`: whole numbers of at least `least`."""
+    """Return a type for `add_argument` that accepts whole numbers of at least `least`."""
 
     def parse(text: str) -> int:
         try:
@@ -102,7 +102,7 @@ def above_zero(text: str) -> float:
 def different_wholes(text: str) -> tuple[int, ...]:
     """Parse distinct whole numbers, separated by commas."""
     parts = text.split(",")
-    # `int` rejects numbers with thousands of digits.
+    # Long numbers count as 0, because `int` raises ValueError for thousands of digits.
     numbers = tuple(int(part) if part.isdecimal() and len(part) < 10 else 0 for part in parts)
     if min(numbers) < 1 or len(set(numbers)) < len(numbers):
         raise argparse.ArgumentTypeError(
@@ -112,7 +112,7 @@ def different_wholes(text: str) -> tuple[int, ...]:
 
 
 def different_names(known: Collection[str]) -> Callable[[str], tuple[str, ...]]:
-    """Return a type for `add_argument`: distinct names of `known`, separated by commas."""
+    """Return a type for `add_argument` that accepts distinct names from `known`, separated by commas."""
 
     def parse(text: str) -> tuple[str, ...]:
         names = tuple(text.split(","))

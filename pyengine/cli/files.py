@@ -1,4 +1,4 @@
-"""Files of commands, written completely or not at all, and never through a link; see SECURITY.md."""
+"""Write files of commands completely or not at all, and never through a link; see SECURITY.md."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from typing import TextIO
 def written(path: Path) -> Iterator[Path]:
     """Yield a temporary path; replace `path` by the file written there if the body raises nothing.
 
-    The temporary path has the same name and is in a folder that only this user can enter, so nobody can have
-    placed a link there; a link at `path` itself is replaced, not followed.
+    The temporary path has the same name and is in a folder that only this user can enter, so that nobody else
+    can place a link in the folder. A link at `path` itself is replaced, not followed.
     """
     with tempfile.TemporaryDirectory(prefix=".pyengine-", dir=path.parent) as folder:
         part = Path(folder, path.name)
@@ -47,7 +47,7 @@ def fresh(path: Path) -> TextIO:
 
 
 def make_folder(path: Path) -> None:
-    """Create a folder inside a folder that the user named, if it is missing; raise OSError for a link."""
+    """Create a missing folder inside a folder that the user named; raise OSError for a link."""
     path.mkdir(exist_ok=True)
     if path.is_symlink():
         raise OSError(errno.ELOOP, "a symbolic link, which is not followed", str(path))

@@ -13,7 +13,7 @@ from pyengine.step.step_record import StepRecord
 from pyengine.window.noise_scale import NoiseScale
 
 INK = "#222222"
-STYLE: dict[Any, Any] = {  # the stubs of rc_context list every name
+STYLE: dict[Any, Any] = {  # Any, because the stubs of rc_context list every name
     "font.size": 11,
     "axes.spines.top": False,
     "axes.spines.right": False,
@@ -43,7 +43,7 @@ def measure_noise_scale(sync: Sync, *, parts: int) -> None:
     Every rank must call this function at the same point.
 
     Args:
-        parts: number of ranks or micro-batches whose gradients can be compared; nothing is measured with one.
+        parts: number of ranks or micro-batches whose gradients can be compared; with 1, nothing is measured.
     """
     try:
         if parts > 1:
@@ -66,8 +66,8 @@ def _short(value: float) -> str:
 def layer_norms(norms: Sequence[Mapping[str, float]]) -> dict[str, list[float]]:
     """Return the norms of every step by parameter or, for more than 12 parameters, by layer.
 
-    A layer consists of all parameters whose names share their first components: as many components as give
-    at most 12 layers, and at least one component.
+    A layer consists of all parameters whose names share the same first components. The number of components
+    is the largest that gives at most 12 layers, and at least 1.
     """
     components = {name: name.split(".") for name in norms[0]}
     depth = max(map(len, components.values()))
@@ -83,14 +83,14 @@ def layer_norms(norms: Sequence[Mapping[str, float]]) -> dict[str, list[float]]:
 
 
 def draw(records: Sequence[StepRecord], path: Path, *, unit: str) -> None:
-    """Plot gradient norms over steps and, if known, the noise scale together with the batch.
+    """Plot gradient norms over steps and, if known, the noise scale and the batch size.
 
     Args:
         records: the records of steps with `grad_norms`.
         path: path of the PNG file.
         unit: unit of counts, for example "tokens".
     """
-    import matplotlib  # optional: `train` runs without it
+    import matplotlib  # optional: `train` runs without matplotlib
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
@@ -139,5 +139,5 @@ def draw_noise_scale(
     spreads = [spread or 0.0 for _, spread in estimates]
     axes.errorbar(xs, scales, yerr=spreads, capsize=3, linewidth=1.4, elinewidth=1, **look)
     axes.set_yscale("log")
-    axes.yaxis.set_major_formatter(LogFormatter())  # 20, not 2 × 10¹
+    axes.yaxis.set_major_formatter(LogFormatter())  # format as 20, not as 2 × 10¹
     axes.yaxis.set_minor_formatter(LogFormatter(minor_thresholds=(2, 0.4)))

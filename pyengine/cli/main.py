@@ -48,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         run: Callable[[Any], int] = import_module(f"pyengine.cli.{options.command}.run").run
         with stopping.raised():
             code = run(settings)
-            sys.stdout.flush()  # while an error can still be reported
+            sys.stdout.flush()  # flush while an error can still be reported
         return code
     except Conflict as error:
         refuse(str(error))
@@ -75,7 +75,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         terminal.show_cursor()
 
 
-# The summary and the arguments of each command; `run.py` in the command's folder runs it.
+# The summary and the arguments of each command; `run.py` in the command's folder runs the command.
 _COMMANDS: dict[str, tuple[str, Any]] = {
     "train": ("train small models on this machine and compare with plain DDP", train),
     "verify": ("train on several world sizes and check that the runs are bitwise identical", verify),
@@ -87,7 +87,7 @@ _COMMANDS: dict[str, tuple[str, Any]] = {
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """Return the parser; `error` of the parsed options prints the usage of the command and exits."""
+    """Return the parser; the parsed options have an `error` that prints the command's usage and exits."""
     parser = argparse.ArgumentParser(
         prog="python -m pyengine", description="Gradient synchronization and accumulation for PyTorch."
     )

@@ -1,4 +1,4 @@
-"""Ranges of repeated measurements: a difference counts only if two ranges do not overlap."""
+"""Ranges of repeated measurements, which count as different only if the ranges do not overlap."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Range:
 
     @classmethod
     def of(cls, values: Iterable[float]) -> Range:
-        """Return the range of at least one value."""
+        """Return the range of the values, of which there must be at least one."""
         values = list(values)
         return cls(statistics.median(values), min(values), max(values))
 

@@ -1,4 +1,4 @@
-"""Reports of commands: tables and sentences for people, or JSON lines for programs, on a single rank."""
+"""Reports of commands, printed by one rank: tables and sentences for people, or JSON lines for programs."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Report:
         self._console = _Console(quiet=as_json or is_silent)
 
     def _emit(self, event: str, **values: Any) -> bool:
-        """Print an event as a JSON line with `--json`; return whether text is printed instead."""
+        """Print an event as a JSON line with `--json`; return whether to print text instead."""
         if self._as_json and not self._is_silent:
             print_json(event, **values)
         return not (self._as_json or self._is_silent)

@@ -1,6 +1,6 @@
 """SIGINT and SIGTERM end a command with one line on stderr and the exit code 128 + signal.
 
-`pyengine/__init__.py` imports this module before the imports that take seconds, so it imports little itself.
+`pyengine/__init__.py` imports this module before slow imports, so this module itself imports little.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ _WORDS = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated"}
 def at_start() -> None:
     """Make a signal end this process immediately, before it has started anything.
 
-    An exception would pass through unfinished imports, some of which swallow it. Workers of torchrun end
-    silently, even inside a collective, because torchrun reports the signal.
+    No exception is raised, because some unfinished imports would swallow the exception. Workers of torchrun
+    end silently, even inside a collective, because torchrun reports the signal.
     """
     for number in _not_ignored():
         signal.signal(number, signal.SIG_DFL if _is_torchrun_worker() else _exit)
@@ -31,8 +31,8 @@ def at_start() -> None:
 def raised() -> Iterator[None]:
     """Raise KeyboardInterrupt or SystemExit in the body on a signal, and ignore further signals.
 
-    After the body, a process that has called `at_start` has nothing left to stop, so it ignores signals while
-    the interpreter exits.
+    After the body, a process that has called `at_start` also ignores signals, because only the interpreter's
+    exit is left.
     """
     if _is_torchrun_worker() or threading.current_thread() is not threading.main_thread():
         yield

@@ -1,4 +1,4 @@
-"""Training functions: built-in models, or a function of the user, given as MODULE:FUNCTION."""
+"""Training functions: built-in models, or the user's own function, given as MODULE:FUNCTION."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pyengine.cli.arguments import Conflict
 
 
 class Enough(BaseException):
-    """Ends a training function after its last step; not an `Exception`, so that handlers ignore it."""
+    """Raised to end a training function after its last step; `except Exception` does not catch it."""
 
 
 def add_to(parser: argparse.ArgumentParser, models: Sequence[str], default: str) -> None:

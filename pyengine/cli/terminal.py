@@ -1,4 +1,4 @@
-"""Terminal output: characters that cannot be encoded, JSON lines, and an output that is closed or full."""
+"""Terminal output: characters that cannot be encoded, JSON lines, and closed or full outputs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _PLAIN = {"×": "x", "→": "->", "–": "-", "±": "+-", "√": "sqrt ", "Σ": 
 
 
 def prepare_output() -> None:
-    """Replace characters that the encoding of stdout lacks, such as `×` by `x`, and others by `?`.
+    """Replace characters that stdout cannot encode by similar ones, such as `×` by `x`, or by `?`.
 
     If stdout is closed, nothing is printed. Every process that prints must call this function.
     """
@@ -42,7 +42,7 @@ def _plain(error: UnicodeError) -> tuple[str, int]:
 
 
 def show_cursor() -> None:
-    """Show the cursor again: a worker that was killed while drawing its live line leaves it hidden."""
+    """Show the cursor, which a worker leaves hidden if it is killed while drawing its live line."""
     if sys.stdout.isatty():
         sys.stdout.write("\x1b[?25h")
 
@@ -76,7 +76,7 @@ def _printable(value: Any) -> Any:
 
 @contextmanager
 def ends_with_output() -> Iterator[None]:
-    """End this worker if its output is closed (by SIGPIPE, like other programs) or has no space left."""
+    """End this worker if its output is closed (by SIGPIPE, as for other programs) or has no space left."""
     try:
         yield
     except OSError as error:
@@ -106,7 +106,7 @@ def exit_code_of_worker(error: RuntimeError) -> int | None:
 def exit_code(error: OSError) -> int | None:
     """Return the exit code of a command whose output was closed or has no space left; None for other errors.
 
-    Redirects stdout to the null device, so that the interpreter does not fail again at exit.
+    The function also redirects stdout to the null device, so that the interpreter does not fail at exit.
     """
     if isinstance(error, BrokenPipeError):
         code = _CLOSED

@@ -22,7 +22,7 @@ def add_to(parser: argparse.ArgumentParser) -> None:
 
 
 class Run:
-    """A run in each tracker; without trackers, nothing is written."""
+    """A run in each tracker; writes nothing without trackers."""
 
     def __init__(self) -> None:
         self.listeners: list[Listener] = []
@@ -34,7 +34,7 @@ class Run:
             listener(record)
 
     def log(self, values: Mapping[str, float], *, axis: str, at: int) -> None:
-        """Write named values at a point of an axis."""
+        """Log values by name, at position `at` of an axis."""
         if self.wandb is not None:
             for name in values:
                 self.wandb.define_metric(name, step_metric=axis)

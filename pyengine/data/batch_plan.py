@@ -67,7 +67,7 @@ class BatchPlan:
 
     @property
     def idle(self) -> int:
-        """Unused micro-batch slots per window, on ranks that have one micro-batch less than others."""
+        """Unused micro-batch slots per window, on ranks with one micro-batch fewer than other ranks."""
         return self.world_size * max(self.shares) - self.micro_batches
 
     def steps_per_epoch(self, dataset_size: int, *, drop_last: bool = False) -> int:
@@ -75,7 +75,7 @@ class BatchPlan:
 
         Args:
             dataset_size: number of samples in the dataset.
-            drop_last: whether to drop the samples that do not fill a window. Otherwise the last window is
+            drop_last: whether to drop the samples that do not fill a window. If False, the last window may be
                 short.
 
         Raises:
@@ -103,7 +103,7 @@ def plan_batch(*, global_batch: int, micro_batch: int, world_size: int, uneven: 
 
     Raises:
         TypeError: an argument is not a whole number.
-        ValueError: the batch cannot be split; the message names the nearest batch that can.
+        ValueError: the batch cannot be split; the message names the nearest batch that can be split.
 
     Example:
         >>> plan = pe.plan_batch(global_batch=4096, micro_batch=8, world_size=64)
@@ -129,8 +129,8 @@ def plan_batch(*, global_batch: int, micro_batch: int, world_size: int, uneven: 
 def scale_lr(lr: float, *, from_batch: int, to_batch: int, rule: Rule) -> float:
     """Return the learning rate for another global batch.
 
-    With k = to_batch / from_batch, "linear" is lr × k (Goyal et al. 2017, §2.1; for SGD, with a warm-up:
-    `warm_up`), "sqrt" is lr × √k (for Adam: Malladi et al. 2022, who also scale betas and eps). Both are
+    With k = to_batch / from_batch, "linear" returns lr × k (for SGD with `warm_up`; Goyal et al. 2017, §2.1),
+    and "sqrt" returns lr × √k (for Adam; Malladi et al. 2022 also scale betas and eps). Both are
     rules of thumb for moderate batches. Very large batches converge worse with every rule; the limit depends
     on the model and the data, and must be measured (Shallue et al. 2019). docs/batch.md lists the sources.
 

@@ -29,17 +29,17 @@ from pyengine.ops import capture
 def seed_everything(seed: int, *, deterministic: bool = False) -> int:
     """Seed Python's random, numpy, torch on every device, and XLA.
 
-    Each generator is seeded by its own seed function. pyengine never calls `seed_everything` itself. The call
-    does not initialize CUDA, whose generators are seeded when CUDA is initialized later. numpy is seeded if
-    it is installed (torch imports it in any case), and XLA if torch_xla has been imported. Seeding XLA opens
-    the XLA device, so with spawned processes call `seed_everything` in each process.
+    Each generator is seeded by its own seed function. pyengine never calls `seed_everything` itself. CUDA is
+    not initialized by the call, and its generators are seeded when CUDA is initialized later. numpy is seeded
+    if it is installed (torch imports it in any case), and XLA if torch_xla has been imported. Seeding XLA
+    opens the XLA device, so with spawned processes call `seed_everything` in each process.
 
     Args:
         seed: 0 to 2**64 - 1. numpy has 32-bit seeds; a seed of 2**32 or more is passed as several words.
-        deterministic: whether to restrict torch to deterministic algorithms until this process ends. This
-            calls `torch.use_deterministic_algorithms(True)`, under which an op without a deterministic
-            algorithm raises RuntimeError, disables cuDNN benchmarking, and sets
-            `CUBLAS_WORKSPACE_CONFIG=:4096:8` unless the variable is set. False changes none of these.
+        deterministic: whether to restrict torch to deterministic algorithms until this process ends. True
+            calls `torch.use_deterministic_algorithms(True)`, disables cuDNN benchmarking, and sets
+            `CUBLAS_WORKSPACE_CONFIG=:4096:8` unless the variable is set. An op without a deterministic
+            algorithm then raises RuntimeError. False changes no setting.
 
     Returns:
         The seed.
@@ -70,7 +70,7 @@ def seed_everything(seed: int, *, deterministic: bool = False) -> int:
 def _use_deterministic_algorithms() -> None:
     torch.use_deterministic_algorithms(True)
     torch.backends.cudnn.benchmark = False
-    name = "CUBLAS_WORKSPACE_CONFIG"  # cuBLAS has no other setting for this
+    name = "CUBLAS_WORKSPACE_CONFIG"  # the only setting that makes cuBLAS deterministic
     if name in os.environ:
         return
     os.environ[name] = ":4096:8"
@@ -87,10 +87,10 @@ def _use_deterministic_algorithms() -> None:
 def seed_rank(seed: int) -> None:
     """Seed the generators of `seed_everything`, with a different stream on each rank.
 
-    Use this function for random numbers outside `micro_batch_rng`: after `seed_everything` all ranks draw the
-    same numbers, so micro-batches on different ranks get the same dropout masks. Call it after the process
-    group is initialized. A model built afterwards differs between ranks (`GradSync` copies the model of rank
-    0). Results then depend on the world size; with `micro_batch_rng` they do not.
+    Use this function for random numbers outside `micro_batch_rng`. After `seed_everything` alone, all ranks
+    draw the same numbers, and micro-batches on different ranks get the same dropout masks. Call `seed_rank`
+    after the process group is initialized. A model built after `seed_rank` differs between ranks (`GradSync`
+    copies the model of rank 0). Unlike with `micro_batch_rng`, results depend on the world size.
 
     Args:
         seed: seed of the run. The rank is taken from the default process group, or 0 without a group.
@@ -108,7 +108,7 @@ def seed_rank(seed: int) -> None:
 
 @contextmanager
 def micro_batch_rng(seed: int, *, step: int, index: int) -> Iterator[None]:
-    """Run one micro-batch with its own random streams, and restore the previous ones.
+    """Run one micro-batch with its own random streams, and restore the previous streams.
 
     The previous streams are also restored after an exception. Run both forward and backward inside the
     context; the recomputation of activation checkpointing then draws the same numbers. The context covers
@@ -141,7 +141,7 @@ def micro_batch_rng(seed: int, *, step: int, index: int) -> Iterator[None]:
 
 @contextmanager
 def sample_rng(seed: int, *, epoch: int, index: int) -> Iterator[None]:
-    """Augment one sample with its own random streams, and restore the previous ones.
+    """Augment one sample with its own random streams, and restore the previous streams.
 
     The previous streams are also restored after an exception. The context covers Python's random, numpy and
     torch's CPU generator. Use it in a dataset, with or without workers.
@@ -179,7 +179,7 @@ def worker_init(seed: int) -> Callable[[int], None]:
     """Return a picklable `worker_init_fn` that seeds a DataLoader worker's streams.
 
     The streams depend on the seed, the rank and the worker's own seed. Use this function for random numbers
-    outside `sample_rng`: ranks, workers and epochs all draw different numbers, and a run is reproducible
+    outside `sample_rng`. Ranks, workers and epochs then draw different numbers, and a run is reproducible
     after `seed_everything` (or with the DataLoader's `generator`). Which worker loads a sample depends on the
     world size, so only `sample_rng` makes augmentation independent of the world size.
 
@@ -210,7 +210,7 @@ def set_rng_states(states: dict[str, Any]) -> None:
 
 
 def rng_problem(states: dict[str, Any]) -> str:
-    """Return why `states` cannot come from `rng_states`, or an empty string if it can."""
+    """Return why `states` cannot come from `rng_states`, or an empty string if they can."""
     names = set(states)
     if not names.issuperset(_ALWAYS) or not names.issubset(_GENERATORS):
         return (
@@ -222,7 +222,7 @@ def rng_problem(states: dict[str, Any]) -> str:
 
 
 def rng_refusal(states: dict[str, Any]) -> str:
-    """Return why `set_rng_states` cannot restore `states`, or an empty string; no generator changes."""
+    """Return why `set_rng_states` cannot restore `states`, or an empty string; changes no generator."""
     sources = [source for source in [*_host(), *_accelerator()] if source.name in states]
     before = [source.get() for source in sources]
     try:
@@ -240,8 +240,8 @@ def derive(purpose: str, generator: str, *key: int) -> int:
     """Return the 128-bit seed of a generator's stream.
 
     The seed is the BLAKE2b-128 hash of the key as little-endian 64-bit words, with `purpose` as the
-    personalization and `generator` as the salt. Seeds are part of the checkpoint format: a run that resumes
-    from an older version's checkpoint must draw the same numbers.
+    personalization and `generator` as the salt. Seeds are part of the checkpoint format, because a run that
+    resumes from an older version's checkpoint must draw the same numbers.
 
     Args:
         purpose: purpose of the stream, at most 16 bytes: "micro_batch", "sample", "worker", "epoch", "rank".
@@ -321,7 +321,7 @@ def _is_from(value: Any, begin: int, end: int) -> bool:
 
 
 def _is_twister(words: Sequence[Any], at: Any) -> bool:
-    """Whether a Mersenne twister can be at word `at`; too large an index reads out of bounds."""
+    """Whether a Mersenne twister can have this state; a position that is too large reads out of bounds."""
     are_words = len(words) == _WORDS and all(_is_from(word, 0, 2**32) for word in words)
     return are_words and any(words) and _is_from(at, 0, _WORDS + 1)
 
@@ -384,15 +384,15 @@ def _numpy() -> list[_Source]:
     legacy = import_module("numpy.random")  # the global state; users seed their own Generator objects
 
     def seed(key: int) -> None:
-        # Always four words, even for a short key. Python's random has the same algorithm, but starts from
-        # only as many words as the key has.
+        # Keys of 2**32 and above are passed as four words. Python's random uses the same algorithm, but
+        # starts from only as many words as the key has.
         legacy.seed(key if key < 2**32 else struct.unpack("<4I", key.to_bytes(16, "little")))
 
     return [_Source("numpy", legacy.get_state, seed, legacy.set_state)]
 
 
 def _accelerator() -> list[_Source]:
-    """Return the current device's generator, or none before initialization, which a query would cause."""
+    """Return the current device's generator; empty if the device's backend is not initialized yet."""
     accelerator = torch.accelerator.current_accelerator()
     if accelerator is None:
         return []

@@ -26,10 +26,10 @@ class WindowSampler(Sampler[list[int]]):
     correct.
 
     In a short window each rank has the same indices as in full windows, so the last ranks may have fewer
-    micro-batches or none. `sync.windows` supports this, and keeps ranks in step for any world size and
-    `micro_batches`, if each rank passes its own `accumulate`, which differs between ranks if W does not
-    divide `micro_batches`. With `sync.accumulate()` every rank needs the same number of windows: use
-    `drop_last`, and W <= micro_batches.
+    micro-batches or none. `sync.windows` supports such windows, and keeps ranks in step for any world size
+    and `micro_batches`. Each rank must pass its own `accumulate` to `GradSync`, because the value differs
+    between ranks if W does not divide `micro_batches`. With `sync.accumulate()` every rank needs the same
+    number of windows, which requires `drop_last` and W <= micro_batches.
 
     Args:
         dataset: the dataset, of which only the length is used; or the length itself, as a whole number.
@@ -40,11 +40,12 @@ class WindowSampler(Sampler[list[int]]):
             dataset's order.
         drop_last: whether to drop the samples at the end of an epoch that do not fill a window.
         num_replicas, rank: as in `DistributedSampler`, the number of loaders and the index of this loader.
-            None: size and rank of the default process group, or 1 and 0 without a group. Ranks that share a
-            batch (tensor parallelism) pass the size and rank of their data-parallel group. See `shard`.
+            None means size and rank of the default process group, or 1 and 0 without a group. Ranks that
+            share a batch (tensor parallelism) pass the size and rank of their data-parallel group. See
+            `shard`.
 
     Attributes:
-        rank, world_size: as given, or from the default process group.
+        rank, world_size: this rank and the number of ranks, as given or from the default process group.
         micro_batches: number of micro-batches in a full window, over all ranks.
         num_windows: number of windows in an epoch; the same on every rank.
 
@@ -104,7 +105,7 @@ class WindowSampler(Sampler[list[int]]):
     def shard(self, *, rank: int, world_size: int) -> WindowSampler:
         """Return the same sampler for another rank or world size.
 
-        This is useful with your own process group, or to inspect another rank's samples.
+        Use this method with your own process group, or to inspect another rank's samples.
         """
         whole(rank=rank, world_size=world_size)
         if rank >= world_size:
@@ -114,7 +115,7 @@ class WindowSampler(Sampler[list[int]]):
         return other
 
     def set_epoch(self, epoch: int, *, window: int = 0) -> None:
-        """Set the epoch of the next iteration and the window at which it begins.
+        """Set the epoch of the next iteration, and its first window.
 
         A run can resume with any world size.
 
@@ -138,13 +139,13 @@ class WindowSampler(Sampler[list[int]]):
     def accumulate(self) -> int:
         """This rank's micro-batches in a full window, for `GradSync`.
 
-        The value is 1 on a rank without micro-batches, whose loader is empty.
+        The value is 1 on a rank without micro-batches, although the loader of this rank is empty.
         """
         return max(1, len(self._own))
 
     def __len__(self) -> int:
         windows = range(self.window, self.num_windows)
-        ends = {windows[0], windows[-1]}  # only the first and the last can be short
+        ends = {windows[0], windows[-1]}  # only the first and the last window can be short
         return sum(len(self._share(window)) for window in ends) + len(self._own) * (len(windows) - len(ends))
 
     def __iter__(self) -> Iterator[list[int]]:

@@ -16,7 +16,7 @@ from pyengine.cli.bench.models import MICRO_BATCHES, MODELS
 from pyengine.cli.bench.variants import VARIANTS
 from pyengine.wire.named import WIRES
 
-# Variants whose names describe them: `engine_int8_ef` is `engine` over the wire `int8-ef`.
+# Variants over each wire; `engine_int8_ef`, for example, is `engine` over the wire `int8-ef`.
 _OVER_WIRES = {f"{kind}_{wire.replace('-', '_')}" for kind in ("engine", "attach") for wire in WIRES}
 
 DESCRIPTION = """\

@@ -25,9 +25,10 @@ from pyengine.cli.bench.variants import VARIANTS, Variant, by_phase
 # fp16: float32 parameters under autocast, since a `GradScaler` cannot unscale float16 gradients.
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 WARM_UP = 2  # rounds in which DDP rebuilds its buckets and optimizers create their state
-# A bf16 sum of eight terms rounds eight times by up to 2^-8 of the partial sum, a bf16 wire once more: 3.5 %.
+# A bf16 sum of eight terms rounds eight times by up to 2^-8 of the partial sum. A bf16 wire rounds once more,
+# so that the error is at most 3.5 %.
 _AGREEMENT = 0.04
-# How long a rank that fails alone waits for the other ranks, which wait in a collective, before it raises.
+# How long a rank that fails alone waits before it raises, while the other ranks wait in a collective.
 _TIMEOUT = timedelta(seconds=60)
 _ELSEWHERE = "it failed on another rank"
 
@@ -145,7 +146,7 @@ def _try(run: Callable[[], _Found], flags: dist.ProcessGroup) -> tuple[_Found | 
 def odd_ones(variants: Mapping[str, Variant], group: dist.ProcessGroup | None) -> dict[str, str]:
     """Return the variants whose gradient norm differs from the majority, with a message for each.
 
-    The variants are the same on every rank. A variant that does not produce the full gradient of a window on
+    The result is the same on every rank. A variant that does not produce the full gradient of a window on
     every rank is not compared.
 
     Raises:

@@ -13,7 +13,7 @@ from pyengine.cli.tasks import gpt
 from pyengine.cli.tasks.gpt import Shape
 
 GPT_VOCABULARY, GPT_CONTEXT = Shape.vocabulary, Shape.context
-# GPT-2 with half its context; the vocabulary is rounded up to a multiple of 128, as usual.
+# GPT-2 with half the context length; the vocabulary is rounded up to a multiple of 128, as usual.
 GPT2 = Shape(width=768, layers=12, heads=12, vocabulary=50304, context=512, sequences=4)
 # Micro-batches that a GPU computes faster than the host launches them, and micro-batches that fill a GPU.
 GPT2_SHORT = replace(GPT2, context=256, sequences=1)
@@ -23,7 +23,7 @@ GPT2_LONG = replace(GPT2, context=1024, sequences=8)
 class GPT(gpt.GPT):
     """The GPT of `train` with a tied head: 17.4 M parameters in 100 tensors by default.
 
-    Its output is the loss, so that every variant wraps the whole computation.
+    The model's output is the loss, so that every variant wraps the whole computation.
     """
 
     def __init__(self, shape: Shape = Shape()) -> None:  # noqa: B008 - frozen

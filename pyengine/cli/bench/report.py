@@ -1,6 +1,6 @@
 """The report of `bench`: a live line while measuring, then tables, and sentences at the end.
 
-The sentences claim no more than the noise allows.
+The sentences claim only differences that are larger than the noise.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from pyengine.cli.bench.variants import VARIANTS
 from pyengine.cli.noise import Range
 from pyengine.cli.report import add_numbers
 
-_BUSY = 0.3  # a larger spread means that something else is running
-_ENOUGH = 5  # rounds; five rounds agree by chance once in 16 times
+_BUSY = 0.3  # a larger spread means that another program is running
+_ENOUGH = 5  # minimum number of rounds; five rounds agree by chance once in 16 times
 
 
 class BenchReport(report.Report):
@@ -37,7 +37,7 @@ class BenchReport(report.Report):
     def begin(self, what: str, total: int) -> None:
         """Start the live line of a case with `total` rounds."""
         self._what, self._total = what, total
-        # Refreshed only between measurements: a thread that refreshes the line would be measured, too.
+        # The line is refreshed only between measurements, because a refreshing thread would be measured, too.
         self._progress = self._make_progress(TimeRemainingColumn(), auto_refresh=False, transient=True)
         self._task = self._progress.add_task(what, total=total)
         self._progress.start()

@@ -1,7 +1,7 @@
 """The variants of the window benchmark, which train the same model on the same micro-batches.
 
 A window consists of the forward and backward of A micro-batches, the reduction, unscaling, clipping and the
-optimizer step. Every other library is used as its documentation says, with the loss divided by A.
+optimizer step. Every other library is used as its documentation recommends, with the loss divided by A.
 """
 
 from __future__ import annotations
@@ -143,8 +143,8 @@ class NoSyncFP16(NoSyncView):
 class NoSyncPowerSGD(NoSyncView):
     """DDP with `no_sync`, bucket views, and torch's PowerSGD hook of rank 1, from the second window on.
 
-    A single bucket is used, because the hook launches its later collectives from the backend's threads: with
-    several buckets, ranks launch these collectives in different orders, and gloo ends the process.
+    A single bucket is used, because the hook launches its later collectives from the backend's threads. With
+    several buckets, ranks would launch these collectives in different orders, and gloo would end the process.
     """
 
     label = "DDP + no_sync, views, PowerSGD"
@@ -231,7 +231,7 @@ class _Slots(Engine):
 
 
 def _kinds(name: str, base: type[Engine]) -> dict[str, type[Variant]]:
-    """Return variants of an engine by name: other sums, shared memory, and every other wire."""
+    """Return an engine's variants by name, with other accumulators, shared memory, and every other wire."""
 
     def kind(label: str, *bases: type[Engine], **settings: Any) -> type[Variant]:
         label = f"{base.label}, {label}"

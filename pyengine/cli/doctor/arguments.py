@@ -24,7 +24,7 @@ exit code: 0 healthy (also with warnings), 1 broken
 
 
 def add_to(parser: argparse.ArgumentParser) -> None:
-    """Declare nothing: `--json` belongs to every command."""
+    """Add no arguments, because every command already has `--json`."""
 
 
 def settings(options: argparse.Namespace) -> argparse.Namespace:

@@ -36,11 +36,11 @@ _SETTINGS = (
     "PJRT_",
     "TORCH_",
 )
-# Raised if the device has no kernel, a result is wrong, or the core and the Python sources differ in version.
+# Errors if the device has no kernel, a result is wrong, or the core and the Python sources differ in version.
 _WRONG = (RuntimeError, ArithmeticError, AttributeError, TypeError)
 _REBUILD = "rebuild it in a clone of pyengine: pip install --force-reinstall --no-deps ."
 _WORKERS, _ACCUMULATE, _ITEMS = 2, 3, 4
-# Σ_ranks (1 + rank) × Σ_micro-batches (1 + index) × [1, 2, 3] / Σ count: 18/24 × [1, 2, 3].
+# The gradient: Σ_ranks (1 + rank) × Σ_micro-batches (1 + index) × [1, 2, 3] / Σ count: 18/24 × [1, 2, 3].
 _GRADIENT = [0.75, 1.5, 2.25]
 _TIMEOUT_S = 120
 _REMEDY = (

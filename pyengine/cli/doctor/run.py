@@ -1,6 +1,6 @@
 """`doctor`: check this machine and this installation.
 
-Imports no package except torch, so that it runs even if other packages are missing.
+This command imports no package except torch, so that it runs even if other packages are missing.
 """
 
 from __future__ import annotations

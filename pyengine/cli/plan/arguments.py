@@ -53,7 +53,7 @@ class PlanSettings:
     lr: float  # learning rate for `from_batch`
     from_batch: int  # global batch of `lr`; 0 with `run_file` for the run's batch
     dataset_size: int | None  # number of samples; None omits the steps per epoch
-    run_file: Path | None  # steps of a run that measured its noise scale; None plans without a noise scale
+    run_file: Path | None  # step records of a run with a noise scale; None plans without a noise scale
     json: bool
 
 

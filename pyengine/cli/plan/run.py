@@ -156,7 +156,7 @@ def _sentences(rows: Sequence[Row]) -> list[str]:
     return found
 
 
-# ---- by a measured noise scale ----
+# ---- plans from a measured noise scale ----
 
 
 @dataclass(frozen=True)
@@ -247,7 +247,7 @@ def _other_batch(noise: Noise, batch: float, lr: float, from_batch: float) -> di
     return {
         "global_batch": batch,
         "steps": noise.steps(batch) / noise.steps(noise.batch),
-        # For a noise scale that is smaller or larger by its spread.
+        # The number of steps if the noise scale is smaller or larger by its spread.
         "steps_low": min(steps),
         "steps_high": max(steps),
         "samples": noise.samples(batch) / noise.samples(noise.batch),

@@ -11,10 +11,11 @@ from pyengine.cli.noise import Range, duration, percent
 from pyengine.cli.study.grid import WARM_UP_STEPS, Cell
 from pyengine.cli.study.store import Record
 
-# A stall exceeds the median by this many robust standard deviations, and is this many times the median.
+# A stall is more than `STALL_SIGMAS` robust standard deviations above the median, and longer than
+# `STALL_RATIO` times the median.
 STALL_SIGMAS = 10.0
 STALL_RATIO = 3.0
-_SIGMA = 1.4826  # standard deviation over median absolute deviation of a normal distribution
+_SIGMA = 1.4826  # ratio of a normal distribution's standard deviation to its median absolute deviation
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,7 @@ class Curve:
     """The accuracy of one run over its training time."""
 
     steps: list[int]  # optimizer steps before each evaluation
-    # Training time before each evaluation, without evaluations; a stall counts as a median step.
+    # Training time before each evaluation, without the evaluations. A stalled step counts as a median step.
     seconds: list[float]
     accuracy: list[float]
 
@@ -44,7 +45,7 @@ class Figures:
     cell: Cell
     samples_s: Range  # samples per second, without stalls and the first WARM_UP_STEPS steps
     batches_s: Range  # optimizer steps per second, without stalls
-    speed_up: Range | None  # throughput over one worker's throughput; None if one worker was not measured
+    speed_up: Range | None  # ratio to the throughput of one worker; None if one worker was not measured
     # Whether the throughput overlaps the throughput of one worker, or either cell has only one run.
     is_within_noise: bool
     efficiency: Range | None  # speed-up over the number of workers
@@ -68,7 +69,7 @@ class Figures:
 
 @dataclass(frozen=True)
 class Recommendation:
-    """The best cell, or None if another cell is within noise or the noise is unknown, and a sentence."""
+    """The best cell and a sentence; no cell if another cell is within noise or the noise is unknown."""
 
     best: Cell | None
     text: str
@@ -84,7 +85,7 @@ class Analysis:
     ended: list[Record]  # runs that did not succeed
     curves: dict[Cell, list[Curve]]  # curves of the runs with accuracies
     goal: float | None  # accuracy at which times are compared; None without evaluations
-    goal_from: Cell | None  # the cell that sets the goal; None if the user sets it
+    goal_from: Cell | None  # the cell that sets the goal; None if the user sets the goal
     cores: int  # cores of the machine
 
     @property

@@ -73,7 +73,7 @@ _EPOCHS = {"cnn": 8.0, "gpt": 1.0}
 
 @dataclass(frozen=True)
 class StudySettings:
-    """What to run, and how."""
+    """The settings of a study: what to run, and how."""
 
     subject: str  # the name in tables
     target: str  # the function as "module:function"
@@ -83,10 +83,10 @@ class StudySettings:
     dataset_size: int  # training samples
     epochs: float  # passes of a run over the training samples
     repeats: int
-    micro_batch: int | None  # most samples per backward; None for a worker's whole share of the batch
+    micro_batch: int | None  # maximum samples per backward; None for a worker's whole share of the batch
     threads: int  # torch's threads in each worker
     evaluations: int  # approximate number of evaluations per run
-    goal: float | None  # accuracy at which times are compared; None for the best that every run reaches
+    goal: float | None  # accuracy at which times are compared; None for the best one that every run reaches
     seed: int
     stall_timeout_s: float  # a run is ended after this time without a step
     run_timeout_s: float  # a run is ended after this time

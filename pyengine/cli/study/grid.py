@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pyengine.cli.study.arguments import StudySettings
 from pyengine.data.batch_plan import plan_batch
 
-WARM_UP_STEPS = 3  # allocations, lazy initialization, and the second window's new order of buckets
+WARM_UP_STEPS = 3  # steps with allocations, lazy initialization, and the second window's new order of buckets
 LEAST_STEPS = WARM_UP_STEPS + 9
 
 
@@ -34,7 +34,7 @@ class Plan:
 
 
 class Impossible(ValueError):
-    """A cell that cannot be run, with the reason."""
+    """Raised for a cell that cannot be run, with the reason."""
 
 
 def cells(settings: StudySettings) -> list[Cell]:

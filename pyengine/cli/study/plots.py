@@ -165,7 +165,7 @@ def _noise_scale(analysis: Analysis) -> Figure | None:
     figure, (axes,) = _panels(1, 1, width=7.6, height=4.8)
     for workers, (colour, marker) in _looks(analysis.workers).items():
         row = [figures for figures in known if figures.cell.workers == workers]
-        if not row:  # a single worker measures no noise scale
+        if not row:  # no noise scale is measured with a single worker
             continue
         draw_noise_scale(
             axes,

@@ -48,8 +48,8 @@ class Run:
 class Trace:
     """The measurements of one worker."""
 
-    # For each step, the seconds since the end of the previous step, without evaluations, and the part of them
-    # in which this worker only waited for or computed the reduction.
+    # For each step, `seconds` is the time since the end of the previous step, without evaluations. `sync_s`
+    # is the part of this time in which the worker only waited for or computed the reduction.
     seconds: list[float] = field(default_factory=list)
     sync_s: list[float] = field(default_factory=list)
     losses: list[float | None] = field(default_factory=list)
@@ -57,7 +57,7 @@ class Trace:
     bytes_on_wire: int = 0  # bytes sent in the last step
     cpu_s: float = 0.0  # CPU time of all threads during the steps
     peak_rss_bytes: int = 0  # peak memory of the process
-    noise_scale: float | None = None  # last estimate, in samples as `Run.global_batch` counts them
+    noise_scale: float | None = None  # last estimate, in the unit of `Run.global_batch`
     noise_spread: float | None = None
 
 
@@ -90,8 +90,9 @@ class StudyProbe:
 
         Args:
             sync: the engine; None if the loop calls `on_step` itself.
-            quality: returns the accuracy on test data; larger is better. Called on every rank under no_grad,
-                between the timed steps; the value of rank 0 counts, other ranks may return None.
+            quality: returns the accuracy on test data; larger is better. The function is called on every rank
+                under no_grad, between the timed steps. Only the value of rank 0 counts, and other ranks may
+                return None.
             noise_scale: whether to measure `pe.NoiseScale` with two or more workers, if the engine allows
                 it. The cost is part of the timed steps, and windows of `sync.capture` then run without a
                 graph.
@@ -168,7 +169,7 @@ class StudyProbe:
 
 
 def work(run: Run) -> Trace:
-    """Run the training function on this rank; raise if it returns before its last step."""
+    """Run the training function on this rank; raise if the function returns before its last step."""
     terminal.prepare_output()
     torch.set_num_threads(run.threads)
     probe = StudyProbe(run)

@@ -1,4 +1,4 @@
-"""The reports of a study: on the terminal while it runs, and one self-contained HTML page."""
+"""The reports of a study: lines on the terminal while it runs, and a self-contained HTML page."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ from pyengine.cli.study.store import Record
 from pyengine.cli.study.supervise import log_path
 
 _TEMPLATE = Path(__file__).with_name("report.html.jinja")
-_BUSY = 0.1  # share of the CPU used by other programs above which the page counts a run as disturbed
+_BUSY = 0.1  # a run counts as disturbed if other programs use a larger share of the CPU
 
 
 class StudyReport(report.Report):
     def __init__(self, *, as_json: bool = False) -> None:
         super().__init__(as_json=as_json)
         columns = TimeElapsedColumn(), TextColumn("{task.fields[left]}"), TextColumn("{task.fields[text]}")
-        # Refreshed only twice a second, since the workers may need every core.
+        # The line is refreshed only twice a second, because the workers may need every core.
         self._progress = self._make_progress(*columns, refresh_per_second=2)
         self._task = self._progress.add_task("runs", total=None, left="", text="")
         self._run = ""
@@ -53,7 +53,7 @@ class StudyReport(report.Report):
                 self._say(f"left out: {cell}: {reason}")
 
     def forecast(self, seconds: float | None) -> None:
-        """Report the expected time of the missing runs; None if unknown because the trial run failed."""
+        """Report the expected time of the missing runs; `seconds` is None if the trial run failed."""
         self._progress.update(self._task, left=_left(seconds))
         if self._emit("forecast", seconds=seconds):
             self._say(

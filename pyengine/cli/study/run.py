@@ -47,7 +47,7 @@ def run(settings: StudySettings) -> int:
         return study(settings, execute, report)
     except OSError as error:
         if error.filename is None:
-            raise  # for example an error of stdout, and not of a file of the study
+            raise  # for example an error of stdout, not of a study file
         print(f"the study ended early: {error}; {settings.kept}", file=sys.stderr)
         return _NOT_WRITTEN
 
@@ -94,7 +94,7 @@ def study(settings: StudySettings, execute: Execute, report: StudyReport) -> int
 
 
 def _is_tracked(content: study_report.Content) -> bool:
-    """Write to the trackers; print the reason and return False if that fails."""
+    """Write to the trackers; if writing fails, print the reason and return False."""
     try:
         track(content)
     except Exception as error:  # noqa: BLE001 - a network or an account can raise anything

@@ -22,7 +22,7 @@ _Read = TypeVar("_Read")
 
 @dataclass(frozen=True)
 class Record:
-    """The results of a run; `supervise.RunOutcome` and `probe.Trace` describe the other fields."""
+    """The results of a run; `supervise.RunOutcome` and `probe.Trace` describe fields without a comment."""
 
     workers: int
     batch: int
@@ -40,7 +40,7 @@ class Record:
     losses: list[float | None]
     accuracy: list[tuple[int, float | None]]
     cpu_share: list[float]  # busy cores, by worker
-    peak_rss_bytes: list[int]  # by worker
+    peak_rss_bytes: list[int]  # peak memory, by worker
     bytes_on_wire: int
     noise_scale: float | None = None  # noise scale on rank 0
     noise_spread: float | None = None
@@ -107,7 +107,7 @@ class Store:
             self.records[record.key] = record
 
     def add(self, record: Record) -> None:
-        """Append a run; if that fails, for example on a full disk, earlier runs are unchanged."""
+        """Append a run; if writing fails, for example on a full disk, earlier runs are unchanged."""
         self._append({"event": "run", **asdict(record)})
         self.records[record.key] = record
 
@@ -185,7 +185,7 @@ def _record(text: bytes) -> Record:
 
 
 _YEARS_S = 1e9
-# Limits of what a machine can measure: beyond them, figures would divide by zero or overflow.
+# Limits of valid measurements. Values beyond these limits would cause divisions by zero or overflows.
 _LIMITS: tuple[tuple[tuple[str, ...], float, float], ...] = (
     (("workers", "batch", "global_batch", "micro_batch", "accumulate"), 1, 2**53),
     (("repeat", "steps", "bytes_on_wire", "peak_rss_bytes", "cpu_share"), 0, 2**53),
@@ -193,7 +193,7 @@ _LIMITS: tuple[tuple[tuple[str, ...], float, float], ...] = (
     (("sync_s", "wall_s"), 0, _YEARS_S),
     (("busy",), 0, 1),
     (("noise_spread",), 0, sys.float_info.max),
-    (("accuracy",), -1e100, 1e100),  # the user's own measure, which is plotted
+    (("accuracy",), -1e100, 1e100),  # the user's own metric, which is plotted
 )
 
 

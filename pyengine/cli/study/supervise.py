@@ -24,9 +24,9 @@ from pyengine.comm.launching import launch, signals_blocked
 
 _POLL_S = 0.25  # seconds between two checks of a run
 _BUSY_S = 0.3  # how long the load of the machine is measured before a run
-_START_S = 120.0  # least limit for importing torch and joining the group, whatever the step limit
+_START_S = 120.0  # minimum limit for importing torch and joining the group, for any step limit
 
-# Called with (steps done, last accuracy or None).
+# A progress callback, which is called with (steps done, last accuracy or None).
 Watch = Callable[[int, float | None], None]
 
 
@@ -56,7 +56,7 @@ def execute(run: Run, log: Path, watch: Watch) -> RunOutcome:
         child = mp.get_context("spawn").Process(target=_child, args=(run, str(result), str(log), os.getpid()))
         begin = time.perf_counter()
         try:
-            with signals_blocked():  # the child keeps signals blocked; `_end` kills it
+            with signals_blocked():  # the child keeps signals blocked; `_end` kills the child
                 child.start()
             status, reason = _supervise(child, beats, run, watch)
         finally:
@@ -129,7 +129,7 @@ def _end(child: mp.process.BaseProcess) -> None:
 def _child(run: Run, result: str, log: str, parent: int) -> None:
     """Launch the workers, and write the status, the reason and the traces to the file `result`."""
     os.setsid()
-    # Killed processes leave their temporary files in a folder that the study deletes.
+    # Temporary files that killed processes leave behind go to a folder that the study deletes.
     tempfile.tempdir = str(Path(result).parent)
     with fresh(Path(log)) as file:
         os.dup2(file.fileno(), 1)

@@ -1,4 +1,4 @@
-"""The interface of a task: a model, its data on each rank, and a loss as a sum with its count."""
+"""The interface of a task: a model, its data on each rank, and a summed loss with an item count."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ class Task(Protocol):
         """Return the micro-batch of the samples with indices `rows`, int64 `[micro_batch]`."""
 
     def batches(self, *, rank: int, world_size: int, micro_batch: int, seed: int) -> Iterator[Batch]:
-        """Yield this rank's micro-batches indefinitely; they depend only on the arguments."""
+        """Yield this rank's micro-batches indefinitely; equal arguments give equal micro-batches."""
 
     def short(self, batch: Batch, rank: int) -> Batch:
         """Shorten a micro-batch by a different number of items on each rank, as at the end of a dataset."""
 
     def loss(self, model: nn.Module, batch: Batch) -> tuple[Tensor, int]:
-        """Return the sum of the loss over the items of the micro-batch, and their number."""
+        """Return the sum of the loss over the items of the micro-batch, and the number of items."""
         x, y = batch
         logits = model(x).flatten(0, -2)
         logits = logits.float() if logits.dtype is torch.bfloat16 else logits

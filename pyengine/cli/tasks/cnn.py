@@ -14,7 +14,7 @@ _TEST_IMAGES = 360  # of 1797
 
 
 class ConvNet(nn.Module):
-    """A network from images `[batch, 1, 8, 8]` to logits `[batch, 10]`."""
+    """A network that maps images `[batch, 1, 8, 8]` to logits `[batch, 10]`."""
 
     def __init__(self, width: int = 32) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ class DigitsTask(Task):
         return self._images[rows], self._labels[rows]
 
     def batches(self, *, rank: int, world_size: int, micro_batch: int, seed: int) -> Iterator[Batch]:
-        """Yield full micro-batches from shuffled epochs, in which each image is on one rank."""
+        """Yield full micro-batches from shuffled epochs; in an epoch, each image is used by only one rank."""
         generator = torch.Generator().manual_seed(seed)
         while True:
             order = torch.randperm(len(self._labels), generator=generator)
@@ -66,7 +66,7 @@ class DigitsTask(Task):
                     yield self.batch(piece)
 
     def short(self, batch: Batch, rank: int) -> Batch:
-        """Keep the first images."""
+        """Keep only the first images; a higher rank keeps fewer."""
         x, y = batch
         keep = max(1, len(y) // (4 + 2 * rank))
         return x[:keep], y[:keep]

@@ -53,7 +53,7 @@ class Shape:
 
 
 class GPT(nn.Module):
-    """A GPT from tokens `[batch, time]` to logits `[batch, time, vocabulary]`.
+    """A GPT that maps tokens `[batch, time]` to logits `[batch, time, vocabulary]`.
 
     Args:
         is_tied: whether the head shares its weight with the token embedding.

@@ -205,7 +205,7 @@ def _folders(folder: Path, models: tuple[str, ...]) -> dict[str, Path]:
 
 
 def _traces(file: Path, models: tuple[str, ...]) -> dict[str, Path]:
-    """Return the file of each model: "trace.json" itself for one model, otherwise "trace-gpt.json", etc."""
+    """Return the trace file of each model: `file` for a single model, otherwise "trace-gpt.json", etc."""
     file = file.absolute()
     if file.is_dir():
         raise Conflict(f"argument --trace: {file} is a folder: name a file, for example {file}/trace.json")

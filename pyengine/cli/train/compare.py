@@ -34,19 +34,19 @@ class Row:
     bytes_sent: int  # bytes that this rank sent in these collectives
     step_s: Range  # seconds of a step, over the timed windows
     full_window: float  # relative difference of a window's gradient from the gradient of one big batch
-    short_window: float  # the same for a window with fewer micro-batches and unequal counts
+    short_window: float  # relative difference for a window with fewer micro-batches and unequal counts
 
 
 def compare(task: Task, settings: TrainSettings) -> list[Row]:
-    """Run the mode (for plain DDP: the engine) and plain DDP on the same windows; return a row for each.
+    """Run the mode and plain DDP on the same windows; return a row for each.
 
-    Collective: every rank must call this function. All ranks have the same gradients, so the differences on
-    any rank are representative.
+    If the mode is plain DDP, it is compared with the engine. Every rank must call this function. All ranks
+    have the same gradients, so the differences on any rank are representative.
     """
     names = ("engine" if settings.mode == "ddp" else settings.mode, "ddp")
     ranks = range(dist.get_world_size())
     full = [_first_windows(task, settings, rank, 1)[0] for rank in ranks]
-    # As at the end of a dataset: fewer micro-batches, the last one shortened differently on each rank.
+    # As at the end of a dataset, windows have fewer micro-batches and ranks shorten the last one differently.
     *early, last = range(-(-settings.accumulate // 2))
     short = [
         [*(window[index] for index in early), task.short(window[last], rank)]
@@ -65,7 +65,7 @@ def compare(task: Task, settings: TrainSettings) -> list[Row]:
 
 
 def _first_windows(task: Task, settings: TrainSettings, rank: int, num: int) -> list[list[Batch]]:
-    """Return a rank's windows for the comparison: the same for every mode, and not used in training."""
+    """Return a rank's windows for the comparison, which every mode shares and training does not use."""
     stream = train_modes.batches(task, settings, rank, seed=settings.seed + 1)
     return [list(itertools.islice(stream, settings.accumulate)) for _ in range(num)]
 
@@ -73,8 +73,8 @@ def _first_windows(task: Task, settings: TrainSettings, rank: int, num: int) -> 
 def _big_batch_gradient(task: Task, model: nn.Module, windows: Sequence[Sequence[Batch]]) -> Tensor:
     """Return the gradient of the mean loss over all ranks' items, from one backward of a float64 model copy.
 
-    The copy is in eval mode, because batch statistics depend on the split into micro-batches, so that no
-    split would equal one batch.
+    The copy is in eval mode, because batch statistics depend on the split into micro-batches. In training
+    mode, no split would give the gradient of the big batch.
     """
     exact = copy.deepcopy(model).double().eval()
     x, y = map(torch.cat, zip(*itertools.chain.from_iterable(windows), strict=True))

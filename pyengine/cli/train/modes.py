@@ -116,7 +116,7 @@ class Windowed:
 
 
 class PlainDDP:
-    """DDP with the usual gradient accumulation: loss / accumulate, and an all-reduce in every backward.
+    """DDP with the usual gradient accumulation: divided losses, and an all-reduce in every backward.
 
     Args:
         counted: whether to count collectives and bytes, in a hook that averages like DDP without a hook.
@@ -151,7 +151,7 @@ class PlainDDP:
             self._optimizer.step()
             self._schedule.step()
             self._optimizer.zero_grad()
-            dist.all_reduce(totals)  # for the step record only: not a gradient, not counted
+            dist.all_reduce(totals)  # only for the step record, so it is not counted
             loss, count = totals.tolist()
             yield StepRecord(
                 step=self._step,
@@ -185,7 +185,7 @@ Mode = Windowed | PlainDDP
 
 
 def make(mode: str, task: Task, settings: TrainSettings, *, counted: bool = True) -> Mode:
-    """Build the model in a mode; with `counted`, plain DDP is a little slower."""
+    """Build the model in a mode; `counted` makes plain DDP a little slower."""
     model = build(task, settings)
     if mode == "ddp":
         return PlainDDP(task, model, settings, counted=counted)
@@ -193,7 +193,7 @@ def make(mode: str, task: Task, settings: TrainSettings, *, counted: bool = True
 
 
 class _Meter:
-    """Counts DDP's traffic in a window as pyengine does, and times how long backward passes wait for it."""
+    """Counts DDP's traffic in a window as pyengine does, and times how long backward passes wait."""
 
     def __init__(self) -> None:
         self.restart()
@@ -205,7 +205,7 @@ class _Meter:
 
     @contextmanager
     def backward(self) -> Iterator[None]:
-        """Time a backward pass, and its part after the last bucket is ready, which is only waiting."""
+        """Time a backward pass, and how long the backward waits after its last bucket is ready."""
         self.computed: float | None = None
         start = time.perf_counter()
         yield

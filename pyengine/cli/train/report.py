@@ -23,7 +23,7 @@ _LINES = 10  # approximate number of lines that a run prints if stdout is not a 
 
 class TrainReport(report.Report):
     def start(self, model: str, unit: str, *, done: int, steps: int, about: dict[str, Any]) -> None:
-        """Report the start of training; `done` of the steps are from a checkpoint."""
+        """Report the start of training; `done` steps were taken before the checkpoint."""
         self._model, self._unit, self._resumed, self._steps = model, unit, done, steps
         self._losses: list[float | None] = []
         self._sent = 0

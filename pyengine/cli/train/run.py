@@ -36,7 +36,7 @@ from pyengine.telemetry import chrome_trace
 _TASKS: dict[str, Callable[[], Task]] = {"gpt": TextTask, "cnn": DigitsTask}
 TRACED_WINDOWS = 3
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
-_WARM_UP_WINDOWS = 2  # the first window lays out the buckets, the second is the first to use them
+_WARM_UP_WINDOWS = 2  # the first window lays out the buckets, which the second window is the first to use
 
 
 def run(settings: TrainSettings) -> int:
@@ -102,7 +102,7 @@ def train(task: Task, settings: TrainSettings, report: TrainReport) -> int:
     mode = train_modes.make(settings.mode, task, settings)
     steps, trace = settings.steps[task.name], settings.traces.get(task.name)
     if trace:
-        mode.measure()  # before loading a checkpoint, which contains the state of the measures
+        mode.measure()  # before loading a checkpoint, which contains the state of the measurements
     records: list[StepRecord] = []
     about = {
         "parameters": sum(param.numel() for param in mode.model.parameters()),
@@ -118,7 +118,7 @@ def train(task: Task, settings: TrainSettings, report: TrainReport) -> int:
     report.start(task.name, task.unit, done=saving.start, steps=steps, about=about)
     stream = train_modes.batches(task, settings, dist.get_rank(), seed=settings.seed)
     batches = itertools.islice(stream, saving.start * settings.accumulate, steps * settings.accumulate)
-    # After the last step there is nothing to do; `sync.windows` without batches would yield an empty window.
+    # After the last step no batches are left, and `sync.windows` would yield an empty window.
     windows = mode.steps(batches) if saving.start < steps else ()
     trackers = settings.trackers if dist.get_rank() == 0 else Trackers()
     with saving.signals(), trackers.run(task.name, group=settings.mode, config=about) as tracked:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from pyengine.cli.files import regular, written
 
-_KEPT = 2  # number of steps kept: if the newest file is damaged, the previous file is loaded
+_KEPT = 2  # number of steps kept, so that the previous file can be loaded if the newest is damaged
 
 
 def write(path: Path, state: Any) -> None:
@@ -33,7 +33,7 @@ def write(path: Path, state: Any) -> None:
 
 
 def read(path: Path) -> Any:
-    """Return the state in a regular file, as data: no code runs, and no tensor reaches beyond its memory."""
+    """Return the state in a regular file without running code; reject tensors that exceed their memory."""
     with open(path, "rb", opener=regular) as file, torch.sparse.check_sparse_tensor_invariants():
         return torch.load(file, map_location="cpu", weights_only=True)
 
@@ -68,7 +68,7 @@ class Saves:
         """Return the newest complete step and this rank's state; None if there is no complete step yet.
 
         Raises:
-            RuntimeError: on every rank, if the folder cannot be read or has several steps, none complete.
+            RuntimeError: on every rank, if the folder cannot be read, or has several incomplete steps only.
         """
         by_rank = self._on_all(self._steps, f"{self._folder} cannot be read")
         problems = []
@@ -82,7 +82,7 @@ class Saves:
             problems.append(f"step {step} is not whole ({wrong[0]})")
             if dist.get_rank() == 0:
                 print(f"{self._folder}: {problems[-1]}: going on from an earlier one", file=sys.stderr)
-        if len(problems) > 1:  # with one incomplete step nothing is lost: the first save was interrupted
+        if len(problems) > 1:  # one incomplete step is left by an interrupted first save, and can be ignored
             raise RuntimeError(
                 f"name an empty folder to start anew: none in {self._folder} loads, {'; '.join(problems)}"
             )
@@ -105,7 +105,7 @@ class Saves:
     def _remove_old(self) -> None:
         for step in sorted(self._steps())[:-_KEPT]:
             self._path(step).unlink(missing_ok=True)
-        if dist.get_rank() == 0:  # left by processes that died; all ranks have written their files
+        if dist.get_rank() == 0:  # leftovers of processes that died; all ranks have written their files
             for part in self._folder.glob(".pyengine-*"):
                 shutil.rmtree(part, ignore_errors=True)
 

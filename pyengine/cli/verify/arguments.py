@@ -66,7 +66,7 @@ class VerifySettings:
     steps: int
     micro_batches: int  # micro-batches per window, over all ranks
     accumulator: Accumulator
-    wraps: tuple[str, ...]  # owners of the gradients; each wrap runs on all `workers` that it supports
+    wraps: tuple[str, ...]  # entries of `WRAPS`; each wrap runs on all `workers` that it supports
     json: bool
 
 

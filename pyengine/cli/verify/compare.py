@@ -22,7 +22,7 @@ class Difference:
     step: int
     kind: str
     name: str
-    rank: int  # the lowest rank on which it differs
+    rank: int  # the lowest rank on which the entry differs
     counts: dict[str, tuple[int, int]]  # by kind: (differing entries, all entries) of that step and rank
     texts: tuple[str | None, str | None]  # entries of reference and run; digests, except for a "window"
 
@@ -115,7 +115,7 @@ def causes(
     """Return the likely causes as pairs (name, text), most likely first; never empty.
 
     Args:
-        first: where the runs first differ.
+        first: the first difference between the runs.
         repeats: whether both runs have the same world size and settings.
         came_back: whether both runs reproduced their bits when repeated.
         micro_batches: number of micro-batches in a window.

@@ -23,7 +23,7 @@ from pyengine.gradients.settings import Accumulator, Exact
 from pyengine.ops.device import HOST
 from pyengine.step.step_record import StepRecord
 
-# Kinds of entries in the order of a step, with a template that describes an entry.
+# Kinds of entries in the order in which a step records them, with a template that describes an entry.
 KINDS = {
     "window": "the items of the {}",
     "buffer": "buffer {}",
@@ -33,8 +33,8 @@ KINDS = {
     "state": "optimizer state {}",
 }
 START = -1  # number of the step before the first step
-# Owners of the gradients: the engine's buckets; DDP; FSDP shards of each `ModuleList` layer and of the model,
-# over all workers; the same shards in 2 replicas.
+# Owners of the gradients, in this order: the engine's buckets; DDP; FSDP shards of each `ModuleList` layer
+# and of the model, over all workers; and the same FSDP shards in 2 replicas.
 WRAPS = ("own", "ddp", "fsdp", "hsdp")
 
 
@@ -122,7 +122,7 @@ class VerifyProbe:
 
         Args:
             model: the model in training, bare, in DDP or sharded.
-            optimizer: gradients are recorded before its steps, everything else after them.
+            optimizer: gradients are recorded before its steps, and everything else after its steps.
             sync: the engine, whose step records have the norm and the item count; None without an engine.
 
         Raises:

@@ -101,7 +101,7 @@ def _trace(target: str, run: Run) -> Trace:
 
 
 def _check(name: str, settings: VerifySettings, done: Done) -> None:
-    """Raise RuntimeError if a run is inconclusive: it recorded no step, or failed without a difference."""
+    """Raise RuntimeError if a run recorded no step, or failed without a difference from the reference."""
     label, ranks = done.run.label, done.ranks
     if not all(trace.entries for trace in ranks):
         raise RuntimeError(
@@ -170,7 +170,7 @@ def _find_cause(target: str, execute: Execute, reference: Done, other: Done) -> 
 def _tensors(
     target: str, execute: Execute, done: Done, rank: int, first: Difference
 ) -> tuple[dict[tuple[str, str], Tensor], bool]:
-    """Repeat a run; return a rank's tensors of the step, and whether the differing entry kept its bits."""
+    """Repeat a run; return a rank's tensors of the step, and whether the entry has the same bits again."""
     again = execute([target], replace(done.run, last=first.step, keep=rank))[rank][0]
     key = first.step, first.kind, first.name
     return again.tensors, again.entries.get(key) == done.ranks[rank].entries.get(key)
