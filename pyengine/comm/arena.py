@@ -1,7 +1,7 @@
 """Memory shared by the ranks of one host, and reductions in this memory.
 
-The memory is an anonymous file (`memfd_create`), which other ranks open through `/proc`. It does not need
-`/dev/shm`, and it is freed when the last process that maps it ends, even after a crash.
+The memory is an anonymous file (`memfd_create`), which other ranks open through `/proc`. The file does not
+need `/dev/shm`, and is freed when the last process that maps the file ends, even after a crash.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from pyengine.comm.watch import listed
 from pyengine.ops import native
 from pyengine.ops.device import HOST
 
-# Kinds in `csrc/shared_kind.h`, by dtype.
+# Kinds of reductions in `csrc/shared_kind.h`, by dtype.
 _SUMS = {
     torch.float32: 0,
     torch.bfloat16: 1,
@@ -105,7 +105,7 @@ class Arena:
         self._core = native._core.SharedArena(descriptor, place, len(processes))
         self._processes, self._me = list(processes), processes[place]
         self._ranks, self._timeout_s = list(ranks), float("inf")  # rank numbers for messages
-        self._suspects: list[int] = []  # dead at the last check; a second such check fails the collective
+        self._suspects: list[int] = []  # found dead at the last check; the collective fails at the second
         self._works: dict[Any, SharedWork] = {}
         self._thread = threading.Thread(
             target=_serve,
@@ -159,7 +159,7 @@ class Arena:
         """Fail the collective that this rank waits for if a rank has died or the timeout has expired."""
         missing = self._core.missing()
         dead = [place for place in missing if self._processes[place].state(self._me) == "dead"]
-        late = self._core.missing()  # read again: a rank may have finished before it died
+        late = self._core.missing()  # read again, because a rank may have finished before it died
         gone = [place for place in dead if place in late and place in self._suspects]
         self._suspects = dead
         if gone:

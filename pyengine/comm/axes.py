@@ -25,10 +25,11 @@ class Axes:
             `replicate` nor `shard`, ranks hold the same plain parameters and compute the same gradients for
             them (tensor parallelism).
         count: ranks along these axes count different items; ranks along all other axes share a batch, whose
-            count is added once. None: the axes of `replicate`.
-        groups: by pattern of parameter names (as in `fnmatch`; the first match is used), the axes over which
-            the gradients of these parameters are summed instead. () means no axes. Without a mesh, each value
-            is a process group. Ranks of different groups hold different parameters, for example experts.
+            count is added once. Default: the axes of `replicate`.
+        groups: maps a pattern of parameter names (as in `fnmatch`; the first match is used) to the axes over
+            which the gradients of these parameters are summed instead. An empty tuple means no axes. Without
+            a mesh, each value is a process group. Ranks of different groups hold different parameters, for
+            example experts.
 
     Example:
         >>> Axes(replicate=("dp", "cp"), count="dp")
@@ -59,7 +60,7 @@ class MeshRanks:
         self.coordinate: dict[str, int] = dict(zip(names, coordinate, strict=True))
 
     def along(self, axes: Sequence[str]) -> tuple[int, ...]:
-        """Return the sorted global ranks that differ from this rank only along `axes`, with this rank."""
+        """Return the sorted global ranks that differ from this rank only along `axes`, and this rank."""
         index = tuple(slice(None) if name in axes else at for name, at in self.coordinate.items())
         return tuple(sorted(self._ranks[index].flatten().tolist()))
 

@@ -17,7 +17,7 @@ from pyengine.comm.watch import RollCall
 
 T = TypeVar("T", bound=Tensor)
 
-# Ranks by host. A "host" is any island of a fast network.
+# The ranks of each host. A "host" may be any set of ranks with a fast network between them.
 Hosts = tuple[tuple[int, ...], ...]
 
 
@@ -26,8 +26,8 @@ class Traffic:
     """Counters of one transport: collectives launched, and the bytes that this rank sends for them."""
 
     collectives: int = 0
-    # Computed by the formula of a ring, in which each rank also forwards a broadcast. For small reductions
-    # over gloo, the bytes actually sent.
+    # Bytes by the formula of a ring, in which each rank also forwards a broadcast. For small reductions over
+    # gloo, the bytes actually sent are counted.
     bytes_sent: int = 0
 
     def count(self, num_bytes: int) -> None:
@@ -41,7 +41,7 @@ def ring_bytes(num_bytes: int, world_size: int) -> int:
 
 
 def by_dtype(tensors: Iterable[T]) -> list[list[T]]:
-    """Group tensors by dtype in order, because a collective or a pass needs a single dtype."""
+    """Group tensors by dtype, in order, because a collective or a kernel needs a single dtype."""
     found: dict[torch.dtype, list[T]] = {}
     for tensor in tensors:
         found.setdefault(tensor.dtype, []).append(tensor)
@@ -52,10 +52,10 @@ class Work(Protocol):
     """A collective in progress."""
 
     def wait(self) -> object:
-        """Block until the result is available; on an accelerator, make the current stream wait for it."""
+        """Block until the result is available; on an accelerator, the current stream waits for the result."""
 
     def get_future(self) -> torch.futures.Future[Any]:
-        """Return a future that completes with the collective. Default: raise RuntimeError."""
+        """Return a future that completes together with the collective. Default: raise RuntimeError."""
         raise RuntimeError(f"a {type(self).__name__} has no future: wait for it")
 
     def is_completed(self) -> bool:
@@ -79,18 +79,18 @@ class Done(Work):
 
 
 class Comm(ABC):
-    """Base class of transports: collectives among the ranks of a group. `comm_for` creates a transport.
+    """Base class of transports, which run collectives among the ranks of a group.
 
-    A transport implements `all_reduce`, `all_reduce_max`, `all_gather_object` and `broadcast_`. All other
-    methods and attributes have defaults.
+    `comm_for` creates a transport. A transport implements `all_reduce`, `all_reduce_max`, `all_gather_object`
+    and `broadcast_`. All other methods and attributes have defaults.
 
     Args:
         rank: index of this rank in the group.
         world_size: number of ranks in the group.
 
     Attributes:
-        rank, world_size: as given.
-        ranks: all ranks of the group, as the default group numbers them.
+        rank, world_size: same as the arguments.
+        ranks: all ranks of the group, numbered as in the default group.
         backend: name of the backend, for example "nccl"; empty if there is no backend.
         is_stream_ordered: whether the current stream (or a recorded program) waits for collectives instead of
             the host.
@@ -99,9 +99,9 @@ class Comm(ABC):
         has_own_memory: whether `allocate` returns memory in which reductions are faster than elsewhere.
         host_of: host of each rank of the group; empty until the engine's ranks have gathered their hosts.
         engine_id: random number that is the same on every rank; None until the engine's ranks have agreed on
-            it.
+            a number.
         traffic: collectives launched and bytes sent by this rank so far.
-        roll_call: adds the ranks that do not respond to the error of a failed collective.
+        roll_call: extends the error of a failed collective with the ranks that do not respond.
     """
 
     backend = ""
@@ -126,8 +126,8 @@ class Comm(ABC):
         """Launch a sum over all ranks, in place.
 
         Args:
-            flat: `[numel]`, of the same dtype on every rank. The caller keeps it alive and unchanged until
-                the work has been waited for.
+            flat: `[numel]`, of the same dtype on every rank. The caller keeps the tensor alive and unchanged
+                until the work has been waited for.
 
         Cost: every rank of W sends 2 (W - 1) / W times the bytes of `flat`, as in a ring. Over gloo, a rank
         sends at most 5 times the bytes of a small vector: see [Note: small reductions] in torch_dist.py.
@@ -143,13 +143,13 @@ class Comm(ABC):
 
     @abstractmethod
     def all_gather_object(self, value: object) -> list[Any]:
-        """Return the values of all ranks, by rank and read-only; waits, and pickles the values.
+        """Gather picklable values from all ranks, and return them by rank.
 
-        Meant for setup and errors.
+        The returned values are read-only. This method waits for all ranks, and is meant for setup and errors.
         """
 
     def max_of(self, *values: int) -> list[int]:
-        """Return the maximum of each value over all ranks, and wait for it.
+        """Wait for the maximum of each value over all ranks, and return the maxima.
 
         Args:
             values: 64-bit integers; every rank passes the same number of values.
@@ -161,7 +161,7 @@ class Comm(ABC):
     ) -> tuple[list[list[Any]], list[int]]:
         """Return the results of `all_gather_object` for each value and of `max_of` for the numbers.
 
-        The call waits for the results. Default: one collective after another.
+        The call waits for the results. Default: run one collective after another.
         """
         gathered = [self.all_gather_object(value) for value in values]
         return gathered, self.max_of(*numbers) if numbers else []
@@ -185,8 +185,8 @@ class Comm(ABC):
 
         Args:
             received: output, `[world_size * n]`: the r-th part comes from rank r.
-            parts: input of the same shape and dtype: the r-th part goes to rank r. n is the same on every
-                rank.
+            parts: input of the same shape and dtype: the r-th part goes to rank r. The size n is the same on
+                every rank.
 
         Cost: every rank of W sends (W - 1) / W times the bytes of `parts`.
         """
@@ -197,8 +197,8 @@ class Comm(ABC):
 
         Args:
             gathered: output, `[world_size * n]`: the r-th part comes from rank r.
-            part: input, `[n]`, of the same dtype; may be this rank's part of `gathered`. n is the same on
-                every rank.
+            part: input, `[n]`, of the same dtype; may be this rank's part of `gathered`. The size n is the
+                same on every rank.
 
         Cost: every rank of W sends (W - 1) times the bytes of `part`.
         """
@@ -209,27 +209,27 @@ class Comm(ABC):
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return zeros, `[numel]`, in the memory in which this transport reduces fastest.
 
-        The memory is freed together with the tensor. Default: torch's allocator.
+        The memory is freed together with the tensor. Default: use torch's allocator.
         """
         return torch.zeros(numel, dtype=dtype, device=device)
 
     def reserve(self, sizes: Sequence[int]) -> None:
         """Reserve one block of memory for the next buffers, which have `sizes` bytes on every rank.
 
-        Default: nothing is reserved.
+        Default: do nothing.
         """
 
     def unsupported_reason(self, dtype: torch.dtype) -> str:
-        """Return why this transport cannot reduce a dtype, or an empty string. Default: all are supported."""
+        """Return why this transport cannot reduce a dtype, or an empty string (the default)."""
         del dtype
         return ""
 
     # ---- transports beside this one ----
 
     def with_own_group(self) -> Comm:
-        """Return a transport over the same ranks whose collectives cannot be matched with other code's.
+        """Return a transport over the same ranks whose collectives never match collectives of other code.
 
-        Every rank must call this. The result is released together with this transport. Default: this
+        Every rank must call this. The result is released together with this transport. Default: return this
         transport.
         """
         return self
@@ -237,13 +237,13 @@ class Comm(ABC):
     def between_hosts(self) -> Comm | None:
         """Return a transport over the same ranks for tensors in host memory, which needs no device.
 
-        Every rank must call this. The result is released together with this transport. Default: None, because
-        the host waits for collectives anyway, or there is no backend for host memory.
+        Every rank must call this. The result is released together with this transport. Default: return None,
+        because the host waits for collectives anyway, or there is no backend for host memory.
         """
         return None
 
     def join(self, other: Comm) -> None:
-        """Share the traffic counters and the stall watch of `other`, and be released together with it."""
+        """Share the traffic counters and the stall watch of `other`, which also releases this transport."""
         self.traffic, self.host_of = other.traffic, other.host_of
         self.roll_call.watch = other.roll_call.watch
         other._joined.append(self)
@@ -277,12 +277,12 @@ class Comm(ABC):
         """Run a collective of `torch.distributed` and wait for it.
 
         Args:
-            launch: starts the collective. Given True, it returns the work, or waits and returns None; given
-                False, it waits.
+            launch: function that starts the collective. Called with True, the function returns the work, or
+                waits and returns None. Called with False, the function waits.
             what: description of the collective.
             group: process group of the collective; None: the process group of this transport.
 
-        Default: wait, without checking which ranks do not join.
+        Default: wait, without checking which ranks are missing.
         """
         del what, group
         launch(False)
@@ -290,11 +290,12 @@ class Comm(ABC):
     def watch_stalls(self, after_s: float) -> None:
         """Report collectives that ranks have not joined after `after_s` seconds; fail if a rank has died.
 
-        Every rank of the group must call this, in the order in which engines are created. Default: no watch.
+        Every rank of the group must call this, in the order in which engines are created. Default: do
+        nothing.
         """
 
     def report_position(self, position: Callable[[], str]) -> None:
-        """Register `position`, by which the stall watch describes this rank; called from another thread."""
+        """Register a function that describes this rank; the stall watch calls it on another thread."""
         if self.roll_call.watch is not None:
             self.roll_call.watch.position = position
 
@@ -302,15 +303,15 @@ class Comm(ABC):
 class Unbroken:
     """Context manager that prevents further collectives after an interrupt in its body.
 
-    This applies only if the body has launched a collective. Ctrl-C or an out-of-memory error occurs on a
-    single rank. The other ranks then wait for the collective that the body was about to launch, and this rank
-    no longer knows which one. Other exceptions occur on all ranks.
+    Collectives are prevented only if the body has launched a collective. Ctrl-C or an out-of-memory error
+    occurs on a single rank. The other ranks then wait for the next collective of the body, which this rank
+    can no longer determine. Other exceptions occur on all ranks.
 
     Args:
         comm: transport that the body uses, or a transport joined with it.
     """
 
-    # A class is faster than a generator, and there are several contexts per window.
+    # A class is faster than a generator, which matters because a window has several contexts.
     def __init__(self, comm: Comm) -> None:
         self._comm, self._num_before = comm, comm.traffic.collectives
 
@@ -323,7 +324,7 @@ class Unbroken:
 
 
 def is_interrupt(error: BaseException | None) -> bool:
-    """Whether an exception can occur anywhere, on a single rank: Ctrl-C or out of memory."""
+    """Whether an exception is Ctrl-C or out of memory, which can occur anywhere on a single rank."""
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
     return error is not None and not isinstance(error, Exception)
@@ -333,11 +334,11 @@ def is_interrupt(error: BaseException | None) -> bool:
 class Levels:
     """Transports of a rank within its host and across hosts."""
 
-    inside: Comm  # over the ranks of this rank's host
-    # Over the ranks with the same index on every host; over this rank alone if a smaller host has no such
-    # rank.
+    inside: Comm  # transport over the ranks of this rank's host
+    # Transport over the ranks that have the same index on their hosts, or over this rank alone if a smaller
+    # host has no rank with this index.
     across: Comm
-    num_parts: int  # ranks of the smallest host, each of which sums a part across hosts
+    num_parts: int  # number of ranks per host that sum a part across hosts; the size of the smallest host
 
     def part_of(self, numel: int) -> slice:
         """Return the elements of a bucket that this rank sums across hosts."""
@@ -348,7 +349,7 @@ class Levels:
 
 
 class Local(Comm):
-    """Transport of a single process: there is one rank, and nothing is sent."""
+    """Transport of a single process, which is the only rank and sends nothing."""
 
     can_exchange = True
 
@@ -386,7 +387,7 @@ def spans_hosts(comm: Comm) -> bool:
 
 
 def own_host() -> Hashable:
-    """Return the identity of this host, which is the same for all processes on it."""
+    """Return the identity of this host, which is the same for all processes on the host."""
     return ProcessId.own().space, own_network()
 
 

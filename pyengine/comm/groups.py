@@ -4,14 +4,15 @@
 A backend matches the collectives of a group by their order on each rank. If the host waits for collectives,
 an engine launches its buckets when the window's header has arrived, which is earlier on one rank than on
 another. Any other collective of the group, launched by the user in the backward or by a second engine, would
-be matched with a bucket, and the two would be added together. So buckets use a group that no other code uses.
-Every engine creates such a group, and destroys it when the engine is closed or freed.
+be matched with a bucket, and the two would be added together. To prevent this, every engine creates a group
+for its buckets that no other code uses, and destroys the group when the engine is closed or freed.
 
 [Note: destroying a group]
-Each rank destroys its end of a group independently, at a different time than other ranks. A collective that
-has completed on a rank needs nothing more from this rank. The threads of a gloo group end when the last
-reference to the group is dropped; this waits for pending collectives, up to their timeout. So a separate
-thread drops the last reference, and the caller waits at most a second for this thread.
+Each rank destroys its handle of a group independently, at a different time than other ranks. Independent
+destruction is safe, because a collective that has completed on a rank needs nothing more from this rank. The
+threads of a gloo group end when the last reference to the group is dropped, which waits for pending
+collectives, up to their timeout. Therefore a separate thread drops the last reference, and the caller waits
+at most a second for this thread.
 """
 
 from __future__ import annotations
@@ -39,9 +40,9 @@ _DESTROY_S = 1.0  # maximum time for which `destroy` waits
 
 
 def group_of(ranks: Sequence[int], device: torch.device) -> dist.ProcessGroup | None:
-    """Return a group of these ranks for tensors on a device; None if this is the default group.
+    """Return a group of these ranks for tensors on a device, or None for the default group.
 
-    All of the ranks must call this, in the same order for different groups.
+    All of the ranks must call this function, and must call it in the same order for different groups.
     """
     if list(ranks) == list(range(dist.get_world_size())):
         return None
@@ -51,9 +52,9 @@ def group_of(ranks: Sequence[int], device: torch.device) -> dist.ProcessGroup | 
 def group_of_hosts(parent: dist.ProcessGroup | None) -> dist.ProcessGroup:
     """Return a gloo group of the ranks of another group; must be called in the same way as `group_of`.
 
-    All engines over `parent` share this group. If ranks send windows of different engines, the collectives of
-    this group are matched like the buckets, and the next window of a common engine is matched correctly
-    again.
+    All engines over `parent` share this group. If ranks send windows of different engines, this group matches
+    the collectives of different engines with each other, as it does for buckets. The next window that all
+    ranks send with the same engine is matched correctly again.
     """
     parent = group_or_default(parent)
     ranks, limit = dist.get_process_group_ranks(parent), timeout_of(parent, HOST)
@@ -65,8 +66,9 @@ def find_or_make(
 ) -> dist.ProcessGroup:
     """Return the group that an earlier engine over these ranks has created, or create the group.
 
-    Must be called in the same way as `group_of`. torch's list of groups is searched: it contains the same
-    groups of these ranks on each of the ranks, because the ranks create them together.
+    This function must be called in the same way as `group_of`. The function searches torch's list of groups,
+    which contains the same groups of these ranks on each of the ranks, because the ranks create the groups
+    together.
     """
     for group in [*c10d._world.pg_map]:  # a copy, because a garbage collection may destroy a group
         if group.group_desc == f"pyengine: {purpose}" and dist.get_process_group_ranks(group) == [*ranks]:
@@ -120,13 +122,13 @@ def make(
     """Create a group of these ranks; all of these ranks must call this.
 
     `dist.new_group` either needs every rank of the default group, or names the group by the number of groups
-    on this rank, and then hangs if this number differs between ranks. So this function chooses the name
-    itself. It uses private functions of torch, checked against torch 2.9 to 2.15.
+    on this rank, and then hangs if this number differs between ranks. Therefore this function chooses the
+    name itself, with private functions of torch that were checked in torch 2.9 to 2.15.
 
     Args:
         purpose: description that no other group of these ranks has ever had.
         ranks: sorted ranks, as the default group numbers them.
-        backend: name of the backend for one kind of device; None: the default group's backends.
+        backend: name of the backend for one kind of device; None uses the default group's backends.
     """
     default_group = c10d._get_default_group()
     default_backend, store = c10d._world.pg_map[default_group]
@@ -153,7 +155,7 @@ def make(
 
 
 def destroy(reference: weakref.ref[dist.ProcessGroup], pid: int) -> None:
-    """Destroy this rank's end of a group; safe in a garbage collection. See [Note: destroying a group]."""
+    """Destroy this rank's handle of a group, also in a garbage collection. See [Note: destroying a group]."""
     group = reference()
     if group is None or group not in c10d._world.pg_map or os.getpid() != pid:  # a fork has no such threads
         return
@@ -173,7 +175,7 @@ def destroy(reference: weakref.ref[dist.ProcessGroup], pid: int) -> None:
 
 
 class GroupHandle:
-    """Weak reference to a process group, as held by transports.
+    """Weak reference to a process group, held by transports.
 
     A strong reference to a destroyed group would keep its threads alive.
 

@@ -33,9 +33,9 @@ from typing import Any, Literal, NoReturn, TypeVar
 import torch
 import torch.distributed as dist
 
-# When this module is first imported (by an optimizer, for example), the current default group becomes the
-# default value of arguments in it, which keeps the threads of the group alive. So the module has to be
-# imported before a group exists.
+# `torch.distributed.nn.functional` has to be imported before a group exists. At its first import (by an
+# optimizer, for example), the current default group becomes the default value of function arguments, which
+# would keep the threads of the group alive.
 import torch.distributed.nn.functional
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.elastic.multiprocessing.errors import record
@@ -52,7 +52,7 @@ _MAX_WORKERS_PER_CORE = 32
 _POLL_S = 0.1
 _TRACE_S = 1.0  # time after the deadline for workers to write their stacks
 _GRACE_S = 30.0  # time after SIGTERM for workers to exit, for example to save a checkpoint
-_WITHIN_S = 0.2  # time limit; threads of a process group free their callbacks within milliseconds
+_WITHIN_S = 0.2  # time to wait for a group's threads, which free their callbacks within milliseconds
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 # Gloo and NCCL bind to this network interface, which no other machine can reach.
 _LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
@@ -67,14 +67,15 @@ def launch(
 ) -> list[T]:
     """Run `fn(*args)` on every worker of a fresh process group, and wait for all of them.
 
-    In a process started by torchrun, this process is one of the workers: `fn` runs in this process, in a
-    group of all workers with torch's default backends (gloo for the CPU, NCCL for CUDA). An exception raised
-    by `fn` is propagated unchanged, and torchrun terminates the other workers.
+    Under torchrun, this process is one of the workers. `fn` runs in this process, in a group of all workers
+    with torch's default backends (gloo for the CPU, NCCL for CUDA). An exception raised by `fn` is propagated
+    unchanged, and torchrun terminates the other workers.
 
-    Otherwise workers are new processes on this machine, in a gloo group over the loopback interface. They
-    import the modules of `fn` and `args`, so a script has to call this function under
+    Without torchrun, the workers are new processes on this machine, in a gloo group over the loopback
+    interface. New workers import the modules of `fn` and `args`, so a script has to call `launch` under
     `if __name__ == "__main__":`. Functions defined in a notebook, an interactive session or `python -c`
-    cannot be imported; in this case workers are forked from this process, and each runs torch on one thread.
+    cannot be imported. In this case the workers are forked from this process, and each runs torch on one
+    thread.
 
     Args:
         fn: a function in an importable module or script; in a notebook, any function.
@@ -82,26 +83,26 @@ def launch(
             torchrun's options determine the number of workers.
         args: picklable arguments of `fn`; in a notebook, any arguments.
         timeout_s: seconds after which workers that are still running are terminated; the error contains the
-            stack of each of these workers. None: no limit. Under torchrun each worker applies the limit by
-            itself: it prints its stack and exits, and torchrun terminates the other workers.
+            stack of each of these workers. None sets no limit. Under torchrun, a worker that reaches the
+            limit prints its stack and exits, and torchrun then terminates the other workers.
 
     Returns:
-        The results of `fn`, by rank; they must be picklable. Under torchrun every worker gets all results, so
-        print on only one rank, inside `fn`.
+        The results of `fn`, by rank, which must be picklable. Under torchrun every worker gets all results,
+        so a script should print on only one rank, inside `fn`.
 
     Raises:
         ValueError: `workers`, `timeout_s` or `fn` is invalid, or this machine has too few cores; or an
-            earlier call under torchrun requested a different number of workers (a script that needs both must
-            run without torchrun).
-        RuntimeError: a worker failed; the other workers were terminated, and the message contains the failed
-            worker's rank and traceback. Or this machine cannot start that many processes. Or workers have to
-            be forked, but this process has an initialized device or a process group, which a fork cannot use.
-            Or this process is a worker that already has a process group, or the other workers have not called
+            earlier call under torchrun requested a different number of workers (a script that needs different
+            numbers of workers must run without torchrun).
+        RuntimeError: a worker failed (the other workers were terminated, and the message contains the failed
+            worker's rank and traceback); this machine cannot start that many processes; workers have to be
+            forked, but this process has an initialized device or a process group, which a fork cannot use;
+            this process is a worker that already has a process group; or the other workers have not called
             `launch` within half an hour.
         TimeoutError: workers were still running after `timeout_s`, and have been terminated.
         KeyboardInterrupt: after Ctrl-C, once the workers have exited.
-        SystemExit: after SIGTERM, once the workers have exited, with code 128 + the signal number, unless the
-            caller has installed a handler for SIGTERM.
+        SystemExit: after SIGTERM, once the workers have exited. The exit code is 128 + the signal number. Not
+            raised if the caller has installed a handler for SIGTERM.
 
     Example:
         >>> pe.launch(train, workers=2, args=(config,))  # doctest: +SKIP
@@ -177,9 +178,9 @@ def _meet(
     """Return a store that all ranks share for this call, and that no earlier call has used.
 
     torchrun's store keeps the keys of workers that have exited, for any world size, so a counter of calls
-    would continue the count of those workers. Each call has a random name instead, and the name of rank 0's
-    call is the prefix of the shared store. Rank 0 sends this name to the call that it finds under each rank,
-    until the current call of that rank has confirmed it.
+    would continue the count of those workers. Therefore each call has a random name, and the name of rank 0's
+    call is the prefix of the shared store. Rank 0 sends this name to the call that each rank has registered
+    in the store, until the current call of the rank has confirmed the name.
     """
     call, absent = uuid.uuid4().hex, list(range(1, world_size))
     if rank == 0:
@@ -306,10 +307,10 @@ def _sigterm_raises() -> Iterator[None]:
 def signals_blocked() -> Iterator[None]:
     """Block Ctrl-C and SIGTERM while processes are started; the new processes inherit the signal mask.
 
-    Otherwise Ctrl-C would print the traceback of an interrupted import from every worker, and could leave
-    behind a process that has been started but not recorded yet.
+    If the signals were not blocked, Ctrl-C would print the traceback of an interrupted import from every
+    worker, and could leave behind a process that has been started but not recorded yet.
     """
-    resource_tracker.ensure_running()  # starting it later would unblock the signals (in CPython)
+    resource_tracker.ensure_running()  # starting the tracker later would unblock the signals (in CPython)
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
     try:
         yield
@@ -358,9 +359,10 @@ def _wait(job: _Job, processes: Sequence[BaseProcess]) -> None:
 def _describe_failure(job: _Job, processes: Sequence[BaseProcess], failed: dict[int, int]) -> str:
     """Describe which worker failed first, and why.
 
-    A killed worker takes precedence over exceptions in other workers, because these lose their connections to
-    it. SIGABRT does not count as a kill, because a lost connection may abort a process. Otherwise the first
-    exception is the cause, regardless of which worker exited first.
+    A killed worker takes precedence over exceptions in other workers, because the other workers lose their
+    connections to the killed worker. SIGABRT does not count as a kill, because a lost connection may abort a
+    process. If no worker was killed, the first exception is the cause, regardless of which worker exited
+    first.
     """
     killed = [rank for rank, code in failed.items() if code < 0 and code != -signal.SIGABRT]
     errors = sorted(job.folder.glob("error-*"), key=lambda path: path.stat().st_mtime_ns)
@@ -391,7 +393,7 @@ def _stack(trace: Path) -> str:
 
 
 def _end(job: _Job, processes: Sequence[BaseProcess]) -> None:
-    """Terminate running workers with SIGTERM, so that they may save their state, then kill them."""
+    """Terminate running workers with SIGTERM, which lets them save their state, and then kill them."""
     try:
         for rank, process in enumerate(processes):
             # A worker without a trace file is still importing, with signals blocked, and has nothing to save.
@@ -399,11 +401,11 @@ def _end(job: _Job, processes: Sequence[BaseProcess]) -> None:
         end = time.monotonic() + _GRACE_S
         for process in processes:
             process.join(max(0.0, end - time.monotonic()))
-    finally:  # even if a second Ctrl-C interrupts the wait
+    finally:  # kills the workers even if a second Ctrl-C interrupts the wait
         for process in processes:
             process.kill()
         for process in processes:
-            process.join(_GRACE_S)  # a process in uninterruptible sleep remains
+            process.join(_GRACE_S)  # leaves a process in uninterruptible sleep behind
 
 
 # --- In a worker ---
@@ -412,14 +414,15 @@ def _end(job: _Job, processes: Sequence[BaseProcess]) -> None:
 def _work(_: int, rank: int, job: _Job) -> None:
     """Run `fn` in the group of all workers, and write its result or the traceback of its exception."""
     for number in _SIGNALS:
-        # Ctrl-C reaches every process of the terminal: exit immediately, even inside a collective, and
-        # without a traceback. A forked process inherits the handlers of its parent. A background job of a
-        # shell ignores Ctrl-C.
+        # Ctrl-C reaches every process of the terminal. A worker then exits immediately, even inside a
+        # collective, and without a traceback. A forked process inherits the handlers of its parent. A
+        # background job of a shell ignores Ctrl-C.
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, signal.SIG_DFL)
-    # Exit when the launcher exits. torch requests SIGINT for this, which a background job ignores.
+    # Kill this worker when the launcher exits. The SIGINT that torch requests for this purpose is ignored by
+    # a background job.
     _prctl_pr_set_pdeathsig(signal.SIGKILL)
-    faulthandler.enable(file=2)  # a file descriptor, because sys.stderr in a notebook has none
+    faulthandler.enable(file=2)  # a file descriptor, because in a notebook sys.stderr has no descriptor
     with job.file("trace", rank).open("w") as trace:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
         if job.timeout_s is not None:
@@ -452,14 +455,14 @@ def _set_environment(rank: int, job: _Job) -> None:
     }
     for name in ("MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE"):
         os.environ.pop(name, None)  # set by another launcher, whose store must not be used
-    # This also applies to groups created by `fn`. An interface chosen by the user is kept.
+    # Groups that `fn` creates also use the loopback interface. An interface chosen by the user is kept.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", _LOOPBACK)
     os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={_LOOPBACK}")
     os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
 
 
 def _run_in_group(rank: int, job: _Job) -> Any:
-    # Not a `TCPStore`, which would listen on every network interface.
+    # A file store is used, because a `TCPStore` would listen on every network interface.
     store = dist.FileStore(str(job.folder / "store"), job.workers)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=job.workers)
     dist.barrier()  # a rank that finishes early must not exit while other ranks are connecting
@@ -470,7 +473,8 @@ def _run_in_group(rank: int, job: _Job) -> Any:
         if stop.code:
             raise
         result = None
-    # Not after an exception: other workers would see a closed connection, and fail first.
+    # The group is not destroyed after an exception, because other workers would see a closed connection and
+    # fail first.
     destroy_default_group()
     return result
 
@@ -482,14 +486,15 @@ def destroy_default_group() -> None:
     """Destroy torch's default group, and join its threads unless other code still holds the group.
 
     The threads of a gloo group may hold the last reference to a tensor of a collective, and need the GIL to
-    free it. While the interpreter is shutting down, this aborts or hangs the process. So these threads are
-    joined earlier, when the group is destroyed and this thread does not hold the GIL.
+    free it. While the interpreter is shutting down, taking the GIL aborts or hangs the process. Therefore
+    these threads are joined earlier, when the group is destroyed and this thread does not hold the GIL.
 
     Cost: a garbage collection, which frees reference cycles that hold the group (models under DDP, for
-    example). A cycle must not hold the last reference to the group, because freeing it would join the threads
-    without releasing the GIL. A thread of the group must not hold the last reference either, because it would
-    join itself and end the process: the callback of torch's PowerSGD hook holds the group until its thread
-    has freed it. If other code keeps the group, another fifth of a second.
+    example). A cycle must not hold the last reference to the group, because freeing the cycle would join the
+    threads without releasing the GIL. A thread of the group must not hold the last reference either, because
+    the thread would join itself and end the process. For example, the callback of torch's PowerSGD hook holds
+    the group until a thread of the group has freed the callback. If other code keeps the group, the call
+    takes another fifth of a second.
     """
     group, alone = dist.group.WORLD, object()
     dist.destroy_process_group()

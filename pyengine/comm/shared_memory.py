@@ -1,7 +1,8 @@
-"""Shared memory as a transport: ranks of one host reduce in place, in memory that all of them can access.
+"""Transports over shared memory, in which the ranks of one host reduce in place.
 
-This is host memory, or GPU memory that NCCL has registered: GPUs connected by NVLink reduce registered memory
-without copies. Source: NCCL's user guide on user buffer registration and symmetric windows.
+Shared memory is host memory that all ranks of a host can access, or GPU memory that NCCL has registered. GPUs
+connected by NVLink reduce registered memory without copies. Source: NCCL's user guide on user buffer
+registration and symmetric windows.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ _ALIGN_BYTES = 512
 
 
 class _WithMemory(TorchDist, Generic[_Memory]):
-    """Transport over one process group, with buffers in a memory that `release` closes.
+    """Transport over one process group, with buffers in memory that `release` closes.
 
     After `release`, buffers come from torch's allocator.
     """
@@ -61,9 +62,9 @@ class _WithMemory(TorchDist, Generic[_Memory]):
 class SharedMemory(_WithMemory[Arena]):
     """Transport over a process group whose ranks are processes on one host, for tensors on the CPU.
 
-    Reductions run in an arena: every rank sums its part of all buffers, in rank order, and writes the sum to
-    all buffers. Narrow dtypes are summed in float32 and rounded once. All other collectives and unsupported
-    dtypes use the process group; after `release` all reductions do.
+    Reductions run in an arena, where every rank sums its part of all ranks' buffers, in rank order, and
+    writes the sum to all buffers. Narrow dtypes are summed in float32 and rounded once. All other collectives
+    and unsupported dtypes use the process group. After `release`, all reductions use the process group.
     """
 
     def __init__(
@@ -80,9 +81,10 @@ class SharedMemory(_WithMemory[Arena]):
         return self._reduce_in(self._memory, flat, is_max=is_max)
 
     def share_part(self, flat: Tensor, part: slice) -> Work:
-        """Launch the completion of a buffer of which every rank holds a part; other elements become 0.
+        """Launch a collective that completes a buffer of which each rank contributes a part.
 
-        This is the second half of a reduction. Its bytes are counted with the first half.
+        On each rank, the elements outside `part` are first set to 0. This collective is the second half of a
+        reduction, and its bytes are counted with the first half.
         """
         flat[: part.start].zero_()
         flat[part.stop :].zero_()
@@ -100,9 +102,8 @@ class SharedHosts(TorchDist):
     """Transport over a process group whose ranks are processes on several hosts, for tensors on the CPU.
 
     A sum first runs in the arena of each host. Then each rank sums a part across hosts, and the arena
-    collects the parts, so a bucket crosses the network once per host. The number of ranks that sum parts is
-    the same on each host: the number of ranks of the smallest host. All other collectives and unsupported
-    dtypes use the process group.
+    collects the parts, so a bucket crosses the network once per host. On each host, as many ranks sum parts
+    as the smallest host has. All other collectives and unsupported dtypes use the process group.
     """
 
     has_own_memory = True
@@ -171,7 +172,7 @@ def share_memory(comm: Comm) -> Comm:
             return comm
         mine = [offers[rank] for host in hosts if comm.rank in host for rank in host]
         descriptor, refusal = _open_file(mine)
-        refusals = comm.all_gather_object(refusal)  # now all ranks have opened the file
+        refusals = comm.all_gather_object(refusal)  # after this call all ranks have opened the file
     finally:
         offer.withdraw()
     if any(refusals):
@@ -229,7 +230,7 @@ def _warn_of_fallback(comm: TorchDist, way: str, why: str) -> None:
 
 
 class NcclPool:
-    """Memory that NCCL allocates and registers with one communicator, which must be in use already.
+    """Memory that NCCL allocates and registers with one communicator, which must already exist.
 
     Every rank must create a pool and allocate the same sizes in the same order, because registration is a
     collective. If registered memory is not supported, NCCL or torch raises an exception of any type.
@@ -256,7 +257,7 @@ class RegisteredMemory(_WithMemory[NcclPool]):
     def reserve(self, sizes: Sequence[int]) -> None:
         if self._memory is not None:
             num_bytes = sum(-(-size // _ALIGN_BYTES) * _ALIGN_BYTES for size in sizes)
-            self._memory.allocate(num_bytes, torch.uint8)  # freed immediately; the next buffers reuse it
+            self._memory.allocate(num_bytes, torch.uint8)  # freed immediately, for reuse by the next buffers
 
 
 def can_register(comm: Comm) -> bool:

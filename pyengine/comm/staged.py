@@ -1,4 +1,4 @@
-"""Several collectives in sequence as one work; each sends a result computed from the previous collective."""
+"""Sequences of collectives as one work, in which each collective sends a result of the previous one."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pyengine.comm.base import Work
 from pyengine.ops.device import has_events, recorded_event
 
 
-class Staged:  # not a subclass of `Work`: `isinstance` takes ten times as long for subclasses of a protocol
+class Staged:  # not a subclass of the protocol `Work`, because `isinstance` would be ten times slower
     """Collectives in sequence, and the computation after the last collective.
 
     The first collective is launched immediately; the caller continues with `step` or `wait`, which must not
@@ -20,8 +20,9 @@ class Staged:  # not a subclass of `Work`: `isinstance` takes ten times as long 
 
     Args:
         rounds: iterator that launches the next collective each time it is advanced, which happens once the
-            previous collective has completed. It ends after the last collective.
-        num_rounds: number of collectives in `rounds`; `rounds_left` of them are not launched yet.
+            previous collective has completed. The iterator ends after the last collective.
+        num_rounds: number of collectives in `rounds`. The attribute `rounds_left` counts the collectives that
+            are not launched yet.
         device: device of the result.
     """
 
@@ -73,7 +74,7 @@ class Staged:  # not a subclass of `Work`: `isinstance` takes ten times as long 
             # other collectives.
             if (break_off := getattr(before, "break_off", None)) is not None:
                 break_off(error)
-                if self._error is None:  # an interrupt occurs once, the error persists
+                if self._error is None:  # an interrupt is raised once, but the error persists
                     self._error = RuntimeError(f"{error!r} has left a reduction between its collectives")
             if self._error is not None:
                 self._future.set_exception(self._error)

@@ -3,13 +3,15 @@
 [Note: small reductions]
 gloo's own all-reduce is a ring: each rank sends up to 4 (W - 1) messages, one after another, however small
 the tensor is. For a header of 24 numbers on 32 ranks, each rank sends 46 messages, and each message may have
-to wake up a thread. So host vectors of at most `_MAX_SMALL_BYTES` (headers, agreements, flags, the buckets of
-small models) are reduced in a different way:
+to wake up a thread. To avoid this cost, host vectors of at most `_MAX_SMALL_BYTES` (headers, agreements,
+flags, the buckets of small models) are reduced differently:
 
-- Two ranks swap their vectors in one all-gather, and both reduce (`SwapWork`): 1 message per rank, not 4.
-- Three or more ranks reduce over a tree of point-to-point operations (`PointToPoint.all_reduce`): 2 messages
-  per rank on average. A rank sends its vector to up to `_FAN_OUT` + 1 other ranks, so larger vectors use the
-  ring. Operations are matched by tag, so other collectives of the group may run in between in any order.
+- Two ranks swap their vectors in one all-gather, and each rank reduces both vectors (`SwapWork`), which takes
+  1 message per rank instead of 4.
+- Three or more ranks reduce over a tree of point-to-point operations (`PointToPoint.all_reduce`), which takes
+  2 messages per rank on average. A rank sends its vector to up to `_FAN_OUT` + 1 other ranks, so larger
+  vectors use the ring. Operations are matched by tag, so other collectives of the group may run in between in
+  any order.
 """
 
 from __future__ import annotations
@@ -58,10 +60,11 @@ _log = logging.getLogger("pyengine.comm")
 
 # Backends whose collectives the host waits for, on any device; for all other backends the stream waits.
 _HOST_ORDERED = {"gloo", "mpi"}
-# Broadcasts are split as in DDP: pieces are large enough for any network, and do not copy the whole model.
+# Broadcasts are split into pieces, as in DDP. A piece is large enough for any network, and small enough to
+# avoid a copy of the whole model.
 _PIECE_BYTES = 256 * 2**20
-_TAG = 0x70796567  # not used by other code; operations with one tag are matched in the order of posting
-# Tags of tree reductions: the first tag, and the number of tags in use before the first is reused.
+_TAG = 0x70796567  # a tag that no other code uses; operations with the same tag match in posting order
+# Tags of tree reductions: the first tag, and the number of tags after which the first tag is reused.
 _TREE_TAG, _NUM_TREE_TAGS = 0x71000000, 2**20
 # See [Note: small reductions].
 _MAX_SMALL_BYTES, _FAN_OUT = 32 * 2**10, 4
@@ -100,11 +103,11 @@ class _Work(Work):
 
 
 class SideStream:
-    """Side stream for work that waits for other ranks: runs after the current stream, without stalling it."""
+    """Side stream that runs after the current stream and waits for other ranks without stalling it."""
 
     def __init__(self, device: torch.device) -> None:
-        # High priority: kernels on this stream fill the buckets that collectives wait for, and must not queue
-        # behind the kernels of the backward.
+        # The stream has high priority, because its kernels fill the buckets that collectives wait for. These
+        # kernels must not queue behind the kernels of the backward.
         self._stream = torch.Stream(device, priority=-1)
         self._device = device
 
@@ -121,9 +124,10 @@ class SideStream:
 
 
 class TorchDist(Comm):
-    """Transport over one process group for tensors on one device; None is the default group.
+    """Transport over one process group for tensors on one device.
 
-    An engine's own group is passed as a `GroupHandle`, which transports over the same group share.
+    A group of None is the default group. A group that an engine has created is passed as a `GroupHandle`,
+    which all transports over this group share.
     """
 
     can_exchange = True
@@ -139,7 +143,8 @@ class TorchDist(Comm):
         self.roll_call = StoreRollCall(group)
         self.device, self.backend = device, name_of_backend(group, device)
         self.is_stream_ordered = runs_ahead(device) and self.backend not in _HOST_ORDERED
-        # Device to which host values are copied: a stream-ordered backend can only send device memory.
+        # Device to which host values are copied, because a stream-ordered backend can only send device
+        # memory.
         self._device_of_values = device if self.is_stream_ordered else HOST
         self._side_stream = SideStream(device) if self.is_stream_ordered else None
         self.can_or = is_gloo = not runs_ahead(device) and self.backend == "gloo"
@@ -153,22 +158,27 @@ class TorchDist(Comm):
     # ---- transports beside this one ----
 
     def with_own_group(self) -> Comm:
-        """Return a transport over the engine's own group; this transport if a stream waits or W is 1.
+        """Return a transport over a new group that only this engine uses.
 
+        If this transport is stream-ordered or has a single rank, the result is this transport.
         See [Note: an engine's own group] in groups.py.
 
-        Cost: a process group and an all-reduce of 8 bytes; another all-reduce if `engine_id` is not set yet.
+        Cost: a process group and an all-reduce of 8 bytes, and a second all-reduce if `engine_id` is not set
+        yet.
         """
         if self.world_size == 1 or self.is_stream_ordered:
             return self
         own = self._over(self.ranks, f"buckets of engine {self._new_name()}", self.backend)
-        own.max_of(0)  # now every rank is connected, even if another rank is about to release its end
+        own.max_of(0)  # connects all ranks, even if another rank is about to release its group handle
         return own
 
     def between_hosts(self) -> Comm | None:
-        """Return a transport over gloo; None if the host waits anyway, or the group has no gloo backend.
+        """Return a transport over gloo, or None if it is not needed or the group has no gloo backend.
 
-        Cost: a process group, unless an earlier engine over the same group has already created it.
+        A transport over gloo is needed only if this transport is stream-ordered.
+
+        Cost: a process group, unless an earlier engine over the same group has already created this gloo
+        group.
         """
         if self.world_size == 1:
             return Local()
@@ -258,7 +268,7 @@ class TorchDist(Comm):
 
     def _launched(self, work: dist.Work | P2PWork | SwapWork, what: str) -> _Work:
         _log.debug("launch %s over ranks %s", what, self.ranks)
-        if self.roll_call.watch is not None and not is_capturing():  # captured works cannot be queried
+        if self.roll_call.watch is not None and not is_capturing():  # captured work cannot be queried
             self.roll_call.watch.pending.add(self.ranks, what, work.is_completed)
         return _Work(work, self.roll_call, self._host_watch)
 
@@ -324,11 +334,13 @@ class TorchDist(Comm):
     def all_gather_objects(
         self, values: Sequence[object], *numbers: int
     ) -> tuple[list[list[Any]], list[int]]:
-        """Return each value by rank, and the maximum of each number over all ranks; the values are read-only.
+        """Gather each value from all ranks, and return the maximum of each number over all ranks.
 
-        Cost: an all-reduce of 40 bytes per value and 8 bytes per number, which compares hashes, because ranks
-        mostly have equal values. For each value that differs between ranks, an all-gather of the longest
-        pickle.
+        The gathered values are read-only.
+
+        Cost: an all-reduce of 40 bytes per value and 8 bytes per number. The all-reduce compares hashes,
+        because ranks mostly have equal values. Each value that differs between ranks also needs an all-gather
+        of the longest pickle.
         """
         if self.world_size == 1:
             return [[value] for value in values], [*numbers]
@@ -447,7 +459,7 @@ class SwapWork:
         with self._lock:
             if not self._is_reduced:
                 first, second = self._rows  # in rank order
-                with torch.inference_mode():  # regardless of the caller's mode
+                with torch.inference_mode():  # needed if the caller is in this mode
                     _COMBINE[self._op](first, second, out=self._flat)
                 self._is_reduced = True
 
@@ -460,7 +472,7 @@ Steps = Iterator[Sequence[dist.Work | None]]
 class P2PWork:
     """Point-to-point operations combined into one work, whose `wait` may time out.
 
-    `wait` of a gloo work must not time out, because this would close its connection.
+    The `wait` method of a gloo work must not time out, because a timeout closes the connection.
 
     Args:
         works: operations of the first step, which have been posted.
@@ -519,14 +531,14 @@ class P2PWork:
 class PointToPoint:
     """Exchanges and small reductions among the ranks of one gloo group, by point-to-point operations.
 
-    gloo's own all-to-all and all-gather send first. If one rank is later than another, it sends its data
-    before its notification that it can receive, over the same connection. The other rank sends nothing until
-    all of this data has arrived, so the link carries data in one direction at a time, at half its rate.
-    Point-to-point operations can be posted in a better order: every rank is ready to receive before it sends.
+    gloo's own all-to-all and all-gather send before they receive. A late rank therefore sends its data before
+    its notification that it can receive, over the same connection. The other rank sends nothing until all of
+    this data has arrived, so the link carries data in one direction at a time, at half its rate.
+    Point-to-point operations avoid this, because every rank gets ready to receive before it sends.
 
     Cost: a thread, started by the first operation, which waits for operations in launch order. The thread
-    ends when `close` is called, this object is freed or the interpreter exits; these wait at most a second
-    for it.
+    ends when `close` is called, this object is freed or the interpreter exits; each of these waits at most a
+    second for the thread.
     """
 
     def __init__(self, handle: GroupHandle) -> None:
@@ -539,7 +551,7 @@ class PointToPoint:
         first = self._rank * _FAN_OUT + 1
         self._children = [*self._ranks[first : first + _FAN_OUT]]
         self._parent = None if self._rank == 0 else self._ranks[(self._rank - 1) // _FAN_OUT]
-        # Number of ranks to which this rank sends in `all_reduce`, once each.
+        # Number of ranks to which this rank sends one vector each in `all_reduce`.
         self.num_neighbors = len(self._children) + (self._parent is not None)
 
     def all_to_all(self, received: Tensor, parts: Tensor) -> P2PWork:
@@ -553,7 +565,7 @@ class PointToPoint:
 
         Every rank gets the same bits, and the result of an element does not depend on its position in `flat`.
 
-        Cost: the bytes of `flat`, sent to each of `num_neighbors` ranks.
+        Cost: sends the bytes of `flat` to each of `num_neighbors` ranks.
         """
         return self._launch(self._reduce(flat, op))
 
@@ -571,7 +583,7 @@ class PointToPoint:
         if self._is_broken:
             raise RuntimeError(failure("this rank was interrupted while it posted an exchange"))
         timeout = self._handle.timeout()  # raises if the group has been destroyed
-        self._is_broken = True  # if an interrupt leaves some unposted, peers would match later ones instead
+        self._is_broken = True  # an interrupt may leave receives unposted, which shifts later matches
         works = next(steps)
         self._is_broken = False
         made = P2PWork(works, steps, timeout)
@@ -586,7 +598,7 @@ class PointToPoint:
 
     def _exchange(self, arriving: Sequence[Tensor], leaving: Sequence[Tensor]) -> Steps:
         num = len(self._ranks)
-        others = [(self._rank + step) % num for step in range(1, num)]  # each rank has its own order
+        others = [(self._rank + step) % num for step in range(1, num)]  # a different order on every rank
         group = self._handle.get()
         works = [dist.irecv(arriving[r], self._ranks[r], group, _TAG) for r in reversed(others)]
         works += [dist.isend(leaving[r], self._ranks[r], group, _TAG) for r in others]
@@ -606,7 +618,7 @@ class PointToPoint:
         answer = None if self._parent is None else dist.irecv(result, self._parent, group, tag)
         if from_children:
             yield from_children
-            with torch.inference_mode():  # the launching thread may be in this mode
+            with torch.inference_mode():  # the launching thread may be in inference mode
                 for row in rows:
                     _COMBINE[op](flat, row, out=flat)
         if self._parent is not None:
@@ -616,8 +628,8 @@ class PointToPoint:
         yield [dist.isend(flat, child, group, tag) for child in self._children]
 
 
-# By group, the number of tree reductions that this rank has launched. The number is the same on every rank,
-# and determines the tag.
+# Number of tree reductions that this rank has launched, by group. The number is the same on every rank, and
+# determines the tag of the next reduction.
 _launched_in: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
 
 

@@ -1,4 +1,4 @@
-"""Which ranks a collective waits for, where they are, and whether they have died.
+"""Detection of stalled collectives: which ranks are missing, what code they run, and whether they died.
 
 Each engine has a thread that checks the engine's pending collectives periodically, and otherwise sleeps.
 Ranks communicate through the store of their group, because the group itself has stalled.
@@ -37,12 +37,13 @@ STORE_IS_GONE = (
     "(rank 0 or the launcher)"
 )
 
-# Ranks that wait in the same collective fail within milliseconds of each other, or at the same timeout.
+# Time to wait for the responses of other ranks after a failure. Ranks that wait in the same collective fail
+# within milliseconds of each other, or at the same timeout.
 WAIT_S = 2.0
 # A store that does not respond within this time is considered gone.
 _STORE_TIMEOUT = timedelta(seconds=5)
 
-_CAN_WARN = ("running", "unknown")  # states of a process that may print the warning
+_CAN_WARN = ("running", "unknown")  # states in which a process can print the warning
 _LOOKS = 6  # number of checks before a stall is reported
 _LONGEST_TICK_S = 1.0
 _HEARTBEAT_S = 5.0  # interval between heartbeats of a rank that is not waiting
@@ -68,7 +69,7 @@ class Pending:
 
     def __init__(self) -> None:
         self.launched: dict[tuple[int, ...], int] = {}  # number of collectives, by participating ranks
-        self.open: dict[tuple[tuple[int, ...], int], Launch] = {}  # by ranks and number, in order of launch
+        self.open: dict[tuple[tuple[int, ...], int], Launch] = {}  # by ranks and number, in launch order
 
     def add(self, ranks: tuple[int, ...], what: str, is_done: Callable[[], bool]) -> None:
         self.oldest()
@@ -77,7 +78,7 @@ class Pending:
 
     @contextmanager
     def running(self, ranks: tuple[int, ...], what: str) -> Iterator[None]:
-        """Add a collective that the body launches and waits for."""
+        """Record a collective that the body launches and waits for as pending."""
         self.add(ranks, what, lambda: False)
         number = self.launched[ranks]
         try:
@@ -139,15 +140,16 @@ class Board:
     def __init__(self, store: dist.Store, rank: int) -> None:
         # All ranks create their engines in the same order, so an engine has the same number on every rank.
         number = store.add(f"pyengine/engines/{rank}", 1)
-        self._origin: Any = store  # torch's types have no `clone`
+        self._origin: Any = store  # torch's type stubs lack `clone`
         self._prefix, self._rank = f"pyengine/stall/{number}", rank
         self._lock = threading.Lock()
         self._own: dist.Store | None = None
 
     @property
     def _store(self) -> dist.Store:
-        # A second connection to the store, for the watching thread. It is opened on first use, because a new
-        # connection to a file store reads the whole file, which is a waste for short-lived engines.
+        # A second connection to the store, for the watching thread. This connection is opened on first use,
+        # because a new connection to a file store reads the whole file, which would be wasteful for
+        # short-lived engines.
         with self._lock:
             if self._own is None:
                 own = self._origin.clone()
@@ -171,7 +173,7 @@ class Board:
         return {rank: beat for rank, beat in beats.items() if beat is not None}
 
     def verdict(self) -> str:
-        """Return the error that all ranks raise, or an empty string."""
+        """Return the published error, which all ranks raise, or an empty string."""
         return self._store.get("verdict").decode(errors="replace") if self._store.check(["verdict"]) else ""
 
     def publish(self, verdict: str) -> str:
@@ -182,7 +184,7 @@ class Board:
 def line_of(thread: int) -> str:
     """Return the source line that a thread is executing, and the function of this package that it calls.
 
-    This is the innermost line outside PyTorch, the Python standard library and this package.
+    The source line is the innermost line outside PyTorch, the Python standard library and this package.
     """
     innermost = sys._current_frames().get(thread)  # noqa: SLF001 - documented, despite its name
     found, ours = find_caller(innermost)
@@ -200,7 +202,7 @@ def line_of(thread: int) -> str:
 
 
 class Promise:
-    """A future that completes with another future, unless it is broken first; usable from any thread."""
+    """A future that completes together with another future, unless `break_` fails it first; thread-safe."""
 
     def __init__(self) -> None:
         self.future: Future[Any] = Future()
@@ -237,7 +239,7 @@ class StallWatch:
 
     Ranks are numbered as in the default group.
 
-    Cost: a thread that wakes up once per second (or six times per `after_s`, if that is more often) for about
+    Cost: a thread that wakes up once per second (or six times per `after_s`, if this is more often) for about
     50 us, and sends about 300 bytes to the store every five seconds. The thread ends when `close` is called,
     this object is freed or the interpreter exits.
     """
@@ -246,21 +248,23 @@ class StallWatch:
         # ---- this rank ----
         self._board, self._rank, self._ranks = Board(store, rank), rank, tuple(ranks)
         self._me = ProcessId.own()
-        self._thread = threading.get_ident()  # the training thread; every heartbeat has its current line
-        # Describes the position of this rank in training; called from the watching thread.
+        self._thread = threading.get_ident()  # the training thread; heartbeats contain its current line
+        # Function that describes the position of this rank in training. The watching thread calls this
+        # function.
         self.position: Callable[[], str] = lambda: "making an engine"
-        self.pending = Pending()  # the transports add their collectives
+        self.pending = Pending()  # pending collectives, which the transports add
         self.verdict = ""  # if not empty, the error that every collective of this engine raises from now on
-        # Promises whose futures a verdict ends; a promise lives as long as the callback that may complete it.
+        # Promises whose futures fail when there is a verdict. A promise lives as long as the callback that
+        # may complete its future.
         self._promises: weakref.WeakValueDictionary[int, Promise] = weakref.WeakValueDictionary()
         # ---- heartbeats of this rank ----
         self._num_posted, self._posted_at = 0, time.monotonic()
         self._posted: Launch | None = None  # pending collective in the last heartbeat
         # ---- other ranks ----
         self._known: dict[int, ProcessId] = {}
-        self._seen: dict[int, int] = {}  # by rank, the number of the last heartbeat when the wait began
+        self._seen: dict[int, int] = {}  # number of each rank's last heartbeat when the wait began
         # Ranks found dead at the last check, and the collective that waits for them. The collective fails if
-        # two consecutive checks agree.
+        # two consecutive checks find the same dead ranks.
         self._suspects: tuple[Launch | None, list[int]] = (None, [])
         # ---- reports ----
         self._after_s = after_s
@@ -271,7 +275,7 @@ class StallWatch:
             target=_watch, args=(weakref.ref(self), stop, self._tick_s), name="pyengine-stall", daemon=True
         )
         self._board.announce(self._heartbeat(None))
-        self._end = weakref.finalize(self, _end, stop, watcher)  # also before the interpreter ends
+        self._end = weakref.finalize(self, _end, stop, watcher)  # also runs before the interpreter exits
         watcher.start()
         _log.debug("start stall watch over ranks %s, report after %g s", self._ranks, after_s)
 
@@ -287,12 +291,12 @@ class StallWatch:
             raise RuntimeError(failure(self.verdict))
 
     def wait(self, work: Any) -> None:
-        """Wait on the host for a collective; raise the verdict if the ranks reach one first.
+        """Wait on the host for a collective, or raise the verdict if the ranks reach a verdict first.
 
         The work's `wait` must accept a timeout, and must allow another call after a timeout.
         """
         while not work.is_completed():
-            with suppress(RuntimeError):  # a timeout, or a failure that is raised below
+            with suppress(RuntimeError):  # ignores timeouts, and failures that are raised below
                 work.wait(timedelta(seconds=self._tick_s))
             self.check()
         work.wait()
@@ -346,7 +350,7 @@ class StallWatch:
         except dist.DistNetworkError:
             self._fail(STORE_IS_GONE)
         if not self.verdict and launch.age_s() >= self._report_at:
-            self._report(launch)  # only once, unless a lower waiting rank reports the stall
+            self._report(launch)  # the lowest waiting rank warns once; other ranks check again later
 
     def _fail_if_dead(self, launch: Launch) -> None:
         """Fail if another rank has failed, or if awaited ranks are found dead at two consecutive checks."""
@@ -358,7 +362,7 @@ class StallWatch:
         dead = [] if found else self.dead(others)
         if dead and self._suspects == (launch, dead):
             found = self.conclude(self.describe_dead(dead))
-        self._suspects = (launch, dead)  # at the first check, data sent before the death may still arrive
+        self._suspects = (launch, dead)  # after one check, data sent before the death may still arrive
         if found:
             self._fail(found)
 
@@ -443,7 +447,7 @@ def _watch(ref: weakref.ref[StallWatch], stop: threading.Event, tick_s: float) -
             return
         try:
             watch.look()
-        except dist.DistStoreError:  # the group has been destroyed, and its store with it
+        except dist.DistStoreError:  # the group and its store have been destroyed
             return
         del watch
 
@@ -461,10 +465,10 @@ class RollCall:
     """Names the ranks that do not respond after a failed collective; this base class names none."""
 
     def __init__(self) -> None:
-        self.watch: StallWatch | None = None  # knows the dead ranks and the verdict
+        self.watch: StallWatch | None = None  # the stall watch, which knows the dead ranks and the verdict
 
     def named(self) -> AbstractContextManager[None]:
-        """Add the ranks that do not respond to an error of the body. Default: add nothing."""
+        """Extend an error of the body with the ranks that do not respond. Default: do nothing."""
         return nullcontext()
 
     def break_off(self, error: BaseException) -> None:
@@ -472,7 +476,7 @@ class RollCall:
 
 
 class StoreRollCall(RollCall):
-    """Roll call through the store of a process group; only the store is kept alive, not the group."""
+    """Roll call through the store of a process group, which keeps the store alive but not the group."""
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         super().__init__()
@@ -482,13 +486,13 @@ class StoreRollCall(RollCall):
         self._broken = ""
 
     def named(self) -> StoreRollCall:
-        """Add the ranks that do not respond to the error of a collective in the body.
+        """Extend the error of a collective in the body with the ranks that do not respond.
 
         Raises:
-            RuntimeError: in place of the backend's error, whose text it contains; or because another
+            RuntimeError: replaces the backend's error and contains its text. Also raised if another
                 collective has failed on some rank.
 
-        Cost: nothing unless the body raises an error; then at most two seconds, once.
+        Cost: nothing unless the body raises an error. The first error takes at most two seconds.
         """
         if self.watch is not None and self.watch.verdict:
             self.watch.check()
@@ -496,7 +500,7 @@ class StoreRollCall(RollCall):
             raise RuntimeError(self._broken)
         return self
 
-    # Methods are faster than a generator, and there are several collectives per window.
+    # These methods are faster than a generator, which matters because a window has several collectives.
     def __enter__(self) -> None:
         pass
 
@@ -515,10 +519,10 @@ class StoreRollCall(RollCall):
         raise RuntimeError(failure(self._found, None if has_verdict else error)) from error
 
     def break_off(self, error: BaseException) -> None:
-        """Prevent further collectives after this rank failed to start a collective that other ranks are in.
+        """Prevent further collectives after this rank failed to start a collective that others have started.
 
         If a stall watch runs, the collectives of the other ranks fail. Further collectives would be matched
-        wrongly, and gloo aborts a process that receives data of an unexpected size.
+        with the wrong collectives, and gloo aborts a process that receives data of an unexpected size.
         """
         if self._broken or "a collective failed" in str(error):
             self._broken = self._broken or str(error)
@@ -527,7 +531,7 @@ class StoreRollCall(RollCall):
         finding = f"rank {self._rank} could not start one that the other ranks are in ({error!r})"
         self._broken = failure(finding)
         if self.watch is not None:
-            with suppress(RuntimeError):  # the store is gone: the other ranks see this process end
+            with suppress(RuntimeError):  # if the store is gone, the other ranks see this process end
                 self.watch.conclude(finding)
 
     def _call(self) -> str:

@@ -1,7 +1,7 @@
 """torch_xla as a transport: collectives are recorded, and run as part of the recorded program.
 
-Written for torch_xla 2.9. Ranks are not taken from `torch.distributed`, which returns the same rank for all
-replicas that are threads of one process.
+This module is written for torch_xla 2.9. Ranks are not taken from `torch.distributed`, which returns the same
+rank for all replicas that are threads of one process.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _LIMB_BITS = 16
 
 
 class _Queued(Work):
-    """A collective of a recorded program; it has no future, only a result once the program is launched."""
+    """A collective of a recorded program, without a future; its result exists after the program launch."""
 
     def __init__(self, comm: Xla) -> None:
         self._comm = comm
@@ -38,8 +38,9 @@ class _Queued(Work):
 class Xla(Comm):
     """Transport over all replicas.
 
-    Reductions are queued. The first wait records all queued reductions, as one operation per dtype. So a
-    header that is known before the window's last backward adds no collective to the program of this backward.
+    Reductions are queued, and the first wait records all queued reductions, as one operation per dtype.
+    Therefore a header that is known before the window's last backward adds no collective to the program of
+    this backward.
 
     Under SPMD there is only one replica, whose partitioned programs already contain the reductions.
     """
@@ -79,9 +80,9 @@ class Xla(Comm):
     def record(self) -> None:
         queue, self._queue = self._queue, []
         _log.debug("record %d all-reduces", len(queue))
-        # Always use new tensors: torch_xla 2.9 loses the in-place reduction of a tensor that was modified in
-        # place before (an accumulated gradient, for example) when an alias of the tensor is modified (by
-        # clipping, for example).
+        # Always use new tensors, because torch_xla 2.9 may lose the in-place reduction of a tensor. This
+        # happens if the tensor was modified in place before (by gradient accumulation, for example), and an
+        # alias of the tensor is modified later (by clipping, for example).
         fresh = [self._scatter(flat) if flat.dtype == torch.float64 else flat.clone() for flat in queue]
         self._sum_(fresh)
         for flat, total in zip(queue, fresh, strict=True):
@@ -94,7 +95,7 @@ class Xla(Comm):
             return [value]
         mine = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
         sizes = self._gather(torch.tensor([len(mine)], dtype=torch.int32, device=HOST)).tolist()
-        # Each length compiles a program, so lengths are rounded up for similar pickles to share a program.
+        # Each length compiles a program, so lengths are rounded up to let similar pickles share a program.
         length = max(1024, 1 << (max(sizes) - 1).bit_length())
         padded = torch.zeros(length, dtype=torch.uint8, device=HOST)
         padded[: len(mine)] = mine
@@ -103,7 +104,10 @@ class Xla(Comm):
 
     @torch.no_grad()
     def broadcast_(self, tensors: list[Tensor]) -> None:
-        """Overwrite tensors with rank 0's values, sent in float32, which all backends sum; -0 becomes +0."""
+        """Overwrite tensors with rank 0's values; -0 becomes +0.
+
+        Values are sent in float32, because all backends can sum this dtype.
+        """
         if self.world_size == 1:
             return
         pieces = [_pieces(tensor.detach()) for tensor in tensors]
@@ -117,14 +121,15 @@ class Xla(Comm):
     def _sum_(self, tensors: list[Tensor]) -> None:
         for group in by_dtype(tensors):
             self.traffic.count(ring_bytes(sum(tensor.nbytes for tensor in group), self.world_size))
-            # Layouts are not pinned, because they would have to match the layouts of all-gathers in the
-            # program.
+            # Layouts are not pinned, because pinned layouts would have to match the layouts of all-gathers in
+            # the program.
             xm.all_reduce(xm.REDUCE_SUM, group, pin_layout=False)
 
     def _scatter(self, vector: Tensor) -> Tensor:
         """Return the float32 pieces of a float64 vector in the row of this replica, `[replicas, pieces, n]`.
 
-        Other rows are 0. XLA does not reduce 64-bit dtypes on TPUs, and with rows the sum is in rank order.
+        The other rows are 0. XLA does not reduce 64-bit dtypes on TPUs, and one row per replica allows a sum
+        in rank order.
         """
         pieces = torch.stack(_pieces(vector))
         return torch.where(self._is_mine, pieces, self._zero)
@@ -149,8 +154,8 @@ def _pieces(tensor: Tensor) -> list[Tensor]:
         second = rest.float()
         return [first, second, (rest - second.double()).float()]
     if tensor.dtype in (torch.int32, torch.int64):
-        # Mask before shifting: torch_xla shifts right by division, which rounds negative numbers toward 0.
-        # The last limb is signed.
+        # Mask before shifting, because torch_xla shifts right by division, which rounds negative numbers
+        # toward 0. The last limb is signed.
         *shifts, last = range(0, 8 * tensor.dtype.itemsize, _LIMB_BITS)
         limbs = [(tensor & (2**_LIMB_BITS - 1 << shift)) >> shift for shift in shifts]
         return [limb.float() for limb in (*limbs, (tensor & -(2**last)) >> last)]

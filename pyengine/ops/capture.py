@@ -1,9 +1,9 @@
-"""Sections of device work that are rehearsed, and then captured as a graph that the host launches at once.
+"""Sections of device work that are rehearsed, then captured as a graph that the host launches in one call.
 
-A graph repeats only the device work of the section, so the host must neither read values in it nor send
-values that change. All values of the engine go through `ops.device.send` and `Readback`, which call
-`section()`. In a rehearsal, values that are sent are also kept on the device. In the capture, the kept values
-are used, and values that are read back stay on the device until the graph has run.
+A graph repeats only the device work of the section, so the host must neither read values in the section nor
+send values that change between runs. All values of the engine go through `ops.device.send` and `Readback`,
+which call `section()`. In a rehearsal, values that are sent are also kept on the device. In the capture, the
+kept values are used, and values that are read back stay on the device until the graph has run.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from pyengine.ops.trace import find_caller
 _READS = {"_local_scalar_dense", "equal", "is_nonzero", "masked_select", "nonzero", "_unique2", "bincount"}
 _READS |= {"unique_consecutive", "unique_dim"}
 
-# Dtypes of mask indices, for which the shape of the result is the number of nonzero elements.
+# Dtypes of mask indices, for which the shape of the result depends on the number of nonzero elements.
 _MASKS = {torch.bool, torch.uint8}
 
 
@@ -35,10 +35,11 @@ class CaptureError(RuntimeError):
 
 
 class Section:
-    """A section of device work. It is a rehearsal until `is_capture` is set.
+    """A section of device work, which is only rehearsed until `is_capture` is set.
 
     Attributes:
-        is_own_copy: whether the engine itself is copying between host and device, which is not reported.
+        is_own_copy: whether the engine itself is copying between host and device. Its copies are not
+            reported.
         problems: operations that cannot be captured, added by `report`.
         inputs: static tensors that the host fills before every run, one per `send(..., refills=True)`.
         readbacks: the readbacks created in the capture, in order; each is started after the graph has run.
@@ -54,7 +55,7 @@ class Section:
         self._constants: dict[object, Tensor] = {}
 
     def rehearse(self, values: Sequence[float], made: Tensor, *, refills: bool) -> None:
-        """Keep the values that the host has sent on the device."""
+        """Keep a device copy of the values that the host has sent."""
         if refills:
             self.inputs.append(torch.empty_like(made))
         else:
@@ -63,7 +64,7 @@ class Section:
     def find(
         self, values: Sequence[float], dtype: torch.dtype, device: torch.device, *, refills: bool
     ) -> Tensor:
-        """Return a device tensor that has these values whenever the graph runs, without a host copy."""
+        """Return a device tensor that has these values when the graph runs, without a copy from the host."""
         if refills:
             self._num_taken += 1
             if self._num_taken <= len(self.inputs):
@@ -84,7 +85,8 @@ def _key(values: Sequence[float], dtype: torch.dtype, device: torch.device) -> o
     return tuple(values), dtype, device
 
 
-# The entered section, at most one. Not thread-local: autograd launches device work on its own threads.
+# The section that is being run, if any. The list is not thread-local, because autograd launches device work
+# on its own threads.
 _entered: list[Section] = []
 
 
@@ -134,7 +136,8 @@ def own_copy() -> Iterator[None]:
 class Rehearsal(TorchDispatchMode):
     """Records the operations of a section and reports those that a graph cannot repeat.
 
-    It reports operations that the host waits for or that copy between host and device, each with its line.
+    The mode reports operations that the host waits for or that copy between host and device, each with its
+    source line.
 
     Args:
         is_on_device: returns whether a tensor is on the device whose work is to be captured.
@@ -150,7 +153,7 @@ class Rehearsal(TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Keep compiled functions compiled: otherwise torch would run them uncompiled, now and later."""
+        """Return True, because torch would otherwise run compiled functions uncompiled, now and later."""
         return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -184,7 +187,7 @@ def _copies_itself() -> bool:
 
 
 def _plain(leaf: Any) -> Any:
-    """Return a number as it is and other values as text, so that nan equals nan."""
+    """Return a number unchanged, and nan or another value as text, so that nan equals nan."""
     if isinstance(leaf, int | float) and not math.isnan(leaf):
         return leaf
     is_value = isinstance(leaf, float | str | torch.dtype | torch.device | torch.layout | torch.memory_format)
@@ -192,7 +195,7 @@ def _plain(leaf: Any) -> Any:
 
 
 def difference(one: Rehearsal, other: Rehearsal) -> str:
-    """Describe the first operation in which two rehearsals of one section differ; empty if none."""
+    """Describe the first operation in which two rehearsals of a section differ, or return an empty string."""
     for first, second in zip(one.operations, other.operations, strict=False):
         if first[:2] == second[:2]:
             continue
@@ -211,7 +214,7 @@ def difference(one: Rehearsal, other: Rehearsal) -> str:
 
 
 def _line_of_caller() -> str:
-    """Return the file and line of the user's frame, or of this package's innermost frame if there is none."""
+    """Return the file and line of the user's frame, or else of this package's innermost frame."""
     frame, ours = find_caller(sys._getframe(1))  # noqa: SLF001 - `inspect` reads source files
     if frame is None:
         frame = next((each for each in ours if each.f_code.co_filename != __file__), None)

@@ -1,11 +1,12 @@
 """`Codec`: quantization of values to one or two bytes with one scale per block, and sums of such values.
 
-Each op is one pass over memory. It quantizes values, with a residual for error feedback, or adds the payloads
-of several ranks and quantizes the sum. The bits are the same on every instruction set, thread count and GPU,
-and in plain PyTorch.
+Each op is one pass over memory. An op quantizes values, with a residual for error feedback, or adds the
+payloads of several ranks and quantizes the sum. The results have the same bits on every instruction set,
+thread count and GPU, and in plain PyTorch.
 
-A payload is uint8: the float32 scales of all blocks, then one code per element, then zero padding to a
-multiple of four bytes. bf16 and fp16 have neither scales nor padding. The padding decodes to zeros.
+A payload is a uint8 tensor with the float32 scales of all blocks, then one code per element, then zero
+padding to a multiple of four bytes. bf16 and fp16 have neither scales nor padding. The padding decodes to
+zeros.
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ class Codec:
     """A format that stores float32 values in one or two bytes each.
 
     Each block of `block` consecutive elements shares a float32 scale: the largest finite magnitude in the
-    block, divided by the largest value of a code. For a finite value x, decoded value x' and block scale s:
+    block, divided by the largest value of a code. The table has the error bounds for a finite value x, its
+    decoded value x' and the scale s of its block:
 
     | format | codes | to nearest, abs(x - x') is at most | stochastically |
     |---|---|---|---|
@@ -65,8 +67,8 @@ class Codec:
             and scales as in the whole bucket.
 
     All tensors, and each of several payloads, must be contiguous and on the same device. A tensor that is
-    written must not share memory with the others. A payload begins at a multiple of four bytes (two for bf16
-    and fp16). The caller owns all memory.
+    written must not share memory with other tensors. A payload begins at a multiple of four bytes (two for
+    bf16 and fp16). The caller owns all memory.
 
     Raises:
         ValueError, TypeError: from the constructor and every method, for invalid arguments; raised before
@@ -120,7 +122,7 @@ class Codec:
         seed: int | None = None,
         offset: int = 0,
     ) -> None:
-        """Encode `values`, or `values + residual` and store the error in `residual`.
+        """Encode `values`, or encode `values + residual` and store the error in `residual`.
 
         Args:
             payload: uint8 [num_bytes(n)], written.
@@ -131,7 +133,7 @@ class Codec:
             offset: nonnegative index of the first element, used in the hash of the seed.
 
         Cost: per element, reads 4 bytes and writes 1 (2 for bf16 and fp16); reads and writes 4 more with a
-            residual. A scale takes 4 bytes per block. A CUDA graph repeats the seed of its capture.
+            residual. Each block also has a scale of 4 bytes. A CUDA graph repeats the seed of its capture.
 
         Example:
             >>> codec, values, residual = Codec("int8", block=32), torch.tensor([127.0, 0.6]), torch.zeros(2)
@@ -174,8 +176,8 @@ class Codec:
             payloads: uint8 [W, num_bytes(n)], read: the same n elements of each of W ranks, W at least 1;
                 each row is contiguous.
             numel: n, the number of elements.
-            residual: float32 [n]; sum - x' is added to it, where x' is the decoded `out`. Unchanged where the
-                sum or x' is nonfinite.
+            residual: float32 [n], incremented by sum - x', where x' is the decoded `out`. Elements are
+                unchanged where the sum or x' is nonfinite.
             seed, offset: the same as for `encode_`.
 
         Cost: per element, reads W bytes and writes 1 (twice as many for bf16 and fp16); reads and writes 4
@@ -275,10 +277,10 @@ class Codec:
         check_aligned(name, payload, self._alignment)
 
     def _check_rows(self, payloads: Tensor, num_bytes: int, device: torch.device) -> Tensor:
-        """Check the payloads, and return a view of the memory from the first to the last."""
+        """Check the payloads, and return a view of the memory from the first payload to the last."""
         span = check_rows("payloads", payloads, torch.uint8, num_bytes, device)
         check_aligned("payloads", payloads, self._alignment)
-        if payloads.shape[0] > 1:  # rows are equally spaced, so this covers the others
+        if payloads.shape[0] > 1:  # rows are equally spaced, so two rows suffice
             check_aligned("payloads[1]", payloads[1], self._alignment)
         return span
 

@@ -1,7 +1,7 @@
 """Reference implementation of `Codec` in plain PyTorch. csrc/codec.h has the rules and their proofs.
 
-It is used in builds without the native core and on devices other than CPU and CUDA, with the same bits.
-`codec.py` has checked the arguments.
+Builds without the native core and devices other than CPU and CUDA use this implementation, with the same
+bits. `codec.py` has checked the arguments.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 from pyengine.ops.device import HOST
 
 MIN_SCALE = 2.0**-110  # for smaller scales, 1/scale or a small code would leave float32's normal range
-_INFINITY = 0x7F800000  # the bits of a float32 infinity: with the sign cleared, only NaN is larger
+_INFINITY = 0x7F800000  # bits of a float32 infinity; with the sign cleared, only NaN has larger bits
 _LOW = 0xFFFFFFFF
 
 
@@ -97,7 +97,7 @@ def sum_(layout: Layout, out: Tensor, payloads: Tensor) -> None:
 
 
 def _encode(layout: Layout, payload: Tensor, x: Tensor, chance: Chance) -> Tensor:
-    """Write the payload of x; return the error: x - decoded, 0 where that is not finite."""
+    """Encode x into `payload`; return the error x - decoded, or 0 where the decoded value is not finite."""
     payload.zero_()
     layout.scales(payload).copy_(_scales(layout, x))
     scales = layout.scales(payload)
@@ -146,8 +146,8 @@ def _spread(layout: Layout, of_blocks: Tensor) -> Tensor | float:
 def _scales(layout: Layout, x: Tensor) -> Tensor:
     """Return the scales of all blocks.
 
-    A nonfinite element counts as the smallest denormal: it does not enlarge the scale, and the scale of its
-    block is not 0.
+    A nonfinite element counts as the smallest denormal. The element then does not enlarge the scale of its
+    block, and the scale is not 0.
     """
     if layout.format.max_scale is None:
         return x[:0]
@@ -155,7 +155,7 @@ def _scales(layout: Layout, x: Tensor) -> Tensor:
     bits = torch.where(bits < _INFINITY, bits, 1)
     bits = torch.nn.functional.pad(bits, (0, layout.num_blocks * layout.block - layout.numel))
     largest = bits.view(layout.num_blocks, layout.block).amax(1).view(torch.float32)
-    # Divide by a tensor: some devices multiply by the reciprocal if the divisor is a Python number.
+    # Divide by a tensor, because some devices multiply by the reciprocal if the divisor is a Python number.
     scales = largest / torch.full_like(largest, layout.format.largest)
     return torch.where(largest.view(torch.int32) == 0, 0.0, scales.clamp(MIN_SCALE, layout.format.max_scale))
 
@@ -180,13 +180,13 @@ def _codes(form: ValueFormat, x: Tensor, y: Tensor, random: Tensor | None) -> Te
 
 def _integers(y: Tensor, random: Tensor | None) -> Tensor:
     if random is None:
-        return y.round().to(torch.int32)  # ties to even; at most 127, since y exceeds 127 by at most 2^-16
+        return y.round().to(torch.int32)  # ties to even; at most 127, because y exceeds 127 by at most 2^-16
     steps = ((y.abs() * 2.0**24).to(torch.int64) + (random >> 8)) >> 24
     return torch.where(y < 0, -steps, steps).clamp(-127, 127)
 
 
 def _floats(form: ValueFormat, y: Tensor, random: Tensor | None) -> Tensor:
-    """Return the codes of magnitudes: int64."""
+    """Return the codes of magnitudes as int64."""
     cut = 23 - form.mantissa  # number of mantissa bits to remove from float32
     if form.max_scale is not None:
         y = y.clamp(max=form.largest)
@@ -195,7 +195,7 @@ def _floats(form: ValueFormat, y: Tensor, random: Tensor | None) -> Tensor:
     shift = form.bias + form.mantissa - 1  # the smallest denormal is 2^-shift
     if random is None:
         codes = (normal + ((1 << (cut - 1)) - 1) + ((bits >> cut) & 1)) >> cut
-        # Adding a power of two with this last place rounds y, since the sum has no bits below that place.
+        # Adding a power of two whose last place is 2^-shift rounds y, because the sum has no smaller bits.
         tiny = (y + 2.0 ** (23 - shift)).view(torch.int32).to(torch.int64) - ((150 - shift) << 23)
     else:
         chance = random >> (32 - cut)
@@ -203,7 +203,8 @@ def _floats(form: ValueFormat, y: Tensor, random: Tensor | None) -> Tensor:
         tiny = ((y * 2.0 ** min(shift + cut, 127)).to(torch.int64) + chance) >> cut
     if form.bias < 127:  # bfloat16 has float32's denormals
         codes = torch.where(bits < ((128 - form.bias) << 23), tiny, codes)
-    # Stochastic rounding produces no infinities. A value beyond the last tie becomes infinite, as in a cast.
+    # Stochastic rounding produces no infinities. A value beyond the last tie becomes infinite, as in a cast
+    # to the format.
     largest = int(torch.tensor(form.largest, dtype=torch.float32, device=HOST).view(torch.int32))
     codes = codes.clamp(max=(largest - ((127 - form.bias) << 23)) >> cut)
     return torch.where(bits >= largest + (1 << (cut - 1)), form.infinity, codes)

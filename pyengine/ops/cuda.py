@@ -1,6 +1,6 @@
-"""CUDA execution of a plan's ops, with the current stream and the device memory they need.
+"""CUDA execution of a plan's ops, with the current stream and the device memory that the ops need.
 
-Nothing here waits for the device except the first op of a plan on a device, which copies the plan there.
+Only the first op of a plan on a device waits for the device, because it copies the plan to the device.
 """
 
 from __future__ import annotations
@@ -35,20 +35,21 @@ def _on_current_stream(op: str) -> Callable[..., None]:
 class CudaPlan:
     """A native plan on one device, with the methods of `core.BucketPlan`.
 
-    Calls run on the current stream. The plan owns device memory: its offsets and chunks, and scratch memory
-    for norms per stream. Addresses passed to an op point to memory on the same device, which the caller owns
-    and keeps alive until the op has run.
+    Calls run on the current stream. The plan owns device memory for its offsets and chunks, and scratch
+    memory for norms on each stream. Addresses passed to an op point to memory on the same device, which the
+    caller owns and keeps alive until the op has run.
 
     Args:
         plan: the native plan; its layout is copied.
         device: a CUDA device with an index.
 
-    Cost: one launch per op. 32 bytes per chunk (up to 16384 elements of a slot), copied once; and 4 bytes per
-    slot and 16 per chunk for each stream that runs norms. The first plan on a device loads all kernels, a few
-    megabytes. Otherwise CUDA would load each kernel at its first launch, possibly during a graph capture.
+    Cost: one launch per op. A plan needs 32 bytes per chunk (up to 16384 elements of a slot), copied once,
+    and 4 bytes per slot and 16 per chunk for each stream that runs norms. The first plan on a device loads
+    all kernels (a few megabytes), because CUDA would otherwise load each kernel at its first launch, possibly
+    during a graph capture.
 
     Raises:
-        RuntimeError: the plan is created during a CUDA graph capture; it has to be on the device before.
+        RuntimeError: the plan is created during a CUDA graph capture, instead of before the capture.
     """
 
     def __init__(self, plan: native._core.BucketPlan, device: torch.device) -> None:
@@ -63,7 +64,7 @@ class CudaPlan:
         words = torch.empty(plan.num_words, dtype=torch.int64, device=HOST)
         plan.write_words(words.data_ptr())
         self._device = device
-        self._words = words.to(device)  # a blocking copy, so any stream may read it afterwards
+        self._words = words.to(device)  # a blocking copy, so any stream may read the copy afterwards
         self._plan = native._core.CudaPlan(plan, self._words.data_ptr())
         self._streams: set[int] = set()
         self._scratch: dict[int, Tensor] = {}
@@ -95,13 +96,13 @@ class CudaPlan:
     def _get_scratch(self, stream: int) -> Tensor:
         """Return scratch memory that no other call uses at the same time.
 
-        It starts as zeros, and the kernel resets its tickets to zero.
+        The memory initially holds zeros, and the kernel resets its ticket counters to zero.
         """
         captures = torch.cuda.is_current_stream_capturing()
         if not captures and stream in self._scratch:
             return self._scratch[stream]
         scratch = torch.zeros(self._plan.scratch_bytes, dtype=torch.uint8, device=self._device)
-        if not captures:  # in a capture the graph owns it: a replay may overlap with other calls
+        if not captures:  # in a capture the graph owns the memory, as a replay may overlap other calls
             self._scratch[stream] = scratch
         return scratch
 
@@ -134,7 +135,7 @@ def _current(device: torch.device) -> AbstractContextManager[object]:
 
 @functools.cache
 def _load_kernels(device: torch.device) -> None:
-    """Load all kernels on `device`, which must be the current device, once."""
+    """Load all kernels once on `device`, which must be the current device."""
     native._core.load_kernels()
 
 
@@ -171,8 +172,8 @@ def for_one_call(pointers: Pointers, device: torch.device, *, two_lists: bool = 
 
     Cost: nothing for up to `core.MOST_INLINE_SLOTS` (4000) addresses, or 256 in each of two lists, which are
     kernel parameters. More addresses are written to int64 [n] on the device, with one more launch for every
-    4000. The result owns this memory. It may be freed after the launch, since later users of the memory run
-    later on the same stream.
+    4000 addresses. The result owns this memory. The memory may be freed after the launch, because later users
+    of the memory run later on the same stream.
     """
     if pointers.upload is not None:
         pointers.upload.wait()
@@ -184,7 +185,7 @@ def for_one_call(pointers: Pointers, device: torch.device, *, two_lists: bool = 
         return pointers
     with _current(device):
         memory, table = _upload(core, pointers, device)
-    # Not dataclasses.replace, which takes several microseconds.
+    # `dataclasses.replace` is not used, because it takes several microseconds.
     return Pointers(
         pointers.tensors, pointers.numels, pointers.dtype, pointers.device, table, Upload(memory, None, None)
     )

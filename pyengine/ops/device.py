@@ -33,7 +33,7 @@ def flush(device: torch.device) -> None:
 def has_events(device: torch.device) -> bool:
     """Whether this device has streams and events.
 
-    If it does, a copy to the host can run while the host continues.
+    On a device with events, a copy to the host can run while the host continues.
     """
     return runs_ahead(device) and not is_lazy(device)
 
@@ -42,7 +42,7 @@ def bucket_cap_mb(device: torch.device) -> float:
     """Return the default size of a gradient bucket in MiB.
 
     Between GPUs a collective needs about 64 MiB to reach the bandwidth of the links, and every bucket costs
-    launches. Between hosts 25 MiB are enough, and smaller buckets overlap more of the backward.
+    kernel launches. Between hosts 25 MiB are enough, and smaller buckets overlap more of the backward.
     """
     return 100 if has_events(device) else 25
 
@@ -113,7 +113,7 @@ class Readback:
 
     def start(self, tensor: Tensor) -> None:
         device = tensor.device
-        if not has_events(device):  # on a lazy device the copy stays there until `get`
+        if not has_events(device):  # on a lazy device the copy stays on the device until `get`
             self._host, self._event = tensor.clone(), None
             return
         with capture.own_copy():

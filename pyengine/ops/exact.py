@@ -59,10 +59,10 @@ class ExactSum:
         plan: plan of the slots; every offset must be a multiple of 64.
         numel: number of elements of the flat buffer, a multiple of 64 and at least `plan.flat_numel`.
         terms: the maximum number of terms in one sum, over all ranks that will be merged; 1 to 4096. More
-            terms leave fewer bits for each: `width` is 31 - ceil(log2 terms). The sum can overflow if there
-            are more deposits than `terms`; the caller has to count them.
-        device: device of the sum; "cuda" without an index is the current device. CPU and CUDA run in the
-            native core, other devices in `exact_reference.py`.
+            terms leave fewer bits for each term: `width` is 31 - ceil(log2 terms). The sum can overflow if
+            there are more deposits than `terms`, so the caller has to count deposits.
+        device: device of the sum; "cuda" without an index is the current device. Sums on CPU and CUDA run in
+            the native core, and sums on other devices in `exact_reference.py`.
         limbs: zeros, int32 [2 * numel] on `device`, used as the memory of the sum; this object takes
             ownership. None allocates new memory.
 
@@ -70,8 +70,8 @@ class ExactSum:
         limbs: int32 [2, numel], owned by this object: hi and lo.
         hi, lo: int32 [numel], the rows of `limbs`. Zero outside of slots.
         bins: uint8 [numel // 64], owned by this object. 0 marks an empty block (no terms, zeros or
-            denormals), 255 a poisoned block, where a term had an inf, a NaN or a magnitude of 2^126 or more.
-            The limbs of both are zero.
+            denormals), and 255 marks a poisoned block, where a term had an inf, a NaN or a magnitude of 2^126
+            or more. The limbs of empty and poisoned blocks are zero.
         width: number of bits of a limb that one term uses.
 
     Raises:
@@ -103,7 +103,7 @@ class ExactSum:
         bins = torch.zeros(numel // BLOCK, dtype=torch.uint8, device=device)
         if limbs is None:
             limbs = torch.zeros(2 * numel, dtype=torch.int32, device=device)
-        # Use bins.device, which has an index; `device` may have none.
+        # Use bins.device, which has an index, because `device` may have no index.
         check_each("limbs", limbs, torch.int32, 2 * numel, bins.device, of="limb")
         self.width = 31 - (terms - 1).bit_length()
         self._use(plan, limbs.view(2, numel), bins)
@@ -156,12 +156,13 @@ class ExactSum:
 
         Args:
             tensors: one entry per slot, read. None contributes nothing.
-            first: True overwrites the sum with this term, so the sum need not be cleared; slots without a
+            first: True overwrites the sum with this term, so the sum need not be cleared. Slots without a
                 tensor become empty.
             nonfinite: uint8 [n], OR-ed with 1 where this term poisons a block.
 
-        Cost: per element, reads the gradient, writes 8 bytes, and reads 8 bytes unless `first`: 20 bytes for
-        float32 (12 if `first`), 18 for bfloat16 (10 if `first`); plus one byte per block.
+        Cost: per element, reads the gradient, writes 8 bytes, and reads 8 bytes unless `first`. For float32
+        the traffic is 20 bytes (12 if `first`), and for bfloat16 18 bytes (10 if `first`). Each block adds
+        one byte.
 
         Example:
             >>> plan, flags = BucketPlan([0], [3]), torch.zeros(1, dtype=torch.uint8)
@@ -204,8 +205,8 @@ class ExactSum:
         """Add another sum, as if its terms had been deposited here.
 
         Args:
-            other: a sum over the same elements with the same `terms`; both together must not have more terms
-                than that. It is aligned with this sum.
+            other: a sum over the same elements with the same `terms`; both sums together must not have more
+                than `terms` terms. `other` is aligned with this sum.
 
         Cost: reads 16 and writes 8 bytes per element, and aligns both sums.
 
@@ -231,7 +232,7 @@ class ExactSum:
         """Write the sum, rounded once from the exact integer.
 
         Empty blocks become +0 and poisoned blocks NaN. To compute a mean, multiply the rounded sum by a
-        scalar that is the same on all ranks: equal bits stay equal, with one more rounding.
+        scalar that is the same on all ranks. The product adds one rounding, and equal bits stay equal.
 
         Args:
             out: float32, bfloat16 or float16 [at least numel]; the first `numel` elements are written. A
@@ -253,7 +254,8 @@ class ExactSum:
     def _native(self) -> Any:
         """Return the native view of the sum for one call.
 
-        It is not cached: the limbs may be `.grad`, whose storage a user may move (`share_memory_()`).
+        The view is not cached, because the limbs may be `.grad`, whose storage a user may move
+        (`share_memory_()`).
         """
         for name, limb in zip(("hi", "lo", "bins"), self._limbs, strict=True):
             check_dense(name, limb)
@@ -267,7 +269,8 @@ class ExactSum:
     def _check_place(self, out: Tensor) -> None:
         """Check that `out` either overlaps no limbs or is exactly in place.
 
-        Threads run in no fixed order, so a shifted `out` would overwrite limbs before they are read.
+        Threads run in no fixed order, so writing to a shifted `out` could overwrite limbs that are still to
+        be read.
         """
         for name, limb in (("hi", self.hi), ("lo", self.lo)):
             ahead = out.data_ptr() - limb.data_ptr()

@@ -1,7 +1,7 @@
 """Reference implementation of `ExactSum` in plain PyTorch. csrc/exact.h has the rules and their proofs.
 
-It is used in builds without the native core and on devices other than CPU and CUDA, with the same bits.
-`exact.py` has checked the arguments.
+Builds without the native core and devices other than CPU and CUDA use this implementation, with the same
+bits. `exact.py` has checked the arguments.
 """
 
 from collections.abc import Iterable
@@ -26,10 +26,10 @@ def deposit_(
     first: bool,
     nonfinite: Tensor,
 ) -> None:
-    """Add the tensor of every slot to the sum, or overwrite the sum with it.
+    """Add the tensor of every slot to the sum, or overwrite the sum with the tensors.
 
-    Here and in the ops below, `limbs` are hi and lo, int32 [numel], and bins, uint8 [numel / 64]. One term
-    uses `width` bits of a limb. `nonfinite` is OR-ed with 1 where the term poisons a block.
+    Here and in the ops below, `limbs` is a tuple of hi and lo, int32 [numel], and bins, uint8 [numel / 64].
+    One term uses `width` bits of a limb. `nonfinite` is OR-ed with 1 where the term poisons a block.
     """
     for slot, ((offset, numel), tensor) in enumerate(zip(slots, tensors, strict=True)):
         blocks = slice(offset // BLOCK, -(-(offset + numel) // BLOCK))
@@ -57,7 +57,7 @@ def align_(limbs: tuple[Tensor, Tensor, Tensor], bins: Tensor) -> None:
 
 @torch.no_grad()
 def round_(limbs: tuple[Tensor, Tensor, Tensor], out: Tensor, width: int) -> None:
-    """out = hi · 2^width + lo in units of lo, rounded; 0 for empty blocks, NaN for poisoned blocks.
+    """Round hi · 2^width + lo, in units of lo, into `out`: 0 for empty blocks, NaN for poisoned blocks.
 
     A float32 `out` may share the memory of hi.
     """
@@ -81,7 +81,7 @@ def _has_grid(bins: Tensor) -> Tensor:
 
 
 def _power_of_two(exponent: Tensor) -> Tensor:
-    """Return 2^exponent exactly; torch's functions round it on some devices."""
+    """Return 2^exponent exactly, unlike torch's functions, which round the power on some devices."""
     return ((exponent + 127) << 23).to(torch.int32).view(torch.float32)
 
 
@@ -109,14 +109,14 @@ def _to_float(total: Tensor, *, is_last: bool) -> Tensor:
     """Round integers of up to 62 bits to float32.
 
     The result is rounded to nearest, or to odd if another rounding follows. Some devices convert int64 by way
-    of float64, so the last ten bits of large totals are merged into one bit: rounding to 26 bits or fewer
-    depends only on whether any of these bits is set.
+    of float64, so the last ten bits of large totals are merged into one bit. The result stays correct,
+    because rounding to 26 bits or fewer depends only on whether any of these bits is set.
     """
     sticky = (total & -1024) | torch.where(total & 1023 != 0, 512, 0)
     exact = torch.where(total.abs() > 2**45, sticky, total).to(torch.float64)
     if is_last:
         return exact.to(torch.float32)
     bits = exact.view(torch.int64)
-    cut = 2**29 - 1  # the bits that a float32 lacks
+    cut = 2**29 - 1  # mask of the bits that a float32 lacks
     odd = (bits & ~cut) | torch.where(bits & cut != 0, 2**29, 0)
     return odd.view(torch.float64).to(torch.float32)

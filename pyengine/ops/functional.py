@@ -9,7 +9,8 @@ differentiable. A write increments the version of the tensor, as in PyTorch, so 
 tensor was overwritten.
 
 On CUDA only the first call with a given list of sizes waits for the device. `torch.compile` traces through
-every call, and keeps the calls outside of its CUDA graphs. To capture your own graph, keep a `BucketPlan`.
+every call, and keeps the calls outside of its CUDA graphs. To capture calls in your own CUDA graph, create
+and keep a `BucketPlan`.
 
 All functions raise ValueError or TypeError for invalid arguments before they write anything.
 """
@@ -107,10 +108,10 @@ def accumulate_(
             `unscale_norm` to find.
         grads: any shapes, read. None writes zeros if `first`, and otherwise leaves the elements unchanged.
         scale, like: the same as in `flatten`.
-        first: overwrite `acc` instead of adding, so that it need not be cleared.
+        first: overwrite `acc` instead of adding to it, so that `acc` need not be cleared.
 
-    Cost: per element, reads the gradient, writes 4 bytes, and reads 4 bytes unless `first`: 10 bytes for
-        bfloat16, 6 if `first`.
+    Cost: per element, reads the gradient, writes 4 bytes, and reads 4 bytes unless `first`. For bfloat16 the
+    traffic is 10 bytes, or 6 if `first`.
 
     Example:
         >>> grad = torch.ones(2, dtype=torch.bfloat16)
@@ -152,8 +153,8 @@ def unscale_norm(tensors: Tensors, inv_scale: Scale = 1.0) -> tuple[Tensor, Tens
 def unscale_norm_(tensors: Tensors, inv_scale: Scale = 1.0) -> tuple[Tensor, Tensor]:
     """Multiply every tensor by `inv_scale` in place; return norm and found_inf of the results.
 
-    This single pass replaces `GradScaler.unscale_` and the norm of `clip_grad_norm_`. To clip, multiply by
-    `(max_norm / (norm + 1e-6)).clamp(max=1.0)` in the next pass.
+    This single pass replaces `GradScaler.unscale_` and the norm of `clip_grad_norm_`. To clip, multiply the
+    gradients by `(max_norm / (norm + 1e-6)).clamp(max=1.0)` in the next pass.
 
     Args:
         tensors: the same as in `unscale_norm`, written: gradients, not parameters.
@@ -212,11 +213,11 @@ def _scalar(name: str, scale: Scale, *beside: Tensor) -> Tensor:
 
 # ---- the same as operators `torch.ops.pyengine`, for `torch.compile`: a graph has each as one node ----
 
-# Compiled code calls the functions through torch's dispatcher. Other code calls them directly: for a list of
-# hundreds of tensors the dispatcher takes several times as long as a kernel call.
+# Compiled code calls the functions through torch's dispatcher. Other code calls the functions directly,
+# because the dispatcher takes several times as long as a kernel call for a list of hundreds of tensors.
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
-# Unsafe in CUDA graphs: the cache may drop a plan whose memory a graph still reads.
+# The operators are unsafe in CUDA graphs, because the cache may drop a plan whose memory a graph still reads.
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.cudagraph_unsafe)
 
 
@@ -244,13 +245,13 @@ def _operator(
 
 @_operator("(Tensor(a!) out, Tensor?[] tensors, Tensor scale, SymInt[] numels) -> ()")
 def _flatten_(out: Tensor, tensors: TensorList, scale: Tensor, numels: Sequence[int]) -> None:
-    """Run `flatten`; here and in all operators `numels` has one number per entry, including None entries."""
+    """Run `flatten`. In all operators `numels` has one number per entry, including None entries."""
     check_flat("out", out, sum(numels), out.device)
     _plan(*numels).pack_(out, tensors, scale)
 
 
-# A written list cannot contain None in a schema that torch.compile accepts. Such lists are passed without the
-# None entries, together with the slots of their tensors.
+# A list that is written cannot contain None in a schema that torch.compile accepts. Such a list is therefore
+# passed without its None entries, together with the slots of its tensors.
 @_operator("(Tensor(a!)[] tensors, Tensor flat, Tensor scale, SymInt[] numels, SymInt[] slots) -> ()")
 def _unflatten_(
     tensors: TensorList, flat: Tensor, scale: Tensor, numels: Sequence[int], slots: Sequence[int]
@@ -284,7 +285,7 @@ def _unscale_by_dtype(tensors: TensorList, inv_scale: Tensor, *, is_written: boo
     check_scale("inv_scale", inv_scale, inv_scale.device)
     plan, device = _plan(*(0 if t is None else t.numel() for t in tensors)), inv_scale.device
     dtypes = dict.fromkeys(t.dtype for t in tensors if t is not None)
-    # Check all groups before any is written.
+    # Check all groups before any group is written.
     groups = [
         plan._gather(
             "tensors",
@@ -295,7 +296,8 @@ def _unscale_by_dtype(tensors: TensorList, inv_scale: Tensor, *, is_written: boo
     ]
     if is_written and len(groups) > 1:
         check_in_place(plan, [("tensors", group) for group in groups], ("inv_scale", inv_scale))
-    # One more element than tensors, since a sum needs at least one. A nonfinite total replaces `nonfinite`.
+    # There is one more element than tensors, because a sum needs at least one element. The flags in
+    # `nonfinite` are not used, because a nonfinite total shows the same.
     sumsq = torch.zeros(len(groups), len(tensors) + 1, dtype=torch.float64, device=device)
     nonfinite = torch.empty(len(tensors), dtype=torch.uint8, device=device)
     for row, group in zip(sumsq, groups, strict=True):
@@ -312,7 +314,7 @@ def _spread(tensors: TensorList, slots: Sequence[int], num_slots: int | None = N
     return spread
 
 
-# Every call passes its layout as arguments; a model has only a few layouts.
+# Every call passes its layout as arguments. A small cache is enough, because a model has only a few layouts.
 @functools.lru_cache(maxsize=32)
 def _plan(*numels: int) -> BucketPlan:
     return BucketPlan([*itertools.accumulate(numels, initial=0)][:-1], numels)

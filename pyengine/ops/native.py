@@ -7,7 +7,7 @@ from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 from types import ModuleType
 
-import torch  # before _core, which looks up torch's thread pool by name
+import torch  # imported before _core, which looks up torch's thread pool by name
 
 from pyengine.ops.device import HOST
 
@@ -28,7 +28,7 @@ except ImportError as error:
 
 
 def hidden_core() -> str:
-    """Return advice if sources without a core hide an installed pyengine that has one, or an empty string."""
+    """Return advice if sources without a core hide an installed pyengine with a core, or an empty string."""
     here = FOLDER.resolve()
     for entry in sys.path:
         other = Path(entry, "pyengine", "ops").resolve()  # "" is the current folder
@@ -70,7 +70,7 @@ def cuda_core() -> ModuleType | None:
     return None
 
 
-# Subclasses may not store their elements at their address, so the core reads only these types.
+# Tensor subclasses may not store their elements at their address, so the core reads only these types.
 _PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
 # Dispatch keys of tensors that store their elements unchanged at their address. Python checks tensors with
 # other keys (lazy negation, subclasses with their own dispatch, fake tensors).
@@ -85,7 +85,7 @@ def can_gather() -> bool:
     plain = 0
     for name in _PLAIN_KEYS:
         plain |= torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, name)).raw_repr()
-    # Distinct numbers, so that the core can locate each of them in these objects.
+    # Use distinct numbers, so that the core can locate each number in the memory of these objects.
     probe = torch.empty(1237, dtype=torch.uint8, device=HOST)[1013:]
     storage, keys = probe.untyped_storage(), torch._C._dispatch_keys(probe).raw_repr()
     return _core.learn_tensor_object(

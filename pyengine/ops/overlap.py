@@ -1,8 +1,9 @@
 """Checks that the output of an op shares no memory with its input, except in place.
 
-Threads run in no fixed order, so such an op could read memory that it has already overwritten. Working in
-place is allowed if the output is exactly the same slot, in the same dtype. The core checks all addresses in a
-microsecond; if it finds a possible overlap, Python checks them one by one and writes the error message.
+Threads run in no fixed order, so an op whose output overlaps its input could read memory that the op has
+already overwritten. Working in place is allowed if the output is exactly the same slot, in the same dtype.
+The core checks all addresses in a microsecond; if the core finds a possible overlap, Python checks the
+addresses one by one and writes the error message.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ class _Span(NamedTuple):
     end: int
     name: str
     dtype: torch.dtype
-    slot: int  # -1 if it belongs to no slot
+    slot: int  # index of the slot; -1 if the memory belongs to no slot
     written: bool
 
     def is_in_place_of(self, other: _Span) -> bool:
@@ -81,7 +82,7 @@ def check_out_of_flat(plan: Plan, tensors: NamedList, flat: Named, *scales: Name
 def check_into_list(plan: Plan, out: NamedList, tensors: NamedList, scale: Named) -> None:
     """Check an op that reads `tensors`, one per slot, and a scale, and writes `out`.
 
-    `out` may be the same list.
+    `out` may be the same list as `tensors`.
     """
     (_, targets), (_, sources), (_, scalar) = out, tensors, scale
     if _has_no_addresses(plan, targets):
@@ -144,7 +145,7 @@ def _range(tensor: Tensor) -> tuple[int, int]:
 
 
 def _is_same(buffer: Tensor, target: Tensor) -> bool:
-    """Whether the slots of a buffer have the same addresses as those of `target`; False for a scale."""
+    """Whether the slots of a buffer have the same addresses as the slots of `target`; False for a scale."""
     return buffer.dim() > 0 and buffer.data_ptr() == target.data_ptr() and buffer.dtype == target.dtype
 
 
@@ -170,7 +171,7 @@ def _of_list(tensors: NamedList, *, written: bool = False) -> list[_Span]:
 
 
 def _refuse(spans: list[_Span]) -> None:
-    """Raise ValueError if a written span shares memory with another span, except in place."""
+    """Raise ValueError if a written span shares memory with another span, unless the op works in place."""
     near: list[_Span] = []
     for span in sorted(span for span in spans if span.begin < span.end):
         near = [other for other in near if other.end > span.begin]

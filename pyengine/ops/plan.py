@@ -2,14 +2,15 @@
 
 `functional.py` provides the same operations without a plan. A plan describes n *slots* of a flat 1-D buffer.
 An op processes every slot in one call and one pass over memory. Ops on CPU and CUDA tensors run in the native
-core, ops on other devices in `reference.py`. Results have the same bits on every instruction set, thread
-count and GPU, except for the bits of a NaN. Autograd does not record ops: they only read and write data.
-`versions.py` has the public plan, which increments tensor versions.
+core, and ops on other devices run in `reference.py`. Results have the same bits on every instruction set,
+thread count and GPU, except for the bits of a NaN. Autograd does not record ops: they only read and write
+data. `versions.py` has the public plan, which increments tensor versions.
 
 On CUDA an op is one kernel launch on the current stream for any number of slots, and does not wait. A list of
-more than 4000 tensors needs a second launch for its addresses unless it is a `Pointers`; so do two different
-lists of more than 256 tensors. Ops can be captured in CUDA graphs after one op of the same plan, with any
-dtypes, has run on that device. Keep the plan, the `Pointers` and the tensors alive as long as the graph.
+more than 4000 tensors needs a second launch for its addresses unless the list is a `Pointers`. An op with two
+different lists of more than 256 tensors also needs a second launch. The ops of a plan can be captured in CUDA
+graphs after one op of the plan, with any dtypes, has run on the device. Keep the plan, the `Pointers` and the
+tensors alive as long as the graph.
 """
 
 from __future__ import annotations
@@ -48,12 +49,13 @@ class BucketPlan:
         numels: int [n], number of elements of each slot; 0 is allowed. Gaps between slots are never read or
             written.
 
-    Every list of tensors below has one entry per slot, all of one dtype (float32, bfloat16, float16) and
-    device. Each tensor is contiguous with the numel of its slot, at any alignment; `None` stands for a
-    parameter without a gradient. Pass `pointers(tensors)` instead of the list to check it once and reuse it.
-    A tensor that an op writes must not share memory with a tensor that it reads, except in place: exactly the
-    memory of the same slot in the same dtype. Every scale is a 0-dim float32 tensor on the device of the
-    other tensors; products are rounded to float32. The caller owns all memory.
+    Every list of tensors has one entry per slot. All tensors of a list have the same dtype (float32, bfloat16
+    or float16) and device. Each tensor is contiguous and has the numel of its slot, at any alignment. `None`
+    stands for a parameter without a gradient. Pass `pointers(tensors)` instead of a list to check the list
+    only once. A tensor that an op writes must not share memory with a tensor that the op reads. The only
+    exception is an op in place, on exactly the memory of the same slot in the same dtype. Every scale is a
+    0-dim float32 tensor on the device of the other tensors; products are rounded to float32. The caller owns
+    all memory.
 
     Raises:
         ValueError, TypeError: from the constructor and every op, for invalid arguments; raised before
@@ -89,14 +91,14 @@ class BucketPlan:
             tensors: one entry per slot. The result keeps the tensors alive. If a tensor gets new memory, ops
                 use the new memory.
 
-        Cost: no device work; one launch for more than 256 CUDA tensors.
+        Cost: no device work, or one launch for more than 256 CUDA tensors.
 
         Example:
             >>> plan = BucketPlan([0], [2])
             >>> plan.pointers([torch.ones(2)]).dtype
             torch.float32
         """
-        # Copy the list: otherwise the caller could remove a tensor from it and so free its memory.
+        # Copy the list, because the caller could remove a tensor from the list and thereby free the tensor.
         pointers = gather("tensors", [*tensors], self.numels, self._native)
         return pointers if pointers.device is None else cuda.uploaded(pointers, pointers.device)
 
@@ -114,7 +116,7 @@ class BucketPlan:
             flat: float32, bfloat16 or float16 [at least flat_numel], written.
             tensors: one entry per slot, read.
             scale: float32 [].
-            only_if: float32 []; if it is 0, nothing is written. The host does not read it.
+            only_if: float32 []; if 0, nothing is written. The host does not read this tensor.
 
         Cost: one read and one write per element (non-temporal stores above 8 MiB).
 
@@ -146,7 +148,7 @@ class BucketPlan:
             tensors: one entry per slot, written.
             flat: float32, bfloat16 or float16 [at least flat_numel], read.
             scale: float32 [].
-            only_if: float32 []; if it is 0, nothing is written. The host does not read it.
+            only_if: float32 []; if 0, nothing is written. The host does not read this tensor.
 
         Cost: the same as `pack_`.
 
@@ -167,7 +169,7 @@ class BucketPlan:
     def accumulate_(
         self, acc: Tensor, grads: TensorList | Pointers, scale: Tensor, *, first: bool, nonfinite: Tensor
     ) -> None:
-        """Set `acc[slot] = grad * scale` if `first`, else add `grad * scale` to it.
+        """Set `acc[slot] = grad * scale` if `first`, else add `grad * scale` to the slot.
 
         The product and the sum are rounded separately.
 
@@ -179,8 +181,8 @@ class BucketPlan:
             first: True in the first micro-batch of a window.
             nonfinite: uint8 [n], OR-ed with 1 where any `grad * scale` is inf or NaN.
 
-        Cost: per element, reads the gradient, writes 4 bytes, and reads 4 bytes unless `first`: 10 bytes for
-            bfloat16, 6 if `first`.
+        Cost: per element, reads the gradient, writes 4 bytes, and reads 4 bytes unless `first`. For bfloat16
+        the traffic is 10 bytes, or 6 if `first`.
 
         Example:
             >>> plan, acc, flags = BucketPlan([0], [2]), torch.empty(2), torch.zeros(1, dtype=torch.uint8)
@@ -218,11 +220,11 @@ class BucketPlan:
             acc: float32 [at least flat_numel], read unless `first`.
             grads: one entry per slot, read. None writes `acc * wire_scale`, or zeros if `first`.
             grad_scale, wire_scale: float32 [].
-            first: True if the window has a single micro-batch; `acc` is then left out.
+            first: True if the window has a single micro-batch, so that `acc` is not used.
             nonfinite: uint8 [n], OR-ed with 1 where any value in `wire` is inf or NaN (float16 may overflow).
 
-        Cost: per element, reads 4 bytes (0 if `first`) and the gradient, and writes one wire element: 8 bytes
-            for bfloat16, 4 if `first`.
+        Cost: per element, reads 4 bytes (0 if `first`) and the gradient, and writes one wire element. For
+        bfloat16 the traffic is 8 bytes, or 4 if `first`.
 
         Example:
             >>> plan, flags, one = BucketPlan([0], [2]), torch.zeros(1, dtype=torch.uint8), torch.tensor(1.0)
@@ -268,14 +270,15 @@ class BucketPlan:
 
         Args:
             tensors: one entry per slot, read. None makes the sum of its slot 0.
-            out: None stores nothing; the same list works in place; another list receives y in its own dtype.
+            out: None stores nothing. The same list works in place, and another list receives y in the list's
+                dtype.
             scale: float32 [].
             sumsq: float64 [n], overwritten with Σ y² of each slot, where y is the stored value (after the
                 cast to the dtype of `out`). The summation order is fixed, so the bits depend only on
                 the values.
             nonfinite: uint8 [n], OR-ed with 1 where any y is inf or NaN.
 
-        Cost: one read per element; one more write if `out` is given.
+        Cost: one read per element, and one write if `out` is given.
 
         Example:
             >>> plan, flags = BucketPlan([0], [2]), torch.zeros(1, dtype=torch.uint8)
@@ -312,7 +315,7 @@ class BucketPlan:
         *,
         two_lists: bool = False,
     ) -> Pointers:
-        """Check a list and collect its addresses; it has to be on the device of `beside`, a named tensor."""
+        """Check that a list is on the device of `beside`, a named tensor, and collect its addresses."""
         pointers, device = gather(name, tensors, self.numels, self._native), device_of(*beside)
         if pointers.device is not None and pointers.device != device:
             raise ValueError(f"{name} are on {pointers.device}; needed {device}, like the other tensors")
@@ -339,5 +342,5 @@ def add_up(sumsq: Tensor) -> Tensor:
 
     Cost: 8 bytes per slot.
     """
-    # On a device `sum` has a fixed order for a given length; `cumsum` need not have one.
+    # On an accelerator `sum` has a fixed order for a given length, but `cumsum` may have no fixed order.
     return sumsq.sum() if runs_ahead(sumsq.device) else sumsq.cumsum(0)[-1]

@@ -18,7 +18,7 @@ ADDRESSED = ("cpu", "cuda")
 MAX_NUMEL = 2**40
 
 TensorList = Sequence[torch.Tensor | None]
-# The __torch_dispatch__ of classes that do not override it.
+# The `__torch_dispatch__` of classes that do not override this method.
 _NO_DISPATCH = torch._C._disabled_torch_dispatch_impl
 
 
@@ -26,9 +26,9 @@ _NO_DISPATCH = torch._C._disabled_torch_dispatch_impl
 class Upload:
     """The addresses of a long list in device memory, written on one stream."""
 
-    memory: torch.Tensor  # int64 [n], owned; recorded on each stream that has waited
-    stream: torch.cuda.Stream | None  # the writing stream; None for a list for one call only
-    written: torch.cuda.Event | None  # recorded after the write; None for a list for one call only
+    memory: torch.Tensor  # int64 [n], owned; `record_stream` is called for each waiting stream
+    stream: torch.cuda.Stream | None  # stream of the write; None if the list is for a single call
+    written: torch.cuda.Event | None  # recorded after the write; None if the list is for a single call
     captured: bool = False  # whether the addresses are written only when a CUDA graph is replayed
 
     def wait(self) -> None:
@@ -40,8 +40,8 @@ class Upload:
                 "writes their addresses only when it is replayed; make them before the capture, or again "
                 "for use outside of it"
             )
-        # A capture cannot wait for work outside of it, and need not: torch synchronizes the device before a
-        # capture begins.
+        # A graph capture cannot wait for work outside the capture. Waiting is not needed, because torch
+        # synchronizes the device before a capture begins.
         if current != self.stream and not captures:
             assert self.written is not None
             current.wait_event(self.written)
@@ -52,9 +52,9 @@ class Upload:
 class Pointers:
     """The checked tensors for the slots of one plan, created by `BucketPlan.pointers`.
 
-    Keeps the tensors alive; the caller owns their memory. After a tensor gets new memory (`.data =`,
-    `share_memory_()`), every op checks the list and reads the addresses again; create a new `Pointers` to
-    avoid this.
+    A `Pointers` keeps the tensors alive, but the caller owns the memory of the tensors. After a tensor gets
+    new memory (`.data =`, `share_memory_()`), every op checks the list and reads the addresses again; create
+    a new `Pointers` to avoid these checks.
     """
 
     tensors: TensorList  # [n], any shapes
@@ -105,7 +105,7 @@ def _describe(tensor: object) -> str:
 def check_dense(name: str, tensor: torch.Tensor) -> None:
     """Check that a tensor's elements are contiguous at its address."""
     if native.can_gather() and native._core.is_plain(tensor):
-        return  # the core does all checks below in a fifth of the time
+        return  # the core has done all checks below, in a fifth of the time
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"{name} is {_describe(tensor)}; needed a torch.Tensor")
     if tensor.layout != torch.strided or not tensor.is_contiguous():
@@ -156,7 +156,7 @@ def device_of(name: str, tensor: torch.Tensor) -> torch.device:
 def check_tensor(
     name: str, tensor: torch.Tensor, dtypes: tuple[torch.dtype, ...], numel: int, device: torch.device
 ) -> None:
-    """Check a 1-D tensor argument: one of `dtypes` [at least numel], contiguous, on `device`."""
+    """Check that a 1-D tensor is contiguous, of one of `dtypes` [at least numel], and on `device`."""
     check_dense(name, tensor)
     if tensor.dtype not in dtypes:
         raise TypeError(f"{name} is {_describe(tensor)}; needed dtype {' or '.join(map(str, dtypes))}")
@@ -167,7 +167,7 @@ def check_tensor(
 
 
 def check_flat(name: str, tensor: torch.Tensor, numel: int, device: torch.device) -> None:
-    """Check a flat buffer: float32, bfloat16 or float16 [at least numel], contiguous, on `device`."""
+    """Check that a flat buffer is contiguous float32, bfloat16 or float16 [at least numel] on `device`."""
     check_tensor(name, tensor, _DTYPES, numel, device)
 
 
@@ -179,7 +179,7 @@ def check_each(
     device: torch.device,
     of: str = "slot",
 ) -> None:
-    """Check a 1-D tensor with exactly one element per `of`: [numel], contiguous, on `device`."""
+    """Check that a contiguous 1-D tensor on `device` has exactly one element per `of`: [numel]."""
     check_tensor(name, tensor, (dtype,), numel, device)
     if tensor.numel() != numel:
         raise ValueError(f"{name} has {tensor.numel()} elements; needed {numel}, one a {of}")
@@ -188,7 +188,7 @@ def check_each(
 def check_rows(
     name: str, tensor: torch.Tensor, dtype: torch.dtype, numel: int, device: torch.device
 ) -> torch.Tensor:
-    """Check a 2-D tensor of contiguous rows on `device`: [rows, numel], at least one row.
+    """Check that a 2-D tensor on `device`, [rows, numel], has contiguous rows and at least one row.
 
     Returns a 1-D view of the memory from the first to the last element.
     """
@@ -208,7 +208,7 @@ def check_rows(
 def check_aligned(name: str, tensor: torch.Tensor, num_bytes: int) -> None:
     """Check that a tensor begins at a multiple of `num_bytes`, in memory and in its storage.
 
-    Otherwise torch cannot view the tensor as another dtype.
+    torch cannot view a misaligned tensor as another dtype.
     """
     if tensor.device.type not in ADDRESSED or tensor.numel() == 0:
         return
@@ -274,7 +274,7 @@ def gather(
     Args:
         name: name of the list in error messages.
         tensors: one entry per slot: contiguous float32, bfloat16 or float16 tensors of any shape, all of one
-            dtype and device, or None. A `Pointers` is returned as it is unless a tensor has moved.
+            dtype and device, or None. A `Pointers` is returned unchanged unless a tensor has moved.
         numels: int [n], number of elements of each slot.
         native_plan: the core's plan of these slots; None without the core.
 
@@ -285,14 +285,14 @@ def gather(
             raise ValueError(f"{name} is a Pointers of another plan; make it with this plan's pointers()")
         table = tensors.table if native.can_gather() else None
         if native_plan and table and native_plan.first_moved(table, tensors.tensors) < 0:
-            return tensors  # every tensor still has the memory and numel that were recorded
+            return tensors  # every tensor still has its recorded memory and numel
         tensors = tensors.tensors
     if not isinstance(tensors, list):
         tensors = list(tensors)
     if native_plan is not None and native.can_gather():
         table = native._core.gather(native_plan, tensors)
         if table is not None:
-            # The checks below would pass: gather accepts a single dtype and a single CPU or CUDA device only.
+            # The checks below would pass, because the core accepts only one dtype and one CPU or CUDA device.
             kind, index = table.device  # kind is a c10::DeviceType; negative if there is no tensor
             found = torch.device("cuda", index) if kind == 1 else torch.device("cpu")
             return Pointers(tensors, numels, _DTYPES[table.dtype], None if kind < 0 else found, table)

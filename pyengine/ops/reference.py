@@ -1,10 +1,11 @@
 """Reference implementation of every op in plain PyTorch.
 
-It is used in builds without the native core and on devices other than CPU and CUDA. Elementwise results equal
-the core's results bit for bit, except for the bits of a NaN. Sums of squares are bit-equal on the CPU, where
-cumsum adds in order; on other devices they differ by the rounding of a float64 sum, with a relative error of
-at most numel · 2^-52. `plan.py` has checked the arguments and documents their dtypes and shapes. The caller
-owns all memory. Every op makes several passes and uses float32 temporaries as large as a slot.
+Builds without the native core and devices other than CPU and CUDA use this implementation. Elementwise
+results equal the core's results bit for bit, except for the bits of a NaN. Sums of squares are bit-equal on
+the CPU, where cumsum adds in order. On other devices sums of squares differ by the rounding of a float64 sum,
+with a relative error of at most numel · 2^-52. `plan.py` checks the arguments and documents their dtypes and
+shapes. The caller owns all memory. Every op makes several passes and uses float32 temporaries as large as a
+slot.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -14,7 +15,7 @@ from torch import Tensor
 
 Slots = Sequence[tuple[int, int]]  # (offset, numel) in elements
 
-# The order of a sum of squares, as csrc/plan.h defines it.
+# Constants of the order in which squares are added, which csrc/plan.h defines.
 _LANES = 16
 _SEGMENT = 256
 _BLOCK = 8192
@@ -48,7 +49,7 @@ def pack_(
     scale: Tensor,
     only_if: Tensor | None = None,
 ) -> None:
-    """flat[slot] = cast(tensor * scale), or zeros without a tensor; nothing is written if only_if is 0."""
+    """Write cast(tensor * scale), or zeros for None, into every slot of `flat`, unless `only_if` is 0."""
     for part, tensor in zip(_parts(flat, slots), tensors, strict=True):
         _write(part, torch.zeros_like(part) if tensor is None else _scaled(tensor, scale), only_if)
 
@@ -61,7 +62,7 @@ def unpack_(
     scale: Tensor,
     only_if: Tensor | None = None,
 ) -> None:
-    """tensor = cast(flat[slot] * scale) for every tensor; nothing is written if only_if is 0."""
+    """Write cast(flat[slot] * scale) into every tensor, unless `only_if` is 0."""
     for part, tensor in zip(_parts(flat, slots), tensors, strict=True):
         if tensor is not None:
             _write(tensor.detach().view(-1), _scaled(part, scale), only_if)
@@ -77,7 +78,7 @@ def accumulate_(
     first: bool,
     nonfinite: Tensor,
 ) -> None:
-    """acc[slot] = grad * scale if first, else acc[slot] += grad * scale."""
+    """Set acc[slot] to grad * scale if `first`, else add grad * scale to acc[slot]."""
     for slot, (part, grad) in enumerate(zip(_parts(acc, slots), grads, strict=True)):
         if grad is None:
             if first:
@@ -103,7 +104,7 @@ def accumulate_cast_(
     first: bool,
     nonfinite: Tensor,
 ) -> None:
-    """wire[slot] = cast((acc[slot] + grad * grad_scale) * wire_scale); without acc if first."""
+    """Set wire[slot] to cast((acc[slot] + grad * grad_scale) * wire_scale), without `acc` if `first`."""
     sums = zip(_parts(wire, slots), _parts(acc, slots), grads, strict=True)
     for slot, (out, part, grad) in enumerate(sums):
         if grad is None:
@@ -124,7 +125,7 @@ def unscale_norm(
     sumsq: Tensor,
     nonfinite: Tensor,
 ) -> None:
-    """y = tensor * scale, stored if out has a tensor; sumsq[slot] = Σ y² of the stored y, in float64."""
+    """Store y = tensor * scale if `out` has a tensor; set sumsq[slot] to Σ y² of the stored y in float64."""
     for slot, (tensor, target) in enumerate(zip(tensors, out, strict=True)):
         if tensor is None:
             sumsq[slot] = 0

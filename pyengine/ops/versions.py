@@ -1,8 +1,8 @@
 """The public plan and exact sum, which increment the versions of the tensors they write.
 
-The core writes by address, which does not change version counters: autograd would not notice that a tensor
-saved for backward was overwritten, and the engine would not notice a write to a gradient. The engine's
-internal plans write only to its own memory and avoid this cost (0.1 µs per tensor).
+The core writes by address, which does not change version counters. Without increments, autograd would not
+notice that a tensor saved for backward was overwritten, and the engine would not notice a write to a
+gradient. The engine's internal plans write only to its own memory and avoid this cost (0.1 µs per tensor).
 """
 
 from __future__ import annotations

@@ -21,9 +21,9 @@ class GradScaler(torch.amp.GradScaler):
 
     Assign it to `sync.scaler`; a stock GradScaler that is assigned is converted to this class. The engine
     then scales losses in `backward`, unscales gradients when it divides by the count, and updates the scale
-    in `step`. In a `micro_batch` block the caller scales: `scaler.scale(loss).backward()`. Arguments and
-    state are the same as in torch. With equal gradients, the parameters are bit-equal to those of the stock
-    scaler (whose scales are powers of two).
+    in `step`. In a `micro_batch` block the caller scales losses: `scaler.scale(loss).backward()`. Arguments
+    and state are the same as in torch. Equal gradients give bit-equal parameters with this scaler and with
+    the stock scaler (whose scales are powers of two).
 
     Attributes:
         has_scaled: whether the scaler has scaled a loss since the last window was reduced.
@@ -113,7 +113,7 @@ class GradScaler(torch.amp.GradScaler):
     def follow(self) -> None:
         """Update the scale after a reduced window, depending on overflow; the same on every rank."""
         if self._final is not None and self._scale is not None:
-            assert self._growth_tracker is not None  # torch makes it with the scale
+            assert self._growth_tracker is not None  # torch creates the tracker together with the scale
             torch._amp_update_scale_(
                 self._scale,
                 self._growth_tracker,
@@ -145,7 +145,8 @@ class GradScaler(torch.amp.GradScaler):
         return self.current_scale().double().reciprocal()
 
     def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:
-        # Sent from the host: values created on a lazy device would be constants of its first program.
+        # The scale is sent from the host, because values created on a lazy device would be constants of its
+        # first program.
         self._scale = send([self._init_scale], torch.float32, dev).reshape(())
         self._growth_tracker = send([self._init_growth_tracker], torch.int32, dev).reshape(())
 

@@ -1,6 +1,6 @@
 """Optimizer steps that can be rolled back on the device.
 
-They are for optimizers that cannot skip a step, and for devices whose values the host does not read.
+Rollback is for optimizers that cannot skip a step, and for devices whose values the host does not read.
 """
 
 from __future__ import annotations
@@ -25,17 +25,18 @@ _ON_THE_HOST = "on the host, where a step that the device skips cannot be undone
 class RollbackStepper:
     """Steps any optimizer, then restores the old values of parameters and state where necessary.
 
-    It restores all parameters in a window that must not be used, and any parameter that no rank used, whose
-    gradient is zeros here and not None. State that a skipped step has created is removed, so the host waits
-    in the first step of a parameter without state, and in a later step that creates or replaces state. A step
-    frees the gradients of the optimizer.
+    The stepper restores all parameters in a window that must not be used. In any window, the
+    stepper also restores a parameter that no rank used, whose gradient is zeros instead of None. State that a
+    skipped step has created is removed, which makes the host wait in the first step of a parameter without
+    state, and in a later step that creates or replaces state. A step frees the gradients of the optimizer.
 
     Args:
-        index: index in `FinalPass.used` by `id(parameter)`; other parameters have no gradient.
+        index: maps `id(parameter)` to the parameter's index in `FinalPass.used`; other parameters have no
+            gradient.
         always_waits: whether every step waits for the host, so that no rollback is needed.
 
     Cost: a step that can be rolled back copies the parameters and their state before the step, and reads and
-    writes both once more after it.
+    writes both once more after the step.
     """
 
     def __init__(self, index: Mapping[int, int], *, always_waits: bool) -> None:

@@ -33,14 +33,14 @@ class StepRecord:
         micro_batches: number of micro-batches in the window, over all ranks.
         count: number of items in the window, over all ranks: the divisor of the gradient.
         loss: sum of the window's losses over all ranks, divided by `count`; None if nothing was counted.
-        grad_norm: 2-norm of the mean gradient before clipping and without the loss scale; inf or nan if the
-            step was skipped because of it.
+        grad_norm: 2-norm of the mean gradient before clipping and without the loss scale. If the norm
+            is inf or nan, the step was skipped.
         skipped: whether the step was skipped and the parameters left unchanged.
         reason: why the step was skipped, or why a `pe.SpikePolicy` clipped it; empty otherwise.
         bytes_on_wire: bytes this rank sent for the window.
         collectives: collectives this rank launched for the window, header included.
         backward_s: seconds inside the window's backwards.
-        exposed_sync_s: seconds this rank spent only on waiting for the reduction or working on it.
+        exposed_sync_s: seconds in which this rank did nothing but wait for the reduction or work on it.
         step_s: seconds from the window's first backward to the end of the optimizer step.
         held_bytes: for a sharded model, bytes this rank holds throughout a window to reduce communication:
             unsharded sums, and parameters that stay gathered (docs/sharded.md).
@@ -104,7 +104,7 @@ class Clock:
     def __init__(self, device: torch.device) -> None:
         self._device, self._has_events = device, has_events(device)
         self.phases: list[tuple[str, Any, Any]] = []  # name, start and stop, as returned by `now`
-        # Returns a mark after the work so far.
+        # Function that marks the time after the work so far.
         self.now: Callable[[], Any] = self._event if self._has_events else time.perf_counter
         self._start = self._stop = self.now()
 
@@ -140,7 +140,7 @@ class Clock:
 
 
 class _Phase(AbstractContextManager[None]):
-    """Times a body. A class, since a generator costs twice as much and every micro-batch enters one."""
+    """Times its body; a class, because a generator costs twice as much in every micro-batch."""
 
     def __init__(self, clock: Clock, name: str) -> None:
         self._clock, self._name = clock, name

@@ -32,20 +32,20 @@ class Stepper(Protocol):
 
 
 class PlainStepper:
-    """Skips steps on the device: fused optimizers skip by themselves, other torch optimizers are undone.
+    """Skips steps on the device: fused optimizers skip a step themselves; steps of others are undone.
 
-    For any other optimizer the host waits for the decision. The host also waits if a step would create state,
-    so that a skipped step leaves no state behind.
+    A step can be undone only for torch's own optimizers; for any other optimizer the host waits for the
+    decision. The host also waits if a step would create state, so that a skipped step leaves no state behind.
 
     Cost: a check of every parameter and its state. A step that may be undone also needs two launches per
-    dtype, which read the skip flag, and read and write parameters and state only if it is set. It also needs
-    memory as large as both during the step: 12 bytes per parameter for Adam in float32.
+    dtype, which read the skip flag, and read and write parameters and state only if the flag is set. During
+    the step it needs memory for a copy of parameters and state: 12 bytes per parameter for Adam in float32.
     """
 
     def __init__(self) -> None:
-        # Per optimizer, the tensors that its last step wrote, and the same as targets.
+        # For each optimizer, the tensors that its last step wrote, as a list and as targets.
         self._seen: WeakKeyDictionary[Optimizer, tuple[list[Any], _Targets | None]] = WeakKeyDictionary()
-        # Per optimizer, the configuration with which a step last created no state.
+        # For each optimizer, the configuration with which a step last created no state.
         self._complete: WeakKeyDictionary[Optimizer, tuple[Any, ...]] = WeakKeyDictionary()
 
     def needs_host(self, optimizer: Optimizer) -> bool:
@@ -90,10 +90,11 @@ class PlainStepper:
         return is_complete
 
     def targets(self, optimizer: Optimizer) -> _Targets | None:
-        """Return the tensors that a step writes, with a plan for each dtype; None if it cannot be undone.
+        """Return the tensors that a step writes, with a plan per dtype, or None if it cannot be undone.
 
-        The answer is the same on every rank. It is known only for torch's own optimizers. A first step cannot
-        be undone, since it creates state; nor can a step with `capturable=False`, which counts on the host.
+        The answer is the same on every rank, and is known only for torch's own optimizers. A first step
+        cannot be undone, because it creates state. A step with `capturable=False` cannot be undone either,
+        because it counts steps on the host.
 
         Cost: a check of every parameter; the tensors are checked again only if they differ from the last
             step.
@@ -113,9 +114,9 @@ class PlainStepper:
 def skips_on_device(optimizer: Optimizer) -> bool:
     """Whether an optimizer obeys the tensor `found_inf`, so that the host need not know the decision.
 
-    This holds only for torch's own optimizers with fused steps in all groups. A wrapper that forwards
-    attributes would keep `found_inf` to itself, a subclass may use gradients before its step, and torch
-    raises an assertion error for a group that is not fused.
+    Only torch's own optimizers with fused steps in all groups obey this tensor. A wrapper that forwards
+    attributes would not pass on `found_inf`, a subclass may use gradients before its step, and torch raises
+    an assertion error for a group that is not fused.
     """
     return (
         is_torchs(optimizer)
@@ -184,7 +185,7 @@ _WITH_LATE_MOMENTUM = SGD, Muon
 
 
 def _written(optimizer: Optimizer) -> list[Any] | None:
-    """Return the parameters a step changes, each followed by its state; None if it would create state."""
+    """Return the parameters a step changes, each followed by its state; None if a step would create state."""
     tensors: list[Any] = []
     state_of = optimizer.state
     has_late_momentum = type(optimizer) in _WITH_LATE_MOMENTUM
@@ -204,7 +205,7 @@ def _written(optimizer: Optimizer) -> list[Any] | None:
 
 
 def _planned(tensors: list[Any]) -> list[tuple[BucketPlan, Pointers]] | None:
-    """Plan copies by dtype; None if a tensor is on another device, not dense, or has no kernel."""
+    """Plan copies by dtype, or return None if a tensor is on another device, not dense, or has no kernel."""
     by_dtype: dict[torch.dtype, list[Tensor]] = {}
     for tensor in tensors:
         flat = _flat(tensor)

@@ -59,7 +59,7 @@ class WindowOptimizer(torch.optim.Optimizer):
     Everything except `step` and `zero_grad` is forwarded to the wrapped optimizer. `zero_grad` does nothing
     in the middle of a window.
 
-    A copy (`copy.deepcopy`, `pickle`) holds a copy of the wrapped optimizer and belongs to no engine: its
+    A copy (`copy.deepcopy`, `pickle`) holds a copy of the wrapped optimizer and belongs to no engine, so its
     `step` raises. Use `sync.wrap(copy.optimizer)` instead.
 
     Attributes:
@@ -67,7 +67,7 @@ class WindowOptimizer(torch.optim.Optimizer):
     """
 
     steps_with_windows = True
-    # False, since the wrapped optimizer would not see attributes that a stock GradScaler sets here.
+    # False, because the wrapped optimizer would not see attributes that a stock GradScaler sets here.
     _step_supports_amp_scaling = False
 
     state = _of_the_wrapped("state")
@@ -84,7 +84,7 @@ class WindowOptimizer(torch.optim.Optimizer):
     register_load_state_dict_post_hook = _of_the_wrapped("register_load_state_dict_post_hook")
 
     def __init__(self, sync: Any, optimizer: torch.optim.Optimizer, scheduler: Any) -> None:
-        # super().__init__ is not called: it would create separate parameter groups and state.
+        # super().__init__ is not called, because it would create separate parameter groups and state.
         check_step(optimizer, scheduler)
         self.optimizer = optimizer
         self._stepped: torch.Tensor | None = None
@@ -98,7 +98,7 @@ class WindowOptimizer(torch.optim.Optimizer):
         return self._stepped is not None and not bool(self._stepped)
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]  # nothing to return
-        """Step the optimizer and the scheduler, once per window, if this micro-batch ends its window.
+        """Step the optimizer and the scheduler if this micro-batch ends its window.
 
         Raises:
             RuntimeError: this is a copy; or a `loss.backward()` outside of any window has left gradients that
@@ -162,7 +162,8 @@ class OptimizerCheck:
         looked = self._looked.get(optimizer)
         if looked is None or looked.ids != ids:
             params = [param for group in optimizer.param_groups for param in group["params"]]
-            # Sorted, since sets and dicts of parameters may have a different order in every process.
+            # Indices are sorted, because sets and dicts of parameters may have a different order in every
+            # process.
             indices = tuple(
                 tuple(sorted(self._index[id(param)] for param in group["params"] if id(param) in self._index))
                 for group in optimizer.param_groups
@@ -198,7 +199,7 @@ class OptimizerCheck:
 
 @dataclass(frozen=True)
 class _Looked:
-    """The parameters of an optimizer: the ids of all, the indices of the engine's, and the foreign ones."""
+    """An optimizer's parameters: the ids of all, the indices of the engine's own, and foreign parameters."""
 
     ids: list[int]
     indices: tuple[tuple[int, ...], ...]

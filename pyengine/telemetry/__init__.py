@@ -27,7 +27,7 @@ __all__ = ["JsonLines", "Listener", "Wandb", "chrome_trace", "numbers"]
 def numbers(record: StepRecord) -> dict[str, float]:
     """Return the numbers of a record by name, without missing numbers; `skipped` is 0 or 1.
 
-    The numbers of a field with several are named like `grad_norms/<parameter>`.
+    If a field has several numbers, their names have the form `grad_norms/<parameter>`.
 
     Example:
         >>> record = StepRecord(0, 2, 8.0, None, 1.5, False, "", 64, 2, 0.1, 0.0, 0.2)
@@ -67,7 +67,7 @@ class Listener(ABC):
 
 
 def _is_own(rank: int) -> bool:
-    """Whether this process has `rank`; raise ValueError if no process has it."""
+    """Whether this process has `rank`; raise ValueError if no process has this rank."""
     own, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     if type(rank) is not int or not 0 <= rank < world_size:
         raise ValueError(
@@ -173,7 +173,7 @@ def chrome_trace(path: str | os.PathLike[str], *, rank: int = 0) -> Iterator[Non
     `nccl:all_reduce`, in launch order after the header's all-reduce.
 
     Args:
-        path: the JSON file to write; compressed if it ends in `.gz`.
+        path: the JSON file to write; compressed if the name ends in `.gz`.
         rank: the rank to profile.
 
     Raises:

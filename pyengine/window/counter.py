@@ -1,9 +1,9 @@
 """The counter of micro-batches, which decides in which backward a window synchronizes.
 
 A micro-batch is *handed out* when the loop receives it, and *done* after its backward has run. The window
-synchronizes in the backward that brings `done` up to `handed` after the last micro-batch has been handed out,
-so several forwards may run before their backwards. A micro-batch without a backward prevents the overlap of
-communication, but never changes the result.
+synchronizes in the backward that completes all micro-batches handed out, once the last micro-batch has been
+handed out. Several forwards may therefore run before their backwards. A micro-batch without a backward
+prevents the overlap of communication, but never changes the result.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ class State(Enum):
 class WindowCounter:
     """Position in the current window of one engine.
 
-    The *place* of a micro-batch is its index in the window over all ranks, so that other ranks know which
+    The *place* of a micro-batch is its index in the window over all ranks. Places tell other ranks which
     micro-batches are done.
     """
 
     def __init__(self, accumulate: int, *, share: Sequence[int] | None = None) -> None:
         self.accumulate = accumulate  # micro-batches of a full window, per rank
-        # This rank's places in a full window. May be empty if there are more ranks than places.
+        # This rank's places in a full window, which may be empty if there are more ranks than places.
         self.share = range(accumulate) if share is None else share
         self.index = 0  # number of windows completed, the same on every rank
         self.state = State.IDLE
@@ -52,7 +52,7 @@ class WindowCounter:
         self.index = index
 
     def hand_out(self, place: int, *, last: bool) -> None:
-        """Count a micro-batch that the loop receives; `last` if it is the last one in the window."""
+        """Count a micro-batch that the loop receives; `last` marks the last one of the window."""
         self.places.append(place)
         self.due = self.due[1:] if self.due[:1] == [place] else [each for each in self.due if each != place]
         self.is_complete = last
@@ -132,21 +132,21 @@ class WindowCounter:
         self.padding = 0  # number of repeated batches handed out only for their collectives
         self.due = list(self.share)  # places still to be handed out, if there is enough data
         self.done = 0  # number of backwards that have run
-        self.is_complete = False  # the last micro-batch has been handed out
-        self.is_exhausted = False  # the data has ended; backwards may still follow
+        self.is_complete = False  # whether the last micro-batch has been handed out
+        self.is_exhausted = False  # whether the data has ended; backwards may still follow
 
 
 class Slots:
     """The runs of this rank in one window: consecutive micro-batches, grouped by `pe.Exact(slots=...)`.
 
-    The public name of a run is "slot", which in this package means a parameter's place in a bucket. Autograd
-    sums the gradients of a run, and the sum is accumulated once. Nonfinite flags are therefore recorded per
-    run, and this class maps them to micro-batches.
+    The public name of a run is "slot". Elsewhere in this package a slot is a parameter's place in a bucket.
+    Autograd sums the gradients of a run, and the sum is accumulated once. Nonfinite flags are therefore
+    recorded per run, and this class maps them to micro-batches.
     """
 
     def __init__(self, size: int) -> None:
         self.size = size
-        # Whether the last run is incomplete: its gradients have not been accumulated.
+        # Whether the last run is incomplete, so that its gradients have not been accumulated.
         self.is_open = False
         self._run_of: list[int] = []
         self._num_ended = 0
@@ -156,7 +156,7 @@ class Slots:
         return (place + 1) % self.size == 0
 
     def add(self, *, ends: bool) -> None:
-        """Count a micro-batch; `ends` if it completes its run."""
+        """Count a micro-batch, which completes its run if `ends` is set."""
         self._run_of.append(self._num_ended)
         self._num_ended += ends
         self.is_open = not ends
@@ -176,7 +176,7 @@ class Slots:
         return by_run if self.size == 1 else by_micro_batch
 
 
-MAX_ACCUMULATE = 2**20  # limited, since places are stored in a list
+MAX_ACCUMULATE = 2**20  # limited, because places are stored in a list
 
 
 def check_accumulate(accumulate: object) -> list[str]:

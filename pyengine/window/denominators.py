@@ -19,7 +19,7 @@ Loss = Tensor | Mapping[str, Tensor | float]
 
 
 def base_of(totals: Mapping[str, float]) -> str:
-    """Return the name of the loss whose total is the divisor: the first with a nonzero total."""
+    """Return the name of the loss whose total is the divisor, which is the first nonzero total."""
     return next((name for name, total in totals.items() if total), next(iter(totals), ONLY))
 
 
@@ -27,10 +27,10 @@ def base_of(totals: Mapping[str, float]) -> str:
 class Denominators:
     """The counts that the losses of a window are divided by, over all ranks."""
 
-    # By loss, the count over all ranks and micro-batches, in the order in which losses are added. Empty if no
+    # Count of each loss over all ranks and micro-batches, in the order in which losses are added. Empty if no
     # rank has data.
     totals: Mapping[str, float]
-    counts: Sequence[Mapping[str, float]]  # by micro-batch of this rank as handed out, then by loss
+    counts: Sequence[Mapping[str, float]]  # counts by loss, one mapping per micro-batch in hand-out order
 
     def __post_init__(self) -> None:
         self.base = base_of(self.totals)
@@ -61,7 +61,7 @@ class Denominators:
         """Return Σ loss × (divisor / total of the loss), 0-dim.
 
         After division by the divisor the result is the sum of the mean losses. A loss whose total is 0 is
-        left out, whatever its value: no backward runs through its graph.
+        left out, regardless of its value, so no backward runs through its graph.
 
         Raises:
             ValueError: the names differ from the counted names, or a loss is not a 0-dim tensor.
@@ -85,7 +85,7 @@ class Denominators:
             return None
         if name == self.base:
             return loss
-        # A 16-bit dtype would round the ratio.
+        # Use float32, because a 16-bit dtype would round the ratio.
         wide = loss.float() if loss.dtype.itemsize < torch.float32.itemsize else loss
         return wide * (self.totals[self.base] / self.totals[name])
 

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from pyengine.ops.device import runs_ahead
 
-# A header compares integers by their sum and sum of squares in float64, which is exact up to 2^53: enough for
-# 20-bit integers over 8192 ranks.
+# A header compares integers by their sum and sum of squares in float64, which is exact up to 2^53, so 20-bit
+# integers can be added over 8192 ranks.
 PIECE_BITS = 20
 NUM_PIECES = 3
 _PIECE = 2**PIECE_BITS
@@ -35,7 +35,7 @@ class OptimizerStep:
     numbers: tuple[tuple[str, float | str], ...]  # hyperparameters of all groups, in order
 
     def __str__(self) -> str:
-        values: dict[str, dict[str, None]] = {}  # by name, the distinct values of all groups
+        values: dict[str, dict[str, None]] = {}  # distinct values of all groups, by name
         for name, value in self.numbers:
             values.setdefault(name, {})[value if isinstance(value, str) else f"{value:g}"] = None
         numbers = ", ".join(f"{name}={'/'.join(each)}" for name, each in values.items())
@@ -48,9 +48,9 @@ class OptimizerStep:
 class Use:
     """How this rank has used the gradients of a reduced window."""
 
-    steps: list[OptimizerStep] = field(default_factory=list)  # in order
-    # The factor that multiplied the gradients in each step, and hyperparameters that are tensors on an
-    # accelerator: 0-dim tensors on the host or a device, not read yet.
+    steps: list[OptimizerStep] = field(default_factory=list)  # optimizer steps, in order
+    # The factor that multiplied the gradients in each step, and hyperparameters on an accelerator. Factors
+    # are 0-dim tensors on the host or a device that have not been read yet.
     factors: list[Tensor] = field(default_factory=list)
     is_handed_over: bool = False  # whether `unscale_` gave the gradients to the caller
 
@@ -65,15 +65,15 @@ class HeaderDigest:
     """Values in a header that must be the same on every rank, combined into one number."""
 
     stage: str  # purpose of the header
-    engine: str  # the engine, with the identity that its ranks agreed on when it was created
+    engine: str  # description of the engine, with the identity that its ranks agreed on at creation
     scaler: str = ""  # settings of the loss scaler; empty without one
-    scale: Tensor | None = None  # loss scale of the window, 0-dim; None without one or if it cannot be read
+    scale: Tensor | None = None  # loss scale, 0-dim; None without a scaler or if the scale cannot be read
     use: Use = field(default_factory=Use)  # use of the previous window, if it was used
     accumulate: int = 0  # value on this rank, for error reports only; it may differ between ranks
     kept: tuple[int, ...] = ()  # parameters whose gradients from earlier windows count in this window
 
     def pieces(self) -> list[int]:
-        """Return the number in 20-bit pieces, without values on an accelerator; see `add_to`."""
+        """Return the digest in 20-bit pieces, without values on an accelerator; see `add_to`."""
         steps = [(step.name, _described(step.params), step.numbers) for step in self.use.steps]
         use = steps, len(self.use.factors), self.use.is_callers_own
         text = repr((self.stage, self.engine, self.scaler, use, self.kept)).encode()
@@ -101,7 +101,7 @@ class HeaderDigest:
         lanes[1::2] = pieces * pieces
 
     def describe(self) -> dict[str, str]:
-        """Describe each part of the digest, keyed as in `_PARTS`. Reads devices: for error reports only."""
+        """Describe each part of the digest for an error report, keyed as in `_PARTS`; reads device values."""
         scale = "no loss scale" if self.scale is None else f"a loss scale of {float(self.scale):g}"
         factors = ", ".join(f"{float(factor):g}" for factor in self.use.factors)
         none = "the caller's own, by unscale_" if self.use.is_callers_own else "no step"
@@ -167,7 +167,7 @@ _PARTS = {
 
 @lru_cache(maxsize=64)
 def _described(params: tuple[tuple[int, ...], ...]) -> str:
-    """Return `repr(params)`, cached since the parameters rarely change and may be many."""
+    """Return `repr(params)`, cached because the parameters rarely change and may be numerous."""
     return repr(params)
 
 

@@ -17,7 +17,8 @@ from torch import Tensor
 from pyengine.ops.device import send
 
 _BITS = 40
-# Units from the largest float32 down to its smallest denormal. Larger values only enlarge the first lane.
+# Units of the lanes, from the largest float32 down to the smallest denormal. Values above the largest float32
+# only enlarge the first lane.
 _UNITS = [2.0**exponent for exponent in range(88, -153, -_BITS)]
 NUM_LANES = len(_UNITS)
 ROUNDED_LANE = 2  # lane used by `rounded`; any lane would do
@@ -26,8 +27,8 @@ ROUNDED_LANE = 2  # lane used by `rounded`; any lane would do
 def lanes(values: Tensor) -> Tensor:
     """Return the sum of float64 `[n]` as `[NUM_LANES]` integers, which can be added to lanes of other sums.
 
-    Every bit of float32 values is kept; of other values, bits below 2^-152 are dropped. Exact for up to 8192
-    values in total.
+    Every bit of float32 values is kept; of other values, bits below 2^-152 are dropped. The sum is exact for
+    up to 8192 values in total.
 
     Example:
         >>> from_one_rank, from_another = lanes(torch.tensor([1e8, 1.0])), lanes(torch.tensor([-1e8]))

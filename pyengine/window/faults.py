@@ -11,16 +11,17 @@ from torch import Tensor
 class FaultKind(Enum):
     """Kinds of faults, by how other ranks learn of them and how they are handled."""
 
-    # This rank refuses the window. The header reports it, and every rank raises.
+    # This rank refuses the window. The header reports the refusal, and every rank raises an error.
     REFUSED = "refused"
     # An exception ended the last backward after the header was launched. The missing reductions were filled
     # with nan, so every rank skips the step.
     GAVE_UP = "gave up"
     # An exception ended the reduction on this rank. Other ranks may have stepped.
     NOT_REDUCED = "not reduced"
-    # The fault was found after the header, on this rank only. This rank does not step; other ranks may have.
+    # The fault was found after the header, on this rank only. This rank does not step, but other ranks may
+    # have stepped.
     UNUSABLE = "unusable"
-    # The ranks have agreed that the window must not be used, and all of them raise.
+    # The ranks have agreed that the window must not be used, and all ranks raise the same error.
     CONCLUDED = "concluded"
 
 
@@ -29,7 +30,8 @@ class Fault:
     """One fault of a window.
 
     Attributes:
-        flag: bool 0-dim tensor, not read yet; the fault applies only if it is set. None if it always applies.
+        flag: bool 0-dim tensor, not read yet; the fault applies only if it is set. None if the fault always
+            applies.
         error: the exception that every rank raises for a fault that the ranks have agreed on.
     """
 

@@ -18,15 +18,15 @@ CLIP_EPSILON = 1e-6  # the same as in torch.nn.utils.clip_grad_norm_
 class ShardedNorm:
     """Gradient norms over ranks that hold different elements, computed with one all-reduce.
 
-    Every element is counted once over all ranks: if several ranks hold it, as a replica or a shared shard,
-    exactly one of them counts it.
+    Every element is counted once over all ranks. If several ranks hold an element, as a replica or a shared
+    shard, exactly one of these ranks counts the element.
     """
 
     def __init__(self, counted: Sequence[bool], comm: Comm, device: torch.device) -> None:
         self._comm = comm
         self._counted = send(list(counted), torch.bool, device)
-        # Per parameter of this rank, the index of its name among the names of all ranks, int64; None until
-        # `add_names`.
+        # Index of each local parameter's name among the names of all ranks, int64; None until `add_names` is
+        # called.
         self.name_indices: Tensor | None = None
         self._num_names = 0
 
@@ -35,13 +35,13 @@ class ShardedNorm:
         self.name_indices, self._num_names = name_indices, num_names
 
     def whole(self, sumsq: Tensor, void: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the sum over all ranks, a flag that is nan if any rank gave the window up, and sums by name.
+        """Return the sum over all ranks, a flag that is nan if any rank gave up the window, and sums by name.
 
         The parts of the ranks are added in rank order, independent of the all-reduce algorithm. The bits are
         therefore the same on every rank, and a rank that counts nothing does not change them. A nonfinite sum
         that is not counted also makes the flag nan.
 
-        Cost: one all-reduce of 8 bytes per rank plus 8, and 8 per name after `add_names`; waits for it.
+        Cost: waits for one all-reduce of 8 bytes, plus 8 bytes per rank, and 8 per name after `add_names`.
         """
         counted = torch.where(self._counted, sumsq, 0.0)
         uncounted = torch.where(self._counted, 0.0, sumsq)
@@ -57,11 +57,11 @@ class ShardedNorm:
         return add_up(parts[:world_size]), parts[world_size], by_name
 
     def largest(self, value: Tensor) -> Tensor:
-        """Return the largest value of all ranks, nan if any is nan. Waits for one all-reduce."""
+        """Wait for one all-reduce; return the largest value of all ranks, or nan if any value is nan."""
         values = value.new_zeros(self._comm.world_size)
         values[self._comm.rank] = value
         with Unbroken(self._comm):
-            # A sum and not a maximum, whose treatment of nan depends on the backend.
+            # A sum is used, because the treatment of nan in a maximum depends on the backend.
             self._comm.all_reduce(values).wait()
         return values.amax()
 
@@ -75,15 +75,15 @@ class FinalPass:
 
     def __init__(self, num_params: int, device: torch.device, sharded: ShardedNorm | None = None) -> None:
         self._sharded = sharded
-        # Per parameter, in registration order: the sum of squares of its mean gradient, and 1 if the gradient
-        # has inf or nan.
+        # For each parameter, in registration order: the sum of squares of the mean gradient, and a flag that
+        # is 1 if the gradient has inf or nan.
         self.sumsq = torch.zeros(num_params, dtype=torch.float64, device=device)
         self.nonfinite = torch.zeros(num_params, dtype=torch.uint8, device=device)
         self._one = torch.ones((), dtype=torch.float64, device=device)
         self._none = torch.zeros((), dtype=torch.float64, device=device)
         self._zero = torch.zeros((), dtype=torch.float32, device=device)
         self._yes = torch.ones((), dtype=torch.float32, device=device)
-        # Whether sums by name are needed, and the latest ones if ranks hold different elements.
+        # Whether sums by name are needed, and the latest sums by name if ranks hold different elements.
         self._has_names = False
         self._squares = self.sumsq
         self.reset()
@@ -93,22 +93,24 @@ class FinalPass:
         self._has_names = True
         if self._sharded is not None:
             self._sharded.add_names(send(list(name_indices), torch.int64, self.sumsq.device), num_names)
-            # nan until the norm is computed; it is not computed in a window that a rank gave up.
+            # Sums are nan until the norm is computed, which does not happen in a window that a rank gave up.
             self._squares = self.sumsq.new_full((num_names,), torch.nan)
 
     def reset(self) -> None:
-        """Reset the results without device work: the next window overwrites sums and flags."""
-        # Three float32 0-dim flags. `overflow` is 1 if a gradient has inf or nan; the loss scale follows it.
-        # `found_inf` is 1 if the step must be skipped for any reason. `void` is nan if a rank gave the window
-        # up, else 0.
+        """Reset the results without device work, because the next window overwrites sums and flags."""
+        # Three float32 0-dim flags. `overflow` is 1 if a gradient has inf or nan, and controls the loss
+        # scale. `found_inf` is 1 if the step must be skipped for any reason. `void` is nan if a rank gave up
+        # the window, and 0 otherwise.
         self.overflow = self.found_inf = self.void = self._zero
         # float64 0-dim: 1 if a metric has skipped or clipped the window.
         self.acted = self._none
-        # float64 0-dim: the product of the clip factors so far, each averaged over names. Ranks compare it.
+        # float64 0-dim: the product of the clip factors so far, each averaged over names. Ranks compare this
+        # product.
         self.clipped = self._one
         # float64 0-dim or `[num_params]`: the product of the clip factors since `sumsq` was computed.
         self._clipped_since = self._one
-        # bool `[num_params]`: the parameters that any rank used; None if `.grad is None` marks unused ones.
+        # bool `[num_params]`: the parameters that any rank used; None if `.grad is None` marks unused
+        # parameters.
         self.used: Tensor | None = None
         self._before_clipping: Tensor | None = None
         self._squares_before_clipping: Tensor | None = None
@@ -129,7 +131,7 @@ class FinalPass:
         self.overflow = self.found_inf = is_not_finite(total + self.void).float()
 
     def leave_out(self, params: Sequence[int]) -> None:
-        """Exclude parameters that no rank has used: only residuals were reduced for them."""
+        """Exclude parameters that no rank has used, for which only residuals were reduced."""
         if params:
             index = send(params, torch.int64, self.sumsq.device)
             self.sumsq.index_fill_(0, index, 0)
@@ -177,11 +179,11 @@ class FinalPass:
         return self._norm
 
     def guarding_norm(self, norm: Tensor) -> Tensor:
-        """Return `norm`, with nan in place of a finite norm if the step is skipped, for steps by the user."""
+        """Return `norm` for a step by the user, with nan in place of a finite norm if the step is skipped."""
         return torch.where((self.found_inf != 0) & norm.isfinite(), torch.nan, norm)
 
     def squares(self) -> Tensor:
-        """Return the squared norm of the current gradient by name, float64 `[names]`; after `add_names`."""
+        """Return the squared norm of the current gradient by name, float64 `[names]`; needs `add_names`."""
         if self._sharded is not None:
             return self._squares
         return self.sumsq * self._clipped_since.square()
@@ -217,7 +219,7 @@ class FinalPass:
         return factor
 
     def clip_each(self, max_norm: float, groups: Sequence[Tensor] | None) -> Tensor:
-        """Return a clip factor for each parameter, from the norm of its group; after `add_names`.
+        """Return a clip factor for each parameter from the norm of its group; needs `add_names`.
 
         Args:
             max_norm: the maximum norm of each group.
@@ -244,6 +246,6 @@ class FinalPass:
         return of_params
 
     def _note_clipping(self, compared: Tensor, factor: Tensor) -> None:
-        # Skip products with 1: each would launch a kernel.
+        # Skip products with 1, because each product would launch a kernel.
         self.clipped = compared if self.clipped is self._one else self.clipped * compared
         self._clipped_since = factor if self._clipped_since is self._one else self._clipped_since * factor

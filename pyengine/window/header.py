@@ -1,8 +1,9 @@
 """The header: one short all-reduce per window in which ranks agree on count, loss, position and errors.
 
 The header is launched just before the window's last backward, when its contents are known, so it overlaps
-with that backward. It turns disagreement into an error on every rank instead of a hang or a wrong divisor. On
-the CPU no collective follows a header in which ranks disagree: buckets of another engine may differ in size.
+with that backward. The header turns a disagreement between ranks into an error on every rank instead of a
+hang or a wrong divisor. On the CPU no collective follows a header in which ranks disagree, because the
+buckets of another engine may differ in size.
 """
 
 from __future__ import annotations
@@ -34,17 +35,17 @@ _log = logging.getLogger("pyengine.window")
 _COUNT, _MICRO_BATCHES, _, _INVALID, _UNKNOWN, _, _POSITIONS = range(7)
 _DIGEST = _POSITIONS + 4
 _LOSSES = _DIGEST + 2 * NUM_PIECES
-# If ranks share batches, the lanes of `SharedBatch` follow; their sums must be 0.
+# If ranks share batches, the lanes of `SharedBatch` follow, whose sums must be 0.
 _SHARED = _LOSSES + exact_scalars.NUM_LANES
 # The last three elements count ranks: ranks with a loss scaler that have not scaled a loss, ranks that have
-# (a single rank may have all losses of a batch), and ranks that leave the count to the counting rank, which
-# makes the lanes incomparable.
+# scaled a loss (a single rank may have all losses of a batch), and ranks that leave the count to the counting
+# rank. If any rank leaves its count, the lanes cannot be compared.
 _UNSCALED, _SCALED, _SILENT = -3, -2, -1
 
 Count = int | float | Tensor
 
-# The largest count of a micro-batch. Above it float64 does not represent every integer, and sums could
-# overflow.
+# The largest count of a micro-batch. Above this count, float64 does not represent every integer, and sums
+# could overflow.
 MAX_COUNT = 2.0**53
 
 
@@ -72,7 +73,8 @@ def checked_count(count: object) -> Count:
     return count if isinstance(count, int | float) else value
 
 
-# The constants of splitmix64 (Steele, Lea, Flood 2014), as signed numbers: odd, with no regular bit pattern.
+# The constants of splitmix64 (Steele, Lea, Flood 2014), as signed numbers. The constants are odd and have no
+# regular bit pattern.
 _GOLDEN, _MIX, _MIX_2 = -7046029254386353131, -4658895280553007687, -7723592293110705685
 
 
@@ -82,7 +84,7 @@ class SharedBatch:
 
     index: int  # index of the batch
     num_ranks: int  # number of ranks that share each batch
-    is_counting: bool  # whether this rank counts the batch; exactly one of its ranks does
+    is_counting: bool  # whether this rank counts the batch, as exactly one of its ranks does
 
     def lanes(self, numbers: Tensor) -> Tensor:
         """Return lanes whose sum over all ranks is 0 if the ranks of each batch have the same numbers.
@@ -109,10 +111,12 @@ def _mix(value: Tensor) -> Tensor:
 class LocalWindow:
     """The counts and losses of one rank's window: one entry per micro-batch."""
 
-    # Whether sums are exact, which requires integer counts: their sum does not depend on the order either.
+    # Whether sums are exact. Exact sums require integer counts, because a sum of integers does not depend on
+    # the order.
     is_exact: bool = False
-    max_micro_batches: float = math.inf  # over all ranks; inf for no limit
-    # Number of items each loss was summed over: numbers, or 0-dim tensors that stay on their device.
+    max_micro_batches: float = math.inf  # limit over all ranks; inf for no limit
+    # Number of items that each loss was summed over, as numbers or as 0-dim tensors that stay on their
+    # device.
     counts: list[Count] = field(default_factory=list)
     losses: list[Tensor | None] = field(default_factory=list)  # detached, 0-dim; None if unknown
     faults: Faults = field(default_factory=Faults)  # other faults of the window on this rank
@@ -120,13 +124,14 @@ class LocalWindow:
     is_silent: bool = False  # whether this rank leaves some count to the rank that counts the batch
     # Whether this rank had used all of its parameters when the header was launched.
     has_used_all: bool = False
-    # Whether its losses were scaled when the header was launched; None without a loss scaler or a backward.
+    # Whether this rank had scaled its losses when the header was launched; None without a loss scaler or a
+    # backward.
     has_scaled: bool | None = None
 
     def append(self, loss: Tensor | None, count: Count) -> None:
         """Record the loss and count of a micro-batch.
 
-        A nonfinite loss with a count of 0 is recorded as 0: the mean over no items is nan.
+        A nonfinite loss with a count of 0 is recorded as 0, because the mean over no items is nan.
         """
         if loss is not None and self._is_known(count) and float(count) == 0:
             loss = _finite_where(True, loss)
@@ -180,7 +185,7 @@ class LocalWindow:
         return counts
 
     def problems(self) -> list[str]:
-        """Describe the invalid counts. Reads device counts: for error reports only."""
+        """Describe the invalid counts for an error report; reads counts on a device."""
         return [
             f"count of micro-batch {index} is {float(count)}"
             for index, count in enumerate(self.counts)
@@ -188,7 +193,7 @@ class LocalWindow:
         ]
 
     def described(self) -> str:
-        """Describe the counts and their batch. Reads device counts: for error reports only."""
+        """Describe the counts and their batch for an error report; reads counts on a device."""
         counts = ", ".join(f"{float(count):g}" for count in self.counts[:8])
         more = ", ..." if len(self.counts) > 8 else ""
         batch = 0 if self.batch is None else self.batch.index
@@ -205,7 +210,7 @@ class LocalWindow:
     def nonfinite_losses(self) -> list[int]:
         """Return the indices of micro-batches whose loss is inf or nan.
 
-        Reads device losses: for error reports only.
+        Used only for error reports, because it reads losses on a device.
         """
         losses = enumerate(self.losses)
         return [index for index, loss in losses if loss is not None and not math.isfinite(loss)]
@@ -214,8 +219,8 @@ class LocalWindow:
 class RunningWindow(LocalWindow):
     """A window that sums losses and counts as they arrive, for lazy devices.
 
-    Each micro-batch records the same operations, however many there are. `zeros` are four 0-dim float64
-    tensors on the device, each in its own memory; they are never written.
+    Each micro-batch records the same operations, regardless of the number of micro-batches. `zeros` are four
+    0-dim float64 tensors on the device, each in its own memory; they are never written.
     """
 
     def __init__(self, is_exact: bool, max_micro_batches: float, zeros: Sequence[Tensor]) -> None:
@@ -239,14 +244,14 @@ class RunningWindow(LocalWindow):
         return not isinstance(value, Tensor)  # `append` has already summed the tensors
 
     def add_to(self, vector: Tensor) -> None:
-        row = [self._zero] * len(vector)  # one addition: writing one element takes five operations
+        row = [self._zero] * len(vector)  # one addition, because writing one element takes five operations
         row[_LOSSES + exact_scalars.ROUNDED_LANE] = exact_scalars.rounded(self._loss)
         row[_COUNT], row[_INVALID] = self._count, self._invalid
         torch.add(vector, torch.stack(row), out=vector)
 
 
 def _finite_where(is_nothing: Tensor | bool, losses: Tensor) -> Tensor:
-    """Return losses with inf and nan replaced by 0 where `is_nothing`: the mean over no items is nan."""
+    """Return losses with inf and nan replaced by 0 where `is_nothing`, as the mean over no items is nan."""
     return torch.where(~losses.isfinite() & is_nothing, 0.0, losses)
 
 
@@ -322,8 +327,8 @@ class Header:
         self._work: Work | None = comm.all_reduce(self._vector)
         self._inv_count: Tensor | None = None
         self._is_visible = _host_may_look(device)
-        self.known_totals: Totals | None = None  # None until the host has read them
-        self.disagreement = ""  # how ranks differ; empty until they have compared the header
+        self.known_totals: Totals | None = None  # None until the host has read the totals
+        self.disagreement = ""  # how ranks differ; empty until ranks have compared the header
 
     def again(
         self, *, local: LocalWindow, position: tuple[int, int], has_more: bool, digest: HeaderDigest
@@ -343,11 +348,11 @@ class Header:
         refill(self._sent, self._numbers)
 
     def is_ready(self) -> bool:
-        """Whether the totals can be used without blocking the host; stream-ordered waits never block it."""
+        """Whether the host can use the totals without blocking; always True for stream-ordered waits."""
         return self._work is None or self._comm.is_stream_ordered or self._work.is_completed()
 
     def is_refused(self) -> bool:
-        """Wait, and return whether ranks disagree, so that no collective may follow; False on a device."""
+        """Wait, and return whether ranks disagree, which forbids further collectives; False on a device."""
         return self._is_visible and (self.known_totals or self.totals()).differ
 
     @property
@@ -356,9 +361,9 @@ class Header:
         return self._is_visible and self.known_totals is not None and self.known_totals.differ
 
     def all_used(self) -> bool:
-        """Wait, and return whether every rank had used all of its parameters when it launched its header.
+        """Wait, and return whether every rank had used all of its parameters when it launched the header.
 
-        False on a device.
+        Returns False on a device.
         """
         return self._is_visible and self.totals().not_used_all == 0
 
@@ -424,7 +429,7 @@ def _numbers(
 
 
 def _num_refusals(local: LocalWindow) -> float:
-    """Return the number of this rank's refusals, except those whose flag is on a device."""
+    """Return the number of this rank's refusals, without refusals whose flag is on a device."""
     faults = local.faults
     return len(faults.refusals()) + sum(local.known(faults.flags()))
 
@@ -435,7 +440,7 @@ def _with_device_values(vector: Tensor, local: LocalWindow, digest: HeaderDigest
     digest.add_to(vector[_DIGEST:_LOSSES])
     if local.batch is None:
         return vector
-    batch = local.batch  # exactly one of its ranks counts it
+    batch = local.batch  # exactly one rank counts each batch
     lanes = batch.lanes(vector[[_COUNT, _MICRO_BATCHES]])
     if not batch.is_counting:
         vector[[_COUNT, _MICRO_BATCHES, _UNKNOWN]] = 0.0

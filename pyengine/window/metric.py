@@ -45,7 +45,7 @@ class Metric:
     is_bound = False  # whether the metric has ever been bound to an engine
 
     def problems(self, measured: MetricContext) -> list[str]:
-        """Return reasons why this cannot be measured; the same on every rank with the same arguments."""
+        """Return reasons why the metric cannot be measured; ranks with equal arguments get equal reasons."""
         return []
 
     def bind(self, measured: MetricContext) -> None:
@@ -66,14 +66,14 @@ class Metric:
     def wait(self, window: ReducedWindow) -> Tensor | None:
         """Measure the reduced gradients before the user clips; not called if ranks disagree in the header.
 
-        May launch collectives. `FinalPass.found_inf` is 1 if the window cannot be used. Returns None, or the
-        norm that the gradients should be clipped to, float64 0-dim.
+        This method may launch collectives. `FinalPass.found_inf` is 1 if the window cannot be used. Returns
+        None, or the norm that the gradients should be clipped to, float64 0-dim.
         """
         del window
         return None
 
     def reason(self) -> str:
-        """Describe the action on the window if `FinalPass.acted` is 1; the host waits."""
+        """Describe what the metric did to the window if `FinalPass.acted` is 1; the host waits."""
         return ""
 
     def numbers(self) -> Tensor:
@@ -95,15 +95,15 @@ class Metric:
         return [f"measured[{self.field!r}], which {self!r} does not keep"]
 
     def load(self, state: Tensor | None) -> None:
-        """Continue from a state that fits, or start without earlier windows if it is None."""
+        """Continue from a valid state, or start without earlier windows if `state` is None."""
 
 
 class GradNorms(Metric):
     """Measure the norm of each parameter's gradient: `StepRecord.grad_norms`, a dict by name.
 
     Each value is the 2-norm of the mean gradient before clipping and without the loss scale, over all ranks
-    that hold elements of a parameter of that name. It has the same bits on every rank. Frozen parameters are
-    left out.
+    that hold elements of a parameter of that name. The values have the same bits on every rank. Frozen
+    parameters are left out.
 
     Cost: 8 bytes per parameter are copied to the host in every step; if ranks hold different elements, the
     all-reduce of the norm has 8 more bytes per parameter. The sums of squares are computed anyway.

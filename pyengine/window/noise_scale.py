@@ -63,17 +63,17 @@ class NoiseScale(Metric):
     A window is not measured (None in its record) if its step is skipped, if fewer than two parts have a
     count, or if gradients of an earlier window were kept. With one rank it is also not measured if a
     micro-batch has several backwards or ran before a state was loaded. A wire that rounds adds its error to
-    T: with an 8-bit wire the noise is underestimated.
+    T, so the noise is underestimated with an 8-bit wire.
 
     Args:
         decay: decay of the averages per window, from 0 to below 1; 0.99 averages about 200 windows.
 
     Raises (from `sync.measure`):
-        ValueError: with exact sums, FSDP2 or an XLA device, or if ranks hold different elements or share
-            batches.
+        ValueError: the engine uses exact sums, FSDP2 or an XLA device, or ranks hold different elements or
+            share batches.
 
     Cost: one read of this rank's sums when they are cast or sent, and one all-reduce of 16 bytes. With one
-    rank, one hook per parameter and one read of each micro-batch's gradients in the backward.
+    rank, the cost is one hook per parameter and one read of each micro-batch's gradients in the backward.
 
     Example:
         >>> sync.measure(pe.NoiseScale())  # doctest: +SKIP
@@ -109,9 +109,10 @@ class NoiseScale(Metric):
         final, self._comm = measured.final, measured.comm
         self._device = final.sumsq.device
         self._one = torch.ones((), dtype=torch.float32, device=self._device)
-        # Per parameter, the sum of squares of this rank's gradient sum.
+        # Sum of squares of this rank's gradient sum, per parameter.
         self._squares = torch.zeros_like(final.sumsq)
-        # With one rank: the sums of squares per micro-batch, and the parameters seen in the current one.
+        # With one rank: the sums of squares per micro-batch, and the parameters seen in the current
+        # micro-batch.
         self._rows: list[Tensor] = []
         self._seen: set[int] = set()
         self._is_whole = True
@@ -151,7 +152,7 @@ class NoiseScale(Metric):
         self._rows[-1][index] = torch.linalg.vector_norm(grad.detach(), dtype=torch.float64).square()
 
     def wait(self, window: ReducedWindow) -> None:
-        """Sum over the parts with one all-reduce of 16 bytes; the host waits for it only on the CPU."""
+        """Sum over the parts with one all-reduce of 16 bytes; the host waits only on the CPU."""
         counts = window.local.counts_on(self._device)
         if self._comm.world_size == 1:
             is_whole = window.is_whole and self._is_whole and len(self._rows) == len(counts)
@@ -208,11 +209,11 @@ class NoiseScale(Metric):
 
 
 def _hooks(params: Sequence[Tensor], read: Callable[[int, Tensor], None]) -> list[Any]:
-    """Call the method `read` with the index and gradient of a parameter in every backward that reaches it.
+    """Call the method `read` with a parameter's index and gradient in every backward that reaches it.
 
     Returns the handles of the hooks.
     """
-    # A weak reference, since Python's garbage collector does not see the hooks of a parameter.
+    # A weak reference is used, because Python's garbage collector does not see the hooks of a parameter.
     call = WeakMethod(read)
 
     def look(index: int, grad: Tensor) -> None:

@@ -15,7 +15,7 @@ MAX_NAMED = 5
 class RankFindings:
     """The findings of one rank about a failed window."""
 
-    gave_up: str  # the exception that ended this rank's last backward; empty if none did
+    gave_up: str  # the exception that ended this rank's last backward; empty if there was none
     losses: list[int]  # micro-batches whose loss was nonfinite
     # For each parameter name whose reduced gradient is nonfinite, the micro-batches in which this rank's own
     # gradient was nonfinite; None if micro-batches were not watched.
@@ -25,14 +25,15 @@ class RankFindings:
 
 def is_not_finite(norms: Tensor) -> Tensor:
     """Return which norms, or sums of squares, are inf or nan."""
-    # One comparison suffices, since norms cannot be -inf; on a lazy device `isfinite` takes four operations.
+    # One comparison suffices, because norms cannot be -inf. On a lazy device `isfinite` takes four
+    # operations.
     return ~(norms < math.inf)
 
 
 def describe(findings: Sequence[RankFindings], *, is_exact: bool = False) -> str:
     """Describe which parameters had nonfinite gradients and where they came from.
 
-    There are no such parameters if only the mean is nonfinite.
+    No parameter is named if only the mean is nonfinite.
     """
     names = list(dict.fromkeys(name for f in findings for name in f.blamed))
     quitters = [
@@ -61,7 +62,7 @@ def describe(findings: Sequence[RankFindings], *, is_exact: bool = False) -> str
 
 
 def listed(what: Sequence[str]) -> str:
-    """Join the first texts, and append the number of the others."""
+    """Join the first texts, and append the number of remaining texts."""
     more = f" and {len(what) - MAX_NAMED} more" if len(what) > MAX_NAMED else ""
     return ", ".join(what[:MAX_NAMED]) + more
 

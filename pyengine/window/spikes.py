@@ -23,8 +23,9 @@ class Spike:
 
     Attributes:
         norm, median: norm of the mean gradient before clipping, and the running median.
-        params: the parameters that caused the spike: by name, the ratio of the parameter's norm to its own
-            running median. Contains ratios above `factor`, or else the parameter with the largest norm.
+        params: maps the name of each parameter that caused the spike to the ratio of the parameter's norm to
+            its own running median. Contains the ratios above `factor`, or else only the parameter with the
+            largest norm.
     """
 
     norm: float
@@ -39,12 +40,12 @@ class SpikePolicy(Metric):
     in the same way and no host waits. `StepRecord.spike` has the norm, the median, and the parameters that
     caused the spike; `StepRecord.reason` describes them.
 
-    While the median is 0, for example if a model does not train yet, no window is a spike.
+    No window is a spike while the median is 0, for example before a model starts to train.
 
-    The median is taken over the last `window` windows with a finite norm. It includes windows that were
-    skipped or clipped, so that it adapts when norms have grown permanently. If there are two middle values,
-    the lower one is used. The policy does not act before it has seen `window` windows. Its history is part of
-    `sync.state_dict()`.
+    The median is taken over the last `window` windows with a finite norm. Skipped and clipped windows are
+    included, so that the median adapts when norms have grown permanently. If there are two middle values, the
+    lower one is used. The policy does not act before it has seen `window` windows. The history of norms is
+    part of `sync.state_dict()`.
 
     Args:
         factor: ratio of the norm to the median above which a window is a spike; above 1.
@@ -57,8 +58,9 @@ class SpikePolicy(Metric):
     Raises (from `sync.measure`):
         ValueError: an argument is invalid, or the device is an XLA device.
 
-    Cost: memory of `window` times 8 bytes per parameter, sorted in every window. "clip" reads and writes
-    every gradient once more: on an accelerator in every window, on the CPU only in windows with a spike.
+    Cost: `window` times 8 bytes of memory per parameter, which are sorted in every window. "clip" reads and
+    writes every gradient once more: on an accelerator in every window, on the CPU only in windows with a
+    spike.
 
     Example:
         >>> sync.measure(pe.SpikePolicy(factor=4, window=100))  # doctest: +SKIP
@@ -86,8 +88,8 @@ class SpikePolicy(Metric):
 
     def bind(self, measured: MetricContext) -> None:
         super().bind(measured)
-        # The norm and the norms by name of the last windows, one row per window, and the number of windows
-        # seen.
+        # The total norm and the norms by name of the last windows, with one row per window, and the number of
+        # windows seen so far.
         shape, device = (self._window, 1 + len(measured.names)), measured.final.sumsq.device
         self._history = torch.full(shape, torch.inf, dtype=torch.float64, device=device)
         self._seen = torch.zeros((), dtype=torch.int64, device=device)

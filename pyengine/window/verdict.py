@@ -21,7 +21,8 @@ from pyengine.window.nonfinite import RankFindings, describe
 
 _log = logging.getLogger("pyengine.window")
 
-# Returns the micro-batches in which a parameter's gradient was nonfinite on this rank; None if not watched.
+# Function that returns the micro-batches in which a parameter's gradient was nonfinite on this rank, or None
+# if micro-batches were not watched.
 Blame = Callable[[int], list[int] | None]
 
 
@@ -37,7 +38,7 @@ def call_all(actions: Sequence[Callable[[], object]]) -> None:
 
 @dataclass(frozen=True)
 class WindowReport:
-    """Information of one rank about its window."""
+    """Information that one rank has about its window."""
 
     index: int  # index of the window
     local: LocalWindow  # counts, losses and faults of this rank
@@ -53,8 +54,8 @@ class WindowReport:
 class Outcome:
     """Device tensors that describe a reduced window."""
 
-    # float64: the reduced header, then three flags: the step is skipped, the norm is 0, a metric has skipped
-    # or clipped the window.
+    # float64: the reduced header, and three flags for a skipped step, a norm of 0, and a window that a metric
+    # has skipped or clipped.
     numbers: Tensor
     nonfinite: Tensor  # uint8 `[parameters]`: a copy, so that the next window may overwrite the flags
 
@@ -71,15 +72,15 @@ class Verdict:
 
     The device knows immediately whether the step is allowed (`FinalPass.found_inf`). The host learns the
     outcome from `reach`, which waits for the device. Every rank calls `reach` at the same point of its
-    program, because it runs a collective if something is wrong. See [Note: order of collectives in a window]
-    in engine/engine.py.
+    program, because `reach` runs a collective if the window is bad. See [Note: order of collectives in a
+    window] in engine/engine.py.
     """
 
     def __init__(
         self, header: Header, outcome: Outcome, report: WindowReport, *, comm: Comm, raises: bool
     ) -> None:
         self.totals: Totals | None = None  # sums over all ranks; None until read
-        # Why the step was skipped or clipped; empty if neither.
+        # Reason why the step was skipped or clipped; empty otherwise.
         self.reason = ""
         self.outcome, self.report = outcome, report
         self._header, self._comm, self._raises = header, comm, raises
@@ -92,7 +93,7 @@ class Verdict:
         self.use = Use()  # what this rank did with the window
 
     def then(self, action: Callable[[Totals, bool], None], *, awaits: bool = True) -> None:
-        """Call `action(totals, skipped)` when the verdict is reached, immediately if it already is.
+        """Call `action(totals, skipped)` when the verdict is reached, or immediately if it has been reached.
 
         Args:
             action: the callback.
@@ -237,7 +238,7 @@ class Verdict:
         """Gather the findings of every rank and describe where inf and nan came from.
 
         Raises:
-            ValueError: a rank produced them on purpose, to refuse the window after the header.
+            ValueError: a rank produced inf or nan on purpose, to refuse the window after the header.
         """
         report = self.report
         nonfinite = self.outcome.nonfinite.nonzero().flatten().tolist()
@@ -268,8 +269,7 @@ class VerdictQueue:
         # The verdict on the previous window, kept until it is known whether the last window was refused.
         self._before: Verdict | None = None
         self._unread: list[Verdict] = []
-        # The number of optimizer steps that changed parameters, in windows whose verdicts all ranks have
-        # reached.
+        # Number of optimizer steps that changed parameters, in windows whose verdicts all ranks have reached.
         self.steps_taken = self._new_steps = 0
         self._skipped = 0  # consecutive skipped windows among the verdicts reached
         self._has_warned = False
@@ -283,7 +283,7 @@ class VerdictQueue:
         self._unread.append(verdict)
 
     def forget(self, verdict: Verdict) -> None:
-        """Remove `verdict` if it was appended last; its window has not run."""
+        """Remove `verdict`, whose window has not run, if it was appended last."""
         if self._unread and self._unread[-1] is verdict:
             self._unread.pop()
             self._last, self._before = self._before, None
@@ -294,7 +294,7 @@ class VerdictQueue:
         self._last.then(self._count, awaits=False)
 
     def reach_all(self) -> None:
-        """Reach every verdict; every rank calls this at the same point. Raises like `Verdict.reach`."""
+        """Reach every verdict; every rank calls this at the same point. Raises as `Verdict.reach` does."""
         if self._is_lazy:
             flush(self._device)
         while self._unread:
@@ -304,7 +304,7 @@ class VerdictQueue:
         self.steps_taken, self._new_steps = self.steps_taken + self._new_steps, 0
 
     def reach_earlier(self, window: int) -> None:
-        """Reach earlier verdicts; on a lazy device only if one is awaited or every `MAX_UNREAD` windows."""
+        """Reach earlier verdicts; on a lazy device only if one is awaited, or every `MAX_UNREAD` windows."""
         if not self._is_lazy or window % MAX_UNREAD == 0:
             self.reach_all()
         elif any(verdict.is_awaited for verdict in self._unread):
@@ -325,7 +325,7 @@ class VerdictQueue:
         self.steps_taken, self._last, self._before, self._skipped = steps_taken, None, None, 0
 
     def read_all(self) -> None:
-        """Read the outcome of every reduced window on this rank, without a collective; schedulers step."""
+        """Read the outcome of every reduced window on this rank without a collective, and step schedulers."""
         for verdict in self._unread:
             verdict.read()
 
@@ -338,7 +338,7 @@ class VerdictQueue:
         """Reach the earliest verdict and warn of skipped steps.
 
         Warns of the first skipped step, unless a loss scale may have caused it, and of the 10th, 100th, ...
-        consecutive one.
+        consecutive skipped step.
         """
         verdict = self._unread.pop(0)
         verdict.reach()
@@ -380,7 +380,7 @@ def _disagreement(header: Header, comm: Comm) -> str:
 def check_stage(header: Header, comm: Comm) -> None:
     """Raise RuntimeError on every rank unless all ranks are at the same stage of the same engine.
 
-    Positions may differ.
+    The positions of the ranks may differ.
     """
     if not header.totals().differ:
         return

@@ -49,8 +49,8 @@ class Wire(ABC):
     def folds_count(self) -> bool:
         """Whether values are multiplied by 1/count before the cast to `dtype`.
 
-        This keeps sums in the range of float16, and residuals in units of means. Otherwise the engine
-        multiplies after the sum.
+        Multiplying before the cast keeps sums in the range of float16, and residuals in units of means. If
+        False, the engine multiplies after the sum.
         """
         return False
 

@@ -20,7 +20,7 @@ from pyengine.wire.memory import BucketMemory, BucketSlice
 
 _log = logging.getLogger("pyengine.wire")
 
-_TURNS = 2**20  # turns per window, more than the number of sums of a bucket in a window
+_TURNS = 2**20  # turn numbers per window, more than a bucket has sums in a window
 
 _W = TypeVar("_W", bound=Wire)
 
@@ -29,7 +29,7 @@ _W = TypeVar("_W", bound=Wire)
 class OfBucket(Wire, Generic[_W]):
     """Wire of one bucket, with the attributes of the user's wire."""
 
-    wire: _W  # as passed by the user
+    wire: _W  # wire that the user passed
     memory: BucketMemory
 
     @property
@@ -123,7 +123,7 @@ class WireMemory:
         return wire.for_bucket(memory)
 
     def begin(self, window: int) -> None:
-        """Start a window; each window has its own range of turns."""
+        """Start a window, whose sums get turn numbers that no other window uses."""
         self._turn = window * _TURNS
         for memory in self._memories():
             memory.turn = self._turn

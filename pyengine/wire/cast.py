@@ -29,10 +29,10 @@ class _Cast(Spelled, Wire):
     def reduce_scatter(self, out: Tensor, parts: Tensor, comm: Comm) -> None:
         """Exchange the parts in the wire's dtype, and sum them in the dtype of `out`.
 
-        Values are rounded once, by the cast to the wire's dtype, with a relative error of at most u (2^-24,
-        2^-8, 2^-11 for float32, bfloat16, float16); a ring would round at every hop. With W ranks and a
-        float32 `out`, the error of an element is at most (u + (W - 1) 2^-24) times the sum of absolute
-        values.
+        Values are rounded once, by the cast to the wire's dtype, with a relative error of at most u, which is
+        2^-24 for float32, 2^-8 for bfloat16 and 2^-11 for float16. A ring would round at every hop. With W
+        ranks and a float32 `out`, the error of an element is at most (u + (W - 1) 2^-24) times the sum of
+        absolute values.
         """
         received = torch.empty_like(parts)
         comm.all_to_all(received, parts).wait()
@@ -59,8 +59,8 @@ class _Narrow(_Cast):
     """Send a bucket in a two-byte dtype.
 
     With `sum="fp32"`, ranks exchange parts; each rank sums one part in float32, rounds the sum and sends the
-    sum to all ranks. A value is then rounded once by its cast and once in the sum, for any W: the error of an
-    element is at most (u + W 2^-24) times the sum of absolute values.
+    sum to all ranks. A value is then rounded once by its cast and once in the sum, for any W, so the error of
+    an element is at most (u + W 2^-24) times the sum of absolute values.
     """
 
     _format: ClassVar[str]
@@ -104,8 +104,8 @@ class BF16(_Narrow):
     The relative rounding error is at most 2^-8. 1/count is applied after the sum.
 
     Args:
-        sum: "wire" uses an all-reduce in bfloat16, which rounds on every rank: about W roundings for W ranks.
-            "fp32" sums in float32 between two exchanges that send the same number of bytes: two roundings.
+        sum: "wire" uses an all-reduce in bfloat16, which rounds on every rank, about W times for W ranks.
+            "fp32" sums in float32 between two exchanges that send the same number of bytes, and rounds twice.
     """
 
     dtype: ClassVar[torch.dtype] = torch.bfloat16

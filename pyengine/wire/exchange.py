@@ -1,7 +1,7 @@
 """Sums in two exchanges: an all-to-all of parts, of which every rank sums one, and an all-gather of the sums.
 
-So values may be sent in any encoding, each part is summed in float32 in rank order, and all ranks get the
-same bytes.
+With two exchanges, values may be sent in any encoding, each part is summed in float32 in rank order, and all
+ranks get the same bytes.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Parts:
         bounds = self.bounds(rank)
         return int(bounds.stop - bounds.start)
 
-    # These methods return views of a buffer of payloads, uint8 `[world_size * num_bytes]`.
+    # The methods below return views of a buffer of payloads, uint8 `[world_size * num_bytes]`.
 
     def padded_payload(self, rows: Tensor, rank: int) -> Tensor:
         return rows[rank * self.num_bytes :][: self.num_bytes]
@@ -101,7 +101,7 @@ class Exchange:
         self.received = memory.allocate("received", num_bytes, device)
 
     def send_parts(self, flat: Tensor, comm: Comm, rounding: Rounding = TO_NEAREST) -> Work:
-        """Encode a bucket and launch the all-to-all; `sent` may be overwritten once it has completed."""
+        """Encode a bucket and launch the all-to-all; once it completes, `sent` may be reused."""
         parts = self.parts
         for rank in range(comm.world_size):
             rounding.encode_(parts.codec, parts.payload(self.sent, rank), flat, parts.bounds(rank))
@@ -168,7 +168,7 @@ def _narrow(flat: Tensor, comm: Comm, parts: Parts, memory: PayloadMemory) -> It
     if not is_whole:
         rows[: given.numel()].copy_(given)
     yield comm.all_to_all(received.view(flat.dtype), rows.view(flat.dtype))
-    own = parts.padded_payload(rows, comm.rank)  # already sent, so it may be overwritten
+    own = parts.padded_payload(rows, comm.rank)  # this payload was already sent, so it may be overwritten
     parts.codec.sum_encode_(own, received.view(comm.world_size, -1), parts.size)
     yield comm.all_gather(rows.view(flat.dtype), own.view(flat.dtype))
     memory.free(received=received)

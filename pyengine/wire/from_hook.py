@@ -32,9 +32,9 @@ class FromHook(Wire):
     the methods of `dist.GradBucket`.
 
     Hooks run for one bucket after another, in the same order on every rank, and each hook completes before
-    anything else is sent. Otherwise a hook that continues on threads of the backend, such as the PowerSGD
-    hook, would mix its collectives with the collectives of another bucket. So with a backend that the host
-    waits for, for example gloo, the backward also waits.
+    anything else is sent. If hooks overlapped, a hook that continues on threads of the backend, such as the
+    PowerSGD hook, would mix its collectives with the collectives of another bucket. With a backend that the
+    host waits for, for example gloo, the backward therefore waits for each hook.
 
     If a bucket has inf or nan on a rank, the hook gets zeros on that rank, which keeps its state finite; the
     result is nan on all ranks.
@@ -97,7 +97,7 @@ class FromHook(Wire):
         raise without_memory(self)
 
     def bytes_on_wire(self, numel: int, world_size: int) -> int:
-        """Raise ValueError: only the hook knows this number.
+        """Raise ValueError, because only the hook knows this number.
 
         `StepRecord.bytes_on_wire` does not include the bytes that the hook sends.
         """
@@ -120,7 +120,7 @@ class _HookedBucket(OfBucket[FromHook]):
         found = found if isinstance(found, Tensor) else found[0]
         if found is not flat:
             flat.copy_(found.reshape(flat.shape))
-        for place in self.memory.places:  # not the padding, because no window overwrites padding
+        for place in self.memory.places:  # excludes the padding, because no window overwrites padding
             place.of(flat).masked_fill_(bad != 0, float("nan"))
         yield from ()
 

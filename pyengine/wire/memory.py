@@ -42,9 +42,10 @@ class BucketSlice:
 class PayloadMemory:
     """Buffers of one bucket for the collectives of a sum.
 
-    A sum allocates buffers, and frees the buffers after its last collective. A sum that fails never frees its
-    buffers, because a collective may still use them; the next sum then gets new memory. On an accelerator no
-    buffers are kept, because the allocator has no page faults and caches freed memory by stream.
+    A sum allocates buffers, and frees the buffers after its last collective. If a sum fails, its buffers are
+    never freed, because a collective may still use the buffers. The next sum then gets new memory. On an
+    accelerator no buffers are kept, because the allocator has no page faults and caches freed memory by
+    stream.
     """
 
     def __init__(self) -> None:
@@ -53,7 +54,7 @@ class PayloadMemory:
     def allocate(self, name: str, num_bytes: int, device: torch.device) -> Tensor:
         """Return a buffer, uint8 `[num_bytes]`, which the caller owns until `free`.
 
-        The buffer is filled with zeros, or is the last freed buffer of this name and size, with its old
+        A new buffer is filled with zeros. The last freed buffer of this name and size is reused with its old
         values.
         """
         kept = self._kept.pop((name, num_bytes), None)
@@ -76,7 +77,7 @@ class BucketMemory:
         is_last: whether this is the last bucket of a window.
 
     Attributes:
-        number, places, is_last: as given.
+        number, places, is_last: same as the arguments.
         turn: number of the next sum, unique among the sums of a bucket.
         payloads: buffers of the bucket's sums.
     """
