@@ -20,7 +20,7 @@ from stops import BOTH, COMMANDS, Stop, problem, stop
 import pyengine
 from pyengine.cli import stopping
 
-SOME = ("train, saved", "bench step")
+SOME = ("train, saved", "bench")
 
 
 def test_a_signal_while_torch_is_being_imported_ends_with_one_line(tmp_path):
