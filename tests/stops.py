@@ -23,8 +23,7 @@ COMMANDS = {
     "train, saved": ("train", "--model", "gpt", "--json", "--steps", "5000", "--checkpoints", "saved"),
     "verify": ("verify", "--model", "gpt", "--steps", "50"),
     "study": ("study", "--workers", "1,2", "--batch", "32", "--json"),
-    "bench kernels": ("bench", "kernels", "--seconds", "30", "--json"),
-    "bench step": ("bench", "step", "--rounds", "1000", "--json"),
+    "bench": ("bench", "--rounds", "1000", "--json"),
     "plan": ("plan",),
     "doctor": ("doctor",),
 }
