@@ -186,7 +186,7 @@ class Auditor:
     def conclude(self) -> None:
         """Wait for the pending check, if any, and raise on every rank if the check found a difference.
 
-        Cost: only the wait, plus one all-reduce of 8 bytes if there are several groups; if the check found a
+        Cost: only the wait, plus one all-reduce of 4 bytes if there are several groups; if the check found a
             difference, also a gather of all ranks' observations.
         """
         if self._under_way is None:
