@@ -546,7 +546,8 @@ class PointToPoint:
         self._rank = dist.get_rank(handle.get())
         self._waiting: queue.SimpleQueue[P2PWork | None] = queue.SimpleQueue()
         self._close: Callable[[], object] | None = None
-        self._is_broken = False
+        # Why no further operation may be posted; empty if operations may be posted.
+        self._broken = ""
         # In the tree, rank r has the children r * fan-out + 1, r * fan-out + 2, ...
         first = self._rank * _FAN_OUT + 1
         self._children = [*self._ranks[first : first + _FAN_OUT]]
@@ -580,12 +581,17 @@ class PointToPoint:
 
     def _launch(self, steps: Steps) -> P2PWork:
         """Post the first step; the thread runs the remaining steps."""
-        if self._is_broken:
-            raise RuntimeError(failure("this rank was interrupted while it posted an exchange"))
+        if self._broken:
+            raise RuntimeError(failure(self._broken))
         timeout = self._handle.timeout()  # raises if the group has been destroyed
-        self._is_broken = True  # an interrupt may leave receives unposted, which shifts later matches
-        works = next(steps)
-        self._is_broken = False
+        # Receives that were not posted would shift later matches.
+        self._broken = "this rank was interrupted while it posted an exchange"
+        try:
+            works = next(steps)
+        except Exception as error:
+            self._broken = f"this rank could not post an earlier exchange ({error})"
+            raise
+        self._broken = ""
         made = P2PWork(works, steps, timeout)
         if self._close is None:
             thread = threading.Thread(
