@@ -243,7 +243,7 @@ _NOT_A_BATCH = (
 class Windows(Iterator[MicroBatches[Batch]]):
     """The windows of one loop over a loader, returned by `Sync.windows`.
 
-    `len` is the number of windows that the loop has over all ranks, for a progress bar or a scheduler.
+    `len` is the number of windows in the loop, the largest of any rank, for a progress bar or a scheduler.
     """
 
     def __init__(self, engine: Engine, loader: Iterable[Batch], count: CountOf | None) -> None:
@@ -255,7 +255,7 @@ class Windows(Iterator[MicroBatches[Batch]]):
         return MicroBatches(next(self._windows), self._engine.counter)
 
     def __len__(self) -> int:
-        """Return the number of windows over all ranks, including a short last window.
+        """Return the largest number of windows of any rank, including a short last window.
 
         Every rank must call `len` at the same point; `tqdm` does so on every rank on which it wraps the loop.
         The number assumes that the length of a window does not change.
@@ -283,10 +283,10 @@ def _num_windows(engine: Engine, loader: Iterable[Any]) -> int:
     share, reason = len(engine.counter.share), ""
     try:
         mine = -(-len(loader) // share) if share else 0  # type: ignore[arg-type]  # may have no length
-    except TypeError as error:
-        mine, reason = 0, str(error)
+    except Exception as error:  # noqa: BLE001 - raised on every rank
+        mine, reason = 0, str(error) or repr(error)
     check_same_call(engine, "asks for len(sync.windows(loader)), as every rank has to")
-    most, has_none = (mine, int(bool(reason)))
+    most, has_none = mine, int(bool(reason))
     if engine.comm.world_size > 1:
         most, has_none = engine.comm.max_of(mine, has_none)
     if has_none:

@@ -22,14 +22,16 @@ def _engine(accumulate: int) -> tuple[nn.Module, pe.Sync]:
     return model, pe.GradSync(model, accumulate=accumulate)
 
 
-@pytest.mark.parametrize(("world", "accumulate", "want"), [(1, 4, 2), (2, 4, 2), (3, 2, 5)])
+@pytest.mark.parametrize(("world", "accumulate", "want"), [(1, 4, 2), (2, 3, 3), (3, 2, 5)])
 @on_ranks()
 def test_it_is_the_number_of_windows_over_all_ranks(accumulate, want):
     rank, _ = me()
     model, sync = _engine(accumulate)
     batches = list(torch.ones(5 + 2 * rank, 1, 2))  # rank 2 has 9 micro-batches
     loop = sync.windows(batches)
-    assert [len(loop), len(loop)] == [want, want]
+    assert rank or bool(loop)  # on one rank alone
+    assert len(loop) == want
+    assert rank or len(loop) == want  # on one rank alone
     seen = 0
     for window in loop:
         for x in window:
@@ -51,11 +53,17 @@ class Stream(IterableDataset):
         return iter(torch.ones(3, 2))
 
 
+class Unknown(Stream):
+    def __len__(self) -> int:
+        raise NotImplementedError
+
+
+@pytest.mark.parametrize("stream", [Stream, Unknown])
 @on_ranks(2)
-def test_a_loader_without_a_length_on_one_rank_is_a_type_error_on_every_rank():
+def test_a_loader_without_a_length_on_one_rank_is_a_type_error_on_every_rank(stream):
     rank, _ = me()
     _, sync = _engine(2)
-    loader = DataLoader(Stream()) if rank else [torch.ones(1, 2)]
+    loader = DataLoader(stream()) if rank else [torch.ones(1, 2)]
     text = typed_error_of(lambda: len(sync.windows(loader)))
     assert text.startswith("TypeError: len(sync.windows(loader)): ")
     assert ("another rank" in text) is (rank == 0) and "total=" in text
