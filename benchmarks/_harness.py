@@ -1,9 +1,11 @@
 """What the scripts share: options, tables as text, dated result files."""
 
 import argparse
+import ctypes
 import dataclasses
 import datetime
 import json
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,8 +14,9 @@ import _cuda
 import torch
 from kernels.case import Sizes
 
-from pyengine.cli.machine import card, hold_memory
+from pyengine.cli.machine import card
 
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
 RESULTS = Path(__file__).resolve().parent / "results"
 
 
@@ -44,7 +47,7 @@ def parse_options(description: str | None, *, ops: Sequence[str]) -> Options:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--megabytes", type=int, help="of float32 in the large cases: 128, on CUDA 256")
-    parser.add_argument("--seconds", type=float, default=2.0, help="time budget of one case")
+    parser.add_argument("--seconds", type=_seconds, default=2.0, help="time budget of one case")
     parser.add_argument("--save", action="store_true", help="write benchmarks/results/<date>-<name>.json")
     args = parser.parse_args()
     if args.device == "cuda" and not torch.cuda.is_available():
@@ -53,6 +56,25 @@ def parse_options(description: str | None, *, ops: Sequence[str]) -> Options:
     torch.set_num_threads(args.threads)
     hold_memory()
     return Options(**vars(args))
+
+
+def _seconds(text: str) -> float:
+    seconds = float(text)
+    if not 0 < seconds < math.inf:
+        raise ValueError
+    return seconds
+
+
+def hold_memory() -> None:
+    """Make glibc's malloc keep freed memory until the process ends.
+
+    By default, malloc returns torch's temporaries to the system, so that every call writes to fresh pages.
+    Fresh pages make some torch expressions ten times slower.
+    """
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "mallopt"):
+        libc.mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
+        libc.mallopt(_M_MMAP_THRESHOLD, 2**30)
 
 
 def save(name: str, content: Mapping[str, Any]) -> str:

@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from _harness import save
+from _harness import hold_memory, save
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -31,7 +31,7 @@ import pyengine as pe
 from pyengine.audit.auditor import Auditor
 from pyengine.audit.probe import Probe
 from pyengine.cli.bench.models import MICRO_BATCHES, build
-from pyengine.cli.machine import card, hold_memory
+from pyengine.cli.machine import card
 from pyengine.comm.launching import launch
 
 EVERY = {"none": 0, "every=1": 1, "every=100": 100}

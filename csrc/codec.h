@@ -49,7 +49,7 @@ struct Chance {
 // Anonymous namespace: the linker must not share these between files compiled for different instruction sets.
 namespace {
 
-constexpr uint32_t kSign = 0x80000000, kMagnitude = 0x7fffffff, kFloatInfinity = 0x7f800000, kQuietNan = 0x7fc00000;
+constexpr uint32_t kMagnitude = 0x7fffffff, kFloatInfinity = 0x7f800000, kQuietNan = 0x7fc00000;
 constexpr float kMinScale = 0x1p-110f;
 
 PYENGINE_EVERYWHERE inline uint32_t as_bits(float x) { return __builtin_bit_cast(uint32_t, x); }

@@ -89,7 +89,7 @@ def metric_context(engine: Engine) -> MetricContext:
 
 
 def measure(engine: Engine, metrics: Sequence[Any]) -> None:
-    """Add measures to every later window; see `Sync.measure`."""
+    """Add metrics to every later window; see `Sync.measure`."""
     check_same_call(engine, "calls sync.measure, as every rank has to")
     problems = []
     if not engine.is_closed:

@@ -334,7 +334,7 @@ def run_again(engine: Engine, graph: WindowGraph) -> None:
         engine.audit.begin(counter.index)
     window.counts.take(graph.counts)
     counter.done = counter.handed
-    graph.claim(engine.verdicts.last_use())
+    graph.copy_factors(engine.verdicts.last_use())
     window.header = header = graph.header.again(
         local=window.counts,
         position=engine.position(),

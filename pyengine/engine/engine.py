@@ -133,10 +133,10 @@ class Engine:
     A window ends in one of four ways:
       `step`: an optimizer uses the gradients (with `release_grads` the caller uses them).
       `flush`: the reduction is launched without a last backward, after any number of micro-batches; the
-      gradients are then used as with `step`. `abandon`: dropped on this rank. The rank still waits for
-      launched collectives, because other ranks wait
-          for this rank. If an exception interrupted a last backward that had sent the window's header, the
-          window is void on every rank.
+          gradients are then used as with `step`.
+      `abandon`: the window is dropped on this rank, which still waits for launched collectives, because other
+          ranks wait for this rank. If an exception interrupted a last backward that had sent the window's
+          header, the window is void on every rank.
       `close_window`: the loop has finished the window, and the next window may open; raises if the window was
           not used.
     """
@@ -182,8 +182,6 @@ class Engine:
 
         # ---- where its loop is ----
         self.counter = WindowCounter(settings.accumulate, share=split.of(comm.rank))
-        # The number of windows that this object has opened.
-        self.num_opened = 0
         # The index of the last opened window, or the index from a state loaded since then.
         self.opened_at = -1
         # Whether a loop over `windows` has run out and no new loop has begun.
@@ -241,7 +239,6 @@ class Engine:
         """Open a window; the previous one must have been used."""
         self.close_window()
         self.opened_at = self.counter.index
-        self.num_opened += 1
         window = self.new_window()
         self.counter.open()
         self.ownership.follow()

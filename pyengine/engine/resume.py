@@ -243,9 +243,9 @@ def _residuals(engine: Engine, s: Snapshot) -> Iterator[str]:
 
 
 def _measured(engine: Engine, s: Snapshot) -> Iterator[str]:
-    for measure in engine.metrics:
-        if measure.field in s.measured:
-            yield from measure.load_problems(s.measured[measure.field])
+    for metric in engine.metrics:
+        if metric.field in s.measured:
+            yield from metric.load_problems(s.measured[metric.field])
 
 
 def _unlike(what: str, parts: dict[str, Tensor], needed: dict[str, _Like]) -> Iterator[str]:

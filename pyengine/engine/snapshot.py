@@ -52,7 +52,7 @@ class Snapshot:
     # By parameter name, the wire's rounding errors on this rank, which are added to a later window: float32
     # `[numel]`, in the parameter's storage order.
     residuals: dict[str, Tensor] = field(default_factory=dict)
-    # The state that measures keep from earlier windows, by field of the `StepRecord`.
+    # The state that metrics keep from earlier windows, by field of the `StepRecord`.
     measured: dict[str, Tensor] = field(default_factory=dict)
     rng: dict[str, Any] = field(default_factory=dict)  # states of the random generators, by name
 

@@ -95,7 +95,7 @@ class WindowGraph:
     collectives: int = 0
     bytes_sent: int = 0
 
-    def claim(self, use: Use) -> None:
+    def copy_factors(self, use: Use) -> None:
         """Copy the previous window's factors to where the graph's header compares them."""
         for mine, factor in zip(self.factors, use.factors, strict=True):
             if mine is not factor:

@@ -42,7 +42,7 @@ class WindowRecords:
             window: the window that was stepped.
             verdict: the window's verdict.
             norm: the norm of the window's gradients before clipping, 0-dim.
-            metrics: the measures of the window.
+            metrics: the metrics of the window.
             traffic: the engine's traffic so far.
             held_bytes: the record's `held_bytes`.
 

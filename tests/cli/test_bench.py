@@ -11,6 +11,7 @@ from unittest import mock
 
 import forked
 import pytest
+import torch
 
 from pyengine.cli.bench import report as bench_report
 from pyengine.cli.bench import run as bench
@@ -52,9 +53,12 @@ def test_json_has_variants_rounds_progress_and_a_conclusion(lines):
 
 def run_script(name: str, *arguments: str) -> None:
     """Run a script of benchmarks/ in this process, as `python benchmarks/NAME` would."""
-    path = mock.patch.object(sys, "path", [str(BENCHMARKS), *sys.path])
-    with path, mock.patch.object(sys, "argv", [name, *arguments]):
-        runpy.run_path(str(BENCHMARKS / name), run_name="__main__")
+    path, threads = mock.patch.object(sys, "path", [str(BENCHMARKS), *sys.path]), torch.get_num_threads()
+    try:
+        with path, mock.patch.object(sys, "argv", [name, *arguments]):
+            runpy.run_path(str(BENCHMARKS / name), run_name="__main__")
+    finally:
+        torch.set_num_threads(threads)
 
 
 KERNELS = ("bench_kernels.py", "pack", "--seconds", "0.001", "--megabytes", "1")
@@ -62,8 +66,31 @@ KERNELS = ("bench_kernels.py", "pack", "--seconds", "0.001", "--megabytes", "1")
 
 def test_kernels_are_timed_beside_torch_and_the_memory(capsys):
     run_script(*KERNELS)
-    shown = capsys.readouterr().out
-    assert "x roof" in shown and "pack bf16 -> bf16, 8 tensors" in shown
+    header, *rows = capsys.readouterr().out.splitlines()[2:]
+    assert header.endswith("x roof x torch")
+    times = [list(map(float, row.split()[-6:])) for row in rows]
+    assert len(times) == 11 and all(number > 0 for each in times for number in each[:3] + each[4:])
+
+
+@pytest.mark.parametrize("arguments", [("pack", "--seconds", "inf"), ("sort",)])
+def test_kernels_refuse_what_they_cannot_do(arguments, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        run_script("bench_kernels.py", *arguments)
+    assert stopped.value.code == 2
+    assert "error: argument" in capsys.readouterr().err
+
+
+def test_several_models_come_into_one_report_and_one_file(tmp_path, capsys, monkeypatch):
+    answers = [[bench.measure.Measurements({"engine": times(seconds)})] for seconds in (1.0, 2.0)]
+    monkeypatch.setattr(bench, "launch", mock.Mock(side_effect=answers))
+    out = tmp_path / "mine.json"
+    assert main(["bench", "--model", "gpt,small0", "--variants", "engine", "--out", str(out)]) == 0
+    saved = json.loads(out.read_text())
+    names = ["gpt:fp32", "small0:fp32"]
+    assert list(saved["cases"]) == names and len(saved["options"]["cases"]) == 2
+    printed = capsys.readouterr().out
+    assert all(f"windows, {name}" in printed for name in names)
+    assert f"wrote {out}" in printed
 
 
 def test_kernels_that_disagree_with_torch_stop_the_run(monkeypatch):

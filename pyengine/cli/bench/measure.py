@@ -45,7 +45,6 @@ class Setting:
     dtype: str
     variants: tuple[str, ...]
     rounds: int
-    optimizer: str = "fused"
     device: str = "cpu"
     micro_batches: int = MICRO_BATCHES
 
@@ -63,7 +62,7 @@ class Setting:
             micro_batches=self.micro_batches,
             device=device.device,
         )
-        return VARIANTS[variant](model, micro_batches, self.optimizer)
+        return VARIANTS[variant](model, micro_batches, "fused")
 
 
 @dataclass

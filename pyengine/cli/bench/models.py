@@ -12,7 +12,6 @@ from torch.nn.functional import cross_entropy
 from pyengine.cli.tasks import gpt
 from pyengine.cli.tasks.gpt import Shape
 
-GPT_VOCABULARY, GPT_CONTEXT = Shape.vocabulary, Shape.context
 # GPT-2 with half the context length; the vocabulary is rounded up to a multiple of 128, as usual.
 GPT2 = Shape(width=768, layers=12, heads=12, vocabulary=50304, context=512, sequences=4)
 # Micro-batches that a GPU computes faster than the host launches them, and micro-batches that fill a GPU.

@@ -27,7 +27,6 @@ PHASES = ("early", "last", "epilogue", "optimizer")  # phases of a window
 # Optimizers by the value of a variant's `optimizer` argument.
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "fused": partial(torch.optim.AdamW, lr=1e-5, fused=True),
-    "plain": partial(torch.optim.AdamW, lr=1e-5, fused=False),
     "sgd": partial(torch.optim.SGD, lr=1e-5),
 }
 
