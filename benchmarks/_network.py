@@ -21,23 +21,6 @@ _NAME = "pyengine"
 
 
 @dataclass(frozen=True)
-class Link:
-    """What is between a host and the switch.
-
-    Attributes:
-        rate: Mbit/s that the host can send; 0 is as fast as the machine can.
-        delay_ms: what every packet of it waits.
-    """
-
-    rate: int = 0
-    delay_ms: float = 0.0
-
-    def __str__(self) -> str:
-        rate = f"{self.rate} Mbit/s" if self.rate else "unshaped"
-        return f"{rate}, {self.delay_ms:g} ms" if self.delay_ms else rate
-
-
-@dataclass(frozen=True)
 class Host:
     """One host of a network.
 
@@ -66,11 +49,11 @@ class Host:
 
 
 @contextmanager
-def hosts(num: int, link: Link) -> Iterator[list[Host]]:
-    """Make so many hosts, alike, and take them down at the end, also if that is SIGINT or SIGTERM.
+def hosts(num: int, rate: int) -> Iterator[list[Host]]:
+    """Make `num` hosts that send `rate` Mbit/s, and remove them at the end, also after SIGINT or SIGTERM.
 
     Raises:
-        SystemExit: this needs root, iproute2, or for a delay a kernel with netem, and says which is missing.
+        SystemExit: this needs root and iproute2.
     """
     if os.geteuid() or not shutil.which("ip") or not shutil.which("tc"):
         raise SystemExit("a network of several hosts needs root and iproute2 (ip, tc): run it as root")
@@ -82,7 +65,7 @@ def hosts(num: int, link: Link) -> Iterator[list[Host]]:
         _run(f"ip netns add {switch}", f"ip -n {switch} link add bridge type bridge")
         _run(f"ip -n {switch} link set bridge up")
         for index, space in enumerate(spaces):
-            _connect(space, index, switch, link)
+            _connect(space, index, switch, rate)
         environment = {"MASTER_ADDR": _address(0), "MASTER_PORT": str(PORT), "GLOO_SOCKET_IFNAME": "eth0"}
         yield [Host(space, environment) for space in spaces]
     finally:
@@ -121,43 +104,19 @@ def alone(is_root: bool) -> Iterator[list[Host]]:
         signal.signal(signal.SIGTERM, before)
 
 
-def wait_for(ranks: Sequence[subprocess.Popen[bytes]], what: str) -> None:
-    """Wait for programs on hosts; where one of them fails, or we are stopped, end the others.
-
-    Raises:
-        SystemExit: one has failed.
-    """
-    try:
-        if any(rank.wait() for rank in ranks):
-            raise SystemExit(f"a rank of {what} failed")
-    finally:
-        for rank in ranks:
-            if rank.poll() is None:
-                rank.kill()
-                rank.wait()
-
-
 def sent_bytes(interface: str = "eth0") -> int:
     """Return what this host has sent so far, headers included."""
     return int(Path(f"/sys/class/net/{interface}/statistics/tx_bytes").read_text())
 
 
-def _connect(space: str, index: int, switch: str, link: Link) -> None:
+def _connect(space: str, index: int, switch: str, rate: int) -> None:
     _run(f"ip netns add {space}")
     _run(f"ip link add eth0 netns {space} type veth peer name port{index} netns {switch}")
     _run(f"ip -n {switch} link set port{index} master bridge up", f"ip -n {space} link set lo up")
     _run(f"ip -n {space} addr add {_address(index)}/24 dev eth0", f"ip -n {space} link set eth0 up")
-    parent = "root"
-    if link.rate:
-        burst = max(2**18, link.rate * 500)  # bytes that may leave at once: a tick of the kernel's clock
-        shape = f"tbf rate {link.rate}mbit burst {burst} latency 50ms"
-        _run(f"tc -n {space} qdisc add dev eth0 root handle 1: {shape}")
-        parent = "parent 1:1"
-    if link.delay_ms:
-        try:
-            _run(f"tc -n {space} qdisc add dev eth0 {parent} netem delay {link.delay_ms}ms limit 100000")
-        except subprocess.CalledProcessError:
-            raise SystemExit("this kernel has no netem (modprobe sch_netem): leave --delay out") from None
+    burst = max(2**18, rate * 500)  # bytes that may leave at once: a tick of the kernel's clock
+    shape = f"tbf rate {rate}mbit burst {burst} latency 50ms"
+    _run(f"tc -n {space} qdisc add dev eth0 root {shape}")
 
 
 def _address(index: int) -> str:

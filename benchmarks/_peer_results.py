@@ -45,9 +45,9 @@ class Measured:
     def is_ours(self, name: str) -> bool:
         return self.content["variants"][name]["is_ours"]
 
-    def median(self, name: str, phase: str = "window") -> float:
-        """Return ms; a KeyError where a variant does not tell the phase."""
-        return statistics.median(self.rows[name]["times"][phase])
+    def median(self, name: str) -> float:
+        """Return the median window in ms."""
+        return statistics.median(self.rows[name]["times"]["window"])
 
     def ratios(self, name: str, other: str) -> list[float]:
         """Return one window's time over the other's, round by round: slow drift of the machine drops out."""

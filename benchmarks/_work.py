@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from pyengine.cli.bench.models import GPT, GPT_CONTEXT, GPT_VOCABULARY, Premade, Shape, Small
+from pyengine.cli.bench.models import GPT, Premade, Shape, Small
 
 WIDTHS = {"gpt": 384, "gpt-5m": 192, "gpt-26m": 480}  # 17.4, 5.1 and 26 M parameters
 _IMAGE, _CLASSES, _IMAGES = 32, 10, 4
@@ -68,4 +68,4 @@ def _micro_batch(name: str, dtype: torch.dtype, rank: int) -> Tensor:
         images = torch.randn(_IMAGES, 3, _IMAGE, _IMAGE)
         images[:, 0, 0, 0] = torch.randint(_CLASSES, (_IMAGES,)).float()
         return images.to(dtype)
-    return torch.randint(GPT_VOCABULARY, (1, GPT_CONTEXT + 1))
+    return torch.randint(Shape.vocabulary, (1, Shape.context + 1))

@@ -96,7 +96,7 @@ class Floor(Raw):
         self.flat = torch.zeros(sum(param.numel() for param in params), device=params[0].device)
         for param, part in zip(params, self.flat.split([param.numel() for param in params]), strict=True):
             param.grad = part.view_as(param)
-        self.header = torch.ones(24, dtype=torch.float64, device=self.flat.device)
+        self.header = torch.ones(23, dtype=torch.float64, device=self.flat.device)
         self.headers, self.flats = (
             [torch.empty_like(each) for _ in range(dist.get_world_size())]
             for each in (self.header, self.flat)

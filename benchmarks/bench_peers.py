@@ -33,7 +33,7 @@ from typing import Any
 
 from _harness import RESULTS
 from _launches import LAUNCHES, Launch, shortened
-from _network import Link, alone, can_make_hosts, hosts
+from _network import alone, can_make_hosts, hosts
 from _peers import CONTESTANTS
 
 from pyengine.cli.machine import card
@@ -167,7 +167,7 @@ def _started(
     shared["PATH"] = os.pathsep.join([*programs, os.environ["PATH"]])
     own = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(launch.world)]
     ranks: list[subprocess.Popen[bytes]] = []
-    with hosts(launch.world, Link(launch.rate)) if launch.rate else alone(is_root) as made:
+    with hosts(launch.world, launch.rate) if launch.rate else alone(is_root) as made:
         try:
             for rank, env in enumerate(own):
                 ranks.append(made[rank % len(made)].start(command, shared | env, out))

@@ -123,8 +123,8 @@ def machine(results: Results) -> list[str]:
 def _card(one: Measured) -> str:
     card = one.content["machine"]
     return f"{card['cores']} cores of {card['cpu']} ({card['isa']}), Linux {card['kernel']}, " + (
-        f"Python {card['python']}, torch {card['torch']}, {card['malloc']}"
-    ).replace("trimming off", "malloc keeps its pages")
+        f"Python {card['python']}, torch {card['torch']}"
+    )
 
 
 # ---- tables ----
