@@ -6,8 +6,6 @@ import copy
 import gc
 import io
 import pickle
-import threading
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import FunctionType, ModuleType
@@ -149,10 +147,6 @@ class _KeptWire(pe.wire.FP32):
 
     def all_reduce_(self, flat: Tensor, comm: pe.wire.Comm) -> pe.wire.Work:
         return _Kept(super().all_reduce_(flat, comm), self.keep)
-
-
-def _hold_for_a_while(callback: object) -> None:
-    threading.Thread(target=lambda held: time.sleep(0.2), args=(callback,)).start()
 
 
 def _reached(root: object) -> dict[int, object]:

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 import pyengine as pe
 
 OURS = str(Path(pe.__file__).parent)
-MOST = {"engine": 720, "attach": 730}  # 660 and 668 of an idle machine; a wait adds a few
+MOST = {"engine": 720, "attach": 730}  # 695 and 702 on Python 3.11; a wait adds a few
 
 
 class Calls:
@@ -37,12 +37,16 @@ def test_a_warm_window_of_two_layers_takes_few_calls(kind):
     sync = pe.GradSync(model, accumulate=2) if kind == "engine" else pe.attach(forward, accumulate=2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     calls = Calls()
-    for number, window in enumerate(sync.windows(torch.randn(12, 2, 8))):
-        if number == 5:
-            sys.setprofile(calls)
-        for x in window:
-            sync.backward(forward(x).sum(), count=2)
-        sync.clip_grad_norm_(1.0)
-        sync.step(optimizer)
+    try:
+        for number, window in enumerate(sync.windows(torch.randn(16, 2, 8))):
+            for x in window:
+                sync.backward(forward(x).sum(), count=2)
+            sync.clip_grad_norm_(1.0)
+            sync.step(optimizer)
+            if number == 4:  # from here to the same place of the next window
+                sys.setprofile(calls)
+            elif number == 5:
+                sys.setprofile(None)
+    finally:
         sys.setprofile(None)
     assert 100 < calls.num <= MOST[kind]

@@ -114,17 +114,6 @@ def test_gradients_are_those_of_one_big_batch(kind, dtype, options, how):
         check(window)
 
 
-class NoRoom(nn.Module):
-    """Two layers, of which the second takes part only in a window's first micro-batch."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.always, self.first = (nn.Linear(3, 3, bias=False, dtype=torch.bfloat16) for _ in range(2))
-
-    def forward(self, x: Tensor, first: bool) -> Tensor:
-        return self.always(x).sum() + (self.first(x).sum() if first else 0)
-
-
 @pytest.mark.parametrize("accumulator", ["fp32", "exact"])
 @on_ranks(2)
 def test_the_host_reads_the_used_flags_of_all_buckets_at_once_and_only_if_it_must(accumulator):

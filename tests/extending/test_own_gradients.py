@@ -1,4 +1,4 @@
-"""A number of each rank's own gradients, before they are summed over ranks: `Reducer.observe`."""
+"""A statistic of each rank's own gradients, before they are summed over ranks: `Reducer.observers`."""
 
 from __future__ import annotations
 

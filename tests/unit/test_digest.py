@@ -1,4 +1,4 @@
-"""What ranks must agree on, as a number: equal if and only if the digest are equal."""
+"""What ranks must agree on, as a number: equal if and only if the digests are equal."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ CHANGES = [
 
 @pytest.mark.parametrize("far", [False, True])
 @pytest.mark.parametrize("change", CHANGES, ids=str)
-def test_claims_have_the_same_number_if_and_only_if_they_are_alike(change, far):
+def test_digests_have_the_same_number_if_and_only_if_they_are_alike(change, far):
     assert _number(_digest(**change), far=far) == _number(_digest(**change), far=far)
     assert _number(_digest(**change), far=far) != _number(_digest(), far=far)
 

@@ -17,11 +17,11 @@ def _after(size: int, places: list[int]) -> Slots:
 @pytest.mark.parametrize(
     ("size", "places", "is_open"), [(1, [0], False), (3, [3, 4], True), (3, [3, 4, 5], False)]
 )
-def test_a_run_is_open_until_its_last_place(size, places, is_open):
+def test_a_slot_is_open_until_its_last_place(size, places, is_open):
     assert _after(size, places).is_open == is_open
 
 
-def test_flags_of_a_run_are_those_of_all_its_micro_batches():
+def test_flags_of_a_slot_are_those_of_all_its_micro_batches():
     slots = _after(2, [4, 5, 6])
     slots.end()
     slots.add(ends=True)
