@@ -1,6 +1,6 @@
 # make run     set up (torch, three more packages and the core), then train two small models on two local workers and
 #              compare with plain DDP
-# make test    set up with what tests need, too, then run the tests (about four minutes more on two cores)
+# make test    set up with what tests need, too, then run the tests (about six minutes on two cores)
 # make test-slow  set up, then run those that take long: two hosts, torchrun, elastic restarts, whole studies, dying ranks
 # make faults  set up, then run every fault at every place, what is killed hundreds of times and what runs for
 #              thousands of windows (40 minutes), and write the table of docs/reliability.md
