@@ -115,4 +115,4 @@ def measure(engine: Engine, metrics: Sequence[Any]) -> None:
         raise_problems([[f"measure got {text}, and ranks differ: give all ranks the same"] for text in texts])
     for each in metrics:
         each.bind(context)
-    engine.metrics += metrics
+    engine.observers += metrics

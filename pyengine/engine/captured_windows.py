@@ -294,9 +294,9 @@ def is_regular(engine: Engine) -> bool:
     True if the previous window was stepped and left no unused gradients, no audit is due, and no problem was
     found.
     """
-    if engine.window.faults or engine.metrics or engine.kept_grads.has_left() or _is_written(engine):
+    if engine.window.faults or engine.kept_grads.has_left() or _is_written(engine):
         return False
-    if engine.audit is not None and engine.audit.has_work_in(engine.counter.index):
+    if any(observer.has_work_in(engine.counter.index) for observer in engine.observers):
         return False
     engine.verdicts.reach_earlier(engine.counter.index)
     return bool(engine.verdicts.last_use().steps)
@@ -330,8 +330,8 @@ def run_again(engine: Engine, graph: WindowGraph) -> None:
     counter, window = engine.counter, engine.window
     window.clock = Clock(engine.device)
     window.has_begun = window.has_backward = True
-    if engine.audit is not None:
-        engine.audit.begin(counter.index)
+    for observer in engine.observers:
+        observer.begin(counter.index)
     window.counts.take(graph.counts)
     counter.done = counter.handed
     graph.copy_factors(engine.verdicts.last_use())

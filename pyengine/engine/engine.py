@@ -67,7 +67,6 @@ from pyengine.engine.micro_batch import MicroBatch
 from pyengine.engine.parameters import Ownership
 from pyengine.engine.snapshot import identify
 from pyengine.engine.window import Stepped, Window
-from pyengine.engine.window_audit import WindowAudit
 from pyengine.engine.window_record import WindowRecords
 from pyengine.gradients.base import Reducer
 from pyengine.gradients.published import Published
@@ -92,7 +91,8 @@ from pyengine.window.header import (
     checked_count,
     make_local_window,
 )
-from pyengine.window.metric import Metric, MetricContext, ReducedWindow
+from pyengine.window.metric import Metric, MetricContext
+from pyengine.window.observer import ReducedWindow, WindowObserver
 from pyengine.window.verdict import (
     Outcome,
     Verdict,
@@ -208,10 +208,10 @@ class Engine:
         # The verdicts of this window and earlier windows, and the number of steps taken.
         self.verdicts = VerdictQueue(device)
         self.loss_checks = LossChecks(self.counter, comm.world_size)
-        self.metrics: list[Metric] = []
+        # Metrics and the audit.
+        self.observers: list[WindowObserver] = []
         # The names of all ranks' parameters, set by the first call that needs norms by name.
         self.metric_context: MetricContext | None = None
-        self.audit: WindowAudit | None = None
         self.records = WindowRecords()
         # The number of items that `retry_smaller` runs at once; None for the whole micro-batch.
         self.part_size: int | None = None
@@ -296,11 +296,9 @@ class Engine:
         window.clock = Clock(self.device)
         self.kept_grads.keep()
         self.reducer.begin()
-        for metric in self.metrics:
-            metric.begin()
+        for observer in self.observers:
+            observer.begin(self.counter.index)
         window.has_begun = True
-        if self.audit is not None:
-            self.audit.begin(self.counter.index)
         self.foreign.begin_window(self._refuse_hook)
 
     @contextmanager
@@ -333,8 +331,8 @@ class Engine:
             self.begin(may_replace=may_replace)
             if window.slots.size > 1:
                 self._refuse_other_turn()
-            for metric in self.metrics:
-                metric.begin_micro_batch()
+            for observer in self.observers:
+                observer.begin_micro_batch()
             try:
                 guard: AbstractContextManager[object] = nullcontext()
                 padding = self.reducer.padding if window.is_padding else None
@@ -473,6 +471,11 @@ class Engine:
             inv_scale=None if self.scaler is None else self.scaler.inv_scale(),
         )
 
+    @property
+    def metrics(self) -> list[Metric]:
+        """The metrics among the observers."""
+        return [each for each in self.observers if isinstance(each, Metric)]
+
     def position(self) -> tuple[int, int]:
         """Return the numbers of windows sent and steps taken, which ranks compare."""
         return self.counter.num_sent, self.verdicts.steps_taken
@@ -490,8 +493,11 @@ class Engine:
     def follow_scale(self) -> None:
         """Rescale the residuals of wires if anyone has changed the loss scale."""
         if self.reducer.residuals.is_kept:
-            scaler = self.scaler
-            self.reducer.residuals.follow(None if scaler is None else scaler.current_scale())
+            self.reducer.residuals.follow(self.loss_scale())
+
+    def loss_scale(self) -> Tensor | None:
+        """Return the factor by which losses are scaled, 0-dim, or None without a scaler."""
+        return None if self.scaler is None else self.scaler.current_scale()
 
     # ---- wait ----
 
@@ -541,8 +547,8 @@ class Engine:
             except BaseException as error:
                 window.faults.note(FaultKind.NOT_REDUCED, str(error) or repr(error))
                 raise
-            if self.audit is not None:
-                self.audit.sample(self.scaler)
+            for observer in self.observers:
+                observer.sample(self.loss_scale)
             has_gradient = self.is_lazy or self.published.has_any()
             has_kept = bool(self.kept_grads.pending())
             if has_kept:
@@ -550,16 +556,18 @@ class Engine:
                 self.published.read(self.final)
             self.final.compute_norm(is_refused=header.is_refused())
         self.loss_checks.is_first_window = False
-        window.verdict = verdict = self._conclude(header, has_gradient=has_gradient, has_kept=has_kept)
+        reduced = ReducedWindow(header, window.counts, is_whole=not has_kept)
+        window.verdict = verdict = self._conclude(reduced, has_gradient=has_gradient)
         if not header.was_refused:
             self.reducer.residuals.drop_if(self.final.found_inf)
         self.counter.state = State.REDUCED
         self.verdicts.append(verdict)
         if self.scaler is not None:
             self.scaler.has_scaled = False
-        if self.audit is not None and not header.was_refused:
+        if not header.was_refused:
             try:
-                self.audit.check(window.counts, header, self.final)
+                for observer in self.observers:
+                    observer.check(reduced)
             except AuditError as error:
                 remedy = "Nothing was stepped; call sync.abandon(), or restore a checkpoint"
                 window.faults.note(FaultKind.UNUSABLE, f"{error}. {remedy}")
@@ -570,13 +578,13 @@ class Engine:
         marks.record_published()
         return verdict
 
-    def _conclude(self, header: Header, *, has_gradient: bool, has_kept: bool) -> Verdict:
+    def _conclude(self, reduced: ReducedWindow, *, has_gradient: bool) -> Verdict:
         """Decide on the device whether the window may be used, and keep a report for the error message."""
-        window = self.window
+        window, header = self.window, reduced.header
         self.final.forbid(header.forbids())
-        metrics = [] if header.is_refused() else [*self.metrics]
-        for metric in metrics:
-            limit = metric.wait(ReducedWindow(header, window.counts, is_whole=not has_kept))
+        observers = [] if header.is_refused() else [*self.observers]
+        for observer in observers:
+            limit = observer.wait(reduced)
             if limit is not None:
                 # inf / inf would be nan where the window is skipped.
                 self.clip(limit, self.final.grad_norm().nan_to_num(0.0, 0.0, 0.0))
@@ -585,7 +593,7 @@ class Engine:
             window.counts,
             self.reducer.names,
             window.slots.blame(self.reducer.blame()),
-            lambda: "; ".join(filter(None, (metric.reason() for metric in metrics))),
+            lambda: "; ".join(filter(None, (observer.reason() for observer in observers))),
             self.scaler is not None,
             window.has_backward,
             has_gradient,
@@ -619,8 +627,8 @@ class Engine:
                 "make it fused=True, with capturable=True if it has that"
             )
             self.reach_verdicts()
-        if self.audit is not None:
-            self.audit.look_at(optimizer)
+        for observer in self.observers:
+            observer.step(optimizer)
         norm = self.final.norm_before_clipping()
         try:
             with span("optimizer"):
@@ -836,15 +844,13 @@ class Engine:
             self.verdicts.read_all()
         keeps = self.kept_grads.is_handed_over and not self.window.stepped
         self.abandon(waits=False)
-        for metric in self.metrics:
-            metric.release()
+        for observer in self.observers:
+            observer.release()
         self.reducer.release(keeps_grad=keeps)
         self.ownership.release()
         self.comm.release()
         if self.scaler is not None:
             self.scaler.unbind()
-        if self.audit is not None:
-            self.audit.drop()
 
     # ---- refusals ----
 

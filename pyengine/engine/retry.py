@@ -140,8 +140,7 @@ class Retries:
                 param.grad = None
             undo.append(partial(set_rng_states, rng_states()))
             undo.append(self._keep_buffers())
-            if engine.audit is not None:
-                undo.append(engine.audit.keep())
+            undo += [discard for each in engine.observers if (discard := each.keep()) is not None]
             loss, count = self._checked(fn(part))
             if engine.known_denominators() is None:
                 engine.loss_checks.warn_of_reduction(loss, count)

@@ -978,17 +978,15 @@ class Sync:
         """
         engine = self._engine
         check_device(engine.device)
-        if engine.audit is not None:
+        if any(isinstance(observer, WindowAudit) for observer in engine.observers):
             raise RuntimeError("this engine is audited already: remove() that audit first")
-
-        def end() -> None:
-            engine.audit = None
-
         every = check_every(every)
         check_same_call(engine, "calls sync.audit, as every rank has to")
-        engine.audit = audit = WindowAudit(
-            engine.reducer, engine.comm, engine.batch, every=every, module=module, end=end
+        end = engine.observers.remove
+        audit = WindowAudit(
+            engine.reducer, engine.comm, engine.final, engine.batch, every=every, module=module, end=end
         )
+        engine.observers.append(audit)
         return audit
 
 

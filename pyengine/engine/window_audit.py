@@ -16,25 +16,26 @@ from pyengine.comm.base import Comm
 from pyengine.gradients.base import Reducer
 from pyengine.gradients.slots import local
 from pyengine.ops.device import send
-from pyengine.step.grad_scaler import GradScaler
 from pyengine.window.final_pass import FinalPass
-from pyengine.window.header import Header, LocalWindow, SharedBatch
+from pyengine.window.header import SharedBatch
+from pyengine.window.observer import ReducedWindow, WindowObserver
 
 
-class WindowAudit:
+class WindowAudit(WindowObserver):
     """The audit of an engine's windows; made by `sync.audit`."""
 
     def __init__(
         self,
         reducer: Reducer,
         comm: Comm,
+        final: FinalPass,
         batch: SharedBatch | None,
         *,
         every: int,
         module: nn.Module | None,
-        end: Callable[[], None],
+        end: Callable[[WindowAudit], None],
     ) -> None:
-        self._batch, self._every, self._end = batch, every, end
+        self._final, self._batch, self._every, self._end = final, batch, every, end
         subjects, comms, leaves = _inventory(reducer, comm, module)
         # The error of an encoded wire is relative to a block or rank, not to an element. Therefore any
         # reduced gradient is accepted if all ranks have equal values.
@@ -55,16 +56,14 @@ class WindowAudit:
         Raises:
             AuditError: the last check has found a difference.
         """
-        self.drop()
-        self._end()
+        self.release()
+        self._end(self)
         self._auditor.conclude()
 
-    def drop(self) -> None:
-        """Remove the audit's hooks."""
+    def release(self) -> None:
         self._auditor.probe.disarm()
 
     def keep(self) -> Callable[[], None]:
-        """Return a function that discards the samples of a backward that will run again."""
         return self._auditor.probe.keep()
 
     def is_due(self, window: int) -> bool:
@@ -82,37 +81,32 @@ class WindowAudit:
         else:
             self._auditor.begin()
 
-    def look_at(self, optimizer: Any) -> None:
+    def step(self, optimizer: Any) -> None:
         """Include an optimizer's state in later checks."""
         if all(optimizer is not known for known in self._auditor.optimizers):
             self._auditor.optimizers.append(optimizer)
 
-    def sample(self, scaler: GradScaler | None) -> None:
-        """Sample newly reduced gradients, before anything else changes them."""
+    def sample(self, loss_scale: Callable[[], Tensor | None]) -> None:
         if self.is_due(self._window):
-            scale = None if scaler is None else scaler.current_scale().double()
+            scale = loss_scale()
+            scale = None if scale is None else scale.double()
             self._samples = self._auditor.sample(is_strict=True, scale=scale)
 
-    def check(self, counts: LocalWindow, header: Header, final: FinalPass) -> None:
-        """Compare ranks; raise AuditError on every rank if they differ.
-
-        Only the verdict's collectives follow this check; see [Note: order of collectives in a window] in
-        engine.py.
-        """
+    def check(self, window: ReducedWindow) -> None:
         samples, self._samples = self._samples, None
         if samples is None:
             return
-        claimed = header.vector()[0]
+        claimed = window.header.vector()[0]
         total, batch = torch.zeros_like(claimed), self._batch
         if batch is None or batch.is_counting:  # otherwise another rank counts the batch
-            for count in counts.counts:
+            for count in window.local.counts:
                 total = total + (count.detach().to(claimed) if isinstance(count, Tensor) else float(count))
         world_sizes = send(self._world_sizes, torch.float64, claimed.device)
         counted = Counted(
             counts=claimed / world_sizes,
             count=total.reshape(()),
             claimed=claimed,
-            void=final.found_inf,
+            void=self._final.found_inf,
         )
         self._auditor.check(self._window, samples, counted)
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from pyengine.comm.base import Comm
 from pyengine.window.final_pass import FinalPass
-from pyengine.window.header import Header, LocalWindow
+from pyengine.window.observer import WindowObserver
 
 
 @dataclass(frozen=True)
@@ -26,19 +26,10 @@ class MetricContext:
     holds_parts: bool
 
 
-@dataclass(frozen=True)
-class ReducedWindow:
-    """A window that has been reduced, before ranks know whether it will be used."""
-
-    header: Header
-    local: LocalWindow
-    is_whole: bool  # whether the gradients come only from the window's own micro-batches
-
-
-class Metric:
+class Metric(WindowObserver):
     """Base class of metrics measured in every window and reported in its `StepRecord`; see `Sync.measure`.
 
-    A metric object belongs to one engine. Every rank calls its methods at the same points.
+    A metric object belongs to one engine.
     """
 
     field = ""  # name of the field in `StepRecord`
@@ -52,29 +43,7 @@ class Metric:
         """Start measuring in the next window."""
         self._measured, self.is_bound = measured, True
 
-    def release(self) -> None:
-        """Remove all hooks when the engine is closed."""
-
-    # ---- a window, in the order of calls ----
-
-    def begin(self) -> None:
-        """Start a window, before its first backward."""
-
-    def begin_micro_batch(self) -> None:
-        """Start a micro-batch, before its first backward."""
-
-    def wait(self, window: ReducedWindow) -> Tensor | None:
-        """Measure the reduced gradients before the user clips; not called if ranks disagree in the header.
-
-        This method may launch collectives. `FinalPass.found_inf` is 1 if the window cannot be used. Returns
-        None, or the norm that the gradients should be clipped to, float64 0-dim.
-        """
-        del window
-        return None
-
-    def reason(self) -> str:
-        """Describe what the metric did to the window if `FinalPass.acted` is 1; the host waits."""
-        return ""
+    # ---- after the window ----
 
     def numbers(self) -> Tensor:
         """Return the numbers that the host has to read when a window is stepped, float64 `[n]`."""

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from pyengine.ops.device import HOST
 from pyengine.ops.plan import BucketPlan, add_up
-from pyengine.window.metric import Metric, MetricContext, ReducedWindow
+from pyengine.window.metric import Metric, MetricContext
+from pyengine.window.observer import ReducedWindow
 
 _SUMS = 8  # sums in a state: weights, squared weights, windows, x, y, x², xy, y²
 
@@ -125,7 +126,8 @@ class NoiseScale(Metric):
         for handle in self._handles:
             handle.remove()
 
-    def begin(self) -> None:
+    def begin(self, window: int) -> None:
+        del window
         self._rows, self._is_whole = [], True
         self._squares.zero_()
 

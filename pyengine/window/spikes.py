@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from pyengine.ops.device import is_lazy
-from pyengine.window.metric import Metric, MetricContext, ReducedWindow, trained
+from pyengine.window.metric import Metric, MetricContext, trained
 from pyengine.window.nonfinite import listed
+from pyengine.window.observer import ReducedWindow
 
 SpikeAction = Literal["skip", "clip"]
 

@@ -1,0 +1,75 @@
+"""The interface of the objects that observe an engine's windows: metrics and the audit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from pyengine.window.header import Header, LocalWindow
+
+
+@dataclass(frozen=True)
+class ReducedWindow:
+    """A window that has been reduced, before ranks know whether it will be used."""
+
+    header: Header
+    local: LocalWindow
+    is_whole: bool  # whether the gradients come only from the window's own micro-batches
+
+
+class WindowObserver:
+    """Base class of the objects that observe an engine's windows.
+
+    Methods appear in the order in which the engine calls them in a window. Every rank calls them at the same
+    points. By default they do nothing.
+    """
+
+    def has_work_in(self, window: int) -> bool:
+        """Whether the observer needs the host in a window, so that the window cannot run as a graph."""
+        del window
+        return True
+
+    def begin(self, window: int) -> None:
+        """Start a window, before its first backward."""
+
+    def begin_micro_batch(self) -> None:
+        """Start a micro-batch, before its first backward."""
+
+    def keep(self) -> Callable[[], object] | None:
+        """Return a function that discards the samples of a backward that will run again, or None."""
+        return None
+
+    def sample(self, loss_scale: Callable[[], Tensor | None]) -> None:
+        """Read the reduced gradients before anything else changes them.
+
+        `loss_scale` returns the factor by which they are multiplied, 0-dim, or None for 1.
+        """
+
+    def wait(self, window: ReducedWindow) -> Tensor | None:
+        """Measure the reduced gradients before the user clips; not called if ranks disagree in the header.
+
+        This method may launch collectives. `FinalPass.found_inf` is 1 if the window cannot be used. Returns
+        None, or the norm that the gradients should be clipped to, float64 0-dim.
+        """
+        del window
+        return None
+
+    def check(self, window: ReducedWindow) -> None:
+        """Compare ranks, after all metrics; raise AuditError on every rank if they differ.
+
+        Only the verdict's collectives follow this check; see [Note: order of collectives in a window] in
+        engine/engine.py.
+        """
+
+    def reason(self) -> str:
+        """Describe what the observer did to the window if `FinalPass.acted` is 1; the host waits."""
+        return ""
+
+    def step(self, optimizer: Any) -> None:
+        """Take note of an optimizer before it steps."""
+
+    def release(self) -> None:
+        """Remove all hooks when the engine is closed."""
