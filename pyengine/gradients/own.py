@@ -10,13 +10,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.nn import Parameter
 from torch.nn.parallel import DistributedDataParallel
 
-from pyengine.comm.base import Comm, Unbroken, Work
-from pyengine.comm.staged import Staged
+from pyengine.comm.base import Comm, Unbroken
 from pyengine.gradients.arrival import Arrivals, Watch, may_nest, watching
 from pyengine.gradients.base import Reducer, Residuals, Then, not_reduced
 from pyengine.gradients.exact_sums import Terms
@@ -26,10 +24,8 @@ from pyengine.gradients.local_part import local_parts, release
 from pyengine.gradients.norms import ReducedNorms
 from pyengine.gradients.own_buckets import OwnBucket, own_bucket
 from pyengine.gradients.settings import Settings
+from pyengine.gradients.transfers import Transfers
 from pyengine.gradients.used_anywhere import UsedAnywhere, UsedFlags
-from pyengine.ops.capture import is_capturing
-from pyengine.ops.device import has_events, recorded_event
-from pyengine.ops.trace import span
 from pyengine.window.divisor import Divisor
 from pyengine.window.final_pass import FinalPass
 from pyengine.window.header import Header
@@ -56,126 +52,6 @@ class Groups:
     # Whether all ranks have parameters with the same names in the same groups, so that the ranks can agree on
     # one bucket order.
     are_alike: bool = True
-
-
-class Transfer:
-    """The reduction of one bucket in one window."""
-
-    work: Work  # the sum over ranks, once it has been launched
-
-    def __init__(self, bucket: OwnBucket, comm: Comm) -> None:
-        self.bucket, self.comm = bucket, comm
-        # Whether the running backward has accumulated every gradient of the bucket.
-        self.is_complete = False
-        # Tensors kept alive while a side stream may read them for the reduction, and the event after which
-        # the side stream has finished reading. After that event, or once the backward's stream has waited for
-        # the side stream's collective, the allocator may reuse the memory on the backward's stream.
-        # `record_stream` is not used, because it costs a microsecond per gradient and one event per gradient
-        # that the allocator has to query.
-        self.held: list[Tensor] = []
-        self.is_read: torch.Event | None = None
-
-
-class Transfers:
-    """The reductions of all buckets of one window.
-
-    See [Note: order of collectives in a window] in engine/engine.py. Every rank launches its buckets in
-    layout order, regardless of which bucket is complete first and of the bucket's group. A bucket may need
-    several collectives. Each subsequent collective is launched together with the next bucket, so that the
-    previous collective has had time to complete. Ranks with different buckets could then launch collectives
-    in different orders and deadlock. On such ranks all first collectives are launched before all second
-    collectives, and all second before all third. No bucket is launched before the header has arrived, or if
-    ranks disagree in the header.
-    """
-
-    def __init__(
-        self,
-        buckets: Sequence[OwnBucket],
-        header: Header,
-        divisor: Divisor,
-        *,
-        groups: Groups,
-    ) -> None:
-        self.all = [Transfer(bucket, groups.comms[bucket.spec.group]) for bucket in buckets]
-        self.header, self._divisor, self._are_alike = header, divisor, groups.are_alike
-        self._next = 0
-
-    def complete(self, transfer: Transfer) -> None:
-        """Mark a bucket as complete, and launch every bucket that may be launched."""
-        transfer.is_complete = True
-        transfer.bucket.seal()
-        # The backward never waits for the header. If the header has not arrived, the bucket is launched
-        # together with a later bucket.
-        while (
-            self._next < len(self.all)
-            and self.all[self._next].is_complete
-            and self.header.is_ready()
-            and not self.header.is_refused()
-        ):
-            self._launch(poison=False)
-
-    def launch_rest(self, *, poison: bool) -> None:
-        """Launch every bucket that has not been launched; `poison` fills them with nan."""
-        if self.header.is_refused():
-            return
-        while self._next < len(self.all):
-            self._launch(poison=poison)
-        staged = [transfer.work for transfer in self.all if isinstance(transfer.work, Staged)]
-        for _ in range(1 + max((work.rounds_left for work in staged), default=0)):
-            self._launch_later_rounds(self.all)
-
-    def wait_in_order(self) -> Iterator[OwnBucket]:
-        """Wait for each bucket in turn; later reductions still run."""
-        for index, transfer in enumerate(self.all[: self._next]):
-            with span("wait for bucket", index):
-                transfer.work.wait()
-                transfer.held = []
-                yield transfer.bucket
-
-    def drop(self) -> None:
-        """Release the buckets of a window that was given up; collectives may still use their tensors."""
-        for transfer in self.all[: self._next]:
-            if transfer.held:
-                with transfer.comm.side_stream(transfer.held):
-                    transfer.held = []
-
-    def _launch(self, *, poison: bool) -> None:
-        transfer = self.all[self._next]
-        with Unbroken(transfer.comm):
-            self._launch_next(transfer, poison=poison)
-
-    def _launch_next(self, transfer: Transfer, *, poison: bool) -> None:
-        # The factor 1/count is computed from the header. Waiting for the header on a side stream does not
-        # stall the backward.
-        comm = transfer.comm
-        tensors = transfer.bucket.sent_tensors() if comm.is_stream_ordered else []
-        _log.debug("launch bucket %d of %d%s", self._next, len(self.all), ", with nan" if poison else "")
-        with span("launch bucket", self._next), comm.side_stream([]):
-            inv_count = self._divisor.before_wire()
-            transfer.work = transfer.bucket.send(inv_count, comm, poison=poison)
-            transfer.held, device = tensors, transfer.bucket.device
-            if tensors and has_events(device) and not is_capturing():
-                # Events of captured work cannot be queried, so the tensors are held until `wait_in_order`.
-                transfer.is_read = recorded_event(device, enable_timing=False)
-        for earlier in self.all[: self._next]:
-            if earlier.is_read is not None and earlier.is_read.query():
-                earlier.held, earlier.is_read = [], None
-        self._next += 1
-        if self._are_alike and self._next > 1:
-            self._launch_later_rounds(self.all[: self._next - 1])
-
-    def _launch_later_rounds(self, transfers: Sequence[Transfer]) -> None:
-        """Launch the next collective of each bucket that needs several collectives.
-
-        The last bucket is launched first, so that its collective runs while the CPU sums the earlier buckets.
-        If a stream waits instead of the host, the last step also finishes the bucket on that stream.
-        """
-        staged = [(each.comm, each.work) for each in reversed(transfers) if isinstance(each.work, Staged)]
-        with Unbroken(staged[0][0]) if staged else nullcontext():
-            for comm, work in staged:
-                if work.rounds_left or comm.is_stream_ordered:
-                    with comm.side_stream([]):
-                        work.step()
 
 
 class BucketGradRecord(GradRecord):
@@ -255,7 +131,7 @@ class BucketReducer(Reducer):
         # Free the old buffers before new ones are allocated.
         self._local_params = local_parts(self.params)
         self._buckets: list[OwnBucket] = []
-        self._transfers: Transfers | None = None
+        self._transfers: Transfers[OwnBucket] | None = None
         self.layout = build(
             self._specs,
             order,
@@ -414,13 +290,15 @@ class BucketReducer(Reducer):
             self._free_buckets(keeps_grad=False)
             self._lay_out(order)
 
-    def prepare(self, header: Header) -> Transfers:
+    def prepare(self, header: Header) -> Transfers[OwnBucket]:
         """Prepare the reductions of a window; `launch_rest` follows."""
         self._drop_transfers()  # drop transfers left over from a window that was given up
         self._used_flags = {}
         self._divisor = Divisor(header.inv_count, self._wire, header.inv_scale)
         self._memory.begin(header.position[0])
-        self._transfers = Transfers(self._buckets, header, self._divisor, groups=self._groups)
+        groups = self._groups
+        sent = [(bucket, groups.comms[bucket.spec.group]) for bucket in self._buckets]
+        self._transfers = Transfers(sent, header, self._divisor, are_alike=groups.are_alike)
         return self._transfers
 
     def _drop_transfers(self) -> None:
@@ -467,7 +345,7 @@ class BucketReducer(Reducer):
             dropped += [indices[place] for place in flags.drop_unused(params)]
         return dropped
 
-    def _raise_if_late(self, transfers: Transfers) -> None:
+    def _raise_if_late(self, transfers: Transfers[OwnBucket]) -> None:
         """Raise if a bucket changed after its launch; such buckets later wait for the backward's end."""
         complete = [transfer.bucket for transfer in transfers.all if transfer.is_complete]
         late = {bucket.indices[slot] for bucket in complete for slot in bucket.late()}

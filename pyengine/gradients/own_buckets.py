@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from operator import attrgetter, is_, is_not, methodcaller
 from typing import Any
@@ -14,7 +13,7 @@ from torch.nn import Parameter
 
 from pyengine.comm.base import Comm, Work
 from pyengine.gradients.arrival import Watch, post_accumulate_hooks
-from pyengine.gradients.bucket import Bucket, Mark, Observer, SlotGroup, grad_marks, mark
+from pyengine.gradients.bucket import Mark, Observer, SlotGroup, grad_marks, mark
 from pyengine.gradients.exact_sums import Terms, exact_over_ranks
 from pyengine.gradients.grad_versions import GradVersions
 from pyengine.gradients.layout import BucketSpec
@@ -23,6 +22,7 @@ from pyengine.gradients.norms import ReducedNorms
 from pyengine.gradients.settings import Settings, sum_dtype
 from pyengine.gradients.slots import slots_of, views_of
 from pyengine.gradients.sums import FLAT_SUMS, InPlaceSum, Sum
+from pyengine.gradients.transfers import SendableBucket
 from pyengine.ops.plan import BucketPlan
 from pyengine.wire import Wire
 
@@ -30,7 +30,7 @@ _grad, _version = attrgetter("grad"), attrgetter("_version")
 _data_ptr = methodcaller("data_ptr")
 
 
-class OwnBucket(Bucket):
+class OwnBucket(SendableBucket):
     """A bucket that owns its buffers, each of shape `[spec.numel]`.
 
     The sum and `.grad` are valid until the next window's first backward overwrites them.
@@ -119,15 +119,6 @@ class OwnBucket(Bucket):
         """Return the slots that the last backward wrote to after `seal`."""
         return self._late + self._changed()
 
-    @abstractmethod
-    def send(self, inv_count: Tensor | None, comm: Comm, *, poison: bool) -> Work:
-        """Accumulate the last backward's gradients, and launch the sum over ranks.
-
-        Args:
-            inv_count: factor by which the sum is multiplied before the wire, float32, 0-dim; None for 1.
-            poison: whether to send nan, so that no rank uses the window.
-        """
-
     def _all_reduce(self, wire: Wire, comm: Comm, scale: Tensor | None, *, poison: bool) -> Work:
         if poison:
             self._wire.fill_(torch.nan)
@@ -136,7 +127,6 @@ class OwnBucket(Bucket):
         return wire.all_reduce_(self._wire, comm)
 
     def sent_tensors(self) -> list[Tensor]:
-        """Return the tensors that a side stream may read after `send`."""
         grads = [param.grad for param in self.params if param.grad is not None]
         return [self.one, self._wire, *grads, *self.flagged, *self.total.scalars()]
 

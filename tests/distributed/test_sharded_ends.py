@@ -28,6 +28,7 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 import pyengine as pe
+from pyengine.gradients.fsdp.exact import UnitBucket
 
 NEWER = ("set_reduce_scatter_unused_params", "reset_iter_state")  # than torch 2.11
 
@@ -138,6 +139,32 @@ def test_a_rank_that_fails_behind_the_reductions_voids_the_window_everywhere():
                         raise KeyError("in the block")
             steps.append(bool(sync.step(optimizer)))
     assert steps == [[False, True], [True]][me()[0]]
+
+
+@on_ranks(2)
+def test_a_rank_interrupted_between_two_exact_sums_voids_the_window_everywhere():
+    """Rank 1 has sent one unit's sum; it sends nan for the others, and the ranks go on together."""
+    rank, _ = me()
+    sync, model = sharded("nested", accumulator="exact")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    steps: list[bool] = []
+    with pytest.MonkeyPatch.context() as patch:
+        send, sent = UnitBucket.send, []
+
+        def breaks(*args: Any, **kwargs: Any) -> Any:
+            sent.append(args)
+            if rank and len(sent) == 2:
+                raise KeyboardInterrupt
+            return send(*args, **kwargs)
+
+        patch.setattr(UnitBucket, "send", breaks)
+        for window in sync.windows(own_batches(6)):
+            for data in window:
+                with contextlib.suppress(KeyboardInterrupt):
+                    sync.backward(loss_of(model, data), count=3)
+            steps.append(bool(sync.step(optimizer)))
+    assert steps == [False, True]
+    assert_trains_a_window(sync, model)
 
 
 def _is_left(kind: str, defer: str) -> list[str]:

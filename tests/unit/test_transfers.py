@@ -11,7 +11,7 @@ import torch
 
 from pyengine.comm.base import Done, Local
 from pyengine.comm.staged import Staged
-from pyengine.gradients.own import Groups, Transfers
+from pyengine.gradients.transfers import Transfers
 
 CPU = torch.device("cpu")
 
@@ -21,7 +21,7 @@ class _Bucket:
 
     def __init__(self, name: str, num_rounds: int, launched: list[str]) -> None:
         self._name, self._num_rounds, self._launched = name, num_rounds, launched
-        self.spec, self.device = SimpleNamespace(group=0), CPU
+        self.device = CPU
 
     def seal(self) -> None:
         pass
@@ -45,8 +45,9 @@ def test_a_later_collective_follows_the_first_one_of_the_next_bucket(are_alike, 
     buckets: Any = [_Bucket(name, 3, launched) for name in "abc"]
     header: Any = SimpleNamespace(is_ready=lambda: True, is_refused=lambda: False)
     divisor: Any = SimpleNamespace(before_wire=lambda: None)
-    groups = Groups(Local(), [Local()], are_alike=are_alike)
-    transfers = Transfers(buckets, header, divisor, groups=groups)
+    transfers: Any = Transfers(
+        [(bucket, Local()) for bucket in buckets], header, divisor, are_alike=are_alike
+    )
     for index in (2, 0, 1):  # complete in any order
         transfers.complete(transfers.all[index])
     assert launched == want

@@ -13,15 +13,15 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from pyengine.comm.base import Comm, Unbroken
-from pyengine.comm.staged import Staged
+from pyengine.comm.base import Comm, Unbroken, Work
 from pyengine.gradients.base import not_reduced
-from pyengine.gradients.bucket import Bucket, aligned
+from pyengine.gradients.bucket import aligned
 from pyengine.gradients.exact_sums import Terms, exact_over_ranks
 from pyengine.gradients.fsdp.places import is_first_on_mesh, shard_of
 from pyengine.gradients.fsdp.reducer import Managed, ShardedReducer
 from pyengine.gradients.norms import ReducedNorms
 from pyengine.gradients.slots import as_gradient, slots_of
+from pyengine.gradients.transfers import SendableBucket, Transfers
 from pyengine.ops.device import send
 from pyengine.ops.exact_reference import BLOCK
 from pyengine.window.final_pass import FinalPass
@@ -29,7 +29,7 @@ from pyengine.window.header import Header
 from pyengine.wire import FP32
 
 
-class UnitBucket(Bucket):
+class UnitBucket(SendableBucket):
     """The exact sum of one unit's gradients, unsharded.
 
     The sum takes 8.02 bytes per element on every rank, and 2 more if parameters are narrow.
@@ -50,8 +50,8 @@ class UnitBucket(Bucket):
         self._slots = slots_of(flat, plan) if is_cast else self._rounded
         self.num_bytes = sum(t.nbytes for t in self._exact.round_tensors()) + flat.nbytes * is_cast
 
-    def rounds(self, *, poison: bool) -> Staged:
-        """Return the collectives that merge the sums of all ranks; see `ExactOverRanks.rounds`."""
+    def send(self, inv_count: Tensor | None, comm: Comm, *, poison: bool) -> Work:
+        del inv_count, comm  # `finish` divides the rounded sum, and the sum has its own transport
         if self.is_empty:
             self.deposit([None] * len(self.params))
         return self._exact.rounds(poison=poison)
@@ -80,14 +80,14 @@ class ExactFSDPReducer(ShardedReducer):
         self._reports_norm = send(
             [is_first_on_mesh(param) for param in self.params], torch.bool, self.params[0].device
         )
-        self._works: list[Staged] = []
+        self._transfers: Transfers[UnitBucket] | None = None
 
     def buckets(self) -> Sequence[UnitBucket]:
         return self._buckets
 
     def begin(self) -> None:
         super().begin()
-        self._works = []
+        self._transfers = None
 
     def collect(self) -> None:
         """Deposit the gradients that the unsharded parameters' `.grad` holds."""
@@ -98,38 +98,34 @@ class ExactFSDPReducer(ShardedReducer):
             bucket.deposit([grads.get(index) for index in bucket.indices])
 
     def reduce(self, header: Header) -> None:
-        self.make_divisor(header, FP32())
-        self._start(poison=False)
+        sent = [(bucket, self.comm) for bucket in self._buckets]
+        self._transfers = Transfers(sent, header, self.make_divisor(header, FP32()), are_alike=False)
+        self._launch_rest(poison=False)
 
     def give_up(self) -> None:
         self.padding.end()
-        if self._divisor is not None:
-            self._start(poison=True)
+        self._launch_rest(poison=True)
 
     def finish(self, final: FinalPass) -> None:
-        is_sent = len(self._works) == len(self._buckets) and not any(work.rounds_left for work in self._works)
-        if self._divisor is None or self._used_flags is None or not is_sent:
+        if self._transfers is None or self._divisor is None or self._used_flags is None:
             raise not_reduced()
         for unit in self.units:
             unit.module.reshard()  # reentrant checkpoints may have unsharded the unit again
         scale = self._divisor.after_wire()
         self._norms.begin()
-        for place, (bucket, work) in enumerate(zip(self._buckets, self._works, strict=True)):
-            work.wait()
+        for place, bucket in enumerate(self._transfers.wait_in_order()):
             bucket.publish(scale, self._norms, place)
         self._norms.copy_to(final)
         self._used_flags.drop_unused(self.params)
         # Every rank has the norms of the unsharded sums, but only the first rank of each mesh reports them.
         final.sumsq = torch.where(self._reports_norm, final.sumsq, 0.0)
 
-    def _start(self, *, poison: bool) -> None:
+    def _launch_rest(self, *, poison: bool) -> None:
         """Launch the missing collectives; the first collective of every unit precedes all later ones."""
+        if self._transfers is None:
+            return
+        self._transfers.launch_rest(poison=poison)
         with Unbroken(self.comm):
-            for bucket in self._buckets[len(self._works) :]:
-                self._works.append(bucket.rounds(poison=poison))
-            while any(work.rounds_left for work in self._works):
-                for work in self._works:
-                    work.step()
             if self._used_flags is None:
                 self._used_flags = self.used.all_reduce(
                     [poison or is_used for is_used in self.unsharded.used]
