@@ -11,11 +11,13 @@ from cases import (
     engine,
     integers,
     me,
+    recorded_warnings,
     records_of,
     typed_error_of,
 )
 from ranks import on_ranks
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
 
 import pyengine as pe
 
@@ -102,6 +104,42 @@ def test_a_window_that_counts_nothing_is_skipped_with_a_reason():
         assert not sync.step(torch.optim.SGD(model.parameters(), lr=1.0))
     record = records[0]
     assert record.skipped and "count is 0" in record.reason and record.loss is None
+
+
+def _mean_by_cross_entropy(out: Tensor, labels: Tensor) -> Tensor:
+    return cross_entropy(torch.cat([out, -out], 1), labels)
+
+
+def _mean_by_mask(out: Tensor, labels: Tensor) -> Tensor:
+    mask = labels != -100
+    return (out.squeeze(1).square() * mask).sum() / mask.sum()
+
+
+def _zero_without_labels(out: Tensor, labels: Tensor) -> Tensor:
+    return _mean_by_mask(out, labels) if (labels != -100).any() else out.sum() * 0
+
+
+@pytest.mark.parametrize("mean", [_mean_by_cross_entropy, _mean_by_mask, _zero_without_labels])
+@on_ranks(2)
+def test_a_mean_over_no_labels_is_left_out_unless_its_gradient_is_nan(mean):
+    """The model's mean, times its count: nan * 0 in the second micro-batch of rank 0."""
+    rank, world = me()
+    x, labels = torch.ones(3, 2), [torch.tensor([0, 1, -100]), torch.tensor([0, 0, 0])]
+    model = nn.Linear(2, 1)
+    sync = pe.GradSync(model, accumulate=2, nonfinite="skip")
+    records = records_of(sync)
+    with torch.no_grad():
+        expected = [mean(model(x), each) * (each != -100).sum() for each in labels]
+    labels[1] = torch.full((3,), -100) if rank == 0 else labels[1]
+    for each in labels:
+        n = (each != -100).sum()
+        with sync.accumulate():
+            sync.backward(mean(model(x), each) * n, count=n)
+    with recorded_warnings():  # the first skipped step warns
+        stepped = sync.step(torch.optim.SGD(model.parameters(), lr=1.0))
+    assert bool(stepped) is (mean is not _mean_by_mask)
+    whole = (world * expected[0] + (world - 1) * expected[1]) / 7
+    assert records[0].count == 7 and records[0].loss == pytest.approx(float(whole), rel=1e-6)
 
 
 @on_ranks(2)

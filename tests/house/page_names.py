@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -89,6 +90,7 @@ def loops_before_and_after() -> Iterator[Names]:
         batch = iter(batches)
         names |= {"rows": rows, "train_loader": DataLoader(pairs, batch_size=2), "loader": batches[:12]}
         names |= {"get_batch": lambda split: next(batch), "max_steps": 3}
+        names |= {"rank": dist.get_rank(), "epochs": 2}
         names["optimizer"] = torch.optim.SGD(names["model"].parameters(), lr=0.1)
         names["scaler"] = torch.amp.GradScaler("cpu")
         names["scheduler"] = torch.optim.lr_scheduler.ExponentialLR(names["optimizer"], 0.5)
@@ -116,10 +118,20 @@ def engine() -> Iterator[Names]:
         }
 
 
+class Tagger(nn.Linear):
+    """Returns logits of tokens; with labels an object with their mean loss, as models of Transformers do."""
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor | None = None) -> Any:
+        logits = super().forward(x)
+        return logits if labels is None else SimpleNamespace(loss=cross_entropy(logits.mT, labels))
+
+
 @contextmanager
 def counts() -> Iterator[Names]:
     """An engine over a model of tokens, sequences of them by prompt, and losses."""
     with loop() as names:
+        names["model"] = Tagger(4, 3)
+        names["optimizer"] = torch.optim.AdamW(names["model"].parameters(), lr=0.1)
         labels = torch.randint(3, (24, 5))
         labels[::2, 3:] = -100
         batch = {"x": torch.randn(24, 5, 4), "labels": labels, "prompt_tokens": torch.full((24,), 9)}
