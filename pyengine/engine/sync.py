@@ -837,9 +837,10 @@ class Sync:
     def gradient_accumulation_steps(self) -> int:
         """Number of micro-batches in a full window on this rank; initially `accumulate`.
 
-        Set it between two windows, to the same number on every rank. Setting it raises ValueError if the
-        number is not an integer of at least 1, or with accumulator="exact", whose result depends on this
-        number bit for bit. Setting it inside a window raises RuntimeError.
+        Set it between two windows, to the same number on every rank; a loop over `windows` continues with
+        windows of this length. Setting it raises ValueError if the number is not an integer of at least 1, or
+        with accumulator="exact", whose result depends on this number bit for bit. Setting it inside a window
+        raises RuntimeError.
         """
         return self._engine.counter.accumulate
 
