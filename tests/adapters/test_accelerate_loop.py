@@ -120,6 +120,29 @@ def test_a_prepared_optimizer_can_be_pickled_and_its_copy_steps_nothing():
             twin.step()
 
 
+def _logged() -> tuple:
+    """Return the losses that scripts of diffusers log, and those of the records; the last window is short."""
+    with accelerated():
+        _, accelerator, model, optimizer, data, _ = _prepared(12)
+        theirs, ours, train_loss = [], [], 0.0
+        accelerator.sync.on_step(lambda record: ours.append(record.loss))
+        for (x,) in data:
+            with accelerator.accumulate(model):
+                loss = model(x).mean()
+                train_loss += accelerator.gather(loss.repeat(len(x))).mean().item() / 2
+                accelerator.backward(loss)
+                optimizer.step()
+            if accelerator.sync_gradients:
+                theirs.append(train_loss)
+                train_loss = 0.0
+        return theirs, ours
+
+
+def test_the_loss_of_a_record_is_what_scripts_gather_and_divide_except_in_short_windows(ranks):
+    for theirs, (full, short) in ranks(2).run(_logged):
+        assert theirs == pytest.approx([full, short / 2], rel=1e-6)
+
+
 def _resized(sizes: list) -> tuple:
     """Give the windows of each epoch a size; return micro-batches seen and gradients stepped with,
     by epoch.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Iterator
 
 import pytest
@@ -68,6 +69,19 @@ def test_a_loader_without_a_length_on_one_rank_is_a_type_error_on_every_rank(str
     assert text.startswith("TypeError: len(sync.windows(loader)): ")
     assert ("another rank" in text) is (rank == 0) and "total=" in text
     assert len(sync.windows([torch.ones(1, 2)])) == 1  # the engine goes on
+
+
+@on_ranks(2)
+def test_a_progress_bar_asks_also_where_it_is_disabled():
+    tqdm = pytest.importorskip("tqdm").tqdm
+    rank, _ = me()
+    model, sync = _engine(2)
+    bar = tqdm(sync.windows(list(torch.ones(3, 1, 2))), disable=rank > 0, file=io.StringIO())
+    for window in bar:
+        for x in window:
+            sync.backward(model(x).sum())
+        sync.unscale_()
+    assert rank > 0 or (bar.n, bar.total) == (2, 2)
 
 
 @on_ranks(2)

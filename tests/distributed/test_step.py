@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from functools import partial
 
 import pytest
@@ -81,6 +82,35 @@ def test_the_wrapped_optimizer_steps_only_where_a_window_ends(kind):
     assert optimizer.param_groups is sgd.param_groups and not optimizer.step_was_skipped
     # gradient 1 in every window; learning rates 1, 0.5, 0.25; the last window has one micro-batch
     assert seen == [(0, 10.0), (0, 10.0), (1, 9.0), (1, 9.0), (1, 9.0), (2, 8.5), (3, 8.25)]
+
+
+@pytest.mark.parametrize("is_wrapped", [True, False])
+@pytest.mark.parametrize("value", [1.0, math.nan])
+@on_ranks(2)
+def test_is_sync_step_from_the_last_block_until_the_next_even_if_the_step_is_skipped(is_wrapped, value):
+    model = nn.Linear(1, 1, bias=False)
+    sync = pe.GradSync(model, accumulate=2)
+    sgd = torch.optim.SGD(model.parameters(), lr=1.0)
+    wrapped = sync.wrap(sgd)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the first skipped step warns
+        for k in range(5):
+            before = sync.is_sync_step
+            with sync.accumulate(last=k == 4):
+                seen = [sync.is_sync_step]
+                sync.backward(model(torch.full((1, 1), value)).sum())
+                seen.append(sync.is_sync_step)
+                if is_wrapped:
+                    wrapped.step()
+                    wrapped.zero_grad()
+                    seen.append(sync.is_sync_step)
+            seen.append(sync.is_sync_step)
+            is_last = k in (1, 3, 4)
+            if is_last and not is_wrapped:
+                assert bool(sync.step(sgd)) is (value == 1.0)
+            assert [*seen, sync.is_sync_step] == [is_last] * (len(seen) + 1)
+            assert before is (k in (2, 4))
+    assert not is_wrapped or wrapped.step_was_skipped is (value != 1.0)
 
 
 @pytest.mark.parametrize("kind", ["own", "attach"])

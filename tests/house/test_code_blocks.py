@@ -31,7 +31,7 @@ def _param(*given: Block) -> Any:
     """Mark blocks as slow if every rank imports another library for them, which takes seconds."""
     is_slow = any(re.search(rf"\b{module}\b", block.code) for block in given for module in OPTIONAL)
     value = given if len(given) > 1 else given[0]
-    return pytest.param(value, id=str(given[0]), marks=[pytest.mark.slow] if is_slow else [])
+    return pytest.param(value, id=str(given[-1]), marks=[pytest.mark.slow] if is_slow else [])
 
 
 # Loops that are meant to train the same parameters stand one behind the other.
@@ -41,6 +41,12 @@ PAIRS = [
     (before, next(after for after in AFTER if after.page == before.page and after.line > before.line))
     for before in BEFORE
     if before.page != "README.md"
+]
+# A further loop behind these trains what the page's first loop does.
+PAIRS += [
+    (next(before for before in BEFORE if before.page == after.page), after)
+    for after in AFTER
+    if after.page != "README.md" and after not in sum(PAIRS, ())
 ]
 RUN = [block for block in PYTHON if not block.is_doctest and block not in [*SCRIPTS, *sum(PAIRS, ())]]
 # Sphinx reads these, and fails on what it does not know; or they are not ours to run.
@@ -62,7 +68,7 @@ def test_a_session_prints_what_the_page_shows(page):
 def _run_on_ranks(ranks: Any, block: Block, folder: Path) -> torch.Tensor:
     """Run a block on as many ranks as its page has, which have to get the same parameters; return these."""
     compile(block.code, str(block), "exec")
-    for module in OPTIONAL:
+    for module in [*OPTIONAL, "tqdm"]:
         if re.search(rf"\b{module}\b", block.code):
             pytest.importorskip(module)
     _, world = NAMES.get(block.page, (loop, 2))
