@@ -488,7 +488,8 @@ class Engine:
         scale = None if scaler is None or self.is_lazy else scaler.current_scale()
         kept = self.kept_grads.pending() if self.split.are_alike else ()
         use = self.verdicts.last_use()
-        return HeaderDigest(stage, self.name, settings, scale, use, self.counter.accumulate, kept)
+        total = self.split.micro_batches
+        return HeaderDigest(stage, self.name, settings, scale, use, self.counter.accumulate, total, kept)
 
     def follow_scale(self) -> None:
         """Rescale the residuals of wires if anyone has changed the loss scale."""

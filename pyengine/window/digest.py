@@ -70,13 +70,14 @@ class HeaderDigest:
     scale: Tensor | None = None  # loss scale, 0-dim; None without a scaler or if the scale cannot be read
     use: Use = field(default_factory=Use)  # use of the previous window, if it was used
     accumulate: int = 0  # value on this rank, for error reports only; it may differ between ranks
+    micro_batches: int = 0  # number in a full window, over all ranks
     kept: tuple[int, ...] = ()  # parameters whose gradients from earlier windows count in this window
 
     def pieces(self) -> list[int]:
         """Return the digest in 20-bit pieces, without values on an accelerator; see `add_to`."""
         steps = [(step.name, _described(step.params), step.numbers) for step in self.use.steps]
         use = steps, len(self.use.factors), self.use.is_callers_own
-        text = repr((self.stage, self.engine, self.scaler, use, self.kept)).encode()
+        text = repr((self.stage, self.engine, self.scaler, use, self.micro_batches, self.kept)).encode()
         here = [struct.pack("<f", float(scalar)) for scalar in self._scalars if not _is_on_device(scalar)]
         digest = int.from_bytes(hashlib.blake2b(text + b"".join(here), digest_size=8).digest(), "little")
         return [digest >> PIECE_BITS * index & _PIECE - 1 for index in range(NUM_PIECES)]
@@ -111,6 +112,7 @@ class HeaderDigest:
             "stage": self.stage,
             "scaler": f"{scale} ({self.scaler})" if self.scaler else scale,
             "use": f"{steps}, factors {factors}" if factors else steps,
+            "length": f"{self.micro_batches} micro-batches over all ranks",
             "kept": f"those of {len(self.kept)} parameters {list(self.kept[:8])}" if self.kept else "none",
         }
 
@@ -153,6 +155,13 @@ _PARTS = {
         (
             "Clip, step and set the learning rate alike on every rank. Parameters have parted: restore all "
             "from one checkpoint"
+        ),
+    ),
+    "length": (
+        "ranks have full windows of different lengths",
+        (
+            "Set sync.gradient_accumulation_steps to the same number on every rank. Nothing was stepped; "
+            "call sync.abandon() on all of them and go on"
         ),
     ),
     "kept": (

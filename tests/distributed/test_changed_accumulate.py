@@ -57,3 +57,25 @@ def test_a_state_does_not_contain_the_length():
     other = pe.GradSync(model, accumulate=2)
     other.load_state_dict(state)
     assert other.gradient_accumulation_steps == 2
+
+
+@pytest.mark.parametrize("kind", ["own", "sharded"])
+@on_ranks(2)
+def test_another_length_on_some_rank_is_an_error_on_every_rank(kind):
+    rank, _ = me()
+    sync, model = sharded("flat", accumulate=1) if kind == "sharded" else (None, torch.nn.Linear(5, 3))
+    sync = sync or pe.GradSync(model, accumulate=1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    sync.gradient_accumulation_steps = 1 + rank
+    with pytest.raises(RuntimeError, match="Set sync.gradient_accumulation_steps to the same") as error:
+        for window in sync.windows(own_batches(2)):
+            for x, _ in window:
+                sync.backward(model(x).sum(), count=3)
+            sync.step(optimizer)
+    assert "rank 0: 2 micro-batches over all ranks; rank 1: 4 micro-batches" in str(error.value)
+    sync.abandon()
+    sync.gradient_accumulation_steps = 2
+    for window in sync.windows(own_batches(2)):
+        for x, _ in window:
+            sync.backward(model(x).sum(), count=3)
+        assert sync.step(optimizer)
