@@ -69,7 +69,6 @@ class Comparison:
     """One of ours against one peer in one launch; times are ours over the peer's."""
 
     launch: str
-    peer: str
     ours: str
     ratio: float
     is_lost: bool
@@ -92,7 +91,7 @@ def _compare(name: str, one: Measured, peer: str, ours: str) -> Comparison:
     ratios = one.ratios(ours, peer)
     ratio = statistics.median(ratios)
     margin = max(one.noise, doubt(ratios))
-    return Comparison(name, peer, ours, ratio, is_lost=ratio > 1 + margin, is_won=ratio < 1 - margin)
+    return Comparison(name, ours, ratio, is_lost=ratio > 1 + margin, is_won=ratio < 1 - margin)
 
 
 def explained(one: Comparison) -> str:

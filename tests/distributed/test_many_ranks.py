@@ -130,7 +130,7 @@ def test_accounted_traffic_is_what_ranks_count(ranks, kind, world):
 def test_a_rank_of_4096_sends_as_much_as_one_of_64(kind):
     few, many = account(kind, 64), account(kind, 4096)
     for part, (collectives, num_bytes) in few.items():
-        assert many[part][0] == collectives
+        assert many[part][0] == collectives and num_bytes > 0
         assert num_bytes <= many[part][1] <= 1.02 * num_bytes  # 2 (W - 1) / W grows by 1.6 %
 
 
