@@ -56,7 +56,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         for plot in draw(read(path)[2], Path(folder), suffix=".svg"):
             if plot.path.stem in PLOTS:
-                text = "".join(f"{line.rstrip()}\n" for line in plot.path.read_text().splitlines())
+                text = plot.path.read_text()
                 (ROOT / "docs" / PLOTS[plot.path.stem]).write_text(f"{text}{digest(path)}\n")
                 print("wrote", ROOT / "docs" / PLOTS[plot.path.stem])
 

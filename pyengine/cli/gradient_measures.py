@@ -8,31 +8,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from pyengine.cli.plot_style import INK, STYLE
 from pyengine.engine.sync import Sync
 from pyengine.step.step_record import StepRecord
 from pyengine.window.noise_scale import NoiseScale
 
-INK = "#222222"
-STYLE: dict[Any, Any] = {  # Any, because the stubs of rc_context list every name
-    "font.size": 11,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.edgecolor": "#9a9a9a",
-    "axes.labelcolor": INK,
-    "axes.titlesize": 12,
-    "axes.titleweight": "bold",
-    "axes.titlelocation": "left",
-    "axes.grid": True,
-    "axes.axisbelow": True,
-    "grid.color": "#e4e4e4",
-    "legend.frameon": False,
-    "legend.fontsize": 9,
-    "legend.title_fontsize": 9,
-    "xtick.color": INK,
-    "ytick.color": INK,
-    "text.color": INK,
-    "svg.hashsalt": "pyengine",  # the same figures give the same file
-}
 _MOST_LINES = 12  # most lines that can be distinguished in one panel
 _BARS = 25  # approximate number of error bars over the steps of a run
 

@@ -11,25 +11,21 @@ from typing import Any
 import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis
-from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from matplotlib.ticker import FixedFormatter, FixedLocator, MaxNLocator, NullLocator, PercentFormatter
 
 from pyengine.cli.files import written
-from pyengine.cli.gradient_measures import INK, STYLE, draw_noise_scale
+from pyengine.cli.gradient_measures import draw_noise_scale
 from pyengine.cli.noise import Range, duration
+from pyengine.cli.plot_style import ABSENT, INK, RAMP, SHADE, STYLE, save_svg
 from pyengine.cli.study.analysis import Analysis, Curve, Figures
 from pyengine.cli.study.grid import Cell
 
-_SHADE = "#efece4"
 _MARKERS = "osD^vPX*"
 _DPI = 130
+_ON_LIGHT = "#111111"  # ink on a light tile, which is light on dark pages too
 _DASHED, _DOTTED = (0, (5, 4)), (0, (1.5, 2))
-_ABSENT = "#e4e1da"
-
-
-Colour = tuple[float, ...]
 
 
 @dataclass(frozen=True)
@@ -50,7 +46,10 @@ def draw(analysis: Analysis, folder: Path, *, suffix: str = ".png") -> list[Plot
             figure = paint(analysis)
             if figure is not None:
                 with written(path) as part:
-                    figure.savefig(part, metadata={"Date": None})
+                    if suffix == ".svg":
+                        save_svg(figure, part)
+                    else:
+                        figure.savefig(part, metadata={"Date": None})
                 plots.append(Plot(title, caption, path))
     return plots
 
@@ -130,15 +129,17 @@ def _heat_map(analysis: Analysis) -> Figure:
         low, high = min(values.values()), max(values.values())
         for (x, batch), (y, count) in itertools.product(enumerate(batches), enumerate(workers)):
             cell = Cell(count, batch)
-            colour: Any = _ABSENT
+            colour: Any = ABSENT
+            ink = INK
             text = _why_absent(analysis, cell)
             if cell in values:
                 share = (values[cell] - low) / (high - low) if high > low else 0.5
                 colour, text = matplotlib.colormaps[colours](share), text_of(values[cell])
                 text += "\n(shared cores)" if analysis.cells[cell].is_oversubscribed else ""
+                red, green, blue, _ = colour
+                is_dark = 0.299 * red + 0.587 * green + 0.114 * blue < 0.5
+                ink = "white" if is_dark else _ON_LIGHT  # for contrast
             axes.fill_between([x - 0.49, x + 0.49], y - 0.49, y + 0.49, color=colour, linewidth=0)
-            red, green, blue = to_rgb(colour)
-            ink = "white" if 0.299 * red + 0.587 * green + 0.114 * blue < 0.5 else INK  # for contrast
             axes.text(x, y, text, ha="center", va="center", fontsize=10, color=ink)
         axes.grid(visible=False)
         axes.spines[:].set_visible(False)
@@ -221,11 +222,11 @@ def _panels(
     return figure, [figure.add_subplot(rows, columns, number + 1) for number in range(count)]
 
 
-def _looks(values: Sequence[int]) -> dict[int, tuple[Colour, str]]:
+def _looks(values: Sequence[int]) -> dict[int, tuple[str, str]]:
     """Return a color (dark to light, safe for color-blind readers) and a marker for each value."""
-    palette, last = matplotlib.colormaps["viridis"], max(1, len(values) - 1)
+    step = (len(RAMP) - 1) / max(1, len(values) - 1)
     return {
-        value: (palette(0.82 * number / last), _MARKERS[number % len(_MARKERS)])
+        value: (RAMP[round(number * step)], _MARKERS[number % len(_MARKERS)])
         for number, value in enumerate(values)
     }
 
@@ -259,14 +260,14 @@ def _lines(axes: Axes, analysis: Analysis, pick: Callable[[Figures], Range | Non
     alone = [figures.cell.workers for figures in cells if not figures.is_oversubscribed]
     if shared:
         edge = (min(shared) * max(alone)) ** 0.5 if alone else 0.85
-        axes.axvspan(edge, analysis.workers[-1] * 1.18, color=_SHADE, zorder=0, linewidth=0)
+        axes.axvspan(edge, analysis.workers[-1] * 1.18, color=SHADE, zorder=0, linewidth=0)
 
 
 def _legend(axes: Axes, analysis: Analysis) -> None:
     """Add a legend of the batches, the ideal line and the shade."""
     handles, labels = axes.get_legend_handles_labels()
     if any(figures.is_oversubscribed for figures in analysis.cells.values()):
-        handles.append(Patch(color=_SHADE))
+        handles.append(Patch(color=SHADE))
         labels.append(f"workers share the {analysis.cores} cores")
     axes.legend(handles, labels, title=_batch_axis(analysis), loc="best", alignment="left")
 
