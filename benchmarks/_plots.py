@@ -1,19 +1,22 @@
-"""Plots of the results of `bench_peers.py`: docs/numbers.svg and docs/numbers-growth.svg.
+"""Plots of result files in docs/: mean.svg, convergence.svg, numbers.svg, numbers-growth.svg.
 
-They stand on a light card of their own, so that pages with dark grounds show them as they are. A plot's last
-line tells from which figures it was drawn, by which a test knows one that is older than its files.
+A plot's last line tells from which figures it was drawn, by which a test knows one that is older than its
+files.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from _peer_results import Measured, first
+from _peer_results import Measured, first, newest
+
+from pyengine.cli.plot_style import EDGE, GREEN, INK, ORANGE, OURS, PEER, SHADE, STYLE, save_svg
+from pyengine.wire.named import WIRES
 
 # ---- how exposed sync grows: straight lines through medians ----
 
@@ -97,14 +100,10 @@ _PANELS = {
 }
 _GROWING = {"ddp": "DDP as it comes", "no_sync_view": "DDP + no_sync, views", "accelerate": "Accelerate"}
 _GROWING |= {"engine": "GradSync", "engine_bf16": "GradSync, bf16 wire"}
-_STYLE = {
-    "svg.hashsalt": "pyengine",
-    "svg.fonttype": "path",
-    "font.size": 10.5,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-}
-_CARD, _INK, _OURS, _PEER = "#ffffff", "#1f2933", "#1668b8", "#9aa5b1"
+_TICKS = (20, 50, 100, 200, 500, 1000, 2000, 5000)
+_STYLE = STYLE | {"font.size": 9.5, "axes.titlesize": 10, "axes.titleweight": "normal", "axes.grid": False}
+_STYLE |= {"figure.constrained_layout.w_pad": 0.1, "figure.constrained_layout.h_pad": 0.08}
+_WIDTH = 8.65  # inches, 830 pixels: what GitHub shows of a picture
 
 Results = dict[str, Measured]
 
@@ -114,42 +113,179 @@ class Plot:
     """A file of docs/, the figures it is drawn from, and who draws them.
 
     Attributes:
-        figures: what is drawn, as JSON can hold it; empty where files are missing.
+        figures: given the folder of result files, what is drawn, as JSON can hold it; empty where files are
+            missing.
+        height: in inches.
     """
 
     name: str
-    figures: Callable[[Results], dict[str, Any]]
+    figures: Callable[[Path], dict[str, Any]]
     paint: Callable[[Any, dict[str, Any]], None]
-    size: tuple[float, float]
+    height: float
 
 
-def digest(plot: Plot, results: Results) -> str:
+def digest(plot: Plot, folder: Path) -> str:
     """Return the line that a plot of these figures ends with."""
-    text = json.dumps([plot.name, plot.figures(results)])
+    text = json.dumps([plot.name, plot.figures(folder)])
     return f"<!-- numbers: {hashlib.sha256(text.encode()).hexdigest()[:16]} -->"
 
 
-def draw(plot: Plot, results: Results, folder: Path) -> None:
+def draw(plot: Plot, results: Path, docs: Path) -> None:
     """Write a plot; the same figures give the same file."""
     import matplotlib
-    from matplotlib.backends.backend_svg import FigureCanvasSVG
     from matplotlib.figure import Figure
 
-    path = folder / plot.name
-    with matplotlib.rc_context(_STYLE | {"text.color": _INK, "axes.labelcolor": _INK}):
-        figure = Figure(figsize=plot.size, layout="constrained", facecolor=_CARD)
+    with matplotlib.rc_context(_STYLE):
+        figure = Figure(figsize=(_WIDTH, plot.height), layout="constrained")
         plot.paint(figure, plot.figures(results))
-        FigureCanvasSVG(figure).print_svg(path, metadata={"Date": None})
-    text = "".join(f"{row.rstrip()}\n" for row in path.read_text().splitlines())
-    path.write_text(f"{text}{digest(plot, results)}\n")
-    print("wrote", path)
+        save_svg(figure, docs / plot.name, last_line=digest(plot, results))
+    print("wrote", docs / plot.name)
+
+
+def _content(folder: Path, name: str) -> dict[str, Any]:
+    """Return the newest result file of a script; nothing if there is none."""
+    paths = sorted(folder.glob(f"????-??-??-{name}.json"))
+    content: dict[str, Any] = json.loads(paths[-1].read_text()) if paths else {}
+    return content
+
+
+def _title(figure: Any, text: str) -> None:
+    figure.suptitle(text, x=0.01, ha="left", fontsize=11, fontweight="bold")
+
+
+def _bars(axes: Any, bars: dict[str, tuple[float, str, str]]) -> None:
+    """Draw horizontal bars, from the top: a length, a text behind the bar, and a color."""
+    longest = max(length for length, _, _ in bars.values())
+    for place, (length, text, colour) in enumerate(bars.values()):
+        axes.barh(place, length, color=colour, height=0.72)
+        axes.text(length + 0.015 * longest, place, text, va="center")
+    axes.set(yticks=[], xlim=(0, 1.22 * longest), xticks=[], ylim=(len(bars) - 0.4, -0.6))
+    axes.spines["bottom"].set_visible(False)
+
+
+def _name_rows(axes: Any, names: Sequence[str], ours: Sequence[bool]) -> None:
+    """Write a name before each row, ours in bold."""
+    axes.set_yticks(range(len(names)), names)
+    axes.tick_params(axis="y", length=0)
+    for label, is_ours in zip(axes.get_yticklabels(), ours, strict=True):
+        label.set_fontweight("bold" if is_ours else "normal")
+
+
+# ---- mean.svg ----
+
+_CASES = {
+    "full": "full window,\nmicro-batches of {longest} tokens",
+    "short": "short last window,\n4 of 8 micro-batches",
+    "tokens": "full window, micro-batches\nof {fewest} to {most} tokens",
+}
+_ROUNDING = 1e-5  # errors below are those of float32
+_LOOPS = {"ddp": ("DDP loop", PEER, "s"), "engine": ("pyengine", OURS, "o")}
+_SENT = {
+    "ddp": "DDP without no_sync",
+    "no_sync": "DDP + no_sync",
+    "fp32": "pyengine",
+    "bf16": "pyengine, bf16 wire",
+    "int8-ef": "pyengine, int8 wire\nwith feedback",
+}
+
+
+def _mean(folder: Path) -> dict[str, Any]:
+    """Return the errors of gradients by case and loop, and the bytes of a window by loop."""
+    content = _content(folder, "mean")
+    return {key: content[key] for key in ("errors", "tokens", "bytes")} if content else {}
+
+
+def _percent(error: float) -> str:
+    return f"{100 * error:.6f} %" if error < _ROUNDING else f"{100 * error:.0f} %"
+
+
+def _paint_mean(figure: Any, figures: dict[str, Any]) -> None:
+    left, right = figure.subplots(1, 2, width_ratios=(1.25, 1))
+    offset = {"textcoords": "offset points"}
+    longest = max(map(max, figures["tokens"]["full"]))
+    fewest, most = (find(map(find, figures["tokens"]["tokens"])) for find in (min, max))
+    for place, errors in enumerate(figures["errors"].values()):
+        left.plot(list(errors.values()), [place] * len(errors), color=EDGE, lw=1, zorder=1)
+        for loop, (_, colour, marker) in _LOOPS.items():
+            left.plot(errors[loop], place, marker=marker, color=colour, ms=8, ls="none")
+        if max(errors.values()) < _ROUNDING:  # too close for a text each
+            text = f"both ≤ {_percent(max(errors.values()))}"
+            left.annotate(text, (max(errors.values()), place), (9, 0), va="center", **offset)
+        else:
+            for error in errors.values():
+                left.annotate(_percent(error), (error, place), (0, -8), ha="center", va="top", **offset)
+    names = [name.format(longest=longest, fewest=fewest, most=most) for name in _CASES.values()]
+    _name_rows(left, names, [False] * len(names))
+    left.set(xscale="log", xlim=(4e-9, 8), ylim=(len(names) - 0.4, -0.75))
+    left.set_title("Relative error of the gradient")
+    left.set_xticks([1e-7, 1e-4, 1e-1], ["0.00001 %", "0.01 %", "10 %"])
+    left.minorticks_off()
+    left.grid(axis="x")
+    for loop, (name, colour, _) in _LOOPS.items():
+        at = (figures["errors"]["short"][loop], 1)
+        ink = OURS if colour == OURS else INK
+        left.annotate(name, at, (0, 8), color=ink, ha="center", fontweight="bold", **offset)
+    sent = figures["bytes"]
+    _bars(
+        right,
+        {
+            name: (sent[name] / 1e6, f"{sent[name] / 1e6:.0f} MB", PEER if "DDP" in label else OURS)
+            for name, label in _SENT.items()
+        },
+    )
+    _name_rows(right, list(_SENT.values()), ["DDP" not in label for label in _SENT.values()])
+    right.set_title("Sent by a rank in a window")
+
+
+# ---- convergence.svg ----
+
+_QUALITY = {  # of a model: the unit of its figures, and the title of its panel
+    "gpt": (1, "GPT: held-out loss"),
+    "cnn": (100, "CNN: wrong digits, percentage points"),
+}
+
+
+def _convergence(folder: Path) -> dict[str, Any]:
+    """Return how far each seed's final quality is from fp32's, by model and wire; of fp32, from its mean."""
+    found: dict[str, Any] = {}
+    for model, wires in _content(folder, "convergence").get("models", {}).items():
+        first = wires["fp32"]["finals"]
+        found[model] = {"fp32": [round(value - sum(first) / len(first), 5) for value in first]}
+        for wire in (wire for wire in WIRES if wire in wires and wire != "fp32"):
+            pairs = zip(wires[wire]["finals"], first, strict=True)
+            found[model][wire] = [round(value - base, 5) for value, base in pairs]
+    return found
+
+
+def _paint_convergence(figure: Any, figures: dict[str, Any]) -> None:
+    panels = figure.subplots(1, len(figures), sharey=True)
+    for axes, (model, wires) in zip(panels, figures.items(), strict=True):
+        unit, title = _QUALITY[model]
+        own = [unit * value for value in wires["fp32"]]
+        axes.axvspan(min(own), max(own), color=SHADE, lw=0, zorder=0)
+        axes.axvline(0, color=EDGE, lw=1, zorder=1)
+        for place, (wire, values) in enumerate(wires.items()):
+            colour = INK if wire == "fp32" else OURS
+            for seed, value in enumerate(values):
+                offset = 0.24 * (seed - (len(values) - 1) / 2)  # equal values stay apart
+                axes.plot(unit * value, place + offset, "o", color=colour, ms=4.5)
+        widest = 1.15 * max(abs(unit * value) for values in wires.values() for value in values)
+        axes.set(xlim=(-widest, widest), ylim=(len(wires) - 0.4, -0.6))
+        axes.locator_params(axis="x", nbins=7)
+        axes.set_title(title)
+        axes.grid(axis="x")
+    names = list(next(iter(figures.values())))
+    _name_rows(panels[0], names, [False] * len(names))
+    panels[-1].tick_params(axis="y", length=0)
+    _title(figure, "Each dot is a seed minus fp32 with the same seed; shaded: fp32's seeds minus their mean")
 
 
 # ---- numbers.svg ----
 
 
-def _exposed(results: Results) -> dict[str, Any]:
+def _exposed(folder: Path) -> dict[str, Any]:
     """Return exposed sync in ms, by panel and bar, and each panel's floor."""
+    results = newest(folder)
     found: dict[str, Any] = {}
     for title, launches in _PANELS.items():
         if launches[0] not in results or launches[1] not in results:
@@ -164,37 +300,28 @@ def _exposed(results: Results) -> dict[str, Any]:
 
 def _paint_exposed(figure: Any, figures: dict[str, Any]) -> None:
     panels = figure.subplots(1, len(figures))
+    is_ours = [name.startswith("engine") for name in BARS]
     for axes, (title, panel) in zip(panels, figures.items(), strict=True):
-        longest = max(panel["bars"].values())
-        for place, name in enumerate(BARS):
-            if name not in panel["bars"]:
-                continue
-            value, is_ours = panel["bars"][name], name.startswith("engine")
-            axes.barh(place, value, color=_OURS if is_ours else _PEER, height=0.72)
-            text = f"{value:,.0f} ms"
-            axes.text(value + 0.015 * longest, place, text, va="center", fontsize=9.5, color=_INK)
-        axes.set(yticks=[], xlim=(0, 1.2 * longest), xticks=[], ylim=(len(BARS) - 0.4, -0.6))
-        axes.spines["bottom"].set_visible(False)
-        axes.set_title(title, loc="left", fontsize=11)
-    for place, (name, label) in enumerate(BARS.items()):
-        weight = "bold" if name.startswith("engine") else "normal"
-        beside = {"xy": (0, place), "xycoords": ("axes fraction", "data"), "textcoords": "offset points"}
-        panels[0].annotate(label, xytext=(-6, 0), ha="right", va="center", fontweight=weight, **beside)
+        bars = {}
+        for name, ours in zip(BARS, is_ours, strict=True):
+            value = panel["bars"].get(name)
+            text = "" if value is None else f"{value:,.0f} ms"
+            bars[name] = (value or 0.0, text, OURS if ours else PEER)
+        _bars(axes, bars)
+        axes.set_title(title)
+    _name_rows(panels[0], list(BARS.values()), is_ours)
     floor = next(iter(figures.values()))["floor"]
-    figure.suptitle(
-        f"Waiting for gradients in a window of 8 micro-batches, beside {floor / 1000:.2g} s of work",
-        x=0.01,
-        ha="left",
-        fontsize=12,
-        fontweight="bold",
+    _title(
+        figure, f"Waiting for gradients in a window of 8 micro-batches, beside {floor / 1000:.2g} s of work"
     )
 
 
 # ---- numbers-growth.svg ----
 
 
-def _growth(results: Results) -> dict[str, Any]:
+def _growth(folder: Path) -> dict[str, Any]:
     """Return the points of every line, by panel."""
+    results = newest(folder)
     found: dict[str, Any] = {}
     for of in SLOPES[:4]:
         points = {name: line(results, name, of) for name in _GROWING}
@@ -206,20 +333,26 @@ def _growth(results: Results) -> dict[str, Any]:
 
 def _paint_growth(figure: Any, figures: dict[str, Any]) -> None:
     axis = ("million parameters", "million parameters", "micro-batches a window", "workers")
-    colours = ("#52606d", "#d97706", "#0f9d76", _OURS, "#7c3aed")
+    looks = ((PEER, "s-"), (ORANGE, "D-"), (GREEN, "^-"), (OURS, "o-"), (OURS, "v:"))
     for axes, (title, lines), label in zip(figure.subplots(1, 4), figures.items(), axis, strict=True):
-        for (name, points), colour in zip(lines.items(), colours, strict=True):
+        for (name, points), (colour, look) in zip(lines.items(), looks, strict=True):
             xs, ys = zip(*points, strict=True)
-            axes.plot(xs, ys, marker="o", ms=4, lw=1.8, color=colour, label=_GROWING[name])
-        axes.set(xlabel=label, ylim=(0, None), xlim=(0, None))
-        axes.set_title(title.partition(", ")[2], fontsize=10.5)
-        axes.grid(axis="y", color="#e4e7eb", lw=0.8)
-        axes.set_axisbelow(True)
+            axes.plot(xs, ys, look, ms=4, lw=1.6, color=colour, label=_GROWING[name])
+        axes.set(xlabel=label, yscale="log", ylim=(15, 9000), xlim=(0, None))
+        axes.set_xticks(sorted({round(x) for points in lines.values() for x, _ in points}))
+        axes.set_yticks(_TICKS, [f"{tick:,}" for tick in _TICKS] if axes is figure.axes[0] else [])
+        axes.minorticks_off()
+        axes.tick_params(axis="y", length=0)
+        axes.set_title(title.partition(", ")[2])
+        axes.grid(axis="y")
     figure.axes[0].set_ylabel("exposed sync, ms")
-    figure.axes[0].legend(fontsize=8.5, frameon=False)
+    handles, labels = figure.axes[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside upper left", ncols=len(labels), fontsize=9, columnspacing=1.2)
 
 
 PLOTS = (
-    Plot("numbers.svg", _exposed, _paint_exposed, (11, 4.4)),
-    Plot("numbers-growth.svg", _growth, _paint_growth, (13, 3.4)),
+    Plot("mean.svg", _mean, _paint_mean, 2.9),
+    Plot("convergence.svg", _convergence, _paint_convergence, 3.9),
+    Plot("numbers.svg", _exposed, _paint_exposed, 4.2),
+    Plot("numbers-growth.svg", _growth, _paint_growth, 3.1),
 )

@@ -2,7 +2,7 @@
 
     python benchmarks/bench_convergence.py --save        # GPT and CNN, 500 steps, three seeds, every wire
     python benchmarks/bench_convergence.py --save --go-on benchmarks/results/<date>-convergence.json  # rest
-    python benchmarks/bench_convergence.py --draw benchmarks/results/<date>-convergence.json  # the plot
+    make numbers                                         # draws docs/convergence.svg from the newest file
 
 Two gloo workers. Runs of one model and seed differ in the wire alone: the same start, the same micro-batches.
 What is told of a wire is the loss on data that training never reads (of the CNN the share that is named
@@ -20,22 +20,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import matplotlib
 import torch
 import torch.distributed as dist
 from _harness import save
-from matplotlib.backends.backend_svg import FigureCanvasSVG
-from matplotlib.figure import Figure
 
 import pyengine as pe
-from pyengine.cli.gradient_measures import INK, STYLE
 from pyengine.cli.machine import card
 from pyengine.cli.tasks.cnn import DigitsTask
 from pyengine.cli.tasks.gpt import TextTask
 from pyengine.comm.launching import launch
 from pyengine.wire.named import WIRES
 
-PLOT = Path(__file__).resolve().parents[1] / "docs" / "convergence.svg"
 ACCUMULATE, MICRO_BATCH, SMOOTH = 2, 4, 20
 TASKS: dict[str, Any] = {"gpt": TextTask, "cnn": DigitsTask}
 DEFAULT = (
@@ -71,22 +66,17 @@ def train(model: str, wire: str, seed: int, steps: int) -> tuple[list[float], fl
 
 
 def main() -> None:
-    """Run everything, print a table, write a result file and the plot."""
+    """Run everything, print a table, write a result file."""
     options = _options()
-    if options.draw:
-        _draw(json.loads(options.draw.read_text())["models"])
-        return
     models: dict[str, Any] = json.loads(options.go_on.read_text())["models"] if options.go_on else {}
     for model in options.models:
         found = models.setdefault(model, {})
         for wire in (wire for wire in options.wires if wire not in found):
             found[wire] = _measure(model, wire, options)
             if options.save:  # now: a run that is stopped keeps what it has
-                told = {**vars(options), "draw": None, "go_on": None}
+                told = {**vars(options), "go_on": None}
                 save("convergence", {"machine": card(1), "options": told, "models": models})
         _print(model, found)
-    if options.save:
-        _draw(models)
 
 
 def _options() -> argparse.Namespace:
@@ -98,9 +88,8 @@ def _options() -> argparse.Namespace:
     add("--wires", type=lambda text: text.split(","), default=list(DEFAULT), help=f"of {', '.join(WIRES)}")
     add("--steps", type=int, default=500)
     add("--seeds", type=int, default=3)
-    add("--save", action="store_true", help="write benchmarks/results/<date>-convergence.json and the plot")
+    add("--save", action="store_true", help="write benchmarks/results/<date>-convergence.json")
     add("--go-on", type=Path, help="a result file: keep what it has, and run what it lacks")
-    add("--draw", type=Path, help="a result file: write only the plot of it")
     return parser.parse_args()
 
 
@@ -127,57 +116,6 @@ def _print(model: str, wires: dict[str, dict[str, Any]]) -> None:
         over = [mine - theirs for mine, theirs in zip(finals, first, strict=True)]
         numbers = (statistics.mean(finals), min(finals), max(finals), statistics.mean(over), max(over))
         print(f"{wire:30}" + "".join(f"{number:10.4f}" for number in numbers))
-
-
-def _draw(models: dict[str, dict[str, dict[str, Any]]]) -> None:
-    """Draw, of every model, each wire's loss, and how far it lies from fp32's with the same seed: the mean
-    over seeds, and the band between them.
-    """
-    names = [wire for wire in WIRES if any(wire in wires for wires in models.values())]
-    colours = dict(zip(names, (INK, *map(matplotlib.colormaps["tab20"], range(20))), strict=False))
-    with matplotlib.rc_context(STYLE | {"svg.hashsalt": "pyengine", "svg.fonttype": "path"}):
-        figure = Figure(figsize=(11, 3.6 * len(models)), layout="constrained")
-        rows = figure.subplots(len(models), 2, squeeze=False)
-        for (left, right), (model, wires) in zip(rows, models.items(), strict=True):
-            first = wires["fp32"]["curves"]
-            for wire in names:
-                curves = wires[wire]["curves"]
-                _band(left, curves, colours[wire], wire)
-                _band(right, _over(curves, first), colours[wire], "")
-            spread = [
-                [value - statistics.mean(c) for value, c in zip(curve, zip(*first, strict=True), strict=True)]
-                for curve in first
-            ]
-            _band(right, spread, "0.6", "fp32's own seeds, about their mean", width=0)
-            left.set(title=model, xlabel="optimizer steps", ylabel="training loss", yscale="log")
-            right.set(title=f"{model}, over fp32", xlabel="optimizer steps", ylabel="with the same seed")
-            left.legend(fontsize="small", ncols=2)
-            right.legend(fontsize="small")
-        FigureCanvasSVG(figure).print_svg(PLOT, metadata={"Date": None})
-    print("wrote", PLOT.name)
-
-
-def _over(curves: Sequence[Sequence[float]], first: Sequence[Sequence[float]]) -> list[list[float]]:
-    return [[a - b for a, b in zip(*pair, strict=True)] for pair in zip(curves, first, strict=True)]
-
-
-def _band(axes: Any, curves: Sequence[Sequence[float]], colour: Any, label: str, width: float = 1.4) -> None:
-    """Draw the mean of curves, and the band between them."""
-    steps = [SMOOTH * (index + 0.5) for index in range(len(curves[0]))]
-    columns = list(zip(*curves, strict=True))
-    is_line = width > 0
-    if is_line:
-        axes.plot(steps, [statistics.mean(c) for c in columns], color=colour, lw=width, label=label or None)
-    axes.fill_between(
-        steps,
-        [*map(min, columns)],
-        [*map(max, columns)],
-        color=colour,
-        alpha=0.12,
-        lw=0,
-        label=None if is_line else label,
-        zorder=0,
-    )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Write the tables of docs/numbers.md, and plots, from the newest files of `bench_peers.py`.
+"""Write the tables of docs/numbers.md, and plots of docs/, from the newest result files.
 
     python benchmarks/render_numbers.py
 
@@ -83,8 +83,8 @@ def main() -> None:
     from _plots import PLOTS, draw  # needs matplotlib, which tests of the pages do without
 
     for plot in PLOTS:
-        if plot.figures(results):
-            draw(plot, results, options.root / "docs")
+        if plot.figures(options.results):
+            draw(plot, options.results, options.root / "docs")
 
 
 def rendered(page: str, results: Results) -> str:

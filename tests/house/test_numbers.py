@@ -17,8 +17,10 @@ import render_study
 from _peer_results import CONTROL, newest
 from _plots import PLOTS, digest
 
-RESULTS, STUDY = newest(BENCHMARKS / "results"), render_study.newest()
-DIGESTS = {plot.name: digest(plot, RESULTS) for plot in PLOTS if plot.figures(RESULTS)}
+FILES = BENCHMARKS / "results"
+RESULTS, STUDY = newest(FILES), render_study.newest()
+MEAN = next(plot for plot in PLOTS if plot.name == "mean.svg").figures(FILES)
+DIGESTS = {plot.name: digest(plot, FILES) for plot in PLOTS if plot.figures(FILES)}
 DIGESTS |= dict.fromkeys(render_study.PLOTS.values(), render_study.digest(STUDY))
 
 
@@ -40,11 +42,25 @@ def test_a_plot_shows_the_newest_files(name):
     assert (ROOT / "docs" / name).read_text().endswith(f"{DIGESTS[name]}\n"), "`make numbers` draws the plot"
 
 
+def test_every_plot_is_drawn_from_result_files():
+    assert {path.name for path in (ROOT / "docs").glob("*.svg")} == set(DIGESTS)
+
+
+@pytest.mark.parametrize("name", DIGESTS)
+def test_a_plot_is_small_and_has_colors_for_dark_pages(name):
+    plot = (ROOT / "docs" / name).read_text()
+    assert len(plot) < 60_000
+    assert "<text " in plot and "prefers-color-scheme: dark" in plot
+
+
 def test_the_readme_has_the_figures_of_the_newest_files():
     base, gbit, wires = (RESULTS[name] for name in ("base", "gbit", "gbit-wires"))
-    sent = [base.rows[name]["sent_mb"] for name in ("engine", "ddp")]
+    sent = [MEAN["bytes"][name] / 1e6 for name in ("fp32", "ddp", "no_sync")]
     figures = [
-        "{:.0f} MB instead of {:.0f} MB".format(*sent),
+        "{:.0f} MB instead of {:.0f} MB under DDP without `no_sync`. A correct `no_sync` loop sends {:.0f} MB"
+        "".format(*sent),
+        "wrong by {ddp:.0%} in a short".format(**MEAN["errors"]["short"]).replace("%", " %"),
+        "by {ddp:.0%} with unequal".format(**MEAN["errors"]["tokens"]).replace("%", " %"),
         f"{base.ratio('engine', CONTROL[0]):.2f} times on loopback",
         f"{gbit.ratio('engine', CONTROL[0]):.2f} times over 1 Gbit/s",
         f"{wires.ratio('engine_bf16', CONTROL[0]):.2f} times as long with a bf16 wire",
