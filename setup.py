@@ -8,6 +8,7 @@ PYENGINE_WERROR=1 lets a compiler's warnings fail the build; CI does.
 """
 
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).resolve().parent
+WITHOUT = "install without the core (same results, slower): PYENGINE_NO_EXT=1 pip install ."
 
 
 class CMakeExtension(build_ext):
@@ -42,14 +44,28 @@ class CMakeExtension(build_ext):
             switch("PYENGINE_NATIVE"),
             switch("PYENGINE_WERROR"),
         ]  # fmt: skip
-        subprocess.run(configure, check=True)
-        subprocess.run([tool("cmake"), "--build", str(build), "--target", "_core"], check=True)
+        run(configure)
+        run([tool("cmake"), "--build", str(build), "--target", "_core"])
         target = Path(self.get_ext_fullpath(ext.name))
         target.parent.mkdir(parents=True, exist_ok=True)
         (library,) = build.glob("_core*.so")
         # Replace, never overwrite: a process that has the old file mapped would crash.
         shutil.copy2(library, target.with_suffix(".new"))
         target.with_suffix(".new").replace(target)
+
+
+def run(command):
+    """Run a command; if it fails, end with what to type instead of a traceback."""
+    if subprocess.run(command, check=False).returncode:
+        sys.exit(f"pyengine's core was not built, for the reason above. Solve it, or {WITHOUT}")
+
+
+def check_compiler():
+    """Exit with one sentence if CMake would find no C++ compiler."""
+    chosen = shlex.split(os.environ.get("CXX", ""))[:1]
+    if not any(map(shutil.which, chosen or ["c++", "g++", "clang++", "icpx", "cl"])):
+        missing = f"CXX={chosen[0]} is not there" if chosen else "neither c++, g++ nor clang++ is on PATH"
+        sys.exit(f"pyengine's core needs a C++20 compiler, and {missing}: install g++, or {WITHOUT}")
 
 
 def tool(name):
@@ -88,7 +104,9 @@ def with_cuda():
 def extensions():
     if os.environ.get("PYENGINE_NO_EXT") == "1":
         return []
-    with_cuda()  # so that a setting that cannot be met fails before anything is built
+    # So that what cannot be met fails before anything is built.
+    with_cuda()
+    check_compiler()
     return [Extension("pyengine.ops._core", sources=[])]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import runpy
 import subprocess
 import sys
 
@@ -56,6 +57,40 @@ def test_make_run_leaves_cuda_out_only_where_there_is_no_device_and_nobody_asked
     assert "requirements-dev.txt" not in planned
 
 
+@pytest.fixture
+def setup_py(monkeypatch, tmp_path):
+    """Run setup.py where no compiler is on PATH; return its names."""
+    monkeypatch.setattr("setuptools.setup", lambda **settings: None)
+    for name in ("CXX", "CUDACXX", "PYENGINE_CUDA", "PYENGINE_NO_EXT"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    return lambda: runpy.run_path(str(ROOT / "setup.py"))
+
+
+WITHOUT = "PYENGINE_NO_EXT=1 pip install ."
+
+
+@pytest.mark.parametrize(
+    ("cxx", "missing"),
+    [("", "neither c++, g++ nor clang++ is on PATH"), ("/no/g++ -O1", "CXX=/no/g++ is not there")],
+)
+def test_a_build_without_a_compiler_says_so_in_one_sentence(monkeypatch, setup_py, cxx, missing):
+    monkeypatch.setenv("CXX", cxx)
+    with pytest.raises(SystemExit, match=f"{re.escape(missing)}: install g.*{WITHOUT}$"):
+        setup_py()
+    monkeypatch.setenv("PYENGINE_NO_EXT", "1")
+    assert setup_py()["extensions"]() == []
+
+
+@pytest.mark.parametrize("cxx", ["", f"{sys.executable} -x"])
+def test_a_build_that_fails_ends_with_what_to_type(monkeypatch, setup_py, tmp_path, cxx):
+    (tmp_path / "clang++").touch(mode=0o755)
+    monkeypatch.setenv("CXX", cxx)
+    with pytest.raises(SystemExit, match=WITHOUT):
+        setup_py()["run"](["/bin/false"])
+    setup_py()["run"](["/bin/true"])
+
+
 def test_no_file_installs_the_other_project_of_the_same_name():
     assert 'name = "pyengine-torch"' in PROJECT
     foreign = re.compile(r"\binstall(?: -{1,2}[\w-]+)* [\"']?pyengine\b(?!-torch)")
@@ -63,6 +98,20 @@ def test_no_file_installs_the_other_project_of_the_same_name():
     paths = [*ROOT.glob("*.*"), *(path for folder in folders for path in (ROOT / folder).rglob("*.*"))]
     texts = [path for path in paths if path.suffix in (".md", ".py", ".sh", ".txt", ".cpp", ".h")]
     assert [str(path) for path in texts if foreign.search(path.read_text())] == []
+
+
+WORKFLOW = ROOT / ".github" / "workflows" / "ci.yml"
+
+
+@pytest.mark.skipif(not WORKFLOW.exists(), reason="an sdist has no workflow")
+def test_the_workflow_makes_what_ci_run_makes_and_pins_its_actions():
+    workflow, ci_run = WORKFLOW.read_text(), re.sub(r"#.*", "", (ROOT / ".ci/run").read_text())
+    targets = set(re.findall(r"^\.PHONY: (.*)$", MAKEFILE, re.MULTILINE)[0].split())
+    made = {name for listed in re.findall(r"targets: ([\w -]+)", workflow) for name in listed.split()}
+    wanted = {name for listed in re.findall(r"\bmake (.*)", ci_run) for name in listed.split()} & targets
+    assert made == wanted - {"xla-env", "test-xla", "matrix-small"}  # an environment of 2 GB
+    actions = re.findall(r"uses: (.*)", workflow)
+    assert [action for action in actions if not re.search(r"@v\d+\.\d+\.\d+$", action)] == []
 
 
 def test_the_version_is_one():
