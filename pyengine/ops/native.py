@@ -3,7 +3,6 @@
 import functools
 import sys
 import warnings
-from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 from types import ModuleType
 
@@ -11,13 +10,14 @@ import torch  # imported before _core, which looks up torch's thread pool by nam
 
 from pyengine.ops.device import HOST
 
-__all__ = ["FOLDER", "_core", "can_gather", "core", "cuda_core", "hidden_core"]
+__all__ = ["FOLDER", "LEAVE", "_core", "can_gather", "core", "cuda_core", "hidden_installation"]
 
 FOLDER = Path(__file__).parent
 _BUILD = (
     "Build it with `pip install .` (needs a C++20 compiler) and PYENGINE_NO_EXT unset, and use it outside of "
     "the clone, whose sources Python would import."
 )
+LEAVE = "Leave that folder (cd ..), or take it from PYTHONPATH"
 
 try:
     from pyengine.ops import _core
@@ -27,17 +27,16 @@ except ImportError as error:
     _core, _missing = None, error  # type: ignore[assignment]
 
 
-def hidden_core() -> str:
-    """Return advice if sources without a core hide an installed pyengine with a core, or an empty string."""
+def hidden_installation() -> str:
+    """Name an imported source tree and the installed pyengine that it hides, or return an empty string."""
     here = FOLDER.resolve()
+    tree = here.parents[1]
+    if not (tree / "setup.py").is_file():  # pyengine is imported from an installation
+        return ""
     for entry in sys.path:
         other = Path(entry, "pyengine", "ops").resolve()  # "" is the current folder
-        if other != here and any((other / f"_core{suffix}").is_file() for suffix in EXTENSION_SUFFIXES):
-            sources = FOLDER.parents[1]
-            return (
-                f"Run it in another folder than {sources}, or take that from PYTHONPATH: its sources have no "
-                f"core and hide the installed pyengine in {entry or Path.cwd()}, which has one."
-            )
+        if other != here and (other / "native.py").is_file():
+            return f"this is the source tree {tree}, which hides the pyengine installed in {other.parents[1]}"
     return ""
 
 
@@ -45,9 +44,10 @@ def hidden_core() -> str:
 def core() -> ModuleType | None:
     """Return the native module, or None after a single warning; call this at the first use of an op."""
     if _core is None:
+        hidden = hidden_installation()
         warnings.warn(
-            f"pyengine runs without its native core ({_missing}): results are the same, ops are slower. "
-            + (hidden_core() or _BUILD),
+            f"pyengine runs without its native core ({hidden or _missing}): results are the same, ops are "
+            f"slower. {LEAVE + '.' if hidden else _BUILD}",
             RuntimeWarning,
             stacklevel=3,
         )

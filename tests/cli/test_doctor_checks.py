@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
+import re
 import shutil
 import socket
 from importlib.machinery import EXTENSION_SUFFIXES
@@ -47,24 +49,58 @@ def test_a_core_that_is_missing_or_broken(monkeypatch, tmp_path, file, status, t
     assert_says(checks.core(), status, text, remedy)
 
 
-@pytest.mark.parametrize("entry", ["installed", ""])
-def test_sources_without_a_core_that_hide_an_installed_one(monkeypatch, tmp_path, entry):
+@pytest.fixture
+def clone(monkeypatch, tmp_path):
+    """A source tree without a core, which hides nothing; what is on `sys.path` is `path`."""
+    ops = tmp_path / "clone" / "pyengine" / "ops"
+    ops.mkdir(parents=True)
+    (tmp_path / "clone" / "setup.py").touch()
+    path = [str(tmp_path / "clone"), str(tmp_path / "installed")]
+    monkeypatch.setattr(native.sys, "path", path)
+    monkeypatch.setattr(native, "_core", None)
+    monkeypatch.setattr(native, "FOLDER", ops)
+    monkeypatch.setattr(checks, "version", lambda name: importlib.metadata.version(f"no-{name}"))
+    return SimpleNamespace(folder=tmp_path / "clone", path=path)
+
+
+@pytest.fixture
+def installed(tmp_path):
+    """An installed pyengine."""
     ops = tmp_path / "installed" / "pyengine" / "ops"
     ops.mkdir(parents=True)
-    monkeypatch.chdir(tmp_path / "installed")
-    monkeypatch.setattr(native.sys, "path", [entry and str(tmp_path / entry)])
-    monkeypatch.setattr(native, "_core", None)
-    monkeypatch.setattr(native, "FOLDER", tmp_path / "clone" / "pyengine" / "ops")
-    (ops / "_core.cpython-39-x86_64-linux-gnu.so").touch()  # of another Python
-    assert_says(checks.core(), "warn", "plain PyTorch computes", "in another folder than the clone")
-    (ops / f"_core{EXTENSION_SUFFIXES[0]}").touch()
-    remedy = f"Run it in another folder than {tmp_path}/clone"
-    assert_says(checks.core(), "warn", f"not built in {tmp_path}/clone/pyengine, which hides", remedy)
-    assert f"the installed pyengine in {tmp_path}/installed, which has one" in checks.core().remedy
+    (ops / "native.py").touch()
+    return tmp_path / "installed"
+
+
+@pytest.mark.parametrize("entry", ["installed", ""])
+def test_a_source_tree_that_hides_an_installed_pyengine(monkeypatch, tmp_path, clone, installed, entry):
+    monkeypatch.chdir(installed)
+    clone.path[1] = entry and str(installed)
+    hides = f"this is the source tree {clone.folder}, which hides the pyengine installed in {installed}"
+    remedy = "Leave that folder (cd ..), or take it from PYTHONPATH"
+    (package,) = checks.package()
+    assert_says(package, "warn", hides, remedy)
+    assert_says(checks.core(), "warn", "not built in the source tree", remedy)
     native.core.cache_clear()
-    with pytest.warns(RuntimeWarning, match=f"ops are slower. {remedy}"):
+    with pytest.warns(RuntimeWarning, match=re.escape(f"({hides}): results are the same")) as caught:
         native.core()
+    assert remedy in str(caught[0].message)
     native.core.cache_clear()
+
+
+def test_a_source_tree_alone_and_an_installation_before_a_source_tree_hide_nothing(clone, installed):
+    (installed / "pyengine" / "ops" / "native.py").unlink()  # the other project of that name
+    assert_says(*checks.package(), "ok", f"imported from {clone.folder}/pyengine")
+    assert_says(checks.core(), "warn", "plain PyTorch computes", "in another folder than the clone")
+    (installed / "pyengine" / "ops" / "native.py").touch()
+    (clone.folder / "setup.py").unlink()
+    assert_says(*checks.package(), "ok", f"imported from {clone.folder}/pyengine")
+
+
+def test_the_other_project_named_pyengine(monkeypatch, clone):
+    monkeypatch.setattr(checks, "version", {"pyengine": "0.0.4"}.__getitem__)
+    _, other = checks.package()
+    assert_says(other, "warn", "pyengine 0.0.4, another project", "pip uninstall pyengine pyengine-torch")
 
 
 @pytest.fixture

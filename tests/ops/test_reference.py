@@ -123,12 +123,4 @@ def test_without_the_core_one_warning_at_first_use_and_the_same_bits(tmp_path):
 def test_an_import_from_the_current_folder_is_hidden_by_no_other(monkeypatch):
     monkeypatch.chdir(native.FOLDER.parents[1])
     monkeypatch.setattr(sys, "path", [""])
-    assert native.hidden_core() == ""
-
-
-def test_an_installed_core_that_sources_hide_is_named(monkeypatch, tmp_path):
-    ops = tmp_path / "pyengine" / "ops"
-    ops.mkdir(parents=True)
-    (ops / f"_core{native.EXTENSION_SUFFIXES[0]}").touch()
-    monkeypatch.setattr(sys, "path", ["", str(tmp_path)])
-    assert f"hide the installed pyengine in {tmp_path}" in native.hidden_core()
+    assert native.hidden_installation() == ""

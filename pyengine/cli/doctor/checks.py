@@ -86,6 +86,19 @@ def versions() -> CheckResult:
     return ok("versions", text)
 
 
+def package() -> list[CheckResult]:
+    """Report where pyengine is imported from, and whether another installed package has its name."""
+    found = [ok("package", f"imported from {native.FOLDER.parent}")]
+    if hidden := native.hidden_installation():
+        found = [warn("package", hidden, native.LEAVE)]
+    try:
+        other = f"pyengine {version('pyengine')}, another project, is installed in the same environment"
+    except PackageNotFoundError:
+        return found
+    remedy = "pip uninstall pyengine pyengine-torch, then pip install . in a clone of pyengine"
+    return [*found, warn("package", other, remedy)]
+
+
 def core() -> CheckResult:
     """Check that the native core loads and computes correctly, and report its instruction set."""
     if native._core is None:
@@ -108,8 +121,8 @@ def _without_core(error: str) -> CheckResult:
     if mine:
         return fail("core", f"{mine[0]} does not load: {error}", _REBUILD)
     others = f"; {', '.join(files)} is for another Python" if files else ""
-    if remedy := native.hidden_core():
-        return warn("core", f"not built in {native.FOLDER.parent}, which hides another pyengine", remedy)
+    if native.hidden_installation():
+        return warn("core", "not built in the source tree", native.LEAVE)
     return warn(
         "core",
         f"not built{others}: plain PyTorch computes the same results, slower",
@@ -270,6 +283,7 @@ def workers() -> CheckResult:
 
 CHECKS: dict[str, Callable[[], CheckResult | list[CheckResult]]] = {
     "versions": versions,
+    "package": package,
     "core": core,
     "cuda": cuda,
     "threads": threads,
