@@ -116,7 +116,7 @@ def test_without_the_core_one_warning_at_first_use_and_the_same_bits(tmp_path):
     subprocess.run([sys.executable, "-c", WITHOUT_CORE, folder, str(saved)], check=True, timeout=120)
     results, at_import, messages = torch.load(saved)
     assert at_import == 0
-    assert len(messages) == 1 and "pip install" in messages[0]
+    assert len(messages) == 1 and "ops are slower" in messages[0]
     assert_same(on_host(make_plan()), results)
 
 
