@@ -37,6 +37,11 @@ def check_step(optimizer: Any, scheduler: Any) -> None:
             "optimizer is a SparseAdam, which takes sparse gradients only, and an engine sums densely: use "
             "torch.optim.Adam for these parameters"
         )
+    if getattr(optimizer, "_overlap_with_ddp", False):
+        raise TypeError(
+            f"optimizer is a {type(optimizer).__name__} with overlap_with_ddp=True, which steps in DDP's "
+            "communication hook and not in step: leave overlap_with_ddp out"
+        )
     if isinstance(scheduler, ReduceLROnPlateau):
         raise TypeError(
             "scheduler is a ReduceLROnPlateau, whose step takes a metric: leave it out, and call "
