@@ -24,6 +24,9 @@ PAIRS = {
         "engine_bf16": _BF16,
         "attach_bf16": _BF16,
         "attach_fsdp2": ("fsdp2", "fsdp2_deferred"),
+        "attach_fsdp2_gathered": ("no_sync_view",),
+        "engine_zero_redundancy": ("zero_redundancy", "zero1"),
+        "attach_zero_redundancy": ("zero_redundancy", "zero1"),
     },
     "bf16": {
         "engine_native_bf16": (*_FP32[:5], *_BF16),

@@ -25,6 +25,11 @@ _WIRES = (
 _FEWER_BYTES = ("floor", *CONTROL, *_HOOKS, *_WIRES)
 _SHARED = ("engine_shared", "attach_shared")
 _DEEPSPEED = ("floor", *CONTROL, "zero0", "zero1", "engine", "attach")
+_ZERO = ("zero_redundancy", "engine_zero_redundancy", "attach_zero_redundancy")
+_SHARDED_STATES = (
+    *("floor", *CONTROL, "engine", "attach", *_ZERO, "zero1", "fsdp2_deferred"),
+    *("attach_fsdp2", "attach_fsdp2_gathered"),
+)
 _FEW = (*_BASE, "accelerate", "engine", "engine_bf16", "attach")
 _NOT_NAIVE = ("floor", *_FEW[2:])
 
@@ -76,11 +81,14 @@ _MACHINERY = (
     *("engine", "engine_bf16", "attach", "attach_bf16"),
 )
 _OWN_SUMS = (*_MACHINERY, "engine_native_bf16", "attach_native_bf16")  # of bf16 parameters, as DDP has them
-_TRUE = (*_SAME_BYTES, *_SHARDED, *_HOOKS, *_WIRES[1:], *_SHARED, "zero0", "zero1")
+_TRUE = (
+    *(*_SAME_BYTES, *_SHARDED, "attach_fsdp2_gathered", *_HOOKS, *_WIRES[1:], *_SHARED),
+    *("zero0", "zero1", *_ZERO),
+)
 _HELD = (
     *("floor", "ddp", "no_sync", "no_sync_view", *_FRAMEWORKS, "zero0", "zero1", "fsdp2_deferred"),
     *("replicate_deferred", "no_sync_powersgd", "engine", "attach", "engine_bf16", "engine_int8_ef"),
-    *("engine_exact_slots", "engine_shared"),
+    *("engine_exact_slots", "engine_shared", *_ZERO, "attach_fsdp2", "attach_fsdp2_gathered"),
 )
 _MORE_WIRES = ("engine_bf16_sum_fp32", "engine_fp8_e4m3_ef", "engine_exact")
 _SLOW = ("floor", *CONTROL, "no_sync_bf16", "no_sync_powersgd", *_WIRES[:3], *_MORE_WIRES)
@@ -92,6 +100,8 @@ LAUNCHES = (
     Launch("gbit-wires", (*_FEWER_BYTES, *_MORE_WIRES), rate=1000, rounds=6),
     Launch("sharded-4", ("floor", *CONTROL, *_DEFERRALS), world=4, rounds=4),
     Launch("gbit-sharded", ("floor", *CONTROL, *_DEFERRALS), rate=1000, rounds=4),
+    Launch("sharded-states", _SHARDED_STATES, is_counted=True),
+    Launch("gbit-sharded-states", _SHARDED_STATES, rate=1000, rounds=4),
     Launch("deepspeed", _DEEPSPEED, is_counted=True),
     Launch("gbit-deepspeed", _DEEPSPEED, rate=1000, rounds=12),
     Launch("memory", _HELD, rounds=3, kind="memory"),

@@ -7,6 +7,7 @@ from __future__ import annotations
 import math
 import threading
 import time
+from inspect import signature
 from typing import Any
 
 import torch
@@ -14,10 +15,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
 
 import pyengine as pe
 from pyengine.cli.bench import variants
-from pyengine.cli.bench.variants import VARIANTS, Engine, NoSyncView, Variant
+from pyengine.cli.bench.variants import VARIANTS, Attach, Engine, NoSyncView, Variant
 
 
 class NoSyncViewAgain(NoSyncView):
@@ -104,6 +106,41 @@ class AttachFSDP2Gathered(AttachFSDP2):
 
     label = "attach over FSDP2, defer_budget_mb=math.inf"
     deferral = {"defer_budget_mb": math.inf}  # noqa: RUF012
+
+
+def _shard_states(variant: Variant) -> None:
+    """Shard the states of the variant's optimizer over the ranks."""
+    (group,) = variant.optimizer.param_groups
+    kind = type(variant.optimizer)
+    settings = {name: value for name, value in group.items() if name in signature(kind).parameters}
+    del settings["params"]
+    variant.optimizer = ZeroRedundancyOptimizer(group["params"], optimizer_class=kind, **settings)
+
+
+class ZeroRedundancy(NoSyncView):
+    """DDP with no_sync and bucket views; each rank steps a share of the parameters and broadcasts them."""
+
+    label = "DDP + no_sync, views, ZeroRedundancyOptimizer"
+
+    def setup(self) -> None:
+        super().setup()
+        _shard_states(self)
+
+
+class EngineZeroRedundancy(Engine):
+    label = "GradSync, ZeroRedundancyOptimizer"
+
+    def setup(self) -> None:
+        super().setup()
+        _shard_states(self)
+
+
+class AttachZeroRedundancy(Attach):
+    label = "attach, ZeroRedundancyOptimizer"
+
+    def setup(self) -> None:
+        super().setup()
+        _shard_states(self)
 
 
 class Fabric(Variant):
@@ -239,7 +276,8 @@ class Megatron(Variant):
     overlap. It takes a change to torch for the whole process to run on a CPU.
 
     Its own unscale and clip need its optimizer; the epilogue here is the same work on main_grad with torch's
-    calls.
+    calls. Its DistributedOptimizer, which shards the states, takes no parameters on a CPU: its constructor
+    makes CUDA tensors, and refuses parameters that are not `torch.cuda` tensors with a TypeError.
     """
 
     label = "megatron-core"
@@ -287,6 +325,9 @@ CONTESTANTS: dict[str, type[Variant]] = VARIANTS | {
     "attach_fsdp2": AttachFSDP2,
     "attach_fsdp2_none": AttachFSDP2None,
     "attach_fsdp2_gathered": AttachFSDP2Gathered,
+    "zero_redundancy": ZeroRedundancy,
+    "engine_zero_redundancy": EngineZeroRedundancy,
+    "attach_zero_redundancy": AttachZeroRedundancy,
     "fabric": Fabric,
     "trainer": Trainer,
     "zero0": DeepSpeedZero0,

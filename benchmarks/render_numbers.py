@@ -54,6 +54,10 @@ TABLES = {
         "GPT bf16, 1 Gbit/s": ("gbit-gpt0-bf16",),
     },
 }
+_SHARDED_STATES = {
+    "window, loopback": ("sharded-states",),
+    "window, 1 Gbit/s": ("gbit-sharded-states",),
+}
 # Launches of which the page has a plot alone.
 SIZES = {
     "5.1 M, loopback": "5m",
@@ -176,6 +180,23 @@ def table(columns: Columns, results: Results) -> list[str]:
     return [*lines, _noise(columns, results)]
 
 
+def sharded_states(results: Results) -> list[str]:
+    """Return windows, bytes and collectives where each rank has a share of the optimizer's states."""
+    columns = {title: names for title, names in _SHARDED_STATES.items() if names[0] in results}
+    if not columns:
+        return []
+    launches = [name for names in columns.values() for name in names]
+    one = results[launches[0]]
+    lines = _head("", *columns, "sent MB", "collectives")
+    for name, row in one.rows.items():
+        if name != CONTROL[1]:
+            windows = [_window(results, name, names) for names in columns.values()]
+            sent = f"{row['sent_mb']:.1f}" if "sent_mb" in row else NO
+            lines.append(_line(_label(one, name), *windows, sent, row.get("collectives", NO)))
+    links = ", ".join(_link(name, results[name]) for name in launches)
+    return [*lines, _noise(columns, results, NO, NO), "", f"Files: {links}."]
+
+
 def _window(results: Results, name: str, launches: tuple[str, ...]) -> str:
     """Return a window over the baseline's in the same launch; of the baseline its ms."""
     found = first(results, name, launches)
@@ -246,6 +267,7 @@ BLOCKS: dict[str, Callable[[Results], list[str]]] = {
     "plot": plot,
     "ahead": ahead,
     "sizes": sizes,
+    "sharded-states": sharded_states,
 }
 
 
