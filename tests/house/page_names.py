@@ -241,6 +241,7 @@ NAMES = {
     "docs/mesh.md": (experts, 4),
     "docs/migrate.md": (loops_before_and_after, 2),
     "docs/reproducible.md": (exact, 2),
+    "docs/sharded_states.md": (loops_before_and_after, 2),
     "docs/study.md": (study, 2),
     "docs/telemetry.md": (engine, 2),
     "docs/window.md": (checkpoint, 2),
