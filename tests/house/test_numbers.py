@@ -55,10 +55,11 @@ def test_a_plot_is_small_and_has_colors_for_dark_pages(name):
 
 def test_the_readme_has_the_figures_of_the_newest_files():
     base, gbit, wires = (RESULTS[name] for name in ("base", "gbit", "gbit-wires"))
-    sent = [MEAN["bytes"][name] / 1e6 for name in ("fp32", "ddp", "no_sync")]
+    sent = {name: f"{num / 1e6:.0f} MB" for name, num in MEAN["bytes"].items()}
+    assert sent["no_sync"] == sent["fp32"]
     figures = [
-        "{:.0f} MB instead of {:.0f} MB under DDP without `no_sync`. A correct `no_sync` loop sends {:.0f} MB"
-        "".format(*sent),
+        f"one reduction per window, {sent['fp32']} for a GPT",
+        f"DDP without `no_sync` sends {sent['ddp']} for 8 micro-batches",
         "wrong by {ddp:.0%} in a short".format(**MEAN["errors"]["short"]).replace("%", " %"),
         "by {ddp:.0%} with unequal".format(**MEAN["errors"]["tokens"]).replace("%", " %"),
         f"{base.ratio('engine', CONTROL[0]):.2f} times on loopback",
