@@ -70,6 +70,7 @@ LINKED := $(VENV)/.linked
 BUILT := $(VENV)/.built
 SPHINX := $(BIN)/python -m sphinx -q -W --keep-going -c docs -d build/doctrees
 DOCS_INSTALLED := $(VENV)/.docs-installed
+SLOW_INSTALLED := $(VENV)/.slow-installed
 # Folders too: their time changes when a file is removed.
 NATIVE := $(shell find csrc) setup.py CMakeLists.txt
 
@@ -91,7 +92,7 @@ test: $(BUILT)
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(ARGS)
 
 # In the order of folders, whose last has short tests alone: most of those that take long have a small file.
-test-slow: $(BUILT)
+test-slow: $(BUILT) $(SLOW_INSTALLED)
 	$(BIN)/python -m pytest -m "slow and not exhaustive" -n $(JOBS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 FAULTS := $(CURDIR)/build/faults.jsonl
@@ -104,7 +105,7 @@ faults: $(BUILT)
 	$(BIN)/python tests/faults/write_table.py $(FAULTS)
 
 # The lower ends of the ranges in pyproject.toml, in a folder of their own, before those of $(VENV).
-test-adapters-oldest: $(BUILT)
+test-adapters-oldest: $(BUILT) $(SLOW_INSTALLED)
 	$(PIP) --quiet --no-deps --upgrade --target $(OLDEST) \
 	    $$($(BIN)/python tests/adapters/oldest.py)
 	PYTHONPATH=$(OLDEST) $(BIN)/python -m pytest -m "not exhaustive" tests/adapters -n $(JOBS) --dist loadfile $(ARGS)
@@ -261,6 +262,10 @@ $(BUILT): $(INSTALLED) $(CORE) $(LINKED)
 
 $(XLA_INSTALLED): tests/xla/make_env.sh tests/matrix/make_env.sh tests/matrix/cuda_stubs.py tests/xla/requirements.txt
 	tests/xla/make_env.sh $(XLA_VENV) $(PYTHON)
+	touch $@
+
+$(SLOW_INSTALLED): $(INSTALLED) requirements-slow.txt
+	$(PIP) --quiet -r requirements-slow.txt
 	touch $@
 
 $(DOCS_INSTALLED): $(INSTALLED) requirements-docs.txt

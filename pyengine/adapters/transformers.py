@@ -24,6 +24,7 @@ from pyengine.window.header import Count
 try:
     import transformers
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    from transformers.trainer_utils import unwrap_peft_model
     from transformers.training_args import OptimizerNames
 except ImportError as error:
     raise ImportError(
@@ -50,7 +51,8 @@ class Windows(EngineSettings, _Mixed):
     `gradient_accumulation_steps`, `max_grad_norm`, `bf16` and the other TrainingArguments keep their meaning.
     Only `average_tokens_across_devices` is ignored, because the gradient and the logged loss are always means
     over the items of all ranks. Items are labels other than -100, shifted if the model's loss shifts labels.
-    Without labels every micro-batch has the same weight. A callback may change
+    Without labels every micro-batch has the same weight; if `loss_is_scaled_for_ga` is True, the loss must
+    then be divided for its whole window, as in the Trainer. A callback may change
     `args.gradient_accumulation_steps` between windows. If the data end in the middle of a window, the window
     is short. If a callback stops the epoch or the training in the middle of a window, the window is dropped.
 
@@ -110,7 +112,6 @@ class Windows(EngineSettings, _Mixed):
     ) -> Tensor:
         """Run one micro-batch; its loss is logged with the window's step."""
         del num_items_in_batch  # counts this rank's window; the engine counts each micro-batch
-        self.current_gradient_accumulation_steps = 1  # the Trainer divides some losses by this number
         last = self.accelerator.gradient_state.sync_gradients  # just set by the Trainer's loop
         steps = self.args.gradient_accumulation_steps
         self._follow(steps, last=last)
@@ -119,6 +120,10 @@ class Windows(EngineSettings, _Mixed):
             num = self._get_num_items_in_batch([inputs], device)
             items = None if num is None else torch.as_tensor(num, dtype=torch.int64, device=device)
             self.accelerator.items = items
+            if items is None and self.loss_is_scaled_for_ga:
+                self.accelerator.scale = self.current_gradient_accumulation_steps  # in this window
+            else:
+                self.current_gradient_accumulation_steps = 1  # the Trainer divides some losses by this number
             with _replaced(self.args, "gradient_accumulation_steps", self.accelerator.divisor):
                 loss = super().training_step(model, inputs, None if items is None else items.clamp(min=1))
         return torch.zeros_like(loss)
@@ -153,7 +158,8 @@ class Windows(EngineSettings, _Mixed):
             )
         prepared = super()._prepare_for_training(*args, **kwargs)  # type: ignore[no-untyped-call]
         # The Trainer sets this flag by the name of the loss, which models like GPT2LMHeadModel do not have.
-        kinds = type(self.accelerator.unwrap_model(self.model)).__mro__  # FSDP2 puts its own class first
+        model = unwrap_peft_model(self.accelerator.unwrap_model(self.model))  # type: ignore[no-untyped-call]
+        kinds = type(model).__mro__  # FSDP2 puts its own class first
         known = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
         self._loss_shifts_labels |= any(kind.__name__ in known for kind in kinds)
         if self._listens_to is not self.sync:
@@ -286,12 +292,15 @@ class _TrainerAccelerator(WindowAccelerator):
 
     Attributes:
         items: number of items in the current micro-batch on this rank; None if unknown.
+        scale: factor from the loss to the mean over its own micro-batch; not 1 if the Trainer's loss is
+            already divided by what the whole window has.
         divisor: number of micro-batches per window, by which losses must not be divided; None outside of
             a training step.
         wraps_anew: whether the Trainer wraps the model again for each batch size that it tries.
     """
 
     items: Tensor | None = None
+    scale = 1
     divisor: _Divisor | None = None
     wraps_anew = False
 
@@ -342,6 +351,8 @@ class _TrainerAccelerator(WindowAccelerator):
         if self.items is not None:
             # Some models (T5, BERT) return nan as the mean over no items; the sum is 0.
             loss, count = torch.where(self.items > 0, loss * self.items, 0.0), self.items
+        elif self.scale > 1:
+            loss = loss * self.scale
         super().backward(loss, count=count, **options)
 
     def accumulate(self, *models: nn.Module) -> AbstractContextManager[None]:

@@ -24,14 +24,23 @@ ACCUMULATE, LENGTH, VOCABULARY = 4, 6, 11
 CLOSE = 1e-5
 
 
-def _model(kind: str) -> transformers.PreTrainedModel:
+def _model(kind: str) -> torch.nn.Module:
     torch.manual_seed(7)
     config = GPT2Config(
         vocab_size=VOCABULARY, bos_token_id=1, eos_token_id=1, n_positions=LENGTH, n_embd=8,
         n_layer=1, n_head=2, pad_token_id=0,
         resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, summary_first_dropout=0.0, num_labels=1,
     )  # fmt: skip
-    return (GPT2LMHeadModel if kind == "tokens" else GPT2ForSequenceClassification)(config)
+    if kind == "regression":
+        return GPT2ForSequenceClassification(config)
+    return _lora(GPT2LMHeadModel(config)) if kind == "lora" else GPT2LMHeadModel(config)
+
+
+def _lora(model: transformers.PreTrainedModel) -> torch.nn.Module:
+    import peft
+
+    adapters = {"target_modules": ["c_attn"], "fan_in_fan_out": True, "r": 2, "init_lora_weights": False}
+    return peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM", **adapters))
 
 
 def dataset(kind: str, num: int) -> list[dict[str, torch.Tensor]]:
@@ -44,7 +53,7 @@ def dataset(kind: str, num: int) -> list[dict[str, torch.Tensor]]:
         ids = torch.randint(1, VOCABULARY, (LENGTH,), generator=generator)
         labels = ids.clone()
         labels[: index % LENGTH + (index == 1)] = -100
-        if index == 2 and kind == "tokens":
+        if index == 2 and kind in ("tokens", "lora"):
             labels = torch.full_like(labels, -100)
         rows.append(
             {"input_ids": ids, "labels": torch.tensor(float(index)) if kind == "regression" else labels}
@@ -123,10 +132,10 @@ def _oracle(kind: str, answers: list[tuple]) -> list[tuple[torch.Tensor, float]]
         rows = {name: torch.cat([b[name] for b in micro_batches]) for name in ("input_ids", "labels")}
         model = _model(kind).double()
         logits = model(input_ids=rows["input_ids"]).logits
-        if kind == "tokens":
-            loss = torch.nn.functional.cross_entropy(logits[:, :-1].transpose(1, 2), rows["labels"][:, 1:])
-        else:
+        if kind == "regression":
             loss = torch.nn.functional.mse_loss(logits.squeeze(-1), rows["labels"].double())
+        else:
+            loss = torch.nn.functional.cross_entropy(logits[:, :-1].transpose(1, 2), rows["labels"][:, 1:])
         loss.backward()
         grads = [param.grad.flatten() for param in model.parameters() if param.grad is not None]
         windows.append((torch.cat(grads), loss.item()))
@@ -141,8 +150,10 @@ def _errors(kind: str, answers: list[tuple]) -> list[float]:
     ]
 
 
-@pytest.mark.parametrize("kind", ["tokens", "regression"])
+@pytest.mark.parametrize("kind", ["tokens", "regression", "lora"])
 def test_every_window_steps_with_the_mean_over_its_own_items_which_is_logged(ranks, tmp_path, kind):
+    if kind == "lora":
+        pytest.importorskip("peft")
     answers = ranks(2).run(_train, WithWindows, kind, 12, str(tmp_path))
     assert len(answers[0][1]) == 2  # of which the second is short
     assert max(_errors(kind, answers)) < CLOSE
@@ -173,8 +184,20 @@ def test_a_loss_that_is_not_finite_is_logged_as_by_the_trainer(tmp_path, is_filt
     assert log["loss"] == pytest.approx((first + first / 2) / 2 if is_filtered else math.inf, rel=1e-5)
 
 
-def test_micro_batches_of_a_model_that_takes_no_counts_weigh_the_same(ranks, tmp_path):
-    answers = ranks(2).run(_train, WithWindows, "plain", 12, str(tmp_path))
+class DividedByTheWindow(WithWindows):
+    """A loss that is divided by the micro-batches of its window, as the class says."""
+
+    loss_is_scaled_for_ga = True
+
+    def compute_loss(self, model, inputs, return_outputs=False, **options):
+        steps = self.current_gradient_accumulation_steps
+        assert steps == (ACCUMULATE if self.state.global_step == 0 else 2)
+        return super().compute_loss(model, inputs, **options) / steps
+
+
+@pytest.mark.parametrize("make", [WithWindows, DividedByTheWindow])
+def test_micro_batches_of_a_model_that_takes_no_counts_weigh_the_same(ranks, tmp_path, make):
+    answers = ranks(2).run(_train, make, "plain", 12, str(tmp_path))
     for window, got in enumerate(answers[0][1]):
         part = slice(window * ACCUMULATE, (window + 1) * ACCUMULATE)
         micro_batches = [batch for seen, *_ in answers for batch in seen[part]]
