@@ -186,7 +186,8 @@ class Engine:
         self.opened_at = -1
         # Whether a loop over `windows` has run out and no new loop has begun.
         self.is_between_loops = False
-        # States of random generators from a loaded state, to be restored when the next window opens.
+        # States of random generators from a loaded state, to be restored when the next window opens, or the
+        # loop ends without a window.
         self.rng_due: dict[str, Any] = {}
         # Held while a micro-batch is running in any thread.
         self._running = Lock()
@@ -246,6 +247,10 @@ class Engine:
         # Check before any forward, because FSDP2 swaps parameters during a forward.
         for problem in self.foreign.trained.problems():
             window.faults.refuse(problem)
+        self.restore_rng()
+
+    def restore_rng(self) -> None:
+        """Restore the random generators of a loaded state, if they have not been restored yet."""
         if self.rng_due:
             set_rng_states(self.rng_due)
             self.rng_due = {}

@@ -309,6 +309,7 @@ def _windows(
         yield from _cut_padded(engine, Lookahead(loader), counting)
     else:
         yield from _cut(engine, loader, counting)
+    engine.restore_rng()  # due if the loop had no windows: the state was saved in an epoch's last window
     check_ranks_agree(engine)
     engine.is_between_loops = True
 

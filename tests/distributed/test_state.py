@@ -174,33 +174,6 @@ def test_ranks_go_on_with_their_own_states_and_generators_bit_for_bit(tmp_path, 
     assert run(range(4, 8)) == whole
 
 
-def test_an_engine_goes_on_beside_a_stateful_data_loader():
-    """What torchdata's loader has read ahead for `windows` is its own to repeat."""
-    made = pytest.importorskip("torchdata.stateful_dataloader").StatefulDataLoader
-    seen: list[list[float]] = []
-    state: Any = None
-    for begin in (0, 2):
-        model, loader = Integers(torch.float32), made(range(8), batch_size=1)
-        sync = pe.GradSync(model, accumulate=2)
-        if state is not None:
-            state = unpacked(packed(state))
-            loader.load_state_dict(state["loader"])
-            sync.load_state_dict(state["sync"])
-        assert sync.window == begin
-        done: list[float] = []
-        for batch in loader:
-            with sync.accumulate():
-                sync.backward(model(*integers(int(batch))), count=1)
-            done.append(float(batch))
-            if sync.is_sync_step:
-                sync.step(torch.optim.SGD(model.parameters(), lr=0.0))
-                if sync.window == 1 and state is None:
-                    state = {"loader": loader.state_dict(), "sync": sync.state_dict()}
-                    break
-        seen.append(done)
-    assert seen == [[0, 1, 2, 3], [4, 5, 6, 7]]
-
-
 @on_ranks(2)
 def test_a_state_is_tensors_and_plain_values():
     sync, _ = wrap("own", Gpt(torch.float32), 0.01, accumulate=1, wire=FEEDBACK["int8"])

@@ -87,3 +87,9 @@ def test_a_bad_batch_is_skipped_and_norms_and_noise_scale_are_plotted():
 def test_a_run_whose_worker_was_killed_goes_on_from_its_last_checkpoint():
     said = _run_forked("checkpoints.py").splitlines()
     assert said == ["worker 1 of 2 failed (exit code -9)", "went on behind step 4", "the same bits"]
+
+
+@pytest.mark.slow
+def test_a_run_saved_in_the_middle_of_an_epoch_ends_with_the_same_bits():
+    pytest.importorskip("torchdata")
+    assert _run_forked("stateful_loader.py") == "the same bits\n"
