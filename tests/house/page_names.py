@@ -63,14 +63,15 @@ def experts() -> Iterator[Names]:
         yield names | {"expert_group": dist.group.WORLD}
 
 
-class Classifier(nn.Linear):
+class Classifier(nn.Module):
     """Returns logits; with labels a loss, as Transformers' Trainer needs it."""
 
     def __init__(self) -> None:
-        super().__init__(4, 3)
+        super().__init__()
+        self.head = nn.Linear(4, 3)
 
     def forward(self, x: torch.Tensor, labels: torch.Tensor | None = None) -> Any:
-        logits = super().forward(x)
+        logits = self.head(x)
         return logits if labels is None else {"loss": cross_entropy(logits, labels), "logits": logits}
 
 
@@ -88,7 +89,12 @@ def loops_before_and_after() -> Iterator[Names]:
         own = torch.Generator().manual_seed(dist.get_rank())
         batches = [(torch.randn(2, 4, generator=own), torch.randint(3, (2,), generator=own)) for _ in rows]
         batch = iter(batches)
-        names |= {"rows": rows, "train_loader": DataLoader(pairs, batch_size=2), "loader": batches[:12]}
+        names |= {
+            "rows": rows,
+            "train_loader": DataLoader(pairs, batch_size=2),
+            "loader": batches[:12],
+            "data": pairs[:24],
+        }
         names |= {"get_batch": lambda split: next(batch), "max_steps": 3}
         names |= {"rank": dist.get_rank(), "epochs": 2}
         names["optimizer"] = torch.optim.SGD(names["model"].parameters(), lr=0.1)

@@ -24,7 +24,7 @@ SESSIONS = sorted({block.page for block in PYTHON if block.is_doctest})
 # A block that starts workers itself is a script.
 SCRIPTS = [block for block in PYTHON if "pe.launch(" in block.code]
 # May be missing here, and then the block is compiled only; tests/xla makes the call of torch_xla.
-OPTIONAL = ["accelerate", "lightning", "torch_xla", "transformers", "wandb"]
+OPTIONAL = ["accelerate", "lightning", "peft", "torch_xla", "torchdata", "transformers", "trl", "wandb"]
 
 
 def _param(*given: Block) -> Any:
