@@ -168,6 +168,31 @@ def test_a_loss_of_ones_own_is_weighted_by_its_items(ranks, tmp_path):
     assert logged == pytest.approx([loss for _, loss in _oracle("tokens", answers)], rel=1e-5)
 
 
+class SavesAdapters(WithWindows):
+    """Reports which parameters have changed, and whether the saved adapters are those trained."""
+
+    def train(self):
+        import peft
+
+        before = copy.deepcopy(self.model)
+        super().train()
+        self.save_model()
+        self.accelerator.wait_for_everyone()
+        loaded = peft.PeftModel.from_pretrained(_model("tokens"), self.args.output_dir).parameters()
+        pairs = zip(self.model.parameters(), before.parameters(), loaded, strict=True)
+        self.seen = [
+            (param.requires_grad, not torch.equal(param, old), torch.equal(param, saved))
+            for param, old, saved in pairs
+        ]
+
+
+def test_only_adapters_of_peft_change_and_are_saved(ranks, tmp_path):
+    pytest.importorskip("peft")
+    for seen, *_ in ranks(2).run(_train, SavesAdapters, "lora", 12, str(tmp_path), learning_rate=0.1):
+        assert {is_trained for is_trained, *_ in seen} == {True, False}
+        assert all(changed == is_trained and saved for is_trained, changed, saved in seen)
+
+
 class Overflows(WithWindows):
     def compute_loss(self, model, inputs, **options):
         loss = super().compute_loss(model, inputs, **options)
