@@ -1,1 +1,1 @@
-"""One engine and its doors: windows from their first micro-batch to their step."""
+"""An engine and its public interfaces, from a window's first micro-batch to its optimizer step."""

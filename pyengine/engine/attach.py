@@ -1,4 +1,4 @@
-"""`attach`: an engine that drives the reductions of an existing DDP or FSDP2 model."""
+"""`attach`: an engine that controls the reductions of an existing DDP or FSDP2 model."""
 
 from __future__ import annotations
 
@@ -54,35 +54,35 @@ def attach(
 ) -> Sync:
     """Reduce the gradients of a DDP or FSDP2 model once per window.
 
-    Over DDP the gradients are in the engine's own buckets, as in `GradSync`. Until `close`, DDP reduces
-    nothing; it only moves inputs and runs its forward. Over FSDP2 the engine decides when FSDP2's units
-    reduce (docs/sharded.md).
+    Over DDP the gradients are in the engine's own buckets, as in `GradSync`. Until `close`, DDP runs its
+    forward and moves inputs, but does not reduce. Over FSDP2 the engine decides when the FSDP2 units reduce
+    (docs/sharded.md).
 
     Args:
-        ddp_model: the wrapped model, without a communication hook; or a module that `fully_shard` or
-            `replicate` (from `replicate_with_fsdp`) was called on as a whole, with or without inner units.
-            Either may be wrapped by `torch.compile` or by Lightning Fabric's `setup`.
-        accumulate, wire, accumulator, nonfinite, stall_after_s, shared_memory: as for `GradSync`. Over FSDP2
-            the arguments must match the dtype in which the units' MixedPrecisionPolicy sums. An exception is
-            "exact", which does not use the policy. A narrower wire scatters in its own dtype and sums in the
-            policy's dtype. `shared_memory` is not supported over FSDP2.
+        ddp_model: the wrapped model, without a communication hook; or a module on which `fully_shard` or
+            `replicate` (from `replicate_with_fsdp`) was called as a whole, with or without inner units. The
+            model may be wrapped by `torch.compile` or by Lightning Fabric's `setup`.
+        accumulate, wire, accumulator, nonfinite, stall_after_s, shared_memory: see `GradSync`. Over FSDP2 the
+            arguments must match the dtype in which each unit's MixedPrecisionPolicy reduces, except
+            accumulator="exact", which ignores the policy. A narrower wire reduce-scatters in its own dtype
+            and sums in the policy's dtype. `shared_memory` is not supported over FSDP2.
         defer: when the units of a sharded model reduce. "all" defers every reduction to the window's last
-            backward, and holds unsharded sums; "outer" (HSDP) scatters in every micro-batch and sums over
-            replicas once; "none" reduces in every micro-batch. A dict from unit name to mode sets the mode
-            per unit.
-        defer_budget_mb: used instead of `defer`: the MiB that a rank may use for unsharded sums and for
+            backward, and holds unsharded sums; "outer" (HSDP) reduce-scatters in every micro-batch, and
+            all-reduces over replicas once; "none" reduces in every micro-batch. A dict from unit name to mode
+            sets the mode of each unit.
+        defer_budget_mb: alternative to `defer`: the MiB that a rank may use for unsharded sums and for
             parameters that stay gathered during a window. With `math.inf` each unit gathers and reduces once
             per window.
         device_mesh, axes: the mesh of all ranks, and the meaning of its axes, as for `GradSync`. Needed if
-            ranks outside DDP's group share batches with the ranks of the group or hold other pipeline stages
-            (docs/mesh.md). DDP's group must be the group of `axes.replicate`. Parameters that DDP ignores,
-            for example experts, are reduced over the group whose pattern in `axes.groups` matches their name,
-            and start with the values of the first rank of that group. The caller reduces all other ignored
+            ranks outside DDP's group share batches with ranks of the group, or hold other pipeline stages
+            (docs/mesh.md). DDP's group must be the group of `axes.replicate`. A parameter that DDP ignores,
+            for example of an expert, is reduced over the group whose pattern in `axes.groups` matches its
+            name, and is initialized from the first rank of that group. The caller reduces all other ignored
             parameters.
 
     Returns:
-        An engine that is used in the same loop as `GradSync`. Over DDP, buckets have DDP's bucket size, and
-        buffers are broadcast once per window if DDP's `broadcast_buffers` is set.
+        An engine for the same loop as `GradSync`. Over DDP, buckets have DDP's bucket size, and buffers are
+        broadcast once per window if DDP's `broadcast_buffers` is set.
 
     Raises:
         TypeError: the model is neither DDP nor sharded by FSDP2.
@@ -91,8 +91,8 @@ def attach(
             hook; a unit's policy, mesh or hook is not supported; or a sparse embedding is trained over FSDP2.
             Raised on every rank.
 
-    Cost: as for `GradSync`. DDP's own buckets stay allocated but are not used, which takes the memory of one
-    more copy of the gradients.
+    Cost: see `GradSync`. DDP's own buckets stay allocated but unused, so that memory for one more copy of the
+    gradients is needed.
     """
     ddp_model = unwrapped(ddp_model)
     deferral = Deferral(defer, defer_budget_mb)
@@ -166,18 +166,18 @@ def _attach_ddp(
 
 
 def _attach_sharded(model: nn.Module, settings: Settings, deferral: Deferral) -> Sync:
-    """Make the engine of a model that `fully_shard` or `replicate` was called on; see `attach`.
+    """Make the engine of a model on which `fully_shard` or `replicate` was called; see `attach`.
 
     Raises:
-        RuntimeError: the FSDP2 of this torch version is not supported.
+        RuntimeError: FSDP2 of this torch version is not supported.
         ValueError: a policy, mesh or argument is not supported; raised on every rank.
     """
     check_version(model)
     units = units_of(model)
     for unit in units:
-        unit.module.reshard()  # so that the model shows its sharded parameters
+        unit.module.reshard()  # the module then shows its sharded parameters
     named, ignored = managed_parameters(model, units)
-    # Use a separate group: if this rank leaves a backward by an exception, other ranks wait in FSDP2.
+    # Use a separate group: if an exception ends a backward on this rank, other ranks wait in FSDP2.
     comm = comm_for(next(model.parameters()).device, None).with_own_group()
 
     ranks = ShardedRanks(units, comm)
@@ -198,7 +198,7 @@ def _attach_sharded(model: nn.Module, settings: Settings, deferral: Deferral) ->
     return Sync(engine, ignored=ignored)
 
 
-# ---- what cannot be attached ----
+# ---- models that cannot be attached ----
 
 
 def _not_ddp(model: object) -> str:

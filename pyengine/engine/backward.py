@@ -1,4 +1,4 @@
-"""The start of a backward: checks of its arguments, and a hook before every backward of a block."""
+"""The start of a backward: argument checks, and a hook that runs before every backward of a block."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def checked_backward(
 
 
 class BeforeBackward(TorchFunctionMode):
-    """Calls `action(roots)` before every backward in the body, on the thread that runs the backward."""
+    """Calls `action(roots)` before every backward in the body, on the thread of the backward."""
 
     def __init__(self, action: Callable[[Sequence[Tensor | GradientEdge]], None]) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Calls that every rank makes between two windows, with collectives of their own."""
+"""Calls with collectives that every rank makes between two windows."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from pyengine.window.verdict import check_agreement, check_stage
 def check_ranks_agree(
     engine: Engine, *, stage: str = "has ended its loop", problems: Sequence[str] = ()
 ) -> None:
-    """Raise on every rank unless all ranks are at the same `stage` and agree, and no rank has a problem.
+    """Raise on every rank unless all ranks are at the same `stage`, agree, and have no problem.
 
-    Ranks agree if they have used the last window in the same way. Every rank calls this function between
-    windows, because a window's use is otherwise compared in the header of the next window, and no header
-    follows the last window. Ranks may also call this function after opening a window. If a rank has dropped
-    the window and opens it again while the other ranks are in the middle of it, its header is paired with the
-    headers of the other ranks, and all ranks raise.
+    Ranks agree if they have used the gradients of the last window in the same way. This call is needed
+    between windows, because ranks otherwise compare the use of a window in the header of the next window, and
+    no header follows the last window. Ranks may also call this function after opening a window. If a rank has
+    dropped its window and reopens it while other ranks are in the middle of the window, its header is paired
+    with their window header, and all ranks raise.
 
     Cost: one all-reduce of 184 bytes, for which the host waits; nothing on a lazy device or with one rank.
     """
@@ -40,10 +40,10 @@ def check_ranks_agree(
 
 
 def check_same_call(engine: Engine, what: str) -> None:
-    """Raise on every rank unless all ranks call this with equal `what`, at any position in their loops.
+    """Raise on every rank unless all ranks make this call with equal `what`, at any position in their loops.
 
-    Used before collectives whose size differs from a header's size: if only some ranks launched such a
-    collective while other ranks launched a header, gloo would abort the processes.
+    Used before collectives of another size than a header: if some ranks launched such a collective while
+    other ranks launched a header, gloo would abort the processes.
 
     Cost: one all-reduce of 184 bytes, for which the host waits; nothing on a lazy device or with one rank.
     """
@@ -58,7 +58,7 @@ def check_same_call(engine: Engine, what: str) -> None:
 
 
 def resize(engine: Engine, accumulate: int) -> None:
-    """Change the number of micro-batches in all later windows; every rank must pass the same number."""
+    """Change the number of micro-batches of all later windows; every rank must pass the same number."""
     if not engine.is_closed:
         raise RuntimeError(
             f"gradient_accumulation_steps={accumulate} in the middle of window {engine.counter.index}, "
@@ -69,7 +69,7 @@ def resize(engine: Engine, accumulate: int) -> None:
 
 
 def metric_context(engine: Engine) -> MetricContext:
-    """Return the context for norms by name, which are kept from now on; all ranks call this together.
+    """Return the context for norms by parameter name, which later windows keep; all ranks call this together.
 
     Cost: if ranks have different parameters, one `all_gather_object` of names in the first call.
     """
@@ -89,7 +89,7 @@ def metric_context(engine: Engine) -> MetricContext:
 
 
 def measure(engine: Engine, metrics: Sequence[Any]) -> None:
-    """Add metrics to every later window; see `Sync.measure`."""
+    """Add metrics to all later windows; see `Sync.measure`."""
     check_same_call(engine, "calls sync.measure, as every rank has to")
     problems = []
     if not engine.is_closed:

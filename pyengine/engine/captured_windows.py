@@ -1,4 +1,4 @@
-"""Capture of a window as a graph, after some normal windows; later windows launch the graph."""
+"""Capture of a window as a CUDA graph; later windows of equal shapes replay the graph."""
 
 from __future__ import annotations
 
@@ -28,34 +28,32 @@ from pyengine.window.verdict import Verdict
 
 _log = logging.getLogger("pyengine.engine")
 
-# The number of windows of a form that run without a graph before the capture: the first window's collectives
-# are in the order of parameter registration, and the two windows after it are recorded as rehearsals and
-# compared.
+# The number of windows of the same form (equal shapes) that run before the capture. The first window reduces
+# its buckets in the order of parameter registration. The next two windows are recorded and compared.
 MIN_WARM_UP = 3
-MAX_FORMS = 64  # the maximum number of forms; each form keeps its rehearsals and possibly a graph
+MAX_FORMS = 64  # the maximum number of forms; each form keeps its recorded windows and possibly a graph
 
 
 @dataclass
 class _Form:
-    """A form of windows, whose micro-batches have the same number, structure, shapes and dtypes."""
+    """A set of windows that share a graph: equal number, structure, shapes and dtypes of micro-batches."""
 
     num_run: int = 0
-    rehearsals: list[Rehearsal] = field(default_factory=list)  # the last two windows, recorded
+    rehearsals: list[Rehearsal] = field(default_factory=list)  # recordings of the last two windows
     section: Section = field(default_factory=Section)
-    counts: Sequence[Count] = ()  # the counts of the last rehearsed window
+    counts: Sequence[Count] = ()  # the counts of the last recorded window
     graph: WindowGraph | None = None
     problem: str = ""  # the reason why windows of this form never get a graph
 
 
 class CapturedWindows:
-    """Trains windows, most of them by launching one graph; see `sync.capture`.
+    """Trains windows, most of them by replaying one CUDA graph; see `sync.capture`.
 
     Attributes:
-        num_captured, num_replayed, num_eager: numbers of captured graphs, of windows that ran as a graph, and
-            of windows that ran without a graph.
-        unused: names of parameters that got no gradient in the window that was captured last. These
-            parameters get no gradient when the graph is replayed either, even if another rank begins to use
-            them.
+        num_captured, num_replayed, num_eager: numbers of captured graphs, of windows that replayed a graph,
+            and of windows that ran without a graph.
+        unused: names of parameters without a gradient in the last captured window. These parameters get no
+            gradient in replayed windows either, even if another rank begins to use them.
     """
 
     def __init__(
@@ -83,12 +81,12 @@ class CapturedWindows:
         """Train one window of `sync.windows`.
 
         Returns:
-            The record of the last step whose outcome the host knows (see `sync.last_record`), usually the
-                step of the previous window.
+            The record of the last step whose outcome the host knows (see `sync.last_record`). This is usually
+                the step of the previous window.
 
         Raises:
-            ValueError: the window's counts were read ahead.
-            RuntimeError: `train_window` has not called `sync.step`, or as in `sync.step`.
+            ValueError: the counts of the window were read ahead.
+            RuntimeError: `train_window` has not called `sync.step`, or for a reason given in `sync.step`.
         """
         engine, batches = self._engine_of(), list(window)
         if engine.window.denominators is not None:
@@ -134,7 +132,7 @@ class CapturedWindows:
             return other
         return self._forms.setdefault(key, _Form())
 
-    # ---- without a graph ----
+    # ---- windows without a graph ----
 
     def _run(self, engine: Engine, leaves: list[Any], structure: Any) -> None:
         self.num_eager += 1
@@ -143,14 +141,14 @@ class CapturedWindows:
             self._train(batches)
 
     def _rehearse(self, engine: Engine, form: _Form, leaves: list[Any], structure: Any) -> None:
-        """Run one of the last two windows before the capture, and record and compare them."""
+        """Run, record and compare one of the last two windows before the capture."""
         section, layout = form.section, _buckets_of(engine).layout
         section.rewind()
-        leaves = _on(engine.device, leaves)  # copy here, because copies in a rehearsal are reported
+        leaves = _on(engine.device, leaves)  # copy here, because recording reports copies
         with capture.running(section, is_capture=False), Rehearsal(_is_on_device) as rehearsal:
             self._run(engine, leaves, structure)
         if _buckets_of(engine).layout is not layout:
-            return  # this window has changed the layout to the order of arrival; later windows keep it
+            return  # this window has changed the bucket layout to the order of arrival; later windows keep it
         form.num_run += 1
         form.rehearsals.append(rehearsal)
         before, form.counts = form.counts, engine.window.counts.counts
@@ -170,7 +168,7 @@ class CapturedWindows:
             self._give_up(form, found)
 
     def _give_up(self, form: _Form, found: Sequence[str]) -> None:
-        """Run windows of this form without a graph from now on, and warn with the reason."""
+        """Stop trying to capture windows of this form, and warn with the reason."""
         each = list(dict.fromkeys(found))
         more = f"; and {len(each) - 3} more" if len(each) > 3 else ""
         form.problem = "; ".join(each[:3]) + more
@@ -179,7 +177,7 @@ class CapturedWindows:
     # ---- the capture ----
 
     def _capture(self, engine: Engine, form: _Form, leaves: list[Any], structure: Any) -> None:
-        """Capture the window and run it."""
+        """Capture the window as a graph, and run it."""
         form.rehearsals = []
         if torch.is_autocast_enabled(engine.device.type) and torch.is_autocast_cache_enabled():
             self._give_up(form, ["autocast is on around it, whose cache would go stale: enter it inside"])
@@ -220,7 +218,7 @@ class CapturedWindows:
         self.unused = [name for name, grad in named if grad is None]
 
     def _is_stale(self, graph: WindowGraph, engine: Engine) -> bool:
-        """Whether the graph uses outdated memory or hyperparameters of the model, sums or optimizers."""
+        """Whether the model, the sums or the optimizers have changed memory or values that the graph uses."""
         if not graph.fits(_memory_of(graph.stepped, engine)):
             _log.debug("memory of the captured window has changed: capture again")
             return True
@@ -231,7 +229,7 @@ class CapturedWindows:
                     self._has_warned = True
                     pairs = zip(now, step.done.numbers, strict=True)
                     (name, value), (_, was) = next((new, old) for new, old in pairs if new != old)
-                    # A graph keeps the value that a Python number had in the capture.
+                    # A graph keeps the value that a Python number had during the capture.
                     warnings.warn(
                         f"sync.capture: {name} of {step.done.name} is {value}, and was {was} in the captured "
                         "window, which is captured again. If a number changes often, make it a tensor: "
@@ -243,14 +241,14 @@ class CapturedWindows:
 
     @contextmanager
     def _on_stream(self, engine: Engine) -> Iterator[None]:
-        """Run the body on the capture stream, so that autograd accumulates gradients on it."""
+        """Run the body on the capture stream, so that autograd accumulates gradients on this stream."""
         with self._stream.current(engine.device):
             engine.ownership.follow()
             yield
 
 
 def capture_problems(engine: Engine) -> Iterator[str]:
-    """Yield the reasons why windows of an engine cannot be captured; the same on every rank."""
+    """Yield the reasons why windows of an engine cannot be captured; equal on all ranks."""
     yield from DeviceGraph.problems(engine.device)
     if isinstance(engine.reducer, BucketReducer):
         yield from engine.reducer.capture_problems
@@ -271,7 +269,7 @@ def _buckets_of(engine: Engine) -> BucketReducer:
 
 
 def _keep(engine: Engine, graph: WindowGraph) -> None:
-    """Keep the parts of the window that later replays need; called inside the capture."""
+    """Store the objects of the window that later replays need; called inside the capture."""
     window, verdict = engine.window, engine.window.verdict
     if engine.counter.state is not State.USED or window.header is None or verdict is None:
         raise CaptureError(_NOT_STEPPED)
@@ -285,11 +283,11 @@ def _keep(engine: Engine, graph: WindowGraph) -> None:
     graph.grads = [param.grad for param in engine.reducer.params]
 
 
-# ---- the same work again ----
+# ---- replay ----
 
 
 def is_regular(engine: Engine) -> bool:
-    """Whether the open window can run as a graph of another window's work.
+    """Whether the open window can replay the graph of an earlier window.
 
     True if the previous window was stepped and left no unused gradients, no audit is due, and no problem was
     found.
@@ -310,7 +308,7 @@ def _is_written(engine: Engine) -> bool:
 
 
 def run_captured(engine: Engine, graph: WindowGraph) -> None:
-    """Run the window that has just been captured; the capture itself has run none of its work."""
+    """Run the window that was just captured; a capture only records work."""
     engine.window.clock.start()
     graph.header.fill()
     graph.work.replay()
@@ -322,9 +320,9 @@ def run_captured(engine: Engine, graph: WindowGraph) -> None:
 
 
 def run_again(engine: Engine, graph: WindowGraph) -> None:
-    """Run a fully read window by launching the graph of an earlier window.
+    """Run a window, all of whose micro-batches have been read, by replaying the graph of an earlier window.
 
-    Collectives, states, counts and reports are the same as in the methods from `begin` to `step`. Requires
+    Collectives, states, counts and reports are the same as with the methods from `begin` to `step`. Requires
     that `is_regular` is true.
     """
     counter, window = engine.counter, engine.window
@@ -370,7 +368,7 @@ def run_again(engine: Engine, graph: WindowGraph) -> None:
 
 
 def rewind(engine: Engine) -> None:
-    """Reset the open window after a failed capture, which has run none of its work."""
+    """Reset the open window after a failed capture, which has run none of the window's work."""
     if engine.window.verdict is not None:
         engine.verdicts.forget(engine.window.verdict)
     engine.new_window()
@@ -407,7 +405,7 @@ def _is_unread(value: Count) -> bool:
 
 
 def _kind_of(leaf: object) -> object:
-    """Return the part of a leaf that a graph depends on: for a tensor everything except its values."""
+    """Return the properties of an input that a graph fixes: for a tensor all but its values."""
     if isinstance(leaf, Tensor):
         return leaf.shape, leaf.dtype, leaf.layout
     return leaf if isinstance(leaf, str | int | float | bool | None) else id(leaf)

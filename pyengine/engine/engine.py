@@ -1,4 +1,4 @@
-"""The engine, which runs the phases of a window in order, with their collectives and failures.
+"""The engine, which runs the phases of a window in order: collectives, optimizer step, error handling.
 
 [Note: order of collectives in a window]
 torch.distributed pairs the collectives of a process group by their order on each rank, so all ranks have to
@@ -6,12 +6,12 @@ launch the same collectives in the same order. The following list gives a window
 own group ("engine") and on the groups over which gradients are summed ("buckets"):
 
  1. engine   before the first forward, only if ranks need information from other ranks: the header of
-             `check_ranks_agree`, `sum_over_ranks` of counts that are read ahead, or `max_of` for FSDP2's
-             collective forwards; between windows the header of `check_same_call`, and the gathers of the call
-             that follows it.
+             `check_ranks_agree`, `sum_over_ranks` of counts that are read ahead, or `max_of` for the
+             collective forwards of FSDP2. Between windows: the header of `check_same_call`, and then the
+             gathers of the call that this header checks.
  2. FSDP2    all-gathers in every forward and backward, on the meshes of the FSDP units; reduce-scatters in
              the window's last backward only, unless the `defer` setting changes this.
- 3. engine   if the host runs ahead and has not read the previous window's verdict (its outcome): gathers,
+ 3. engine   if the host runs ahead and has not read the previous window's outcome (its verdict): gathers,
              only for a window that failed (`Verdict.reach`).
  4. engine   the header all-reduce.
  5. buckets  each bucket's reduction, in the order of the layout; if a bucket has several collectives, each
@@ -22,7 +22,7 @@ own group ("engine") and on the groups over which gradients are summed ("buckets
              the broadcast of DDP's buffers.
  7. engine   once in an engine's life, the order in which gradients arrived.
  8. engine   in `wait`: the norm, if ranks hold different elements (`ShardedNorm`); the sums of
-             `sync.measure`; the audit's checksums; the gathers of the verdict, if the window failed.
+             `sync.measure`; the audit's checksums; the gathers of error texts, if the window failed.
  9. engine   in each call that clips or returns norms by name, if ranks hold different elements: a header (on
              the host only), and the norm again (`Engine.renew_norm`).
 
@@ -34,9 +34,9 @@ header has arrived, which is earlier on some ranks than on others, so buckets ha
 own (`Comm.with_own_group`). If a stream waits, no host has to read the header, and a single group keeps the
 order.
 
-After an exception `Reducer.give_up` launches the collectives that are still missing, with values that void
-the window. No collective follows a header in which ranks disagree, if the host can see the disagreement
-without waiting for a device: another engine's buckets would have other sizes.
+After an exception `Reducer.give_up` launches the missing collectives with values that make the window invalid
+on every rank. If the host knows without waiting for a device that headers differ between ranks, it launches
+no further collective, because the buckets of another engine would have other sizes.
 """
 
 from __future__ import annotations
@@ -104,12 +104,12 @@ from pyengine.window.verdict import (
 
 _log = logging.getLogger("pyengine.engine")
 
-# The stage of a rank in its window, for the stall report.
+# The stage of a rank in its window, as the stall report prints it.
 _SENDS = "sends a window"
 
 
 class Engine:
-    """The engine of `GradSync` and `attach`, which owns the gradients and opens one window after another.
+    """The engine of `GradSync` and `attach`; it owns the gradients and runs one window after another.
 
     Methods appear in the order in which they are called; `window` has the state of the open window.
 
@@ -130,15 +130,15 @@ class Engine:
     `run_again` (captured_windows.py) replaces the methods from `begin` to `step` for a window whose device
     work runs as a graph.
 
-    A window ends in one of four ways:
+    A window ends with one of four calls:
       `step`: an optimizer uses the gradients (with `release_grads` the caller uses them).
-      `flush`: the reduction is launched without a last backward, after any number of micro-batches; the
-          gradients are then used as with `step`.
-      `abandon`: the window is dropped on this rank, which still waits for launched collectives, because other
-          ranks wait for this rank. If an exception interrupted a last backward that had sent the window's
-          header, the window is void on every rank.
-      `close_window`: the loop has finished the window, and the next window may open; raises if the window was
-          not used.
+      `flush`: the engine reduces the gradients without a last backward, after any number of micro-batches;
+          the gradients are then used as with `step`.
+      `abandon`: this rank drops the window, but still waits for launched collectives, because other ranks
+          wait for this rank. If an exception interrupted a last backward after the window's header was sent,
+          every rank drops the window.
+      `close_window`: the loop has finished the window, and the next window may open; raises if the gradients
+          of the window were not used.
     """
 
     def __init__(
@@ -155,14 +155,14 @@ class Engine:
         held = f"{len(params)} parameters, the first {names[0]!r}"
         if reducer.counted is not None:  # ranks may hold different parameters
             held = f"parts of a model on {comm.world_size} ranks"
-        # ---- what it is ----
-        # The name of the engine, the same on all of its ranks.
+        # ---- identity and configuration ----
+        # The name of the engine, equal on all of its ranks.
         self.name = f"{held} (engine {split.engine_id % 2**32:08x})"
         self.device = device = params[0].device
         self.reducer, self.comm = reducer, comm
-        # The module that has the parameters; None if the engine was made over the parameters alone.
+        # The module that has the parameters; None if the engine was made from parameters.
         self.module = module
-        # The batch that this rank shares with other ranks; None if every rank has its own batch.
+        # The batch that this rank shares with other ranks; None if every rank has a separate batch.
         self.batch = batch
         # How a full window is divided among ranks.
         self.split = split
@@ -171,7 +171,7 @@ class Engine:
         self.holds_parts = batch is not None or reducer.counted is not None
         # The settings and parameters that a loaded state must match.
         self.identity = identify(settings.kind, split.terms, split.slot_size, names, reducer.local_params())
-        # Whether inf and nan are an error.
+        # Whether a gradient with inf or nan raises an error.
         self.raises = settings.raises
         # Whether the device is an XLA device, where recording operations is cheaper than reading values.
         self.is_lazy = is_lazy(device)
@@ -180,45 +180,45 @@ class Engine:
         self.runs_ahead = runs_ahead(device)
         self.is_late = not settings.raises and self.runs_ahead
 
-        # ---- where its loop is ----
+        # ---- position in the loop ----
         self.counter = WindowCounter(settings.accumulate, share=split.of(comm.rank))
-        # The index of the last opened window, or the index from a state loaded since then.
+        # The index of the last opened window, or the index in a state that was loaded later.
         self.opened_at = -1
-        # Whether a loop over `windows` has run out and no new loop has begun.
+        # Whether the last loop over `windows` has ended and no new loop has begun.
         self.is_between_loops = False
-        # States of random generators from a loaded state, to be restored when the next window opens, or the
-        # loop ends without a window.
+        # The states of random generators from a loaded state. The next window restores them when it opens, or
+        # the loop at its end if it has no window.
         self.rng_due: dict[str, Any] = {}
-        # Held while a micro-batch is running in any thread.
+        # A lock that is held while a micro-batch runs in any thread.
         self._running = Lock()
 
         # ---- gradients and parameters ----
-        # Gradients that no optimizer has used, which are carried into the next window.
+        # Gradients that no optimizer has used. They are carried into the next window.
         self.kept_grads = KeptGrads(names, params)
-        # The gradients in `.grad`, for example of a window that has been reduced.
+        # The gradients in `.grad`, for example after the reduction.
         self.published = Published(names, params)
         # Detects writes to gradients and parameters by code outside the engine.
         self.foreign = ForeignWrites(reducer, module, self.published, self.kept_grads)
-        # Norm and finite flags of the mean gradients.
+        # The norm and the finite flags of the mean gradients.
         norm = None if reducer.counted is None else ShardedNorm(reducer.counted, comm, device)
         self.final = FinalPass(len(params), device, norm)
         self.scaler: GradScaler | None = None
         self.ownership = Ownership(params, self)
 
-        # ---- what observes its windows ----
-        # The verdicts of this window and earlier windows, and the number of steps taken.
+        # ---- observers of windows ----
+        # The outcomes (verdicts) of this window and earlier windows, and the number of steps taken.
         self.verdicts = VerdictQueue(device)
         self.loss_checks = LossChecks(self.counter, comm.world_size)
-        # Metrics and the audit.
+        # The metrics of `sync.measure`, and the audit.
         self.observers: list[WindowObserver] = []
-        # The names of all ranks' parameters, set by the first call that needs norms by name.
+        # The names of all ranks' parameters; set by the first call that returns or records norms by name.
         self.metric_context: MetricContext | None = None
         self.records = WindowRecords()
         # The number of items that `retry_smaller` runs at once; None for the whole micro-batch.
         self.part_size: int | None = None
 
-        # ---- the open window, or the last one ----
-        # Function that creates the record of a window's counts and losses.
+        # ---- the open window, or the last window ----
+        # Creates the record of a window's counts and losses.
         most = split.micro_batches if self.is_exact else math.inf
         self.new_counts = make_local_window(
             device, is_exact=self.is_exact, max_micro_batches=most, batch=batch
@@ -256,16 +256,16 @@ class Engine:
             self.rng_due = {}
 
     def next_micro_batch(self, place: int, *, last: bool, has_more: bool) -> None:
-        """Record that a micro-batch is handed to the loop.
+        """Record that the loop gets a micro-batch of data.
 
-        `last` is whether the micro-batch ends the window; `has_more` is whether the loader has another
+        `last`: whether the micro-batch ends the window. `has_more`: whether the loader has data for another
         window.
         """
         self.counter.hand_out(place, last=last)
         self.window.has_more, self.window.is_padding = has_more, False
 
     def pad(self, *, last: bool) -> None:
-        """Record that padding is handed to the loop, because other ranks run a micro-batch."""
+        """Record that the loop gets a padding micro-batch, because other ranks run a micro-batch."""
         assert self.reducer.padding is not None
         self.end_slot()
         self.counter.pad(last=last)
@@ -275,8 +275,8 @@ class Engine:
     def end_micro_batches(self) -> None:
         """Record that the loop gets no further micro-batch; pending backwards may still follow.
 
-        If no micro-batch is out, for example in an empty window, wait here, so that `.grad` is the mean on
-        this rank too.
+        If no micro-batch is pending, for example in an empty window, wait for the reductions here, so that
+        `.grad` is the mean on this rank, too.
         """
         self.counter.is_exhausted = True
         if not self.counter.has_micro_batch_out and self.counter.state is not State.IDLE:
@@ -285,10 +285,11 @@ class Engine:
     # ---- accumulate ----
 
     def begin(self, *, may_replace: bool = False) -> None:
-        """Begin the window with sums of zero, and record an error if other code has written to gradients.
+        """Begin the window with zero sums, and record an error if other code has written to gradients.
 
-        Called before every micro-batch, and before launching a window without micro-batches. `may_replace` is
-        whether the next backwards may replace `.grad` tensors, which would hide replacements by other code.
+        Called before every micro-batch, and before the reduction of a window without micro-batches.
+        `may_replace`: whether the next backwards may replace `.grad` tensors, which would hide replacements
+        by other code.
         """
         window = self.window
         if window.has_begun:
@@ -310,10 +311,10 @@ class Engine:
     def micro_batch(
         self, count: Count, *, is_stated: bool, may_replace: bool, loss: Tensor | None = None
     ) -> Iterator[MicroBatch]:
-        """Make the body one micro-batch, in which the caller runs the backwards; then accumulate.
+        """Run the body as one micro-batch, in which the caller runs the backwards; then accumulate.
 
-        Launch the window's reduction if this is the window's last micro-batch and no backward was marked as
-        the last. `may_replace` is as for `begin`. `loss` is used for the record and may be set later.
+        Launch the reductions of the window if this is its last micro-batch and no backward was marked as the
+        last. `may_replace`: see `begin`. `loss` is for the record and may be set later.
         """
         if not self._running.acquire(blocking=False):
             raise RuntimeError(
@@ -341,7 +342,7 @@ class Engine:
             try:
                 guard: AbstractContextManager[object] = nullcontext()
                 padding = self.reducer.padding if window.is_padding else None
-                if padding is not None:  # padding's backwards must not change gradients outside the engine
+                if padding is not None:  # padding's backwards must not change other gradients
                     padding.preserve_grads(())
                     guard = BeforeBackward(padding.preserve_grads)
                 with window.clock.phase("backward"), guard:
@@ -369,14 +370,14 @@ class Engine:
             self._running.release()
 
     def last_backward(self, micro_batch: MicroBatch, roots: Sequence[Tensor]) -> AbstractContextManager[None]:
-        """Run a micro-batch's last backward in the body, and accumulate gradients during that backward.
+        """Run the last backward of a micro-batch in the body, and accumulate gradients during this backward.
 
-        In the window's last micro-batch launch the header before the backward, and each bucket's reduction as
-        soon as the bucket is complete.
+        In the window's last micro-batch, launch the header before the backward, and the reduction of each
+        bucket as soon as the bucket is complete.
         """
         micro_batch.has_last = self.window.has_backward = True
         if not micro_batch.has_only:
-            self.reducer.grad_record.follow_replaced()  # replaced by earlier backwards of the block
+            self.reducer.grad_record.follow_replaced()  # earlier backwards may have replaced `.grad`
         self._count_micro_batch(micro_batch)
         if micro_batch.syncs and self.reducer.overlaps:
             return self._overlap(roots)
@@ -384,7 +385,7 @@ class Engine:
 
     @contextmanager
     def _last_backward_of_block(self, micro_batch: MicroBatch, roots: Sequence[Tensor]) -> Iterator[None]:
-        """Run `last_backward` for a `micro_batch` block, in which the caller's code continues afterwards."""
+        """Run `last_backward` inside a `micro_batch` block; the caller's code continues afterwards."""
         with self.last_backward(micro_batch, roots):
             yield
         self.foreign.marks.record()
@@ -395,7 +396,7 @@ class Engine:
             yield
 
     def _count_micro_batch(self, micro_batch: MicroBatch) -> None:
-        """Count a micro-batch; afterwards the window's header may be launched."""
+        """Count a micro-batch. After the last micro-batch, the header may be launched."""
         window = self.window
         self.counter.count_backward()
         window.counts.is_silent |= not micro_batch.is_stated
@@ -404,7 +405,7 @@ class Engine:
             micro_batch.add_to(window.counts)
 
     def end_slot(self) -> None:
-        """Accumulate the open slot of micro-batches, which gets no further micro-batch."""
+        """Accumulate the micro-batches of the open slot; the slot gets no further micro-batch."""
         if self.window.slots.is_open:
             self.reducer.collect()
             self.window.slots.end()
@@ -412,7 +413,7 @@ class Engine:
     # ---- launch ----
 
     def flush(self) -> None:
-        """Launch and reduce the accumulated gradients without a backward; see `Sync.flush`."""
+        """Reduce the accumulated gradients without another backward; see `Sync.flush`."""
         self.check_idle("flush")
         if self.counter.state is State.IDLE:
             raise RuntimeError(
@@ -424,7 +425,7 @@ class Engine:
         self.wait()
 
     def launch(self) -> None:
-        """Launch the header and the reductions after the last backward, or without a backward."""
+        """Launch the header and the reductions after the last backward, or without any backward."""
         self.end_slot()
         with self.window.clock.phase("exposed_sync"), self.launch_header() as header:
             self.reducer.reduce(header)
@@ -434,9 +435,8 @@ class Engine:
     def launch_header(self) -> Iterator[Header]:
         """Launch the header all-reduce; launch the buckets inside the `with` block."""
         window, counts, counter = self.window, self.window.counts, self.counter
-        # The header contains the previous window's step, so a host that runs ahead must first read the
-        # outcome of the previous window. All ranks have by now launched every collective that a forward may
-        # launch.
+        # The header contains the step of the previous window, so a host that runs ahead must first read the
+        # previous window's outcome. By now every rank has launched all collectives that a forward may launch.
         self.verdicts.reach_earlier(counter.index)
         if window.denominators is not None:
             self._refuse_each(window.denominators.problems(counter.done, handed=counter.handed))
@@ -453,7 +453,7 @@ class Engine:
         try:
             yield header
         except BaseException as error:
-            # Other ranks wait for the buckets that this rank has not launched.
+            # other ranks wait for the buckets that this rank has not launched
             _log.debug("window %d: give up after %r", counter.index, error)
             window.faults.note(FaultKind.GAVE_UP, repr(error))
             self.reducer.give_up()
@@ -462,7 +462,7 @@ class Engine:
             window.is_launching = False
 
     def launch_header_all_reduce(self, counts: LocalWindow, *, has_more: bool, stage: str) -> Header:
-        """Launch a header: this rank's position, its counts, and the values that must be equal on all ranks.
+        """Launch a header all-reduce: this rank's position and counts, and values that ranks must agree on.
 
         A header has 184 bytes, or 232 bytes if ranks share batches.
         """
@@ -482,14 +482,14 @@ class Engine:
         return [each for each in self.observers if isinstance(each, Metric)]
 
     def position(self) -> tuple[int, int]:
-        """Return the numbers of windows sent and steps taken, which ranks compare."""
+        """Return the numbers of windows sent and steps taken, which ranks compare in each header."""
         return self.counter.num_sent, self.verdicts.steps_taken
 
     def header_digest(self, stage: str = _SENDS) -> HeaderDigest:
-        """Return the part of a header that must be equal on all ranks."""
+        """Return the values in a header that must be equal on all ranks."""
         scaler = self.scaler
         settings = "" if scaler is None else scaler.settings()
-        # On a lazy device reading the scale would cut the recorded program.
+        # On a lazy device, reading the loss scale would split the recorded program.
         scale = None if scaler is None or self.is_lazy else scaler.current_scale()
         kept = self.kept_grads.pending() if self.split.are_alike else ()
         use = self.verdicts.last_use()
@@ -497,7 +497,7 @@ class Engine:
         return HeaderDigest(stage, self.name, settings, scale, use, self.counter.accumulate, total, kept)
 
     def follow_scale(self) -> None:
-        """Rescale the residuals of wires if anyone has changed the loss scale."""
+        """Rescale the residuals of wires after a change of the loss scale."""
         if self.reducer.residuals.is_kept:
             self.reducer.residuals.follow(self.loss_scale())
 
@@ -508,13 +508,13 @@ class Engine:
     # ---- wait ----
 
     def wait(self) -> Verdict:
-        """Wait for the reductions, publish the mean as `.grad`, and decide on the device whether to use it.
+        """Wait for the reductions, write the mean to `.grad`, and decide on the device whether to use it.
 
-        The work is done once per window. Unless the device runs asynchronously, the host reads the outcome
-        here.
+        Repeated calls in a window do nothing. Unless the device runs asynchronously, the host reads the
+        outcome of the window here.
 
-        An error on any rank is raised on every rank; if the device runs asynchronously, at the next
-        `reach_verdicts`.
+        An error on any rank is raised on every rank. If the device runs asynchronously, the next
+        `reach_verdicts` raises it.
         """
         self.check_idle("step, clip or unscale")
         window, counter = self.window, self.counter
@@ -545,7 +545,7 @@ class Engine:
 
     def _wait_once(self) -> Verdict:
         window, header, marks = self.window, self.window.header, self.foreign.marks
-        assert header is not None  # the counter says SENT
+        assert header is not None  # the counter is in state SENT
         changed = marks.changed()
         with window.clock.phase("exposed_sync"):
             try:
@@ -592,7 +592,7 @@ class Engine:
         for observer in observers:
             limit = observer.wait(reduced)
             if limit is not None:
-                # inf / inf would be nan where the window is skipped.
+                # In a skipped window, inf / inf would give nan.
                 self.clip(limit, self.final.grad_norm().nan_to_num(0.0, 0.0, 0.0))
         report = WindowReport(
             self.counter.index,
@@ -608,17 +608,17 @@ class Engine:
         return Verdict(header, outcome, report, comm=self.comm, raises=self.raises)
 
     def reach_verdicts(self) -> None:
-        """Read the outcome of every reduced window; every rank must call this at the same point."""
+        """Read the outcome of every reduced window; all ranks must call this at the same point."""
         self.verdicts.reach_all()
         if self.window.verdict is not None:
-            self.window.verdict.reach()  # raises the window's error again
+            self.window.verdict.reach()  # repeated calls raise the window's error again
 
     # ---- use ----
 
     def step(self, optimizer: torch.optim.Optimizer, scheduler: Any, check: OptimizerCheck) -> Tensor:
-        """Step an optimizer with the gradients, unless they were not finite on some rank; see `Sync.step`.
+        """Step an optimizer with the gradients unless some rank has inf or nan; see `Sync.step`.
 
-        Callbacks receive the record of each window's first step, in the order of the windows.
+        Callbacks receive one record per window, after its first step, in the order of the windows.
         """
         verdict, window, is_first = self.wait(), self.window, self.counter.state is not State.USED
         self._refuse_written()
@@ -626,8 +626,8 @@ class Engine:
         stepped = {index for group in done.params for index in group}
         self.foreign.trained.notice_step(stepped)
         if not self.split.are_alike:
-            done = replace(done, params=())  # parameters differ between stages
-        if self.is_late and self.reducer.stepper.needs_host(optimizer):  # else `wait` reached the verdicts
+            done = replace(done, params=())  # parameters differ between pipeline stages
+        if self.is_late and self.reducer.stepper.needs_host(optimizer):  # otherwise `wait` read the outcome
             report_uncapturable(
                 f"the step of {type(optimizer).__name__} waits for the host, which decides whether to skip: "
                 "make it fused=True, with capturable=True if it has that"
@@ -639,10 +639,10 @@ class Engine:
         try:
             with span("optimizer"):
                 self.reducer.stepper.step(optimizer, self.final)
-            self.foreign.written.forget()  # writes by this optimizer and further optimizers are allowed
+            self.foreign.written.forget()  # this optimizer and further optimizers may write
         except BaseException:
-            # The optimizer may have changed parameters before it raised. Record this, so that other ranks
-            # notice if this rank steps the optimizer again.
+            # The optimizer may have changed parameters before it raised. Record the step, so that other ranks
+            # notice if this rank repeats the step.
             verdict.use.steps.append(replace(done, name=f"{done.name}, which raised,"))
             raise
         finally:
@@ -668,9 +668,9 @@ class Engine:
     def call_once_known(
         self, verdict: Verdict, scheduler: Any, record: Callable[[Totals, bool], None] | None
     ) -> None:
-        """Step the scheduler and make the record once the window's outcome is known.
+        """Step the scheduler and make the record as soon as the host knows the window's outcome.
 
-        The window counts as used even if the scheduler or a callback raises.
+        The gradients count as used even if the scheduler or a callback raises.
         """
         actions: list[Callable[[], None]] = []
         if scheduler is not None:
@@ -681,7 +681,7 @@ class Engine:
             call_all(actions)
 
     def record_of(self, verdict: Verdict, norm: Tensor) -> Callable[[Totals, bool], None]:
-        """Return a function that makes the window's record and passes it to the callbacks."""
+        """Return a function that makes the record of the window and passes it to the callbacks."""
         return self.records.of(
             self.window,
             verdict,
@@ -692,7 +692,7 @@ class Engine:
         )
 
     def release_grads(self) -> None:
-        """Leave the window's gradients to the caller; those not zeroed are carried into the next window."""
+        """Leave the gradients to the caller; gradients that are not zeroed stay for the next window."""
         verdict = self.wait()
         self._refuse_written()
         self.foreign.written.forget()
@@ -702,7 +702,7 @@ class Engine:
         flush(self.device)
 
     def update_scale(self) -> None:
-        """Update the loss scale from the window's outcome, once per window."""
+        """Update the loss scale from the outcome of the window, once per window."""
         if self.scaler is not None and not self.window.is_scale_updated:
             self.scaler.follow()
             self.window.is_scale_updated = True
@@ -711,13 +711,13 @@ class Engine:
 
     @property
     def is_closed(self) -> bool:
-        """Whether no window is open and the last gradients have been used or belong to the caller."""
+        """Whether no window is open, and an optimizer or the caller has used the last gradients."""
         return self.counter.state in (State.IDLE, State.USED) or (
             self.counter.is_sent and self.kept_grads.is_used
         )
 
     def close_window(self) -> None:
-        """Close the window; raise RuntimeError if it was not launched or its gradients were not used."""
+        """Close the window; raise RuntimeError if it was not reduced or its gradients were not used."""
         counter = self.counter
         if counter.state is State.OPEN:
             self.refuse_written_past()
@@ -741,37 +741,37 @@ class Engine:
 
     @property
     def is_broken(self) -> bool:
-        """Whether the window is incomplete or unusable, so that a new loop has to abandon it."""
+        """Whether the window is incomplete or unusable; a new loop then abandons it."""
         return self.counter.state is State.OPEN or self.window.is_broken
 
     def abandon(self, *, waits: bool = True) -> None:
-        """Drop the window on this rank; the engine is clean afterwards.
+        """Drop the window on this rank, and return the engine to its state between windows.
 
-        If the window's header has not been launched, other ranks are not affected: the next window gets the
-        same index. After the launch this rank still waits for the reductions, because other ranks wait for
-        this rank, unless `waits` is False.
+        Before the header is launched, this does not affect other ranks: the next window gets the same index.
+        After the launch this rank still waits for the reductions, because other ranks wait for this rank,
+        unless `waits` is False.
         """
         window = self.window
         if waits:
             self.check_idle("abandon")
-            # No collective follows a header in which ranks are known to disagree.
+            # After a header in which ranks disagree, no collective follows.
             is_over = window.header is not None and bool(window.header.disagreement)
             if self.counter.state is State.SENT and not is_over:
                 try:
                     self.wait()
                 except (ValueError, FloatingPointError, RuntimeError):
-                    # The error is ignored, because other ranks raise it and this rank drops the window
-                    # anyway. With several ranks the error of a broken collective is still raised.
+                    # Ignore the error: other ranks raise it, and this rank drops the window anyway. With
+                    # several ranks, the error of a broken collective is still raised.
                     if window.verdict is None and self.comm.world_size > 1:
                         raise
             if window.verdict is not None and not window.verdict.was_refused:
-                self.update_scale()  # other ranks update their scale when they step
-                if not self.is_closed:  # drop the residuals of a window that is not used
+                self.update_scale()  # other ranks update the loss scale in their `step`
+                if not self.is_closed:  # discard the residuals of an unused window
                     self.reducer.residuals.drop_if(torch.ones((), dtype=torch.float32, device=self.device))
             flush(self.device)
         _log.debug("window %d: abandon, %s", self.counter.index, self.counter.state.value)
         header = window.header if window.verdict is None else window.verdict
-        was_refused = header is not None and header.was_refused  # a refused window does not count
+        was_refused = header is not None and header.was_refused  # a refused window is not counted
         self.counter.close(completed=self.counter.is_sent and not was_refused)
         self.kept_grads.clear()
         self.reducer.abandon()
@@ -782,22 +782,23 @@ class Engine:
 
     @property
     def is_void(self) -> bool:
-        """Whether the host knows that some rank gave up the window.
+        """Whether the host knows that some rank has dropped this window.
 
-        A rank that gave up the window may not make the same calls as other ranks, so no collective follows,
-        and the norm stays nan.
+        A rank that has dropped the window may make other calls than the remaining ranks. Therefore no
+        collective follows, and the norm stays nan.
         """
         return not self.is_late and bool(self.final.void != 0)
 
     def renew_norm(self, stage: str, *, has_changed: bool = False) -> None:
-        """Compute the norm again if gradients were written to or replaced after the last computation.
+        """Compute the norm again if gradients were changed or replaced after the last computation.
 
-        If ranks hold different elements this is a collective, and on the host a header precedes it. If a rank
-        has left the window, the header of its next window arrives instead, and all ranks raise.
+        If ranks hold different elements, this is a collective; on the host, a header all-reduce precedes it.
+        If a rank has already left the window, it sends the header of the next window instead, and all ranks
+        raise.
 
         Args:
-            stage: the purpose of the collective.
-            has_changed: whether to treat the gradients as changed even if their versions are the same.
+            stage: the purpose of the collective, for error messages.
+            has_changed: True treats the gradients as changed even if their versions are the same.
         """
         if self.is_void:
             return
@@ -811,7 +812,7 @@ class Engine:
             self.final.renew_norm(was_read=has_changed)
 
     def renew_norm_alone(self) -> None:
-        """Compute the norm again like `renew_norm`, if this rank can compute it without a collective."""
+        """Compute the norm again, like `renew_norm`, if this rank needs no collective for it."""
         if not self.final.is_shared:
             self.renew_norm("reads the norm")
         elif self.reducer.holds_all and not self.is_void and self.published.has_changed():
@@ -820,16 +821,16 @@ class Engine:
             self.final.renew_norm_alone()
 
     def clip(self, max_norm: float | Tensor, norm: Tensor) -> None:
-        """Multiply the gradients by min(1, max_norm / norm), unless the host sees that the factor is 1."""
+        """Multiply the gradients by min(1, max_norm / norm), unless the host sees that this is 1."""
         factor = self.final.clip(max_norm, norm)
         if self.is_late or self.runs_ahead or float(factor) != 1:
             self.published.scale_(factor.float())
             self.foreign.marks.record_published()
 
-    # ---- beside the loop ----
+    # ---- outside of the loop ----
 
     def whereabouts(self) -> str:
-        """Describe the engine's position in its loop; may be called from any thread."""
+        """Describe the engine's position in its loop, from any thread."""
         counter, gave_up = self.counter, self.window.faults.first(FaultKind.GAVE_UP)
         left = f", left by {gave_up}" if gave_up else ""
         return (
@@ -838,7 +839,7 @@ class Engine:
         )
 
     def close(self) -> None:
-        """Release the parameters without a collective, and abandon an open window."""
+        """Release the parameters and drop an open window, without a collective."""
         counter = self.counter
         if counter.state is State.OPEN and counter.done:
             warnings.warn(
@@ -858,10 +859,10 @@ class Engine:
         if self.scaler is not None:
             self.scaler.unbind()
 
-    # ---- refusals ----
+    # ---- errors ----
 
     def check_idle(self, what: str) -> None:
-        """Raise RuntimeError while a micro-batch runs."""
+        """Raise RuntimeError if a micro-batch is running."""
         if self._running.locked():  # in any thread
             raise RuntimeError(
                 f"{what} while a micro-batch of this engine is running: leave the block of sync.micro_batch "
@@ -869,7 +870,7 @@ class Engine:
             )
 
     def refuse(self, text: str) -> None:
-        """Make every rank raise for this window, or raise RuntimeError here if it was launched."""
+        """Raise this error on every rank for this window, or only here if the header was launched."""
         if self.counter.state is State.OPEN:
             self.window.faults.refuse(text)
             return
@@ -885,7 +886,7 @@ class Engine:
             self.window.faults.refuse(text)
 
     def refuse_foreign_writes(self) -> None:
-        """Refuse the window if other code has written to its gradients since the last micro-batch."""
+        """Make the window fail if other code has written to its gradients since the last micro-batch."""
         if self.window.has_begun and self.counter.state is State.OPEN and (text := self.foreign.in_window()):
             self.refuse(text)
             self.foreign.marks.record()
@@ -901,22 +902,22 @@ class Engine:
             raise RuntimeError(f"{text}. Nothing was stepped")
 
     def _refuse_written(self) -> None:
-        """Raise RuntimeError if parameters were written to between the window's end and its step."""
+        """Raise RuntimeError if other code has written to parameters between the reduction and the step."""
         for problem in self.foreign.of_parameters():
             text = f"{problem}. Nothing was stepped here"
             self.window.faults.note(FaultKind.UNUSABLE, text)
             raise RuntimeError(text)
 
     def notice_backward(self, param: Parameter) -> None:
-        """Warn once if a loop runs backwards without this engine."""
+        """Warn once if a training loop runs backwards without using this engine."""
         if not self._running.locked():
             self.foreign.notice_backward(param, self.name)
 
     def _refuse_hook(self, text: str, param: Tensor) -> None:
-        """Refuse the window because a hook wrote to a parameter or gradient in one of its backwards.
+        """Make the window fail because a hook wrote to a parameter or gradient during a backward.
 
-        If the header has been launched, the gradient is replaced by nan, which voids the window on every
-        rank; the error is raised later with the window's outcome.
+        If the header has been launched, set the gradient to nan, so that every rank drops the window; the
+        error is raised later, with the outcome of the window.
         """
         if self.window.is_launching:
             self.window.faults.refuse(text)
@@ -925,7 +926,7 @@ class Engine:
             self.refuse(text)
 
     def _refuse_other_turn(self) -> None:
-        """Refuse the window if backwards run out of order in slots, which are summed in order."""
+        """Make the window fail if backwards run out of order, because slots are summed in order."""
         counter = self.counter
         if counter.handed == counter.done + 1:
             return
@@ -939,7 +940,7 @@ class Engine:
             self.refuse(text)
 
     def _refuse_late_or_unscaled(self, micro_batch: MicroBatch) -> None:
-        """Refuse the window if gradients of a micro-batch arrived too late or were not scaled."""
+        """Make the window fail if gradients of a micro-batch arrived too late or were not scaled."""
         has_new = bool(self.foreign.marks.changed())
         if micro_batch.has_last and has_new:
             self.refuse(
@@ -959,9 +960,9 @@ class Engine:
     # ---- counts ----
 
     def due_count(self, count: Count | None, known: Denominators | None) -> Count:
-        """Return the next micro-batch's count: the caller's count, the count read ahead, or 1.
+        """Return the next micro-batch's count: the given count, the count that was read ahead, or 1.
 
-        `known` has the counts that were read ahead, from `known_denominators`.
+        `known`: the counts that were read ahead, from `known_denominators`.
         """
         counter = self.counter
         if known is None:

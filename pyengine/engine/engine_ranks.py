@@ -1,4 +1,4 @@
-"""The ranks and transports of an engine, from a mesh or process group: where each gradient is summed."""
+"""The ranks of an engine, from a mesh or process group, and the group that sums each gradient."""
 
 from __future__ import annotations
 
@@ -34,34 +34,34 @@ from pyengine.window.header import SharedBatch
 
 Named = Sequence[tuple[str, Parameter]]
 
-# ---- the groups of one rank ----
+# ---- the process groups of one rank ----
 
 
 @dataclass(frozen=True)
 class Membership:
-    """The groups of one rank, as described to other ranks. Ranks are numbered within the engine, from 0."""
+    """The groups of one rank, as sent to other ranks; ranks are numbered within the engine, from 0."""
 
-    described: str  # the mesh and its axes, in words; the same on every rank
-    groups: tuple[Sequence[int], ...]  # the ranks over which gradients are summed, by `ParamSpec.group`
+    described: str  # description of the mesh and its axes, the same on every rank
+    groups: tuple[Sequence[int], ...]  # the ranks that sum a gradient, indexed by `ParamSpec.group`
     batch: SharedBatch  # the batch that this rank computes
     num_batches: int  # the number of batches over all ranks
     unmatched: tuple[str, ...] = ()  # patterns of `Axes.groups` that no parameter here matches
-    # By parameter, whether this rank counts it in the norm; None: all ranks hold the same parameters.
+    # By parameter, whether this rank includes it in the norm; None: all ranks hold the same parameters.
     counted: tuple[bool, ...] | None = None
 
     @property
     def shared_batch(self) -> SharedBatch | None:
-        """The batch that this rank shares with other ranks; None if every rank has its own batch."""
+        """The batch that this rank shares with other ranks; None if every rank has a separate batch."""
         return None if self.batch.num_ranks == 1 else self.batch
 
     @classmethod
     def plain(cls, *, rank: int, world_size: int) -> Membership:
-        """Return the membership of a rank that has all parameters and a batch of its own."""
+        """Return the membership of a rank that has all parameters and a separate batch."""
         return cls("", (range(world_size),), SharedBatch(rank, 1, True), world_size)
 
 
 def memberships_differ(memberships: Sequence[Membership], specs: Sequence[Sequence[ParamSpec]]) -> str:
-    """Describe how ranks' memberships or parameters contradict each other; empty if they agree."""
+    """Describe contradictions between the memberships or parameters of ranks; empty if they agree."""
     described = [membership.described for membership in memberships]
     if len(set(described)) > 1:
         values = "; ".join(f"rank {rank} has {text or 'no mesh'}" for rank, text in enumerate(described))
@@ -73,7 +73,7 @@ def memberships_differ(memberships: Sequence[Membership], specs: Sequence[Sequen
                 f"{specs[0][0].name!r}): patterns are of whole names, as fnmatch has them"
             )
     members: dict[Sequence[int], dict[int, list[ParamSpec]]] = {}
-    in_group: dict[tuple[int, int], list[ParamSpec]] = {}  # ranks that sent equal specs share one list
+    in_group: dict[tuple[int, int], list[ParamSpec]] = {}  # ranks with equal specs share one list object
     for rank, (membership, mine) in enumerate(zip(memberships, specs, strict=True)):
         for index, ranks in enumerate(membership.groups):
             if (id(mine), index) not in in_group:
@@ -83,9 +83,9 @@ def memberships_differ(memberships: Sequence[Membership], specs: Sequence[Sequen
 
 
 def most_parts(memberships: Sequence[Membership]) -> int:
-    """Return the maximum number of ranks in one group that share a batch.
+    """Return the largest number of ranks that share a batch within one group.
 
-    Each rank that shares a batch adds its own part of the gradient.
+    Each rank that shares a batch contributes a part of the gradient to the sum.
     """
     groups = {ranks for membership in memberships for ranks in membership.groups}
     return max(max(Counter(memberships[rank].batch.index for rank in ranks).values()) for ranks in groups)
@@ -108,14 +108,14 @@ def _difference(ranks: Sequence[int], have: dict[int, list[ParamSpec]]) -> str:
     )
 
 
-# ---- ranks that a process group or a mesh names ----
+# ---- ranks from a process group or a mesh ----
 
 
 class EngineRanks:
-    """The ranks of an engine, and the groups among them.
+    """The ranks of an engine, and the process groups among them.
 
     Raises:
-        ValueError: this rank is not in the mesh or group. The error may be raised on this rank only.
+        ValueError: this rank is not in the mesh or group. Possibly raised on this rank only.
     """
 
     def __init__(
@@ -130,7 +130,7 @@ class EngineRanks:
     ) -> None:
         self.device, self._shared_memory = device, shared_memory
         self._mesh = MeshRanks(mesh) if isinstance(mesh, DeviceMesh) else None
-        # Whether the ranks that hold each part of a DTensor are known.
+        # Whether it is known which ranks hold each shard of a DTensor.
         self.takes_dtensors = self._mesh is not None
         if self._mesh is not None:
             group = group_of(self._mesh.all_ranks(), device)
@@ -140,7 +140,7 @@ class EngineRanks:
         # The group of every parameter, by name, and the patterns of `Axes.groups` with their groups.
         self._group_of = dict.fromkeys((name for name, _ in named), 0)
         self._patterns: list[tuple[int, str]] = []
-        # Problems with this rank's arguments; if there are any, only `comm` may be used.
+        # Problems with the arguments of this rank. If there are any, only `comm` may be used.
         self.problems = list(self._problems(mesh, axes))
         if not self.problems and (self._mesh is not None or axes.groups):
             self._join(named, axes)
@@ -149,7 +149,7 @@ class EngineRanks:
         return [_spec(name, param, self._group_of[name]) for name, param in named]
 
     def groups(self) -> Groups:
-        """Return the transports, with new process groups if needed; every rank calls this after `agree`."""
+        """Return the transports, and create process groups if needed; every rank calls this after `agree`."""
         if not self.membership.described:
             return Groups(self.comm, [self.for_buckets(self.comm)])
         comms = [self.for_buckets(self._transport(ranks)) for ranks in self.membership.groups]
@@ -158,9 +158,9 @@ class EngineRanks:
         return Groups(self.comm, comms, self.membership.counted, are_alike)
 
     def for_buckets(self, comm: Comm) -> Comm:
-        """Return a transport for gradients over the ranks of `comm`, all of which must call this.
+        """Return a transport for gradients over the ranks of `comm`; all of these ranks must call this.
 
-        Everything except gradients is sent over `comm` itself, in program order.
+        All other data is sent over `comm` itself, in program order.
         """
         # Buckets are launched when they are complete: see [Note: order of collectives in a window] in
         # engine.py.
@@ -168,11 +168,11 @@ class EngineRanks:
         return share_memory(comm) if self._shared_memory else comm
 
     def broadcast(self, named: Sequence[tuple[str, Tensor]], groups: Groups) -> None:
-        """Overwrite differing tensors with the values of their group's first rank, and warn of each change.
+        """Copy the tensors of each group's first rank to the other ranks, and warn of tensors that differ.
 
-        Also warns of tensors that cannot be written. Raises ValueError, on every rank and before anything is
-        written, if the ranks of a group do not hold replicas: their tensors do not match, or a parameter that
-        is marked as a part has different values.
+        Also warns of differing tensors that cannot be written. Raises ValueError, on every rank and before
+        any write, if the ranks of a group do not hold replicas: names, shapes or dtypes differ, or the values
+        of a parameter that is marked as sharded differ.
         """
         stored = {name: _stored_in(local(tensor)) for name, tensor in named}
         of_group = [
@@ -190,7 +190,7 @@ class EngineRanks:
         if problems:
             raise ValueError("; ".join(dict.fromkeys(problems)))
         for comm, tensors, found in zip(groups.comms, of_group, by_group, strict=True):
-            if found:  # the same on every rank of the group
+            if found:  # equal on all ranks of the group
                 comm.broadcast_([part for parts in tensors.values() for part in parts])
                 if found[0].root == self._ranks[self.comm.rank]:
                     warn_of_changed(found)
@@ -216,7 +216,7 @@ class EngineRanks:
             )
 
     def problems_under_ddp(self, named: Named, group: dist.ProcessGroup) -> Iterator[str]:
-        """Report why DDP, which has one group for all its parameters, cannot reduce over these ranks."""
+        """Report why DDP, which uses one group for all parameters, cannot reduce over these ranks."""
         if self.problems or not self.membership.described:
             return
         summed = sorted(dist.get_process_group_ranks(group))
@@ -237,7 +237,7 @@ class EngineRanks:
             yield "ddp_model has DTensor parameters, which its buckets cannot hold: use pe.GradSync"
 
     def group_named(self, name: str) -> int:
-        """Return the group of the tensor with this name, for example a buffer."""
+        """Return the group of a tensor, for example a buffer, by its name."""
         return next((index for index, pattern in self._patterns if fnmatchcase(name, pattern)), 0)
 
     def _problems(self, mesh: Any, axes: Any) -> Iterator[str]:
@@ -264,10 +264,10 @@ class EngineRanks:
                     )
 
     def _join(self, named: Named, axes: Axes) -> None:
-        """Determine this rank's membership and the group of every parameter."""
+        """Determine the membership of this rank and the group of every parameter."""
         mesh, wrong = self._mesh, list[str]()
         batch, num_batches = self.membership.batch, self.membership.num_batches
-        group_along: Mapping[str, Any] = axes.groups  # by pattern, a process group or axes of the mesh
+        group_along: Mapping[str, Any] = axes.groups  # from pattern to a process group or axes of the mesh
         if mesh is None:
             described, everywhere = _described(axes), self._ranks
             along = {p: tuple(sorted(dist.get_process_group_ranks(g))) for p, g in group_along.items()}
@@ -278,7 +278,7 @@ class EngineRanks:
             along = {pattern: mesh.along(as_tuple(names)) for pattern, names in group_along.items()}
             count = replicate if axes.count is None else as_tuple(axes.count)
             sharing = mesh.along([axis for axis in mesh.shape if axis not in count])
-            # The last rank counts the batch: the last stage of a pipeline has the loss.
+            # The last rank counts the batch, because the last pipeline stage computes the loss.
             batch = SharedBatch(mesh.index(count), len(sharing), sharing[-1] == dist.get_rank())
             num_batches = mesh.size(count)
         groups = list(dict.fromkeys([everywhere, *along.values()]))
@@ -288,7 +288,7 @@ class EngineRanks:
         for name, param in named:
             same = self._held_by(name, param, groups[self._group_of[name]], axes, wrong)
             counted.append(not same or min(same) == dist.get_rank())
-        self.problems += wrong[:1]  # report one problem, which most DTensors of a model share
+        self.problems += wrong[:1]  # report one problem only: most DTensors of a model have the same one
         unmatched = [p for p in along if not any(fnmatchcase(name, p) for name, _ in named)]
         holds_parts = len(groups) > 1 or len(everywhere) < len(self._ranks)
         self.membership = Membership(
@@ -390,7 +390,7 @@ def _spec(name: str, param: Parameter, group: int) -> ParamSpec:
 
 
 def _stored_in(tensor: Tensor) -> list[Tensor]:
-    """Return the dense tensors that hold a tensor's values, without overlap; empty if there are none."""
+    """Return dense tensors that together hold a tensor's values once; empty if there are none."""
     if is_traceable_wrapper_subclass(tensor):
         names, _ = tensor.__tensor_flatten__()
         parts = [_stored_in(getattr(tensor, name)) for name in names]
@@ -398,13 +398,13 @@ def _stored_in(tensor: Tensor) -> list[Tensor]:
     if tensor.layout is not torch.strided or tensor.is_quantized or keeps_elements_elsewhere(tensor):
         return []
     for dim, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
-        if size > 1 and stride == 0:  # expanded: a single stored element
+        if size > 1 and stride == 0:  # expanded: one stored element
             tensor = tensor.detach().narrow(dim, 0, 1)
     return [tensor]
 
 
 def _described_parts(tensor: Tensor) -> str:
-    """Describe the parts of a tensor that is not plain, for ranks to compare; empty for a plain tensor."""
+    """Describe the components of a tensor that is not plain, for comparison between ranks."""
     parts = _stored_in(tensor)
     if len(parts) == 1 and not is_traceable_wrapper_subclass(tensor):
         return ""
@@ -413,7 +413,7 @@ def _described_parts(tensor: Tensor) -> str:
 
 
 def _kind(tensor: Tensor) -> str:
-    """Return the class or layout of a tensor that is not plain, in words."""
+    """Describe the class or layout of a tensor that is not a plain tensor."""
     if tensor.is_quantized:
         return "a quantized tensor"
     return f"a {type(tensor).__name__}" if tensor.layout is torch.strided else f"a {tensor.layout} tensor"
@@ -426,8 +426,8 @@ class ShardedRanks:
     """The ranks of an engine over a sharded model.
 
     A parameter under tensor parallelism is on a mesh of all ranks: the data axes, followed by the axes along
-    which ranks share a batch. Other parameters, for example those of normalization layers, are on a mesh with
-    only the data axes, and have equal values on all ranks that share a batch.
+    which ranks share a batch. Other parameters, for example of normalization layers, are on a mesh that has
+    only the data axes; their values are equal on all ranks that share a batch.
     """
 
     takes_dtensors = True
@@ -442,7 +442,7 @@ class ShardedRanks:
         if self._is_cut:
             mesh, data_ndim = cut[0]
             everywhere = mesh.mesh
-            # The ranks along the data axes through this rank, each with a batch of its own.
+            # The ranks along the data axes through this rank; each of these ranks has a separate batch.
             data = everywhere[(..., *mesh.get_coordinate()[data_ndim:])]
         self._problems = [
             text
@@ -467,9 +467,9 @@ class ShardedRanks:
             )
 
     def counted(self, units: Sequence[Unit]) -> dict[int, bool]:
-        """Return, by `id` of a parameter, whether this rank counts its elements.
+        """Return, by `id` of a parameter, whether this rank includes its elements in the norm.
 
-        Each element is counted by exactly one rank.
+        Exactly one rank includes each element.
         """
         is_counting = self.membership.batch.is_counting
         return {
@@ -494,7 +494,7 @@ def _unit_problems(unit: Unit, mesh: Any, wanted: Tensor) -> Iterator[str]:
 
 
 def _sharing(plain: Membership, mesh: Any, data_ndim: int) -> Membership:
-    """Return the membership of a rank on a mesh whose axes after the data axes share batches."""
+    """Return the membership of a rank on a mesh: ranks along the axes after the data axes share a batch."""
     ranks = MeshRanks(mesh)
     data, others = [*ranks.shape][:data_ndim], [*ranks.shape][data_ndim:]
     batch = SharedBatch(ranks.index(data), ranks.size(others), ranks.index(others) == 0)

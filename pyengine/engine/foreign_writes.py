@@ -17,11 +17,11 @@ from pyengine.ops.device import is_lazy
 
 
 class ForeignWrites:
-    """Compares gradients and parameters with their state after the engine's last write.
+    """Compares gradients and parameters with their state after the last write by the engine.
 
-    Finds a bare backward, a `zero_grad`, an `optimizer.step()` or a hook inside a window, and a model whose
+    Detects a bare backward, a `zero_grad`, an `optimizer.step()` or a hook inside a window, and a model whose
     parameters were replaced. The methods return error texts, or an empty result; `Engine` decides whether to
-    raise.
+    raise them.
     """
 
     def __init__(
@@ -30,22 +30,22 @@ class ForeignWrites:
         self._reducer, self._published, self._kept_grads = reducer, published, kept_grads
         self._is_lazy = is_lazy(reducer.params[0].device)
         self.marks = GradMarks(reducer, published)
-        # Whether the model still trains the parameters that the engine was made over.
+        # Whether the model still trains the parameters of the engine.
         self.trained = TrainedParameters(reducer.names, reducer.params, module)
-        # Writes to parameters inside a window by code outside the engine.
+        # Detects writes to parameters inside a window by code outside the engine.
         self.written = WrittenParameters(reducer.params)
         # The version of a parameter (its number of writes) at the last backward outside the engine.
         self._bare_version: int | None = None
         self._has_warned = False
 
     def open_window(self) -> None:
-        """Forget the previous window, so that its hooks do not make this window fail."""
+        """Discard the findings of the previous window, so that they do not make this window fail."""
         self._bare_version = None
         self.written.forget()
         self.marks.release()
 
     def begin_window(self, refuse: Callable[[str, Tensor], object]) -> None:
-        """Record gradients and parameters before the first backward; `refuse` is as for `watch_hooks`."""
+        """Record gradients and parameters before the first backward; `refuse` is passed to `watch_hooks`."""
         self.marks.record()
         self.marks.watch_hooks(refuse)
         if not self._is_lazy:
@@ -54,27 +54,27 @@ class ForeignWrites:
     # ---- gradients ----
 
     def in_window(self) -> str:
-        """Describe gradients written since the previous micro-batch; empty if there are none."""
+        """Describe gradients that were written to since the previous micro-batch; empty if there are none."""
         changed = self.marks.changed()
         return self.marks.describe(changed, "between micro-batches") if changed else ""
 
     def replaced_in_window(self) -> list[str]:
-        """Describe gradients replaced between micro-batches that `in_window` cannot detect."""
+        """Describe gradients that were replaced between micro-batches, which `in_window` cannot detect."""
         replaced = self._reducer.grad_record.replaced()
         return [self.marks.describe(replaced, "between micro-batches")] if replaced else []
 
     def between_windows(self) -> tuple[str, Tensor | None] | None:
         """Describe gradients written since the previous window, which the next window would lose.
 
-        Returns None, or an error text and an optional flag, a 0-dim bool tensor that is not read here. If the
-        flag is False, all these gradients are zero, which is allowed between windows, so the text does not
-        apply.
+        Returns None, or an error text and an optional flag: a 0-dim bool tensor that is not read here. If the
+        flag is False, all these gradients are zero. Zero gradients are allowed between windows, so the error
+        does not apply.
         """
         if strays := self._reducer.grad_record.outside():
             return self.marks.describe(strays, "between windows"), None
         if self._is_lazy:
             return None
-        # The user may change gradients that no optimizer has used: they are carried into this window.
+        # The user may change gradients that no optimizer has used; they are carried into this window.
         changed = [index for index in self._published.changed() if not self._kept_grads.keeps(index)]
         if not changed:
             return None
@@ -84,7 +84,7 @@ class ForeignWrites:
     # ---- parameters ----
 
     def of_parameters(self) -> list[str]:
-        """Describe parameters that were written to in the window, or have a gradient but no engine."""
+        """Describe parameters that were written to in the window, or that have a gradient but no engine."""
         found = []
         written = [index for index in self.written.written() if self._reducer.is_used(index)]
         if written:
@@ -94,10 +94,10 @@ class ForeignWrites:
         return found
 
     def notice_backward(self, param: Parameter, engine: str) -> None:
-        """Warn once if a loop trains without the engine.
+        """Warn once if a training loop does not use the engine.
 
-        A loop trains without the engine if no window has opened between two backwards outside the engine, and
-        an optimizer has written to the parameter.
+        This is detected if no window has opened between two backwards outside the engine, and an optimizer
+        has written to the parameter.
         """
         version, before = param._version, self._bare_version
         self._bare_version = version

@@ -1,4 +1,4 @@
-"""`GradSync`: the engine owns the gradients of a loop without DDP."""
+"""`GradSync`: the engine that owns the gradients of a model without DDP."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ from pyengine.wire.named import WireLike, as_wire
 class GradSync(Sync):
     """Own the gradients of a model in flat buckets, and reduce each bucket once per window.
 
-    Every rank makes an engine over replicas of the same parameters. Rank 0's parameters (and a module's
-    buffers) are copied to the other ranks, with a warning if values differed. Parameters that other packages
-    have sharded raise an error.
+    Every rank creates an engine with the same parameters. Rank 0's parameters (and a module's buffers) are
+    copied to the other ranks, with a warning if values differed. Parameters that other packages have sharded
+    raise an error.
 
     Args:
         params_or_module: a module, its parameters, or `(name, parameter)` pairs. Include all parameters that
             require a gradient.
         accumulate: micro-batches per window, on each rank.
-        wire: how a bucket is sent: `pe.wire.FP32()`, `BF16()`, `Int8()` and so on (docs/wires.md); the name
-            of a wire, for example "bf16" or "int8-ef"; or torch.float32, torch.bfloat16, torch.float16.
+        wire: how a bucket is sent: `pe.wire.FP32()`, `BF16()`, `Int8()` and so on (docs/wires.md); or a name,
+            for example "bf16" or "int8-ef"; or torch.float32, torch.bfloat16, torch.float16.
         accumulator: "fp32", or torch.float32, sums in fp32 whatever the parameters' type; "native" sums in
             the parameters' type; "exact" gives the same bits for every world size (docs/reproducible.md),
             over the fp32 wire only, with whole-numbered counts. Use `pe.Exact(micro_batches=...)` for exact
@@ -55,20 +55,21 @@ class GradSync(Sync):
         bucket_cap_mb: size of a bucket in MiB of gradients; None: 25 on the CPU, 100 on CUDA and other
             accelerators with streams. The bucket that is sent first has about one MiB, so that communication
             begins early. On an XLA device all gradients of a type are one bucket.
-        nonfinite: "skip" leaves the parameters unchanged in a step with inf or nan; "raise" raises
-            FloatingPointError on every rank, and checks every micro-batch so that the message can name it.
+        nonfinite: "skip" skips the optimizer step if a gradient has inf or nan; "raise" raises
+            FloatingPointError on every rank, and checks every micro-batch so that the message can name the
+            micro-batch.
         stall_after_s: seconds of waiting for other ranks after which a warning names the missing ranks and
             the position of every rank (docs/reliability.md). If a rank dies, all other ranks raise within
-            seconds. None or 0 disables both, and starts no monitoring thread.
-        shared_memory: True lets ranks of one host, with parameters on the CPU, reduce gradients in shared
-            memory, and ranks with GPUs over NCCL in memory registered with NCCL, which GPUs access without
-            copies (docs/wires.md); False uses the process group.
+            seconds. None or 0 disables both features and starts no monitoring thread.
+        shared_memory: True reduces gradients in shared memory between ranks of one host with parameters on
+            the CPU. Ranks with GPUs over NCCL use memory registered with NCCL, which GPUs access without
+            copies (docs/wires.md). False uses the process group.
 
     Raises:
         ValueError: an argument is invalid, or the ranks' parameters differ; raised on every rank.
 
-    Cost: fp32 parameters need one buffer of their size, which `.grad` views. Narrow parameters with
-    `accumulator="fp32"` need 4 bytes per element for the sum and their own size for the wire.
+    Cost: fp32 parameters need one buffer of their size, which `.grad` views. bf16 or fp16 parameters with
+    `accumulator="fp32"` need 4 bytes per element for the sum, plus their own size for communication.
     """
 
     @explained
@@ -122,7 +123,7 @@ class GradSync(Sync):
 
 
 def _named(source: Any) -> tuple[list[tuple[str, nn.Parameter]], list[tuple[str, Tensor]]]:
-    """Return parameters and buffers by name; a repeated name, for example from two modules, gets a number."""
+    """Return parameters and buffers by name; repeated names, for example from two modules, get a number."""
     if isinstance(source, nn.Module):
         return list(source.named_parameters()), list(source.named_buffers())
     if isinstance(source, Tensor) or not isinstance(source, Iterable):

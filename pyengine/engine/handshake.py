@@ -1,4 +1,4 @@
-"""The handshake at construction: compare settings that ranks must share, and raise any rank's problems."""
+"""The comparison of settings between ranks at construction; a problem on any rank raises on every rank."""
 
 from __future__ import annotations
 
@@ -36,15 +36,15 @@ def agree(
 ) -> WindowSplit:
     """Raise on every rank if any rank has a problem or ranks differ.
 
-    Returns how a full window is divided among ranks, and the engine's identity. With exact sums this function
-    also records in the transport, and in transports that join it, which ranks share a host.
+    Returns how a full window is divided among ranks, and the identity of the engine. With exact sums this
+    function also records, in this transport and its sub-transports, which ranks share a host.
     """
     problems = [*settings.problems(), *problems]
     # These objects are usually equal on all ranks, so the transport sends hashes and gathers only objects
-    # that differ. Invalid arguments and wires may not be picklable, so `shared` contains their text.
+    # that differ. Invalid arguments and wires may not be picklable, so `shared` contains their text instead.
     sent = None if problems else (settings.accumulate, settings.shared())
     is_plain = membership == Membership.plain(rank=comm.rank, world_size=comm.world_size)
-    # Send host names only if needed, because they differ between ranks; only exact sums depend on them.
+    # Send host names only for exact sums, the only feature that depends on them: they differ between ranks.
     host = own_host() if sent is not None and settings.kind == "exact" else None
     (gathered, places), (engine_id,) = comm.all_gather_objects(
         [(pyengine.__version__, problems, sent, list(specs)), (host, None if is_plain else membership)],
@@ -101,7 +101,7 @@ def raise_problems(problems: Sequence[Sequence[str]]) -> None:
 
 
 def prepare_wire(wire: Wire, comms: Iterable[Comm], world: Comm) -> None:
-    """Let a wire prepare transports; raise ValueError on every rank if some rank cannot."""
+    """Let a wire prepare transports; raise ValueError on every rank if this fails on some rank."""
     if wire.needs_prepare:
         problems = [text for comm in comms for text in wire.prepare(comm)]
         raise_problems(world.all_gather_object(problems))
@@ -109,17 +109,17 @@ def prepare_wire(wire: Wire, comms: Iterable[Comm], world: Comm) -> None:
 
 @dataclass(frozen=True)
 class WindowSplit:
-    """How a full window is divided among ranks."""
+    """The division of a full window among ranks."""
 
-    # Indices of each rank's micro-batches in the window, by rank; by batch where ranks share batches.
+    # The indices of each rank's micro-batches in the window, by rank; if ranks share batches, by batch.
     places: list[range]
     micro_batches: int  # micro-batches over all ranks; ranks that share a batch count as one
-    by_rank: list[int]  # `accumulate` by rank; by batch where ranks share batches
+    by_rank: list[int]  # `accumulate` by rank; by batch if ranks share batches
     engine_id: int  # 62 random bits that all ranks of this engine share
     batches: list[int]  # by rank, the index of its batch in `places` and `by_rank`
-    are_alike: bool  # whether all ranks have parameters of the same names
-    slot_size: int  # micro-batches that one rank adds up before it accumulates them; see `Slots`
-    parts: int  # the number of parts of a gradient on ranks that share a batch, each a term of the sum
+    are_alike: bool  # whether the parameters have the same names on all ranks
+    slot_size: int  # micro-batches that a rank sums before it accumulates; see `Slots`
+    parts: int  # terms of the sum per gradient from ranks that share a batch
 
     def of(self, rank: int) -> range:
         return self.places[self.batches[rank]]
@@ -131,7 +131,7 @@ class WindowSplit:
 
     @property
     def most_terms(self) -> int:
-        """The largest number of slots that any rank has in a full window."""
+        """The largest number of slots on any rank in a full window."""
         return max(self.by_rank) // self.slot_size
 
 
@@ -150,9 +150,9 @@ def resized(split: WindowSplit, accumulate: int, *, is_exact: bool) -> WindowSpl
 
 
 def _checked_total(settings: Settings, by_rank: Sequence[int], parts: int) -> int:
-    """Return the number of micro-batches in a full window over all ranks.
+    """Return the number of micro-batches in a full window, over all ranks.
 
-    Raises ValueError if sums cannot have this number of terms.
+    Raises ValueError if exact sums do not support this number of terms.
     """
     if isinstance(settings.accumulator, Exact):
         total, origin = settings.accumulator.micro_batches, f"accumulator={settings.accumulator}"
@@ -170,7 +170,7 @@ def _checked_total(settings: Settings, by_rank: Sequence[int], parts: int) -> in
             f"{origin} makes {slots} {what} a window over all ranks{cut}: accumulator='exact' takes 1 to "
             f"{MAX_TERMS}; make micro-batches larger or windows shorter"
         )
-    # Every rank gets the same number of whole slots.
+    # Every rank gets the same number of complete slots.
     run, world_size = settings.run, len(by_rank)
     if run > 1 and slots % world_size:
         fits = ", ".join(str(n) for n in range(1, slots + 1) if slots % n == 0)
@@ -188,7 +188,7 @@ def _checked_total(settings: Settings, by_rank: Sequence[int], parts: int) -> in
 
 
 def _places(by_rank: Sequence[int], total: int) -> list[range]:
-    """Divide micro-batches like `WindowSampler` if the numbers by rank agree, and otherwise in rank order."""
+    """Divide micro-batches like `WindowSampler` if all ranks have equally many, otherwise in rank order."""
     world_size = len(by_rank)
     even = [share(total, rank=rank, world_size=world_size) for rank in range(world_size)]
     if [max(1, len(places)) for places in even] == list(by_rank):
@@ -231,7 +231,7 @@ def problems_of(
                 f"parameter {name!r} is {p.dtype} and has grad_dtype={p.grad_dtype}: leave grad_dtype as it "
                 "was; accumulator='fp32' sums narrow gradients in float32"
             )
-    if not settings.problems() and settings.run > 1:  # problems with settings are reported elsewhere
+    if not settings.problems() and settings.run > 1:  # other code reports invalid settings
         for name, p in [(name, p) for name, p in trained if p.dtype.itemsize < 4][:1]:
             yield (
                 f"accumulator={settings.accumulator}, and parameter {name!r} is {p.dtype}: PyTorch would add "
@@ -266,8 +266,8 @@ def _repeated(named: Sequence[tuple[str, nn.Parameter]]) -> Iterator[str]:
 def _not_plain(named: Sequence[tuple[str, nn.Parameter]]) -> Iterator[str]:
     """Report trained parameters that are wrapper tensors, and DTensor parameters, trained or frozen.
 
-    Frozen DTensors are included because their shards differ between ranks and must not be overwritten by a
-    broadcast.
+    Frozen DTensors are included because their shards differ between ranks, and a broadcast would overwrite
+    them.
     """
     odd = [
         (name, type(param).__name__)
@@ -296,9 +296,9 @@ _FSDP1 = ("FullyShardedDataParallel", "XlaFullyShardedDataParallel")
 
 
 def problems_of_source(source: object) -> Iterator[str]:
-    """Report wrappers that shard the parameters given to `GradSync`, or reduce their gradients."""
+    """Report modules given to `GradSync` in a wrapper that shards parameters or reduces gradients."""
     modules = list(source.named_modules()) if isinstance(source, nn.Module) else []
-    # Includes the wrappers of torch_xla and fairscale. Compare names, because importing FSDP is slow.
+    # Includes wrappers of torch_xla and fairscale. Compare class names, because importing FSDP is slow.
     kinds = [(name, kind.__name__) for name, module in modules for kind in type(module).__mro__]
     for name, kind in [each for each in kinds if each[1] in _FSDP1][:1]:  # parameters may not reveal sharding
         where = f" at {name!r}" if name else ""
@@ -328,7 +328,7 @@ def group_problems(process_group: Any, device_mesh: Any) -> Iterator[str]:
 
 
 def sparse_modules(model: nn.Module, reduced: Sequence[tuple[str, nn.Parameter]]) -> list[str]:
-    """Report modules that would produce sparse gradients for parameters that FSDP2 reduces."""
+    """Report modules that produce sparse gradients for parameters that FSDP2 reduces."""
     trained = {id(param) for _, param in reduced if param.requires_grad}
     return [
         f"{name or type(module).__name__} has sparse=True, and no sparse gradient fits into the buffers of "
@@ -339,19 +339,19 @@ def sparse_modules(model: nn.Module, reduced: Sequence[tuple[str, nn.Parameter]]
 
 
 def unwrapped(source: Any) -> Any:
-    """Return the module inside a wrapper of Lightning Fabric's `setup` or `torch.compile`, if there is one.
+    """Return the module inside a wrapper of Lightning Fabric's `setup` or of `torch.compile`.
 
-    A `source` without such a wrapper is returned unchanged.
+    Return any other `source` unchanged.
     """
-    # Compare names: importing lightning is slow, and it may not be installed.
+    # Compare class names: importing lightning is slow, and it may not be installed.
     if any(kind.__name__ == "_FabricModule" for kind in type(source).__mro__):
         source = source._forward_module  # noqa: SLF001 - `.module` is the model without DDP
-    # Look among the children, because a wrapper may forward attributes to a compiled module.
+    # Search the children, because a wrapper may forward attributes to a compiled module.
     children = dict(source.named_children()) if isinstance(source, nn.Module) else {}
     return children.get("_orig_mod", source)
 
 
 def is_replicated(module: object) -> bool:
-    """Return whether torch.distributed._composable's `replicate`, a hidden DDP, was called on a module."""
-    name = "torch.distributed._composable.replicate"  # compare names: importing it is slow
+    """Whether `torch.distributed._composable.replicate`, which is based on DDP, was called on a module."""
+    name = "torch.distributed._composable.replicate"  # compare names: the import is slow
     return any(kind.__module__ == name for kind in type(module).__mro__)

@@ -17,32 +17,33 @@ _MAX_NAMED = 3
 
 
 class KeptGrads:
-    """Keeps gradients that no optimizer has used, like a plain PyTorch loop without zero_grad.
+    """Keeps gradients that no optimizer has used, like a plain PyTorch loop without `zero_grad`.
 
-    Each parameter's gradient is kept until an optimizer uses it or the user clears it, so that optimizers may
-    step at different intervals. A kept gradient is already a mean, and is added to the next window's mean.
+    The gradient of a parameter is kept until an optimizer uses it or the user clears it, so that optimizers
+    may step at different intervals. A kept gradient is already a mean; the engine adds it to the next
+    window's mean.
     """
 
     def __init__(self, names: Sequence[str], params: Sequence[Parameter]) -> None:
         self._names, self._params = names, params
-        self._known: set[int] = set()  # parameters that an optimizer has ever stepped
+        self._known: set[int] = set()  # parameters that any optimizer has stepped so far
         self._has_warned = False
         self.clear()
 
     def clear(self) -> None:
         self._used: set[int] | None = None  # used parameters; None if the last window was unused
-        self._found_inf: Tensor | None = None  # the flag of the step that used the window
+        self._found_inf: Tensor | None = None  # the `found_inf` flag of the step that used the window
         self._kept: dict[int, Tensor] = {}  # gradients carried into this window, by parameter index
         self._is_added = False
-        self.is_handed_over = False  # whether `unscale_` gave the gradients to the user
+        self.is_handed_over = False  # whether the user took the gradients with `unscale_`
 
     @property
     def is_used(self) -> bool:
-        """Whether the window's gradients are used, by an optimizer or by the user (`unscale_`)."""
+        """Whether an optimizer or the user (`unscale_`) has used the gradients of the window."""
         return self._used is not None
 
     def pending(self) -> tuple[int, ...]:
-        """Return the indices of parameters whose kept gradients are still to be added in this window."""
+        """Return the indices of parameters whose kept gradients the engine must still add in this window."""
         return () if self._is_added else tuple(self._kept)
 
     def keeps(self, index: int) -> bool:
@@ -61,16 +62,16 @@ class KeptGrads:
         self._used, self.is_handed_over = self._used or set(), True
 
     def use(self, indices: Collection[int], found_inf: Tensor) -> None:
-        """Record that an optimizer has used gradients, or skipped them if `found_inf` is nonzero.
+        """Record that an optimizer has used gradients, or has skipped its step if `found_inf` is nonzero.
 
-        `found_inf` is not read on the host here.
+        The host does not read `found_inf` here.
         """
         self._used = {*(self._used or ()), *indices}
         self._known.update(indices)
         self._found_inf = found_inf
 
     def keep(self) -> None:
-        """Copy unused gradients from `.grad`, before the next window's gradients replace them."""
+        """Copy unused gradients from `.grad` before the gradients of the next window replace them."""
         if self._used is None:
             return  # there is no previous window
         left = self._left()
@@ -99,12 +100,12 @@ class KeptGrads:
         self._is_added = True
 
     def save(self) -> dict[str, Tensor]:
-        """Return dense copies of this rank's part of the gradients carried into the next window, by name."""
+        """Return dense copies of the gradients that this rank carries into the next window, by name."""
         left = self._left() if self.is_used else {}
         return {self._names[index]: dense(grad).clone() for index, grad in left.items()}
 
     def load(self, saved: Mapping[str, Tensor]) -> None:
-        """Set `.grad` to copies of a saved state, and forget all gradients kept so far."""
+        """Set `.grad` to copies of the saved gradients, and discard all gradients kept so far."""
         self.clear()
         if saved:
             for name, param in zip(self._names, self._params, strict=True):
@@ -113,9 +114,9 @@ class KeptGrads:
             self.hand_over()
 
     def _left(self) -> dict[int, Tensor]:
-        """Return copies of the gradients carried into the next window, by parameter index.
+        """Return copies of the gradients that are carried into the next window, by parameter index.
 
-        Empty if all gradients were used. After a skipped window only gradients kept from earlier windows are
+        Empty if all gradients were used. After a skipped window, only gradients kept from earlier windows are
         returned, because the gradients of the skipped window are not finite.
         """
         assert self._used is not None

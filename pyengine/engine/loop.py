@@ -1,4 +1,4 @@
-"""Loops over windows: reading ahead, counts that ranks agree on, window ends, and exceptions in the body."""
+"""Loops over windows: reading ahead, counts over all ranks, the end of a window, exceptions in the body."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ from pyengine.window.header import Count, LocalWindow, checked_count, stacked
 
 Batch = TypeVar("Batch")
 
-_NEVER = -1  # stands for a rank that has had no batch at all
+_NEVER = -1  # stands for a rank that never had any batch
 
 
 class Lookahead(Generic[Batch]):
-    """An iterator that knows whether it has a next item, and can peek at items before `pop` returns them."""
+    """An iterator that knows whether a next item exists, and can show items in advance."""
 
     def __init__(self, items: Iterable[Batch]) -> None:
         self._items = iter(items)
         self._read: deque[Batch] = deque()
         self._is_over = False
-        # The exception that the iterator raised instead of its last item, as text; empty if none.
+        # The text of the exception that the iterator raised instead of a further item; empty if none.
         self._error = ""
         self._read_up_to(1)
 
@@ -43,12 +43,12 @@ class Lookahead(Generic[Batch]):
         return bool(self._read)
 
     def pop(self) -> Batch:
-        """Return the next item after reading one more item; no item is lost if this read raises."""
+        """Return the next item after reading one more item; if the read raises, no item is lost."""
         self._read_up_to(2)
         return self._read.popleft()
 
     def peek(self, num: int) -> list[Batch]:
-        """Return the next `num` items, or fewer at the end of the data; `pop` returns them again."""
+        """Return the next `num` items without removing them, or fewer at the end of the data."""
         self._read_up_to(num)
         return list(self._read)[:num]
 
@@ -74,10 +74,10 @@ class Lookahead(Generic[Batch]):
 
 
 def sum_over_ranks(engine: Engine, numbers: Sequence[float]) -> list[float]:
-    """Return the sums of numbers over all ranks, as float64, with the same bits everywhere.
+    """Return the sums of numbers over all ranks, as float64, with the same bits on every rank.
 
-    If ranks share a batch, the numbers of only one of them are summed. Launches one all-reduce of 8 bytes per
-    number, for which the host waits.
+    Ranks that share a batch contribute its numbers once. Launches one all-reduce of 8 bytes per number, for
+    which the host waits.
     """
     if engine.batch is not None and not engine.batch.is_counting:
         numbers = [0.0] * len(numbers)  # another rank counts this batch
@@ -88,14 +88,14 @@ def sum_over_ranks(engine: Engine, numbers: Sequence[float]) -> list[float]:
 
 # ---- counts ----
 
-# A function that returns how many items each loss of a micro-batch is summed over; a number for one loss.
+# A function that returns the number of items in each loss of a micro-batch; a number for a single loss.
 CountOf = Callable[[Any], Count | Mapping[str, Count]]
 
 _COUNTING = "with counts read ahead (sync.windows with count=)"
 
 
 class Counting:
-    """The counts of one loop over windows; `count` as for `Sync.windows`."""
+    """Reads the counts of one loop over windows ahead; for `count` see `Sync.windows`."""
 
     def __init__(self, engine: Engine, count: CountOf) -> None:
         example = 'lambda batch: batch["labels"].ne(-100).sum()'
@@ -111,11 +111,11 @@ class Counting:
         self._names: list[str] = []
 
     def begin(self, batches: Sequence[Any]) -> None:
-        """Count a newly opened window, and sum its counts over all ranks.
+        """Count the items of a newly opened window, and sum the counts over all ranks.
 
-        `batches` are the batches that this rank will compute in the window; they are not kept. Launches the
-        collectives of `check_ranks_agree` and `sum_over_ranks`, and in a loop's first window a gather of
-        names.
+        `batches` are the batches that this rank will compute in the window; this function keeps no reference
+        to them. Launches the collectives of `check_ranks_agree` and `sum_over_ranks`, and in the first window
+        of a loop a gather of names.
         """
         engine = self._engine
         names, counts, problems = count_ahead(
@@ -131,7 +131,7 @@ class Counting:
 
 
 def _begin_counts(engine: Engine, counting: Counting | None, source: Lookahead[Any]) -> None:
-    """Count the open window's micro-batches if the loop reads counts ahead."""
+    """Count the items of the open window if the loop reads counts ahead."""
     if counting is not None:
         counting.begin(source.peek(len(engine.counter.due)))
 
@@ -139,7 +139,7 @@ def _begin_counts(engine: Engine, counting: Counting | None, source: Lookahead[A
 def _agree(engine: Engine, names: list[str]) -> list[str]:
     """Return the names of the losses that all ranks count; raise ValueError if ranks differ.
 
-    A rank without data takes the names from other ranks.
+    A rank without data uses the names from other ranks.
     """
     gathered: Sequence[list[str]] = engine.comm.all_gather_object(names)
     named = {rank: theirs for rank, theirs in enumerate(gathered) if theirs}
@@ -153,11 +153,11 @@ def _agree(engine: Engine, names: list[str]) -> list[str]:
 def count_ahead(
     count: CountOf, batches: Sequence[Any], local: LocalWindow, names: Sequence[str], device: torch.device
 ) -> tuple[list[str], list[dict[str, float]], list[str]]:
-    """Count a window's micro-batches.
+    """Count the items of a window's micro-batches.
 
-    `local` decides which counts are valid; `names` is empty in the first window. Returns the names of the
-    losses, the counts by micro-batch, and problems, each with its micro-batch. Tensors among the counts are
-    stacked on `device` and read together.
+    `local` determines which counts are valid; `names` is empty in the first window. Returns the names of the
+    losses, the counts by micro-batch, and problems by micro-batch. Counts that are tensors are stacked on
+    `device` and read together.
     """
     names = list(names)
     problems: list[str] = []
@@ -209,7 +209,7 @@ def _what(name: object) -> str:
 
 
 class MicroBatches(Iterator[Batch]):
-    """The micro-batches of one window; raises an explanatory error if used as a batch."""
+    """The micro-batches of one window; use as a batch raises an error that explains the nested loops."""
 
     def __init__(self, micro_batches: Iterator[Batch], counter: WindowCounter) -> None:
         self._micro_batches, self._counter, self._index = micro_batches, counter, counter.index
@@ -243,7 +243,7 @@ _NOT_A_BATCH = (
 class Windows(Iterator[MicroBatches[Batch]]):
     """The windows of one loop over a loader, returned by `Sync.windows`.
 
-    `len` is the number of windows in the loop, the largest of any rank, for a progress bar or a scheduler.
+    `len` returns the number of windows for a progress bar or a scheduler: the largest number of any rank.
     """
 
     def __init__(self, engine: Engine, loader: Iterable[Batch], count: CountOf | None) -> None:
@@ -255,14 +255,14 @@ class Windows(Iterator[MicroBatches[Batch]]):
         return MicroBatches(next(self._windows), self._engine.counter)
 
     def __len__(self) -> int:
-        """Return the largest number of windows of any rank, including a short last window.
+        """Return the largest number of windows on any rank, including a short last window.
 
-        Every rank must call `len` at the same point; `tqdm` does so on every rank on which it wraps the loop.
-        The number assumes that the length of a window does not change.
+        Every rank must call `len` at the same point; `tqdm` calls it on every rank on which it wraps the
+        loop. The number assumes that the length of windows does not change.
 
         Raises:
-            TypeError: the loader of some rank has no length; on every rank.
-            RuntimeError: some rank is at another point of its loop; on every rank.
+            TypeError: the loader of some rank has no length; raised on every rank.
+            RuntimeError: some rank is at another point of its loop; raised on every rank.
 
         Cost: in the first call, two all-reduces of 184 and 16 bytes.
         """
@@ -271,15 +271,15 @@ class Windows(Iterator[MicroBatches[Batch]]):
         return self._num
 
     def __bool__(self) -> bool:
-        return True  # not `len`, which is a collective
+        return True  # without calling `len`, which is a collective
 
     def close(self) -> None:
-        """End the loop early, as `break` does."""
+        """End the loop early, like `break`."""
         self._windows.close()
 
 
 def _num_windows(engine: Engine, loader: Iterable[Any]) -> int:
-    """Return the largest number of windows of any rank."""
+    """Return the largest number of windows on any rank."""
     share, reason = len(engine.counter.share), ""
     try:
         mine = -(-len(loader) // share) if share else 0  # type: ignore[arg-type]  # may have no length
@@ -300,7 +300,7 @@ def _num_windows(engine: Engine, loader: Iterable[Any]) -> int:
 def _windows(
     engine: Engine, loader: Iterable[Batch], count: CountOf | None
 ) -> Generator[Iterator[Batch], None, None]:
-    """Split a loader into windows, then yield empty windows until every rank has run out of data."""
+    """Split a loader into windows, then yield empty windows until no rank has data left."""
     counting = None if count is None else Counting(engine, count)
     if engine.is_broken:
         engine.abandon()
@@ -316,7 +316,7 @@ def _windows(
 
 def _cut(engine: Engine, loader: Iterable[Batch], counting: Counting | None) -> Iterator[Iterator[Batch]]:
     source = Lookahead(loader)
-    others = engine.comm.world_size > 1  # a rank without data must still join the other ranks' collectives
+    others = engine.comm.world_size > 1  # a rank without data must still join the collectives
     while source.has_next or others:
         engine.open()
         if source.has_next and not engine.counter.share:
@@ -324,8 +324,9 @@ def _cut(engine: Engine, loader: Iterable[Batch], counting: Counting | None) -> 
         _begin_counts(engine, counting, source)
         yield _micro_batches(engine, source)
         engine.close_window()
-        # This rank must go on for other ranks if the window was dropped before it was sent, if another rank
-        # has more data, or if the loop's body has loaded a state, after which the remaining data is unknown.
+        # This rank has to continue for other ranks in three cases: it dropped the window before the header
+        # was sent, another rank has data left, or the loop's body has loaded a state, so that the remaining
+        # data is unknown.
         others = (not source.has_next and engine.comm.world_size > 1) and (
             engine.counter.index == engine.opened_at or engine.verdicts.some_rank_has_more()
         )
@@ -333,7 +334,7 @@ def _cut(engine: Engine, loader: Iterable[Batch], counting: Counting | None) -> 
 
 @contextmanager
 def single_micro_batch(engine: Engine, *, last: bool) -> Iterator[None]:
-    """Make the body one micro-batch, the window's last one if it is full or `last` is set."""
+    """Run the body as one micro-batch; it ends the window if the window is full or `last` is set."""
     if engine.counter.state is not State.OPEN:
         engine.open()
     if not engine.counter.due:
@@ -351,7 +352,7 @@ def single_micro_batch(engine: Engine, *, last: bool) -> Iterator[None]:
         if ends:
             engine.end_micro_batches()
     except (Exception, KeyboardInterrupt):
-        with suppress(RuntimeError):  # the reductions are missing because of the first error
+        with suppress(RuntimeError):  # the first error caused the missing reductions
             engine.abandon()
         raise
     except BaseException:  # the process is about to end: do not wait for other ranks
@@ -377,13 +378,13 @@ _NO_SHARE = (
 )
 
 
-# ---- loops whose forwards are collective: as many micro-batches on every rank, some of them padding ----
+# ---- loops with collective forwards: ranks with fewer micro-batches run padding ----
 
 
 def _cut_padded(
     engine: Engine, source: Lookahead[Batch], counting: Counting | None
 ) -> Iterator[Iterator[Batch]]:
-    """Split a loader into windows with equally many micro-batches on every rank, until all data has ended.
+    """Split a loader into windows with equally many micro-batches on every rank, until no rank has data left.
 
     Launches two small all-reduces per window, for which the host waits.
     """
@@ -393,7 +394,7 @@ def _cut_padded(
         engine.open()
         ahead, due = _read(engine, source), len(engine.counter.due)
         mine = min(len(ahead), due) or (0 if old else _NEVER)
-        first = world_size - rank if mine > 0 else 0  # the maximum gives the first rank with micro-batches
+        first = world_size - rank if mine > 0 else 0  # the maximum gives the first rank with data
         most, minus_fewest, first = engine.comm.max_of(mine, -mine, first)
         if most <= 0:
             engine.counter.close(completed=False)  # keep the caller's gradients in `.grad`
@@ -406,7 +407,7 @@ def _cut_padded(
 
 
 def meet_at_micro_batch(engine: Engine, *, last: bool) -> None:
-    """Raise on every rank unless all ranks are about to hand out the same micro-batch."""
+    """Raise on every rank unless all ranks are about to start the same micro-batch."""
     check_ranks_agree(
         engine,
         stage=f"hands out micro-batch {engine.counter.handed + 1} of a window{', its last' if last else ''}",
@@ -414,16 +415,16 @@ def meet_at_micro_batch(engine: Engine, *, last: bool) -> None:
 
 
 def _read(engine: Engine, source: Lookahead[Batch]) -> list[Batch]:
-    """Read this rank's part of the window and one more micro-batch, and check that all ranks succeeded.
+    """Read the micro-batches of a window and one more, and check that the reads succeeded on all ranks.
 
-    One more micro-batch is read so that an error of the loader is raised here, and not while other ranks wait
-    in a forward.
+    The additional read makes an error of the loader appear here, and not while other ranks wait in a forward.
     """
     try:
         ahead = source.peek(len(engine.counter.due) + 1)
         problems = [_NO_SHARE] if ahead and not engine.counter.share else []
     except Exception as error:
-        # The other ranks wait in `check_ranks_agree`: they raise too, and this rank raises its own error.
+        # The other ranks wait in `check_ranks_agree`. They raise too, and this rank raises the loader's
+        # error.
         try:
             check_ranks_agree(engine, stage="begins a window", problems=[f"the loader raised {error!r}"])
         except ValueError:
@@ -434,9 +435,9 @@ def _read(engine: Engine, source: Lookahead[Batch]) -> list[Batch]:
 
 
 def _borrowed(engine: Engine, old: list[Batch], ahead: Sequence[Batch], *, sender: int) -> list[Batch]:
-    """Return `old`, or a copy of the sender's first batch; raise ValueError if it cannot be sent.
+    """Return `old`, or a copy of the first batch of rank `sender`; raise ValueError if it cannot be sent.
 
-    Every rank calls this function if some rank had no data from the start and needs a batch for its forwards.
+    Every rank calls this function if some rank never had data and needs a batch for its forwards.
     """
     sent: tuple[Any, str, bool] = None, "", not old
     if engine.comm.rank == sender:
@@ -456,7 +457,7 @@ def _borrowed(engine: Engine, old: list[Batch], ahead: Sequence[Batch], *, sende
         )
 
     def moved(tensor: Tensor) -> Tensor:
-        """Move a tensor that is still on the sender's device to this rank's device of the same kind."""
+        """Copy a tensor that is on the sender's device to the same kind of device on this rank."""
         return tensor.to(engine.device) if tensor.device.type == engine.device.type else tensor
 
     return old or [tree_map_only(Tensor, moved, batch)]
@@ -474,7 +475,7 @@ def _handed_out(
     for index in range(most):
         last = index == most - 1
         if index >= fewest and counter.done < counter.handed:
-            # Padding could not be distinguished from an earlier micro-batch. Every rank raises this error.
+            # Padding would look like an earlier micro-batch. Every rank raises this error.
             raise RuntimeError(
                 f"{counter.handed} micro-batches of window {counter.index} have been handed out and "
                 f"{counter.done} backwards run, where a rank has run out of data and repeats its last batch: "

@@ -1,4 +1,4 @@
-"""Checks of the autograd graph for losses that were scaled, divided or reduced contrary to their count."""
+"""Checks of the autograd graph for losses with a wrong scale, divisor or reduction."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pyengine.step.grad_scaler import GradScaler
 from pyengine.window.counter import WindowCounter
 from pyengine.window.header import Count
 
-# After the division a loss may be cast, negated, and multiplied by a count.
+# The operations after a division in which a loss may be cast, negated or multiplied by a count.
 _SCALINGS = {"DivBackward0", "MulBackward0", "NegBackward0", "ToCopyBackward0"}
 
 
@@ -26,7 +26,7 @@ class LossChecks:
 
     def __init__(self, counter: WindowCounter, world_size: int) -> None:
         self._counter, self._world_size = counter, world_size
-        # Whether no window has been reduced since the engine was made or a state was loaded.
+        # True until the first reduction after construction or after loading a state.
         self.is_first_window = True
         self._warned: set[str] = set()
 
@@ -50,7 +50,7 @@ class LossChecks:
         )
 
     def warn_of_division(self, loss: Tensor, count: object) -> None:
-        """Warn once, in the first window, of a loss that was divided by the micro-batches of a window."""
+        """Warn once, in the first window, of a loss divided by the number of micro-batches in a window."""
         accumulate = self._counter.accumulate
         if not self.is_first_window or accumulate == 1 or "division" in self._warned:
             return
@@ -92,7 +92,7 @@ def is_scaled(loss: Tensor | GradientEdge, scaler: Tensor | None, *, by_any: boo
 
     Args:
         scaler: the scale of the engine's own loss scaler; None if the engine has no loss scaler.
-        by_any: whether to look for other scalers, too. If a float32 0-dim tensor multiplies the loss, the
+        by_any: whether to search for other scalers, too. If a float32 0-dim tensor multiplies the loss, the
             search takes milliseconds.
     """
     left, seen = [loss.grad_fn if isinstance(loss, Tensor) else loss.node], 0
@@ -109,7 +109,7 @@ def is_scaled(loss: Tensor | GradientEdge, scaler: Tensor | None, *, by_any: boo
     return False
 
 
-# Nodes after which a scaled loss is still scaled: sums and multiples of losses.
+# Graph nodes whose output is still scaled if an input is scaled: sums and multiples of losses.
 _TERMS = {
     *("AddBackward0", "SubBackward0", "MulBackward0", "DivBackward0", "NegBackward0", "ToCopyBackward0"),
     *("SumBackward0", "SumBackward1", "MeanBackward0", "MeanBackward1", "StackBackward0", "ViewBackward0"),
@@ -118,10 +118,10 @@ _MAX_TERMS = 64
 
 
 def _belongs_to_scaler(scale: Tensor) -> bool:
-    """Whether a tensor is the scale of some GradScaler; Python numbers, which are float64, are not."""
+    """Whether a tensor is the scale of some GradScaler; Python numbers become float64 and are no scale."""
     if scale.dtype is not torch.float32:
         return False
-    # Not `isinstance`, which asks objects for their class: dead proxies would raise.
+    # `isinstance` asks each object for its class, and a dead weak proxy would raise.
     return any(
         issubclass(type(owner), torch.amp.GradScaler)
         or (type(owner) is dict and owner.get("_scale") is scale)
@@ -130,12 +130,11 @@ def _belongs_to_scaler(scale: Tensor) -> bool:
 
 
 def divided_by(loss: Tensor, divisors: Collection[int], count: object) -> int | None:
-    """Return the divisor by which a mean, or a loss with a count, was divided, if it is in `divisors`.
+    """Return the divisor of a mean, or of a loss with a count, if it is in `divisors`; otherwise None.
 
-    The divisor is found in the graph. A division that a later multiplication undoes is ignored, unless the
-    factor is `count`, which turns a mean into a sum. A division by 2 is ignored too, because it may average
-    two losses. A division of a sum without a count is ignored because it may divide by the number of items in
-    a batch.
+    The divisor is found in the graph. A division is ignored in three cases: a later multiplication undoes it
+    (unless the factor is `count`, which turns a mean into a sum); the divisor is 2, which may average two
+    losses; or the loss is a sum without a count, which may be divided by the number of items in a batch.
     """
     node, product, found = loss.grad_fn, 1.0, None
     while node is not None and node.name() in _SCALINGS:
@@ -152,7 +151,7 @@ def divided_by(loss: Tensor, divisors: Collection[int], count: object) -> int | 
 
 
 def reduction_of(loss: Tensor) -> str:
-    """Return "mean" or "sum" if a loss is the unchanged result of a torch loss function, else ""."""
+    """Return "mean" or "sum" if a loss is the unchanged result of a torch loss function, otherwise ""."""
     return _reduction_of(loss.grad_fn)
 
 
@@ -162,7 +161,7 @@ def _reduction_of(node: Any) -> str:
 
 
 def _saved(node: Any, *names: str) -> Tensor | None:
-    """Return the first tensor that a node has saved under one of these names, or None."""
+    """Return the first of these saved tensors of an autograd node, or None."""
     for name in names:
         try:
             value = getattr(node, f"_saved_{name}", None)
@@ -174,7 +173,7 @@ def _saved(node: Any, *names: str) -> Tensor | None:
 
 
 def _factor(node: Any) -> float | None:
-    """Return the factor by which a node of the graph multiplies; None if it is not a number on the host."""
+    """Return the factor of a multiplication node in the graph; None if it is not a number on the host."""
     is_product = node.name() == "MulBackward0"
     other = _saved(node, "other", "self") if is_product else _saved(node, "other")
     if other is None or other.dim() or runs_ahead(other.device):

@@ -1,4 +1,4 @@
-"""Construction of an engine: all ranks agree, or every rank raises and nothing has changed."""
+"""Construction of an engine: all ranks agree, or every rank raises without any change."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ def make_engine(
     source: object,
     problems: Sequence[str],
 ) -> Engine:
-    """Make an engine over parameters; if any rank has a problem, raise on every rank and change nothing.
+    """Make an engine; if any rank has a problem, raise on every rank without any change.
 
-    `make_reducer` makes the reducer, which owns the gradients, after all ranks have agreed; `source` is the
-    module that has the parameters, if there is a module; `problems` are additional problems of this rank.
+    `make_reducer` makes the reducer, which owns the gradients, after all ranks have agreed. `source` is the
+    module that has the parameters, or None. `problems` are additional problems of this rank.
     """
     comm = ranks.comm
     if settings.watches_stalls:

@@ -1,4 +1,4 @@
-"""The user's view of one micro-batch of a window while its backwards run."""
+"""The public object for one micro-batch of a window, valid while its backwards run."""
 
 from __future__ import annotations
 
@@ -39,19 +39,19 @@ class MicroBatch:
         counter.check_backward()
         self._window, self._scaler, self._checks = window, scaler, loss_checks
         self._last_backward = last_backward
-        # The index among this rank's micro-batches, and whether this is the window's last micro-batch.
+        # The index among the micro-batches of this rank, and whether this micro-batch is the window's last.
         self.index, self.syncs = counter.done, counter.next_backward_syncs
-        # Whether gradients are accumulated after this micro-batch, not after a later micro-batch of its slot.
+        # Whether gradients are accumulated after this micro-batch, because it is the last of its slot.
         self.ends_slot = self.syncs or window.is_padding or window.slots.ends_at(counter.latest)
         self._count: Count = count
         self.is_stated = is_stated or window.denominators is not None
         self._loss: Tensor | None = None if loss is None else loss.detach()
-        # Whether a backward was marked as the last, and whether only the engine's code runs in the block.
+        # Whether a backward was marked as the last, and whether only code of the engine runs in the block.
         self.has_last = self.has_only = False
 
     @property
     def count(self) -> Count:
-        """Number of items in the losses, a number or a 0-dim tensor.
+        """Number of items in the losses: a number or a 0-dim tensor.
 
         May be set until the last backward begins.
         """
@@ -68,10 +68,10 @@ class MicroBatch:
 
     @property
     def loss(self) -> Tensor | None:
-        """Sum of the losses for the `StepRecord`: None or a 0-dim tensor.
+        """Sum of the losses for the `StepRecord`: a 0-dim tensor, or None.
 
-        May be set until the last backward begins. The loss is kept detached. If any micro-batch of a window
-        has no loss, the record's loss is None.
+        May be set until the last backward begins. The loss is stored detached. If any micro-batch of a window
+        has no loss, the loss in the record is None.
         """
         return self._loss
 
@@ -90,7 +90,7 @@ class MicroBatch:
         self._window.has_backward |= value is not None
 
     def add_to(self, counts: LocalWindow) -> None:
-        """Add the count and the loss of this micro-batch to a window's record."""
+        """Add the count and the loss of this micro-batch to the record of a window."""
         counts.append(self._loss, self._count)
 
     def backward(
@@ -104,12 +104,12 @@ class MicroBatch:
     ) -> None:
         """Run one of the block's backwards, on the scaled loss if `sync.scaler` is set.
 
-        The same as `loss.backward(...)`, or as `sync.scaler.scale(loss).backward(...)` with a scaler, for
+        Equivalent to `loss.backward(...)`, or to `sync.scaler.scale(loss).backward(...)` with a scaler, for
         code that must work with and without a scaler.
 
         Args:
-            loss: a 0-dim tensor, or a tensor of the shape of `gradient`. The micro-batch's `count` and `loss`
-                are not set.
+            loss: a 0-dim tensor, or a tensor of the shape of `gradient`. This call does not set the
+                micro-batch's `count` and `loss`.
             gradient, retain_graph, create_graph, inputs: as in `torch.Tensor.backward`.
 
         Raises:
@@ -125,20 +125,20 @@ class MicroBatch:
         run(loss if scaler is None else scaler.scale(loss))
 
     def last_backward(self, *roots: Tensor) -> AbstractContextManager[None]:
-        """Mark the backward in the body as the block's last.
+        """Mark the backward in the body as the last backward of the block.
 
-        In the window's last micro-batch the window's counts are sent before the body, and each bucket's
-        reduction is launched as soon as the body has completed the bucket. In an earlier micro-batch
-        gradients are accumulated during the backward, while they are in the cache. Therefore `count` and
-        `loss` must be set before this call, and no gradient may arrive after the body.
+        In the window's last micro-batch, the window's counts are sent before the body, and the reduction of
+        each bucket is launched as soon as the body has completed the bucket. In an earlier micro-batch,
+        gradients are accumulated during the backward, while they are in the cache. Therefore set `count` and
+        `loss` before this call; no gradient may arrive after the body.
 
         Args:
             roots: the tensors from which the body's backward starts (the scaled losses, or any tensors with
                 the same graph). Without `roots` there is no overlap in the engine's first window.
 
         Raises:
-            RuntimeError: a backward of the block was already marked, or a gradient arrived again after its
-                bucket could have been sent.
+            RuntimeError: a backward of the block was already marked, or a gradient arrived a second time,
+                when its bucket may have been sent.
         """
         if self.has_last:
             raise RuntimeError(

@@ -11,7 +11,7 @@ from typing import Any, ParamSpec, TypeVar
 P = ParamSpec("P")
 T = TypeVar("T")
 
-# Names of arguments in other libraries, and the corresponding names in pyengine.
+# Argument names of other libraries, and the corresponding names in pyengine.
 _ELSEWHERE = {
     "gradient_accumulation_steps": "accumulate",
     "accumulation_steps": "accumulate",
@@ -57,7 +57,7 @@ def _answer(signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[st
     return ""
 
 
-# Arguments of an engine that cannot change after it was made.
+# Constructor arguments of an engine that cannot change later.
 _FIXED = {
     *("wire", "accumulator", "nonfinite", "bucket_cap_mb", "stall_after_s", "process_group", "device_mesh"),
     *("axes", "shared_memory", "defer", "defer_budget_mb"),
@@ -65,7 +65,7 @@ _FIXED = {
 
 
 def answer_to_setting(kind: type, name: str, value: object) -> str:
-    """Return the error message for `engine.name = value`; empty if the assignment is allowed."""
+    """Return the error message for the assignment `engine.name = value`; empty if it is allowed."""
     if name == "accumulate" or _ELSEWHERE.get(name) == "accumulate" != name:
         if name != "gradient_accumulation_steps":
             return f"set sync.gradient_accumulation_steps = {value!r}, between windows: {name} is no setting"

@@ -21,16 +21,16 @@ from torch.nn import Parameter
 from pyengine.ops.device import HOST, current_stream
 
 _tensor, _version, _values = attrgetter("_cdata"), attrgetter("_version"), methodcaller("values")
-_MOST_IDLE = 3  # the maximum number of steps in a row without a gradient
-# A key in the metadata of the node that accumulates a parameter's gradient: the mark lives as long as the
-# node, and is not copied or saved with the parameter.
+_MOST_IDLE = 3  # the maximum number of consecutive steps without a gradient
+# A key in the metadata of the autograd node that accumulates a parameter's gradient. The mark lives as long
+# as the node, and is not copied or saved with the parameter.
 _MARK = "pyengine owner"
 
 
 class Ownership:
-    """One engine's mark on its parameters, until the mark is released or the engine is freed.
+    """An engine's mark on its parameters, valid until the engine releases it or is freed.
 
-    A hook on the first parameter reports every backward to the engine, which costs a microsecond.
+    A hook on the first parameter notifies the engine of every backward, which costs a microsecond.
     """
 
     def __init__(self, params: Iterable[Parameter], engine: Any) -> None:
@@ -42,14 +42,14 @@ class Ownership:
         self._mark()
 
     def follow(self) -> None:
-        """Move the accumulation of gradients to the current stream, if the stream has changed.
+        """Accumulate gradients on the current stream, if it has changed.
 
-        The stream changes if a loop trains or captures a graph on a separate stream. Autograd nodes that are
-        held by a live forward graph or by DDP keep their stream.
+        The stream changes if a loop trains or captures a graph on a separate stream. Autograd nodes that a
+        live forward graph or DDP references keep their stream.
         """
         is_same = not self._params or current_stream(self._params[0].device) == self._stream
         if is_same or not all(param.requires_grad for param in self._params):
-            return  # a frozen parameter has no node, and could not be marked again
+            return  # a frozen parameter has no node and could not be marked again
         self.release()
         self._nodes = []  # a parameter has one autograd node at a time, so free the old nodes first
         self._mark()
@@ -98,7 +98,7 @@ def _owners(params: Iterable[Parameter]) -> Iterator[object | None]:
 
 
 def owned_problems(named: Sequence[tuple[str, Parameter]]) -> Iterator[str]:
-    """Report parameters that belong to another engine that still exists."""
+    """Report parameters that belong to another engine, if that engine still exists."""
     trained = {name: param for name, param in named if param.requires_grad and param.is_leaf}
 
     def owned() -> list[str]:
@@ -116,11 +116,11 @@ def owned_problems(named: Sequence[tuple[str, Parameter]]) -> Iterator[str]:
         )
 
 
-# ---- whether the model still trains them ----
+# ---- whether the model still trains the parameters ----
 
 
 class TrainedParameters:
-    """Compares the parameters of an engine with the current parameters of its model, if known.
+    """Compares the parameters of an engine with the current parameters of its model, if the model is known.
 
     Cost: each check takes 0.4 µs per parameter and 0.1 µs per module.
     """
@@ -128,17 +128,17 @@ class TrainedParameters:
     def __init__(self, names: Sequence[str], params: Sequence[Parameter], module: nn.Module | None) -> None:
         self._names, self._params, self._module = names, params, module
         self._tensors = list(map(_tensor, params))
-        # Includes parameters that the caller reduces; kept alive so that no other object gets their ids.
+        # Includes parameters that the caller reduces. The references prevent reuse of their ids.
         self._known = [*params, *([] if module is None else module.parameters())]
         self._replaced: list[str] = []
         self._added: list[tuple[str, Parameter]] = []
         self._frozen = [(n, p) for n, p in zip(names, params, strict=True) if not p.requires_grad]
-        self._idle: Counter[int] = Counter()  # steps in a row without a gradient, by parameter
+        self._idle: Counter[int] = Counter()  # consecutive steps without a gradient, by parameter
         self._has_warned = False
         self._remember()
 
     def problems(self) -> Iterator[str]:
-        """Yield problems with replaced or added parameters, and with optimizers inside the backward.
+        """Report replaced or added parameters, and optimizers that step inside the backward.
 
         Must not be called inside a forward.
         """
@@ -164,7 +164,7 @@ class TrainedParameters:
     def notice_step(self, stepped: AbstractSet[int]) -> None:
         """Warn once if a parameter has no gradient for several steps in which other parameters have one.
 
-        Does nothing if the module is known, because `problems` then detects replaced parameters.
+        Not needed if the module is known, because `problems` then detects replaced parameters.
         """
         if self._module is not None or self._has_warned:
             return
@@ -197,7 +197,7 @@ class TrainedParameters:
         return [*chain.from_iterable(map(_values, self._dicts))]
 
     def _compare(self, module: nn.Module) -> None:
-        """Find parameters unknown to the engine, and the engine's parameters that these have replaced."""
+        """Find parameters unknown to the engine, and the engine's parameters that they replaced."""
         named, known = dict(module.named_parameters()), set(map(id, self._known))
         self._added = [(name, p) for name, p in named.items() if p.requires_grad and id(p) not in known]
         present = set(map(id, named.values()))
@@ -209,9 +209,9 @@ class TrainedParameters:
         self._replaced = gone if self._added else []
 
     def strangers(self) -> list[str]:
-        """Return the names of unfrozen or added parameters that have a gradient and belong to no engine.
+        """Return the names of unfrozen or added parameters that have a gradient but belong to no engine.
 
-        Cost: a check of `.grad` for parameters that were frozen or missing when the engine was made.
+        Cost: reads `.grad` of each parameter that was frozen or missing when the engine was made.
         """
         if not (self._frozen or self._added):
             return []
@@ -222,10 +222,10 @@ class TrainedParameters:
 
 
 class WrittenParameters:
-    """Finds trained parameters that code outside the engine has written to since `record`.
+    """Detects writes to trained parameters by code outside the engine since the last `record`.
 
-    A write usually changes a parameter's version. A write to `.data` does not change the version; on the host
-    such a write is detected by comparing the bits of one element.
+    A write usually changes the version of a parameter. A write to `.data` does not change the version; on the
+    host such a write is detected by comparing the bits of one element.
 
     Cost: 0.2 µs per parameter and check, with three checks per window.
     """
@@ -236,7 +236,7 @@ class WrittenParameters:
         # Whether the host compares elements; False for parameters on an accelerator and for shards.
         is_plain = all(type(param) is Parameter and param.layout is torch.strided for param in params)
         self._is_read = is_plain and params[0].device.type == HOST.type
-        # The addresses of parameters, and the value of each parameter's middle element, read with ctypes.
+        # The addresses of parameters, and the middle element of each parameter, read with ctypes.
         self._addresses: list[int] = []
         self._elements: list[Any] = []
 
@@ -244,11 +244,11 @@ class WrittenParameters:
         self._then = self._look()
 
     def forget(self) -> None:
-        """Allow any write until the next `record`."""
+        """Allow all writes until the next `record`."""
         self._then = None
 
     def written(self) -> list[int]:
-        """Return the indices of trained parameters that were written to; empty without a `record`."""
+        """Return the indices of parameters that were written to since `record`; empty without a `record`."""
         if self._then is None or (now := self._look()) == self._then:
             return []
         pairs = enumerate(zip(*now, *self._then, strict=True))
@@ -267,7 +267,7 @@ class WrittenParameters:
 
 
 def _element(param: Parameter) -> Any:
-    """Return the element in the middle of a parameter's memory as unsigned bits; 0 if it has no elements."""
+    """Return the bits of the element in the middle of a parameter's memory; 0 if it has no elements."""
     kind = _BITS.get(param.element_size())
     if kind is None or not param.numel() or param.layout != torch.strided:
         return c_uint8(0)
@@ -280,7 +280,7 @@ _BITS: dict[int, Any] = {1: c_uint8, 2: c_uint16, 4: c_uint32, 8: c_uint64}
 
 
 def in_backward_problems(named: Iterable[tuple[str, Parameter]]) -> list[str]:
-    """Report the first parameter that has an optimizer stepping inside the backward."""
+    """Report the first parameter whose optimizer steps inside the backward."""
     names = [name for name, param in named if hasattr(param, "_in_backward_optimizers")]
     return [
         f"parameter {name!r} has an optimizer that steps inside the backward (_apply_optimizer_in_backward), "

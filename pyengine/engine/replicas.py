@@ -12,10 +12,10 @@ from pyengine.audit.checksum import Part, checksums_on
 from pyengine.comm.base import Comm
 from pyengine.ops.device import is_lazy
 
-# ---- marks of other packages ----
+# ---- marks that other packages set ----
 
-# Attributes are compared by name, because importing these packages is slow or fails. Parameters that are
-# replicated in a sharded model lack the attribute, or have False.
+# Attributes are compared by name, because importing these packages is slow or fails. In a sharded model,
+# replicated parameters lack the attribute, or it is False.
 _OF_SHARDS = {
     "_is_sharded": "torch_xla's or fairscale's FSDP",
     "_fsdp_flattened": "FSDP1 (FullyShardedDataParallel)",
@@ -47,9 +47,9 @@ def shard_problems(named: Iterable[tuple[str, Any]]) -> Iterator[str]:
 
 
 def mark_of_part(param: Any) -> str:
-    """Return the mark of a parameter whose values may differ between ranks on purpose, or an empty string.
+    """Return the mark of a parameter whose values may differ between ranks on purpose, or "".
 
-    Megatron-LM sets the mark even for groups of one rank, so ranks may hold replicas despite the mark.
+    Megatron-LM sets the mark even in groups of one rank, so marked parameters may still be replicas.
     """
     if getattr(param, "tensor_model_parallel", False) is True:
         return "tensor_model_parallel=True, as Megatron's tensor parallelism marks it"
@@ -80,7 +80,7 @@ def differing(
     """Compare dense tensors by name over the ranks of a transport, all of which must call this.
 
     Returns the tensors whose values differ, and an error message. The message is set if the ranks do not hold
-    replicas: if names, shapes or types differ, or if the values of a marked tensor differ (see
+    replicas: names, shapes or dtypes differ, or the values of a tensor differ that is marked as sharded (see
     `mark_of_part`).
 
     Cost: one read of every element, and a gather of 8 bytes per tensor if any tensor differs.
@@ -109,7 +109,7 @@ def differing(
         if others:
             found.setdefault(name, Differing(name, others[0], ranks[0]))
     marked = {name: mark for *_, of_rank in gathered for name, mark in of_rank.items()}
-    for name in [name for name in found if name in marked]:  # the first, the same on every rank
+    for name in [name for name in found if name in marked]:  # the first name, equal on every rank
         return [], (
             f"give the engine the group of ranks that hold replicas of {name!r}, by process_group= or "
             f"device_mesh= and axes= (docs/mesh.md): ranks {ranks[0]} and {found[name].rank} hold different "

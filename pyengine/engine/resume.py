@@ -1,4 +1,4 @@
-"""Take a snapshot of an engine, and continue from a snapshot."""
+"""Save the state of an engine in a snapshot, and continue from a snapshot."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _log = logging.getLogger("pyengine.engine")
 
 
 def take_snapshot(engine: Engine) -> Snapshot:
-    """Return this rank's part of a snapshot; every rank calls this at the same point, like `synchronize`."""
+    """Return the snapshot of this rank; every rank calls this at the same point, like `synchronize`."""
     engine.reach_verdicts()
     counter = engine.counter
     if not engine.is_closed:
@@ -48,15 +48,15 @@ def take_snapshot(engine: Engine) -> Snapshot:
         {} if scaler is None else scaler.state_dict(),
         engine.reducer.residuals.save(),
         {m.field: state for m in engine.metrics if (state := m.state()) is not None},
-        engine.rng_due or rng_states(),  # the loaded generator states, until a loop restores them
+        engine.rng_due or rng_states(),  # states from a loaded snapshot that no loop has restored yet
     )
 
 
 def load_state(engine: Engine, state: object) -> None:
-    """Continue from this rank's snapshot, or with another world size from any rank's snapshot.
+    """Continue from this rank's snapshot, or, with another world size, from the snapshot of any rank.
 
-    Raises ValueError on every rank, before anything has changed, if a state does not fit its engine or the
-    other ranks' states.
+    Raises ValueError on every rank, without any change, if a state does not fit its engine or the states of
+    other ranks.
     """
     check_same_call(engine, "calls sync.load_state_dict, as every rank has to")
     problems, snapshot = _prepare(engine, state)
@@ -67,7 +67,7 @@ def load_state(engine: Engine, state: object) -> None:
         listed = "; ".join(f"rank {rank} got {each}" for rank, (_, each) in enumerate(gathered))
         raise ValueError(f"pass every rank its own state of the same save; states differ: {listed}")
     assert snapshot is not None
-    # All checks have passed, so from here on every rank makes the same calls.
+    # All checks have passed, so from here on all ranks make the same calls.
     if snapshot.order:
         engine.reducer.lay_out_as(snapshot.order)
     if engine.scaler is not None and snapshot.scaler:
@@ -104,7 +104,7 @@ def _resume(engine: Engine, part: Snapshot) -> None:
     engine.verdicts.restart(part.steps)
     engine.opened_at = part.window
     engine.loss_checks.is_first_window = True
-    engine.rng_due = {} if part.is_between_loops else part.rng  # restored later, by the first window
+    engine.rng_due = {} if part.is_between_loops else part.rng  # the first window restores them
     if part.is_between_loops:
         set_rng_states(part.rng)  # before the loader draws random numbers
     flush(engine.device)
@@ -112,10 +112,10 @@ def _resume(engine: Engine, part: Snapshot) -> None:
 
 @dataclass(frozen=True)
 class _Described:
-    """The values that are equal in the states of all ranks."""
+    """The values that must be equal in the states of all ranks."""
 
     world_size: int
-    position: tuple[int, int]  # windows and steps
+    position: tuple[int, int]  # completed windows and optimizer steps
     scaler: tuple[tuple[str, float], ...]
     order: tuple[int, ...]
 
@@ -132,7 +132,7 @@ class _Described:
 def _prepare(engine: Engine, state: object) -> tuple[list[str], Snapshot | None]:
     """Read and check a state, without changing the engine.
 
-    Returns a list of problems (instead of raising, because other ranks wait), and the snapshot or None.
+    Returns a list of problems, and the snapshot or None. It does not raise, because other ranks wait.
     """
     try:
         if not engine.is_closed:
@@ -149,7 +149,7 @@ def _prepare(engine: Engine, state: object) -> tuple[list[str], Snapshot | None]
 
 
 def _misfits(engine: Engine, snapshot: Snapshot) -> Iterator[str]:
-    """Report why a snapshot does not fit an engine, or could not have been saved by an engine."""
+    """Report why a snapshot does not fit an engine, or cannot come from any engine."""
     if snapshot.rank >= snapshot.world_size:
         yield f"state of {snapshot.owner}: need a rank below the number of ranks"
     elif text := _misplaced(engine, snapshot) or _other(snapshot.identity, engine.identity):
@@ -160,7 +160,7 @@ def _misfits(engine: Engine, snapshot: Snapshot) -> Iterator[str]:
 
 
 def _misplaced(engine: Engine, snapshot: Snapshot) -> str:
-    """Return the reason why a state cannot be loaded with this rank and world size; empty if it can."""
+    """Return why a state cannot be loaded with this rank and world size; empty if it can be loaded."""
     rank, world_size = engine.comm.rank, engine.comm.world_size
     here = f"state of {snapshot.owner} on rank {rank} of {world_size}"
     if snapshot.world_size == world_size:
@@ -182,13 +182,13 @@ _UNUSED = (
 
 
 def _holds_shards(engine: Engine) -> bool:
-    """Whether gradients are sharded, so that a rank can use kept gradients of its own state only."""
+    """Whether gradients are sharded, so that each rank can load kept gradients only from its own state."""
     params: list[Any] = [param for param in engine.reducer.params if is_dtensor(param)]
     return any(placement.is_shard() for param in params for placement in param.placements)
 
 
 def _other(theirs: Identity, ours: Identity) -> str:
-    """Describe how an engine differs from the engine of a state; empty if they match."""
+    """Describe differences between an engine and the engine that saved a state; empty if they match."""
     kinds = [(one.accumulator, one.terms, one.run) for one in (theirs, ours)]
     if kinds[0] != kinds[1]:
         (their_number, their_slots), (number, slots) = _window_of(theirs), _window_of(ours)
@@ -205,7 +205,7 @@ def _other(theirs: Identity, ours: Identity) -> str:
 
 
 def _window_of(identity: Identity) -> tuple[str, str]:
-    """Return a window's number of micro-batches and the number of its slots, as text."""
+    """Return the number of micro-batches and the number of slots of a window, as text."""
     number = "any" if identity.terms is None else str(identity.terms * identity.run)
     return number, f" in {identity.terms} slots" if identity.run > 1 else ""
 
@@ -229,7 +229,7 @@ _Like: TypeAlias = tuple[torch.dtype, tuple[int, ...]]
 def _carry(engine: Engine, s: Snapshot) -> Iterator[str]:
     params = zip(engine.reducer.names, engine.reducer.params, strict=True)
     unlike = _unlike("carry", s.carry, {name: (p.dtype, tuple(local(p).shape)) for name, p in params})
-    # For a sharded model, gradients are compared with the shapes of shards.
+    # For a sharded model, compare gradients with the shapes of shards.
     yield from (f"gradients that no optimizer has used: {_UNUSED} ({text})" for text in unlike)
 
 
@@ -249,7 +249,7 @@ def _measured(engine: Engine, s: Snapshot) -> Iterator[str]:
 
 
 def _unlike(what: str, parts: dict[str, Tensor], needed: dict[str, _Like]) -> Iterator[str]:
-    """Report tensors of unknown parameters, of another type or shape than needed, or that are not finite."""
+    """Report tensors of unknown parameters, with another dtype or shape than needed, or with inf or nan."""
     for name, tensor in parts.items():
         if name not in needed:
             yield f"{what}[{name!r}], which is no parameter here"

@@ -1,20 +1,20 @@
-"""Retry micro-batches that run out of memory in smaller parts, inside their window.
+"""Retry of micro-batches that run out of memory, in smaller parts within the same window.
 
 [Note: an attempt leaves no trace]
-A part's forward and backward may run out of memory at any operation, and are then run again with fewer items.
-Therefore `.grad` does not hold the window's sums during an attempt. The sums so far are set aside, autograd
-writes to new tensors, and the new tensors are added to the sums after the backward. This works for every
-reducer whose gradients pass through `.grad`:
+The forward and backward of a part may run out of memory at any operation, and then run again with fewer
+items. Therefore `.grad` does not hold the sums of the window during an attempt. The sums so far are set
+aside, autograd writes to new tensors, and after the backward the new tensors are added to the sums. This
+works for every reducer that takes gradients from `.grad`:
 
- - own buckets that sum in place: the views of the bucket are set aside, so that nothing writes to the
-   bucket's memory before the attempt has succeeded. The in-place add then increments the versions of the
-   views, like autograd's own add.
- - other own buckets, and slots: the gradients of the micro-batch's earlier parts, or the sums that autograd
-   keeps in `.grad`, are set aside.
+ - own buckets that sum in place: the views of the bucket are set aside. Nothing writes to the bucket's memory
+   before the attempt has succeeded. The in-place add then increments the versions of the views, like
+   autograd's own add.
+ - other own buckets, and slots: the tensors set aside are the gradients of the micro-batch's earlier parts,
+   or the sums that autograd keeps in `.grad`.
 
-No collective is launched inside an attempt. Because the parts are one `micro_batch` block without a
-`last_backward`, the header and all buckets are launched after the last part. Models with collective forwards
-raise an error. After a failure the values of random generators and of the module's buffers are restored.
+An attempt launches no collective. All parts are in one `micro_batch` block without `last_backward`, so the
+header and all buckets are launched after the last part. Models with collective forwards raise an error. After
+a failure the values of random generators and of the module's buffers are restored.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ from pyengine.ops.capture import report as report_uncapturable
 from pyengine.ops.device import is_lazy, runs_ahead
 from pyengine.window.header import Count, checked_count
 
-# Texts of out-of-memory errors that are not a torch.OutOfMemoryError: from the CPU allocator and cuBLAS.
+# Texts of out-of-memory errors of other types than torch.OutOfMemoryError: CPU allocator and cuBLAS.
 _TEXTS = ("DefaultCPUAllocator", "CUBLAS_STATUS_ALLOC_FAILED")
 
-# Types of leaves of a batch that every part gets unchanged.
+# Types of values in a batch that every part gets unchanged.
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
 
 
 class Items:
-    """The items of a batch: dimension 0 of its tensors."""
+    """The items of a batch, along dimension 0 of its tensors."""
 
     def __init__(self, batch: Any) -> None:
         self._leaves, self._structure = tree_flatten(batch, is_leaf=_is_plain_list)
@@ -64,7 +64,7 @@ class Items:
         self.num = sizes[0]
 
     def part(self, start: int, stop: int) -> Any:
-        """Return a batch of the items from `start` to `stop`; its tensors are views."""
+        """Return the part of a batch with the items from `start` to `stop`; its tensors are views."""
         return tree_unflatten([self._of(leaf, start, stop) for leaf in self._leaves], self._structure)
 
     def _of(self, leaf: Any, start: int, stop: int) -> Any:
@@ -82,11 +82,11 @@ class Retries:
         self._engine = engine
         modules = [] if engine.module is None else list(engine.module.modules())
         self._modules = [module for module in modules if any(True for _ in module.buffers(recurse=False))]
-        # Includes parameters that the engine does not reduce, so that a failed attempt leaves no gradient
-        # there.
+        # Includes parameters that the engine does not reduce, so that a failed attempt leaves no gradient in
+        # them.
         others = [] if engine.module is None else engine.module.parameters()
         self._params = list({id(param): param for param in [*engine.reducer.params, *others]}.values())
-        self._error = ""  # the first line of the last attempt's error
+        self._error = ""  # the first line of the error of the last attempt
 
     def run(self, micro_batch: MicroBatch, items: Items, fn: Callable[[Any], Any]) -> None:
         """Run forward and backward of a micro-batch in parts of at most `engine.part_size` items."""
@@ -106,7 +106,7 @@ class Retries:
                 counts.append(done[1])
                 start += num
                 continue
-            gc.collect()  # free the memory of the failed attempt for parts of other sizes
+            gc.collect()  # free the memory of the failed attempt, for parts of other sizes
             if runs_ahead(engine.device):
                 torch.get_device_module(engine.device).empty_cache()
             if num <= 1:
@@ -131,7 +131,7 @@ class Retries:
     def _attempt(
         self, micro_batch: MicroBatch, fn: Callable[[Any], Any], part: Any
     ) -> tuple[Tensor, Count] | None:
-        """Run a part and return its loss and count; undo everything and return None if memory runs out."""
+        """Run a part and return its loss and count; if memory runs out, undo everything and return None."""
         engine = self._engine
         before = [param.grad for param in self._params]
         undo: list[Callable[[], object]] = []
@@ -155,7 +155,7 @@ class Retries:
                 each()
             self._error = (str(error) or repr(error)).splitlines()[0]
             return None
-        # From here on no memory is allocated for dense gradients, so that the additions cannot fail partway.
+        # From here on dense gradients need no new memory, so that the additions cannot fail partway.
         dense: list[tuple[Tensor, Tensor]] = []
         for param, (grad, rest) in zip(self._params, grads, strict=True):
             param.grad = grad
@@ -167,7 +167,7 @@ class Retries:
         return loss.detach(), count
 
     def _checked(self, returned: Any) -> tuple[Tensor, Count]:
-        """Return the loss and the count that `fn` has returned."""
+        """Return the loss and the count that the user's function has returned."""
         totals = self._engine.known_denominators()
         if totals is not None:
             if isinstance(returned, tuple):
@@ -184,9 +184,9 @@ class Retries:
         return returned[0], checked_count(returned[1])
 
     def _keep_buffers(self) -> Callable[[], None]:
-        """Return a function that restores the module's current buffers and their values."""
+        """Return a function that restores the current buffers of the module and their values."""
         kept = [
-            # Inference tensors need no copy, because they cannot be written to outside of inference mode.
+            # Inference tensors cannot be written to outside of inference mode, so they need no copy.
             (module, name, buffer, None if buffer.is_inference() else buffer.clone())
             for module in self._modules
             for name, buffer in module.named_buffers(recurse=False)
@@ -196,15 +196,14 @@ class Retries:
             for module, name, buffer, values in kept:
                 setattr(module, name, buffer)
                 if values is not None:
-                    # An earlier forward may have saved the buffer. `.data` leaves the buffer's version
-                    # unchanged.
+                    # An earlier forward may have saved the buffer; a write through `.data` keeps its version.
                     buffer.data.copy_(values)
 
         return undo
 
 
 def _merged(old: Tensor | None, new: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-    """Return the new value of `.grad`, and the tensor to add to it in place, if any."""
+    """Return the new value of `.grad`, and the tensor to be added to it in place, or None."""
     if old is None or new is None:
         return (new if old is None else old), None
     if old.layout is torch.strided:
@@ -224,7 +223,7 @@ def _is_plain_list(node: Any) -> bool:
 
 
 def _problems(engine: Engine) -> Iterator[str]:
-    """Yield the reasons why a rank cannot run a forward again without the other ranks."""
+    """Yield the reasons why a rank cannot repeat a forward without the other ranks."""
     if is_lazy(engine.device):
         yield f"on {engine.device} the host does not learn that memory ran out: make micro-batches smaller"
     remedy = "which other ranks would not run again: make micro-batches small enough for every rank"

@@ -25,11 +25,11 @@ PART = re.compile(r"rank (0|[1-9]\d{0,17}) of ([1-9]\d{0,17})")
 
 @dataclass(frozen=True)
 class Identity:
-    """The properties that must be equal for a snapshot to fit an engine."""
+    """The properties in which an engine and a snapshot must be equal to fit each other."""
 
     accumulator: str
-    # For exact sums, the number of terms in a full window over all ranks, which decides the sum's grid; else
-    # None.
+    # For exact sums, the number of terms in a full window over all ranks, which determines the sum's grid;
+    # otherwise None.
     terms: int | None
     params: list[tuple[str, list[int], list[int], str]]  # name, shape, strides and dtype
     run: int  # the number of micro-batches in one term of the sum
@@ -37,22 +37,22 @@ class Identity:
 
 @dataclass
 class Snapshot:
-    """One rank's part of a run's state, between two windows."""
+    """The state of a training run on one rank, between two windows."""
 
     window: int  # the number of completed windows
     steps: int  # the number of optimizer steps that changed parameters
     rank: int
     world_size: int
     identity: Identity
-    is_between_loops: bool = False  # whether the snapshot was made after a loop over `windows` ended
+    is_between_loops: bool = False  # whether it was saved after a loop over `windows` had ended
     order: list[int] = field(default_factory=list)  # the order of the buckets; see `Reducer.order`
-    # Gradients that are carried into the next window, by name: this rank's part, with its shape and dtype.
+    # Gradients that are carried into the next window: the tensors of this rank, by parameter name.
     carry: dict[str, Tensor] = field(default_factory=dict)
     scaler: dict[str, Any] = field(default_factory=dict)  # empty without a loss scaler
-    # By parameter name, the wire's rounding errors on this rank, which are added to a later window: float32
-    # `[numel]`, in the parameter's storage order.
+    # The rounding errors of narrow wires on this rank, which are added to a later window: by parameter name,
+    # float32 `[numel]`, in the parameter's storage order.
     residuals: dict[str, Tensor] = field(default_factory=dict)
-    # The state that metrics keep from earlier windows, by field of the `StepRecord`.
+    # The state that metrics carry from window to window, by field of the `StepRecord`.
     measured: dict[str, Tensor] = field(default_factory=dict)
     rng: dict[str, Any] = field(default_factory=dict)  # states of the random generators, by name
 
@@ -68,7 +68,7 @@ class Snapshot:
 
     @classmethod
     def read(cls, state: Any) -> Snapshot:
-        """Read the result of `to_dict`; raise ValueError for any other object."""
+        """Read a state dict that `to_dict` has returned; raise ValueError for any other object."""
         if not isinstance(state, dict):
             raise ValueError(f"state is a {type(state).__name__}: {_NEED}")  # noqa: TRY004 - of a file
         version = state.get("version")
@@ -122,7 +122,7 @@ def identify(
     return Identity(accumulator, terms if accumulator == "exact" else None, described, run)
 
 
-# ---- the type of every field's value, for any engine ----
+# ---- the required type of every field, for any engine ----
 
 
 def _is_whole(value: Any, least: int = 0) -> bool:

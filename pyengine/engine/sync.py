@@ -1,4 +1,4 @@
-"""The public loop: windows of micro-batches whose gradients are sent once per window."""
+"""The public interface for the training loop: windows of micro-batches, reduced once per window."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ ClipPer = Literal["parameter"] | Mapping[str, Iterable[str | Parameter]] | None
 
 
 class Sync:
-    """The windows, counts and optimizer step of one engine; made by `GradSync` and `attach`.
+    """The windows, counts and optimizer steps of one engine; made by `GradSync` and `attach`.
 
     Example:
         >>> for window in sync.windows(loader):                      # doctest: +SKIP
@@ -67,17 +67,17 @@ class Sync:
         self._clip_groups: dict[tuple[tuple[int, ...], ...], list[Tensor]] = {}
         self._running: MicroBatch | None = None
         self._retries: Retries | None = None  # set by the first `retry_smaller`
-        # The flag that `no_sync` sets; None if `windows` or `accumulate` knows the window's last micro-batch.
+        # The flag that `no_sync` sets; None if `windows` or `accumulate` determines the last micro-batch.
         self._requires_sync: bool | None = None
 
     def close(self) -> None:
         """Release the model: remove hooks, free buffers, and restore DDP's settings.
 
-        Every later call on this engine raises an error. Gradients that belong to the caller (after
-        `unscale_`) stay in `.grad`, in memory of their own; every other `.grad` becomes None. The model is
-        then as it was before the engine was made, and a new engine may be made over it. No collective is
-        launched. A second call does nothing. `with pe.GradSync(...) as sync:` closes the engine at the end of
-        the block, even after an exception.
+        Later calls on this engine raise an error. Gradients that belong to the caller (after `unscale_`) stay
+        in `.grad`, in separate memory; every other `.grad` becomes None. The model is then as it was before
+        the engine was made, and a new engine may own it. No collective is launched, and a second call does
+        nothing. `with pe.GradSync(...) as sync:` closes the engine at the end of the block, even after an
+        exception.
 
         Warns:
             UserWarning: micro-batches of an open window are dropped.
@@ -122,10 +122,10 @@ class Sync:
 
     @property
     def layout(self) -> Layout:
-        """The position of every gradient, by bucket and slot.
+        """The layout of the gradients: the position of every gradient, by bucket and slot.
 
         Raises:
-            AttributeError: FSDP2 or `replicate` decides the layout of this model's gradients.
+            AttributeError: FSDP2 or `replicate` determines the layout of this model's gradients.
         """
         reducer = self._engine.reducer
         if isinstance(reducer, BucketReducer | XlaReducer):
@@ -134,7 +134,7 @@ class Sync:
 
     @property
     def scaler(self) -> GradScaler | None:
-        """The loss scaler, or None.
+        """The loss scaler for training in fp16, or None.
 
         To train in fp16, assign a `pe.GradScaler` between windows. A `torch.amp.GradScaler` is converted to a
         `pe.GradScaler`. `backward` scales the loss and `step` updates the scale.
@@ -164,28 +164,27 @@ class Sync:
     def windows(self, loader: Iterable[Batch], *, count: CountOf | None = None) -> Windows[Batch]:
         """Split a loader into windows of `accumulate` micro-batches; the last window may be shorter.
 
-        Ranks may have different numbers of micro-batches and windows: a rank that has run out of data gets
-        empty windows, in which it contributes zeros, until all ranks have run out. The loader is read one
-        micro-batch ahead.
+        Ranks may have different numbers of micro-batches and windows: a rank without data gets empty windows,
+        in which it contributes zeros, until no rank has data left. The loader is read one micro-batch ahead.
 
         Args:
             loader: an iterable of this rank's micro-batches.
-            count: `count(batch)` returns how many items a micro-batch's loss is summed over: a number, a
-                0-dim tensor, or a dict with a number or tensor per loss. The whole window is then read ahead,
-                and its counts are summed over all ranks before its first forward (`totals`). With `count`,
+            count: `count(batch)` returns the number of items in the loss of a micro-batch: a number, a 0-dim
+                tensor, or a dict with a number or tensor per loss. The whole window is then read ahead, and
+                its counts are summed over all ranks before its first forward (`totals`). With `count`,
                 `backward` takes no count, but it may take a dict of losses, each of which becomes a separate
                 mean: see the page on counts.
 
         Returns:
-            An iterator of windows, each an iterator of micro-batches. Every micro-batch handed out counts.
-            The backward of a micro-batch may run after further forwards; a micro-batch without a backward
-            contributes nothing. `len` is the number of windows over all ranks, if every rank's loader has a
-            length; every rank must call `len`.
+            An iterator of windows, each an iterator of micro-batches. Every micro-batch that the iterator
+            yields is counted. The backward of a micro-batch may run after further forwards; a micro-batch
+            without a backward contributes nothing. `len` returns the number of windows over all ranks, if
+            every rank's loader has a length; every rank must call `len`.
 
         Raises:
             ValueError, TypeError: `count` returned an invalid count on some rank, or ranks count different
-                losses. Raised on every rank, before anything has run.
-            RuntimeError: with `count`, some rank has restarted this window after it had begun.
+                losses. Raised on every rank, before any forward.
+            RuntimeError: with `count`, some rank has restarted this window after its beginning.
         """
         self._begin_loop("windows")
         return Windows(self._engine, loader, count)
@@ -194,9 +193,9 @@ class Sync:
         """Wrap one micro-batch of a flat loop: forward, backward, and a step that may be a no-op.
 
         Args:
-            last: end the window with this micro-batch, even if the window is short (at the end of the data).
+            last: whether to end the window with this micro-batch, for example at the end of the data.
 
-        An exception in the body abandons the window on this rank and is raised again.
+        An exception in the body drops the window on this rank, and is raised again.
         """
         self._begin_loop("accumulate")
         return single_micro_batch(self._engine, last=last)
@@ -205,17 +204,17 @@ class Sync:
     def no_sync(self) -> Iterator[None]:
         """Accumulate gradients in the body without ending the window.
 
-        As with DDP's `no_sync`, the first `sync.backward` after the body ends the window and sends the
-        gradients. The body may hold any number of micro-batches. `accumulate` is the length of the longest
-        window: the gradient of a shorter window is divided by that window's own count. Every rank must run
-        the same number of windows. Windows may differ in length between ranks, except over a sharded model,
-        because its forwards are collective and only `windows` adds padding. If the first window may have a
-        single micro-batch, call `set_requires_gradient_sync(True)` before that micro-batch's `backward`.
+        As with DDP's `no_sync`, the first `sync.backward` after the body ends the window and reduces the
+        gradients. The body may run any number of micro-batches. `accumulate` is the length of the longest
+        window; a shorter window is divided by its own count. Every rank must run the same number of windows.
+        Windows may differ in length between ranks, except over a sharded model, because its forwards are
+        collective and only `windows` adds padding. If the first window may have a single micro-batch, call
+        `set_requires_gradient_sync(True)` before the `backward` of that micro-batch.
 
         Raises:
             RuntimeError: called inside a micro-batch of `windows` or `accumulate`, which determine the
-                window's last micro-batch themselves. Also raised by `backward` in the body if, according to
-                `accumulate`, this micro-batch is the window's last.
+                window's last micro-batch themselves. `backward` also raises it in the body if this
+                micro-batch is the last of `accumulate` micro-batches.
 
         Example:
             >>> for i, (x, y) in enumerate(loader, start=1):  # doctest: +SKIP
@@ -238,11 +237,12 @@ class Sync:
         The setting holds until the next call; see `no_sync`.
 
         Args:
-            requires_gradient_sync: False before the window's earlier micro-batches, True before its last one.
+            requires_gradient_sync: False before each earlier micro-batch of a window, True before its last
+                one.
 
         Raises:
             TypeError: the argument is not a bool.
-            RuntimeError: under the same conditions as in `no_sync`.
+            RuntimeError: for the same reasons as in `no_sync`.
         """
         if not isinstance(requires_gradient_sync, bool):
             raise TypeError(
@@ -262,24 +262,23 @@ class Sync:
 
     @contextmanager
     def micro_batch(self, *, count: Count | None = None) -> Iterator[MicroBatch]:
-        """Make the body one micro-batch, in which you run any number of backwards with any arguments.
+        """Run the body as one micro-batch, with any number of backwards and any of their arguments.
 
         The gradients of these backwards are accumulated when the body ends. In the window's last micro-batch
-        the reductions of the buckets are launched when the body ends, or during the backward that
-        `mb.last_backward()` marks. Losses are summed over items, as for `backward` (for several means see
-        `sync.weigh`). With `sync.scaler`, call `sync.scaler.scale(loss).backward()`. Forwards may run inside
-        or before the body.
+        the buckets are reduced when the body ends, or during the backward that `mb.last_backward()` marks.
+        Losses are sums over items, as for `backward` (for several means see `sync.weigh`). With
+        `sync.scaler`, call `sync.scaler.scale(loss).backward()`. Forwards may run inside or before the body.
 
         Args:
-            count: as for `backward`; may be set later, as `mb.count`. Among ranks that share a batch, only
-                the reporting rank (the last stage of a pipeline) needs to give a count.
+            count: see `backward`; may be set later, as `mb.count`. If ranks share a batch, only the reporting
+                rank (the last stage of a pipeline) needs a count.
 
         Raises:
-            RuntimeError: as in `backward`.
+            RuntimeError: for the same reasons as in `backward`.
 
-        An exception in the body leaves an incomplete micro-batch: unless the window is abandoned, every rank
-        raises when the window is reduced. The same happens if gradients are written outside the body (by a
-        bare backward or `zero_grad`).
+        After an exception in the body the micro-batch is incomplete: unless the window is abandoned, every
+        rank raises when the window is reduced. The same happens if a bare backward or `zero_grad` outside the
+        body writes to gradients.
 
         Example:
             >>> with sync.micro_batch(count=y.numel()) as mb:  # doctest: +SKIP
@@ -313,23 +312,23 @@ class Sync:
         create_graph: bool = False,
         inputs: Tensor | Sequence[Tensor] | None = None,
     ) -> None:
-        """Run the backward of one micro-batch; the window's last backward also reduces, with overlap.
+        """Run the backward of one micro-batch; the window's last backward overlaps with the reductions.
 
         Args:
-            loss: a 0-dim tensor, the loss summed over the micro-batch's items, or without a `count` the mean
-                over them. If `windows` counts several losses, a dict of losses, with 0 for a loss without
-                items in this micro-batch.
-            count: number of items in `loss`: a number or a 0-dim tensor (never read on the host). None: the
-                count that `windows` has read ahead, or 1. The window's gradient is divided by the sum of
+            loss: a 0-dim tensor: the loss summed over the items of the micro-batch, or, without a `count`,
+                the mean over them. If `windows` counts several losses, a dict of losses, with 0 for a loss
+                without items in this micro-batch.
+            count: number of items in `loss`: a number or a 0-dim tensor (which the host never reads). None:
+                the count that `windows` has read ahead, or 1. The window's gradient is divided by the sum of
                 counts over all ranks and micro-batches. A count of 0 adds nothing to the sum.
-            gradient: gradient with respect to `loss`, of the same shape; `loss` may then have any shape, and
-                is left out of the record.
+            gradient: gradient with respect to `loss`, of the same shape. `loss` may then have any shape; the
+                record does not include it.
             retain_graph, create_graph, inputs: as in `torch.Tensor.backward`. Use a `micro_batch` block to
                 run a second backward of the same micro-batch.
 
         Raises:
             RuntimeError: called outside a window, or after the window's reduction was launched.
-            ValueError, TypeError: the loss or the count is invalid; nothing has run.
+            ValueError, TypeError: the loss or the count is invalid. No backward has run.
         """
         engine = self._engine
         totals = engine.known_denominators()
@@ -362,38 +361,37 @@ class Sync:
     def retry_smaller(self, batch: Any, fn: Callable[[Any], tuple[Tensor, Count] | Loss]) -> None:
         """Run forward and backward of one micro-batch, and retry with smaller parts if memory runs out.
 
-        A part that does not fit is halved until it fits, on this rank alone, without a collective. All parts
-        are one micro-batch of the window, with the sum of their losses and counts, so the window's gradient
-        equals the gradient of the whole micro-batch, up to rounding; runs with the same parts (`part_size`)
-        give the same bits. A failed attempt leaves no trace in the parameters' gradients, in the buffers of
-        the module that the engine was made over, or in the generators of `pe.micro_batch_rng`. Dropout draws
-        per part, and BatchNorm normalizes over a part, so that with these layers splitting changes the
-        result. Under `attach` DDP broadcasts buffers after the window's last forward, not during that
-        forward.
+        A part that does not fit in memory is halved until it fits, on this rank alone, without a collective.
+        All parts form one micro-batch, with the sum of their losses and counts. The window's gradient equals
+        the gradient of the whole micro-batch up to rounding; runs with the same parts (`part_size`) give the
+        same bits. A failed attempt changes neither the parameters' gradients, nor the buffers of the engine's
+        module, nor the generators of `pe.micro_batch_rng`. Dropout draws per part, and BatchNorm normalizes
+        over a part, so that these layers give other results with parts. Under `attach`, DDP broadcasts
+        buffers after the window's last forward, not during that forward.
 
         Args:
             batch: tensors with the items in dimension 0, in nested dicts, lists and tuples. 0-dim tensors,
-                numbers and strings go to every part; a list without tensors is split if its length is the
-                number of items.
-            fn: `fn(part)` runs the forward and returns `(loss, count)`: the sum over the part's items, and
-                their number. If `windows` reads counts ahead, `fn` returns only the loss or the dict of
+                numbers and strings are passed to every part. A list without tensors is split if its length is
+                the number of items.
+            fn: `fn(part)` runs the forward and returns `(loss, count)`: the sum over the items of the part,
+                and their number. If `windows` reads counts ahead, `fn` returns only the loss or the dict of
                 losses. `fn` runs again after a failure, so it must not launch collectives or have lasting
                 side effects.
 
         Raises:
             torch.OutOfMemoryError: a single item does not fit; every rank then raises at the window's
                 reduction, as after any exception in a micro-batch.
-            ValueError, TypeError: the batch cannot be split; `fn` returned a value of another form; forwards
-                are collective (FSDP2, tensor and pipeline parallelism, SyncBatchNorm), or the device is an
-                XLA device.
+            ValueError, TypeError: the batch cannot be split; `fn` returned a value of another form; the
+                model's forwards are collective (FSDP2, tensor and pipeline parallelism, SyncBatchNorm); or
+                the device is an XLA device.
 
         Warns:
             UserWarning: memory has run out; the warning gives the new size of parts.
 
-        Cost: without a failure, copies of the module's buffers and the generators' states. If sums are kept
-        in `.grad`, also memory for a second gradient of the model, and a pass that adds this gradient to the
-        sums. Nothing is sent before the window's last micro-batch has ended: if the last micro-batch is known
-        to fit, call `backward` for it to get overlap. The work of a failed attempt is lost.
+        Cost: without a failure, copies of the module's buffers and of the generators' states. If `.grad`
+        holds the sums, also memory for a second gradient of the model, and a pass that adds this gradient to
+        the sums. Communication starts after the window's last micro-batch has ended: if the last micro-batch
+        is known to fit, call `backward` for it to get overlap. The work of a failed attempt is lost.
 
         Example:
             >>> def train_micro_batch(part):  # doctest: +SKIP
@@ -413,11 +411,11 @@ class Sync:
 
     @property
     def part_size(self) -> int | None:
-        """Maximum number of items that `retry_smaller` runs at once; None means the whole micro-batch.
+        """Maximum number of items in a forward of `retry_smaller`; None means the whole micro-batch.
 
-        The size decreases on a rank that runs out of memory, and never increases by itself. Set `part_size`
-        to start with a size that fits, or to get the same parts (and bits) in another run. Set it to None to
-        try whole micro-batches again. `part_size` is not part of `state_dict`.
+        The size decreases when this rank runs out of memory, and never increases by itself. Set it to start
+        with a size that fits, or to get the same parts (and bits) in another run. Set it to None to try whole
+        micro-batches again. It is not part of `state_dict`.
         """
         return self._engine.part_size
 
@@ -429,27 +427,27 @@ class Sync:
 
     @property
     def totals(self) -> dict[str, float]:
-        """The window's counts, summed over all ranks and micro-batches, by loss.
+        """The counts of the window by loss, summed over all ranks and micro-batches.
 
         The totals are available before the window's first forward. If the count function returns plain
-        numbers, the only key is "count". Empty if no counts were read ahead.
+        numbers, the only key is "count". The dict is empty if no counts were read ahead.
         """
         known = self._engine.window.denominators
         return {} if known is None else dict(known.totals)
 
     def weigh(self, losses: Mapping[str, Tensor | float]) -> Tensor:
-        """Combine several losses into one as `backward` does: the sum of loss × divisor / total over losses.
+        """Combine several losses into one, as `backward` does: the sum of loss × divisor / total over losses.
 
         Args:
-            losses: as for `backward`.
+            losses: see `backward`.
 
         Returns:
-            A 0-dim tensor on which to run a backward inside a `micro_batch` block. Do not pass it to
-            `backward` together with a dict.
+            A 0-dim tensor for a backward inside a `micro_batch` block. Do not combine it with a `backward` on
+            a dict of losses.
 
         Raises:
-            RuntimeError: the window's counts were not read ahead.
-            ValueError: the losses differ from the counted losses.
+            RuntimeError: the counts of the window were not read ahead.
+            ValueError: the names of the losses and of the counts differ.
         """
         totals = self._engine.known_denominators()
         if totals is None:
@@ -457,7 +455,7 @@ class Sync:
         return totals.weigh(losses, self._engine.device)
 
     def _begin_loop(self, name: str) -> None:
-        """Let `windows` or `accumulate` decide which micro-batch is the last."""
+        """Let `windows` or `accumulate` determine which micro-batch is the last."""
         if self._requires_sync is False:
             raise RuntimeError(
                 f"{name} while gradient sync is off: it knows the window's last micro-batch itself; leave "
@@ -466,12 +464,12 @@ class Sync:
         self._requires_sync = None
 
     def _micro_batch_of_backward(self, engine: Engine) -> AbstractContextManager[None]:
-        """Return a context that makes a backward a micro-batch of its own if no loop has handed one out."""
+        """Return a context for a backward; outside of a loop's micro-batch it opens a new micro-batch."""
         counter = engine.counter
         if counter.has_micro_batch_out:
             return nullcontext()
         if self._requires_sync is None and counter.accumulate == 1 and counter.state is State.IDLE:
-            self._requires_sync = True  # a window of one micro-batch: no other meaning is possible
+            self._requires_sync = True  # the window has one micro-batch, which must be the last
         if self._requires_sync is None:
             return nullcontext()
         due = counter.due if counter.state is State.OPEN else counter.share
@@ -483,42 +481,42 @@ class Sync:
             )
         return single_micro_batch(engine, last=self._requires_sync)
 
-    # ---- the end of a window ----
+    # ---- end of a window ----
 
     def flush(self) -> None:
-        """End the window now: reduce the accumulated gradients, without another forward or backward.
+        """End the window now: reduce the accumulated gradients without another forward or backward.
 
         `.grad` then holds the mean over the window. `flush` does nothing if the window was already reduced.
 
         Raises:
-            RuntimeError: no window is open, or as in `step`.
+            RuntimeError: no window is open, or for a reason given in `step`.
         """
         self._engine.flush()
 
     def unscale_(self) -> None:
-        """Mark the window's gradients as used without `step`; `.grad` holds their mean already.
+        """Use the window's gradients without `step`; `.grad` already holds their unscaled mean.
 
         Gradients that you do not zero are carried into the next window, as in a plain PyTorch loop. If `step`
-        would be skipped, because of inf or nan or because a rank gave up the window, the gradients contain
-        inf or nan: check `grad_norm()` before you step the optimizer yourself. The loss scale of `scaler` is
-        updated, as in `step`. Every rank must call `unscale_`; ranks compare this when the next window is
-        sent.
+        would be skipped, because of inf or nan or because a rank has dropped the window, the gradients
+        contain inf or nan: check `grad_norm()` before you step the optimizer yourself. The loss scale of
+        `scaler` is updated, as in `step`. Every rank must call `unscale_`; ranks compare these calls in the
+        next window's header.
 
         Raises:
-            RuntimeError: the window's reduction has not been launched, or as in `step`.
+            RuntimeError: the reductions have not been launched, or for a reason given in `step`.
         """
         self._engine.release_grads()
 
     def grad_norm(self) -> Tensor:
         """Return the 2-norm of the current gradients, after any clipping.
 
-        If ranks hold different elements (shards or experts, but not `replicate`), this is the norm of the
-        gradients as they were last reduced or clipped.
+        If ranks hold different elements (shards or experts, but not `replicate`), this is the norm at the
+        time of the last reduction or clipping.
 
         Returns:
             A 0-dim float64 tensor on the gradients' device.
 
-        Cost: a check of every `.grad`; if any was written to after the reduction, all gradients are read.
+        Cost: a check of every `.grad`. If any was written to after the reduction, all gradients are read.
         """
         engine = self._engine
         engine.wait()
@@ -528,14 +526,14 @@ class Sync:
     def grad_norms(self) -> dict[str, Tensor]:
         """Return the 2-norm of each parameter's current gradient, after any clipping, by name.
 
-        Each norm is a 0-dim float64 tensor on the gradients' device, with the same bits on every rank. The
-        norm is 0 for a parameter without a gradient; frozen parameters are left out. If ranks hold different
-        elements (shards, experts, stages), each norm is over the elements of that parameter on all ranks, and
-        every rank must call `grad_norms` at the same point. To have these norms in every step's record, use
+        Each norm is a 0-dim float64 tensor on the gradients' device, with the same bits on every rank. A
+        parameter without a gradient has norm 0; frozen parameters are left out. If ranks hold different
+        elements (shards, experts, stages), each norm covers the elements of that parameter on all ranks, and
+        every rank must call `grad_norms` at the same point. To record these norms in every step, use
         `sync.measure(pe.GradNorms())`.
 
-        Cost: as for `grad_norm`. If ranks hold different elements, also one all-reduce of 8 bytes per
-        parameter, which in later windows replaces the all-reduce of the norm.
+        Cost: see `grad_norm`. If ranks hold different elements, also one all-reduce of 8 bytes per parameter,
+        which in later windows replaces the all-reduce of the norm.
         """
         engine = self._engine
         engine.wait()
@@ -544,21 +542,21 @@ class Sync:
         return trained(measured, engine.final.squares().sqrt().unbind())
 
     def measure(self, *measures: Metric) -> None:
-        """Add measures to the `StepRecord` of every window, starting with the next window.
+        """Add metrics to the `StepRecord` of every window, starting with the next window.
 
-        Every rank calls this with the same arguments, between windows. With measures, windows of `capture`
-        run without a graph.
+        Every rank calls this with the same arguments, between windows. With metrics, windows of `capture` run
+        without a graph.
 
         Args:
             measures: `pe.GradNorms()`, `pe.NoiseScale()` or `pe.SpikePolicy(...)`; at most one of each kind.
-                An object may be used with one engine only.
+                A metric object may be used with one engine only.
 
         Raises:
-            ValueError: an argument is not a measure, is not available for these gradients, or belongs to
-                another engine; ranks differ; or a window is open. Raised on every rank; nothing has changed.
-            RuntimeError: some rank is at another point of its loop; on every rank.
+            ValueError: an argument is not a metric, is not available for these gradients, or belongs to
+                another engine; ranks differ; or a window is open. Raised on every rank, without any change.
+            RuntimeError: some rank is at another point of its loop. Raised on every rank.
 
-        Cost: as documented by each measure, plus one small all-reduce and one gather of objects in this call.
+        Cost: see each metric. This call adds one small all-reduce and one gather of objects.
         """
         measure(self._engine, measures)
 
@@ -577,11 +575,11 @@ class Sync:
         Args:
             max_norm: the largest allowed norm of the mean gradient.
             norm_type: 2.0, or inf for the largest absolute value.
-            error_if_nonfinite: whether to raise if the norm is inf or nan. By default the step is skipped in
-                this case.
+            error_if_nonfinite: whether to raise an error if the norm is inf or nan. By default the step is
+                skipped.
             per: "parameter" clips each parameter's gradient by its own norm. A dict from group to names or
-                parameters clips each group by the group's norm, to the same `max_norm`, and leaves all other
-                parameters alone. Every rank must pass the same groups.
+                parameters clips each group by the group's norm, to the same `max_norm`, and does not clip
+                other parameters. Every rank must pass the same groups.
 
         Returns:
             The norm before clipping, over all parameters and ranks: a 0-dim float64 tensor with the same bits
@@ -591,20 +589,20 @@ class Sync:
             TypeError: a limit or `norm_type` is not a number.
             ValueError: `max_norm` is negative or nan; `norm_type` is neither 2.0 nor inf; groups overlap, or
                 name a parameter that does not belong to this engine.
-            RuntimeError: the norm is not finite under `error_if_nonfinite`, on every rank. Nothing is
-                clipped: `sync.step` skips the step, and `sync.abandon()` drops the window.
+            RuntimeError: the norm is not finite under `error_if_nonfinite`; raised on every rank. The
+                gradients are not clipped: `sync.step` skips the step, and `sync.abandon()` drops the window.
 
-        Cost: the 2-norm was computed with the finite check; the inf-norm reads the gradients once. One pass
-            that reads and writes every gradient; none if the host sees that the norm is within `max_norm`.
-            With `per`, one launch per parameter on an accelerator; on the host, only clipped gradients are
-            read and written.
-            If ranks hold different elements, one small all-reduce that every rank must join; on the host a
-            header all-reduce precedes it. On the host both are left out in a window that a rank gave up,
-            because that rank does not clip. `error_if_nonfinite` waits for the device.
+        Cost: the 2-norm was computed during the finite check; the inf-norm reads the gradients once. Clipping
+            takes one pass that reads and writes every gradient; there is no pass if the host sees that the
+            norm is within `max_norm`. With `per`, clipping takes one launch per parameter on an accelerator,
+            and reads and writes only clipped gradients on the host. If ranks hold different elements,
+            clipping needs one small all-reduce on every rank; on the host a header all-reduce precedes it.
+            The host leaves out both if a rank has dropped the window, because that rank does not clip.
+            `error_if_nonfinite` waits for the device.
         """
         limit: Any = max_norm
         is_tensor = isinstance(limit, Tensor) and limit.numel() == 1
-        if not is_tensor or limit.device == HOST:  # never wait for a device just to check the limit
+        if not is_tensor or limit.device == HOST:  # the check must not wait for a device
             _check_limit("max_norm", limit.item() if is_tensor else limit, "; inf only measures")
         order = _checked_order(norm_type)
         engine = self._engine
@@ -617,7 +615,7 @@ class Sync:
         norm = final.inf_norm(engine.published.largest()) if is_largest else final.grad_norm()
         if error_if_nonfinite:
             engine.reach_verdicts()
-            # As in torch; the norm is the same on every rank.
+            # As in torch. The norm is equal on all ranks.
             if not math.isfinite(number := float(norm)):
                 why = verdict.reason or "it leaves the range of its type"
                 raise RuntimeError(
@@ -633,7 +631,7 @@ class Sync:
         return final.guarding_norm(norm)
 
     def _groups_of(self, per: ClipPer) -> Sequence[Tensor] | None:
-        """Return each group's parameter indices, or None if every parameter is its own group."""
+        """Return each group's parameter indices, or None if every parameter is a separate group."""
         engine, names = self._engine, metric_context(self._engine).names
         if per == "parameter":
             return None
@@ -646,8 +644,8 @@ class Sync:
     def clip_grad_value_(self, clip_value: float, foreach: bool | None = None) -> None:
         """Clip every element of the mean gradient to [-clip_value, clip_value].
 
-        Like `torch.nn.utils.clip_grad_value_`. Clipping does not change whether the step is skipped because
-        of inf or nan.
+        Like `torch.nn.utils.clip_grad_value_`. The step is skipped for inf or nan whether or not it is
+        called.
 
         Args:
             clip_value: the largest allowed absolute value, the same on every rank.
@@ -657,8 +655,8 @@ class Sync:
             TypeError: `clip_value` is not a number (the engine knows its parameters: do not pass them).
             ValueError: `clip_value` is negative or nan.
 
-        Cost: one pass that reads and writes every gradient, and one that reads every gradient for the norm
-            (of `grad_norm` and a later `clip_grad_norm_`).
+        Cost: one pass that reads and writes every gradient, and one pass that reads every gradient for the
+            norm (of `grad_norm` and a later `clip_grad_norm_`).
         """
         del foreach
         _check_limit("clip_value", clip_value)
@@ -669,26 +667,26 @@ class Sync:
         engine.published.clip_values_(value)
         engine.renew_norm("has clipped values", has_changed=True)
         engine.foreign.marks.record_published()
-        # The next header compares this value across ranks.
+        # Ranks compare this value in the next header.
         verdict.use.factors.append(torch.tensor(value, dtype=torch.float64, device=HOST))
 
     def step(
         self, optimizer: torch.optim.Optimizer, scheduler: Any = None, *, max_norm: float | None = None
     ) -> Tensor:
-        """Step the optimizer with the window's gradients, unless they were not finite on some rank.
+        """Step the optimizer with the window's gradients unless some rank has inf or nan.
 
-        The optimizer uses `.grad`: the mean over the window, including your own changes to it. If an engine
-        has several optimizers, step them one after another. A gradient that no optimizer has used and that
-        was not cleared is carried into the next window, as in a plain PyTorch loop; all other gradients start
-        the next window from zero.
+        The optimizer uses the current `.grad`: the mean over the window, including changes that you made. If
+        an engine has several optimizers, step them one after another. A gradient that no optimizer has used
+        and that was not cleared is carried into the next window, as in a plain PyTorch loop; all other
+        gradients start the next window from zero.
 
         On an accelerator with a fused optimizer the device decides whether to skip the step, and the host
-        does not wait. The scheduler is then stepped, the StepRecord emitted and errors raised when the next
-        window is sent, when the loop over `windows` ends, or at `synchronize()`, whichever comes first.
+        does not wait. Then the scheduler's step, the StepRecord and errors follow later: when the next window
+        is sent, when the loop over `windows` ends, or in `synchronize()`, whichever comes first.
 
         Args:
             optimizer: an optimizer over parameters of this engine.
-            scheduler: a scheduler that is stepped once if the optimizer was stepped.
+            scheduler: a scheduler, which is stepped once unless the optimizer's step was skipped.
             max_norm: clip the gradients of this engine first, as `clip_grad_norm_(max_norm)` does.
 
         Returns:
@@ -699,8 +697,8 @@ class Sync:
             TypeError: the optimizer or scheduler cannot be stepped.
             ValueError: a count is invalid on some rank, or the optimizer has a gradient that this engine does
                 not reduce.
-            RuntimeError: the window's reduction has not been launched, or ranks differ.
-            FloatingPointError: a gradient is inf or nan under nonfinite="raise".
+            RuntimeError: the reductions have not been launched, or ranks differ.
+            FloatingPointError: a gradient has inf or nan under nonfinite="raise".
 
         Cost: the optimizer's own step, and with `max_norm` the cost of `clip_grad_norm_`.
         """
@@ -710,16 +708,16 @@ class Sync:
         return self._engine.step(optimizer, scheduler, self._check)
 
     def synchronize(self) -> None:
-        """Wait for the outcome of the last step, and check that all ranks have done the same.
+        """Wait for the outcome of the last step, and check that all ranks have made the same calls.
 
-        The scheduler of that step is stepped, its StepRecord is emitted, and its errors are raised. Between
-        windows ranks also compare what they have done with the last window's gradients (steps, clipping). The
-        same check runs at the end of a loop over `windows`. Call `synchronize` after a loop that does not use
-        `windows` or was left by `break`, and on accelerators before reading the scheduler's state. Every rank
-        must call it at the same point.
+        This call steps the scheduler of that step, emits its StepRecord, and raises its errors. Between
+        windows ranks also compare how they used the gradients of the last window (steps, clipping). The same
+        check runs at the end of a loop over `windows`. Call `synchronize` after a loop that does not use
+        `windows` or that `break` has ended, and on accelerators before reading the scheduler's state. Every
+        rank must call it at the same point.
 
         Raises:
-            RuntimeError: ranks have stepped, clipped or scaled differently; on every rank.
+            RuntimeError: ranks have stepped, clipped or scaled differently. Raised on every rank.
         """
         self._engine.reach_verdicts()
         if self._engine.is_closed:
@@ -729,16 +727,16 @@ class Sync:
         """Return an optimizer whose `step` and `zero_grad` do nothing except at the end of a window.
 
         A scheduler passed here is stepped together with the optimizer, unless the step was skipped. If you
-        make a scheduler over the returned optimizer, step it yourself when `is_sync_step` is True.
+        make a scheduler from the returned optimizer, step it yourself when `is_sync_step` is True.
         """
         return WindowOptimizer(self, optimizer, scheduler)
 
     def refuse_bare_gradients(self) -> None:
         """Raise RuntimeError if a bare `loss.backward()` between windows has left gradients.
 
-        Does nothing while a window is open, because such gradients are detected when the window ends.
+        Does nothing in an open window, because such gradients are detected when the window ends.
 
-        Cost: a check of every `.grad`, 0.4 µs each; if a gradient was written to, the host waits for its
+        Cost: a check of every `.grad`, 0.4 µs each. If a gradient was written to, the host waits for its
         value.
         """
         engine = self._engine
@@ -748,7 +746,7 @@ class Sync:
     def abandon(self) -> None:
         """Drop the current window on this rank, for example after an exception.
 
-        The next window starts clean.
+        The next window starts with zero sums.
         """
         self._engine.abandon()
 
@@ -756,8 +754,8 @@ class Sync:
     def last_record(self) -> StepRecord | None:
         """The record of the last optimizer step; None before the first step.
 
-        On an accelerator, this is the record of the last step whose outcome the host has read; `synchronize`
-        reads all outcomes.
+        On an accelerator, this is the last step whose outcome the host has read; `synchronize` reads all
+        outcomes.
 
         Cost: on an accelerator the host waits for the device's timing events.
         """
@@ -765,7 +763,7 @@ class Sync:
         return None if make is None else make()
 
     def on_step(self, callback: StepCallback) -> StepHandle:
-        """Call `callback(record)` after every optimizer step; usable as a decorator.
+        """Call `callback(record)` after every optimizer step; also usable as a decorator.
 
         Returns:
             A handle like PyTorch's hook handles: `handle.remove()` removes the callback. Calling the handle
@@ -774,19 +772,20 @@ class Sync:
         check_function("callback", callback, "of a StepRecord")
         return StepHandle(self._engine.records.callbacks, callback)
 
-    # ---- windows as graphs ----
+    # ---- windows as CUDA graphs ----
 
     def capture(self, train_window: Callable[[list[Any]], object], *, warm_up: int = 3) -> CapturedWindows:
-        """Return a function that trains windows, most of them by launching one CUDA graph.
+        """Return a function that trains windows, most of them by replaying one CUDA graph.
 
-        The first `warm_up` windows of a form (number of micro-batches, structure, shapes, dtypes) run
-        normally. Then one window is captured, and later windows launch the graph, which contains forwards,
-        backwards, reduction, norm, clipping and steps, for the host cost of a single launch. Results, records
-        (except seconds by phase), skipped steps and checks between ranks are the same as without a graph, bit
-        for bit. Ranks that have run out of data, and windows of other lengths, run without a graph.
+        The first `warm_up` windows of a form (number of micro-batches, structure, shapes, dtypes) run without
+        a graph. Then one window is captured, and later windows replay the graph. It contains forwards,
+        backwards, reductions, norm, clipping and optimizer steps, for the host cost of a single launch.
+        Results, records (except seconds by phase), skipped steps and checks between ranks are bitwise the
+        same as without a graph. Windows of other lengths, and windows on ranks without data, run without a
+        graph.
 
-        DDP accumulates gradients on the stream on which it was made: make DDP and the engine, and run the
-        loop, inside `with torch.cuda.stream(torch.cuda.Stream())`.
+        DDP accumulates gradients on the stream that was current when DDP was made: make DDP and the engine,
+        and run the loop, inside `with torch.cuda.stream(torch.cuda.Stream())`.
 
         Args:
             train_window: `train_window(batches)` runs the backwards of a window's micro-batches, clips, and
@@ -795,12 +794,12 @@ class Sync:
                 from the device (`loss.item()`), or copy tensors from the host. Enter autocast inside this
                 function.
             warm_up: number of windows of each form before the capture; at least 3. The last two of these
-                windows are recorded and compared. Over DDP the first capture comes after 11 windows, as torch
-                requires.
+                windows are recorded and compared. Over DDP the first capture follows after 11 windows, as
+                torch requires.
 
         Returns:
-            A function to call with each window of `sync.windows`; see its `num_captured`, `num_replayed`
-            and `problems`.
+            A function to call with each window of `sync.windows`; see its attributes `num_captured`,
+            `num_replayed` and `problems`.
 
         Raises:
             TypeError: `train_window` is not callable; `warm_up` is not a whole number of at least 3.
@@ -812,8 +811,8 @@ class Sync:
                 and a learning rate that changes has to be a tensor.
 
         Cost: the graph keeps the memory of one window's activations. Two windows before the capture run under
-        a `TorchDispatchMode`. A window launched as a graph costs the host copies of its inputs, the launch,
-        and 0.5 µs per parameter.
+        a `TorchDispatchMode`. A replayed window takes on the host: the copies of its inputs, the launch, and
+        0.5 µs per parameter.
 
         Example:
             >>> def train_window(batches):  # doctest: +SKIP
@@ -831,16 +830,15 @@ class Sync:
             raise ValueError(f"capture: {'; '.join(problems)}")
         return CapturedWindows(lambda: self._engine, train_window, warm_up=warm_up)
 
-    # ---- where the loop is ----
+    # ---- position of the loop ----
 
     @property
     def gradient_accumulation_steps(self) -> int:
         """Number of micro-batches in a full window on this rank; initially `accumulate`.
 
         Set it between two windows, to the same number on every rank; a loop over `windows` continues with
-        windows of this length. Setting it raises ValueError if the number is not an integer of at least 1, or
-        with accumulator="exact", whose result depends on this number bit for bit. Setting it inside a window
-        raises RuntimeError.
+        windows of this length. Raises ValueError if the number is not an integer of at least 1, or with
+        accumulator="exact", whose bits depend on this number. Raises RuntimeError inside a window.
         """
         return self._engine.counter.accumulate
 
@@ -853,23 +851,23 @@ class Sync:
 
     @property
     def is_sync_step(self) -> bool:
-        """Whether the window gets no further micro-batch.
+        """Whether the current micro-batch is the window's last.
 
-        True in the window's last micro-batch, when no micro-batches are left, and after `flush`.
+        Also True when no micro-batches are left, and after `flush`.
         """
         return self._engine.counter.ends
 
     @property
     def is_padding(self) -> bool:
-        """Whether the micro-batch handed out last is padding: a repeated batch that does not count.
+        """Whether the current micro-batch is padding: a repeated batch that does not contribute.
 
-        Over a sharded model a rank that has run out of data runs padding, because forwards are collective.
+        Over a sharded model a rank without data runs padding, because forwards are collective.
         """
         return self._engine.window.is_padding
 
     @property
     def reduced_window(self) -> object | None:
-        """An object that identifies this window after it has been reduced; None before the reduction."""
+        """An object that identifies this window after its reduction; None before the reduction."""
         return self._engine.window.verdict
 
     @property
@@ -879,7 +877,7 @@ class Sync:
 
     @property
     def place(self) -> int:
-        """Index, within the window over all ranks, of the micro-batch handed out last.
+        """Index of the current micro-batch within the window, over all ranks.
 
         See `pe.micro_batch_rng`.
         """
@@ -890,7 +888,7 @@ class Sync:
 
     @property
     def due(self) -> list[int]:
-        """Indices of the window's micro-batches that have not been handed to this rank yet; see `place`."""
+        """Indices of this rank's micro-batches that the window has not run yet; see `place`."""
         counter = self._engine.counter
         return list(counter.due if counter.state is State.OPEN else counter.share)
 
@@ -900,17 +898,18 @@ class Sync:
         """Return the state of this rank's engine between two windows, as tensors and plain values.
 
         The state has the form `{"version", "window", "steps", "rank 0 of 2": (content,)}`. The last key
-        contains the rank to distinguish ranks in `torch.distributed.checkpoint`, which can save an engine as
-        a `Stateful`. `window` and `steps` are the numbers of completed windows and steps. A rank's content is
-        the loss scale, the order of the buckets, gradients carried over, the state of measures, the residuals
-        of the wire, and the states of the random generators. Save parameters, optimizer and scheduler
-        yourself, as usual. On an accelerator every rank must call this at the same point, like `synchronize`.
+        contains the rank, so that ranks differ in `torch.distributed.checkpoint`, which can save an engine as
+        a `Stateful`. `window` and `steps` are the numbers of completed windows and steps. The content of a
+        rank is the loss scale, the order of the buckets, gradients carried over, the state of metrics, the
+        residuals of the wire, and the states of the random generators. Save parameters, optimizer and
+        scheduler yourself, as usual. On an accelerator every rank must call this at the same point, like
+        `synchronize`.
 
         Raises:
-            RuntimeError: called inside a window; its sums are not saved, so a crashed run loses at most one
-                window.
+            RuntimeError: called inside a window. The sums of an open window cannot be saved, so a crashed run
+                loses at most one window.
 
-        Cost: copies of the residuals and of gradients carried over; the rest is small.
+        Cost: copies of the residuals and of gradients carried over. The remaining state is small.
 
         Example:
             >>> for window in sync.windows(loader):  # doctest: +SKIP
@@ -927,19 +926,19 @@ class Sync:
         Args:
             state: with the same number of ranks, this rank's own state; the run then continues bit for bit.
                 With a different number of ranks, the state of any saved rank, for example rank 0's state on
-                all ranks; residuals of the wire then start from zero, and random generators are left
+                all ranks; then the residuals of the wire start from zero, and random generators are left
                 unchanged. With accumulator="exact" the next window has the same bits on any number of ranks.
 
-        Move the loader past completed windows yourself, for example by
-        `sampler.set_epoch(epoch, window=sync.window)`. The generators are restored when the loop takes the
-        first micro-batch. (Because the loop reads one micro-batch ahead, random numbers that the loader drew
-        in this process are not repeated; see `pe.sample_rng`.) Use `pe.micro_batch_rng` for random numbers
-        that must not depend on the world size.
+        Move the loader past completed windows yourself, for example by `sampler.set_epoch(epoch,
+        window=sync.window)`. The random generators are restored when the loop takes the first micro-batch.
+        (Because the loop reads one micro-batch ahead, random numbers that the loader drew in this process are
+        not repeated; see `pe.sample_rng`.) Use `pe.micro_batch_rng` for random numbers that must not depend
+        on the world size.
 
         Raises:
             ValueError: a state is damaged or does not fit this engine, or ranks load states of different
-                saves. Raised on every rank; nothing has changed.
-            RuntimeError: some rank is at another point of its loop; on every rank.
+                saves. Raised on every rank, without any change.
+            RuntimeError: some rank is at another point of its loop. Raised on every rank.
 
         Example:
             >>> state = torch.load(f"rank-{dist.get_rank()}.pt", weights_only=True)  # doctest: +SKIP
@@ -952,11 +951,11 @@ class Sync:
     # ---- audit ----
 
     def audit(self, *, every: int = 100, module: nn.Module | None = None) -> WindowAudit:
-        """Check in every `every`-th window, before its step, that ranks agree.
+        """Check in every `every`-th window, before its optimizer step, that ranks agree.
 
-        The audit compares parameters, gradients, optimizer state and hyperparameters by checksums across
-        ranks, the reduced gradients with the gradients of the micro-batches, and the divisor of the window
-        with its counts. Every rank must call this at the same point, between windows. See
+        The audit compares checksums of parameters, gradients, optimizer state and hyperparameters across
+        ranks. It also compares the reduced gradients with the micro-batches' gradients, and the divisor of
+        the window with its counts. Every rank must call this at the same point, between windows. See
         docs/reliability.md, and `pe.audit` for a loop without an engine.
 
         Args:
@@ -964,18 +963,18 @@ class Sync:
             module: a module whose buffers are compared too; not needed under `attach`.
 
         Returns:
-            A handle: `remove()` ends the audit.
+            A handle, whose `remove()` ends the audit.
 
         Raises:
             TypeError, ValueError: an argument is invalid.
             RuntimeError: the engine is audited already or is on an XLA device, or some rank is at another
                 point of its loop (raised on every rank).
-            AuditError: raised on every rank when a window is reduced (in `step` or clipping) and the check
-                fails. The message gives the difference, its location, the window since which it exists, and
-                the likely cause. The optimizer is not stepped. On an accelerator the error is raised when the
-                next window begins.
+            AuditError: a check has failed. Raised on every rank when the window is reduced (in `step` or
+                clipping). The message gives the difference, its location, the window in which it was first
+                found, and the likely cause. The optimizer is not stepped. On an accelerator the error is
+                raised when the next window begins.
 
-        Cost: as for `pe.audit` in checked windows; nothing in other windows.
+        Cost: in checked windows as for `pe.audit`; no cost in other windows.
         """
         engine = self._engine
         check_device(engine.device)
@@ -1016,7 +1015,7 @@ _CLIPPED_BY = {"max_norm": "clip_grad_norm_", "clip_value": "clip_grad_value_"}
 
 
 def _check_limit(name: str, value: object, more: str = "") -> None:
-    """Raise for a limit that would make gradients nan or flip their sign."""
+    """Raise for a limit that would make gradients nan or change their sign."""
     if isinstance(value, Iterable) and not isinstance(value, str | Tensor):
         raise TypeError(
             f"leave the parameters out, sync.{_CLIPPED_BY[name]}(1.0): the engine clips its own; {name} is a "
@@ -1031,12 +1030,12 @@ def _check_limit(name: str, value: object, more: str = "") -> None:
 def _checked_groups(
     per: Any, index_of: Mapping[str, int], name_of: Mapping[int, str]
 ) -> Iterator[tuple[int, ...]]:
-    """Yield the parameter indices of each group.
+    """Yield the parameter indices of each clipping group.
 
     Args:
         per: the `per` argument of `clip_grad_norm_`.
-        index_of: index by name.
-        name_of: name by the `id` of a parameter.
+        index_of: parameter index by name.
+        name_of: parameter name by `id` of the parameter.
 
     Raises:
         TypeError, ValueError: `per` is not a dict of disjoint groups of this engine's parameters.

@@ -20,7 +20,7 @@ from pyengine.window.verdict import Verdict
 
 @dataclass(frozen=True)
 class Stepped:
-    """An optimizer that has been stepped with a window."""
+    """An optimizer that was stepped with the gradients of a window."""
 
     optimizer: torch.optim.Optimizer
     scheduler: Any
@@ -34,10 +34,10 @@ class Window:
     clock: Clock  # set by `Engine.begin`
 
     def __init__(self, counts: LocalWindow, slots: Slots, traffic: Traffic) -> None:
-        # ---- what is accumulated ----
-        # Counts and losses, one entry per micro-batch.
+        # ---- accumulated values ----
+        # Counts and losses, with one entry per micro-batch.
         self.counts = counts
-        # The faults of this rank, which the header, the reports and the next loop read.
+        # Errors on this rank, which the header, the error messages and the next loop read.
         self.faults = counts.faults
         # The slots: groups of consecutive micro-batches whose gradients are accumulated together.
         self.slots = slots
@@ -47,28 +47,28 @@ class Window:
         self.has_begun = False
         # Whether a backward is known to have run.
         self.has_backward = False
-        # Whether the micro-batch handed out last is padding, whose loss and count are ignored.
+        # Whether the current micro-batch is padding, whose loss and count are ignored.
         self.is_padding = False
-        # The number of parts of micro-batches that ran out of memory and were retried.
+        # The number of retried parts of micro-batches that ran out of memory.
         self.num_retries = 0
 
-        # ---- what is sent ----
-        # Whether another window follows, as far as this rank knows.
+        # ---- communication ----
+        # Whether this rank expects another window.
         self.has_more = False
-        # The window's header, which sums counts over ranks; None until it is launched.
+        # The header, which sums counts over ranks; None until it is launched.
         self.header: Header | None = None
-        # Whether the window's last backward, or its launch, is running.
+        # Whether the window's last backward or its reduction is being run.
         self.is_launching = False
 
         # ---- the outcome ----
-        # The verdict (whether the window may be used), or None until the gradients have been reduced. The
-        # host may not know its outcome yet.
+        # The window's outcome (verdict): whether the gradients may be used. None until the gradients have
+        # been reduced. The host may not have read the outcome yet.
         self.verdict: Verdict | None = None
-        # The optimizers that have been stepped with this window.
+        # The optimizers that were stepped with the gradients of this window.
         self.stepped: list[Stepped] = []
         # Whether the loss scale has been updated from this window's outcome.
         self.is_scale_updated = False
-        # The engine's numbers of collectives and bytes before this window.
+        # The numbers of collectives and bytes that the engine had sent before this window.
         self._collectives, self._bytes_sent = traffic.collectives, traffic.bytes_sent
 
     def traffic(self, now: Traffic) -> tuple[int, int]:
@@ -77,5 +77,5 @@ class Window:
 
     @property
     def is_broken(self) -> bool:
-        """Whether the window failed after its header, so that a new loop has to abandon it."""
+        """Whether the window failed after its header was launched; a new loop then abandons it."""
         return any(fault.kind is not FaultKind.REFUSED for fault in self.faults)

@@ -37,8 +37,8 @@ class WindowAudit(WindowObserver):
     ) -> None:
         self._final, self._batch, self._every, self._end = final, batch, every, end
         subjects, comms, leaves = _inventory(reducer, comm, module)
-        # The error of an encoded wire is relative to a block or rank, not to an element. Therefore any
-        # reduced gradient is accepted if all ranks have equal values.
+        # The error of an encoded wire is relative to a block or rank, not to an element. Therefore the check
+        # accepts any reduced gradient that is equal on all ranks.
         is_lossy = reducer.residuals.wire.is_encoded
         tolerance = math.inf if is_lossy else TOLERANCE
         self._auditor = Auditor(subjects, comms, leaves, tolerance=tolerance, every=every)
@@ -70,7 +70,7 @@ class WindowAudit(WindowObserver):
         return window % self._every == 0
 
     def has_work_in(self, window: int) -> bool:
-        """Whether a window compares ranks, or reads the result of the previous window's check on the host."""
+        """Whether this window compares ranks, or reads the result of the previous check on the host."""
         return self.is_due(window) or self.is_due(window - 1)
 
     def begin(self, window: int) -> None:
@@ -82,7 +82,7 @@ class WindowAudit(WindowObserver):
             self._auditor.begin()
 
     def step(self, optimizer: Any) -> None:
-        """Include an optimizer's state in later checks."""
+        """Include the state of an optimizer in later checks."""
         if all(optimizer is not known for known in self._auditor.optimizers):
             self._auditor.optimizers.append(optimizer)
 
@@ -119,7 +119,7 @@ def _inventory(
         inventory = Inventory(reducer.model, [], group=None, groups={})
         return inventory.subjects, inventory.comms, Leaves(inventory.module)
     known, group_of = reducer.groups_of_params()
-    # Only groups smaller than the engine's own group, and with a parameter on this rank, are listed.
+    # Only groups that are smaller than the engine's group, and have a parameter on this rank, are listed.
     used = sorted({group for group in group_of if known[group].world_size < comm.world_size})
     comms = [comm, *(known[group] for group in used)]
     place = {group: index for index, group in enumerate(used, start=1)}

@@ -1,4 +1,4 @@
-"""A window's device work as a graph, with the values that the host writes and reads."""
+"""The device work of a window as a CUDA graph, with the values that the host writes and reads."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from pyengine.window.verdict import Outcome, WindowReport
 
 
 class CaptureStream:
-    """The stream of captures: the caller's stream, or a new stream if the caller uses the default stream.
+    """The stream for captures: the caller's stream, or a new stream instead of the default stream.
 
-    The default stream cannot be captured. Windows before a capture run on the capture stream, too, because
-    autograd keeps using one stream.
+    The default stream cannot be captured. The windows before a capture also run on the capture stream,
+    because autograd keeps using one stream.
     """
 
     def __init__(self) -> None:
@@ -44,7 +44,7 @@ class CaptureStream:
 
 
 class DeviceGraph:
-    """Work of a CUDA device, recorded once and launched any number of times."""
+    """Work of a CUDA device, recorded once and replayed any number of times."""
 
     def __init__(self) -> None:
         self._graph = torch.cuda.CUDAGraph()
@@ -69,7 +69,7 @@ class DeviceGraph:
 
 @dataclass
 class WindowGraph:
-    """One window's work, from its first forward to its optimizer steps.
+    """The device work of a window, from its first forward to its optimizer steps.
 
     The tensors are in the graph's memory. They hold the values of the last run until the next run begins.
     """
@@ -80,11 +80,11 @@ class WindowGraph:
     # The factors that multiplied the previous window's gradients, which ranks compare in the header. The
     # factors are not in the graph's memory, which may be overwritten before the header reads them.
     factors: list[Tensor]
-    # ---- what must not change ----
+    # ---- properties that must not change ----
     # Tensors that the optimizers' steps read or write (parameters, state, hyperparameters); the address of
-    # each parameter, and whether it is trained; the layout of the engine's sums.
+    # each parameter, and whether it requires a gradient; the layout of the engine's sums.
     memory: tuple[Sequence[Tensor], Sequence[tuple[int, bool]], object] = field(init=False)
-    # ---- the window in which the graph was captured ----
+    # ---- values of the captured window ----
     header: Header = field(init=False)
     outcome: Outcome = field(init=False)
     report: WindowReport = field(init=False)
@@ -96,18 +96,18 @@ class WindowGraph:
     bytes_sent: int = 0
 
     def copy_factors(self, use: Use) -> None:
-        """Copy the previous window's factors to where the graph's header compares them."""
+        """Copy the previous window's factors to the tensor from which the graph's header reads them."""
         for mine, factor in zip(self.factors, use.factors, strict=True):
             if mine is not factor:
                 mine.copy_(factor)
 
     def take(self, inputs: Sequence[Tensor]) -> None:
-        """Copy a window's tensors to the graph's inputs."""
+        """Copy the tensors of a window to the inputs of the graph."""
         for mine, given in zip(self.inputs, inputs, strict=True):
             mine.copy_(given, non_blocking=True)
 
     def fits(self, memory: tuple[Sequence[Tensor], Sequence[tuple[int, bool]], object]) -> bool:
-        """Whether the graph still uses the memory of the current parameters and optimizers."""
+        """Whether the parameters and optimizers still have the memory that the graph uses."""
         (tensors, addresses, layout), (tensors_now, addresses_now, layout_now) = self.memory, memory
         are_same = len(tensors) == len(tensors_now) and all(map(is_, tensors, tensors_now))
         return are_same and addresses == addresses_now and layout is layout_now

@@ -1,4 +1,4 @@
-"""The records of windows; each record is made once the host has read the window's results."""
+"""The records of windows; a record is made when the host has read the results of its window."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ class WindowRecords:
 
         Args:
             window: the window that was stepped.
-            verdict: the window's verdict.
+            verdict: the outcome of the window.
             norm: the norm of the window's gradients before clipping, 0-dim.
             metrics: the metrics of the window.
-            traffic: the engine's traffic so far.
-            held_bytes: the record's `held_bytes`.
+            traffic: the numbers of collectives and bytes that the engine has sent.
+            held_bytes: the value of `held_bytes` for the record.
 
         Returns:
             A function that takes the sums over all ranks, and whether the step was skipped.
@@ -80,7 +80,7 @@ class WindowRecords:
                 )
 
             self.make_last = make_record
-            if self.callbacks:  # without callbacks nothing waits for the device's timing events
+            if self.callbacks:  # without callbacks the host does not wait for the device's timing events
                 call_all([partial(callback, make_record()) for callback in self.callbacks.values()])
 
         return emit
