@@ -1,1 +1,1 @@
-"""Owners of gradients: memory, sums over a window, reduction over ranks."""
+"""Owners of gradients: their memory, accumulation over a window, and reduction over ranks."""

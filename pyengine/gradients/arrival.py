@@ -1,7 +1,6 @@
 """Detect when the gradients of a backward have arrived.
 
-Hooks inside the backward detect whether a set of gradients is complete, and which gradients arrive
-repeatedly.
+Hooks inside the backward detect when a set of gradients is complete, and which gradients arrive repeatedly.
 """
 
 from __future__ import annotations
@@ -17,28 +16,27 @@ from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge
 from torch.nn import Parameter
 
-# The hooks of `register_post_accumulate_grad_hook`, by id, or None. torch has no public attribute for these
-# hooks.
+# The hooks of `register_post_accumulate_grad_hook`, by id, or None. torch has no public attribute for them.
 post_accumulate_hooks = attrgetter("_post_accumulate_grad_hooks")
 
-# Torch's own Python autograd functions, for torch.compile and for module hooks. These functions do not run a
-# nested backward.
+# Autograd functions that torch itself defines in Python, for torch.compile and for module hooks. They do not
+# run a nested backward.
 _KNOWN = {"CompiledFunctionBackward", "BackwardHookFunctionBackward"}
 
 
 class Watch:
-    """Call a function once all gradients of a set have arrived.
+    """Call a function when all gradients of a set have arrived.
 
-    A hook on every parameter would cost about a microsecond per parameter. Therefore only one hook is used,
-    on a parameter whose gradient has not arrived. When the gradient arrives, the hook moves to another
-    parameter without a gradient. When no parameter is without a gradient, the set is complete. Because the
-    parameters are in backward order, the last parameter is watched first and the hook rarely moves. Frozen
-    parameters are ignored, because they get no gradient.
+    A hook on every parameter would cost about a microsecond per parameter. Therefore a single hook watches
+    one parameter whose gradient has not arrived. When that gradient arrives, the hook moves to another
+    parameter without a gradient. If there is no such parameter, the set is complete. Because the parameters
+    are in backward order, the last parameter is watched first and the hook rarely moves. Frozen parameters
+    are ignored, because they get no gradient.
 
     Args:
         params: the parameters, in the order in which a backward produces their gradients.
-        has_arrived: returns whether the running backward has accumulated the gradient of a slot; the slot of
-            `params[0]` is `first`.
+        has_arrived: returns whether the running backward has accumulated the gradient of the given slot;
+            `first` is the slot of `params[0]`.
         on_complete: called at most once between `start` and `stop`, inside the backward.
     """
 
@@ -91,7 +89,7 @@ def watching(watches: Sequence[Watch]) -> Iterator[None]:
 
 
 class Arrivals:
-    """Records which gradients one backward accumulates, by a hook on every parameter.
+    """Records which gradients a backward accumulates, by a hook on every parameter.
 
     A hook costs about a microsecond, so only one backward is recorded.
     """
@@ -115,16 +113,15 @@ class Arrivals:
 
     @property
     def order(self) -> list[int]:
-        """Parameter indices in the order in which gradients were complete."""
+        """Parameter indices in the order in which their gradients were complete."""
         return list(dict.fromkeys(reversed(self._seen)))[::-1]
 
     @property
     def repeated(self) -> set[int]:
-        """Indices of parameters whose gradient was accumulated more than once.
+        """Indices of parameters whose gradient was accumulated more than once in this backward.
 
-        Within one backward, autograd sums the gradients of all uses of a parameter before accumulating them.
-        A second accumulation occurs only if another backward runs inside the backward, for example in
-        reentrant activation checkpointing.
+        Autograd sums the gradients of all uses of a parameter before accumulating them once. A second
+        accumulation occurs only if a nested backward runs, for example in reentrant activation checkpointing.
         """
         return {index for index, times in Counter(self._seen).items() if times > 1}
 
@@ -139,7 +136,7 @@ def may_nest(loss: Tensor) -> bool:
 
 
 def graph_leaves(roots: Sequence[Tensor | GradientEdge]) -> list[Tensor]:
-    """Return the leaves whose `.grad` a backward from `roots` may add to."""
+    """Return the leaf tensors to whose `.grad` a backward from `roots` may add."""
     return [node.variable for node in _nodes(roots) if hasattr(node, "variable")]
 
 

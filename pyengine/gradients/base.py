@@ -24,9 +24,9 @@ from pyengine.wire.bucket_wire import WireMemory
 
 
 class Residuals:
-    """The residuals that wires keep between windows, for one or more bucket owners.
+    """The residuals (rounding errors) that wires keep between windows, for one or more owners of buckets.
 
-    Like gradients, residuals are multiplied by the loss scale of the last window.
+    Residuals are scaled by the loss scale of the last window, like gradients.
     """
 
     def __init__(
@@ -35,12 +35,12 @@ class Residuals:
         wire: Wire,
         numels: Mapping[str, int],
     ) -> None:
-        # Per owner, its memory and the key of each parameter in this memory, by name.
+        # Per owner: its memory, and from parameter name to the key in this memory.
         self.owners, self.wire = list(owners), wire
         # Number of elements of each parameter's residual, by name.
         self.numels = dict(numels)
         self.is_kept = wire.keeps_residual
-        # Factor by which the residuals are multiplied, float32, 0-dim; None until there is a loss scale.
+        # The loss scale of the residuals, float32, 0-dim; None until there is a loss scale.
         self._scale: Tensor | None = None
 
     def save(self) -> dict[str, Tensor]:
@@ -52,7 +52,7 @@ class Residuals:
         return saved
 
     def load(self, saved: Mapping[str, Tensor], scale: Tensor | None) -> None:
-        """Overwrite all residuals, with zeros where `saved` has no entry; for `scale` see `follow`."""
+        """Overwrite all residuals, with zeros for parameters not in `saved`; `scale`: see `follow`."""
         self.follow(scale)
         for memory, key_of in self.owners:
             memory.load({key: saved[name] for name, key in key_of.items() if name in saved})
@@ -61,7 +61,7 @@ class Residuals:
         """Rescale the residuals from the previous loss scale to `scale`, the new loss scale, 0-dim.
 
         With `scale=None` losses are not scaled. (`_scale` is updated in place, because a captured window
-        reads and writes the memory of `_scale`.)
+        reads and writes its memory.)
         """
         if self._scale is None:
             if scale is None:
@@ -73,7 +73,7 @@ class Residuals:
         self._scale.copy_(now)
 
     def drop_if(self, is_unused: Tensor) -> None:
-        """Zero the last window's residuals if `is_unused`, a 0-dim tensor, is nonzero."""
+        """Set the last window's residuals to zero if `is_unused`, a 0-dim tensor, is nonzero."""
         for memory, _ in self.owners:
             memory.drop(is_unused)
 
@@ -87,7 +87,7 @@ def not_reduced(details: str = "") -> RuntimeError:
 
 
 class Then(AbstractContextManager[None]):
-    """Context manager that calls `action` after a body that has not raised.
+    """Context manager that calls `action` after the body unless the body raises.
 
     `Then` is a class because a generator would cost four times as much.
     """
@@ -111,7 +111,7 @@ class Reducer(ABC):
     `begin`.
     """
 
-    # ---- set by every reducer ----
+    # ---- attributes that every reducer sets ----
 
     # In registration order. Every parameter index below refers to this order.
     params: Sequence[Parameter]
@@ -119,40 +119,40 @@ class Reducer(ABC):
 
     # ---- properties of the owner ----
 
-    # Whether `overlap` launches the reductions inside the window's last backward. If False, the header is
-    # launched after the last backward, followed by `reduce`: a lazy device has to record a micro-batch's
-    # program without the header, and exact sums of FSDP2's parameters are complete only after the backward.
+    # Whether `overlap` launches the reductions inside the window's last backward. If False, `reduce` is
+    # called after the last backward, when the header has been launched. A lazy device needs this because it
+    # records the program of a micro-batch without the header; exact sums under FSDP2 are complete only after
+    # the backward.
     overlaps = False
     # Whether every forward launches collectives. If True, all ranks must run the same number of forwards, and
     # a rank without data runs padding.
     has_collective_forwards = False
-    # Per parameter, whether this rank adds the parameter's elements to the norm, so that every element is
-    # added once over all ranks (see `ShardedNorm`). None if all ranks hold the same elements.
+    # Per parameter, whether this rank includes the parameter's elements in the norm, so that every element is
+    # included once over all ranks (see `ShardedNorm`). None if all ranks hold the same elements.
     counted: Sequence[bool] | None = None
     # Whether this rank holds all elements of all parameters although `counted` is set.
     holds_all = False
-    # The outermost FSDP2 module, whose DTensor parameters show which ranks share a shard; None if
-    # `groups_of_params` returns the groups instead.
+    # The outermost FSDP2 module, whose DTensor parameters show which ranks share a shard. None if
+    # `groups_of_params` returns the groups.
     model: Any = None
-    # The rounding errors of these gradients on a narrow wire, which are added to a later window.
+    # The rounding errors of these gradients from a narrow wire, which are added to a later window.
     residuals = Residuals([], FP32(), {})
     # Bytes that this rank holds throughout a window in order to communicate less often.
     held_bytes = 0
-    # Called in every window with this rank's own sums of every bucket, before the all-reduce. None if the
-    # owner has no local float sums (exact sums, FSDP2's units, or an XLA program).
+    # Called in every window with this rank's sums of every bucket, before the all-reduce. None if the owner
+    # has no local float sums (exact sums, FSDP2's units, or an XLA program).
     observers: list[Observer] | None = None
-    # Runs padding, that is, micro-batches that only other ranks need. None if no forward launches
-    # collectives, so that no padding is needed.
+    # Runs padding: micro-batches that only other ranks need. None if no forward launches collectives.
     padding: Padding | None = None
 
     @cached_property
     def grad_record(self) -> GradRecord:
-        """The record of gradients that outside code has written to between micro-batches."""
+        """Detects gradients that outside code has written to between micro-batches."""
         return GradRecord(self.params)
 
     @cached_property
     def stepper(self) -> Stepper:
-        """The stepper that steps an optimizer with these gradients, or skips the step."""
+        """Steps an optimizer with these gradients, or skips the step."""
         return PlainStepper()
 
     def local_params(self) -> Sequence[Parameter]:
@@ -160,23 +160,23 @@ class Reducer(ABC):
         return self.params
 
     def groups_of_params(self) -> tuple[Sequence[Comm], Sequence[int]]:
-        """Return the transports, and the index of each parameter's transport.
+        """Return the transports, and for each parameter the index of its transport.
 
         Called only if `model` is None, and not on a lazy device.
         """
         raise NotImplementedError
 
     def buckets(self) -> Iterable[Bucket]:
-        """Return the buckets that sum earlier micro-batches' gradients, for the default methods."""
+        """Return the buckets that hold the sums of earlier micro-batches, for the default methods."""
         return ()
 
-    # ---- a window, in the order of calls ----
+    # ---- the life of a window, in the order of calls ----
 
     def open(self) -> None:
         """Open a window, before any forward of the window."""
 
     def abandon(self) -> None:
-        """Return the model to its state between windows, after the open window was dropped or used."""
+        """Return the model to its state between windows, after the window was dropped or used."""
 
     def begin(self) -> None:
         """Start the first micro-batch: clear `.grad`, and let the next gradients overwrite the sums."""
@@ -192,14 +192,14 @@ class Reducer(ABC):
         return Then(self.collect)
 
     def leave_in_grad(self) -> AbstractContextManager[None]:
-        """Leave the body's gradients in `.grad`, where autograd adds the next micro-batch's gradients.
+        """Keep the body's gradients in `.grad`, where autograd adds the next micro-batch's gradients.
 
         Called instead of `add` or `collect`. Launches no collective.
         """
         return nullcontext()
 
     def collect(self) -> None:
-        """Accumulate a micro-batch after all its backwards have run.
+        """Accumulate the gradients of a micro-batch after all its backwards have run.
 
         Also accumulates gradients that `leave_in_grad` has left in `.grad`, without another micro-batch.
         """
@@ -207,15 +207,15 @@ class Reducer(ABC):
             bucket.collect()
 
     def is_used(self, index: int) -> bool:
-        """Whether any micro-batch accumulated so far has used a parameter on this rank; True if unknown."""
+        """Whether any accumulated micro-batch has used a parameter on this rank; True if unknown."""
         del index
         return True
 
     def has_used_all(self) -> bool:
-        """Whether the micro-batches accumulated so far have used all parameters on this rank.
+        """Whether the accumulated micro-batches have used all parameters on this rank.
 
-        Also False if usage is unknown. If the result is False on any rank, the owner all-reduces flags of the
-        used parameters.
+        Also False if unknown. If the result is False on any rank, ranks all-reduce flags of the used
+        parameters.
         """
         return False
 
@@ -223,15 +223,15 @@ class Reducer(ABC):
         """Accumulate the last micro-batch, and launch reductions inside its backward.
 
         Called instead of `add`, only if `overlaps` is True. The body is the last backward of the micro-batch;
-        other backwards may have run before the body.
+        other backwards may have run before.
 
         Args:
-            header: as for `reduce`.
+            header: see `reduce`.
             roots: tensors from which the body's backward starts; only the graph is read. If `roots` is empty,
                 less communication may overlap.
 
         Raises:
-            RuntimeError: a gradient arrived after its reduction could have been launched.
+            RuntimeError: a gradient arrived after its bucket may have been reduced.
         """
         raise NotImplementedError
 
@@ -239,26 +239,26 @@ class Reducer(ABC):
     def reduce(self, header: Header) -> None:
         """Launch every reduction of the window, after all its micro-batches have been accumulated.
 
-        `header` has already been launched. The window's `Divisor` decides where 1/count and the inverse loss
-        scale are multiplied in.
+        `header` has already been launched. The window's `Divisor` determines where gradients are multiplied
+        by 1/count and by the inverse loss scale.
         """
 
     @abstractmethod
     def give_up(self) -> None:
         """Launch the reductions that a failure in `reduce` or `overlap` has skipped, filled with nan.
 
-        The nan values void the window on every rank, so that no rank waits forever and no rank steps.
+        Because of the nan no rank uses the window; without these reductions other ranks would wait forever.
         """
 
     @abstractmethod
     def finish(self, final: FinalPass) -> None:
-        """Wait for the reductions, publish `.grad`, and set `sumsq`, `nonfinite` and `void` of `final`."""
+        """Wait for the reductions, write the mean to `.grad`, and set the results in `final`."""
 
     def blame(self) -> Callable[[int], list[int] | None]:
-        """Return a function from a parameter index to this rank's micro-batches with a non-finite gradient.
+        """Return a function from parameter index to micro-batches with a non-finite gradient.
 
-        The function returns None if micro-batches are not checked. It remains valid after the window; calling
-        it waits for the device.
+        The function returns None if micro-batches are not checked. It remains valid after the window; it
+        waits for the device.
         """
         blames = [(bucket.indices, bucket.blame()) for bucket in self.buckets()]
 
@@ -268,7 +268,7 @@ class Reducer(ABC):
 
         return blame
 
-    # ---- states, and the end ----
+    # ---- saved state and release ----
 
     def order(self) -> list[int]:
         """Return the registration indices in the bucket order on which ranks have agreed.
@@ -278,11 +278,11 @@ class Reducer(ABC):
         return []
 
     def lay_out_as(self, order: list[int]) -> None:
-        """Lay out the buckets in an order that `order` has returned; other parameters come last.
+        """Lay out the buckets in a given order, as returned by `order`; other parameters come last.
 
         Called between windows, with the same order on every rank.
         """
 
     @abstractmethod
     def release(self, *, keeps_grad: bool) -> None:
-        """Restore the parameters' original state; `keeps_grad` keeps `.grad`, in its own memory."""
+        """Restore the original state of the parameters; `keeps_grad` keeps `.grad`, in separate memory."""

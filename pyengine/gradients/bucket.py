@@ -1,7 +1,7 @@
 """Buckets: parameters whose gradients are summed and reduced together.
 
 All gradient owners use `Bucket`, which moves gradients from `.grad` into a `Sum`, one micro-batch at a time.
-How the sum is reduced and where the result is stored depends on the owner; see own_buckets.py and
+The owner determines how the sum is reduced and where the result is stored; see own_buckets.py and
 fsdp/exact.py.
 """
 
@@ -28,22 +28,22 @@ from pyengine.ops.plan import BucketPlan
 from pyengine.ops.pointers import Pointers
 from pyengine.window.nonfinite import flagged_in
 
-# Groups of this size are still in the CPU's cache when they are accumulated; with smaller groups, additional
-# calls would cost more than the saved reads. On an accelerator a launch costs as much as reading 20 MB, so a
-# group is a whole bucket.
+# The bytes of a group of gradients. Gradients in a group of this size are still in the CPU's cache when they
+# are accumulated. With smaller groups the additional calls would cost more than the saved reads. On an
+# accelerator a launch costs as much as reading 20 MB, so the whole bucket is one group.
 GROUP_BYTES = 2**20
 
-# Rows of flags per allocation. Several rows are allocated at once, because on an accelerator every zeroed
-# allocation is a launch. A row takes one byte per parameter.
+# The number of rows of flags per allocation. Several rows are allocated at once, because on an accelerator
+# every zeroed allocation is a launch. A row takes one byte per parameter.
 _ROWS = 16
 
-# Called with this rank's own sums of a bucket before the bucket's all-reduce. The arguments are the indices
-# of the bucket's parameters; one tensor `[numel]` per parameter in the wire's dtype, valid only during the
-# call; and the scale by which the tensors have been multiplied (float32 0-dim; None for 1). The observer runs
-# on the stream that launches the all-reduce, for most buckets inside the last backward.
+# Called with this rank's sums of a bucket before the bucket's all-reduce. The arguments are the indices of
+# the bucket's parameters; one tensor `[numel]` per parameter in the communication dtype, valid only during
+# the call; and the scale by which the tensors have been multiplied (float32 0-dim; None for 1). The observer
+# runs on the stream that launches the all-reduce, for most buckets inside the last backward.
 Observer = Callable[[Sequence[int], Sequence[Tensor], Tensor | None], None]
 
-# Identity and version of `.grad`; None if there is no gradient.
+# The identity and version of a `.grad`; None if there is no gradient.
 Mark = tuple[int, int] | None
 
 
@@ -51,12 +51,12 @@ class Bucket:
     """Parameters whose gradients are accumulated in one `Sum`.
 
     In a window, call `begin` first. In every micro-batch call `watches` before the last backward and
-    `collect` after the last backward, or only `deposit` if gradients are not in `.grad`.
+    `collect` after the last backward; for gradients outside of `.grad`, call only `deposit`.
 
     Args:
         params: one or more parameters on the same device, in slot order.
         indices: the parameters' indices, in the reducer's order.
-        plan: the slots of the gradients in the sum.
+        plan: the slots (ranges) of the gradients in the sum.
         total: the sum over the slots of `plan`.
     """
 
@@ -77,20 +77,20 @@ class Bucket:
         # may read the flags after the next window has begun, so rows are not reused.
         self.flagged: list[Tensor] = []
         self._new_rows: Iterator[Tensor] = iter(())
-        self._row: Tensor | None = None  # flags of the micro-batch that is being accumulated
-        # The first row whose flags describe the sum instead of one micro-batch's gradients, or None.
+        self._row: Tensor | None = None  # the flags of the micro-batch that is being accumulated
+        # The first row whose flags describe the sum instead of the gradients of one micro-batch, or None.
         self._first_row_of_sum: int | None = None
-        # Marks of gradients from earlier backwards of the micro-batch; None if there were no such gradients.
+        # Marks of gradients from earlier backwards of the micro-batch; None without such gradients.
         self._armed: list[Mark] | None = None
         self._set_first(True)
 
     @property
     def is_empty(self) -> bool:
-        """Whether the sum holds nothing of this window yet."""
+        """Whether the sum has no gradient of this window yet."""
         return self._groups[0].is_first
 
     def watches(self) -> list[Watch]:
-        """Return watches for the last backward of a micro-batch that is not the window's last.
+        """Return watches for the last backward of a micro-batch, except in the window's last micro-batch.
 
         Each watch accumulates a group of gradients as soon as the group is complete, while the gradients are
         in the cache. The bucket does not store the watches, to avoid a reference cycle.
@@ -105,15 +105,15 @@ class Bucket:
         ]
 
     def arm(self) -> None:
-        """Record the gradients that this micro-batch's earlier backwards have left.
+        """Record the gradients that earlier backwards of this micro-batch have left in `.grad`.
 
-        Only a gradient that changes after this call has arrived in the last backward.
+        A gradient counts as arrived in the last backward only if it changes after this call.
         """
         is_clean = all(param.grad is None for param in self.params)
         self._armed = None if is_clean else grad_marks(self.params)
 
     def has_arrived(self, slot: int) -> bool:
-        """Whether the backward since `arm` has accumulated this slot's gradient."""
+        """Whether a backward after `arm` has accumulated the gradient of this slot."""
         if self._armed is None:
             return self.params[slot].grad is not None
         return mark(self.params[slot]) != self._armed[slot]
@@ -131,7 +131,7 @@ class Bucket:
         return self.used[slot] or self.params[slot].grad is not None
 
     def deposit(self, grads: Sequence[Tensor | None]) -> None:
-        """Accumulate gradients that are not in `.grad`, one `[numel]` per slot; the owner updates `used`."""
+        """Accumulate gradients that are not in `.grad`, one `[numel]` per slot; the caller updates `used`."""
         self.total.deposit_(grads, first=self.is_empty, nonfinite=self._start_row())
         self._set_first(False)
         self._row = None
@@ -143,7 +143,8 @@ class Bucket:
             found = flagged_in(rows, slot)
             if first_of_sum is None:
                 return found
-            # A non-finite sum stays non-finite, so a row of the sum counts only if no earlier row is flagged.
+            # A non-finite sum stays non-finite, so a flag of the sum matters only if no earlier row is
+            # flagged.
             return [row for row in found if row < first_of_sum] or found[:1]
 
         return blame
@@ -171,11 +172,11 @@ class Bucket:
 
 
 class SlotGroup:
-    """Neighboring slots that are accumulated by one call.
+    """Adjacent slots of a bucket that are accumulated by one call.
 
     Args:
         plan, params, total: plan, parameters and sum of the whole bucket.
-        slots: the group's slots.
+        slots: the slots of the group.
     """
 
     def __init__(self, plan: BucketPlan, params: Sequence[Parameter], total: Sum, slots: range) -> None:
@@ -190,16 +191,15 @@ class SlotGroup:
     def pop(self, used: list[bool]) -> Pointers:
         """Return the gradients in slot order and set `.grad` to None.
 
-        The result points to the gradients' memory, which it keeps alive, or to copies made by
-        `slot_gradient`. Entries of `used`, one per slot of the bucket, are set to True for slots with a
-        gradient.
+        The result points to the gradients' memory, which it keeps alive, or to copies from `slot_gradient`.
+        Sets the entries of `used` (one per slot of the bucket) to True for slots with a gradient.
         """
         grads = [param.grad for param in self.params]
         found = [grad is not None for grad in grads]
         used[self.start : self.stop] = map(or_, used[self.start : self.stop], found)
         pointers: Pointers | None = None
         if self._is_contiguous:
-            # The native core checks a thousand gradients in 25 µs, so Python inspects gradients only if the
+            # The native core checks a thousand gradients in 25 µs, so Python checks gradients only if the
             # core raises because a gradient is sparse or strided.
             with suppress(ValueError):
                 pointers = self.plan.pointers(grads)
@@ -217,7 +217,7 @@ def aligned(numels: Sequence[int], unit: int = ALIGN_ELEMENTS) -> BucketPlan:
 
 
 def _split_into_groups(numels: Sequence[int], itemsize: int, device: torch.device) -> list[range]:
-    """Split slots into runs of about `GROUP_BYTES`."""
+    """Split slots into groups of about `GROUP_BYTES` bytes."""
     if runs_ahead(device):
         return [range(len(numels))]
     runs, start, size = [], 0, 0

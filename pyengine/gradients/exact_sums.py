@@ -1,4 +1,4 @@
-"""Exact sums of a window over ranks."""
+"""Exact (order-independent) sums of a window over ranks."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ class Terms:
     """The number of terms in the exact sum of a full window."""
 
     total: int  # over all ranks
-    most: int  # on the rank with the most terms, if every rank runs the micro-batches assigned to it
+    most: int  # on the rank with the most terms, if every rank runs its assigned micro-batches
 
 
 class ExactOverRanks(ExactSum, Sum):
-    """An exact sum, and the collectives that merge and round it.
+    """An exact sum as integers, and the collectives that add it over ranks and round it.
 
     Between hosts each rank sums and rounds one chunk of whole blocks: the integers are sent once, and the
-    rounded chunk is sent once as float32. In total, 1.5 times the bytes of a float32 all-reduce are sent.
-    Within one host, where sending bytes is cheaper than copying, or if the transport has no all-to-all, the
-    integers are all-reduced. If ranks reduce in shared memory, the sum is in that memory and is computed in
-    place.
+    rounded chunk is sent once as float32. In total, 1.5 times the bytes of a float32 all-reduce are sent. The
+    integers are all-reduced instead within one host, where sending bytes is cheaper than copying, and if the
+    transport has no all-to-all. If ranks reduce in shared memory, the sum is in that memory and is computed
+    in place.
     """
 
     def __init__(self, plan: BucketPlan, *, terms: Terms, device: torch.device, comm: Comm) -> None:
-        whole = comm.world_size * BLOCK  # whole blocks for every rank
+        whole = comm.world_size * BLOCK  # the same number of whole blocks for every rank
         numel = -(-max(plan.flat_numel, 1) // whole) * whole
         limbs = comm.allocate(2 * numel, torch.int32, device)
         super().__init__(plan, numel=numel, terms=terms.total, device=device, limbs=limbs)
@@ -50,17 +50,17 @@ class ExactOverRanks(ExactSum, Sum):
         self._merged_bins = comm.allocate(self.bins.numel(), torch.uint8, device)
 
     def rounds(self, *, poison: bool = False) -> Staged:
-        """Return the collectives that merge and round the sums.
+        """Return the collectives that add the sums of all ranks and round the result.
 
-        The first round all-reduces the largest bin of every block. The later rounds add the integers.
-        `poison` makes the sum nan on every rank.
+        The first collective all-reduces the largest bin of every block. The later collectives add the
+        integers. `poison` makes the sum nan on every rank.
 
-        Cost: an all-reduce of one byte per block. Then, if W ranks exchange chunks, two all-to-alls of 4
-        bytes per element and an all-gather of 4 bytes per element. These collectives send 1.5 times the bytes
-        of a float32 all-reduce, and hold 8 bytes of memory per element until they have completed; 8 bytes per
-        element are read, and 12 / W bytes are written. Within a host, an all-reduce of 8 bytes per element; 8
+        Cost: an all-reduce of one byte per block. If W ranks exchange chunks, two all-to-alls of 4 bytes per
+        element and an all-gather of 4 bytes per element follow. They send 1.5 times the bytes of a float32
+        all-reduce, and hold 8 bytes of memory per element until they have completed; 8 bytes per element are
+        read, and 12 / W bytes are written. Within a host, an all-reduce of 8 bytes per element follows; 8
         bytes per element are read, and 4 bytes are written. Before these collectives, 2 bytes per block are
-        read. If a block's bin grows, 4 bytes per element are read and 8 bytes are written.
+        read. If the bin of a block grows, 4 bytes per element are read and 8 bytes are written.
         """
         return Staged(self._rounds(poison=poison), self._num_rounds, self.hi.device)
 
@@ -99,21 +99,21 @@ class ExactOverRanks(ExactSum, Sum):
 
 @dataclass
 class _Form:
-    """Whether a window's sum is a single float term or integers."""
+    """Whether the sum of a window is a single float term or integers."""
 
     is_integers: bool = False
 
 
 class TermsOverRanks(ExactOverRanks):
-    """An exact sum of one float term per rank; the rank that sums the terms converts them to integers.
+    """An exact sum of one float term per rank; the rank that sums a chunk converts terms to integers.
 
     Ranks therefore send no more bytes than in a float32 all-reduce, and the result has the same bits as with
-    `ExactOverRanks`. In a window in which a rank has more than one term, all ranks merge integers.
+    `ExactOverRanks`. If any rank has more than one term in a window, all ranks send integers.
 
-    A finite term of 2^126 or more makes the sum nan, but the flags do not mark such a term.
+    A finite term of 2^126 or more makes the sum nan, but the flags do not mark this term.
 
-    The first round, an all-reduce of one byte, determines whether any rank holds integers. If no rank does,
-    an all-to-all and an all-gather of 4 bytes per element follow, which send the bytes of a float32
+    The first collective, an all-reduce of one byte, determines whether any rank holds integers. If no rank
+    does, an all-to-all and an all-gather of 4 bytes per element follow, which send the bytes of a float32
     all-reduce. Then 4 bytes per element are read, and with W ranks 8 / W bytes of the integers are read or
     written. This takes 8.02 / W more bytes of memory per element than `ExactOverRanks`.
     """
@@ -125,8 +125,8 @@ class TermsOverRanks(ExactOverRanks):
         self._full_plan, self._terms, self._form = plan, terms.total, _Form()
         self._one = torch.ones((), dtype=torch.float32, device=device)
         self._has_integers = comm.allocate(1, torch.uint8, device)
-        # This rank's term is in the memory of one limb (half of the integers), and the terms received from
-        # other ranks are in the memory of the other limb.
+        # This rank's term is in the memory of one limb (half of the integers). The terms from other ranks are
+        # in the memory of the other limb.
         self._received = self.lo.view(torch.float32)
         size = self.hi.numel() // comm.world_size
         self._mine = slice(comm.rank * size, (comm.rank + 1) * size)
@@ -167,7 +167,7 @@ class TermsOverRanks(ExactOverRanks):
         return [*super().round_tensors(), self._part.limbs, self._part.bins, self._has_integers]
 
     def _become_integers(self) -> None:
-        """Convert the term to integers."""
+        """Convert the float term to integers."""
         term = self.rounded.clone()
         self._form.is_integers = True
         self.limbs.zero_()

@@ -10,36 +10,37 @@ from pyengine.gradients.grad_versions import GradVersions
 
 
 class GradRecord:
-    """A record of the gradients that an owner accumulates; indices refer to the owner's parameters."""
+    """A record of the accumulated gradients; indices refer to the parameters of the gradient owner."""
 
     def __init__(self, params: Sequence[Parameter]) -> None:
         self._versions = GradVersions(params)
 
     def record(self) -> None:
-        """Record the gradients at the end of a micro-batch, and clear the list that `outside` returns."""
+        """Record the gradients at the end of a micro-batch, and clear the list for `outside`."""
         self._versions.record()
 
     def changed(self) -> list[int]:
         """Return the indices of gradients that were written to or replaced since `record`.
 
-        If several gradients share a version counter, all gradients that may have been written to are
-        included.
+        If several gradients share a version counter, the result includes all gradients that may have been
+        written to.
         """
         return self._versions.changed()
 
     def replaced(self) -> list[int]:
-        """Return the indices of gradients replaced between this window's micro-batches.
+        """Return the indices of gradients replaced between the micro-batches of this window.
 
-        Only gradients that code outside the engine replaced, and that `changed` may miss, are included.
+        The result includes only gradients that code outside the engine replaced and that `changed` may not
+        detect.
         """
         return []
 
     def follow_replaced(self) -> None:
-        """Track gradients that this micro-batch's backwards may have replaced, with create_graph=True."""
+        """Accept gradients that this micro-batch's backwards have replaced, with create_graph=True."""
 
     def outside(self) -> Sequence[int]:
         """Return the indices of gradients that were written outside of `.grad` since `clear_outside`."""
         return ()
 
     def clear_outside(self) -> None:
-        """Clear the list that `outside` returns."""
+        """Clear the list for `outside`."""

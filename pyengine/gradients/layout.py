@@ -1,7 +1,7 @@
 """The layout of gradients in buckets.
 
 A layout is plain data, computed only from the parameters' descriptions and the bucket cap. Ranks with equal
-parameters therefore build the same layout without communication.
+parameters therefore compute the same layout without communication.
 """
 
 from __future__ import annotations
@@ -12,24 +12,24 @@ from dataclasses import dataclass
 
 import torch
 
-# 64 elements are 128 bytes on a 2-byte wire and 256 bytes in fp32, so one offset serves both buffers of a
-# bucket, and every slot starts on a cache-line pair (and on NCCL's 128-byte fast path).
+# 64 elements are 128 bytes in a 2-byte communication dtype and 256 bytes in fp32. One offset therefore serves
+# both buffers of a bucket, and every slot starts on a cache-line pair (and on NCCL's 128-byte fast path).
 ALIGN_ELEMENTS = 64
 
 
 @dataclass(frozen=True)
 class ParamSpec:
-    """The properties of a parameter that decide its layout."""
+    """The properties of a parameter that determine its layout."""
 
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
     requires_grad: bool = True
-    # The strides of a parameter that is not contiguous (for example channels_last), which decide the order of
-    # its elements in the slot; empty for contiguous parameters.
+    # The strides of a parameter that is not contiguous (for example channels_last), which determine the order
+    # of its elements in the bucket; empty for contiguous parameters.
     strides: tuple[int, ...] = ()
-    group: int = 0  # index of the group of ranks over which the gradient is summed
-    stored: str = ""  # describes the storage of a frozen parameter that is not a plain tensor
+    group: int = 0  # index of the group of ranks that sums the gradient
+    stored: str = ""  # storage of a frozen parameter that is not a plain tensor, as text
 
     @classmethod
     def of(cls, name: str, param: torch.nn.Parameter) -> ParamSpec:
@@ -43,7 +43,7 @@ class ParamSpec:
 
 @dataclass(frozen=True)
 class Slot:
-    """The position of one parameter in a bucket, in elements."""
+    """The range of one parameter in a bucket, in elements."""
 
     param: int  # registration index
     name: str
@@ -64,7 +64,7 @@ class BucketSpec:
 
 @dataclass(frozen=True)
 class Layout:
-    """Buckets in the order in which backward fills them."""
+    """The buckets of all gradients, in the order in which a backward fills them."""
 
     params: tuple[ParamSpec, ...]
     buckets: tuple[BucketSpec, ...]
@@ -75,7 +75,7 @@ class Layout:
         return sum(bucket.numel for bucket in self.buckets)
 
 
-# Slots of one bucket share dtype and group.
+# All slots of a bucket have the same dtype and group.
 _Kind = tuple[torch.dtype, int]
 
 
@@ -91,14 +91,13 @@ def build(
     cap_bytes: int,
     first_bytes: int | None = None,
 ) -> Layout:
-    """Lay parameters out in the order of their gradients.
+    """Assign parameters to buckets in the order of their gradients.
 
     Args:
         order: registration indices of the parameters to lay out; `backward_order`, or an observed order.
-        cap_bytes: a bucket is closed once it holds this many bytes of gradients; parameters are never split.
+        cap_bytes: a bucket is closed when it holds this many bytes of gradients; parameters are never split.
         first_bytes: a smaller cap for the first bucket of each dtype and group. The buckets of a group must
-            not depend on parameters of other groups, because the ranks of the group may have different
-            parameters there.
+            not depend on parameters of other groups, which may differ between the ranks of this group.
     """
     first_cap = cap_bytes if first_bytes is None else min(cap_bytes, first_bytes)
     open_slots: dict[_Kind, list[Slot]] = {}
@@ -121,7 +120,7 @@ def build(
 
 
 def first_difference(params: Sequence[Sequence[ParamSpec]], ranks: Sequence[int] = ()) -> str | None:
-    """Describe the first parameter that differs between ranks; None if the ranks, numbered `ranks`, agree."""
+    """Describe the first parameter that differs between the ranks `ranks`; None if they agree."""
     if all(specs is params[0] or specs == params[0] for specs in params):  # ranks that agree share one list
         return None
     lengths = {rank: len(specs) for rank, specs in enumerate(params)}

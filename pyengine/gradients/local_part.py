@@ -1,4 +1,4 @@
-"""The local tensor of a DTensor parameter, presented as a parameter."""
+"""The local tensor of a DTensor parameter, with the interface of a parameter."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from pyengine.gradients.slots import as_gradient, local
 
 
 class LocalPart:
-    """The local tensor of a DTensor parameter, used like a parameter.
+    """The local tensor of a DTensor parameter, with the interface of a parameter.
 
     The `.grad` of a `LocalPart` is the local tensor of the DTensor's `.grad`. A backward may leave a gradient
-    in placements that differ from the parameter's placements, for example as partial sums. In that case a
-    collective redistributes the gradient as soon as it has been accumulated, at the same point of the
-    backward on every rank of the mesh.
+    in other placements than the parameter's, for example as partial sums. In that case a collective
+    redistributes the gradient as soon as it has been accumulated, at the same point of the backward on every
+    rank of the mesh.
     """
 
     def __init__(self, param: Any) -> None:
@@ -29,7 +29,7 @@ class LocalPart:
 
     @property
     def grad(self) -> Tensor | None:
-        """The local tensor of the gradient, in the gradient's memory. Settable."""
+        """The local tensor of the gradient, in the gradient's memory. Can be set."""
         grad = self.param.grad
         if grad is None:
             self._read = None
@@ -47,7 +47,7 @@ class LocalPart:
 
     @property
     def grad_version(self) -> int:
-        """The number of times autograd has written to the DTensor's gradient."""
+        """The number of times that autograd has written to the DTensor's gradient."""
         return 0 if self.param.grad is None else self.param.grad._version
 
     def release(self) -> None:
@@ -76,7 +76,7 @@ def is_dtensor(param: Any) -> bool:
 
 
 def local_parts(params: Sequence[Parameter]) -> list[Parameter]:
-    """Return parameters with a `LocalPart` in place of every DTensor."""
+    """Return the parameters, with a `LocalPart` in place of every DTensor."""
     return [cast(Parameter, LocalPart(param)) if is_dtensor(param) else param for param in params]
 
 
@@ -86,7 +86,7 @@ def whole(param: Parameter) -> Parameter:
 
 
 def grad_version(param: Parameter) -> int:
-    """Return the number of times autograd has written to `.grad`."""
+    """Return the number of times that autograd has written to `.grad`."""
     if isinstance(param, LocalPart):
         return param.grad_version
     assert param.grad is not None
@@ -101,14 +101,14 @@ def release(params: Sequence[Parameter]) -> None:
 
 
 def _redistribute_grad(param: Any) -> None:
-    """Redistribute the gradient to the parameter's placements."""
+    """Redistribute a gradient to the placements of its parameter."""
     redistributed = in_placements(param.grad, param)
     if redistributed is not param.grad:
         param.grad = redistributed
 
 
 def in_placements(grad: Any, param: Any) -> Any:
-    """Return a gradient in its parameter's placements; redistribute it if placements differ."""
+    """Return a gradient in the placements of its parameter; redistribute it if they differ."""
     if not is_dtensor(param):
         return grad
     if not is_dtensor(grad):

@@ -20,10 +20,10 @@ REMEDY = "call sync.backward(loss) in place of loss.backward(), and delete zero_
 
 
 class GradMarks:
-    """Compares the gradients with the gradients that the engine recorded last.
+    """Compares the gradients with the last gradients that the engine has recorded.
 
-    From a window's reduction to the next window's first micro-batch the published gradients are compared. At
-    other times the gradients that the engine accumulates are compared.
+    Compares the mean gradients in `.grad` from the reduction of a window to the next window's first
+    micro-batch. At other times compares the gradients that the engine accumulates.
     """
 
     def __init__(self, reducer: Reducer, published: Published) -> None:
@@ -47,15 +47,15 @@ class GradMarks:
         self._reducer.grad_record.clear_outside()
 
     def watch_hooks(self, refuse: Callable[[str, Tensor], object]) -> None:
-        """Call the method `refuse` once per window if a hook removes a gradient or writes to a parameter.
+        """Call `refuse` once per window if a hook removes a gradient or writes to a parameter.
 
-        Only hooks that run inside a backward are detected.
+        Detects only hooks that run inside a backward.
 
         Cost: 0.1 µs per parameter, and two hooks for each parameter that already has a post-accumulate hook.
         """
         self.release()
-        # Python's garbage collector does not see hooks of a parameter, so a strong reference would keep the
-        # engine alive.
+        # Python's garbage collector does not see the hooks of a parameter, so a strong reference would keep
+        # the engine alive.
         call = WeakMethod(refuse)
         found: list[str] = []
         # Versions of parameters just before their gradient is accumulated. For sharded parameters, these are
@@ -87,7 +87,7 @@ class GradMarks:
 
         hooks = map(post_accumulate_hooks, self._params)
         for name, param, hooked in zip(self._names, self._params, hooks, strict=True):
-            if hooked and param.requires_grad:  # torch refuses hooks on frozen parameters
+            if hooked and param.requires_grad:  # torch does not allow hooks on frozen parameters
                 # Tensor hooks run before the gradient is accumulated. Post-accumulate hooks run in the order
                 # of registration, so `look` runs last.
                 versions[name] = param._version
@@ -105,7 +105,7 @@ class GradMarks:
         return torch.stack([dense(local(grad)).any() for grad in grads]).any() if grads else None
 
     def describe(self, indices: Sequence[int], when: str) -> str:
-        """Return a message about gradients that changed at the time `when`, with a remedy."""
+        """Return an error message about gradients that changed; `when` describes the time."""
         more = f" and {len(indices) - _MAX_NAMED} more" if len(indices) > _MAX_NAMED else ""
         names = ", ".join(repr(self._names[index]) for index in indices[:_MAX_NAMED])
         outside = self._reducer.grad_record.outside()

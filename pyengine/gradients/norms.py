@@ -1,4 +1,4 @@
-"""Norms and finite flags of reduced gradients, computed in one pass."""
+"""The norms and finite flags of reduced gradients, computed in one pass."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from pyengine.window.final_pass import FinalPass
 
 
 class ReducedNorms:
-    """Sums of squares and finite flags of several buckets.
+    """The sums of squares and the finite flags of several buckets.
 
-    Each bucket is read separately; a reduced bucket is read as soon as its reduction has completed.
+    Each bucket is read separately, as soon as its reduction has completed.
 
     Args:
-        buckets: per bucket, the slots and the registration indices of the slots' parameters.
+        buckets: for each bucket, its slots and the registration indices of their parameters.
 
     Cost: on an accelerator, one launch per bucket and three per window.
     """
@@ -39,11 +39,11 @@ class ReducedNorms:
     def read(
         self, index: int, sources: TensorList | Pointers, out: TensorList | Pointers | None, scale: Tensor
     ) -> None:
-        """Read bucket `index` once.
+        """Read bucket `index`, and optionally write its scaled values, in one pass.
 
         Args:
             sources: one entry per slot, `[slot.numel]`.
-            out: tensors that receive the scaled values in their own dtypes; may be `sources`. None writes no
+            out: tensors for the scaled values, each in its own dtype; may be `sources`. None writes no
                 values.
             scale: float32, 0-dim.
 

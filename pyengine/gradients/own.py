@@ -40,13 +40,13 @@ FIRST_BUCKET_BYTES = 2**20
 
 @dataclass(frozen=True)
 class Groups:
-    """The transports of one engine, per group of ranks."""
+    """The transports of an engine for each group of ranks."""
 
     world: Comm
-    # The transport over the ranks of each group, by `ParamSpec.group`. The traffic of a group is also counted
-    # in `world`.
+    # The transport over the ranks of each group, by `ParamSpec.group`. `world` also counts the traffic of a
+    # group.
     comms: Sequence[Comm]
-    # Per parameter, whether this rank counts the parameter in the norm; None if all ranks hold the same
+    # Per parameter, whether this rank includes the parameter in the norm; None if all ranks hold the same
     # parameters.
     counted: Sequence[bool] | None = None
     # Whether all ranks have parameters with the same names in the same groups, so that the ranks can agree on
@@ -55,7 +55,7 @@ class Groups:
 
 
 class BucketGradRecord(GradRecord):
-    """A record of the gradients in buckets, kept separately by each bucket."""
+    """A record of the gradients in buckets; each bucket keeps a separate record."""
 
     def __init__(self, buckets: Sequence[OwnBucket]) -> None:
         self._buckets = buckets
@@ -80,7 +80,7 @@ class BucketReducer(Reducer):
 
     Every rank launches reductions in bucket order, regardless of which bucket is complete first, so that
     collectives always match. The first window uses the reverse of the registration order. Rank 0 records the
-    order in which its gradients arrive, and all ranks rearrange their buckets in that order before the second
+    order in which its gradients arrive, and all ranks lay out their buckets in that order before the second
     window. Frozen parameters are left unchanged.
     """
 
@@ -100,19 +100,19 @@ class BucketReducer(Reducer):
         self._specs, self._settings, self._terms = list(specs), settings, terms
         self._wire, self._groups, self._comm = settings.wire, groups, groups.world
         self.counted = groups.counted
-        # ---- order of the buckets ----
+        # ---- bucket order ----
         # Whether any window has been reduced. This becomes True in the same window on every rank.
         self._has_launched = False
         # The bucket order from the next window on: the order in which gradients arrived on rank 0, or the
-        # order from a loaded state. None before the first reduction.
+        # order in a loaded state. None before the first reduction.
         self._agreed: list[int] | None = None
-        # Whether the bucket order no longer changes: False until the second window. With a single rank the
-        # order needs no agreement, and ranks with different parameters cannot agree on an order.
+        # Whether the bucket order is final: False until the second window. It is final from the start with
+        # one rank, or if ranks have different parameters and cannot agree on an order.
         self._order_is_final = self._comm.world_size == 1 or not groups.are_alike
         # ---- arrival of gradients ----
-        # The order of gradients recorded in this rank's first backward; None before that backward.
+        # The order of gradients in this rank's first backward; None before that backward.
         self._arrivals: Arrivals | None = None
-        # Parameters whose gradient has been accumulated more than once in a backward.
+        # Parameters whose gradient was accumulated more than once in a backward.
         self._repeated: set[int] = set()
         self._is_exact = settings.kind == "exact"
         self.observers = None if self._is_exact else []
@@ -128,7 +128,7 @@ class BucketReducer(Reducer):
         self._lay_out(backward_order(specs))
 
     def _lay_out(self, order: Sequence[int]) -> None:
-        # Free the old buffers before new ones are allocated.
+        # Free the old buffers before new buffers are allocated.
         self._local_params = local_parts(self.params)
         self._buckets: list[OwnBucket] = []
         self._transfers: Transfers[OwnBucket] | None = None
@@ -188,10 +188,10 @@ class BucketReducer(Reducer):
         return self._record_arrivals_once()
 
     def _accumulated_in_backward(self) -> list[OwnBucket]:
-        """Return the buckets that may be accumulated inside the backward of an earlier micro-batch.
+        """Return the buckets that can be accumulated inside the backward of an earlier micro-batch.
 
-        An exact sum has room for one term per micro-batch, so an exact bucket is accumulated inside the
-        backward only if each gradient is known to arrive once.
+        An exact sum has room for one term per micro-batch. Therefore an exact bucket is accumulated inside
+        the backward only if each gradient is known to arrive once.
         """
         if not self._is_exact:
             return self._buckets
@@ -249,7 +249,7 @@ class BucketReducer(Reducer):
         self._norms.copy_to(final)
         final.leave_out(self._drop_unused())
 
-    # ---- windows that run as a graph; see engine/captured_windows.py ----
+    # ---- windows that run as a CUDA graph; see engine/captured_windows.py ----
 
     @property
     def capture_problems(self) -> list[str]:
@@ -263,7 +263,7 @@ class BucketReducer(Reducer):
         return problems
 
     def run_again(self) -> None:
-        """Launch the collectives that are not part of the window's graph, after each run of the graph."""
+        """Launch the collectives that are not part of the window's graph, after each replay."""
         for group, used in self._used.items():
             if used.on_hosts:  # ranks that run this window without a graph wait for these flags
                 used.all_reduce([each for bucket in self._buckets_of(group) for each in bucket.used])
@@ -286,13 +286,13 @@ class BucketReducer(Reducer):
         expected, seen = backward_order(self._specs), set(order)
         order = [*order, *(index for index in expected if index not in seen)]
         if order != [*self._bucket_of]:
-            # Drop the views of the old buffers before new buffers are allocated.
+            # Free the views of the old buffers before new buffers are allocated.
             self._free_buckets(keeps_grad=False)
             self._lay_out(order)
 
     def prepare(self, header: Header) -> Transfers[OwnBucket]:
-        """Prepare the reductions of a window; `launch_rest` follows."""
-        self._drop_transfers()  # drop transfers left over from a window that was given up
+        """Prepare the reductions of a window, before `launch_rest`."""
+        self._drop_transfers()  # transfers may remain from a window that has failed
         self._used_flags = {}
         self._divisor = Divisor(header.inv_count, self._wire, header.inv_scale)
         self._memory.begin(header.position[0])
@@ -307,7 +307,7 @@ class BucketReducer(Reducer):
             transfers.drop()
 
     def launch_rest(self, *, poison: bool = False) -> None:
-        """Launch the buckets that the backward has not launched, then the used flags.
+        """Launch the buckets that the backward has not launched, then the flags of used parameters.
 
         After this call either all ranks or no ranks have reduced their first window.
         """
@@ -320,7 +320,7 @@ class BucketReducer(Reducer):
         with Unbroken(self._comm):
             self._launch_used_flags(header, poison=poison)
             if not self._has_launched and not self._order_is_final:
-                # After the buckets' collectives all ranks are at the same point in this engine.
+                # After the collectives of the buckets all ranks are at the same point in this engine.
                 seen = backward_order(self._specs) if self._arrivals is None else self._arrivals.order
                 self._agreed = self._comm.all_gather_object(seen)[0]
             self._has_launched = True
@@ -328,7 +328,7 @@ class BucketReducer(Reducer):
     def _launch_used_flags(self, header: Header, *, poison: bool) -> None:
         for group, used in self._used.items():
             if group not in self._used_flags:
-                # A poisoned rank reports every parameter as used, so that the nan it has sent is not dropped.
+                # A rank that sends nan reports every parameter as used, so that no rank drops the nan.
                 mine = [each or poison for bucket in self._buckets_of(group) for each in bucket.used]
                 self._used_flags[group] = used.all_reduce(mine, are_all=header.all_used())
 
@@ -346,7 +346,7 @@ class BucketReducer(Reducer):
         return dropped
 
     def _raise_if_late(self, transfers: Transfers[OwnBucket]) -> None:
-        """Raise if a bucket changed after its launch; such buckets later wait for the backward's end."""
+        """Raise if a bucket changed after its launch; from then on its launch follows the backward."""
         complete = [transfer.bucket for transfer in transfers.all if transfer.is_complete]
         late = {bucket.indices[slot] for bucket in complete for slot in bucket.late()}
         if late:
@@ -374,7 +374,7 @@ class BucketReducer(Reducer):
             )
 
     def _record_arrivals_once(self) -> AbstractContextManager[None]:
-        """Record the arrivals of this rank's first backward."""
+        """Record the order in which gradients arrive in this rank's first backward."""
         return self._record_arrivals() if self._arrivals is None else nullcontext()
 
     @contextmanager
@@ -387,9 +387,9 @@ class BucketReducer(Reducer):
 
 
 def _is_reduced_by_ddp(params: Sequence[Parameter]) -> bool:
-    """Whether a DDP that is not silent has any of the parameters; the search takes milliseconds."""
+    """Whether a DDP that still reduces has any of the parameters; the search takes milliseconds."""
     mine = set(map(id, params))
-    # Compare types: `isinstance` reads the class from the object, which raises for dead proxies.
+    # Compare types: `isinstance` reads the class from the object, which raises for dead weak proxies.
     ddps: Iterator[Any] = (e for e in gc.get_objects() if issubclass(type(e), DistributedDataParallel))
     return any(
         ddp.require_backward_grad_sync and not mine.isdisjoint(map(id, ddp.parameters())) for ddp in ddps

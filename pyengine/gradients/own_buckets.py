@@ -1,4 +1,4 @@
-"""Buckets that the engine owns, one class per kind of sum."""
+"""Buckets whose buffers the engine owns, with one class per kind of sum."""
 
 from __future__ import annotations
 
@@ -36,15 +36,15 @@ class OwnBucket(SendableBucket):
     The sum and `.grad` are valid until the next window's first backward overwrites them.
 
     In the window's earlier micro-batches the order of calls is the same as for `Bucket`. In the last
-    micro-batch, call `arm` before the backward, `has_arrived` and `seal` during the backward, `send` once the
+    micro-batch, call `arm` before the backward, `has_arrived` and `seal` during the backward, `send` when the
     bucket is complete, and `from_wire` when the sum over ranks has arrived.
 
     Args:
-        wire_buffer: buffer in the wire's dtype that receives the sum over ranks.
+        wire_buffer: buffer in the communication dtype, for the sum over ranks.
         result: buffer in the parameters' dtype that `.grad` views; may be `wire_buffer`.
     """
 
-    observers: Sequence[Observer] | None = None  # the reducer's observers
+    observers: Sequence[Observer] | None = None  # functions that receive the local sums
 
     def __init__(
         self, spec: BucketSpec, params: Sequence[Parameter], total: Sum, wire_buffer: Tensor, result: Tensor
@@ -67,9 +67,9 @@ class OwnBucket(SendableBucket):
         self._addresses = list(map(Tensor.data_ptr, self._grads))
 
     def begin(self) -> None:
-        """Start a window, whose first gradients overwrite the sum.
+        """Start a window; its first gradients overwrite the sum.
 
-        If the model is cast or moved and then restored, the parameters are unchanged but `.grad` has new
+        If the model was cast or moved and then restored, the parameters are unchanged but `.grad` has new
         memory. In this case the views in `.grad` are recreated.
         """
         if (now := _locations(self.params)) != self._locations:
@@ -105,18 +105,18 @@ class OwnBucket(SendableBucket):
         return self._versions.changed()
 
     def replaced_grads(self) -> list[int]:
-        """Return the slots whose gradients outside code has replaced and `changed_grads` may miss."""
+        """Return the slots whose gradient other code has replaced, if `changed_grads` may not show it."""
         return []
 
     def follow_replaced_grads(self) -> None:
-        """Track the gradients that this micro-batch's backwards may have replaced."""
+        """Accept gradients that the backwards of this micro-batch may have replaced."""
 
     def seal(self) -> None:
-        """Record the gradients once the last backward, which may still be running, has accumulated all."""
+        """Record the gradients when the last backward, which may still run, has accumulated all of them."""
         self._sealed = grad_marks(self.params)
 
     def late(self) -> list[int]:
-        """Return the slots that the last backward wrote to after `seal`."""
+        """Return the slots to which the last backward wrote after `seal`."""
         return self._late + self._changed()
 
     def _all_reduce(self, wire: Wire, comm: Comm, scale: Tensor | None, *, poison: bool) -> Work:
@@ -131,11 +131,11 @@ class OwnBucket(SendableBucket):
         return [self.one, self._wire, *grads, *self.flagged, *self.total.scalars()]
 
     def from_wire(self, scale: Tensor | None, norms: ReducedNorms) -> None:
-        """Publish the reduced buffer as `.grad`, and compute its norms.
+        """Write the reduced gradients to `.grad`, and compute their norms.
 
-        Parameters that no rank has used also get a `.grad` here, which the reducer later sets to None. Cost:
-        one read of the wire per element, and one write of `.grad` unless it shares the wire's memory and
-        `scale` is None.
+        A parameter that no rank has used also gets a `.grad` here; the reducer later sets it to None. Cost:
+        one read of the reduced buffer per element, and one write of `.grad` unless `.grad` shares that memory
+        and `scale` is None.
         """
         is_published = self._slots is self._wire_slots and scale is None
         scale = self.one if scale is None else scale
@@ -155,11 +155,11 @@ class OwnBucket(SendableBucket):
 
 
 class FlatBucket(OwnBucket):
-    """Narrow gradients summed in a buffer of a wider dtype.
+    """bf16 or fp16 gradients, summed in a buffer of a wider dtype.
 
-    With an fp32 sum, the first micro-batch moves 6 bytes per element (the sum is stored without zeroing the
-    buffer first) and each later micro-batch moves 10. With a narrow wire the last micro-batch sums, scales,
-    casts and checks in a single pass of 8 bytes per element.
+    With an fp32 sum, the first micro-batch moves 6 bytes per element (it stores the sum without zeroing the
+    buffer first), and each later micro-batch moves 10 bytes. If the communication dtype is narrower than the
+    sum, the last micro-batch sums, scales, casts and checks in a single pass that moves 8 bytes per element.
 
     Args:
         dtype: dtype of the sum.
@@ -200,10 +200,9 @@ class FlatBucket(OwnBucket):
 class ExactBucket(OwnBucket):
     """Gradients of any dtype, summed exactly as integers on a grid chosen from the largest values.
 
-    The sum takes 8.02 bytes of memory per element, and narrow gradients take 2 more. With fp32 gradients the
-    first micro-batch moves 12 bytes per element and each later micro-batch moves 20. See
-    `ExactOverRanks.rounds` for the bytes that are sent. `.grad` of float32 parameters shares the memory of
-    the sum.
+    The sum takes 8.02 bytes of memory per element, and bf16 or fp16 gradients take 2 bytes more. With fp32
+    gradients the first micro-batch moves 12 bytes per element and each later micro-batch moves 20 bytes.
+    `ExactOverRanks.rounds` gives the bytes sent. `.grad` of float32 parameters shares the memory of the sum.
     """
 
     def __init__(self, spec: BucketSpec, params: Sequence[Parameter], *, terms: Terms, comm: Comm) -> None:
@@ -227,18 +226,18 @@ class ExactBucket(OwnBucket):
 class InPlaceBucket(OwnBucket):
     """Gradients summed in their own dtype, in the buffer that `.grad` views.
 
-    The first micro-batch's gradients are stored inside the backward, about a megabyte at a time, while they
-    are still in the cache; the buffer is not zeroed first. From then on `.grad` views the sum and autograd
-    adds in place. The sum is reduced in place if the wire has the same dtype. With another dtype, the sum is
-    multiplied by 1/count, cast into a wire buffer, and cast back after the reduction.
+    The gradients of the first micro-batch are stored inside the backward, about a megabyte at a time, while
+    they are still in the cache; the buffer is not zeroed first. From then on `.grad` views the sum and
+    autograd adds in place. The sum is reduced in place if it has the communication dtype. Otherwise the sum
+    is multiplied by 1/count, cast into a communication buffer, and cast back after the reduction.
 
-    Autograd's in-place add increments the version of a slot's view. In the last backward each view has its
-    own version counter, which shows whether the slot's gradient has arrived. Before the last backward, the
-    views of slots that the first micro-batch has used share the buffer's version counter, so that a single
-    number shows whether code outside the engine has written to a gradient between micro-batches. Code outside
-    the engine may also replace a gradient. After every micro-batch one slot is checked for a replaced
-    gradient. All slots are checked before and after a block of the caller's backwards, and before the last
-    backward.
+    Autograd's in-place add increments the version of a view. In the last backward each view has a separate
+    version counter, which shows whether the gradient of its slot has arrived. Before the last backward, the
+    views of slots that the first micro-batch has used share the version counter of the buffer, so that a
+    single number shows whether code outside the engine has written to a gradient between micro-batches. Other
+    code may also replace a gradient by another tensor. After every micro-batch one slot is checked for a
+    replaced gradient. All slots are checked before and after a block of the caller's backwards, and before
+    the last backward.
 
     With `watch`, every micro-batch is checked for non-finite gradients so that a report can name the
     micro-batch. The check costs one more read per micro-batch.
@@ -263,16 +262,16 @@ class InPlaceBucket(OwnBucket):
     def begin(self) -> None:
         super().begin()
         self._is_first = True
-        # The tensors in `.grad` once the first micro-batch is stored, unless autograd or a hook has replaced
+        # The tensors in `.grad` after the first micro-batch is stored, unless autograd or a hook has replaced
         # them.
         self._views = list(self._grads)
         self._is_sharing = False  # whether the views of used slots come from `_shared`
-        # Slots that `record_grads` checks in addition to the version of `_flat`; None to check all slots.
+        # Slots that `record_grads` checks in addition to the version of `_flat`; None for all slots.
         self._watched: list[int] | None = None
         self._first_row_of_sum = 0  # every row of flags describes the sum, not a single micro-batch
-        # Versions of the views. `_begun` has the versions at the start of the window, or when the views were
-        # created. `_stored` has the versions before the last backward, and later the versions when the last
-        # backward has completed the bucket.
+        # Versions of the views. `_begun` has the versions from the start of the window, or from the creation
+        # of the views. `_stored` has the versions before the last backward, and later the versions at the
+        # time when the last backward has completed the bucket.
         self._begun = self._own_versions()
         self._stored = self._begun
         self._is_sealed = self._is_sent = False
@@ -321,13 +320,13 @@ class InPlaceBucket(OwnBucket):
         self._is_sharing = True
         if any(
             map(is_not, map(_grad, self.params), itertools.repeat(None))
-        ):  # there are gradients of earlier backwards in the block
+        ):  # earlier backwards of the block have left gradients
             self._store()
             return []
         return self._watches()
 
     def collect(self) -> None:
-        """Store the first micro-batch's gradients; autograd has already added later gradients in place."""
+        """Store the gradients of the first micro-batch; autograd has already added later gradients."""
         if self._is_first:
             self._is_sharing = True
             self._store()
@@ -340,7 +339,7 @@ class InPlaceBucket(OwnBucket):
         self._record_nonfinite()
 
     def arm(self) -> None:
-        """Store the gradients of earlier backwards, if any, and give each view its own version counter."""
+        """Store the gradients of earlier backwards, and give each view a separate version counter."""
         if not self._is_first or any(param.grad is not None for param in self.params):
             self._store_all()
 
@@ -399,7 +398,7 @@ class InPlaceBucket(OwnBucket):
             self.flagged.append(flags)
 
     def _store_all(self) -> None:
-        """Store every gradient, even in a moved model, and give each view its own version counter."""
+        """Store every gradient, even in a moved model, and give each view a separate version counter."""
         if not self._is_first:
             self._rebind_moved()
         self._store()
@@ -421,7 +420,7 @@ class InPlaceBucket(OwnBucket):
             self._store_replaced()
 
     def _accumulate(self, group: SlotGroup) -> None:
-        """Overwrite the old sum with a group's first gradients."""
+        """Overwrite the old sum with the first gradients of a group of slots."""
         group.total.deposit_(group.pop(self.used), first=True, nonfinite=self.one)
         group.is_first = False
         if self._is_sharing:
@@ -482,7 +481,7 @@ def own_bucket(
     terms: Terms,
     comm: Comm,
 ) -> OwnBucket:
-    """Create one bucket of the layout, which is reduced over `wire`."""
+    """Create one bucket of the layout, which `wire` reduces."""
     if settings.kind == "exact":
         return ExactBucket(spec, params, terms=terms, comm=comm)
     dtype = sum_dtype(settings.kind, spec.dtype)
@@ -499,7 +498,7 @@ def plan_of(spec: BucketSpec) -> BucketPlan:
 
 
 def _flat(spec: BucketSpec, dtype: torch.dtype, device: torch.device, comm: Comm | None = None) -> Tensor:
-    """Return a flat buffer of zeros, allocated by `comm` if given."""
+    """Return a flat buffer of zeros, which `comm` allocates unless it is None."""
     if comm is None:
         return torch.zeros(spec.numel, dtype=dtype, device=device)
     return comm.allocate(spec.numel, dtype, device)
@@ -509,7 +508,7 @@ def _locations(params: Sequence[Parameter]) -> list[int]:
     return list(map(_data_ptr, params))
 
 
-# The properties of a parameter that must not change.
+# The properties of a parameter that must not change during training.
 _Description = tuple[torch.dtype, torch.device, torch.Size, tuple[int, ...]]
 
 

@@ -1,4 +1,4 @@
-"""Micro-batches that a rank runs only because other ranks' forwards launch collectives."""
+"""Padding: micro-batches without data that a rank runs because a forward launches collectives."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch.autograd.graph import GradientEdge
 
 
 class Padding(ABC):
-    """Ensures that padding micro-batches do not change gradients or buffers."""
+    """Prevents padding micro-batches from changing gradients or buffers."""
 
     @abstractmethod
     def begin(self) -> None:
@@ -20,6 +20,6 @@ class Padding(ABC):
     def preserve_grads(self, roots: Sequence[Tensor | GradientEdge]) -> None:
         """Prevent a padding backward, from `roots` if they are known, from changing any `.grad`.
 
-        The `.grad` of parameters that the engine does not manage, and of other leaves of the graphs of
-        `roots`, is preserved, too.
+        Also preserves `.grad` of parameters that the engine does not reduce, and of other leaves of the
+        graphs of `roots`.
         """

@@ -1,4 +1,4 @@
-"""Reduced gradients in `.grad`, which are read and scaled in place."""
+"""The mean gradients in `.grad` after a reduction, which are read and scaled in place."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ from pyengine.window.nonfinite import is_not_finite
 
 
 class Published:
-    """The gradients in `.grad` of an engine's parameters, at the time of each call.
+    """The gradients in `.grad` of an engine's parameters, as they are at the time of each call.
 
-    The user may have written to the gradients or replaced them with other tensors. These methods read and
-    scale the tensors that an optimizer would use in its step.
+    The user may have written to the gradients or replaced them by other tensors. These methods read and scale
+    the tensors that an optimizer step would use.
     """
 
     def __init__(self, names: Sequence[str], params: Sequence[Parameter]) -> None:
@@ -39,7 +39,7 @@ class Published:
         self._one = torch.ones((), dtype=torch.float32, device=device)
         self._index = {id(param): place for place, param in enumerate(params)}
         self._groups: list[list[Parameter]] = []  # parameters in the fused calls, by dtype
-        # On a lazy device this is empty, because tensors have no memory addresses for the native core.
+        # On a lazy device there are no fused calls, because tensors have no addresses for the native core.
         self._rest = [] if is_lazy(device) else [param for param in params if param.dtype in DTYPE_CODES]
         self._then = GradVersions(self._params)
         self._dtensors: list[Any] = [param for param in self._params if is_dtensor(param)]
@@ -66,7 +66,7 @@ class Published:
         grads = self._then.record()
         if self._dtensors:
             self._local_versions = self._local_versions_now()
-        # An assignment to `.grad.data` replaces the memory without changing a version, so compare addresses.
+        # An assignment to `.grad.data` replaces the memory but keeps the version, so compare addresses.
         self._addresses = self._addresses_of(grads)
 
     def has_any(self) -> bool:
@@ -87,7 +87,7 @@ class Published:
         return self._then.changed()
 
     def _local_versions_now(self) -> list[int]:
-        """Return the versions of DTensors' local tensors, which differ from the DTensors' versions."""
+        """Return the versions of DTensors' local tensors, which differ from the versions of the DTensors."""
         return [param.grad.to_local()._version for param in self._dtensors if param.grad is not None]
 
     @torch.no_grad()
@@ -109,7 +109,7 @@ class Published:
         self._norms.copy_to(final)
 
     def flags(self) -> Tensor:
-        """Return flags for gradients that hold inf or nan, uint8 `[parameters]`; not on a lazy device.
+        """Return flags of the gradients that contain inf or nan, uint8 `[parameters]`; not on a lazy device.
 
         Cost: one read per element.
         """
@@ -128,7 +128,7 @@ class Published:
                 continue
             try:
                 self._norms.read(place, grads, None, self._one)
-            except (TypeError, ValueError):  # a .grad was replaced by a tensor that the core cannot address
+            except (TypeError, ValueError):  # the core cannot address a replaced .grad
                 self._norms.read(place, self._copied(self._groups[place]), None, self._one)
 
     @torch.no_grad()
@@ -142,7 +142,7 @@ class Published:
         for place, grads in enumerate(self._grouped()):
             try:
                 self._norms.read(place, grads, grads, scale)  # the next `read` resets the norms and flags
-            except (TypeError, ValueError):  # a .grad was replaced by a tensor that the core cannot address
+            except (TypeError, ValueError):  # the core cannot address a replaced .grad
                 for grad in grads:
                     if grad is not None:
                         grad.mul_(scale)
@@ -173,19 +173,19 @@ class Published:
         return copies
 
     def _addresses_of(self, grads: Sequence[Tensor]) -> list[int]:
-        """Return the addresses of gradients; empty on a lazy device, whose tensors have no addresses."""
+        """Return the addresses of gradients; empty on a lazy device, where tensors have no addresses."""
         if self._is_lazy:
             return []
         try:
             return list(map(Tensor.data_ptr, grads))
-        except RuntimeError:  # DTensors and sparse gradients have no address of their own
+        except RuntimeError:  # DTensors and sparse gradients have no address
             return list(map(_address, map(local, grads)))
 
     @torch.no_grad()
     def largest(self) -> Tensor:
         """Return the largest absolute value of this rank's gradients, float64 0-dim.
 
-        The result is nan if a gradient holds nan, and 0 if there are no gradients.
+        The result is nan if a gradient contains nan, and 0 if there are no gradients.
         """
         grads = [dense(grad) for grad in local_grads(self._params) if grad is not None and grad.numel()]
         if not grads:
@@ -206,7 +206,7 @@ class Published:
     def clip_values_(self, value: float) -> None:
         """Clip every element to [-value, value], in place."""
         grads = [grad for grad in local_grads(self._params) if grad is not None]
-        if grads:  # torch refuses an empty list
+        if grads:  # torch does not accept an empty list
             held: list[Any] = [SimpleNamespace(grad=grad) for grad in grads]
             clip_grad_value_(held, value)
 
@@ -225,7 +225,7 @@ def local_grads(params: Sequence[Parameter]) -> list[Tensor | None]:
 
 
 def _flat_grads(params: Sequence[Parameter]) -> list[Tensor | None]:
-    """Return this rank's local tensor of every gradient, 1-D in storage order where it is not contiguous."""
+    """Return this rank's local gradients, in storage order and 1-D where a gradient is not contiguous."""
     return [
         grad if grad is None or (type(grad) is Tensor and grad.is_contiguous()) else _flat(local(grad))
         for grad in [param.grad for param in params]

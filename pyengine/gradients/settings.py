@@ -1,4 +1,4 @@
-"""Arguments that every engine has, and the checks of their values."""
+"""The arguments of every engine, and checks of their values."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from pyengine.wire import FP32, Wire
 from pyengine.wire.base import Spelled
 from pyengine.wire.named import wire_problems
 
-# Dtypes of trained parameters. Adding a wire dtype does not extend this list.
+# The dtypes of trained parameters. A new communication dtype does not extend this list.
 PARAM_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-# The dtype in which gradients of narrower dtypes are summed, by kind of sum.
+# The dtype in which bf16 and fp16 gradients are summed, by kind of sum.
 SUM_DTYPES = {"fp32": torch.float32}
 Accumulator = Literal["fp32", "native", "exact"]
 NonFinite = Literal["skip", "raise"]
@@ -30,20 +30,20 @@ class Exact(Spelled):
     """`accumulator="exact"`, with a given window size and number of slots.
 
     Use `Exact` if the size of a window is not the sum of `accumulate` over the ranks, or if sums need not be
-    exact within a slot.
+    exact within a slot (a group of micro-batches).
 
     Args:
         micro_batches: number of micro-batches in a full window, over all ranks.
-        slots: number of slots in a window. Each slot is a run of consecutive micro-batches, and all slots
+        slots: number of slots in a window. Each slot is a group of consecutive micro-batches, and all slots
             have the same length. PyTorch sums the gradients of a slot in `.grad`, on one rank and in order;
             the sum over slots is exact. The bits therefore depend on the number of slots, and are the same
-            for every number of ranks that divides the number of slots. Each slot costs one addition to the
-            exact sum, instead of one addition per micro-batch. Parameters narrower than float32 are not
-            supported, because PyTorch would sum their gradients in their own dtype. With None every
-            micro-batch is a slot, and any rank may compute any micro-batch.
+            for every number of ranks that divides it. The exact sum costs one addition per slot instead of
+            one per micro-batch. Parameters narrower than float32 are not supported, because PyTorch would sum
+            their gradients in their own dtype. With None every micro-batch is a slot, and any rank may
+            compute any micro-batch.
 
-    The exact sum has 1 to 4096 slots. The grid of the sum depends on the number of slots, so runs have the
-    same bits only if they have the same number of slots.
+    The exact sum has 1 to 4096 slots. Their number determines the grid of the sum, so runs have the same bits
+    only with the same number of slots.
     """
 
     micro_batches: int
@@ -68,7 +68,7 @@ def sum_dtype(kind: str, dtype: torch.dtype) -> torch.dtype:
 
 @dataclass(frozen=True)
 class Settings:
-    """Arguments shared by `GradSync`, `attach` and the adapters; DDP has its own bucket size."""
+    """Arguments of `GradSync`, `attach` and the adapters, except DDP's bucket size."""
 
     accumulate: int
     wire: Wire = FP32()  # noqa: RUF009 - frozen
@@ -81,7 +81,7 @@ class Settings:
 
     @property
     def kind(self) -> str:
-        """The accumulator's name; empty if it has none."""
+        """The name of the accumulator; empty if it has no name."""
         if isinstance(self.accumulator, Exact):
             return "exact"
         return self.accumulator if isinstance(self.accumulator, str) else ""
@@ -103,7 +103,7 @@ class Settings:
 
     @property
     def watches_stalls(self) -> bool:
-        """Whether a collective that stalls is reported."""
+        """Whether a collective that stalls causes a warning."""
         seconds = self.stall_after_s
         is_number = isinstance(seconds, Real) and not isinstance(seconds, bool)
         return is_number and 0 < seconds < math.inf  # type: ignore[operator]
@@ -117,7 +117,7 @@ class Settings:
         )
 
     def problems(self) -> list[str]:
-        """Return messages for invalid values."""
+        """Return error messages for invalid values."""
         found = [*check_accumulate(self.accumulate), *wire_problems(self.wire)]
         wrong_window = _exact_problems(self.accumulator) if isinstance(self.accumulator, Exact) else []
         found += wrong_window
@@ -155,7 +155,7 @@ class Settings:
 
 
 def _exact_problems(exact: Exact) -> list[str]:
-    """Return messages for invalid arguments of `Exact`."""
+    """Return error messages for invalid arguments of `Exact`."""
     num, slots = exact.micro_batches, exact.slots
     if type(num) is not int:
         return [f"accumulator={exact}: need a whole number of micro-batches"]

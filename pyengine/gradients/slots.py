@@ -1,6 +1,6 @@
-"""Gradients as slots of a flat buffer.
+"""Gradients as slots (ranges) of a flat buffer.
 
-A slot is 1-D, with elements in the order in which the parameter is stored.
+A slot is a 1-D view, with elements in the order in which the parameter is stored.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pyengine.ops.plan import BucketPlan
 
 
 def local(tensor: Any) -> Tensor:
-    """Return this rank's local tensor, in the same memory."""
+    """Return the local tensor of this rank, in the same memory."""
     part: Tensor = tensor.detach().to_local() if hasattr(tensor, "to_local") else tensor
     return part
 
@@ -39,16 +39,15 @@ def as_gradient(part: Tensor, param: Any) -> Tensor:
 
 
 def slots_of(flat: Tensor, plan: BucketPlan) -> list[Tensor]:
-    """Return a flat buffer's slots as views `[slot.numel]`."""
+    """Return the slots of a flat buffer as views `[slot.numel]`."""
     slots = zip(plan.offsets, plan.numels, strict=True)
     return [flat[offset : offset + numel] for offset, numel in slots]
 
 
 def views_of(flat: Tensor, params: Sequence[Parameter], plan: BucketPlan) -> list[Tensor]:
-    """Return a flat buffer's slots, shaped like their parameters.
+    """Return the slots of a flat buffer as views with the shapes of their parameters.
 
-    `.data` gives each view its own version counter, so the counter shows whether autograd has added to the
-    slot.
+    `.data` gives each view a separate version counter, which shows whether autograd has added to the slot.
     """
     return [
         flat.as_strided(param.size(), dense_strides(param), offset).data
@@ -57,7 +56,7 @@ def views_of(flat: Tensor, params: Sequence[Parameter], plan: BucketPlan) -> lis
 
 
 def dense_strides(param: Tensor) -> tuple[int, ...]:
-    """Return the parameter's strides, or if its memory has gaps, dense strides in the same order."""
+    """Return the strides of a parameter; if its memory has gaps, dense strides in the same order."""
     if param.is_contiguous():
         sizes = [max(size, 1) for size in param.shape]
         return tuple(itertools.accumulate(sizes[:0:-1], operator.mul, initial=1))[::-1] if sizes else ()
@@ -65,10 +64,10 @@ def dense_strides(param: Tensor) -> tuple[int, ...]:
 
 
 def slot_gradient(param: Parameter) -> Tensor | None:
-    """Return `param.grad` in the slot's order, or None.
+    """Return `param.grad` in the order of the slot, or None.
 
-    The result is 1-D, or the gradient itself if it is contiguous. The result shares the gradient's memory and
-    is valid until `.grad` is replaced. Gradients that are sparse, negated or have other strides are copied.
+    The result is 1-D, or the gradient itself if it is contiguous. It shares the memory of the gradient and is
+    valid until `.grad` is replaced. Gradients that are sparse, negated or have other strides are copied.
     """
     if param.grad is None:
         return None

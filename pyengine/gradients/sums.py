@@ -1,6 +1,6 @@
 """Sums over the micro-batches of a window, in flat buffers.
 
-A `Bucket` holds one sum. To add a new kind of sum, define a class here or in a separate file such as
+A `Bucket` has one sum. To add a new kind of sum, define a class here or in a separate file such as
 exact_sums.py.
 """
 
@@ -18,17 +18,17 @@ from pyengine.ops.pointers import Pointers, TensorList
 
 
 class Sum(ABC):
-    """A sum over a plan's slots, in memory that this object owns."""
+    """A sum over the slots of a plan, in memory that this object owns."""
 
     def begin(self) -> None:
         """Start a window without any gradient."""
 
     @abstractmethod
     def over(self, plan: BucketPlan) -> Any:
-        """Return the same sum, in the same memory, for a subset of the flat buffer's slots."""
+        """Return an object for some slots of the flat buffer, which shares the memory of this sum."""
 
     def scalars(self) -> list[Tensor]:
-        """Return the tensors that `deposit_` reads besides the gradients and the sum."""
+        """Return the tensors that `deposit_` reads in addition to the gradients and the sum."""
         return []
 
     @abstractmethod
@@ -37,13 +37,13 @@ class Sum(ABC):
 
         Args:
             first: whether to overwrite the sum, because it has no gradient of this window yet.
-            nonfinite: uint8 `[slots]`, OR-ed with 1 where a gradient is not finite, or too large for an exact
-                sum (2^126).
+            nonfinite: uint8 `[slots]`, OR-ed with 1 where a gradient is not finite, or is too large for an
+                exact sum (2^126).
         """
 
 
 class FlatSum(Sum):
-    """A sum in one flat buffer, `[numel]`, owned by this object from now on."""
+    """A sum in one flat buffer, `[numel]`, which this object owns from now on."""
 
     def __init__(self, plan: BucketPlan, flat: Tensor) -> None:
         self._plan, self.flat = plan, flat
@@ -66,13 +66,14 @@ class FlatSum(Sum):
         first: bool,
         nonfinite: Tensor,
     ) -> None:
-        """Write the sum plus the gradients, times `scale`, into a wire buffer.
+        """Write the sum plus the gradients, times `scale`, to a communication buffer.
 
         Args:
-            wire: buffer of the wire's dtype, `[numel]`; may be `flat` itself.
-            grads, first: as for `deposit_`.
+            wire: buffer in the communication dtype, `[numel]`; may be `flat` itself.
+            grads, first: see `deposit_`.
             scale: float32, 0-dim; None for 1.
-            nonfinite: as for `deposit_`; a subclass may also flag values that are not finite on the wire.
+            nonfinite: see `deposit_`; a subclass may also flag values that overflow in the communication
+                dtype.
         """
         self.deposit_(grads, first=first, nonfinite=nonfinite)
         if wire is not self.flat or scale is not None:
@@ -92,9 +93,9 @@ class InPlaceSum(FlatSum):
 
 
 class Fp32Sum(FlatSum):
-    """Bfloat16 or float16 gradients summed in float32: a bfloat16 sum stops growing after 256 equal terms.
+    """bf16 or fp16 gradients summed in float32; a bf16 sum stops growing after 256 equal terms.
 
-    `deposit_` moves 10 bytes per element, or 6 if `first`; `deposit_into_wire_` is a single pass.
+    `deposit_` moves 10 bytes per element, or 6 if `first`; `deposit_into_wire_` needs a single pass.
     """
 
     def deposit_(self, grads: TensorList | Pointers, /, *, first: bool, nonfinite: Tensor) -> None:
@@ -118,5 +119,5 @@ class Fp32Sum(FlatSum):
             )
 
 
-# The class that sums narrower gradients, by the dtype of the buffer.
+# The class that sums bf16 and fp16 gradients, by the dtype of the buffer.
 FLAT_SUMS: dict[torch.dtype, type[FlatSum]] = {torch.float32: Fp32Sum}

@@ -1,4 +1,4 @@
-"""The reductions of a window's buckets: launched in order, awaited in order, or given up."""
+"""The reductions of a window's buckets: launched in order, and then awaited in order or abandoned."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ _log = logging.getLogger("pyengine.gradients")
 
 
 class SendableBucket(Bucket):
-    """A bucket whose sum is reduced over ranks by `Transfers`."""
+    """A bucket whose sum `Transfers` reduces over ranks."""
 
     def seal(self) -> None:
-        """Note that the last backward, which may still be running, has accumulated every gradient."""
+        """Record that the last backward, which may still run, has accumulated every gradient."""
 
     @abstractmethod
     def send(self, inv_count: Tensor | None, comm: Comm, *, poison: bool) -> Work:
-        """Accumulate the last backward's gradients, and launch the sum over ranks.
+        """Accumulate the gradients of the last backward, and launch the sum over ranks.
 
         Args:
-            inv_count: factor by which the sum is multiplied before the wire, float32, 0-dim; None for 1.
+            inv_count: factor by which the sum is multiplied before it is sent, float32, 0-dim; None for 1.
             comm: transport over the ranks that sum this bucket.
             poison: whether to send nan, so that no rank uses the window.
         """
@@ -50,17 +50,16 @@ B = TypeVar("B", bound=SendableBucket)
 class Transfer(Generic[B]):
     """The reduction of one bucket in one window."""
 
-    work: Work  # the sum over ranks, once it has been launched
+    work: Work  # the sum over ranks, after its launch
 
     def __init__(self, bucket: B, comm: Comm) -> None:
         self.bucket, self.comm = bucket, comm
         # Whether the running backward has accumulated every gradient of the bucket.
         self.is_complete = False
-        # Tensors kept alive while a side stream may read them for the reduction, and the event after which
-        # the side stream has finished reading. After that event, or once the backward's stream has waited for
-        # the side stream's collective, the allocator may reuse the memory on the backward's stream.
-        # `record_stream` is not used, because it costs a microsecond per gradient and one event per gradient
-        # that the allocator has to query.
+        # Tensors kept alive while a side stream may read them for the reduction, and an event that marks the
+        # last read. The allocator may reuse the memory on the backward's stream after this event, or after
+        # this stream has waited for the side stream's collective. `record_stream` is not used: it costs a
+        # microsecond per gradient, and for each gradient an event that the allocator has to query.
         self.held: list[Tensor] = []
         self.is_read: torch.Event | None = None
 
@@ -70,11 +69,11 @@ class Transfers(Generic[B]):
 
     See [Note: order of collectives in a window] in engine/engine.py. Every rank launches its buckets in
     layout order, regardless of which bucket is complete first and of the bucket's group. A bucket may need
-    several collectives. Each subsequent collective is launched together with the next bucket, so that the
+    several collectives. Each further collective is launched together with the next bucket, so that the
     previous collective has had time to complete. Ranks with different buckets could then launch collectives
-    in different orders and deadlock. On such ranks all first collectives are launched before all second
-    collectives, and all second before all third. No bucket is launched before the header has arrived, or if
-    ranks disagree in the header.
+    in different orders and deadlock. On such ranks the first collectives of all buckets are launched before
+    any second collective, and these before any third. A bucket is launched only after the header has arrived,
+    and only if ranks agree in the header.
     """
 
     def __init__(
@@ -90,7 +89,7 @@ class Transfers(Generic[B]):
         self._next = 0
 
     def complete(self, transfer: Transfer[B]) -> None:
-        """Mark a bucket as complete, and launch every bucket that may be launched."""
+        """Mark a bucket as complete, and launch every bucket that may be launched now."""
         transfer.is_complete = True
         transfer.bucket.seal()
         # The backward never waits for the header. If the header has not arrived, the bucket is launched
@@ -104,7 +103,7 @@ class Transfers(Generic[B]):
             self._launch(poison=False)
 
     def launch_rest(self, *, poison: bool) -> None:
-        """Launch every bucket that has not been launched; `poison` fills them with nan."""
+        """Launch every bucket that has not been launched; with `poison`, fill these buckets with nan."""
         if self.header.is_refused():
             return
         while self._next < len(self.all):
@@ -114,7 +113,7 @@ class Transfers(Generic[B]):
             self._launch_later_rounds(self.all)
 
     def wait_in_order(self) -> Iterator[B]:
-        """Wait for each bucket in turn; later reductions still run."""
+        """Wait for each bucket in order and yield it; later reductions still run."""
         for index, transfer in enumerate(self.all[: self._next]):
             with span("wait for bucket", index):
                 transfer.work.wait()
@@ -122,7 +121,7 @@ class Transfers(Generic[B]):
                 yield transfer.bucket
 
     def drop(self) -> None:
-        """Release the buckets of a window that was given up; collectives may still use their tensors."""
+        """Release the buckets of an abandoned window; collectives may still use their tensors."""
         for transfer in self.all[: self._next]:
             if transfer.held:
                 with transfer.comm.side_stream(transfer.held):
@@ -134,8 +133,8 @@ class Transfers(Generic[B]):
             self._launch_next(transfer, poison=poison)
 
     def _launch_next(self, transfer: Transfer[B], *, poison: bool) -> None:
-        # The factor 1/count is computed from the header. Waiting for the header on a side stream does not
-        # stall the backward.
+        # The factor 1/count is computed from the header. A side stream waits for the header, so the backward
+        # does not stall.
         comm = transfer.comm
         tensors = transfer.bucket.sent_tensors() if comm.is_stream_ordered else []
         _log.debug("launch bucket %d of %d%s", self._next, len(self.all), ", with nan" if poison else "")
@@ -157,7 +156,7 @@ class Transfers(Generic[B]):
         """Launch the next collective of each bucket that needs several collectives.
 
         The last bucket is launched first, so that its collective runs while the CPU sums the earlier buckets.
-        If a stream waits instead of the host, the last step also finishes the bucket on that stream.
+        If a stream waits instead of the host, the last call also finishes the bucket on that stream.
         """
         staged = [(each.comm, each.work) for each in reversed(transfers) if isinstance(each.work, Staged)]
         with Unbroken(staged[0][0]) if staged else nullcontext():

@@ -1,8 +1,8 @@
 """Flags of the parameters that any rank has used in a window.
 
-The `.grad` of unused parameters is set to None.
+The `.grad` of a parameter is set to None if no rank has used it.
 
-Whether to set `.grad` to None depends on the flags of all ranks, which the host has to read.
+Whether a parameter is unused depends on the flags of all ranks, which the host has to read.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from pyengine.comm.base import Comm, Done, Work
 from pyengine.ops.capture import is_capturing
 from pyengine.ops.device import HOST, Readback, send
 
-# Flags between hosts are padded to a multiple of this length. Ranks that are in windows of different engines
-# (which the header reports) all-reduce flags of different parameters, and gloo aborts a process that receives
-# more bytes than it expects.
+# Flags between hosts are padded to a multiple of this length. Ranks in windows of different engines (which
+# the header reports) all-reduce different numbers of flags, and gloo aborts a process that receives more
+# bytes than it expects.
 _LENGTH = 4096
 _BITS = 64
 
 
 class UsedFlags:
-    """The used flags of one window while `work` reduces them over ranks.
+    """The flags of used parameters in one window, while `work` reduces them over ranks.
 
     `flags` is uint8 `[params]`, or int64 with 64 flags per element and trailing zeros. With `on_stream`, a
     stream waits for `work` instead of the host.
@@ -36,16 +36,16 @@ class UsedFlags:
         self._mine, self._flags, self._work, self._on_stream = list(mine), flags, work, on_stream
 
     def drop_unused(self, params: Sequence[Parameter], *, waits: bool = False) -> list[int]:
-        """Set `.grad` of unused parameters, in the order of the flags, to None, and return their indices.
+        """Set `.grad` of unused parameters to None, and return their indices; `params` has the flags' order.
 
-        `waits` makes a rank that has left the window wait in any case, since the flags of ranks that are
+        With `waits`, a rank that has left the window waits in any case, because the flags of ranks that are
         still in the window do not arrive.
 
-        In work that is captured as a graph no flags are read: no rank has used a parameter that this rank has
-        not used.
+        Work that is captured as a graph reads no flags: then a parameter that this rank has not used is
+        unused on all ranks.
 
         Cost: a rank that has not used a parameter waits for the flags of all ranks. If devices exchange the
-        flags, that rank waits for all work queued on its device. Other ranks do not wait.
+        flags, this rank waits for all work queued on its device. Other ranks do not wait.
         """
         dropped = [i for i, used in enumerate(self._mine) if not used and params[i].grad is not None]
         if dropped or waits or self._on_stream:  # waiting on a stream does not block the host
@@ -61,7 +61,7 @@ class UsedFlags:
 
 
 class UsedAnywhere:
-    """All-reduces used flags between hosts if possible, otherwise between devices.
+    """All-reduces the flags of used parameters, between hosts if possible and otherwise between devices.
 
     All ranks that sum the parameters' gradients must create this object.
     """
@@ -78,17 +78,17 @@ class UsedAnywhere:
         With `are_all` no collective is launched, because all ranks know that every rank has used all of its
         parameters.
 
-        Cost: an all-reduce of one bit per parameter through gloo (between hosts, of a multiple of 512 bytes),
-        otherwise of one byte per parameter; no rank waits.
+        Cost: between hosts, an all-reduce of one bit per parameter through gloo, padded to a multiple of 512
+        bytes. Otherwise an all-reduce of one byte per parameter. No rank waits.
         """
-        # In a captured window, hosts exchange the flags in every run; see `BucketReducer.run_again`.
+        # In a captured window, hosts exchange the flags in every replay; see `BucketReducer.run_again`.
         if are_all or (self.on_hosts and is_capturing()):
             none = torch.empty(0, dtype=torch.uint8, device=HOST)
             used = [True] * len(used) if are_all else used
             return UsedFlags(used, none, Done(none), on_stream=False)
         comm = self._comm
         if comm.can_or:
-            # The flags are sent as bits to keep them small; see [Note: small reductions] in
+            # The flags are sent as bits, because small messages are faster; see [Note: small reductions] in
             # comm/torch_dist.py.
             flags = _as_bits(used, len(used) + (-len(used) % _LENGTH if self.on_hosts else 0))
             work = comm.all_reduce_or(flags)

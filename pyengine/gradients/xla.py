@@ -1,11 +1,11 @@
 """Gradients on an XLA device.
 
-All micro-batches run the same compiled program, and the update runs a second program.
+Every micro-batch runs the same compiled program, and the update runs a second program.
 
-A program consists of the operations recorded between two launches. A micro-batch's program contains the
+A program consists of the operations recorded between two launches. The program of a micro-batch contains the
 forward, the backward and the addition to the sums, and does not depend on the number of micro-batches. The
-update's program contains the header, reductions, norm, clipping and the optimizer's step, and is launched
-after the step.
+program of the update contains the header, the reductions, the norm, clipping and the optimizer step, and is
+launched after the step.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ def problems_of_device(device: torch.device, comm: Comm, settings: Settings) -> 
 class XlaReducer(Reducer):
     """Gradients in sums that the engine owns: one tensor per parameter, in the parameter's shape.
 
-    The sums' tensors have the sum's dtype. `.grad` is set from the reduction to the step. The XLA compiler
-    schedules each program and decides what overlaps. All gradients of one dtype are reduced by one operation,
+    The tensors have the dtype of the sum. `.grad` is set from the reduction to the step. The XLA compiler
+    schedules each program and determines what overlaps. One operation reduces all gradients of one dtype,
     regardless of the bucket size. Frozen parameters are left unchanged.
     """
 
@@ -92,7 +92,7 @@ class XlaReducer(Reducer):
 
     @torch.no_grad()
     def open(self) -> None:
-        """Zero the sums of a dropped window, in a separate program."""
+        """Set the sums of a dropped window to zero, in a separate program."""
         if not self._is_clean:
             for total in self._sums.values():
                 total.zero_()
@@ -105,7 +105,7 @@ class XlaReducer(Reducer):
         self._watched = []
 
     def collect(self) -> None:
-        """Accumulate the gradients, and launch the micro-batch's program."""
+        """Accumulate the gradients, and launch the program of the micro-batch."""
         self._is_clean = False
         with torch.no_grad():
             for index, total in self._sums.items():
@@ -113,7 +113,7 @@ class XlaReducer(Reducer):
                 if grad is not None:
                     self._used[index] = True
                     # `add_` is slower because it first runs in Python on a meta tensor, to infer the shape.
-                    # Both forms donate the sum's buffer to the program.
+                    # Both forms donate the buffer of the sum to the program.
                     torch.add(total, grad, out=total)
             if self._is_watching:
                 self._watched.append(flagged(self._sumsq([param.grad for param in self.params])))
@@ -122,7 +122,7 @@ class XlaReducer(Reducer):
 
     @torch.no_grad()
     def reduce(self, header: Header) -> None:
-        """Queue every reduction, and zero the sums."""
+        """Queue every reduction, and set the sums to zero."""
         self._divisor = Divisor(header.inv_count, self._wire, header.inv_scale)
         self._used_anywhere = self._usage_here().clone()
         # This all-reduce is in the same program as the header's all-reduce, if the header comes first.
@@ -141,7 +141,7 @@ class XlaReducer(Reducer):
 
     @torch.no_grad()
     def finish(self, final: FinalPass) -> None:
-        """Record the operations that publish `.grad`; nothing is computed yet."""
+        """Record the operations that write the mean to `.grad`; nothing is computed yet."""
         for work in self._works:
             work.wait()
         scale = self._divisor.after_wire()
@@ -172,17 +172,17 @@ class XlaReducer(Reducer):
         return torch.stack([self._zero if g is None else g.double().square().sum() for g in grads])
 
     def _usage_here(self) -> Tensor:
-        """Return float32 flags of the parameters this replica has used; copied only when they change."""
+        """Return float32 flags of the parameters that this replica has used; copied only when they change."""
         if self._usage is None or self._usage[0] != self._used:
             self._usage = self._used, send(self._used, torch.float32, self._device)
         return self._usage[1]
 
 
 def flagged(sumsq: Tensor) -> Tensor:
-    """Return uint8 flags of the gradients that hold inf or nan, computed from their sums of squares.
+    """Return uint8 flags of the gradients that contain inf or nan, computed from their sums of squares.
 
-    In float64, neither the square of a float32 nor a sum of such squares overflows. On devices where float64
-    has the range of float32, a flag may mark a finite gradient that makes the norm infinite, so that the step
-    is skipped.
+    In float64, neither the square of a float32 number nor a sum of such squares overflows. On devices where
+    float64 has the range of float32, a finite gradient may be flagged. Its norm is then infinite, and the
+    step is skipped.
     """
     return is_not_finite(sumsq).to(torch.uint8)

@@ -1,1 +1,1 @@
-"""DDP support: a communication hook, and a DDP whose gradients the engine owns."""
+"""DDP support: a communication hook, and DDP models whose gradients the engine owns."""

@@ -24,11 +24,11 @@ def _await_all_threads() -> None:
 
 
 class Callbacks:
-    """The callbacks of the futures of one hook state.
+    """The callbacks of the futures of one DDP hook.
 
     A callback that has not been freed keeps this object alive. A future completes before its callback is
-    freed, and the backend's thread needs the interpreter to free the callback. If the process is already
-    exiting when the callback is freed, the process aborts.
+    freed, and the backend's thread needs the Python interpreter to free the callback. If the process already
+    exits at that time, it aborts.
     """
 
     def __init__(self) -> None:
@@ -36,7 +36,7 @@ class Callbacks:
         _ALL.add(self)
 
     def call_back(self, future: Future[Any], callback: Callable[[Future[Any]], Any]) -> Future[Any]:
-        """Return a future of `callback(future)`, called on the thread that completes `future`."""
+        """Return a future of `callback(future)`, which runs on the thread that completes `future`."""
 
         def call(done: Future[Any], _owner: Callbacks = self) -> Any:
             return callback(done)
@@ -45,7 +45,7 @@ class Callbacks:
         return future.then(call)
 
     def await_threads(self, within_s: float = 1.0) -> None:
-        """Wait until the backend's threads have freed the callbacks that have run."""
+        """Wait until the backend's threads have freed all callbacks that have run."""
         end = time.monotonic() + within_s
         while self.pending and time.monotonic() < end:  # the traceback of an error may keep a callback alive
             time.sleep(1e-4)
@@ -54,22 +54,22 @@ class Callbacks:
 class StagedBuckets:
     """The buckets of one backward whose reduction needs several collectives.
 
-    Each subsequent collective of a bucket is launched together with the next bucket, and the remaining
-    collectives after the last bucket. The order is the same on every rank, and no collective is launched from
-    a backend thread.
+    Each further collective of a bucket is launched together with the next bucket, and the remaining
+    collectives after the last bucket. The order is the same on every rank, and no backend thread launches a
+    collective.
     """
 
     def __init__(self) -> None:
-        # For each launched bucket, the bucket's number, its reduction, and the future to complete once all
-        # buckets are launched.
+        # For each launched bucket: its number, its reduction, and a future that completes when all buckets
+        # are launched.
         self._under_way: list[tuple[int, Staged, Future[Any]]] = []
-        self._repeated: int | None = None  # the last bucket's number, if it repeats an earlier number
+        self._repeated: int | None = None  # the number of the last bucket, if it repeats an earlier number
 
     def add(self, bucket: Any, work: Staged, finish: Callable[[], Tensor]) -> Future[Tensor]:
         """Add a launched bucket; launch the next collective of earlier buckets.
 
-        `finish` waits for `work` and returns the bucket's buffer. The returned future has completed or failed
-        by the time DDP has passed its last bucket to the hook.
+        `finish` waits for `work` and returns the buffer of the bucket. The returned future has completed or
+        failed when DDP has passed its last bucket to the hook.
         """
         index = bucket.index()
         # In the first backward with static_graph every bucket has number 0, and no bucket is marked as the
@@ -77,8 +77,8 @@ class StagedBuckets:
         repeats = index == self._repeated or any(other >= index for other, *_ in self._under_way)
         self._repeated = index if repeats else None
         ends: Future[Any] = Future()
-        # Raise errors inside a callback, because DDP would use an exception that is set as a future's value
-        # as a result.
+        # Raise errors inside a callback: if the future's value were an exception, DDP would use it as a
+        # result.
         future = ends.then(lambda _: finish())
         self._start_later()
         self._under_way.append((index, work, ends))
@@ -87,13 +87,13 @@ class StagedBuckets:
                 self._start_later()
             under_way, self._under_way = self._under_way, []
             for *_, ends in under_way:
-                ends.set_result(None)  # waiting for the bucket's future raises a collective's error
+                ends.set_result(None)  # waiting for the bucket's future raises the error of a collective
         return future
 
     def _start_later(self) -> None:
         """Launch the next collective of every bucket."""
         # Start with the last bucket, so that its collective runs while the CPU sums the earlier buckets.
         for _, work, _ in reversed(self._under_way):
-            with suppress(Exception):  # the error is raised again when `finish` waits for the work
+            with suppress(Exception):  # `finish` raises the error again when it waits for the work
                 if work.rounds_left:
                     work.step()

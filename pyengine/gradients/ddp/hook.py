@@ -1,6 +1,6 @@
-"""DDP communication hook that averages one bucket over ranks, using a wire.
+"""DDP communication hook that averages a bucket over ranks in a given communication format (wire).
 
-This file uses no string annotations, because DDP inspects the hook's signature.
+Annotations in this file are not strings, because DDP inspects the signature of the hook.
 """
 
 import itertools
@@ -29,19 +29,19 @@ from pyengine.wire.bucket_wire import WireMemory
 from pyengine.wire.memory import BucketSlice
 from pyengine.wire.named import WireLike, as_wire, wire_problems
 
-# A function that writes a reduced bucket's result to the bucket's buffer, `[numel]`, and returns the buffer.
+# A function that writes the result of a reduction to the bucket's buffer, `[numel]`, and returns the buffer.
 WriteBack = Callable[[], Tensor]
-# The reduction of a bucket, and the `WriteBack` for its result.
+# The reduction of a bucket, and the `WriteBack` function for its result.
 Launched = tuple[Work, WriteBack]
 
 
 class WireBuffer:
-    """A bucket's wire, and a buffer of the wire's dtype if the bucket's own buffer is not sent."""
+    """The wire of a bucket, and a buffer in the communication dtype unless the bucket itself is sent."""
 
     def __init__(self, flat: Tensor, wire: Wire, params: Sequence[Tensor], comm: Comm) -> None:
         self.numel, self.wire = flat.numel(), wire
         self.params = {id(param) for param in params}
-        self.plan = BucketPlan([0], [self.numel])  # the buffer, as one slot
+        self.plan = BucketPlan([0], [self.numel])  # one slot: the whole buffer
         self.one = torch.ones((), dtype=torch.float32, device=flat.device)
         is_copied = wire.folds_count or wire.dtype != flat.dtype
         self.sent = comm.allocate(self.numel, wire.dtype, flat.device) if is_copied else None
@@ -50,20 +50,20 @@ class WireBuffer:
 class HookState:
     """State of `comm_hook`: the wire, the process group, and the buffers of each bucket.
 
-    One state can serve several models on the same group. A state can be created before a process group
-    exists, and can be copied and pickled; an unpickled state uses the default group.
+    One state can serve several models on the same group. It can be created before a process group exists, and
+    can be copied and pickled; an unpickled state uses the default group.
 
     Args:
         process_group: the process group of the DDP; None is the default group.
-        wire: wire over which buckets are reduced: `pe.wire.FP32()`, `BF16()`, `Int8()` and so on
-            (docs/wires.md). For wires that only cast, a dtype is accepted, too.
-        shared_memory: True lets ranks on one host, with gradients on the CPU, reduce in shared memory
+        wire: how buckets are sent: `pe.wire.FP32()`, `BF16()`, `Int8()` and so on (docs/wires.md). A dtype is
+            accepted for wires that only cast.
+        shared_memory: True reduces in shared memory between ranks of one host with gradients on the CPU
             (docs/wires.md), from the first bucket until the state and its models are released. All ranks must
             pass the same value.
 
     Raises:
-        TypeError, ValueError: an argument is not a process group, a wire or a bool. Raised in the first
-            backward if `shared_memory=True` and gradients are not on the CPU.
+        TypeError, ValueError: an argument is not a process group, a wire or a bool. `shared_memory=True` with
+            gradients on another device than the CPU raises in the first backward.
 
     Example:
         >>> ddp_model.register_comm_hook(pe.HookState(wire=torch.bfloat16), pe.comm_hook)  # doctest: +SKIP
@@ -85,7 +85,7 @@ class HookState:
         self.wire, self.shared_memory = as_wire(wire), shared_memory
         if problems := [*wire_problems(self.wire), *wrong_choice(shared_memory)]:
             raise ValueError(problems[0])
-        # ---- kept between buckets ----
+        # ---- state across buckets ----
         self.staged = StagedBuckets()
         self.callbacks = Callbacks()
         self.memory = WireMemory()
@@ -106,9 +106,9 @@ class HookState:
         return self._comms[device]
 
     def wire_buffer(self, bucket: dist.GradBucket, comm: Comm) -> WireBuffer:
-        """Return the wire buffer of a bucket; create a new wire buffer if DDP has rebuilt its buckets."""
-        # Buffers are looked up by parameter, because DDP numbers the buckets of every model from 0, and in
-        # the first backward with static_graph every bucket has number 0.
+        """Return the wire buffer of a bucket; create a new buffer if DDP has rebuilt its buckets."""
+        # Buffers are found by parameter, because DDP numbers the buckets of every model from 0, and in the
+        # first backward with static_graph every bucket has number 0.
         flat, params = bucket.buffer(), bucket.parameters()
         buffer = self._wire_buffers.get(id(params[0]))
         if buffer is None or buffer.numel != flat.numel():
@@ -117,7 +117,7 @@ class HookState:
                 BucketSlice(p, end - p.numel(), p.numel(), p) for p, end in zip(params, ends, strict=True)
             ]
             is_last = bucket.is_last()
-            # The new wire takes over the parameters' residuals from the old buckets.
+            # The new wire takes over the residuals of the parameters from the old buckets.
             wire = self.memory.wire_for(self.wire, places, flat.numel(), flat.device, is_last=is_last)
             buffer = WireBuffer(flat, wire, params, comm)
             others = {key: old for key, old in self._wire_buffers.items() if not old.params & buffer.params}
@@ -148,16 +148,17 @@ def comm_hook(state: HookState | dist.ProcessGroup | None, bucket: dist.GradBuck
 
     Args:
         state: a `HookState`; or, as for PyTorch's own hooks, a process group, or None for the default group.
-            Without a `HookState`, every bucket is reduced with a new state and the wire `FP32()`.
-        bucket: DDP's bucket; with torch.compile's python_reducer, a `(grad, param)` tuple that is reduced in
-            place.
+            Without a `HookState`, a new state with the wire `FP32()` reduces each bucket.
+        bucket: DDP's bucket. The python_reducer of torch.compile passes a `(grad, param)` tuple, which is
+            reduced in place.
 
     Returns:
-        A future of the bucket's buffer, `[numel]` in the gradients' type, with the mean over ranks. The
+        A future of the bucket's buffer, `[numel]` in the gradients' dtype, with the mean over ranks. The
             buffer is DDP's own memory, in which DDP expects the result.
 
-    Cost: an all-reduce of one wire element per element. If the wire has another dtype or folds the division
-    in, also one read and one write per element before and after the all-reduce.
+    Cost: an all-reduce of one element per gradient element, in the communication dtype. If this dtype differs
+    from the gradients' dtype, or the wire applies the division, also one read and one write per element
+    before and after the all-reduce.
     """
     if not isinstance(state, HookState):
         state = HookState(state)
@@ -169,7 +170,7 @@ def comm_hook(state: HookState | dist.ProcessGroup | None, bucket: dist.GradBuck
 
 
 class _Mean:
-    """The mean over ranks of one of DDP's buckets, including the passes before and after the sum."""
+    """The mean over ranks of a DDP bucket, with the passes before and after the all-reduce."""
 
     def __init__(self, state: HookState, bucket: Any) -> None:
         self.state, self.bucket = state, bucket
@@ -181,7 +182,7 @@ class _Mean:
         self.divisor = Divisor(lambda: torch.full((), part, dtype=dtype, device=flat.device), state.wire)
 
     def start(self) -> Future[torch.Tensor]:
-        """Launch the sum, and return a future of DDP's buffer, `[numel]`, with the mean."""
+        """Launch the all-reduce, and return a future of DDP's buffer, `[numel]`, with the mean."""
         state, bucket = self.state, self.bucket
         flat: Tensor = bucket.buffer()
         if flat.layout is not torch.strided:
@@ -200,8 +201,8 @@ class _Mean:
                 result()  # raises the collective's error: torch also runs callbacks of failed futures
             reduced = write_back()
             if keeps_residual:
-                # The optimizer does not use a bucket with inf or nan, so the bucket's residual must not be
-                # used either.
+                # The optimizer does not use a bucket with inf or nan, so the residual of this bucket must not
+                # be used either.
                 memory.drop_of(param, ~torch.isfinite(reduced.sum()))
             return reduced
 
@@ -240,7 +241,7 @@ class _Mean:
         return wire.all_reduce_(sent, comm), write_back
 
     def _launch_wide(self, comm: Comm) -> Launched:
-        """Launch the sum of float64 gradients, which are sent unchanged unless the wire encodes them."""
+        """Launch the all-reduce of float64 gradients, unchanged unless the wire encodes them."""
         flat: Tensor = self.bucket.buffer()
         into, out_of = self.divisor.before_wire(), self.divisor.after_wire()
         if into is None and not self.state.wire.is_encoded:
@@ -264,7 +265,7 @@ def completed(flat: Tensor) -> Future[torch.Tensor]:
 
 
 def _as_bucket(grad: Tensor, param: Tensor) -> Any:
-    """Wrap a gradient that torch.compile's python_reducer passes to the hook as a bucket."""
+    """Make a bucket from a gradient that torch.compile's python_reducer passes to the hook."""
     return SimpleNamespace(
         buffer=lambda: grad.view(-1),
         index=lambda: id(param),

@@ -1,7 +1,7 @@
-"""DDP without its reductions: the engine's own buckets hold the gradients of DDP's module.
+"""DDP without its reductions: the engine's buckets hold the gradients of the wrapped module.
 
-DDP still moves inputs and runs its forward. The undocumented DDP attributes used in this file were checked in
-the source of torch 2.9 to 2.15.
+DDP still moves inputs and runs its forward. This file uses undocumented attributes of DDP, which were checked
+in the source of torch 2.9 to 2.15.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def cap_mb_of(ddp: DistributedDataParallel) -> float:
 
 
 def problems_of_ddp(ddp: DistributedDataParallel) -> Iterator[str]:
-    """Report settings of a DDP or nested DDPs that are not compatible with switching DDP off."""
+    """Report settings of DDP or nested DDPs that prevent switching DDP's reductions off."""
     for each in _all_ddps(ddp):
         name = "ddp_model" if each is ddp else "a DistributedDataParallel inside ddp_model"
         if each._delay_all_reduce_params:
@@ -84,7 +84,7 @@ def problems_of_ddp(ddp: DistributedDataParallel) -> Iterator[str]:
 
 
 class SilentDDP:
-    """A DDP and its nested DDPs, with gradient synchronization switched off until `release`.
+    """A DDP model and its nested DDPs, with gradient synchronization switched off until `release`.
 
     Attributes:
         ddp: the outermost DDP.
@@ -152,10 +152,10 @@ class DDPReducer(BucketReducer):
     ) -> None:
         super().__init__(specs, params, groups=groups, settings=settings, terms=terms)
         self._silent = silent = SilentDDP(ddp)
-        # Called by `release`, or when the engine is collected without `close`.
+        # Called by `release`, or when the engine is freed without `close`.
         self._release_ddp = finalize(self, silent.release)
         self._release_ddp.atexit = False
-        # The `Transfers` of the window whose buffers have been broadcast.
+        # The `Transfers` of the last window in which buffers were broadcast.
         self._broadcast_in: object = None
         self._stream = current_stream(self.params[0].device)
 
@@ -173,7 +173,7 @@ class DDPReducer(BucketReducer):
             report_uncapturable(f"DDP was made on another stream than windows run on: {_ON_ONE_STREAM}")
 
     def launch_rest(self, *, poison: bool = False) -> None:
-        """Launch the remaining buckets, then broadcast DDP's buffers once per window on every rank."""
+        """Launch the remaining buckets, then broadcast DDP's buffers, once per window on every rank."""
         transfers = self._transfers
         super().launch_rest(poison=poison)
         if transfers is None or transfers is self._broadcast_in or transfers.header.is_refused():
@@ -195,17 +195,17 @@ class DDPReducer(BucketReducer):
         self._release_ddp()
 
 
-# DDP holds the autograd nodes that accumulate gradients, and thus the stream on which DDP was created.
+# DDP references the autograd nodes that accumulate gradients, and so the stream on which DDP was created.
 _ON_ONE_STREAM = "make DDP and engine, and run windows, inside one `with torch.Stream(device):`"
 
-# ---- forwards and copies that would not be synchronized ----
+# ---- errors for forwards and copies that would not be synchronized ----
 
 
 class OnlyDDP:
-    """Forward pre-hook that refuses forwards through another DDP over the same parameters.
+    """Forward pre-hook that raises for forwards through another DDP over the same parameters.
 
-    Hooks of the other DDP would reduce the gradients a second time. In copies and pickles of the model this
-    hook is replaced by a hook that does nothing.
+    Hooks of the other DDP would reduce the gradients a second time. Copies and pickles of the model contain a
+    hook that does nothing instead.
     """
 
     def __init__(self, ddp: DistributedDataParallel) -> None:
@@ -216,7 +216,7 @@ class OnlyDDP:
     def __call__(self, *_: Any) -> None:
         if torch.compiler.is_compiling():
             return
-        other = DistributedDataParallel._active_ddp_module  # the innermost DDP whose forward is running
+        other = DistributedDataParallel._active_ddp_module  # the innermost DDP with a running forward
         if other is None or other is self._ddp() or other in self._harmless:
             return
         if self._mine.isdisjoint(id(param) for _, param in visible_parameters(other)):
@@ -241,7 +241,7 @@ _DRIVEN = "_driven_by_pyengine"
 
 
 class _Driven:
-    """An attribute of a silent DDP that prevents copies, because copies would never synchronize."""
+    """An attribute of a DDP without reductions; it prevents copies, which would never synchronize."""
 
     def __reduce__(self) -> Any:
         raise TypeError(

@@ -1,1 +1,1 @@
-"""FSDP2 support: units of `fully_shard` and `replicate` reduce once per window."""
+"""FSDP2 support: the units of `fully_shard` and `replicate` reduce gradients once per window."""

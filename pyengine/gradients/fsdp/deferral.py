@@ -1,4 +1,4 @@
-"""Chooses when each unit of a sharded model communicates, within a memory budget."""
+"""Chooses when each FSDP2 unit of a model communicates, within a memory budget."""
 
 from __future__ import annotations
 
@@ -11,18 +11,17 @@ import torch
 from pyengine.gradients.fsdp.units import Unit
 from pyengine.gradients.settings import Settings
 
-# For the collectives that each mode launches, see [Note: order of collectives in a window] in
-# engine/engine.py.
+# [Note: order of collectives in a window] in engine/engine.py lists the collectives of each mode.
 MODES = ("all", "outer", "none")
 Defer = str | Mapping[str, str]
 
 
 @dataclass(frozen=True)
 class Deferral:
-    """The deferral that the arguments of `attach` request."""
+    """The arguments of `attach` about deferring communication."""
 
-    defer: Defer = "all"  # a mode for all units, or a dict by unit name (default "all")
-    budget_mb: float | None = None  # MiB that deferral may hold on a rank; None: `defer` decides
+    defer: Defer = "all"  # one mode for all units, or a dict by unit name (default "all")
+    budget_mb: float | None = None  # MiB per rank for deferred communication; None: use `defer`
 
     def __str__(self) -> str:
         given = self.defer if isinstance(self.defer, str) else dict(self.defer)
@@ -30,13 +29,13 @@ class Deferral:
 
 
 def choose(units: Sequence[Unit], deferral: Deferral) -> None:
-    """Choose `mode` and `keeps`, which decide how a unit communicates, for every unit.
+    """Choose `mode` and `keeps` for every unit: when it reduces, and whether it stays unsharded.
 
-    Within a budget, unsharded parameters have priority over sums. Over a window of A micro-batches, unsharded
-    parameters save 2A - 1 all-gathers, while sums save A - 1 reductions, for the same bytes per element. The
-    saving per byte is equal for all units, so the budget is given to the first units, whose communication
-    overlaps least. The first forward has to wait for the all-gather of these units, and their gradients are
-    complete only at the end of the backward.
+    Within a budget, unsharded parameters have priority over unsharded sums. Over a window of A micro-batches,
+    unsharded parameters save 2A - 1 all-gathers, while unsharded sums save A - 1 reductions, for the same
+    bytes per element. The saving per byte is equal for all units, so the budget goes to the first units,
+    whose communication overlaps least. The first forward has to wait for the all-gather of these units, and
+    their gradients are complete only at the end of the backward.
     """
     if deferral.budget_mb is None:
         for unit in units:
@@ -56,9 +55,9 @@ def choose(units: Sequence[Unit], deferral: Deferral) -> None:
 
 
 def problems_of_deferral(units: Sequence[Unit], deferral: Deferral, settings: Settings) -> list[str]:
-    """Return messages for invalid deferral arguments."""
+    """Return error messages for invalid values of `defer` and `defer_budget_mb`."""
     if settings.problems():
-        return []  # invalid values are reported elsewhere
+        return []  # other code reports invalid values
     defer, budget = deferral.defer, deferral.budget_mb
     if budget is not None and (not isinstance(budget, Real) or isinstance(budget, bool) or not budget >= 0):
         return [f"defer_budget_mb={budget!r}: need a size of at least 0 in MiB; math.inf defers everything"]

@@ -1,7 +1,7 @@
 """Exact sums of sharded parameters, with the same bits as under DDP or `GradSync`, on any mesh.
 
-Because FSDP unshards parameters, a micro-batch's gradient has the same bits as without FSDP. Gradients are
-summed unsharded and ranks merge the unsharded sums. Each rank then keeps its shard of the result. Norms and
+Because FSDP unshards parameters, the gradient of a micro-batch has the same bits as without FSDP. Gradients
+are summed unsharded, the sums of all ranks are added, and each rank keeps its shard of the result. Norms and
 flags are computed from the unsharded result, so they do not depend on the mesh.
 """
 
@@ -30,9 +30,9 @@ from pyengine.wire import FP32
 
 
 class UnitBucket(SendableBucket):
-    """The exact sum of one unit's gradients, unsharded.
+    """The exact sum of the gradients of one FSDP2 unit, unsharded.
 
-    The sum takes 8.02 bytes per element on every rank, and 2 more if parameters are narrow.
+    The sum takes 8.02 bytes per element on every rank, and 2 more for bf16 and fp16 parameters.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class UnitBucket(SendableBucket):
 
 
 class ExactFSDPReducer(ShardedReducer):
-    """Gradients of a sharded model, summed exactly; nothing overlaps with a backward."""
+    """Gradients of a sharded model, summed exactly; the reductions do not overlap with a backward."""
 
     def __init__(self, managed: Managed, *, terms: Terms) -> None:
         super().__init__(managed)
@@ -90,7 +90,7 @@ class ExactFSDPReducer(ShardedReducer):
         self._transfers = None
 
     def collect(self) -> None:
-        """Deposit the gradients that the unsharded parameters' `.grad` holds."""
+        """Add the gradients in `.grad` of the unsharded parameters to the sums."""
         is_void, popped = self.unsharded.is_void, self.unsharded.pop_grads()
         self.padding.end()
         grads = {index: grad.detach().reshape(-1) for index, grad in popped.items()}
@@ -121,7 +121,7 @@ class ExactFSDPReducer(ShardedReducer):
         final.sumsq = torch.where(self._reports_norm, final.sumsq, 0.0)
 
     def _launch_rest(self, *, poison: bool) -> None:
-        """Launch the missing collectives; the first collective of every unit precedes all later ones."""
+        """Launch the missing collectives; the first collectives of all units precede all others."""
         if self._transfers is None:
             return
         self._transfers.launch_rest(poison=poison)

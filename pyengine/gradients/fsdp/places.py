@@ -1,7 +1,7 @@
-"""Layout of the parameters of sharded models on their meshes.
+"""The layout of sharded parameters on their meshes.
 
-The first axes of a mesh are data-parallel. The remaining axes are tensor-parallel; FSDP shards the
-tensor-parallel shards again.
+The first axes of a mesh are data-parallel. The remaining axes are tensor-parallel. FSDP shards the shards of
+tensor parallelism further.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from pyengine.wire.memory import BucketSlice
 
 @dataclass(frozen=True, kw_only=True)
 class ScatteredSlice(BucketSlice):
-    """The position of a parameter in the input of a unit's reduce-scatter.
+    """The position of a parameter in the input buffer of a unit's reduce-scatter.
 
-    The input has one chunk for each rank. Every chunk contains a padded shard of the parameter, at the same
+    The buffer has one chunk for each rank. Every chunk contains a padded shard of the parameter, at the same
     `offset` from the start of the chunk.
     """
 
@@ -40,7 +40,7 @@ class ScatteredSlice(BucketSlice):
             shard.copy_(chunk)
 
     def _shards(self, flat: Tensor, whole: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """Return each shard's view of the input and of `whole`; the last shards may be short or missing."""
+        """Return each shard's view of the input and of `whole`; the last shards may be short."""
         rows = flat.view(self.shards, -1)[:, self.offset : self.offset + self.padded]
         chunks = whole.chunk(self.shards, self.dim)
         return [
@@ -49,7 +49,7 @@ class ScatteredSlice(BucketSlice):
 
 
 def scattered_places(params: Sequence[Any], names: Mapping[int, str], data_ndim: int) -> list[ScatteredSlice]:
-    """Return the positions of `params`, which a unit reduce-scatters in order; `names` is by id."""
+    """Return the positions of `params`, which a unit reduce-scatters in this order; `names` is by id."""
     places, offset = [], 0
     for param in params:
         dim = next(place.dim for place in param.placements[:data_ndim] if not place.is_replicate())
@@ -87,7 +87,7 @@ def whole_shape(param: Any, data_ndim: int) -> list[int]:
 
 
 def is_counted(param: Any) -> bool:
-    """Whether this rank counts its shard in the norm; True on the first rank that holds the shard."""
+    """Whether this rank includes its shard in the norm; True on the first rank that holds the shard."""
     coordinate = param.device_mesh.get_coordinate()
     return all(
         index == 0
@@ -97,7 +97,7 @@ def is_counted(param: Any) -> bool:
 
 
 def is_first_on_mesh(param: Any) -> bool:
-    """Whether this rank is first on every axis of the mesh."""
+    """Whether this rank has index 0 on every axis of the mesh."""
     return not any(param.device_mesh.get_coordinate())
 
 

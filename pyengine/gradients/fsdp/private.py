@@ -1,7 +1,7 @@
-"""Access to FSDP2's private state, which is restored when the engine is closed.
+"""Access to private state of FSDP2; the state is restored when the engine is closed.
 
-Tested with torch 2.11 to 2.13. During a window only public methods are used. Two of these methods were added
-in torch 2.13; `reduce_unused` and `reset_iter_state` replace them in earlier versions.
+Tested with torch 2.11 to 2.13. During a window only public methods are used. Torch 2.13 has added two of
+these methods; in earlier versions `reduce_unused` and `reset_iter_state` replace them.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ _READ = ("mesh_info", "mp_policy", "offload_policy", "device", "_partial_reduce_
 
 def is_unit(module: object) -> bool:
     """Whether `fully_shard` or `replicate` was called on a module."""
-    # Compare names, because importing the class takes longer than importing this package.
+    # Compare class names, because importing the class takes longer than importing this package.
     return any(kind.__name__ == "FSDPModule" for kind in type(module).__mro__)
 
 
 def missing(module: Any) -> list[str]:
-    """Return the names that this version of torch lacks."""
+    """Return the needed names that this version of torch does not have."""
     names = [name for name in _NEEDED if not hasattr(module, name)]
     names += [] if hasattr(torch.Tensor, "grad_dtype") else ["Tensor.grad_dtype"]
     state = module._get_fsdp_state() if hasattr(module, "_get_fsdp_state") else None
@@ -80,7 +80,7 @@ def reduced_parameters(module: Any, waiting: Collection[int] = ()) -> list[Param
 
     A unit reduces parameters that a forward has unsharded and that either require a gradient or still hold a
     gradient from before they were frozen. `waiting` holds the ids that `waiting_parameters` returned before
-    the backward that reduces.
+    this backward.
     """
     return [
         managed.sharded_param
@@ -120,17 +120,17 @@ def has_named_dims(module: Any) -> bool:
 
 
 def is_inner(module: Any) -> bool:
-    """Whether a forward has shown that a unit is nested in a larger unit."""
+    """Whether a unit is nested in a larger unit; known after a forward."""
     return module._get_fsdp_state()._is_root is False
 
 
 def has_run(module: Any) -> bool:
-    """Whether a forward of the outermost unit has ever begun."""
+    """Whether any forward of the outermost unit has begun."""
     return module._get_fsdp_state()._is_root is True
 
 
 def reduce_unused(module: Any) -> None:
-    """Let a unit reduce zeros for parameters without a gradient, for which other ranks may have one.
+    """Let a unit reduce zeros for parameters without a gradient, because other ranks may have a gradient.
 
     torch before 2.13 has no setter for this behavior; `SavedSettings.restore` undoes the change.
     """
@@ -151,7 +151,7 @@ def _reduce_with_zeros(group: Any, post_backward: Callable[..., None], *unused: 
 
 
 def allow_unused_units(module: Any) -> None:
-    """Let a backward that does not reduce skip parameters that no forward has unsharded yet.
+    """Let a backward without reductions skip parameters that no forward has unsharded yet.
 
     Without this change torch (2.11 to 2.13) raises AttributeError for such parameters if the policy has a
     `reduce_dtype`. `SavedSettings.restore` undoes the change.
@@ -168,11 +168,11 @@ def _widen_if_unsharded(managed: Any, widen: Callable[[], None]) -> None:
 
 
 def reset_iter_state(module: Any) -> None:
-    """Make FSDP discard an unfinished forward or backward of the outermost unit."""
+    """Discard the state of an unfinished forward or backward of the outermost unit."""
     if hasattr(module, "reset_iter_state"):
         module.reset_iter_state()
         return
-    # These are the same steps as in torch 2.13.
+    # The same operations as in torch 2.13.
     root = module._get_fsdp_state()
     shared, comm = root._state_ctx, root._comm_ctx
     stream, idle = root._device_handle.current_stream(), type(root._training_state).IDLE
@@ -191,7 +191,7 @@ def reset_iter_state(module: Any) -> None:
         state._training_state = idle
         state._modules_to_run_forward.clear()
         for group in _groups_of(state):
-            group.finalize_backward()  # waits
+            group.finalize_backward()  # waits for the reduce-scatters
             if group._reshard_after_forward_event is not None:
                 group._wait_all_gather_streams_on_event(group._reshard_after_forward_event)
                 group._reshard_after_forward_event = None
@@ -203,12 +203,12 @@ def reset_iter_state(module: Any) -> None:
 
 
 def state_id(module: Any) -> int:
-    """Return the id of a module's FSDP state; modules passed to `fully_shard` together share one state."""
+    """Return the id of a module's FSDP state, which all modules of one `fully_shard` call share."""
     return id(module._get_fsdp_state())
 
 
 def reduce_dtype(module: nn.Module) -> torch.dtype | None:
-    """Return the dtype of a unit's sums over micro-batches and ranks; None if the unit trains nothing."""
+    """Return the dtype in which a unit sums gradients; None if the unit trains no parameter."""
     for group in groups_of(module):
         policy = group.mp_policy
         for managed in group.fsdp_params:
@@ -219,7 +219,7 @@ def reduce_dtype(module: nn.Module) -> torch.dtype | None:
 
 
 def compute_dtype(module: nn.Module, param: Parameter) -> torch.dtype:
-    """Return the dtype of a unit's unsharded parameter."""
+    """Return the dtype of a parameter in forwards."""
     policy = groups_of(module)[0].mp_policy
     dtype: torch.dtype = policy.param_dtype or param.dtype
     return dtype
@@ -240,13 +240,13 @@ def has_reduce_hook(module: nn.Module) -> bool:
 
 
 def has_own_reduce_scatter(module: nn.Module) -> bool:
-    """Whether torch's own reduce-scatter was replaced."""
+    """Whether other code has replaced torch's reduce-scatter."""
     kinds = (type(group._reduce_scatter_comm) for group in groups_of(module))
     return any(not kind.__module__.startswith("torch.") for kind in kinds)
 
 
 class SavedSettings:
-    """A unit's settings from before the engine was created, to be restored later."""
+    """The settings of a unit before the engine was created, to be restored later."""
 
     def __init__(self, module: Any) -> None:
         self._state = module._get_fsdp_state()
@@ -269,8 +269,8 @@ class SavedSettings:
         """Restore whether the unit reshards its parameters after a forward."""
         state = self._state
         state._auto_reshard_after_forward = self._automatic
-        # torch makes this decision in the first forward, which may have run since, and does not reshard the
-        # root module.
+        # torch makes this decision in the first forward, which may have run in the meantime, and does not
+        # reshard the root module.
         is_root = self._automatic and state._is_root is True
         for group, values in self._groups:
             group.post_forward_mesh_info = None if is_root else values["post_forward_mesh_info"]

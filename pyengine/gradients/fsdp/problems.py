@@ -1,4 +1,4 @@
-"""Checks for sharded models that the engine does not support, with a remedy for each problem."""
+"""Checks for unsupported sharded models, with a remedy for each problem."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from pyengine.wire import Wire
 
 
 def check_version(model: nn.Module) -> None:
-    """Raise RuntimeError if the FSDP2 of this torch version is not supported."""
+    """Raise RuntimeError if the engine does not support FSDP2 of this torch version."""
     lacks = missing(model)
     if lacks:
         raise RuntimeError(
@@ -39,7 +39,7 @@ def check_version(model: nn.Module) -> None:
 def managed_parameters(
     model: nn.Module, units: Sequence[Unit]
 ) -> tuple[list[tuple[str, Parameter]], list[Parameter]]:
-    """Return the named parameters that units manage, and the caller's other parameters.
+    """Return the named parameters that FSDP2 units manage, and the remaining parameters.
 
     Both lists are in registration order.
     """
@@ -87,10 +87,10 @@ def _unit_problems(unit: Unit, settings: Settings) -> Iterator[str]:
 
 
 def _sum_problems(unit: Unit, settings: Settings) -> Iterator[str]:
-    """Yield messages if a unit's policy sums in a different dtype than the arguments request."""
+    """Yield messages if the policy of a unit sums in another dtype than the arguments request."""
     dtype = reduce_dtype(unit.module)
     if dtype is None or settings.problems() or settings.kind == "exact":
-        return  # exact sums are reduced without FSDP
+        return  # FSDP does not reduce exact sums
     short = str(dtype).removeprefix("torch.")
     if settings.kind == "fp32" and dtype.itemsize < torch.float32.itemsize:
         yield (
@@ -108,7 +108,7 @@ def _sum_problems(unit: Unit, settings: Settings) -> Iterator[str]:
 
 
 def _wire_problems(unit: Unit, dtype: torch.dtype, wire: Wire) -> Iterator[str]:
-    """Yield the reasons why a unit's sums of dtype `dtype` cannot use `wire`."""
+    """Yield the reasons why a unit cannot reduce sums of dtype `dtype` over `wire`."""
     text = f"reduces in {dtype}, and wire={wire}".replace("torch.", "")
     if dtype != wire.dtype and wire.dtype.itemsize >= dtype.itemsize:
         yield (

@@ -1,7 +1,7 @@
 """Gradients of FSDP2 models, which the engine reduces once per window.
 
-Before the window's last backward, the unsharded parameters' `.grad` holds the sums. FSDP2 computes the plain
-sum over ranks, and the engine multiplies this sum by 1/count.
+Before the window's last backward, `.grad` of the unsharded parameters holds the sums. FSDP2 computes the sum
+over ranks without a division, and the engine multiplies the sum by 1/count.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ _log = logging.getLogger("pyengine.gradients")
 
 @dataclass(frozen=True)
 class Managed:
-    """A model prepared by `fully_shard` or `replicate`, and the engine's arguments."""
+    """A model prepared by `fully_shard` or `replicate`, and the arguments of the engine."""
 
     model: nn.Module  # the outermost unit
-    named: Sequence[tuple[str, Parameter]]  # the model's managed, sharded parameters, in registration order
+    named: Sequence[tuple[str, Parameter]]  # the sharded parameters of the units, in registration order
     units: Sequence[Unit]
-    counted: Sequence[bool]  # per parameter, whether this rank counts its local tensor in the norm
+    counted: Sequence[bool]  # per parameter, whether this rank includes its local tensor in the norm
     comm: Comm  # over all ranks of the engine
     settings: Settings
 
@@ -58,13 +58,13 @@ class ShardedPadding(Padding):
     """Padding micro-batches of a sharded model.
 
     Args:
-        ignored: parameters of the model that the engine does not manage.
+        ignored: parameters of the model that the engine does not reduce.
     """
 
     def __init__(self, model: nn.Module, unsharded: Unsharded, ignored: Sequence[Parameter]) -> None:
         self._model, self._unsharded, self._ignored = model, unsharded, ignored
         self._restore_buffers: Callable[[], None] | None = None
-        # The caller's leaves and their gradients while padding runs, by the leaf's id.
+        # Leaf tensors of the caller and their gradients while padding runs, by id of the leaf.
         self._preserved: dict[int, tuple[Tensor, Tensor | None]] = {}
 
     def begin(self) -> None:
@@ -80,7 +80,7 @@ class ShardedPadding(Padding):
                 leaf.grad = None
 
     def end(self) -> None:
-        """Restore the buffers and the gradients of the caller's leaves."""
+        """Restore the buffers, and the gradients of the caller's leaf tensors."""
         for leaf, grad in self._preserved.values():
             leaf.grad = grad
         self._preserved = {}
@@ -128,15 +128,15 @@ class ShardedReducer(Reducer):
         for unit in self.units:
             unit.attach(self.wire, names)
         self.unsharded = Unsharded(managed.model, self.units, self.params, settings=managed.settings)
-        # Called by `release`, or when the engine is collected without `close`.
+        # Called by `release`, or when the engine is freed without `close`.
         self._give_back = finalize(self, _give_back, self.units, self.unsharded)
         self._give_back.atexit = False
         self.is_clean = True  # whether FSDP holds no state of an unfinished window
         self._divisor: Divisor | None = None
         self._used_flags: UsedFlags | None = None
         self._has_warned = False
-        # Use a weak reference, because parameter hooks refer to `unsharded` and are invisible to Python's
-        # garbage collector.
+        # Use a weak reference, because parameter hooks refer to `unsharded`, and Python's garbage collector
+        # does not see these hooks.
         warn = WeakMethod(self._warn_of_bare_backwards)
         self.unsharded.on_repeat = lambda: own() if (own := warn()) is not None else None
         ignored = [param for param in managed.model.parameters() if id(param) not in names]
@@ -152,7 +152,7 @@ class ShardedReducer(Reducer):
             unit.open()
 
     def abandon(self) -> None:
-        """Reshard parameters that are kept unsharded, in the compute dtype, during a window."""
+        """Reshard parameters that the window has kept unsharded in the compute dtype."""
         self.reset()
         for unit in self.units:
             unit.close()
@@ -164,7 +164,7 @@ class ShardedReducer(Reducer):
         super().begin()
 
     def _warn_of_bare_backwards(self) -> None:
-        """Warn once about two backwards between windows without a step."""
+        """Warn once about two backwards between windows without an optimizer step."""
         if self.is_clean and not self._has_warned:
             self._has_warned = True
             warnings.warn(
@@ -177,7 +177,7 @@ class ShardedReducer(Reducer):
         return self.unsharded.used[index] or self.params[index].grad is not None
 
     def release(self, *, keeps_grad: bool) -> None:
-        """Restore the units, so that they reduce in every backward again."""
+        """Restore the units, so that every backward reduces again."""
         self.reset()
         self.padding.end()
         self._give_back()
@@ -186,14 +186,14 @@ class ShardedReducer(Reducer):
                 param.grad = None
 
     def make_divisor(self, header: Header, wire: Wire) -> Divisor:
-        """Create the window's divisor; raise if ranks disagree in the header, since FSDP would hang."""
+        """Create the window's divisor; raise if ranks disagree in the header, because FSDP would hang."""
         if header.is_refused():
             check_agreement(header, header.totals(), self.comm)
         self._divisor = Divisor(header.inv_count, wire, header.inv_scale)
         return self._divisor
 
     def reset(self) -> None:
-        """Make FSDP discard an unfinished window."""
+        """Discard the state of an unfinished window in FSDP."""
         if not self.is_clean and has_run(self.model):
             reset_iter_state(self.model)
         self.is_clean = True
@@ -206,15 +206,16 @@ def _give_back(units: Sequence[Unit], unsharded: Unsharded) -> None:
 
 
 class FSDPReducer(ShardedReducer):
-    """Gradients owned by `fully_shard` or `replicate`."""
+    """Gradients that `fully_shard` or `replicate` reduces."""
 
     overlaps = True
 
     def __init__(self, managed: Managed) -> None:
         super().__init__(managed)
         settings = managed.settings
-        # If all gradients wait for the end of the window and the wire needs means, gradients are multiplied
-        # by 1/count before the wire. In all other cases the sum is multiplied by 1/count afterwards.
+        # If all gradients are deferred to the end of the window and the wire needs means, gradients are
+        # multiplied by 1/count before the communication. In all other cases the sum is multiplied by 1/count
+        # afterwards.
         waits = all(
             unit.mode == "all" and (unit.narrows(settings.wire) or reduce_dtype(unit.module) is None)
             for unit in self.units
@@ -240,7 +241,7 @@ class FSDPReducer(ShardedReducer):
     def reduce(self, header: Header) -> None:
         """Reduce by replaying the forward and backward of an old batch with zero gradients.
 
-        A replay is needed because FSDP reduces only inside a backward.
+        The replay is needed because FSDP reduces only inside a backward.
         """
         with self._reducing(header):
             pass
@@ -262,7 +263,7 @@ class FSDPReducer(ShardedReducer):
             self._used_flags = self.used.all_reduce(self.unsharded.used)
 
     def finish(self, final: FinalPass) -> None:
-        """Read and scale `.grad` in one pass, after FSDP has waited for the gradients and written them."""
+        """Read and scale `.grad` in one pass, after FSDP has reduced the gradients."""
         if self._gave_up:
             final.void = self._nan
         if self._used_flags is not None:
@@ -287,12 +288,12 @@ class FSDPReducer(ShardedReducer):
 
     @contextmanager
     def _reducing(self, header: Header) -> Iterator[None]:
-        """Reduce in the body's backward, or in a replayed backward if the body has no backward."""
+        """Reduce in the body's backward, or in a replayed backward if the body has none."""
         self.wire.before = self.make_divisor(header, self._divisor_wire).before_wire
         self.wire.memory.begin(header.position[0])
         _log.debug("reduce %d units in the next backward", len(self.units))
         if not self._replay.has_batch and not self.unsharded.has_run:
-            self._replay.run(self.padding.preserve_grads)  # raises
+            self._replay.run(self.padding.preserve_grads)  # raises the error
         for unit in self.units:
             unit.enable_reduction()
         self.unsharded.has_arrived = False

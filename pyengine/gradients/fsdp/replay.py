@@ -1,6 +1,6 @@
 """Replay of a forward and backward with zero gradients.
 
-A replay makes FSDP2 reduce gradients when no backward of the caller is running.
+A replay makes FSDP2 reduce gradients when the caller runs no backward.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Replay:
         return self._inputs is not None
 
     def run(self, preserve_grads: Callable[[Sequence[Tensor]], None]) -> None:
-        """Run a forward and backward, whose gradients the caller replaces with zeros.
+        """Run a forward and a backward; the caller replaces their gradients with zeros.
 
         Buffers and random generators are restored afterwards. `preserve_grads` is called before the backward,
         with the tensors from which the backward starts.
@@ -100,7 +100,7 @@ def _device_of(model: nn.Module) -> torch.device:
 def _detached(value: Any) -> Any:
     """Detach tensors from their graph, including tensors inside lists, tuples and dicts."""
     if isinstance(value, Tensor):
-        detached = value.detach()  # under torch.func transforms requires_grad_ raises
+        detached = value.detach()  # `requires_grad_` raises under torch.func transforms
         return detached.requires_grad_() if value.requires_grad else detached
     if isinstance(value, dict):
         return {name: _detached(item) for name, item in value.items()}

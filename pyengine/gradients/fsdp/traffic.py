@@ -26,7 +26,7 @@ def _run(comm: Comm, launch: Callable[[bool], Any], what: str, *, group: Any, is
 
 
 class CountedAllGather:
-    """A unit's all-gather of parameters, which counts its traffic."""
+    """The all-gather of a unit's parameters, with a traffic counter."""
 
     def __init__(self, inner: Any, comm: Comm) -> None:
         self._inner, self._comm = inner, comm
@@ -46,35 +46,35 @@ class CountedAllGather:
 
 
 class ShardWire:
-    """The wire over which the units of one engine reduce-scatter gradients.
+    """The communication format (wire) in which the units of one engine reduce-scatter gradients.
 
     Args:
         wire: a wire with the units' reduce dtype or a narrower dtype.
-        comm: transport that counts the traffic and names the ranks that do not answer.
+        comm: transport that counts the traffic and names missing ranks.
     """
 
     def __init__(self, wire: Wire, comm: Comm) -> None:
         self.wire, self.comm = wire, comm
-        # Function that returns the factor by which sums are multiplied before the wire, float32 0-dim; None
-        # for 1. The function is set for each window.
+        # Returns the factor by which sums are multiplied before the reduce-scatter, float32 0-dim; None for
+        # 1. Set for each window.
         self.before: Callable[[], Tensor | None] = lambda: None
-        self.memory = WireMemory()  # residuals of the units
+        self.memory = WireMemory()  # the residuals (rounding errors) of the units
         self._over: dict[Any, TorchDist] = {}
 
     def replaces(self, inner: Any, group: Any, parts: Tensor) -> bool:
         """Whether the wire sums this input, instead of the unit's own reduce-scatter `inner`."""
         if parts.dtype != self.wire.dtype or self.wire.is_encoded:
             return True
-        # gloo's own reduce-scatter is an all-reduce, which sends twice as much. `dist.get_backend` does not
-        # take a device.
+        # gloo's own reduce-scatter is an all-reduce, which sends twice as much. `dist.get_backend` takes no
+        # device.
         backend = group._get_backend(parts.device).name().lower()  # noqa: SLF001
         is_slow = not runs_ahead(parts.device) and backend == "gloo"
         return is_slow and type(inner).__name__ == "DefaultReduceScatter" and self.wire.can_reduce_scatter
 
     def reduce_scatter(self, out: Tensor, parts: Tensor, group: Any, wire: Wire) -> None:
-        """Sum over a group like `Wire.reduce_scatter`; values are cast if the wire is narrower.
+        """Reduce-scatter as in `Wire.reduce_scatter`; cast the values if the wire is narrower.
 
-        `parts` is overwritten if it is multiplied by a factor without a cast. `wire` is the unit's wire.
+        `parts` is overwritten if it is multiplied by a factor without a cast. `wire` is the wire of the unit.
         """
         if group not in self._over:
             self._over[group] = TorchDist(group, parts.device)
@@ -89,12 +89,12 @@ class ShardWire:
 
 
 class ReduceScatterOverWire:
-    """A unit's reduce-scatter of gradients; called with the arguments of torch's own reduce-scatter.
+    """The reduce-scatter of a unit's gradients, called with the arguments of torch's own reduce-scatter.
 
     Args:
         inner: the unit's own reduce-scatter, which `wire` replaces if the wire is narrower or cheaper.
-        reduced: returns the sharded parameters that are reduce-scattered now.
-        places: returns the parameters' positions in the input.
+        reduced: returns the sharded parameters that this call reduce-scatters.
+        places: returns the positions of the parameters in the input.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class ReduceScatterOverWire:
         places: Callable[[Sequence[Parameter]], Sequence[ScatteredSlice]],
     ) -> None:
         self._inner, self._wire, self._reduced, self._places = inner, wire, reduced, places
-        self._own_wire: tuple[Wire, list[int]] | None = None  # the unit's wire, and the ids of its parameters
+        self._own_wire: tuple[Wire, list[int]] | None = None  # the wire, and the ids of the parameters
         self.allocate = inner.allocate
 
     def __call__(
@@ -125,10 +125,10 @@ class ReduceScatterOverWire:
         )
 
     def _wire_of(self, parts: Tensor) -> Wire:
-        """Return the unit's wire, or a new wire if the parameters have changed.
+        """Return the wire of the unit, or a new wire if the parameters have changed.
 
-        Parameters are compared instead of sizes, because parameters that are trained in turn may have equal
-        sizes.
+        The comparison uses parameters instead of sizes, because parameters that are trained in turn may have
+        equal sizes.
         """
         if not self._wire.wire.keeps_memory:
             return self._wire.wire

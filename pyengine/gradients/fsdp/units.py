@@ -1,4 +1,4 @@
-"""Units of a sharded model, and the torch setters that are called on them."""
+"""The FSDP2 units of a sharded model, and the torch setters that the engine calls on them."""
 
 from __future__ import annotations
 
@@ -29,25 +29,25 @@ from pyengine.wire import Wire
 
 
 class Unit:
-    """A module that `fully_shard` or `replicate` was called on."""
+    """A module on which `fully_shard` or `replicate` was called."""
 
-    # ---- how the unit communicates in a window, set by `choose` in deferral.py ----
+    # ---- how the unit communicates in a window; `choose` in deferral.py sets this ----
 
-    # When the unit's gradients are reduced. "all": in the last micro-batch only; gradients are held unsharded
-    # until then. "outer": reduce-scattered in every micro-batch, and all-reduced over replicas in the last
-    # micro-batch. "none": in every micro-batch.
+    # When the gradients of the unit are reduced. "all": in the last micro-batch only; gradients are held
+    # unsharded until then. "outer": reduce-scattered in every micro-batch, and all-reduced over replicas in
+    # the last micro-batch. "none": in every micro-batch.
     mode = "all"
     # Whether parameters stay unsharded from the window's first forward to its last backward.
     keeps = False
 
     def __init__(self, name: str, module: Any) -> None:
-        self.name, self.module = name, module  # the name is empty for the model itself
-        self.params = parameters_of(module)  # sharded
-        # The number of data-parallel axes, which come first in the parameters' meshes. Also the numbers of
+        self.name, self.module = name, module  # the name of the model itself is empty
+        self.params = parameters_of(module)  # sharded parameters
+        # The number of data-parallel axes, which come first in the meshes of the parameters; the numbers of
         # replicas and of shards of a parameter along these axes.
         self.data_ndim = data_ndim(module)
         self.replicas, self.shards = replicas_and_shards(self.params, self.data_ndim)
-        self._waiting: set[int] = set()  # ids of parameters whose old gradient the next backward reduces
+        self._waiting: set[int] = set()  # ids of parameters with an old gradient to reduce
 
     @property
     def is_replicated(self) -> bool:
@@ -56,16 +56,16 @@ class Unit:
 
     @property
     def is_sharded(self) -> bool:
-        """Whether forwards have to unshard parameters."""
+        """Whether a forward has to unshard parameters."""
         return bool(self.params) and not self.is_replicated
 
     @property
     def has_replicas_of_shards(self) -> bool:
-        """Whether the unit is reduced in two steps: over shards, then over replicas of the shards."""
+        """Whether the unit is reduced in two steps: over shards, then over the replicas of each shard."""
         return self.is_sharded and self.replicas > 1
 
     def narrows(self, wire: Wire) -> bool:
-        """Whether the wire encodes or casts the unit's gradients for the reduce-scatter."""
+        """Whether the wire encodes or casts the gradients of this unit for the reduce-scatter."""
         dtype = reduce_dtype(self.module)
         is_other = dtype is not None and (dtype != wire.dtype or wire.is_encoded)
         return is_other and self.is_sharded and self.shards > 1
@@ -76,25 +76,26 @@ class Unit:
 
     @property
     def gathered_bytes(self) -> int:
-        """Bytes of the unsharded parameters."""
+        """Size of the unsharded parameters, in bytes."""
         return sum(self.whole_numel(p) * compute_dtype(self.module, p).itemsize for p in self.params)
 
     @property
     def sum_bytes(self) -> int:
-        """Bytes of the unsharded sums."""
+        """Size of the unsharded sums, in bytes."""
         dtype = reduce_dtype(self.module)
         trained = sum(self.whole_numel(p) for p in self.params if p.requires_grad)
         return 0 if dtype is None else trained * dtype.itemsize
 
     @property
     def held_bytes(self) -> int:
-        """Bytes that a rank holds throughout a window as a result of `mode` and `keeps`."""
+        """Bytes that a rank holds throughout a window because of `mode` and `keeps`."""
         return (self.sum_bytes if self.mode == "all" else 0) + (self.gathered_bytes if self.keeps else 0)
 
     def open(self) -> None:
         """Open a window."""
         module, mode = self.module, self.mode
-        # A forward outside of windows may have unsharded the parameters; an optimizer may have stepped since.
+        # A forward outside of windows may have unsharded the parameters, and an optimizer may have changed
+        # them.
         module.reshard()
         module.set_requires_gradient_sync(mode != "all", recurse=False)
         if mode == "outer":
@@ -104,11 +105,10 @@ class Unit:
             module.set_reshard_after_backward(False, recurse=False)
 
     def attach(self, wire: ShardWire, names: Mapping[int, str]) -> None:
-        """Let the engine decide when this unit reduces. The unit then reduces sums of all parameters.
+        """Let the engine decide when this unit reduces. The unit then sums gradients without a division.
 
         Args:
-            wire: wire over which the unit's gradients are reduced; its transport counts the unit's
-                collectives.
+            wire: the wire that reduces the unit's gradients; its transport counts the collectives.
             names: names of the parameters, by id.
         """
         module = self.module

@@ -20,11 +20,11 @@ from pyengine.window.nonfinite import flagged_in
 
 
 class Unsharded:
-    """The gradients that autograd accumulates into a model's unsharded parameters.
+    """The gradients that autograd accumulates into the unsharded parameters of a model.
 
-    A unit's forward sets the unsharded parameters as module attributes. After the forward torch keeps the
-    Parameter objects and frees only their memory. The sums of earlier micro-batches stay in the `.grad` of
-    these Parameter objects, which torch does not change while gradients are not reduced.
+    The forward of a unit sets the unsharded parameters as module attributes. After the forward torch keeps
+    the Parameter objects and frees only their memory. Their `.grad` holds the sums of earlier micro-batches,
+    and torch does not change it until gradients are reduced.
 
     Args:
         params: the sharded parameters, in registration order; all indices here refer to this order.
@@ -38,17 +38,17 @@ class Unsharded:
         *,
         settings: Settings,
     ) -> None:
-        # With exact sums, incoming gradients are checked in the dtype in which they were computed. Other
+        # For exact sums, incoming gradients are checked in the dtype in which they were computed. Other
         # gradients are summed in the unit's reduce dtype, and checked when they arrive.
         self._widens = settings.kind != "exact"
         self._watches = self._widens and settings.raises
-        # ---- the unsharded parameters, by index; known after each unit's first forward ----
+        # ---- unsharded parameters by index, known after the first forward of each unit ----
         self._index = {id(param): index for index, param in enumerate(params)}
         self._found: dict[int, Any] = {}
         self._handles: list[Any] = []
         # ---- gradients of this window ----
-        # Indices of parameters whose gradients FSDP would cast at the end of a backward. This micro-batch's
-        # gradients of these parameters are hidden from FSDP.
+        # Indices of parameters whose gradients FSDP would cast at the end of a backward. The gradients of
+        # this micro-batch for these parameters are hidden from FSDP.
         self._converted: set[int] = set()
         self._unconverted: dict[int, Tensor] = {}
         # ---- flags: 1 where a gradient is not finite ----
@@ -56,12 +56,11 @@ class Unsharded:
         self._rows: list[Tensor] = []
         self._flags: dict[int, Tensor] = {}
         self._device = params[0].device
-        self.is_void = False  # whether gradients are replaced by zeros and do not count as used
-        self.has_arrived = False  # whether any gradient was accumulated since this flag was last reset
-        # Indices of parameters whose gradient was accumulated since this set was last cleared; includes
-        # padding.
+        self.is_void = False  # whether gradients are replaced by zeros and their parameters stay unused
+        self.has_arrived = False  # whether any gradient was accumulated since the last reset
+        # Indices of parameters whose gradient was accumulated since the last clear; includes padding.
         self.arrived: set[int] = set()
-        # Called when a backward accumulates a gradient of a parameter that is already in `arrived`.
+        # Called when a backward accumulates the gradient of a parameter in `arrived` again.
         self.on_repeat: Callable[[], None] = lambda: None
         self.used = [False] * len(params)  # per parameter, whether this rank has a gradient of this window
         places = _places(model, self._index)
@@ -88,7 +87,7 @@ class Unsharded:
 
     @contextmanager
     def zeroed(self) -> Iterator[None]:
-        """Replace the gradients of the body with zeros."""
+        """Replace the gradients of the backwards in the body with zeros."""
         before, self.is_void = self.is_void, True
         try:
             yield
@@ -109,8 +108,8 @@ class Unsharded:
     def one_grad_dtype(self) -> Iterator[None]:
         """Give all gradients of a unit one dtype during the window's last backward, as FSDP requires.
 
-        Cost: none, unless a unit has sums of earlier micro-batches. In that case, memory for zeros in the
-        sums' dtype for each parameter that the earlier micro-batches have not used.
+        Cost: none, unless a unit has sums of earlier micro-batches. In that case, zeros in the dtype of the
+        sums are allocated for each parameter that the earlier micro-batches have not used.
         """
         narrow = []
         for indices in self._units:
@@ -146,12 +145,12 @@ class Unsharded:
         return param is None or not param.requires_grad
 
     def grad_holders(self) -> list[Any]:
-        """Return the unsharded parameters by index, with None for parameters without a forward yet."""
+        """Return the unsharded parameters by index; None for a parameter without any forward so far."""
         self._restore_unconverted()
         return [self._found.get(index) for index in range(len(self.used))]
 
     def pop_grads(self) -> dict[int, Tensor]:
-        """Return the micro-batch's unsharded gradients by index, and set `.grad` to None."""
+        """Return the unsharded gradients of the micro-batch by index, and set `.grad` to None."""
         self._restore_unconverted()
         grads = {index: param.grad for index, param in self._found.items() if param.grad is not None}
         for index in grads:
@@ -172,18 +171,18 @@ class Unsharded:
         self._found = {}
 
     def _register_in_forward(self, unit: nn.Module, places: Sequence[tuple[int, nn.Module, str]]) -> None:
-        """Call `_register_params` in the unit's next forward."""
+        """Call `_register_params` in the next forward of the unit."""
 
         def register(*_: Any) -> None:
             handle.remove()
             self._register_params(places)
 
-        # This hook runs after FSDP's own pre-hook, which has unsharded the parameters.
+        # This hook runs after FSDP's own pre-hook, which unshards the parameters.
         handle = unit.register_forward_pre_hook(register)
         self._handles.append(handle)
 
     def _register_params(self, places: Sequence[tuple[int, nn.Module, str]]) -> None:
-        """Register hooks on a unit's unsharded parameters, during its forward."""
+        """Register hooks on the unsharded parameters of a unit, during its forward."""
         for index, module, name in places:
             param: Any = getattr(module, name)
             self._found[index] = param
@@ -199,9 +198,9 @@ class Unsharded:
                 ]
 
     def _on_accumulated(self, index: int, param: Any) -> None:
-        """Record an accumulated gradient.
+        """Record that autograd has accumulated a gradient.
 
-        `torch.autograd.grad` calls only the tensor hook (`_on_gradient`), because no gradient is accumulated.
+        `torch.autograd.grad` calls only the tensor hook (`_on_gradient`), because it accumulates no gradient.
         """
         self.has_arrived = True
         if index in self.arrived:
@@ -219,13 +218,13 @@ class Unsharded:
             self._unconverted[index] = self._unconverted[index] + grad if index in self._unconverted else grad
 
     def _restore_unconverted(self) -> None:
-        """Set `.grad` to the hidden gradients, after the micro-batch's backwards."""
+        """Set `.grad` to the hidden gradients, after the backwards of the micro-batch."""
         for index, grad in self._unconverted.items():
             self._found[index].grad = grad
         self._unconverted = {}
 
     def _on_gradient(self, index: int, grad: Tensor) -> Tensor | None:
-        """Check a gradient before autograd accumulates it; redistribute a DTensor's gradient."""
+        """Check a gradient before autograd accumulates it; redistribute the gradient of a DTensor."""
         if self.is_void:
             return torch.zeros_like(grad)
         redistributed = in_placements(grad, self._found[index])
@@ -235,7 +234,7 @@ class Unsharded:
 
 
 def _sum_type(param: Parameter, unit: Unit) -> torch.dtype:
-    """Return the dtype of a parameter's unsharded sum."""
+    """Return the dtype in which the unsharded gradients of a parameter are summed."""
     dtype, reduced = compute_dtype(unit.module, param), reduce_dtype(unit.module)
     is_widened = reduced is not None and reduced.itemsize > dtype.itemsize
     return reduced if reduced and is_widened else dtype
