@@ -1,9 +1,9 @@
-"""Sections of device work that are rehearsed, then captured as a graph that the host launches in one call.
+"""Sections of device work that are first recorded (rehearsed), and then captured as a CUDA graph.
 
 A graph repeats only the device work of the section, so the host must neither read values in the section nor
 send values that change between runs. All values of the engine go through `ops.device.send` and `Readback`,
-which call `section()`. In a rehearsal, values that are sent are also kept on the device. In the capture, the
-kept values are used, and values that are read back stay on the device until the graph has run.
+which call `section()`. A rehearsal also stores the sent values on the device. The capture uses the stored
+values, and values that are read back stay on the device until the graph has run.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ from pyengine.ops.trace import find_caller
 _READS = {"_local_scalar_dense", "equal", "is_nonzero", "masked_select", "nonzero", "_unique2", "bincount"}
 _READS |= {"unique_consecutive", "unique_dim"}
 
-# Dtypes of mask indices, for which the shape of the result depends on the number of nonzero elements.
+# Dtypes of mask indices; the shape of the result depends on the number of nonzero elements.
 _MASKS = {torch.bool, torch.uint8}
 
 
 class CaptureError(RuntimeError):
-    """Raised if a section cannot be captured; the message names the operation, the line and the remedy."""
+    """Raised if a section cannot be captured; the message names the operation, its line and the remedy."""
 
 
 class Section:
-    """A section of device work, which is only rehearsed until `is_capture` is set.
+    """A section of device work, which is rehearsed unless `is_capture` is set.
 
     Attributes:
-        is_own_copy: whether the engine itself is copying between host and device. Its copies are not
+        is_own_copy: whether the engine itself is copying between host and device. These copies are not
             reported.
         problems: operations that cannot be captured, added by `report`.
-        inputs: static tensors that the host fills before every run, one per `send(..., refills=True)`.
+        inputs: tensors that the host fills before every run, one per `send(..., refills=True)`.
         readbacks: the readbacks created in the capture, in order; each is started after the graph has run.
     """
 
@@ -77,7 +77,7 @@ class Section:
         )
 
     def rewind(self) -> None:
-        """Forget the inputs of an earlier rehearsal."""
+        """Discard the inputs of an earlier rehearsal."""
         self.inputs, self.readbacks, self._num_taken = [], [], 0
 
 
@@ -96,12 +96,12 @@ def section() -> Section | None:
 
 
 def is_capturing() -> bool:
-    """Whether device work is being captured and not run, so that no event or value can be read."""
+    """Whether device work is being captured and does not run, so that events and values cannot be read."""
     return bool(_entered) and _entered[0].is_capture
 
 
 def report(problem: str) -> None:
-    """Record a problem in a rehearsal, or raise `CaptureError` in a capture."""
+    """In a rehearsal, record a problem; in a capture, raise `CaptureError`."""
     if is_capturing():
         raise CaptureError(problem)
     if _entered:
@@ -123,7 +123,7 @@ def running(entered: Section, *, is_capture: bool) -> Iterator[None]:
 
 @contextlib.contextmanager
 def own_copy() -> Iterator[None]:
-    """Mark the body's copies between host and device as the engine's own."""
+    """Mark copies between host and device in the body as copies of the engine itself."""
     for entered in _entered:
         entered.is_own_copy = True
     try:
@@ -134,13 +134,13 @@ def own_copy() -> Iterator[None]:
 
 
 class Rehearsal(TorchDispatchMode):
-    """Records the operations of a section and reports those that a graph cannot repeat.
+    """Records the operations of a section, and reports operations that a graph cannot repeat.
 
-    The mode reports operations that the host waits for or that copy between host and device, each with its
-    source line.
+    Reports operations for which the host waits, and copies between host and device, each with its source
+    line.
 
     Args:
-        is_on_device: returns whether a tensor is on the device whose work is to be captured.
+        is_on_device: returns whether a tensor is on the device whose work is captured.
 
     Attributes:
         operations: for each operation its name, the shapes and numbers of its arguments, and its line.
@@ -153,7 +153,7 @@ class Rehearsal(TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Return True, because torch would otherwise run compiled functions uncompiled, now and later."""
+        """Return True; otherwise torch would run compiled functions uncompiled, now and later."""
         return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -187,7 +187,7 @@ def _copies_itself() -> bool:
 
 
 def _plain(leaf: Any) -> Any:
-    """Return a number unchanged, and nan or another value as text, so that nan equals nan."""
+    """Return a number unchanged, and nan and other values as text, so that nan equals nan."""
     if isinstance(leaf, int | float) and not math.isnan(leaf):
         return leaf
     is_value = isinstance(leaf, float | str | torch.dtype | torch.device | torch.layout | torch.memory_format)
@@ -195,7 +195,7 @@ def _plain(leaf: Any) -> Any:
 
 
 def difference(one: Rehearsal, other: Rehearsal) -> str:
-    """Describe the first operation in which two rehearsals of a section differ, or return an empty string."""
+    """Describe the first operation in which two rehearsals of a section differ; empty if they are equal."""
     for first, second in zip(one.operations, other.operations, strict=False):
         if first[:2] == second[:2]:
             continue
@@ -214,7 +214,7 @@ def difference(one: Rehearsal, other: Rehearsal) -> str:
 
 
 def _line_of_caller() -> str:
-    """Return the file and line of the user's frame, or else of this package's innermost frame."""
+    """Return file and line of the user's frame, or of the innermost frame in this package."""
     frame, ours = find_caller(sys._getframe(1))  # noqa: SLF001 - `inspect` reads source files
     if frame is None:
         frame = next((each for each in ours if each.f_code.co_filename != __file__), None)

@@ -1,12 +1,11 @@
-"""`Codec`: quantization of values to one or two bytes with one scale per block, and sums of such values.
+"""`Codec`: quantization of values to one or two bytes with one scale per block, and sums of quantized values.
 
-Each op is one pass over memory. An op quantizes values, with a residual for error feedback, or adds the
-payloads of several ranks and quantizes the sum. The results have the same bits on every instruction set,
-thread count and GPU, and in plain PyTorch.
+Each op is one pass over memory. An op either quantizes values, optionally with a residual for error feedback,
+or adds the payloads of several ranks and quantizes the sum. The results have the same bits on every
+instruction set, thread count and GPU, and in plain PyTorch.
 
-A payload is a uint8 tensor with the float32 scales of all blocks, then one code per element, then zero
-padding to a multiple of four bytes. bf16 and fp16 have neither scales nor padding. The padding decodes to
-zeros.
+A payload is a uint8 tensor: the float32 scales of all blocks, then one code per element, then zero padding to
+a multiple of four bytes. bf16 and fp16 have neither scales nor padding. The padding decodes to zeros.
 """
 
 from __future__ import annotations
@@ -58,7 +57,8 @@ class Codec:
     finite element becomes infinite only in bf16 and fp16, where a cast would also make it infinite.
 
     Stochastic rounding rounds up or down with probabilities that make x' unbiased, using a hash of the seed
-    and the element index. Equal seeds give equal bits. Elements 2^32 apart use the same random bits.
+    and the element index. Equal seeds give equal bits. Two elements whose indices differ by 2^32 use the same
+    random bits.
 
     Args:
         format: one of "int8", "e4m3", "e5m2", "bf16", "fp16".
@@ -132,8 +132,9 @@ class Codec:
             seed: int64 seed of stochastic rounding. None rounds to nearest, ties to even.
             offset: nonnegative index of the first element, used in the hash of the seed.
 
-        Cost: per element, reads 4 bytes and writes 1 (2 for bf16 and fp16); reads and writes 4 more with a
-            residual. Each block also has a scale of 4 bytes. A CUDA graph repeats the seed of its capture.
+        Cost: the op reads 4 bytes and writes 1 byte per element (2 bytes for bf16 and fp16). A residual adds
+            a read and a write of 4 bytes per element. Each block also has a scale of 4 bytes. A CUDA graph
+            repeats the seed of its capture.
 
         Example:
             >>> codec, values, residual = Codec("int8", block=32), torch.tensor([127.0, 0.6]), torch.zeros(2)
@@ -172,16 +173,15 @@ class Codec:
         """Add W decoded payloads in float32, in order, and encode the sum.
 
         Args:
-            out: uint8 [num_bytes(n)], written.
-            payloads: uint8 [W, num_bytes(n)], read: the same n elements of each of W ranks, W at least 1;
-                each row is contiguous.
+            out: uint8 [W, num_bytes(n)], read: one row for the same n elements of each of W ranks, W at least
+            1; each row is contiguous.
             numel: n, the number of elements.
-            residual: float32 [n], incremented by sum - x', where x' is the decoded `out`. Elements are
+            residual: float32 [n], incremented by sum - x', where x' is the decoded `out`. Elements stay
                 unchanged where the sum or x' is nonfinite.
-            seed, offset: the same as for `encode_`.
+            seed, offset: see `encode_`.
 
-        Cost: per element, reads W bytes and writes 1 (twice as many for bf16 and fp16); reads and writes 4
-            more with a residual.
+        Cost: the op reads W bytes and writes 1 byte per element (twice as many for bf16 and fp16). A residual
+            adds a read and a write of 4 bytes per element.
 
         Example:
             >>> codec = Codec("int8", block=32)
@@ -217,7 +217,7 @@ class Codec:
             out: float32, bfloat16 or float16 [n], written; 16-bit dtypes receive the sum rounded to nearest.
             payloads: uint8 [W, num_bytes(n)], read, W at least 1.
 
-        Cost: per element, reads W bytes (2 W for bf16 and fp16) and writes one element of `out`.
+        Cost: the op reads W bytes per element (2 W for bf16 and fp16), and writes `out` once.
 
         Example:
             >>> codec = Codec("bf16")
@@ -246,7 +246,7 @@ class Codec:
             values: float32, bfloat16 or float16 [n], written.
             payload: uint8 [num_bytes(n)], read.
 
-        Cost: per element, reads 1 byte (2 for bf16 and fp16) and writes one element of `values`.
+        Cost: the op reads 1 byte per element (2 for bf16 and fp16), and writes `values` once.
 
         Example:
             >>> values = torch.empty(2)
@@ -277,7 +277,7 @@ class Codec:
         check_aligned(name, payload, self._alignment)
 
     def _check_rows(self, payloads: Tensor, num_bytes: int, device: torch.device) -> Tensor:
-        """Check the payloads, and return a view of the memory from the first payload to the last."""
+        """Check the payloads, and return a view of the memory from the first payload to the last payload."""
         span = check_rows("payloads", payloads, torch.uint8, num_bytes, device)
         check_aligned("payloads", payloads, self._alignment)
         if payloads.shape[0] > 1:  # rows are equally spaced, so two rows suffice
@@ -290,7 +290,7 @@ def _native(layout: Layout) -> native._core.Codec:
 
 
 def _runner(device: torch.device) -> Callable[..., None] | None:
-    """Return a function that calls a named native function on `device`, or None for plain PyTorch."""
+    """Return a function that calls a native function by name on `device`, or None for plain PyTorch."""
     if device.type == "cpu":
         core = native.core()
         return None if core is None else lambda function, *arguments: getattr(core, function)(*arguments)

@@ -1,7 +1,7 @@
 """Reference implementation of `Codec` in plain PyTorch. csrc/codec.h has the rules and their proofs.
 
-Builds without the native core and devices other than CPU and CUDA use this implementation, with the same
-bits. `codec.py` has checked the arguments.
+This implementation gives the same bits as the native core. It is used in builds without the core, and on
+devices other than CPU and CUDA. `codec.py` has checked the arguments.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _LOW = 0xFFFFFFFF
 
 @dataclass(frozen=True)
 class ValueFormat:
-    """The values of the codes of one format."""
+    """The properties of a code format."""
 
     code: int  # number of the format in the native core
     num_bytes: int  # size of a code
@@ -146,8 +146,8 @@ def _spread(layout: Layout, of_blocks: Tensor) -> Tensor | float:
 def _scales(layout: Layout, x: Tensor) -> Tensor:
     """Return the scales of all blocks.
 
-    A nonfinite element counts as the smallest denormal. The element then does not enlarge the scale of its
-    block, and the scale is not 0.
+    A nonfinite element counts as the smallest denormal, so that it does not enlarge the scale of its block
+    and the scale is not 0.
     """
     if layout.format.max_scale is None:
         return x[:0]

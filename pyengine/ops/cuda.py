@@ -1,4 +1,4 @@
-"""CUDA execution of a plan's ops, with the current stream and the device memory that the ops need.
+"""The ops of a plan on CUDA: they use the current stream and allocate the device memory that they need.
 
 Only the first op of a plan on a device waits for the device, because it copies the plan to the device.
 """
@@ -43,13 +43,13 @@ class CudaPlan:
         plan: the native plan; its layout is copied.
         device: a CUDA device with an index.
 
-    Cost: one launch per op. A plan needs 32 bytes per chunk (up to 16384 elements of a slot), copied once,
-    and 4 bytes per slot and 16 per chunk for each stream that runs norms. The first plan on a device loads
-    all kernels (a few megabytes), because CUDA would otherwise load each kernel at its first launch, possibly
-    during a graph capture.
+    Cost: one launch per op. A plan needs 32 bytes per chunk (up to 16384 elements of a slot), copied once.
+    Each stream that computes norms needs 4 bytes per slot and 16 bytes per chunk. The first plan on a device
+    loads all kernels (a few megabytes), because CUDA would otherwise load each kernel at its first launch,
+    possibly during a graph capture.
 
     Raises:
-        RuntimeError: the plan is created during a CUDA graph capture, instead of before the capture.
+        RuntimeError: the plan was created during a CUDA graph capture, instead of before the capture.
     """
 
     def __init__(self, plan: native._core.BucketPlan, device: torch.device) -> None:
@@ -96,13 +96,13 @@ class CudaPlan:
     def _get_scratch(self, stream: int) -> Tensor:
         """Return scratch memory that no other call uses at the same time.
 
-        The memory initially holds zeros, and the kernel resets its ticket counters to zero.
+        The memory initially contains zeros, and the kernel resets its counters to zero.
         """
         captures = torch.cuda.is_current_stream_capturing()
         if not captures and stream in self._scratch:
             return self._scratch[stream]
         scratch = torch.zeros(self._plan.scratch_bytes, dtype=torch.uint8, device=self._device)
-        if not captures:  # in a capture the graph owns the memory, as a replay may overlap other calls
+        if not captures:  # the graph owns captured memory, as a replay may overlap other calls
             self._scratch[stream] = scratch
         return scratch
 
@@ -129,7 +129,7 @@ def run(device: torch.device, function: str, *arguments: Any) -> None:
 
 
 def _current(device: torch.device) -> AbstractContextManager[object]:
-    """Make a device current in the body; cheap if it already is."""
+    """Make a device current in the body; cheap if it is the current device already."""
     return _NOTHING if torch.cuda.current_device() == device.index else torch.cuda.device(device)
 
 
@@ -146,7 +146,7 @@ def _stream_of(device: torch.device) -> int:
 
 
 def uploaded(pointers: Pointers, device: torch.device) -> Pointers:
-    """Return the pointers of `gather` with addresses that kernels can read, for many calls on a device.
+    """Return the pointers of `gather` with addresses that kernels can read in many calls on a device.
 
     Cost: nothing for up to `core.INLINE_SLOTS` (256) addresses, which are kernel parameters. More addresses
     are written in one launch to int64 [n] on the device, which the result owns.
@@ -167,13 +167,13 @@ def for_one_call(pointers: Pointers, device: torch.device, *, two_lists: bool = 
 
     Args:
         pointers: pointers returned by `gather` or `uploaded`.
-        device: where the op will run, on the current stream.
-        two_lists: whether the op has a second list.
+        device: device that will run the op, on the current stream.
+        two_lists: whether the op has a second list of tensors.
 
     Cost: nothing for up to `core.MOST_INLINE_SLOTS` (4000) addresses, or 256 in each of two lists, which are
     kernel parameters. More addresses are written to int64 [n] on the device, with one more launch for every
-    4000 addresses. The result owns this memory. The memory may be freed after the launch, because later users
-    of the memory run later on the same stream.
+    4000 addresses. The result owns this memory. It may be freed after the launch, because later users of the
+    memory run later on the same stream.
     """
     if pointers.upload is not None:
         pointers.upload.wait()

@@ -9,21 +9,21 @@ from torch import Tensor
 
 from pyengine.ops import capture
 
-HOST = torch.device("cpu")  # the device whose memory the host reads without waiting
+HOST = torch.device("cpu")  # the host reads this device's memory without waiting
 
 
 def runs_ahead(device: torch.device) -> bool:
-    """Whether the host runs ahead of this device, so that reading a value has to wait."""
+    """Whether this device runs asynchronously, so that the host has to wait to read a value."""
     return device.type != HOST.type
 
 
 def is_lazy(device: torch.device) -> bool:
-    """Whether operations on this device are recorded, and run only at a launch or a read."""
+    """Whether this device records operations, and runs them only at a launch or a read."""
     return device.type == "xla"
 
 
 def flush(device: torch.device) -> None:
-    """Launch the operations recorded for a lazy device; does not wait."""
+    """Launch the recorded operations of a lazy device, without waiting."""
     if is_lazy(device):
         import torch_xla
 
@@ -33,7 +33,7 @@ def flush(device: torch.device) -> None:
 def has_events(device: torch.device) -> bool:
     """Whether this device has streams and events.
 
-    On a device with events, a copy to the host can run while the host continues.
+    With events, a copy to the host can run while the host continues.
     """
     return runs_ahead(device) and not is_lazy(device)
 
@@ -42,7 +42,7 @@ def bucket_cap_mb(device: torch.device) -> float:
     """Return the default size of a gradient bucket in MiB.
 
     Between GPUs a collective needs about 64 MiB to reach the bandwidth of the links, and every bucket costs
-    kernel launches. Between hosts 25 MiB are enough, and smaller buckets overlap more of the backward.
+    kernel launches. Between hosts 25 MiB are enough, and smaller buckets overlap with more of the backward.
     """
     return 100 if has_events(device) else 25
 
@@ -60,12 +60,12 @@ def is_on_default_stream(device: torch.device) -> bool:
 def send(
     values: Sequence[float], dtype: torch.dtype, device: torch.device, *, refills: bool = False
 ) -> Tensor:
-    """Return host values as a new tensor on `device`, ordered with its other work.
+    """Return host values as a new tensor on `device`, ordered with the other work of the device.
 
     If the work is captured as a graph and `refills` is set, the caller fills the tensor before every run
     (`refill`). Without `refills` the values have to be the same in every window.
 
-    Cost: one small copy, from pinned memory if the device supports it; does not wait.
+    Cost: one small copy, from pinned memory if the device supports it; the host does not wait.
     """
     section = capture.section()
     if section is not None and section.is_capture:
@@ -80,7 +80,7 @@ def send(
 
 
 def refill(tensor: Tensor, values: Sequence[float]) -> None:
-    """Overwrite a tensor that `send` returned in a capture, ordered with other work of its device."""
+    """Overwrite a tensor that `send` returned in a capture, ordered with the other work of its device."""
     tensor.copy_(_staged(values, tensor.dtype, tensor.device), non_blocking=True)
 
 
@@ -89,14 +89,14 @@ def _staged(values: Sequence[float], dtype: torch.dtype, device: torch.device) -
 
 
 def recorded_event(device: torch.device, *, enable_timing: bool) -> torch.Event:
-    """Return an event recorded on the current stream of `device`, which need not be the current device."""
+    """Record and return an event on the current stream of `device`, which need not be current."""
     event = torch.Event(device, enable_timing=enable_timing)
     event.record(torch.accelerator.current_stream(device))
     return event
 
 
 class Readback:
-    """A copy of values from a device to the host, for which only `get` waits.
+    """A copy of values from a device to the host; only `get` waits for the copy.
 
     The tensor is copied immediately, so it may change afterwards; on a lazy device the copy stays on the
     device until `get`. If the work is captured as a graph, the tensor is copied on the device, and `start`

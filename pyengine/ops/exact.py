@@ -43,8 +43,8 @@ class ExactSum:
     """Sum of gradients with the same bits for every order of its terms.
 
     The bits do not depend on the order or grouping of the terms, or on the number of ranks. Every element is
-    stored as two integers on an absolute grid, which is determined by the largest magnitude in its block of
-    64 elements. Integers are added exactly, so partial sums of any ranks can be merged in any order:
+    stored as two integers on an absolute grid; the largest magnitude in the element's block of 64 elements
+    determines the grid. Integers are added exactly, so partial sums of any ranks can be merged in any order:
 
         torch.distributed.all_reduce(bins := total.bins.clone(), ReduceOp.MAX)
         total.align_(bins)
@@ -52,15 +52,15 @@ class ExactSum:
         torch.distributed.all_reduce(total.lo)
 
     The error of a term is at most max(2^-width · the largest magnitude in its block over all terms, 2^-126),
-    independent of the number of deposits or ranks. Terms of one block that span fewer than `width` binades
-    are added exactly.
+    independent of the number of terms or ranks. Terms of one block that span fewer than `width` binades are
+    added exactly.
 
     Args:
         plan: plan of the slots; every offset must be a multiple of 64.
         numel: number of elements of the flat buffer, a multiple of 64 and at least `plan.flat_numel`.
         terms: the maximum number of terms in one sum, over all ranks that will be merged; 1 to 4096. More
-            terms leave fewer bits for each term: `width` is 31 - ceil(log2 terms). The sum can overflow if
-            there are more deposits than `terms`, so the caller has to count deposits.
+            terms leave fewer bits for each term: `width` is 31 - ceil(log2 terms). The sum can overflow with
+            more than `terms` terms, so the caller has to count them.
         device: device of the sum; "cuda" without an index is the current device. Sums on CPU and CUDA run in
             the native core, and sums on other devices in `exact_reference.py`.
         limbs: zeros, int32 [2 * numel] on `device`, used as the memory of the sum; this object takes
@@ -68,11 +68,11 @@ class ExactSum:
 
     Attributes:
         limbs: int32 [2, numel], owned by this object: hi and lo.
-        hi, lo: int32 [numel], the rows of `limbs`. Zero outside of slots.
+        hi, lo: int32 [numel], the rows of `limbs`. They are zero outside of slots.
         bins: uint8 [numel // 64], owned by this object. 0 marks an empty block (no terms, zeros or
-            denormals), and 255 marks a poisoned block, where a term had an inf, a NaN or a magnitude of 2^126
-            or more. The limbs of empty and poisoned blocks are zero.
-        width: number of bits of a limb that one term uses.
+            denormals). 255 marks an invalid ("poisoned") block, where a term had an inf, a NaN or a magnitude
+            of 2^126 or more. The limbs of empty and poisoned blocks are zero.
+        width: number of bits of a limb (integer) that one term uses.
 
     Raises:
         ValueError, TypeError: from the constructor and every method, for invalid arguments; raised before
@@ -103,7 +103,7 @@ class ExactSum:
         bins = torch.zeros(numel // BLOCK, dtype=torch.uint8, device=device)
         if limbs is None:
             limbs = torch.zeros(2 * numel, dtype=torch.int32, device=device)
-        # Use bins.device, which has an index, because `device` may have no index.
+        # `device` may have no index, so use bins.device, which has an index.
         check_each("limbs", limbs, torch.int32, 2 * numel, bins.device, of="limb")
         self.width = 31 - (terms - 1).bit_length()
         self._use(plan, limbs.view(2, numel), bins)
@@ -117,7 +117,7 @@ class ExactSum:
         return f"ExactSum({self._plan}, width {self.width}, on {self.hi.device})"
 
     def over(self, plan: BucketPlan) -> Self:
-        """Return the same sum, in the same memory, for deposits into the slots of another plan.
+        """Return the same sum, in the same memory, for terms in the slots of another plan.
 
         Args:
             plan: plan of slots within `numel`; every offset must be a multiple of 64.
@@ -158,11 +158,11 @@ class ExactSum:
             tensors: one entry per slot, read. None contributes nothing.
             first: True overwrites the sum with this term, so the sum need not be cleared. Slots without a
                 tensor become empty.
-            nonfinite: uint8 [n], OR-ed with 1 where this term poisons a block.
+            nonfinite: uint8 [n], OR-ed with 1 where this term makes a block invalid.
 
-        Cost: per element, reads the gradient, writes 8 bytes, and reads 8 bytes unless `first`. For float32
-        the traffic is 20 bytes (12 if `first`), and for bfloat16 18 bytes (10 if `first`). Each block adds
-        one byte.
+        Cost: the op reads each gradient once, writes 8 bytes per element, and reads 8 bytes per element
+        unless `first`. In total it moves 20 bytes for float32 (12 if `first`), and 18 bytes for bfloat16 (10
+        if `first`). Each block adds one byte.
 
         Example:
             >>> plan, flags = BucketPlan([0], [3]), torch.zeros(1, dtype=torch.uint8)
@@ -179,16 +179,16 @@ class ExactSum:
         self._runner.exact_deposit_(self._native(), sources.table, first, nonfinite.data_ptr())
 
     def align_(self, bins: Tensor) -> None:
-        """Shift the limbs of every block to a larger bin.
+        """Shift the integers of every block to a larger bin.
 
-        The result is the same as if all terms had been deposited with the larger bin. Afterwards `self.bins`
+        The result is the same as if all terms had been added with the larger bin. Afterwards `self.bins`
         equals `bins`, and the limbs of sums with equal bins can be added.
 
         Args:
             bins: uint8 [numel // 64], read; at least `self.bins` in every block, usually the maximum over all
-                ranks. A block that is poisoned on one rank is then poisoned on all.
+                ranks. A block that is invalid on one rank is then invalid on all ranks.
 
-        Cost: reads 2 bytes per block; where a bin grows, reads 4 and writes 8 bytes per element.
+        Cost: the op reads 2 bytes per block. Where a bin grows, it reads 4 and writes 8 bytes per element.
 
         Example:
             >>> total = ExactSum(BucketPlan([0], [3]), numel=64, terms=8, device=torch.device("cpu"))
@@ -202,13 +202,13 @@ class ExactSum:
         self._runner.exact_align_(self._native(), bins.data_ptr())
 
     def merge_(self, other: ExactSum) -> None:
-        """Add another sum, as if its terms had been deposited here.
+        """Add another sum, as if its terms had been added to this sum.
 
         Args:
             other: a sum over the same elements with the same `terms`; both sums together must not have more
                 than `terms` terms. `other` is aligned with this sum.
 
-        Cost: reads 16 and writes 8 bytes per element, and aligns both sums.
+        Cost: the op reads 16 bytes and writes 8 bytes per element, and aligns both sums.
 
         Example:
             >>> plan, flags = BucketPlan([0], [3]), torch.zeros(1, dtype=torch.uint8)
@@ -229,17 +229,17 @@ class ExactSum:
         self.limbs += other.limbs
 
     def round_(self, out: Tensor) -> None:
-        """Write the sum, rounded once from the exact integer.
+        """Write the sum, rounded once from the exact integers.
 
-        Empty blocks become +0 and poisoned blocks NaN. To compute a mean, multiply the rounded sum by a
-        scalar that is the same on all ranks. The product adds one rounding, and equal bits stay equal.
+        Empty blocks become +0, and invalid blocks become NaN. To compute a mean, multiply the rounded sum by
+        a scalar that is the same on all ranks. The product adds one rounding, and equal bits stay equal.
 
         Args:
             out: float32, bfloat16 or float16 [at least numel]; the first `numel` elements are written. A
-                float32 `out` may share the memory of `hi`, whose limbs are then overwritten: the next deposit
+                float32 `out` may share the memory of `hi`, whose limbs are then overwritten: the next term
                 must have `first=True`.
 
-        Cost: reads 8 bytes and writes one element of `out` per element.
+        Cost: the op reads 8 bytes per element, and writes `out` once.
 
         Example:
             >>> total = ExactSum(BucketPlan([0], [3]), numel=64, terms=8, device=torch.device("cpu"))
@@ -267,10 +267,10 @@ class ExactSum:
         return self.hi, self.lo, self.bins
 
     def _check_place(self, out: Tensor) -> None:
-        """Check that `out` either overlaps no limbs or is exactly in place.
+        """Check that `out` either does not overlap the limbs or starts exactly at the limbs.
 
-        Threads run in no fixed order, so writing to a shifted `out` could overwrite limbs that are still to
-        be read.
+        Threads run in no fixed order, so writes to a shifted `out` could overwrite limbs that are still to be
+        read.
         """
         for name, limb in (("hi", self.hi), ("lo", self.lo)):
             ahead = out.data_ptr() - limb.data_ptr()

@@ -1,7 +1,7 @@
 """Reference implementation of `ExactSum` in plain PyTorch. csrc/exact.h has the rules and their proofs.
 
-Builds without the native core and devices other than CPU and CUDA use this implementation, with the same
-bits. `exact.py` has checked the arguments.
+This implementation gives the same bits as the native core. It is used in builds without the core, and on
+devices other than CPU and CUDA. `exact.py` has checked the arguments.
 """
 
 from collections.abc import Iterable
@@ -12,7 +12,7 @@ from torch import Tensor
 from pyengine.ops.reference import Slots
 
 BLOCK = 64  # number of elements that share a bin
-POISONED = 255  # bin of a block that had an inf, a NaN or a magnitude of 2^126 or more
+POISONED = 255  # bin of a block where a term had an inf, a NaN or a magnitude of 2^126 or more
 _POISON_EXPONENT = 253
 
 
@@ -29,7 +29,8 @@ def deposit_(
     """Add the tensor of every slot to the sum, or overwrite the sum with the tensors.
 
     Here and in the ops below, `limbs` is a tuple of hi and lo, int32 [numel], and bins, uint8 [numel / 64].
-    One term uses `width` bits of a limb. `nonfinite` is OR-ed with 1 where the term poisons a block.
+    One term uses `width` bits of a limb (integer). `nonfinite` is OR-ed with 1 where the term makes a block
+    invalid.
     """
     for slot, ((offset, numel), tensor) in enumerate(zip(slots, tensors, strict=True)):
         blocks = slice(offset // BLOCK, -(-(offset + numel) // BLOCK))
@@ -57,7 +58,7 @@ def align_(limbs: tuple[Tensor, Tensor, Tensor], bins: Tensor) -> None:
 
 @torch.no_grad()
 def round_(limbs: tuple[Tensor, Tensor, Tensor], out: Tensor, width: int) -> None:
-    """Round hi · 2^width + lo, in units of lo, into `out`: 0 for empty blocks, NaN for poisoned blocks.
+    """Round hi · 2^width + lo, in units of lo, to `out`: 0 for empty blocks, NaN for invalid blocks.
 
     A float32 `out` may share the memory of hi.
     """
@@ -81,7 +82,7 @@ def _has_grid(bins: Tensor) -> Tensor:
 
 
 def _power_of_two(exponent: Tensor) -> Tensor:
-    """Return 2^exponent exactly, unlike torch's functions, which round the power on some devices."""
+    """Return 2^exponent exactly; torch's functions round the power on some devices."""
     return ((exponent + 127) << 23).to(torch.int32).view(torch.float32)
 
 
@@ -108,8 +109,8 @@ def _add(limbs: Iterable[Tensor], term: Tensor, found: Tensor, width: int) -> No
 def _to_float(total: Tensor, *, is_last: bool) -> Tensor:
     """Round integers of up to 62 bits to float32.
 
-    The result is rounded to nearest, or to odd if another rounding follows. Some devices convert int64 by way
-    of float64, so the last ten bits of large totals are merged into one bit. The result stays correct,
+    The result is rounded to nearest, or to odd if another rounding follows. Some devices convert int64 to
+    float64 first, so the last ten bits of large totals are merged into one bit. The result stays correct,
     because rounding to 26 bits or fewer depends only on whether any of these bits is set.
     """
     sticky = (total & -1024) | torch.where(total & 1023 != 0, 512, 0)
@@ -117,6 +118,6 @@ def _to_float(total: Tensor, *, is_last: bool) -> Tensor:
     if is_last:
         return exact.to(torch.float32)
     bits = exact.view(torch.int64)
-    cut = 2**29 - 1  # mask of the bits that a float32 lacks
+    cut = 2**29 - 1  # mask of the bits that float32 does not have
     odd = (bits & ~cut) | torch.where(bits & cut != 0, 2**29, 0)
     return odd.view(torch.float64).to(torch.float32)

@@ -5,8 +5,8 @@ except the norms need a single dtype. In a flat buffer the tensors follow each o
 None entries (parameters without a gradient) needs `like`: tensors of the same numels, for example the
 parameters. A scale is a number, or a float32 [] tensor on the same device, which the host does not read;
 products are rounded to float32. Results and costs are the same as with a `BucketPlan`. The functions are not
-differentiable. A write increments the version of the tensor, as in PyTorch, so autograd detects that a saved
-tensor was overwritten.
+differentiable. A write increments the version of the tensor, as in PyTorch, so autograd detects writes to
+saved tensors.
 
 On CUDA only the first call with a given list of sizes waits for the device. `torch.compile` traces through
 every call, and keeps the calls outside of its CUDA graphs. To capture calls in your own CUDA graph, create
@@ -51,7 +51,7 @@ def flatten(
     Args:
         tensors: any shapes, read.
         scale: float32 [] or a number.
-        dtype: dtype of a new result: float32, bfloat16 or float16. None uses the dtype of the tensors.
+        dtype: dtype of a new result: float32, bfloat16 or float16. None means the dtype of the tensors.
         out: float32, bfloat16 or float16 [at least the sum of numels], written and returned instead of a new
             tensor.
         like: tensors of the same numels, needed if any entry is None.
@@ -81,9 +81,9 @@ def unflatten_(tensors: Tensors, flat: Tensor, *, scale: Scale = 1.0, like: Tens
     Args:
         tensors: any shapes, written.
         flat: float32, bfloat16 or float16 [at least the sum of numels], read.
-        scale, like: the same as in `flatten`.
+        scale, like: see `flatten`.
 
-    Cost: the same as `flatten`.
+    Cost: one read and one write per element.
 
     Example:
         >>> pe.ops.unflatten_([grad := torch.empty(1, 2)], torch.ones(2), scale=0.5)
@@ -104,14 +104,14 @@ def accumulate_(
     The product and the sum are rounded separately.
 
     Args:
-        acc: float32 [at least the sum of numels], written; not read if `first`. Any inf or nan is kept for
-            `unscale_norm` to find.
+        acc: float32 [at least the sum of numels], written; not read if `first`. It keeps any inf or nan for
+            `unscale_norm`.
         grads: any shapes, read. None writes zeros if `first`, and otherwise leaves the elements unchanged.
-        scale, like: the same as in `flatten`.
-        first: overwrite `acc` instead of adding to it, so that `acc` need not be cleared.
+        scale, like: see `flatten`.
+        first: whether to overwrite `acc` instead of adding to it, so that `acc` need not be cleared.
 
-    Cost: per element, reads the gradient, writes 4 bytes, and reads 4 bytes unless `first`. For bfloat16 the
-    traffic is 10 bytes, or 6 if `first`.
+    Cost: the function reads each gradient once, writes 4 bytes per element, and reads 4 bytes per element
+    unless `first`. In total it moves 10 bytes per bfloat16 element, or 6 if `first`.
 
     Example:
         >>> grad = torch.ones(2, dtype=torch.bfloat16)
@@ -137,7 +137,7 @@ def unscale_norm(tensors: Tensors, inv_scale: Scale = 1.0) -> tuple[Tensor, Tens
 
     Returns:
         norm: float32 [], the root of a float64 sum in a fixed order, rounded once.
-        found_inf: float32 [], 1 if any `tensor * inv_scale` is inf or nan, else 0.
+        float32 [], 1 if any `tensor * inv_scale` is inf or nan, otherwise 0.
 
     Cost: one read per element.
 
@@ -157,8 +157,8 @@ def unscale_norm_(tensors: Tensors, inv_scale: Scale = 1.0) -> tuple[Tensor, Ten
     gradients by `(max_norm / (norm + 1e-6)).clamp(max=1.0)` in the next pass.
 
     Args:
-        tensors: the same as in `unscale_norm`, written: gradients, not parameters.
-        inv_scale: the same as in `unscale_norm`.
+        tensors: see `unscale_norm`; written: gradients, not parameters.
+        inv_scale: see `unscale_norm`.
 
     Cost: one read and one write per element.
 
@@ -191,7 +191,7 @@ def _slots(name: str, tensors: Tensors, like: Tensors | None) -> tuple[TensorLis
 
 
 def _present(tensors: Tensors) -> tuple[list[int], list[Tensor]]:
-    """Return the indices of the entries that are not None, and the entries themselves."""
+    """Return the indices of the entries that are not None, and these entries."""
     present = {i: _tensor(f"tensors[{i}]", tensor) for i, tensor in enumerate(tensors) if tensor is not None}
     return list(present), list(present.values())
 
@@ -200,7 +200,7 @@ _LARGEST = torch.finfo(torch.float32).max
 
 
 def _scalar(name: str, scale: Scale, *beside: Tensor) -> Tensor:
-    """Return a scale as a tensor; a number is placed on the device of the first tensor in `beside`."""
+    """Return a scale as a tensor; a number is sent to the device of the first tensor in `beside`."""
     if isinstance(scale, Tensor):
         return scale
     if not isinstance(scale, Real):
@@ -211,13 +211,13 @@ def _scalar(name: str, scale: Scale, *beside: Tensor) -> Tensor:
     return torch.full((), scale, dtype=torch.float32, device=device)
 
 
-# ---- the same as operators `torch.ops.pyengine`, for `torch.compile`: a graph has each as one node ----
+# ---- the functions as operators `torch.ops.pyengine`: one node each in graphs of `torch.compile` ----
 
 # Compiled code calls the functions through torch's dispatcher. Other code calls the functions directly,
 # because the dispatcher takes several times as long as a kernel call for a list of hundreds of tensors.
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
-# The operators are unsafe in CUDA graphs, because the cache may drop a plan whose memory a graph still reads.
+# The operators are unsafe in CUDA graphs: the cache may drop a plan whose memory a graph still reads.
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.cudagraph_unsafe)
 
 
@@ -250,7 +250,7 @@ def _flatten_(out: Tensor, tensors: TensorList, scale: Tensor, numels: Sequence[
     _plan(*numels).pack_(out, tensors, scale)
 
 
-# A list that is written cannot contain None in a schema that torch.compile accepts. Such a list is therefore
+# A list that is written cannot contain None in a schema that torch.compile accepts. Therefore the list is
 # passed without its None entries, together with the slots of its tensors.
 @_operator("(Tensor(a!)[] tensors, Tensor flat, Tensor scale, SymInt[] numels, SymInt[] slots) -> ()")
 def _unflatten_(
@@ -296,8 +296,8 @@ def _unscale_by_dtype(tensors: TensorList, inv_scale: Tensor, *, is_written: boo
     ]
     if is_written and len(groups) > 1:
         check_in_place(plan, [("tensors", group) for group in groups], ("inv_scale", inv_scale))
-    # There is one more element than tensors, because a sum needs at least one element. The flags in
-    # `nonfinite` are not used, because a nonfinite total shows the same.
+    # There is one element more than tensors, because a sum needs at least one element. The flags in
+    # `nonfinite` are not used, because a nonfinite total gives the same information.
     sumsq = torch.zeros(len(groups), len(tensors) + 1, dtype=torch.float64, device=device)
     nonfinite = torch.empty(len(tensors), dtype=torch.uint8, device=device)
     for row, group in zip(sumsq, groups, strict=True):
@@ -314,7 +314,7 @@ def _spread(tensors: TensorList, slots: Sequence[int], num_slots: int | None = N
     return spread
 
 
-# Every call passes its layout as arguments. A small cache is enough, because a model has only a few layouts.
+# Each call passes its layout as an argument. The cache is small, because a model has few layouts.
 @functools.lru_cache(maxsize=32)
 def _plan(*numels: int) -> BucketPlan:
     return BucketPlan([*itertools.accumulate(numels, initial=0)][:-1], numels)

@@ -73,7 +73,7 @@ def cuda_core() -> ModuleType | None:
 # Tensor subclasses may not store their elements at their address, so the core reads only these types.
 _PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
 # Dispatch keys of tensors that store their elements unchanged at their address. Python checks tensors with
-# other keys (lazy negation, subclasses with their own dispatch, fake tensors).
+# other keys (lazy negation, subclasses with custom dispatch, fake tensors).
 _PLAIN_KEYS = ("CPU", "CUDA", "ADInplaceOrView", "AutogradCPU", "AutogradCUDA", "AutocastCPU", "AutocastCUDA")
 
 

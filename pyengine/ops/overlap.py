@@ -1,9 +1,9 @@
-"""Checks that the output of an op shares no memory with its input, except in place.
+"""Checks that the output of an op shares no memory with its inputs, except in place.
 
 Threads run in no fixed order, so an op whose output overlaps its input could read memory that the op has
-already overwritten. Working in place is allowed if the output is exactly the same slot, in the same dtype.
-The core checks all addresses in a microsecond; if the core finds a possible overlap, Python checks the
-addresses one by one and writes the error message.
+already overwritten. An op may work in place if the output is exactly the same slot, in the same dtype. The
+core checks all addresses in a microsecond; if the core finds a possible overlap, Python checks the addresses
+one by one and formats the error message.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class _Span(NamedTuple):
     end: int
     name: str
     dtype: torch.dtype
-    slot: int  # index of the slot; -1 if the memory belongs to no slot
+    slot: int  # index of the slot; -1 for memory outside of slots
     written: bool
 
     def is_in_place_of(self, other: _Span) -> bool:
@@ -145,7 +145,7 @@ def _range(tensor: Tensor) -> tuple[int, int]:
 
 
 def _is_same(buffer: Tensor, target: Tensor) -> bool:
-    """Whether the slots of a buffer have the same addresses as the slots of `target`; False for a scale."""
+    """Whether the slots of two buffers have the same addresses; False for a scale."""
     return buffer.dim() > 0 and buffer.data_ptr() == target.data_ptr() and buffer.dtype == target.dtype
 
 

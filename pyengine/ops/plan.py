@@ -1,10 +1,10 @@
 """The fused operations over a flat buffer of gradients, as methods of `BucketPlan`.
 
-`functional.py` provides the same operations without a plan. A plan describes n *slots* of a flat 1-D buffer.
-An op processes every slot in one call and one pass over memory. Ops on CPU and CUDA tensors run in the native
-core, and ops on other devices run in `reference.py`. Results have the same bits on every instruction set,
-thread count and GPU, except for the bits of a NaN. Autograd does not record ops: they only read and write
-data. `versions.py` has the public plan, which increments tensor versions.
+`functional.py` provides the same operations without a plan. A plan describes n *slots* (ranges) of a flat 1-D
+buffer. An op processes every slot in one call and one pass over memory. Ops on CPU and CUDA tensors run in
+the native core, and ops on other devices run in `reference.py`. Results have the same bits on every
+instruction set, thread count and GPU, except for the bits of a NaN. Autograd does not record ops: they only
+read and write data. `versions.py` has the public plan, which increments tensor versions.
 
 On CUDA an op is one kernel launch on the current stream for any number of slots, and does not wait. A list of
 more than 4000 tensors needs a second launch for its addresses unless the list is a `Pointers`. An op with two
@@ -88,8 +88,8 @@ class BucketPlan:
         """Check a list of tensors once, for use in many calls.
 
         Args:
-            tensors: one entry per slot. The result keeps the tensors alive. If a tensor gets new memory, ops
-                use the new memory.
+            tensors: one entry per slot. The result keeps the tensors alive. If a tensor gets new memory,
+                later ops use it.
 
         Cost: no device work, or one launch for more than 256 CUDA tensors.
 
@@ -110,7 +110,7 @@ class BucketPlan:
         *,
         only_if: Tensor | None = None,
     ) -> None:
-        """Write `cast(tensor * scale)` into every slot of `flat`, zeros where the entry is None.
+        """Write `cast(tensor * scale)` to every slot of `flat`, and zeros where the entry is None.
 
         Args:
             flat: float32, bfloat16 or float16 [at least flat_numel], written.
@@ -142,7 +142,7 @@ class BucketPlan:
         *,
         only_if: Tensor | None = None,
     ) -> None:
-        """Write `cast(flat[slot] * scale)` into every tensor; None entries are skipped.
+        """Write `cast(flat[slot] * scale)` to every tensor; None entries are skipped.
 
         Args:
             tensors: one entry per slot, written.
@@ -150,7 +150,7 @@ class BucketPlan:
             scale: float32 [].
             only_if: float32 []; if 0, nothing is written. The host does not read this tensor.
 
-        Cost: the same as `pack_`.
+        Cost: one read and one write per element.
 
         Example:
             >>> grad = torch.empty(2)
@@ -169,7 +169,7 @@ class BucketPlan:
     def accumulate_(
         self, acc: Tensor, grads: TensorList | Pointers, scale: Tensor, *, first: bool, nonfinite: Tensor
     ) -> None:
-        """Set `acc[slot] = grad * scale` if `first`, else add `grad * scale` to the slot.
+        """Set `acc[slot] = grad * scale` if `first`; otherwise add `grad * scale` to the slot.
 
         The product and the sum are rounded separately.
 
@@ -178,11 +178,11 @@ class BucketPlan:
             grads: one entry per slot, read. None writes zeros if `first`, and otherwise leaves the slot
                 unchanged.
             scale: float32 [].
-            first: True in the first micro-batch of a window.
+            first: whether to overwrite `acc`, as in the first micro-batch of a window.
             nonfinite: uint8 [n], OR-ed with 1 where any `grad * scale` is inf or NaN.
 
-        Cost: per element, reads the gradient, writes 4 bytes, and reads 4 bytes unless `first`. For bfloat16
-        the traffic is 10 bytes, or 6 if `first`.
+        Cost: the op reads each gradient once, writes 4 bytes per element, and reads 4 bytes per element
+        unless `first`. In total it moves 10 bytes per bfloat16 element, or 6 if `first`.
 
         Example:
             >>> plan, acc, flags = BucketPlan([0], [2]), torch.empty(2), torch.zeros(1, dtype=torch.uint8)
@@ -211,20 +211,21 @@ class BucketPlan:
         first: bool,
         nonfinite: Tensor,
     ) -> None:
-        """Write `cast((acc[slot] + grad * grad_scale) * wire_scale)` into every slot of `wire`.
+        """Write `cast((acc[slot] + grad * grad_scale) * wire_scale)` to every slot of `wire`.
 
-        This accumulates the last micro-batch of a window and casts the sum to the wire dtype in one pass.
+        This op accumulates the last micro-batch of a window and casts the sum to the communication dtype in
+        one pass.
 
         Args:
             wire: float32, bfloat16 or float16 [at least flat_numel], written. May be `acc` itself.
             acc: float32 [at least flat_numel], read unless `first`.
             grads: one entry per slot, read. None writes `acc * wire_scale`, or zeros if `first`.
             grad_scale, wire_scale: float32 [].
-            first: True if the window has a single micro-batch, so that `acc` is not used.
+            first: whether the window has a single micro-batch, so that `acc` is not used.
             nonfinite: uint8 [n], OR-ed with 1 where any value in `wire` is inf or NaN (float16 may overflow).
 
-        Cost: per element, reads 4 bytes (0 if `first`) and the gradient, and writes one wire element. For
-        bfloat16 the traffic is 8 bytes, or 4 if `first`.
+        Cost: the op reads 4 bytes per element (0 if `first`), reads each gradient once, and writes `wire`
+        once. In total it moves 8 bytes per bfloat16 element, or 4 if `first`.
 
         Example:
             >>> plan, flags, one = BucketPlan([0], [2]), torch.zeros(1, dtype=torch.uint8), torch.tensor(1.0)
@@ -269,13 +270,12 @@ class BucketPlan:
         """Compute the sum of squares of `y = tensor * scale`, flag inf and NaN, and optionally store y.
 
         Args:
-            tensors: one entry per slot, read. None makes the sum of its slot 0.
-            out: None stores nothing. The same list works in place, and another list receives y in the list's
-                dtype.
+            tensors: one entry per slot, read. The sum of a slot with None is 0.
+            out: None stores nothing. The same list works in place; another list receives y in its own dtype.
             scale: float32 [].
             sumsq: float64 [n], overwritten with Σ y² of each slot, where y is the stored value (after the
-                cast to the dtype of `out`). The summation order is fixed, so the bits depend only on
-                the values.
+                cast to the dtype of `out`). The summation order is fixed, so the bits depend only on the
+                values.
             nonfinite: uint8 [n], OR-ed with 1 where any y is inf or NaN.
 
         Cost: one read per element, and one write if `out` is given.
@@ -340,7 +340,7 @@ def add_up(sumsq: Tensor) -> Tensor:
     Returns:
         float64 [], new memory on the same device.
 
-    Cost: 8 bytes per slot.
+    Cost: one read of 8 bytes per slot.
     """
     # On an accelerator `sum` has a fixed order for a given length, but `cumsum` may have no fixed order.
     return sumsq.sum() if runs_ahead(sumsq.device) else sumsq.cumsum(0)[-1]

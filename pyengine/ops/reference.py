@@ -1,11 +1,11 @@
 """Reference implementation of every op in plain PyTorch.
 
-Builds without the native core and devices other than CPU and CUDA use this implementation. Elementwise
-results equal the core's results bit for bit, except for the bits of a NaN. Sums of squares are bit-equal on
-the CPU, where cumsum adds in order. On other devices sums of squares differ by the rounding of a float64 sum,
-with a relative error of at most numel · 2^-52. `plan.py` checks the arguments and documents their dtypes and
-shapes. The caller owns all memory. Every op makes several passes and uses float32 temporaries as large as a
-slot.
+This implementation is used in builds without the native core, and on devices other than CPU and CUDA.
+Elementwise results equal the core's results bit for bit, except for the bits of a NaN. Sums of squares are
+bit-equal on the CPU, where cumsum adds in order. On other devices sums of squares differ by the rounding of a
+float64 sum, with a relative error of at most numel · 2^-52. `plan.py` checks the arguments and documents
+their dtypes and shapes. The caller owns all memory. Every op makes several passes, and uses float32
+temporaries as large as a slot.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -15,7 +15,7 @@ from torch import Tensor
 
 Slots = Sequence[tuple[int, int]]  # (offset, numel) in elements
 
-# Constants of the order in which squares are added, which csrc/plan.h defines.
+# Constants for the order in which squares are added; csrc/plan.h defines the order.
 _LANES = 16
 _SEGMENT = 256
 _BLOCK = 8192
@@ -35,7 +35,7 @@ def _flag(nonfinite: Tensor, slot: int, values: Tensor) -> None:
 
 
 def _write(target: Tensor, values: Tensor, only_if: Tensor | None) -> None:
-    """Cast `values` into `target` unless `only_if` is 0; the host does not read `only_if`."""
+    """Cast `values` to `target` unless `only_if` is 0; the host does not read `only_if`."""
     if only_if is not None:
         values = torch.where(only_if != 0, values.to(target.dtype), target)
     target.copy_(values)
@@ -49,7 +49,7 @@ def pack_(
     scale: Tensor,
     only_if: Tensor | None = None,
 ) -> None:
-    """Write cast(tensor * scale), or zeros for None, into every slot of `flat`, unless `only_if` is 0."""
+    """Write cast(tensor * scale), or zeros for None, to every slot of `flat`, unless `only_if` is 0."""
     for part, tensor in zip(_parts(flat, slots), tensors, strict=True):
         _write(part, torch.zeros_like(part) if tensor is None else _scaled(tensor, scale), only_if)
 
@@ -62,7 +62,7 @@ def unpack_(
     scale: Tensor,
     only_if: Tensor | None = None,
 ) -> None:
-    """Write cast(flat[slot] * scale) into every tensor, unless `only_if` is 0."""
+    """Write cast(flat[slot] * scale) to every tensor, unless `only_if` is 0."""
     for part, tensor in zip(_parts(flat, slots), tensors, strict=True):
         if tensor is not None:
             _write(tensor.detach().view(-1), _scaled(part, scale), only_if)
@@ -78,7 +78,7 @@ def accumulate_(
     first: bool,
     nonfinite: Tensor,
 ) -> None:
-    """Set acc[slot] to grad * scale if `first`, else add grad * scale to acc[slot]."""
+    """Set acc[slot] to grad * scale if `first`; otherwise add grad * scale to acc[slot]."""
     for slot, (part, grad) in enumerate(zip(_parts(acc, slots), grads, strict=True)):
         if grad is None:
             if first:
@@ -144,7 +144,7 @@ def _add_rows(terms: Tensor, num: int) -> Tensor:
 
 
 def _add_halves(lanes: Tensor) -> Tensor:
-    """Add the second half of each row to the first half until one lane is left."""
+    """Add the second half of each row to the first half, until one lane is left."""
     while lanes.shape[1] > 1:
         width = lanes.shape[1] // 2
         lanes = lanes[:, :width] + lanes[:, width:]

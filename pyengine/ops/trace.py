@@ -22,8 +22,8 @@ _PYTHON = str(Path(os.__file__).parent) + os.sep
 def span(name: str, index: int | None = None) -> AbstractContextManager[object]:
     """Mark the body as the range `pyengine: <name> <index>` in a running profile.
 
-    Cost: 0.3 µs without a profiler, for the check; a record_function would cost about 10 µs. On CUDA it is
-    not possible to check whether an NVTX tool is attached, and an NVTX range costs about 1 µs.
+    Cost: the check takes 0.3 µs without a profiler; a record_function would take about 10 µs. On CUDA there
+    is no way to check whether an NVTX tool is attached, so each range takes about 1 µs.
     """
     if torch.autograd._profiler_enabled():  # noqa: SLF001 - torch has no public name for it
         return record_function(_title(name, index))
@@ -37,7 +37,7 @@ def _title(name: str, index: int | None) -> str:
 
 
 def find_caller(frame: FrameType | None) -> tuple[FrameType | None, list[FrameType]]:
-    """Return the innermost frame outside PyTorch, Python and this package, and our frames inside it."""
+    """Return the innermost frame outside PyTorch, Python and pyengine, and the pyengine frames."""
     ours = []
     while frame is not None and _is_library(name := frame.f_code.co_filename):
         if name.startswith(_OURS):

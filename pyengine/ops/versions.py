@@ -1,8 +1,9 @@
-"""The public plan and exact sum, which increment the versions of the tensors they write.
+"""The public plan and exact sum, which increment the versions of tensors to which they write.
 
 The core writes by address, which does not change version counters. Without increments, autograd would not
 notice that a tensor saved for backward was overwritten, and the engine would not notice a write to a
-gradient. The engine's internal plans write only to its own memory and avoid this cost (0.1 µs per tensor).
+gradient. The engine's internal plans write only to memory of the engine, so they avoid this cost (0.1 µs per
+tensor).
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ _Op = TypeVar("_Op", bound=Callable[..., Any])
 def _incrementing(op: _Op, *written: str) -> _Op:
     """Return a method that runs `op` and then increments versions, like the in-place ops of PyTorch.
 
-    `written` are the names of arguments that `op` writes, or of attributes if they start with a dot.
+    `written` has the names of arguments to which `op` writes, or of attributes if they start with a dot.
     """
     signature = inspect.signature(op)
 
