@@ -1,4 +1,4 @@
-"""The loss scaler of torch, with finite check and unscaling in the engine's pass over the gradients."""
+"""torch's loss scaler, with finite check and unscaling in the engine's pass over the gradients."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from pyengine.window.final_pass import FinalPass
 
 
 class GradScaler(torch.amp.GradScaler):
-    """A torch.amp.GradScaler that leaves the finite check and the unscaling to the engine's own pass.
+    """A torch.amp.GradScaler that leaves the finite check and the unscaling to the engine.
 
-    Assign it to `sync.scaler`; a stock GradScaler that is assigned is converted to this class. The engine
-    then scales losses in `backward`, unscales gradients when it divides by the count, and updates the scale
-    in `step`. In a `micro_batch` block the caller scales losses: `scaler.scale(loss).backward()`. Arguments
-    and state are the same as in torch. Equal gradients give bit-equal parameters with this scaler and with
-    the stock scaler (whose scales are powers of two).
+    Assign it to `sync.scaler`, which also converts a torch GradScaler to this class. The engine then scales
+    losses in `backward`, unscales gradients when it divides by the count, and updates the scale in `step`. In
+    a `micro_batch` block the caller scales losses: `scaler.scale(loss).backward()`. Arguments and state are
+    the same as in torch. Equal gradients give bit-equal parameters with this scaler and with torch's scaler
+    (whose scales are powers of two).
 
     Attributes:
-        has_scaled: whether the scaler has scaled a loss since the last window was reduced.
+        has_scaled: whether the scaler has scaled a loss since the last reduction.
     """
 
     _final: FinalPass | None = None
@@ -37,7 +37,7 @@ class GradScaler(torch.amp.GradScaler):
         """Use the finite check of `final`. The scale does not change within a window of `counter`.
 
         Raises:
-            ValueError: the scaler belongs to another engine.
+            ValueError: the scaler already belongs to another engine.
         """
         if self._final is not None and self._final is not final:
             raise ValueError(
@@ -48,25 +48,25 @@ class GradScaler(torch.amp.GradScaler):
             self._lazy_init_scale_growth_tracker(final.sumsq.device)
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
-        """Unscale like the stock scaler.
+        """Unscale like torch's scaler.
 
         Raises:
-            RuntimeError: the scaler belongs to an engine, which unscales gradients itself.
+            RuntimeError: the scaler belongs to an engine, which unscales the gradients.
         """
         self._check_free("unscale_", "leave it out, since .grad is unscaled from the window's end on")
         super().unscale_(optimizer)
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
-        """Step like the stock scaler.
+        """Step like torch's scaler.
 
         Raises:
-            RuntimeError: the scaler belongs to an engine, which decides itself whether to skip the step.
+            RuntimeError: the scaler belongs to an engine, which decides whether to skip the step.
         """
         self._check_free("step", "call sync.step(optimizer) in place of scaler.step")
         return super().step(optimizer, *args, **kwargs)
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
-        """Update the scale like the stock scaler.
+        """Update the scale like torch's scaler.
 
         Raises:
             RuntimeError: the scaler belongs to an engine, and `new_scale` is None or a window is in progress.
@@ -77,7 +77,7 @@ class GradScaler(torch.amp.GradScaler):
         super().update(new_scale)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state like the stock scaler.
+        """Load a state like torch's scaler.
 
         Raises:
             RuntimeError: a window is in progress.
@@ -100,18 +100,18 @@ class GradScaler(torch.amp.GradScaler):
             raise RuntimeError(f"{instead}: scaler.{what} is the engine's part since `sync.scaler = scaler`")
 
     def scale(self, outputs: Any) -> Any:
-        """Scale losses like the stock scaler."""
+        """Scale losses like torch's scaler."""
         self.has_scaled = True
-        if isinstance(outputs, list | tuple):  # a stock scaler would use a copy of the scale
+        if isinstance(outputs, list | tuple):  # torch's scaler would use a copy of the scale
             return type(outputs)(map(self.scale, outputs))
         return super().scale(outputs)
 
     def unbind(self) -> None:
-        """Detach the scaler from its engine; the scale and growth tracker are kept."""
+        """Detach the scaler from its engine; the scale and the growth tracker are kept."""
         self._final = self._counter = None
 
     def follow(self) -> None:
-        """Update the scale after a reduced window, depending on overflow; the same on every rank."""
+        """Update the scale after a reduced window, depending on overflow; equal on every rank."""
         if self._final is not None and self._scale is not None:
             assert self._growth_tracker is not None  # torch creates the tracker together with the scale
             torch._amp_update_scale_(
@@ -125,7 +125,7 @@ class GradScaler(torch.amp.GradScaler):
 
     @property
     def scale_tensor(self) -> Tensor | None:
-        """The tensor that losses are multiplied by, or None before it exists."""
+        """The tensor by which losses are multiplied, or None before its creation."""
         return self._scale
 
     def current_scale(self) -> Tensor:
@@ -134,7 +134,7 @@ class GradScaler(torch.amp.GradScaler):
         return self._scale.clone()
 
     def settings(self) -> str:
-        """Describe the settings that control the scale; the same on every rank."""
+        """Describe the settings that control the scale, which are equal on every rank."""
         return (
             f"growth_factor={self._growth_factor}, backoff_factor={self._backoff_factor}, "
             f"growth_interval={self._growth_interval}"
@@ -178,9 +178,9 @@ def state_problems(state: Mapping[str, Any]) -> Iterator[str]:
 
 
 def taken_over(scaler: torch.amp.GradScaler) -> GradScaler:
-    """Return a scaler that an engine can use; a stock scaler is converted in place and keeps its state."""
+    """Return a scaler for an engine; torch's own scaler is converted in place and keeps its state."""
     kind = type(scaler)
-    if kind.__name__ == "GradScaler" and kind.__module__.startswith("torch."):  # or a device's subclass of it
+    if kind.__name__ == "GradScaler" and kind.__module__.startswith("torch."):  # or a subclass for a device
         scaler.__class__ = GradScaler
     if not isinstance(scaler, GradScaler):
         raise TypeError(
@@ -191,7 +191,7 @@ def taken_over(scaler: torch.amp.GradScaler) -> GradScaler:
 
 
 def copy_of(scaler: torch.amp.GradScaler) -> GradScaler:
-    """Return a copy of a scaler for one engine, used if several engines share a stock scaler."""
+    """Return a copy of a scaler for one engine, for several engines that share a torch scaler."""
     if type(scaler) not in (torch.amp.GradScaler, GradScaler):
         raise TypeError(
             f"the loss scaler is a {type(scaler).__name__}, whose own ways would be lost: need a "

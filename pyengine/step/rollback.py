@@ -23,12 +23,12 @@ _ON_THE_HOST = "on the host, where a step that the device skips cannot be undone
 
 
 class RollbackStepper:
-    """Steps any optimizer, then restores the old values of parameters and state where necessary.
+    """Steps any optimizer, then restores the old values of parameters and state if necessary.
 
-    The stepper restores all parameters in a window that must not be used. In any window, the
-    stepper also restores a parameter that no rank used, whose gradient is zeros instead of None. State that a
-    skipped step has created is removed, which makes the host wait in the first step of a parameter without
-    state, and in a later step that creates or replaces state. A step frees the gradients of the optimizer.
+    In a window that must not be used, all parameters are restored. In any window, a parameter that no rank
+    used is also restored, because its gradient is zeros instead of None. State that a skipped step has
+    created is removed; therefore the host waits in the first step of a parameter without state, and in a
+    later step that creates or replaces state. A step frees the gradients of the optimizer.
 
     Args:
         index: maps `id(parameter)` to the parameter's index in `FinalPass.used`; other parameters have no
@@ -69,7 +69,7 @@ class RollbackStepper:
             yield from (param for param in group["params"] if id(param) in self._index)
 
     def _step_knowing(self, optimizer: Optimizer, mine: list[Parameter], final: FinalPass) -> None:
-        """Step after the host knows the outcome, so that unused parameters get no state."""
+        """Step when the host knows the outcome, so that unused parameters get no state."""
         if bool(final.found_inf):
             return
         assert final.used is not None
@@ -130,14 +130,14 @@ def _check_state(optimizer: Optimizer, mine: list[Parameter]) -> None:
     """Raise ValueError if a step changes a value on the host."""
     name = type(optimizer).__name__
     groups = optimizer.param_groups
-    has_capturable = not isinstance(optimizer, Adadelta)  # torch refuses its capturable=True on XLA devices
+    has_capturable = not isinstance(optimizer, Adadelta)  # torch rejects capturable=True on XLA
     if not has_capturable:
         raise ValueError(
             f"{_LET_THE_HOST_READ}: {name} counts its steps {_ON_THE_HOST}, and torch has no "
             "capturable=True for this optimizer here"
         )
     if any(group.get("capturable") is False for group in groups):
-        # On XLA devices torch has no fused steps, and refuses most foreach steps with capturable=True.
+        # On XLA devices torch has no fused steps, and rejects most foreach steps with capturable=True.
         others = [f", {key}=False" for key in ("foreach", "fused") if any(g.get(key) for g in groups)]
         raise ValueError(
             f"use {name}(..., capturable=True{''.join(others)}): with capturable=False {name} counts its "

@@ -1,4 +1,4 @@
-"""Records that the engine reports for each optimizer step."""
+"""The record that the engine reports for each optimizer step."""
 
 from __future__ import annotations
 
@@ -24,29 +24,31 @@ from pyengine.window.spikes import Spike
 class StepRecord:
     """A record of one optimizer step.
 
-    Seconds are measured with the device's clock if the parameters are on an accelerator. On an XLA device
-    they are measured on the host and are the time to record the work. `backward_s` and `exposed_sync_s` are 0
-    for a window that ran as a graph (`sync.capture`).
+    Times are measured with the device's clock if the parameters are on an accelerator. On an XLA device they
+    are measured on the host, where they are the time to record the work. `backward_s` and `exposed_sync_s`
+    are 0 for a window that ran as a CUDA graph (`sync.capture`).
 
     Attributes:
         step: number of optimizer steps attempted before this one.
         micro_batches: number of micro-batches in the window, over all ranks.
         count: number of items in the window, over all ranks: the divisor of the gradient.
-        loss: sum of the window's losses over all ranks, divided by `count`; None if nothing was counted.
-        grad_norm: 2-norm of the mean gradient before clipping and without the loss scale. If the norm
-            is inf or nan, the step was skipped.
+        loss: sum of the window's losses over all ranks, divided by `count`; None if the count is 0 or a loss
+            is missing.
+        grad_norm: 2-norm of the mean gradient before clipping and without the loss scale. If the norm is inf
+            or nan, the step was skipped.
         skipped: whether the step was skipped and the parameters left unchanged.
         reason: why the step was skipped, or why a `pe.SpikePolicy` clipped it; empty otherwise.
-        bytes_on_wire: bytes this rank sent for the window.
-        collectives: collectives this rank launched for the window, header included.
+        bytes_on_wire: bytes that this rank sent for the window.
+        collectives: number of collectives that this rank launched for the window, including the header.
         backward_s: seconds inside the window's backwards.
-        exposed_sync_s: seconds in which this rank did nothing but wait for the reduction or work on it.
+        exposed_sync_s: seconds in which this rank only waited for the reductions or worked on them.
         step_s: seconds from the window's first backward to the end of the optimizer step.
-        held_bytes: for a sharded model, bytes this rank holds throughout a window to reduce communication:
-            unsharded sums, and parameters that stay gathered (docs/sharded.md).
-        num_retries: number of parts of this rank's micro-batches that ran out of memory and were rerun in
+        held_bytes: for a sharded model, bytes that this rank holds throughout a window to reduce
+            communication: unsharded sums, and parameters that stay gathered (docs/sharded.md).
+        num_retries: number of parts of this rank's micro-batches that ran out of memory and were repeated in
             smaller parts (`sync.retry_smaller`).
-        grad_norms: like `grad_norm`, per parameter by name; None without `sync.measure(pe.GradNorms())`.
+        grad_norms: norms like `grad_norm`, per parameter by name; None without
+            `sync.measure(pe.GradNorms())`.
         noise_scale: the gradient noise scale; None without `sync.measure(pe.NoiseScale())` and for a window
             that cannot be measured.
         spike: the spike for which a `pe.SpikePolicy` skipped or clipped the window, or None.
@@ -77,7 +79,7 @@ StepCallback = Callable[[StepRecord], None]
 class StepHandle(RemovableHandle):
     """The handle that `sync.on_step` returns; `remove()` or the end of `with handle:` removes the callback.
 
-    Calls and attribute accesses are forwarded to the callback, so a decorated function can be used as before.
+    Calls and attribute accesses go to the callback, so a decorated function can be used as before.
     """
 
     def __init__(self, callbacks: OrderedDict[int, StepCallback], callback: StepCallback) -> None:
@@ -96,15 +98,15 @@ class StepHandle(RemovableHandle):
 
 
 class Clock:
-    """Times the phases of one window, with device events if the device has them and on the host otherwise.
+    """Measures the phases of one window, with device events if possible and otherwise on the host.
 
     Phases of work that is captured as a graph are not measured and count 0 seconds.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._has_events = device, has_events(device)
-        self.phases: list[tuple[str, Any, Any]] = []  # name, start and stop, as returned by `now`
-        # Function that marks the time after the work so far.
+        self.phases: list[tuple[str, Any, Any]] = []  # name, start and stop; `now` returns the times.
+        # Records the time at which all work so far has run.
         self.now: Callable[[], Any] = self._event if self._has_events else time.perf_counter
         self._start = self._stop = self.now()
 
@@ -140,7 +142,7 @@ class Clock:
 
 
 class _Phase(AbstractContextManager[None]):
-    """Times its body; a class, because a generator costs twice as much in every micro-batch."""
+    """Measures its body; a class, because a generator costs twice as much in every micro-batch."""
 
     def __init__(self, clock: Clock, name: str) -> None:
         self._clock, self._name = clock, name

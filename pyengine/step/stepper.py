@@ -25,14 +25,14 @@ _log = logging.getLogger("pyengine.step")
 
 class Stepper(Protocol):
     def needs_host(self, optimizer: Optimizer) -> bool:
-        """Whether `step` waits for the outcome of the window; the same on every rank."""
+        """Whether `step` waits for the outcome of the window; equal on every rank."""
 
     def step(self, optimizer: Optimizer, final: FinalPass) -> None:
-        """Step with the current gradients, unless `final` says that the window must not be used."""
+        """Step with the current gradients, unless `final` forbids the use of the window."""
 
 
 class PlainStepper:
-    """Skips steps on the device: fused optimizers skip a step themselves; steps of others are undone.
+    """Skips steps on the device: fused optimizers skip their own step, and other steps are undone.
 
     A step can be undone only for torch's own optimizers; for any other optimizer the host waits for the
     decision. The host also waits if a step would create state, so that a skipped step leaves no state behind.
@@ -43,9 +43,9 @@ class PlainStepper:
     """
 
     def __init__(self) -> None:
-        # For each optimizer, the tensors that its last step wrote, as a list and as targets.
+        # For each optimizer, the tensors to which its last step wrote, as a list and as targets of a copy.
         self._seen: WeakKeyDictionary[Optimizer, tuple[list[Any], _Targets | None]] = WeakKeyDictionary()
-        # For each optimizer, the configuration with which a step last created no state.
+        # For each optimizer, its configuration in the last step that created no state.
         self._complete: WeakKeyDictionary[Optimizer, tuple[Any, ...]] = WeakKeyDictionary()
 
     def needs_host(self, optimizer: Optimizer) -> bool:
@@ -53,7 +53,7 @@ class PlainStepper:
 
     def step(self, optimizer: Optimizer, final: FinalPass) -> None:
         name, found_inf = type(optimizer).__name__, final.found_inf
-        # torch's fused SGD leaves the momentum that it creates in a skipped step uninitialized.
+        # torch's fused SGD does not initialize the momentum that it creates in a skipped step.
         if skips_on_device(optimizer) and self._has_state(optimizer):
             _log.debug("step %s, which skips by itself", name)
             fused: Any = optimizer
@@ -90,11 +90,11 @@ class PlainStepper:
         return is_complete
 
     def targets(self, optimizer: Optimizer) -> _Targets | None:
-        """Return the tensors that a step writes, with a plan per dtype, or None if it cannot be undone.
+        """Return the tensors to which a step writes, with a plan per dtype; None if it cannot be undone.
 
-        The answer is the same on every rank, and is known only for torch's own optimizers. A first step
-        cannot be undone, because it creates state. A step with `capturable=False` cannot be undone either,
-        because it counts steps on the host.
+        The result is equal on every rank, and is known only for torch's own optimizers. A first step cannot
+        be undone, because it creates state. A step with `capturable=False` cannot be undone either, because
+        it counts steps on the host.
 
         Cost: a check of every parameter; the tensors are checked again only if they differ from the last
             step.
@@ -112,7 +112,7 @@ class PlainStepper:
 
 
 def skips_on_device(optimizer: Optimizer) -> bool:
-    """Whether an optimizer obeys the tensor `found_inf`, so that the host need not know the decision.
+    """Whether an optimizer obeys the tensor `found_inf`, so that the host need not know the outcome.
 
     Only torch's own optimizers with fused steps in all groups obey this tensor. A wrapper that forwards
     attributes would not pass on `found_inf`, a subclass may use gradients before its step, and torch raises
@@ -136,14 +136,14 @@ _Targets = Sequence[tuple[BucketPlan, Pointers]]
 
 
 def is_torchs(optimizer: Optimizer) -> bool:
-    """Whether an optimizer is one of torch's own classes; a subclass may do more in its step."""
+    """Whether an optimizer has one of torch's own classes; a subclass may do more in its step."""
     return f"{type(optimizer).__module__}.".startswith("torch.optim.")
 
 
 def runs_user_code(optimizer: Optimizer) -> bool:
     """Whether user code runs inside the optimizer's step and could read values that are later undone."""
     replaced = vars(optimizer).get("step")
-    # A learning-rate scheduler replaces `step` with a wrapper that counts calls.
+    # A learning-rate scheduler replaces `step` by a wrapper that counts calls.
     is_replaced = replaced is not None and getattr(replaced, "__wrapped__", None) is not type(optimizer).step
     hooks: Any = optimizer
     return is_replaced or any(
@@ -180,12 +180,12 @@ def allocate(targets: _Targets) -> list[Tensor] | None:
         return None
 
 
-# Optimizers that create `momentum_buffer` if it is missing or None; others check whether any state exists.
+# Optimizers that create `momentum_buffer` if it is missing or None. Others check whether any state exists.
 _WITH_LATE_MOMENTUM = SGD, Muon
 
 
 def _written(optimizer: Optimizer) -> list[Any] | None:
-    """Return the parameters a step changes, each followed by its state; None if a step would create state."""
+    """Return the parameters that a step changes, each with its state; None if it would create state."""
     tensors: list[Any] = []
     state_of = optimizer.state
     has_late_momentum = type(optimizer) in _WITH_LATE_MOMENTUM
@@ -205,7 +205,7 @@ def _written(optimizer: Optimizer) -> list[Any] | None:
 
 
 def _planned(tensors: list[Any]) -> list[tuple[BucketPlan, Pointers]] | None:
-    """Plan copies by dtype, or return None if a tensor is on another device, not dense, or has no kernel."""
+    """Plan copies by dtype; None if a tensor is on another device, is not dense, or has no kernel."""
     by_dtype: dict[torch.dtype, list[Tensor]] = {}
     for tensor in tensors:
         flat = _flat(tensor)
@@ -222,7 +222,7 @@ def _planned(tensors: list[Any]) -> list[tuple[BucketPlan, Pointers]] | None:
 
 
 def _flat(tensor: Any) -> Tensor | None:
-    """Return this rank's part of a tensor as a contiguous tensor, or None if that is not possible."""
+    """Return this rank's part of a tensor as a contiguous tensor, or None if this is not possible."""
     if not isinstance(tensor, Tensor) or tensor.layout is not torch.strided:
         return None
     part: Any = tensor.detach()

@@ -1,4 +1,4 @@
-"""Optimizers over the gradients of an engine: which parameters they may step, and when a step is due."""
+"""Optimizers over the gradients of an engine: the allowed parameters, and the time of a step."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from pyengine.window.digest import OptimizerStep
 
 
 def check_step(optimizer: Any, scheduler: Any) -> None:
-    """Raise TypeError if an argument cannot be stepped, before anything has been stepped."""
+    """Raise TypeError if the optimizer or scheduler cannot be stepped, before any step."""
     if getattr(optimizer, "steps_with_windows", False):
         raise TypeError(
             "optimizer is wrapped already, and steps where its window ends: call optimizer.step(), or give "
@@ -64,15 +64,15 @@ class WindowOptimizer(torch.optim.Optimizer):
     Everything except `step` and `zero_grad` is forwarded to the wrapped optimizer. `zero_grad` does nothing
     in the middle of a window.
 
-    A copy (`copy.deepcopy`, `pickle`) holds a copy of the wrapped optimizer and belongs to no engine, so its
-    `step` raises. Use `sync.wrap(copy.optimizer)` instead.
+    A copy (`copy.deepcopy`, `pickle`) contains a copy of the wrapped optimizer and belongs to no engine, so
+    its `step` raises. Use `sync.wrap(copy.optimizer)` instead.
 
     Attributes:
         optimizer: the wrapped optimizer.
     """
 
     steps_with_windows = True
-    # False, because the wrapped optimizer would not see attributes that a stock GradScaler sets here.
+    # False, because the wrapped optimizer would not see attributes that torch's GradScaler sets here.
     _step_supports_amp_scaling = False
 
     state = _of_the_wrapped("state")
@@ -99,15 +99,15 @@ class WindowOptimizer(torch.optim.Optimizer):
 
     @property
     def step_was_skipped(self) -> bool:
-        """Whether the last step that was due left the parameters unchanged; waits on an accelerator."""
+        """Whether the last step at the end of a window was skipped; waits on an accelerator."""
         return self._stepped is not None and not bool(self._stepped)
 
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # nothing to return
+    def step(self, closure: Any = None) -> None:  # no return value
         """Step the optimizer and the scheduler if this micro-batch ends its window.
 
         Raises:
             RuntimeError: this is a copy; or a `loss.backward()` outside of any window has left gradients that
-                no step would use; or for the same reasons as `sync.step`.
+                no step would use; or for a reason given in `sync.step`.
         """
         if self._sync is None:
             raise RuntimeError(
@@ -128,7 +128,7 @@ class WindowOptimizer(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients of a window that has ended; otherwise do nothing.
 
-        The engine clears used gradients automatically at the first backward of the next window.
+        The engine clears used gradients automatically in the first backward of the next window.
         """
         if self._sync is not None and self._sync.reduced_window is not None:
             self.optimizer.zero_grad(set_to_none)
@@ -159,7 +159,7 @@ class OptimizerCheck:
     def of(
         self, optimizer: torch.optim.Optimizer, *, is_handed_over: bool
     ) -> tuple[OptimizerStep, list[Tensor]]:
-        """Return the step that is about to run, and copies of the hyperparameters on an accelerator.
+        """Return a description of the step, and copies of the hyperparameters on an accelerator.
 
         The parameters of an optimizer are checked again only if they differ from its last step.
         """
@@ -167,7 +167,7 @@ class OptimizerCheck:
         looked = self._looked.get(optimizer)
         if looked is None or looked.ids != ids:
             params = [param for group in optimizer.param_groups for param in group["params"]]
-            # Indices are sorted, because sets and dicts of parameters may have a different order in every
+            # Sort the indices, because sets and dicts of parameters may have a different order in every
             # process.
             indices = tuple(
                 tuple(sorted(self._index[id(param)] for param in group["params"] if id(param) in self._index))
@@ -204,7 +204,7 @@ class OptimizerCheck:
 
 @dataclass(frozen=True)
 class _Looked:
-    """An optimizer's parameters: the ids of all, the indices of the engine's own, and foreign parameters."""
+    """The parameters of an optimizer: all ids, indices of the engine's parameters, and foreign parameters."""
 
     ids: list[int]
     indices: tuple[tuple[int, ...], ...]

@@ -51,7 +51,7 @@ class Listener(ABC):
     """A callback for `sync.on_step` that writes on one rank only.
 
     Args:
-        rank: the rank that writes, in the default group; 0 without a group.
+        rank: the rank that writes, in the default group; 0 if there is no group.
     """
 
     def __init__(self, *, rank: int) -> None:
@@ -67,7 +67,7 @@ class Listener(ABC):
 
 
 def _is_own(rank: int) -> bool:
-    """Whether this process has `rank`; raise ValueError if no process has this rank."""
+    """Whether this process has this rank; raise ValueError if no process has it."""
     own, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     if type(rank) is not int or not 0 <= rank < world_size:
         raise ValueError(
@@ -87,9 +87,9 @@ class JsonLines(Listener):
     """Append one JSON object per step to a file.
 
     The object has the fields of `StepRecord` and `time`, the seconds since 1970. The file is closed between
-    steps. An existing file is continued; a line that was truncated by a crash stays on its own line. If
-    several lines have the same `step` after resuming, the last line is valid. Inf and nan, which JSON does
-    not support, are written as null.
+    steps. New lines are appended to an existing file; a line that a crash has truncated stays a separate
+    line. If several lines have the same `step` after resuming, the last line is valid. Inf and nan, which
+    JSON does not support, are written as null.
 
     Args:
         path: the file, in an existing folder.
@@ -125,7 +125,7 @@ class JsonLines(Listener):
 
 
 def without_nan(value: Any) -> Any:
-    """Return a field with inf and nan replaced by None."""
+    """Return a value with inf and nan replaced by None."""
     if isinstance(value, dict):
         return {name: without_nan(each) for name, each in value.items()}
     return None if isinstance(value, float) and not math.isfinite(value) else value
@@ -167,7 +167,7 @@ class Wandb(Listener):
 def chrome_trace(path: str | os.PathLike[str], *, rank: int = 0) -> Iterator[None]:
     """Profile the body on one rank and write a trace for chrome://tracing and Perfetto.
 
-    Besides PyTorch's own events, the trace has `pyengine: backward`, `pyengine: exposed_sync`, `pyengine:
+    In addition to PyTorch's events, the trace has `pyengine: backward`, `pyengine: exposed_sync`, `pyengine:
     optimizer`, and for every bucket `pyengine: launch bucket <n>` and `pyengine: wait for bucket <n>` (except
     under DDP, which waits itself). The process group adds the collectives as `gloo:all_reduce` or
     `nccl:all_reduce`, in launch order after the header's all-reduce.
@@ -180,7 +180,7 @@ def chrome_trace(path: str | os.PathLike[str], *, rank: int = 0) -> Iterator[Non
         FileNotFoundError: the folder does not exist; raised before the body runs.
         ValueError: the rank does not exist.
 
-    Cost: profiling slows down every operation; a few windows are enough.
+    Cost: profiling slows down every operation. A few windows are enough.
 
     Example:
         >>> with chrome_trace("trace.json"):  # doctest: +SKIP
