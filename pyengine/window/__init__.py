@@ -1,1 +1,1 @@
-"""Counts, checks and verdicts of a window."""
+"""The counts, checks and outcomes of a window."""

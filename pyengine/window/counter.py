@@ -1,9 +1,9 @@
-"""The counter of micro-batches, which decides in which backward a window synchronizes.
+"""The counter of micro-batches, which determines the backward in which a window synchronizes.
 
-A micro-batch is *handed out* when the loop receives it, and *done* after its backward has run. The window
-synchronizes in the backward that completes all micro-batches handed out, once the last micro-batch has been
-handed out. Several forwards may therefore run before their backwards. A micro-batch without a backward
-prevents the overlap of communication, but never changes the result.
+A micro-batch has started (is *handed out*) when the loop receives it, and is *done* after its backward has
+run. After the last micro-batch has started, the window synchronizes in the backward that completes all
+started micro-batches. Several forwards may therefore run before their backwards. A micro-batch without a
+backward prevents the overlap of communication, but never changes the result.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from enum import Enum
 
 
 def share(num: int, *, rank: int, world_size: int) -> range:
-    """Return the contiguous range of `num` items for a rank; sizes differ by at most 1 between ranks."""
+    """Return a rank's contiguous range of `num` items; the sizes of the ranges differ by at most 1."""
     return range(rank * num // world_size, (rank + 1) * num // world_size)
 
 
@@ -26,15 +26,16 @@ class State(Enum):
 
 
 class WindowCounter:
-    """Position in the current window of one engine.
+    """The position in the current window of one engine.
 
-    The *place* of a micro-batch is its index in the window over all ranks. Places tell other ranks which
+    The *place* of a micro-batch is its index in the window over all ranks. The places show other ranks which
     micro-batches are done.
     """
 
     def __init__(self, accumulate: int, *, share: Sequence[int] | None = None) -> None:
         self.accumulate = accumulate  # micro-batches of a full window, per rank
-        # This rank's places in a full window, which may be empty if there are more ranks than places.
+        # This rank's places (micro-batch indices) in a full window; empty if there are more ranks than
+        # places.
         self.share = range(accumulate) if share is None else share
         self.index = 0  # number of windows completed, the same on every rank
         self.state = State.IDLE
@@ -47,18 +48,18 @@ class WindowCounter:
         self.state = State.OPEN
 
     def go_to(self, index: int) -> None:
-        """Discard an open window and set the number of completed windows to `index`."""
+        """Discard an open window, and set the number of completed windows to `index`."""
         self.close(completed=False)
         self.index = index
 
     def hand_out(self, place: int, *, last: bool) -> None:
-        """Count a micro-batch that the loop receives; `last` marks the last one of the window."""
+        """Count a micro-batch that the loop receives; `last` marks the last micro-batch of the window."""
         self.places.append(place)
         self.due = self.due[1:] if self.due[:1] == [place] else [each for each in self.due if each != place]
         self.is_complete = last
 
     def pad(self, *, last: bool) -> None:
-        """Count a padding micro-batch, whose backward is expected like any other backward."""
+        """Count a padding micro-batch; its backward must run like any other backward."""
         self.padding += 1
         self.is_complete = last
 
@@ -68,7 +69,7 @@ class WindowCounter:
 
     @property
     def latest(self) -> int:
-        """Place of the micro-batch that was handed out last, or 0."""
+        """The place (index) of the last micro-batch that the loop received, or 0."""
         return self.places[-1] if self.places else 0
 
     @property
@@ -82,12 +83,12 @@ class WindowCounter:
 
     @property
     def is_sent(self) -> bool:
-        """Whether the current window's gradients have been sent; they may also have been reduced or used."""
+        """Whether the reduction of the current window's gradients was launched."""
         return self.state not in (State.IDLE, State.OPEN)
 
     @property
     def num_sent(self) -> int:
-        """Number of windows sent so far, including the current one; the same on every rank."""
+        """Number of reductions launched so far, one per window; equal on every rank."""
         return self.index + self.is_sent
 
     @property
@@ -101,7 +102,7 @@ class WindowCounter:
         return is_last and self.state is State.OPEN
 
     def check_backward(self) -> None:
-        """Raise RuntimeError if no backward is allowed now."""
+        """Raise RuntimeError if no backward is allowed at this point."""
         if self.state is State.OPEN:
             return
         if self.state is State.IDLE:
@@ -118,30 +119,30 @@ class WindowCounter:
         )
 
     def count_backward(self) -> None:
-        """Count a micro-batch as done."""
+        """Count a micro-batch whose backward has run."""
         self.check_backward()
         self.done += 1
 
     def close(self, *, completed: bool) -> None:
-        """End the window; only a completed (synchronized) window increases `index`."""
+        """End the window; `index` increases only for a completed (synchronized) window."""
         self.state = State.IDLE
         self.index += completed
 
     def _clear(self) -> None:
-        self.places = []  # places of the micro-batches handed out in this window, in order
-        self.padding = 0  # number of repeated batches handed out only for their collectives
-        self.due = list(self.share)  # places still to be handed out, if there is enough data
+        self.places = []  # places of this window's micro-batches so far, in order
+        self.padding = 0  # number of repeated batches that run only for their collectives
+        self.due = list(self.share)  # places of the remaining micro-batches, if there is enough data
         self.done = 0  # number of backwards that have run
-        self.is_complete = False  # whether the last micro-batch has been handed out
+        self.is_complete = False  # whether the last micro-batch has started
         self.is_exhausted = False  # whether the data has ended; backwards may still follow
 
 
 class Slots:
-    """The runs of this rank in one window: consecutive micro-batches, grouped by `pe.Exact(slots=...)`.
+    """The slots ("runs") of this rank in a window: groups of consecutive micro-batches, from `pe.Exact`.
 
-    The public name of a run is "slot". Elsewhere in this package a slot is a parameter's place in a bucket.
-    Autograd sums the gradients of a run, and the sum is accumulated once. Nonfinite flags are therefore
-    recorded per run, and this class maps them to micro-batches.
+    The public name of a run is "slot". Elsewhere in this package a slot is the range of a parameter in a
+    bucket. Autograd sums the gradients of a run, and the sum is accumulated once. Nonfinite flags are
+    therefore recorded per run, and this class maps them to micro-batches.
     """
 
     def __init__(self, size: int) -> None:
@@ -152,11 +153,11 @@ class Slots:
         self._num_ended = 0
 
     def ends_at(self, place: int) -> bool:
-        """Whether the micro-batch at `place`, an index over all ranks, is the last one of its run."""
+        """Whether the micro-batch at `place`, an index over all ranks, is the last of its run."""
         return (place + 1) % self.size == 0
 
     def add(self, *, ends: bool) -> None:
-        """Count a micro-batch, which completes its run if `ends` is set."""
+        """Count a micro-batch; with `ends`, it is the last of its run."""
         self._run_of.append(self._num_ended)
         self._num_ended += ends
         self.is_open = not ends
@@ -166,7 +167,7 @@ class Slots:
         self.is_open = False
 
     def blame(self, by_run: Callable[[int], list[int] | None]) -> Callable[[int], list[int] | None]:
-        """Convert a function that returns runs into one that returns their micro-batches; None stays None."""
+        """Convert a function that returns runs to a function that returns micro-batches; None stays None."""
         run_of = self._run_of
 
         def by_micro_batch(param: int) -> list[int] | None:
@@ -176,7 +177,7 @@ class Slots:
         return by_run if self.size == 1 else by_micro_batch
 
 
-MAX_ACCUMULATE = 2**20  # limited, because places are stored in a list
+MAX_ACCUMULATE = 2**20  # limited, because a list stores all places
 
 
 def check_accumulate(accumulate: object) -> list[str]:

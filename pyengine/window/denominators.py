@@ -1,7 +1,7 @@
 """Several losses in one window that are means over different items: tokens, sequences, prompts.
 
 The window has a single divisor, and all totals are known before the first backward. A loss with a different
-total is multiplied by the ratio of the divisor to this total, so that one division is correct for all losses.
+total is multiplied by the ratio of the divisor to its total, so that one division is correct for all losses.
 """
 
 from __future__ import annotations
@@ -12,25 +12,25 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-# The name used for a count without a name.
+# The key of a count that the user gave as a plain number.
 ONLY = "count"
 
 Loss = Tensor | Mapping[str, Tensor | float]
 
 
 def base_of(totals: Mapping[str, float]) -> str:
-    """Return the name of the loss whose total is the divisor, which is the first nonzero total."""
+    """Return the name of the loss whose total is the divisor: the first loss with a nonzero total."""
     return next((name for name, total in totals.items() if total), next(iter(totals), ONLY))
 
 
 @dataclass
 class Denominators:
-    """The counts that the losses of a window are divided by, over all ranks."""
+    """The counts by which the losses of a window are divided, over all ranks."""
 
-    # Count of each loss over all ranks and micro-batches, in the order in which losses are added. Empty if no
-    # rank has data.
+    # The count of each loss over all ranks and micro-batches, in the order in which losses are added. Empty
+    # if no rank has data.
     totals: Mapping[str, float]
-    counts: Sequence[Mapping[str, float]]  # counts by loss, one mapping per micro-batch in hand-out order
+    counts: Sequence[Mapping[str, float]]  # counts by loss, one mapping per micro-batch, in order
 
     def __post_init__(self) -> None:
         self.base = base_of(self.totals)
@@ -60,11 +60,11 @@ class Denominators:
     def weigh(self, losses: Loss, device: torch.device) -> Tensor:
         """Return Σ loss × (divisor / total of the loss), 0-dim.
 
-        After division by the divisor the result is the sum of the mean losses. A loss whose total is 0 is
-        left out, regardless of its value, so no backward runs through its graph.
+        After the division the result is the sum of the mean losses. A loss with a total of 0 is left out,
+        whatever its value, so no backward runs through its graph.
 
         Raises:
-            ValueError: the names differ from the counted names, or a loss is not a 0-dim tensor.
+            ValueError: the names of the losses and of the counts differ, or a loss is not a 0-dim tensor.
         """
         if not isinstance(losses, Mapping):
             if len(self.totals) > 1:
@@ -108,7 +108,7 @@ class Denominators:
 
 
 def _unlike_loss(loss: object) -> str:
-    """Describe a value that is not a loss; empty if it is a valid loss or 0."""
+    """Describe an object that is not a loss; empty if it is a valid loss or 0."""
     if isinstance(loss, Tensor):
         is_floating = loss.is_floating_point()
         return str(list(loss.shape)) if loss.dim() else "" if is_floating else str(loss.dtype)

@@ -1,7 +1,7 @@
-"""The digest in a header, which checks that engine, loss scale and last steps are the same on every rank.
+"""The digest in a header, which checks that engine, loss scale and last steps are equal on every rank.
 
-Ranks would silently diverge if they ran windows of different engines, used different scale or clip factors,
-or stepped with different learning rates. The digest combines all of these into one 60-bit number.
+Ranks would silently diverge if they ran windows of different engines, used different loss scales or clipping
+factors, or stepped with different learning rates. The digest combines all of these into one 60-bit number.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from torch import Tensor
 
 from pyengine.ops.device import runs_ahead
 
-# A header compares integers by their sum and sum of squares in float64, which is exact up to 2^53, so 20-bit
-# integers can be added over 8192 ranks.
+# A header compares integers by their sum and sum of squares in float64, which is exact up to 2^53. The digest
+# therefore has 20-bit integers, which can be added over 8192 ranks.
 PIECE_BITS = 20
 NUM_PIECES = 3
 _PIECE = 2**PIECE_BITS
-# Modulus and factor of a rolling hash whose values stay below 2^53, where float64 is exact.
+# The modulus and factor of a rolling hash whose values stay below 2^53, where float64 is exact.
 _WORD, _FACTOR = 2.0**32, 1000003.0
 
 
 @dataclass(frozen=True)
 class OptimizerStep:
-    """One call of an optimizer's step."""
+    """A description of one optimizer step."""
 
     name: str  # class name of the optimizer
-    params: tuple[tuple[int, ...], ...]  # per group, the registration indices of the engine's parameters
+    params: tuple[tuple[int, ...], ...]  # per group, the registration indices of parameters
     numbers: tuple[tuple[str, float | str], ...]  # hyperparameters of all groups, in order
 
     def __str__(self) -> str:
@@ -49,32 +49,32 @@ class Use:
     """How this rank has used the gradients of a reduced window."""
 
     steps: list[OptimizerStep] = field(default_factory=list)  # optimizer steps, in order
-    # The factor that multiplied the gradients in each step, and hyperparameters on an accelerator. Factors
-    # are 0-dim tensors on the host or a device that have not been read yet.
+    # The factor by which gradients were multiplied in each step, and hyperparameters on an accelerator.
+    # Factors are 0-dim tensors on the host or on a device, and have not been read yet.
     factors: list[Tensor] = field(default_factory=list)
     is_handed_over: bool = False  # whether `unscale_` gave the gradients to the caller
 
     @property
     def is_callers_own(self) -> bool:
-        """Whether only the caller is known to have used the gradients."""
+        """Whether only the caller, not an optimizer, has used the gradients."""
         return self.is_handed_over and not self.steps
 
 
 @dataclass(frozen=True)
 class HeaderDigest:
-    """Values in a header that must be the same on every rank, combined into one number."""
+    """The values in a header that must be equal on every rank, combined into one number."""
 
     stage: str  # purpose of the header
-    engine: str  # description of the engine, with the identity that its ranks agreed on at creation
+    engine: str  # description of the engine, and the identity from its creation
     scaler: str = ""  # settings of the loss scaler; empty without one
-    scale: Tensor | None = None  # loss scale, 0-dim; None without a scaler or if the scale cannot be read
-    use: Use = field(default_factory=Use)  # use of the previous window, if it was used
-    accumulate: int = 0  # value on this rank, for error reports only; it may differ between ranks
+    scale: Tensor | None = None  # loss scale, 0-dim; None without a scaler or if it cannot be read
+    use: Use = field(default_factory=Use)  # use of the previous window's gradients
+    accumulate: int = 0  # value on this rank, only for error messages; it may differ between ranks
     micro_batches: int = 0  # number in a full window, over all ranks
-    kept: tuple[int, ...] = ()  # parameters whose gradients from earlier windows count in this window
+    kept: tuple[int, ...] = ()  # parameters with gradients from earlier windows
 
     def pieces(self) -> list[int]:
-        """Return the digest in 20-bit pieces, without values on an accelerator; see `add_to`."""
+        """Return the digest as 20-bit integers, without values on an accelerator; see `add_to`."""
         steps = [(step.name, _described(step.params), step.numbers) for step in self.use.steps]
         use = steps, len(self.use.factors), self.use.is_callers_own
         text = repr((self.stage, self.engine, self.scaler, use, self.micro_batches, self.kept)).encode()
@@ -83,11 +83,11 @@ class HeaderDigest:
         return [digest >> PIECE_BITS * index & _PIECE - 1 for index in range(NUM_PIECES)]
 
     def add_to(self, lanes: Tensor) -> None:
-        """Add values on an accelerator to the pieces without reading them on the host.
+        """Add values on an accelerator to the digest, without reading them on the host.
 
         Args:
-            lanes: float64 `[pieces * 2]`, each piece followed by its square. Pieces still have 20 bits
-                afterwards.
+            lanes: float64 `[pieces * 2]`, each integer followed by its square. The integers still have 20
+                bits afterwards.
         """
         far = [scalar for scalar in self._scalars if _is_on_device(scalar)]
         if not far:
@@ -102,7 +102,7 @@ class HeaderDigest:
         lanes[1::2] = pieces * pieces
 
     def describe(self) -> dict[str, str]:
-        """Describe each part of the digest for an error report, keyed as in `_PARTS`; reads device values."""
+        """Describe each part of the digest, keyed as in `_PARTS`, for an error; reads device values."""
         scale = "no loss scale" if self.scale is None else f"a loss scale of {float(self.scale):g}"
         factors = ", ".join(f"{float(factor):g}" for factor in self.use.factors)
         none = "the caller's own, by unscale_" if self.use.is_callers_own else "no step"
@@ -122,7 +122,7 @@ class HeaderDigest:
 
 
 def difference(described: Sequence[dict[str, str]]) -> str:
-    """Describe how the ranks differ, and the remedy, from `HeaderDigest.describe` of each rank."""
+    """Describe how ranks differ, with a remedy, from the result of `HeaderDigest.describe` on each rank."""
     for part, (what, remedy) in _PARTS.items():
         texts = [digest[part] for digest in described]
         if len(set(texts)) > 1:

@@ -12,10 +12,10 @@ from pyengine.wire import Wire
 class Divisor:
     """1/count and the inverse loss scale of one window.
 
-    1/count is applied before a wire that needs means (float16, to keep sums in range, or a wire with
-    residuals), and otherwise in the pass that computes the norm of the reduced gradients. The inverse loss
-    scale (float64 0-dim) is always applied in this pass, because unscaled gradients would underflow in a
-    narrow wire.
+    1/count is applied before the communication if the wire needs means (float16, to keep sums in range, or a
+    wire with residuals), and otherwise in the pass that computes the norm of the reduced gradients. The
+    inverse loss scale (float64 0-dim) is always applied in this pass, because unscaled gradients would
+    underflow in a narrow communication dtype.
     """
 
     def __init__(self, inv_count: Callable[[], Tensor], wire: Wire, inv_scale: Tensor | None = None) -> None:
@@ -31,5 +31,5 @@ class Divisor:
         inv_count = None if self._is_folded else self._inv_count()
         if self._inv_scale is None:
             return inv_count
-        # The product is exact if the loss scale is a power of two, as it is by default.
+        # The product is exact if the loss scale is a power of two, which is the default.
         return (self._inv_scale if inv_count is None else inv_count * self._inv_scale).float()

@@ -1,8 +1,8 @@
 """Sums of a few scalars that do not depend on their order, grouping or the number of ranks.
 
-A float64 is split at fixed bit positions into 40-bit pieces. Each piece is stored as an integer in its own
-lane, so up to 2^13 pieces can be added in float64 without rounding and in any order. The host combines the
-lanes once.
+A float64 is split at fixed bit positions into 40-bit integers. Each integer is stored in a separate element
+(lane), so up to 2^13 integers can be added in float64 without rounding and in any order. The host combines
+the lanes once.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from torch import Tensor
 from pyengine.ops.device import send
 
 _BITS = 40
-# Units of the lanes, from the largest float32 down to the smallest denormal. Values above the largest float32
-# only enlarge the first lane.
+# The unit of each lane, from the largest float32 down to the smallest denormal. Values above the largest
+# float32 only enlarge the first lane.
 _UNITS = [2.0**exponent for exponent in range(88, -153, -_BITS)]
 NUM_LANES = len(_UNITS)
-ROUNDED_LANE = 2  # lane used by `rounded`; any lane would do
+ROUNDED_LANE = 2  # the lane for `rounded`; any lane would do
 
 
 def lanes(values: Tensor) -> Tensor:
-    """Return the sum of float64 `[n]` as `[NUM_LANES]` integers, which can be added to lanes of other sums.
+    """Return the sum of float64 `[n]` as `[NUM_LANES]` integers, which can be added to others.
 
-    Every bit of float32 values is kept; of other values, bits below 2^-152 are dropped. The sum is exact for
+    Every bit of float32 values is kept; bits of other values below 2^-152 are dropped. The sum is exact for
     up to 8192 values in total.
 
     Example:
@@ -42,7 +42,7 @@ def lanes(values: Tensor) -> Tensor:
 
 
 def lanes_of(values: Iterable[float]) -> list[float]:
-    """Return the lanes of numbers on the host; inf and nan go into the first lane."""
+    """Return the lanes of numbers on the host; inf and nan are added to the first lane."""
     summed = [0.0] * NUM_LANES
     for value in values:
         if not math.isfinite(value):
@@ -61,7 +61,7 @@ def rounded(value: Tensor) -> Tensor:
 
 
 def total(summed: Sequence[float]) -> float:
-    """Return the sum that summed lanes represent, rounded once; inf or nan if any value was nonfinite."""
+    """Return the number that summed lanes represent, rounded once; inf or nan if any value was nonfinite."""
     if not math.isfinite(summed[0]):
         return summed[0]
     return math.fsum(map(mul, summed, _UNITS))

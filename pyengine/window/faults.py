@@ -1,4 +1,4 @@
-"""Faults of a window on this rank, kept in one list."""
+"""The errors of one window on this rank (its faults), in one list."""
 
 from __future__ import annotations
 
@@ -9,30 +9,30 @@ from torch import Tensor
 
 
 class FaultKind(Enum):
-    """Kinds of faults, by how other ranks learn of them and how they are handled."""
+    """Kinds of faults, by how other ranks learn of the fault and how it is handled."""
 
-    # This rank refuses the window. The header reports the refusal, and every rank raises an error.
+    # This rank refuses the window. The header sends the refusal, and every rank raises an error.
     REFUSED = "refused"
     # An exception ended the last backward after the header was launched. The missing reductions were filled
     # with nan, so every rank skips the step.
     GAVE_UP = "gave up"
-    # An exception ended the reduction on this rank. Other ranks may have stepped.
+    # An exception ended the reduction on this rank. Other ranks may have stepped their optimizer.
     NOT_REDUCED = "not reduced"
-    # The fault was found after the header, on this rank only. This rank does not step, but other ranks may
-    # have stepped.
+    # The fault was found after the header, on this rank only. This rank does not step its optimizer, but
+    # other ranks may have done so.
     UNUSABLE = "unusable"
-    # The ranks have agreed that the window must not be used, and all ranks raise the same error.
+    # All ranks have agreed that the window must not be used, and raise the same error.
     CONCLUDED = "concluded"
 
 
 @dataclass(frozen=True)
 class Fault:
-    """One fault of a window.
+    """One error of a window.
 
     Attributes:
-        flag: bool 0-dim tensor, not read yet; the fault applies only if it is set. None if the fault always
+        flag: bool 0-dim tensor, not read yet; the fault applies only if it is True. None if the fault always
             applies.
-        error: the exception that every rank raises for a fault that the ranks have agreed on.
+        error: for a fault on which ranks have agreed, the exception that every rank raises.
     """
 
     kind: FaultKind
@@ -42,10 +42,10 @@ class Fault:
 
 
 class Faults(list[Fault]):
-    """The faults of one window, in the order they were found."""
+    """The faults of one window, in the order in which they were found."""
 
     def refuse(self, text: str, flag: Tensor | None = None) -> None:
-        """Refuse the window; with `flag`, an unread bool 0-dim tensor, only if the flag is set."""
+        """Refuse the window; with `flag`, an unread bool 0-dim tensor, only if the flag is True."""
         self.append(Fault(FaultKind.REFUSED, text, flag))
 
     def note(self, kind: FaultKind, text: str, error: Exception | None = None) -> None:
@@ -64,7 +64,7 @@ class Faults(list[Fault]):
         return [fault.flag for fault in self if fault.flag is not None]
 
     def all_refusals(self) -> list[str]:
-        """Return all reasons why this rank refuses the window. Reads flags: for error reports only."""
+        """Return all reasons why this rank refuses the window. Reads flags, so only for error messages."""
         return [
             fault.text
             for fault in self

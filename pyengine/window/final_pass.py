@@ -1,4 +1,4 @@
-"""The norm, the finite check and the skip decision of a window's mean gradients."""
+"""The norm and the finite check of a window's mean gradients, and the decision to skip the step."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ CLIP_EPSILON = 1e-6  # the same as in torch.nn.utils.clip_grad_norm_
 
 
 class ShardedNorm:
-    """Gradient norms over ranks that hold different elements, computed with one all-reduce.
+    """The norm of gradients over ranks that hold different elements, computed with one all-reduce.
 
-    Every element is counted once over all ranks. If several ranks hold an element, as a replica or a shared
-    shard, exactly one of these ranks counts the element.
+    Every element is included once over all ranks. If several ranks hold an element, as a replica or a shared
+    shard, exactly one of these ranks includes it.
     """
 
     def __init__(self, counted: Sequence[bool], comm: Comm, device: torch.device) -> None:
         self._comm = comm
         self._counted = send(list(counted), torch.bool, device)
-        # Index of each local parameter's name among the names of all ranks, int64; None until `add_names` is
-        # called.
+        # The index of each local parameter's name among the names of all ranks, int64; None before
+        # `add_names`.
         self.name_indices: Tensor | None = None
         self._num_names = 0
 
@@ -35,13 +35,15 @@ class ShardedNorm:
         self.name_indices, self._num_names = name_indices, num_names
 
     def whole(self, sumsq: Tensor, void: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the sum over all ranks, a flag that is nan if any rank gave up the window, and sums by name.
+        """Return the sum over all ranks, a flag for an invalid window, and sums by name.
 
-        The parts of the ranks are added in rank order, independent of the all-reduce algorithm. The bits are
-        therefore the same on every rank, and a rank that counts nothing does not change them. A nonfinite sum
-        that is not counted also makes the flag nan.
+        The flag is nan if any rank has dropped the window. The parts of the ranks are added in rank order,
+        independent of the all-reduce algorithm. The bits are therefore equal on every rank, and a rank that
+        includes no element does not change them. A nonfinite sum that is not included also makes the flag
+        nan.
 
-        Cost: waits for one all-reduce of 8 bytes, plus 8 bytes per rank, and 8 per name after `add_names`.
+        Cost: waits for one all-reduce of 8 bytes, plus 8 bytes per rank, and 8 bytes per name after
+        `add_names`.
         """
         counted = torch.where(self._counted, sumsq, 0.0)
         uncounted = torch.where(self._counted, 0.0, sumsq)
@@ -61,7 +63,7 @@ class ShardedNorm:
         values = value.new_zeros(self._comm.world_size)
         values[self._comm.rank] = value
         with Unbroken(self._comm):
-            # A sum is used, because the treatment of nan in a maximum depends on the backend.
+            # Use a sum, because the treatment of nan in a maximum depends on the backend.
             self._comm.all_reduce(values).wait()
         return values.amax()
 
@@ -69,8 +71,8 @@ class ShardedNorm:
 class FinalPass:
     """The results of one pass over the reduced gradients: their norm, and whether they may be used.
 
-    The pass multiplies each bucket by 1/count and the inverse loss scale while later buckets are being
-    reduced, so `.grad` holds the mean and all results refer to the mean.
+    The pass multiplies each bucket by 1/count and by the inverse loss scale while later buckets are being
+    reduced. `.grad` therefore holds the mean, and all results refer to the mean.
     """
 
     def __init__(self, num_params: int, device: torch.device, sharded: ShardedNorm | None = None) -> None:
@@ -83,42 +85,42 @@ class FinalPass:
         self._none = torch.zeros((), dtype=torch.float64, device=device)
         self._zero = torch.zeros((), dtype=torch.float32, device=device)
         self._yes = torch.ones((), dtype=torch.float32, device=device)
-        # Whether sums by name are needed, and the latest sums by name if ranks hold different elements.
+        # Whether sums by name are needed, and the last sums by name if ranks hold different elements.
         self._has_names = False
         self._squares = self.sumsq
         self.reset()
 
     def add_names(self, name_indices: Sequence[int], num_names: int) -> None:
-        """Also keep norms by name; `name_indices` has the index of each parameter's name."""
+        """Also compute norms by name; `name_indices` has the index of each parameter's name."""
         self._has_names = True
         if self._sharded is not None:
             self._sharded.add_names(send(list(name_indices), torch.int64, self.sumsq.device), num_names)
-            # Sums are nan until the norm is computed, which does not happen in a window that a rank gave up.
+            # Sums are nan until the norm is computed; it is not computed if a rank has dropped the window.
             self._squares = self.sumsq.new_full((num_names,), torch.nan)
 
     def reset(self) -> None:
-        """Reset the results without device work, because the next window overwrites sums and flags."""
+        """Reset the results without device work: the next window overwrites sums and flags."""
         # Three float32 0-dim flags. `overflow` is 1 if a gradient has inf or nan, and controls the loss
-        # scale. `found_inf` is 1 if the step must be skipped for any reason. `void` is nan if a rank gave up
-        # the window, and 0 otherwise.
+        # scale. `found_inf` is 1 if the step must be skipped for any reason. `void` is nan if a rank has
+        # dropped the window, and 0 otherwise.
         self.overflow = self.found_inf = self.void = self._zero
         # float64 0-dim: 1 if a metric has skipped or clipped the window.
         self.acted = self._none
-        # float64 0-dim: the product of the clip factors so far, each averaged over names. Ranks compare this
-        # product.
+        # float64 0-dim: the product of the clipping factors so far, each averaged over names. Ranks compare
+        # this product.
         self.clipped = self._one
-        # float64 0-dim or `[num_params]`: the product of the clip factors since `sumsq` was computed.
+        # float64 0-dim or `[num_params]`: the product of the clipping factors since `sumsq` was computed.
         self._clipped_since = self._one
-        # bool `[num_params]`: the parameters that any rank used; None if `.grad is None` marks unused
+        # bool `[num_params]`: the parameters that any rank has used; None if `.grad is None` marks unused
         # parameters.
         self.used: Tensor | None = None
         self._before_clipping: Tensor | None = None
         self._squares_before_clipping: Tensor | None = None
 
     def compute_norm(self, *, is_refused: bool = False) -> None:
-        """Compute the norm and the skip decision from `sumsq` and `void`.
+        """Compute the norm from `sumsq`, and whether to skip the step from the norm and `void`.
 
-        Waits for one all-reduce if ranks hold different elements, except after a refused header.
+        If ranks hold different elements, this waits for one all-reduce, except after a refused header.
 
         Args:
             is_refused: whether ranks disagreed in the header.
@@ -131,7 +133,7 @@ class FinalPass:
         self.overflow = self.found_inf = is_not_finite(total + self.void).float()
 
     def leave_out(self, params: Sequence[int]) -> None:
-        """Exclude parameters that no rank has used, for which only residuals were reduced."""
+        """Exclude parameters that no rank has used; only residuals were reduced for them."""
         if params:
             index = send(params, torch.int64, self.sumsq.device)
             self.sumsq.index_fill_(0, index, 0)
@@ -147,13 +149,13 @@ class FinalPass:
         return self._sharded is not None
 
     def renew_norm(self, *, was_read: bool) -> None:
-        """Compute the norm again after gradients may have changed; the skip decision is unchanged.
+        """Compute the norm again after gradients may have changed; the decision to skip stays unchanged.
 
         If ranks hold different elements, this waits for one all-reduce, and every rank has to call it at the
         same point.
 
         Args:
-            was_read: whether `sumsq` has just been computed from changed gradients.
+            was_read: whether `sumsq` was just computed from the changed gradients.
         """
         self.keep_norm()
         if was_read:
@@ -168,7 +170,7 @@ class FinalPass:
     def renew_norm_alone(self) -> None:
         """Compute the norm again, without a collective, from a new `sumsq` over all elements.
 
-        Norms by name keep their latest reduced values.
+        Norms by name keep their last reduced values.
         """
         self.keep_norm()
         self._clipped_since = self._one
@@ -179,11 +181,11 @@ class FinalPass:
         return self._norm
 
     def guarding_norm(self, norm: Tensor) -> Tensor:
-        """Return `norm` for a step by the user, with nan in place of a finite norm if the step is skipped."""
+        """Return `norm` for a step by the user; nan instead of a finite norm if the step is skipped."""
         return torch.where((self.found_inf != 0) & norm.isfinite(), torch.nan, norm)
 
     def squares(self) -> Tensor:
-        """Return the squared norm of the current gradient by name, float64 `[names]`; needs `add_names`."""
+        """Return the squared norm of the current gradients by name, float64 `[names]`; needs `add_names`."""
         if self._sharded is not None:
             return self._squares
         return self.sumsq * self._clipped_since.square()
@@ -198,18 +200,18 @@ class FinalPass:
         return (self.squares() if kept is None else kept).sqrt()
 
     def keep_norm(self) -> None:
-        """Remember the norms before the first clipping."""
+        """Store the norms before the first clipping."""
         if self._before_clipping is None:
             self._before_clipping = self._norm
             if self._has_names:
                 self._squares_before_clipping = self.squares()
 
     def inf_norm(self, largest: Tensor) -> Tensor:
-        """Return the maximum of `largest` over all ranks, float64 0-dim, with the same bits on every rank."""
+        """Return the maximum of `largest` over all ranks, float64 0-dim, with equal bits on every rank."""
         return largest if self._sharded is None else self._sharded.largest(largest)
 
     def clip(self, max_norm: float | Tensor, norm: Tensor) -> Tensor:
-        """Return the clip factor min(1, max_norm / (norm + 1e-6)), float64 0-dim; the caller applies it."""
+        """Return the factor min(1, max_norm / (norm + 1e-6)), float64 0-dim; the caller applies it."""
         self.keep_norm()
         factor = (max_norm / (norm + CLIP_EPSILON)).clamp(max=1.0)
         self._norm = self._norm * factor
@@ -219,12 +221,12 @@ class FinalPass:
         return factor
 
     def clip_each(self, max_norm: float, groups: Sequence[Tensor] | None) -> Tensor:
-        """Return a clip factor for each parameter from the norm of its group; needs `add_names`.
+        """Return a clipping factor for each parameter from the norm of its group; needs `add_names`.
 
         Args:
             max_norm: the maximum norm of each group.
             groups: the indices of the names in each group, int64, disjoint; other parameters get a factor of
-                1. None makes every name its own group.
+                1. With None every name is a separate group.
 
         Returns:
             float64 `[num_params]`, with the same bits on every rank; the caller applies the factors.

@@ -1,9 +1,9 @@
-"""The header: one short all-reduce per window in which ranks agree on count, loss, position and errors.
+"""The header: a short all-reduce per window in which ranks compare count, loss, position and errors.
 
 The header is launched just before the window's last backward, when its contents are known, so it overlaps
-with that backward. The header turns a disagreement between ranks into an error on every rank instead of a
-hang or a wrong divisor. On the CPU no collective follows a header in which ranks disagree, because the
-buckets of another engine may differ in size.
+with this backward. If ranks disagree, the header raises an error on every rank, instead of a hang or a wrong
+divisor. On the CPU no collective follows a header in which ranks disagree, because the buckets of another
+engine may have other sizes.
 """
 
 from __future__ import annotations
@@ -30,29 +30,29 @@ from pyengine.window.faults import Faults
 
 _log = logging.getLogger("pyengine.window")
 
-# Layout of the vector: six numbers; the values that must be equal on every rank (positions, then the pieces
-# of the digest), each followed by its square; and the losses as lanes of `exact_scalars`.
+# Layout of the vector: six numbers; then the values that must be equal on every rank (positions, and the
+# integers of the digest), each followed by its square; then the losses as lanes of `exact_scalars`.
 _COUNT, _MICRO_BATCHES, _, _INVALID, _UNKNOWN, _, _POSITIONS = range(7)
 _DIGEST = _POSITIONS + 4
 _LOSSES = _DIGEST + 2 * NUM_PIECES
-# If ranks share batches, the lanes of `SharedBatch` follow, whose sums must be 0.
+# If ranks share batches, the lanes of `SharedBatch` follow. Their sums must be 0.
 _SHARED = _LOSSES + exact_scalars.NUM_LANES
-# The last three elements count ranks: ranks with a loss scaler that have not scaled a loss, ranks that have
-# scaled a loss (a single rank may have all losses of a batch), and ranks that leave the count to the counting
-# rank. If any rank leaves its count, the lanes cannot be compared.
+# The last three elements are numbers of ranks: ranks with a loss scaler that have not scaled a loss, ranks
+# that have scaled a loss (a single rank may have all losses of a batch), and ranks that leave the count to
+# the counting rank. If any rank leaves its count, the lanes cannot be compared.
 _UNSCALED, _SCALED, _SILENT = -3, -2, -1
 
 Count = int | float | Tensor
 
-# The largest count of a micro-batch. Above this count, float64 does not represent every integer, and sums
+# The largest count of a micro-batch. Above it, float64 cannot represent every integer, and sums may overflow.
 # could overflow.
 MAX_COUNT = 2.0**53
 
 
 def checked_count(count: object) -> Count:
-    """Return a count that can be summed, or raise before anything has run; the header checks its value."""
+    """Return a count that can be summed, or raise before any backward; the header checks its value."""
     if type(count) is int and -MAX_COUNT < count < MAX_COUNT:
-        return count  # the common case
+        return count  # the usual case
     if isinstance(count, Tensor):
         if count.numel() != 1:
             raise ValueError(
@@ -73,25 +73,25 @@ def checked_count(count: object) -> Count:
     return count if isinstance(count, int | float) else value
 
 
-# The constants of splitmix64 (Steele, Lea, Flood 2014), as signed numbers. The constants are odd and have no
-# regular bit pattern.
+# The constants of splitmix64 (Steele, Lea, Flood 2014), as signed numbers. They are odd and have no regular
+# bit pattern.
 _GOLDEN, _MIX, _MIX_2 = -7046029254386353131, -4658895280553007687, -7723592293110705685
 
 
 @dataclass(frozen=True)
 class SharedBatch:
-    """A batch that this rank computes together with other ranks, for example under tensor parallelism."""
+    """A batch that this rank computes together with other ranks, for example in tensor parallelism."""
 
     index: int  # index of the batch
     num_ranks: int  # number of ranks that share each batch
-    is_counting: bool  # whether this rank counts the batch, as exactly one of its ranks does
+    is_counting: bool  # whether this rank counts the batch; exactly one rank per batch does
 
     def lanes(self, numbers: Tensor) -> Tensor:
-        """Return lanes whose sum over all ranks is 0 if the ranks of each batch have the same numbers.
+        """Return integers whose sum over all ranks is 0 if the ranks of each batch have equal numbers.
 
         The result is float64 `[NUM_PIECES]`: 20-bit integers times at most `num_ranks`. If `numbers` (float64
-        `[n]`) differ between ranks, all lanes are 0 with probability 2^-60. Every batch is hashed
-        differently, so differences in two batches do not cancel.
+        `[n]`) differ between ranks, all sums are 0 with probability 2^-60. Every batch is hashed differently,
+        so differences in two batches do not cancel.
         """
         mixed = torch.full((), self.index + 1, dtype=torch.int64, device=numbers.device) * _GOLDEN
         for bits in numbers.contiguous().view(torch.int64):
@@ -109,22 +109,21 @@ def _mix(value: Tensor) -> Tensor:
 
 @dataclass
 class LocalWindow:
-    """The counts and losses of one rank's window: one entry per micro-batch."""
+    """The counts and losses of a window on this rank, with one entry per micro-batch."""
 
     # Whether sums are exact. Exact sums require integer counts, because a sum of integers does not depend on
     # the order.
     is_exact: bool = False
     max_micro_batches: float = math.inf  # limit over all ranks; inf for no limit
-    # Number of items that each loss was summed over, as numbers or as 0-dim tensors that stay on their
-    # device.
+    # The number of items in each loss, as numbers or as 0-dim tensors that stay on their device.
     counts: list[Count] = field(default_factory=list)
     losses: list[Tensor | None] = field(default_factory=list)  # detached, 0-dim; None if unknown
-    faults: Faults = field(default_factory=Faults)  # other faults of the window on this rank
-    batch: SharedBatch | None = None  # the batch that this rank shares with others
-    is_silent: bool = False  # whether this rank leaves some count to the rank that counts the batch
+    faults: Faults = field(default_factory=Faults)  # other errors in the window on this rank
+    batch: SharedBatch | None = None  # the batch that this rank shares with other ranks
+    is_silent: bool = False  # whether this rank leaves some count to the counting rank
     # Whether this rank had used all of its parameters when the header was launched.
     has_used_all: bool = False
-    # Whether this rank had scaled its losses when the header was launched; None without a loss scaler or a
+    # Whether this rank had scaled its losses when the header was launched. None without a loss scaler or a
     # backward.
     has_scaled: bool | None = None
 
@@ -139,7 +138,7 @@ class LocalWindow:
         self.losses.append(loss)
 
     def add_to(self, vector: Tensor) -> None:
-        """Add the values on an accelerator to a header's vector, without reading them on the host."""
+        """Add the values on an accelerator to the vector of a header, without reading them on the host."""
         if losses := self._unread(self.losses):
             values = stacked(losses, vector.device)
             pairs = zip(self.losses, self.counts, strict=True)
@@ -170,7 +169,7 @@ class LocalWindow:
         return not isinstance(value, Tensor) or _host_may_look(value.device)
 
     def take(self, other: LocalWindow) -> None:
-        """Copy the micro-batches of a window that is being rerun."""
+        """Copy the micro-batches of a window that is replayed."""
         self.counts, self.losses = list(other.counts), list(other.losses)
         self.is_silent = other.is_silent
 
@@ -185,7 +184,7 @@ class LocalWindow:
         return counts
 
     def problems(self) -> list[str]:
-        """Describe the invalid counts for an error report; reads counts on a device."""
+        """Describe the invalid counts for an error message; reads counts on a device."""
         return [
             f"count of micro-batch {index} is {float(count)}"
             for index, count in enumerate(self.counts)
@@ -193,7 +192,7 @@ class LocalWindow:
         ]
 
     def described(self) -> str:
-        """Describe the counts and their batch for an error report; reads counts on a device."""
+        """Describe the counts and their batch for an error message; reads counts on a device."""
         counts = ", ".join(f"{float(count):g}" for count in self.counts[:8])
         more = ", ..." if len(self.counts) > 8 else ""
         batch = 0 if self.batch is None else self.batch.index
@@ -203,24 +202,24 @@ class LocalWindow:
         return 0 <= count <= MAX_COUNT and (not self.is_exact or count == math.floor(count))
 
     def are_valid(self, counts: Tensor) -> Tensor:
-        """Return which counts on a device are valid: bool of the shape of `counts`, which is float64."""
+        """Return which counts on a device are valid: bool, of the shape of `counts`, which is float64."""
         valid = (counts >= 0) & (counts <= MAX_COUNT)
         return valid & (counts == counts.floor()) if self.is_exact else valid
 
     def nonfinite_losses(self) -> list[int]:
         """Return the indices of micro-batches whose loss is inf or nan.
 
-        Used only for error reports, because it reads losses on a device.
+        Only for error messages, because it reads losses on a device.
         """
         losses = enumerate(self.losses)
         return [index for index, loss in losses if loss is not None and not math.isfinite(loss)]
 
 
 class RunningWindow(LocalWindow):
-    """A window that sums losses and counts as they arrive, for lazy devices.
+    """The window of a lazy device, which sums losses and counts as they arrive.
 
-    Each micro-batch records the same operations, regardless of the number of micro-batches. `zeros` are four
-    0-dim float64 tensors on the device, each in its own memory; they are never written.
+    Every micro-batch records the same operations, for any number of micro-batches. `zeros` are four 0-dim
+    float64 tensors on the device, each in separate memory; they are never written.
     """
 
     def __init__(self, is_exact: bool, max_micro_batches: float, zeros: Sequence[Tensor]) -> None:
@@ -267,22 +266,22 @@ def make_local_window(
 
 @dataclass(frozen=True)
 class Totals:
-    """Sums over all ranks of a window, on the host."""
+    """The sums of a window over all ranks, on the host."""
 
     count: float  # number of items in the window
     loss: float  # sum of the window's known losses, rounded once
     micro_batches: int  # number of micro-batches in the window
-    more: int  # number of ranks that have another window after this one
+    more: int  # number of ranks that have another window
     invalid_counts: int  # number of micro-batches with an invalid count, plus refusals
     unknown_losses: int  # number of micro-batches whose loss is unknown
     not_used_all: int  # number of ranks that had unused parameters when they launched the header
     differ: bool  # whether ranks have different positions or digests
     batches_differ: bool  # whether ranks that share a batch have different counts
-    is_unscaled: bool  # whether ranks share batches, have a loss scaler, and no rank has scaled a loss
+    is_unscaled: bool  # whether ranks share batches and have a loss scaler, but no rank has scaled a loss
 
     @classmethod
     def of(cls, numbers: Sequence[float], world_size: int) -> Totals:
-        """Parse the numbers of a reduced header; see the layout of the vector above."""
+        """Read the numbers of a reduced header; for the layout of the vector see above."""
         micro_batches, more, invalid, unknown, not_used_all = map(int, numbers[1:_POSITIONS])
         equal, losses = numbers[_POSITIONS:_LOSSES], numbers[_LOSSES:_SHARED]
         differ = list(map(mul, equal[::2], equal[::2])) != list(map(mul, equal[1::2], repeat(world_size)))
@@ -302,7 +301,7 @@ class Totals:
 class Header:
     """The header of one window; the constructor launches its all-reduce on every rank.
 
-    Cost: one all-reduce of 184 bytes (232 if ranks share batches), without waiting for it.
+    Cost: one all-reduce of 184 bytes (232 if ranks share batches). The constructor does not wait for it.
     """
 
     def __init__(
@@ -311,15 +310,15 @@ class Header:
         device: torch.device,
         *,
         local: LocalWindow,
-        position: tuple[int, int],  # windows completed, steps taken
-        has_more: bool,  # whether this rank has another window after this one
+        position: tuple[int, int],  # completed windows, and steps taken
+        has_more: bool,  # whether this rank has another window
         digest: HeaderDigest,
         inv_scale: Tensor | None = None,
     ) -> None:
         self.inv_scale = inv_scale  # inverse loss scale of the window, float64 0-dim; None without a scaler
         self._comm, self._max_micro_batches = comm, local.max_micro_batches
         self.position, self.digest = position, digest
-        # The numbers that the host knows, and the device memory that they were sent to; see `again`.
+        # The numbers that the host knows, and the device memory to which they were sent; see `again`.
         self._numbers = _numbers(local, position, has_more, digest)
         self._sent = send(self._numbers, torch.float64, device, refills=True)
         self._vector = _with_device_values(self._sent, local, digest)
@@ -328,12 +327,12 @@ class Header:
         self._inv_count: Tensor | None = None
         self._is_visible = _host_may_look(device)
         self.known_totals: Totals | None = None  # None until the host has read the totals
-        self.disagreement = ""  # how ranks differ; empty until ranks have compared the header
+        self.disagreement = ""  # how ranks differ; empty before ranks have compared the header
 
     def again(
         self, *, local: LocalWindow, position: tuple[int, int], has_more: bool, digest: HeaderDigest
     ) -> Header:
-        """Return the header of another window that replays the graph in which this header was captured.
+        """Return the header of another window, for a replay of the graph that captured this header.
 
         Call `fill` before the graph runs; afterwards `vector` returns the reduced numbers.
         """
@@ -348,7 +347,7 @@ class Header:
         refill(self._sent, self._numbers)
 
     def is_ready(self) -> bool:
-        """Whether the host can use the totals without blocking; always True for stream-ordered waits."""
+        """Whether the host can use the totals without waiting; always True if a stream waits."""
         return self._work is None or self._comm.is_stream_ordered or self._work.is_completed()
 
     def is_refused(self) -> bool:
@@ -374,7 +373,7 @@ class Header:
         return self.known_totals
 
     def inv_count(self) -> Tensor:
-        """Wait, and return 1 / total count, float32 0-dim on the device; 0 when nothing was counted."""
+        """Wait, and return 1 / total count, float32 0-dim on the device; 0 if the total is 0."""
         vector = self.vector()
         if self._inv_count is None and self._is_visible:
             total = self.totals().count
@@ -450,7 +449,7 @@ def _with_device_values(vector: Tensor, local: LocalWindow, digest: HeaderDigest
 
 
 def stacked(values: Sequence[Tensor], device: torch.device) -> Tensor:
-    """Return tensors of one element each, of any real types and devices, as float64 `[n]` on `device`."""
+    """Return one-element tensors of any real dtypes and devices as float64 `[n]` on `device`."""
     if len({(value.dtype, value.device) for value in values}) > 1:
         values = [value.to(device, torch.float64, non_blocking=True) for value in values]
     scalars = torch.stack([value.reshape(()) for value in values]).detach()

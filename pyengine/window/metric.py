@@ -1,4 +1,4 @@
-"""Metrics that an engine measures in every window on request: `sync.measure(...)`."""
+"""Metrics that an engine computes in every window on request: `sync.measure(...)`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pyengine.window.observer import WindowObserver
 
 @dataclass(frozen=True)
 class MetricContext:
-    """The gradients to measure."""
+    """The gradients over which metrics are computed."""
 
     names: Sequence[str]  # parameter names of all ranks
     is_trained: Sequence[bool]  # by name, whether the parameter requires a gradient
@@ -27,7 +27,7 @@ class MetricContext:
 
 
 class Metric(WindowObserver):
-    """Base class of metrics measured in every window and reported in its `StepRecord`; see `Sync.measure`.
+    """Base class of metrics that are computed in every window for its `StepRecord`; see `Sync.measure`.
 
     A metric object belongs to one engine.
     """
@@ -36,31 +36,31 @@ class Metric(WindowObserver):
     is_bound = False  # whether the metric has ever been bound to an engine
 
     def problems(self, measured: MetricContext) -> list[str]:
-        """Return reasons why the metric cannot be measured; ranks with equal arguments get equal reasons."""
+        """Return reasons why the metric is not available; ranks with equal arguments get equal reasons."""
         return []
 
     def bind(self, measured: MetricContext) -> None:
-        """Start measuring in the next window."""
+        """Compute the metric from the next window on."""
         self._measured, self.is_bound = measured, True
 
-    # ---- after the window ----
+    # ---- after the reduction ----
 
     def numbers(self) -> Tensor:
-        """Return the numbers that the host has to read when a window is stepped, float64 `[n]`."""
+        """Return the numbers that the host has to read for a step, float64 `[n]`."""
         raise NotImplementedError
 
     def record(self, numbers: Sequence[float], *, skipped: bool) -> Any:
-        """Return the value of the field; called once per step, in order, when the host has the numbers."""
+        """Return the value for the record; called once per step, in order, when the host has the numbers."""
         raise NotImplementedError
 
-    # ---- states ----
+    # ---- saved state ----
 
     def state(self) -> Tensor | None:
-        """Return a copy of the state from earlier windows, the same on every rank, or None."""
+        """Return a copy of the state from earlier windows, which is equal on every rank, or None."""
         return None
 
     def load_problems(self, state: Tensor) -> list[str]:
-        """Return reasons why a state does not fit."""
+        """Return reasons why a saved state cannot be loaded."""
         return [f"measured[{self.field!r}], which {self!r} does not keep"]
 
     def load(self, state: Tensor | None) -> None:
@@ -71,11 +71,12 @@ class GradNorms(Metric):
     """Measure the norm of each parameter's gradient: `StepRecord.grad_norms`, a dict by name.
 
     Each value is the 2-norm of the mean gradient before clipping and without the loss scale, over all ranks
-    that hold elements of a parameter of that name. The values have the same bits on every rank. Frozen
+    that hold elements of a parameter of this name. The values have the same bits on every rank. Frozen
     parameters are left out.
 
-    Cost: 8 bytes per parameter are copied to the host in every step; if ranks hold different elements, the
-    all-reduce of the norm has 8 more bytes per parameter. The sums of squares are computed anyway.
+    Cost: a copy of 8 bytes per parameter to the host in every step. If ranks hold different elements, the
+    all-reduce of the norm has 8 more bytes per parameter. The sums of squares are computed even without this
+    metric.
 
     Example:
         >>> sync.measure(pe.GradNorms())  # doctest: +SKIP
@@ -96,6 +97,6 @@ class GradNorms(Metric):
 
 
 def trained(measured: MetricContext, numbers: Sequence[Any]) -> dict[str, Any]:
-    """Return numbers, one per name, as a dict without frozen parameters."""
+    """Return numbers by name as a dict, without frozen parameters."""
     named = zip(measured.names, numbers, measured.is_trained, strict=True)
     return {name: number for name, number, is_trained in named if is_trained}

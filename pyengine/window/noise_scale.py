@@ -24,12 +24,12 @@ _SUMS = 8  # sums in a state: weights, squared weights, windows, x, y, x², xy, 
 
 @dataclass(frozen=True)
 class NoiseEstimate:
-    """The noise scale after a window; a sample is one of the items that `count` counts.
+    """The noise scale after a window. A sample is one of the items that `count` counts.
 
     Attributes:
         noise, signal: this window's unbiased estimates of tr(S) and ‖G‖²; either may be negative.
-        scale: B_noise = tr(S) / ‖G‖² in samples, from averages over windows; None if the average of ‖G‖² is
-            not above 0, that is, if the gradient cannot yet be distinguished from 0.
+        scale: B_noise = tr(S) / ‖G‖² in samples, from averages over windows. None if the average of ‖G‖² is
+            not above 0: the gradient cannot yet be distinguished from 0.
         spread: standard error of `scale`, estimated over windows; None in the first window.
         windows: number of windows in the averages.
     """
@@ -55,26 +55,25 @@ class NoiseScale(Metric):
     Both estimates are also unbiased for unequal counts (P - T = Σ B_r ‖g_r - g‖² is the variance between
     parts, with the optimal weights for normal noise). For equal counts they are the estimates of the paper. A
     part with a count of 0 is left out. `scale` is the ratio of the exponential averages of both estimates
-    over windows, not an average of ratios. `spread` is the standard error of a ratio of means,
-    sqrt(E(x - R y)² / (m - 1)) / ‖y‖, where m = (Σ w)² / Σ w² is the effective number of windows.
+    over windows, not an average of ratios. `spread` is the standard error of a ratio of means, sqrt(E(x - R
+    y)² / (m - 1)) / ‖y‖, where m = (Σ w)² / Σ w² is the effective number of windows.
 
     Samples have to be independent and identically distributed on every rank. SGD steps are most efficient
     with a batch size near B_noise: see `python -m pyengine plan --from steps.jsonl`.
 
     A window is not measured (None in its record) if its step is skipped, if fewer than two parts have a
     count, or if gradients of an earlier window were kept. With one rank it is also not measured if a
-    micro-batch has several backwards or ran before a state was loaded. A wire that rounds adds its error to
-    T, so the noise is underestimated with an 8-bit wire.
+    micro-batch has several backwards or ran before a state was loaded. Rounding in the communication adds its
+    error to T, so the noise is underestimated with an 8-bit wire.
 
     Args:
         decay: decay of the averages per window, from 0 to below 1; 0.99 averages about 200 windows.
 
     Raises (from `sync.measure`):
-        ValueError: the engine uses exact sums, FSDP2 or an XLA device, or ranks hold different elements or
-            share batches.
+        the engine uses exact sums, FSDP2 or an XLA device, or ranks hold different elements or share batches.
 
     Cost: one read of this rank's sums when they are cast or sent, and one all-reduce of 16 bytes. With one
-    rank, the cost is one hook per parameter and one read of each micro-batch's gradients in the backward.
+    rank instead: one hook per parameter, and one read of each micro-batch's gradients in the backward.
 
     Example:
         >>> sync.measure(pe.NoiseScale())  # doctest: +SKIP
@@ -110,7 +109,7 @@ class NoiseScale(Metric):
         final, self._comm = measured.final, measured.comm
         self._device = final.sumsq.device
         self._one = torch.ones((), dtype=torch.float32, device=self._device)
-        # Sum of squares of this rank's gradient sum, per parameter.
+        # The sum of squares of this rank's gradient sum, per parameter.
         self._squares = torch.zeros_like(final.sumsq)
         # With one rank: the sums of squares per micro-batch, and the parameters seen in the current
         # micro-batch.
@@ -211,11 +210,11 @@ class NoiseScale(Metric):
 
 
 def _hooks(params: Sequence[Tensor], read: Callable[[int, Tensor], None]) -> list[Any]:
-    """Call the method `read` with a parameter's index and gradient in every backward that reaches it.
+    """Call `read` with the index and gradient of a parameter in every backward that reaches it.
 
-    Returns the handles of the hooks.
+    Returns the handles of the hooks. `read` must be a method.
     """
-    # A weak reference is used, because Python's garbage collector does not see the hooks of a parameter.
+    # Use a weak reference, because Python's garbage collector does not see the hooks of a parameter.
     call = WeakMethod(read)
 
     def look(index: int, grad: Tensor) -> None:
@@ -251,7 +250,7 @@ def estimate(parts: float, total: float, *, num: float, count: float) -> tuple[f
 
 
 def ratio(sums: Sequence[float]) -> tuple[float | None, float | None]:
-    """Return the ratio x / y of weighted means and its standard error; `sums` are the sums of a state."""
+    """Return the ratio x / y of weighted means, and its standard error; `sums` are the sums of a state."""
     weight, squared, _, *totals = sums
     x, y, xx, xy, yy = (total / weight for total in totals)
     if y <= 0:

@@ -1,4 +1,4 @@
-"""Sources of nonfinite values in a failed window, gathered from all ranks."""
+"""The sources of inf and nan in a failed window, gathered from all ranks."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ MAX_NAMED = 5
 
 @dataclass(frozen=True)
 class RankFindings:
-    """The findings of one rank about a failed window."""
+    """The information of one rank about a failed window."""
 
-    gave_up: str  # the exception that ended this rank's last backward; empty if there was none
-    losses: list[int]  # micro-batches whose loss was nonfinite
-    # For each parameter name whose reduced gradient is nonfinite, the micro-batches in which this rank's own
-    # gradient was nonfinite; None if micro-batches were not watched.
+    gave_up: str  # the exception in this rank's last backward; empty if there was none
+    losses: list[int]  # micro-batches whose loss was inf or nan
+    # For each parameter with a nonfinite reduced gradient, by name: the micro-batches in which the gradient
+    # of this rank was nonfinite; None if micro-batches were not checked.
     blamed: dict[str, list[int] | None]
     refusals: Sequence[str] = ()  # reasons to refuse the window, found after the header
 
@@ -33,7 +33,7 @@ def is_not_finite(norms: Tensor) -> Tensor:
 def describe(findings: Sequence[RankFindings], *, is_exact: bool = False) -> str:
     """Describe which parameters had nonfinite gradients and where they came from.
 
-    No parameter is named if only the mean is nonfinite.
+    Names no parameter if only the mean is nonfinite.
     """
     names = list(dict.fromkeys(name for f in findings for name in f.blamed))
     quitters = [

@@ -13,22 +13,22 @@ from pyengine.window.header import Header, LocalWindow
 
 @dataclass(frozen=True)
 class ReducedWindow:
-    """A window that has been reduced, before ranks know whether it will be used."""
+    """A window whose gradients have been reduced, before ranks know whether it will be used."""
 
     header: Header
     local: LocalWindow
-    is_whole: bool  # whether the gradients come only from the window's own micro-batches
+    is_whole: bool  # whether all gradients come from the window's own micro-batches
 
 
 class WindowObserver:
     """Base class of the objects that observe an engine's windows.
 
-    Methods appear in the order in which the engine calls them in a window. Every rank calls them at the same
-    points. By default they do nothing.
+    The methods follow the order in which the engine calls them in a window. Every rank calls them at the same
+    points. The default methods do nothing.
     """
 
     def has_work_in(self, window: int) -> bool:
-        """Whether the observer needs the host in a window, so that the window cannot run as a graph."""
+        """Whether the observer needs the host in a window, so that the window cannot run as a CUDA graph."""
         del window
         return True
 
@@ -43,16 +43,16 @@ class WindowObserver:
         return None
 
     def sample(self, loss_scale: Callable[[], Tensor | None]) -> None:
-        """Read the reduced gradients before anything else changes them.
+        """Read the reduced gradients before any other code changes them.
 
-        `loss_scale` returns the factor by which they are multiplied, 0-dim, or None for 1.
+        `loss_scale` returns the loss scale of the gradients, 0-dim, or None for 1.
         """
 
     def wait(self, window: ReducedWindow) -> Tensor | None:
         """Measure the reduced gradients before the user clips; not called if ranks disagree in the header.
 
         This method may launch collectives. `FinalPass.found_inf` is 1 if the window cannot be used. Returns
-        None, or the norm that the gradients should be clipped to, float64 0-dim.
+        None, or the norm to which the gradients should be clipped, float64 0-dim.
         """
         del window
         return None
@@ -60,16 +60,16 @@ class WindowObserver:
     def check(self, window: ReducedWindow) -> None:
         """Compare ranks, after all metrics; raise AuditError on every rank if they differ.
 
-        Only the verdict's collectives follow this check; see [Note: order of collectives in a window] in
-        engine/engine.py.
+        After this check only the collectives about failed windows (`Verdict.reach`) follow; see [Note: order
+        of collectives in a window] in engine/engine.py.
         """
 
     def reason(self) -> str:
-        """Describe what the observer did to the window if `FinalPass.acted` is 1; the host waits."""
+        """Describe how the observer has changed the window if `FinalPass.acted` is 1; the host waits."""
         return ""
 
     def step(self, optimizer: Any) -> None:
-        """Take note of an optimizer before it steps."""
+        """Read an optimizer before it steps."""
 
     def release(self) -> None:
         """Remove all hooks when the engine is closed."""

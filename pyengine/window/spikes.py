@@ -1,4 +1,4 @@
-"""A policy for windows whose gradient norm is far above the norms of earlier windows."""
+"""A metric that skips or clips windows whose gradient norm is far above the norms of earlier windows."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Spike:
     Attributes:
         norm, median: norm of the mean gradient before clipping, and the running median.
         params: maps the name of each parameter that caused the spike to the ratio of the parameter's norm to
-            its own running median. Contains the ratios above `factor`, or else only the parameter with the
+            its running median. Contains the ratios above `factor`, or else only the parameter with the
             largest norm.
     """
 
@@ -37,29 +37,28 @@ class Spike:
 class SpikePolicy(Metric):
     """Skip or clip windows whose gradient norm is above `factor` times a running median.
 
-    The decision is made on the device from the norm, whose bits are the same on every rank, so all ranks act
-    in the same way and no host waits. `StepRecord.spike` has the norm, the median, and the parameters that
-    caused the spike; `StepRecord.reason` describes them.
+    The decision is made on the device from the norm, whose bits are equal on every rank, so all ranks do the
+    same and no host waits. `StepRecord.spike` has the norm, the median, and the parameters that caused the
+    spike; `StepRecord.reason` describes them.
 
     No window is a spike while the median is 0, for example before a model starts to train.
 
     The median is taken over the last `window` windows with a finite norm. Skipped and clipped windows are
     included, so that the median adapts when norms have grown permanently. If there are two middle values, the
-    lower one is used. The policy does not act before it has seen `window` windows. The history of norms is
-    part of `sync.state_dict()`.
+    lower value is used. The first `window` windows are never skipped or clipped. The history of norms is part
+    of `sync.state_dict()`.
 
     Args:
         factor: ratio of the norm to the median above which a window is a spike; above 1.
         window: number of windows in the running median, at least 1.
         action: "skip" leaves the parameters unchanged, as with inf and nan, and does not change a loss scale
-            (it does not stop an optimizer that you step yourself after `sync.unscale_()`);
-            "clip" scales the gradients so that their norm is `factor` times the median, before your own
-            clipping.
+            (it does not stop an optimizer that you step yourself after `sync.unscale_()`); "clip" scales the
+            gradients so that their norm is `factor` times the median, before your own clipping.
 
     Raises (from `sync.measure`):
         ValueError: an argument is invalid, or the device is an XLA device.
 
-    Cost: `window` times 8 bytes of memory per parameter, which are sorted in every window. "clip" reads and
+    Cost: memory for `window` times 8 bytes per parameter, which are sorted in every window. "clip" reads and
     writes every gradient once more: on an accelerator in every window, on the CPU only in windows with a
     spike.
 
@@ -90,7 +89,7 @@ class SpikePolicy(Metric):
     def bind(self, measured: MetricContext) -> None:
         super().bind(measured)
         # The total norm and the norms by name of the last windows, with one row per window, and the number of
-        # windows seen so far.
+        # windows so far.
         shape, device = (self._window, 1 + len(measured.names)), measured.final.sumsq.device
         self._history = torch.full(shape, torch.inf, dtype=torch.float64, device=device)
         self._seen = torch.zeros((), dtype=torch.int64, device=device)
@@ -123,7 +122,7 @@ class SpikePolicy(Metric):
         return self._spike(numbers) if numbers[0] else None
 
     def reason(self) -> str:
-        """Describe the spike of the window; the host waits for it."""
+        """Describe the spike of the window, which the host has to read from the device."""
         spike = self._spike(self._numbers.tolist())
         named = [f"{name!r} ({times:.3g} times its median)" for name, times in spike.params.items()]
         did = "skipped" if self._action == "skip" else "clipped"
@@ -142,7 +141,7 @@ class SpikePolicy(Metric):
         above = [name for name in largest if of_names[name] > 0 and times[name] > self._factor]
         return Spike(norms[0], medians[0], {name: times[name] for name in above or largest[:1]})
 
-    # ---- states ----
+    # ---- saved state ----
 
     def state(self) -> Tensor:
         return torch.cat([self._seen.double().view(1), self._history.flatten()])

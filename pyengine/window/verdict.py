@@ -1,4 +1,4 @@
-"""Verdicts on reduced windows: outcomes and errors that are the same on every rank."""
+"""The outcomes of reduced windows (verdicts), with errors that are equal on every rank."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from pyengine.window.nonfinite import RankFindings, describe
 
 _log = logging.getLogger("pyengine.window")
 
-# Function that returns the micro-batches in which a parameter's gradient was nonfinite on this rank, or None
-# if micro-batches were not watched.
+# Returns the micro-batches in which a parameter's gradient was nonfinite on this rank, or None if
+# micro-batches were not checked.
 Blame = Callable[[int], list[int] | None]
 
 
 def call_all(actions: Sequence[Callable[[], object]]) -> None:
-    """Call every action in order; an exception propagates only after all actions have been called."""
+    """Call every action in order; raise an exception only after all actions have been called."""
     for index, action in enumerate(actions):
         try:
             action()
@@ -38,13 +38,13 @@ def call_all(actions: Sequence[Callable[[], object]]) -> None:
 
 @dataclass(frozen=True)
 class WindowReport:
-    """Information that one rank has about its window."""
+    """The information of one rank about its window."""
 
     index: int  # index of the window
-    local: LocalWindow  # counts, losses and faults of this rank
+    local: LocalWindow  # counts, losses and errors of this rank
     names: Sequence[str]  # parameter names, in registration order
     blame: Blame
-    acted: Callable[[], str] = str  # describes the action of a metric on the window; empty if there is none
+    acted: Callable[[], str] = str  # describes how a metric has changed the window; empty if none has
     is_scaled: bool = False  # whether the window's losses were scaled
     has_backward: bool = False  # whether a backward is known to have run in the window
     has_gradient: bool = True  # whether any parameter has a gradient, as far as the host knows
@@ -54,14 +54,14 @@ class WindowReport:
 class Outcome:
     """Device tensors that describe a reduced window."""
 
-    # float64: the reduced header, and three flags for a skipped step, a norm of 0, and a window that a metric
-    # has skipped or clipped.
+    # float64: the reduced header, and three flags: the step is skipped, the norm is 0, a metric has skipped
+    # or clipped the window.
     numbers: Tensor
     nonfinite: Tensor  # uint8 `[parameters]`: a copy, so that the next window may overwrite the flags
 
     @classmethod
     def of(cls, header: Header, final: FinalPass) -> Outcome:
-        # If the norm is exactly 0, ranks gather whether any of them has a gradient.
+        # If the norm is exactly 0, ranks gather whether any rank has a gradient.
         is_zero = (final.grad_norm() == 0).double()
         flags = [final.found_inf.double().view(1), is_zero.view(1), final.acted.view(1)]
         return cls(torch.cat([header.vector(), *flags]), final.nonfinite.clone())
@@ -70,9 +70,9 @@ class Outcome:
 class Verdict:
     """The outcome of one reduced window.
 
-    The device knows immediately whether the step is allowed (`FinalPass.found_inf`). The host learns the
-    outcome from `reach`, which waits for the device. Every rank calls `reach` at the same point of its
-    program, because `reach` runs a collective if the window is bad. See [Note: order of collectives in a
+    The device knows immediately whether the step is allowed (`FinalPass.found_inf`). The host reads the
+    outcome in `reach`, which waits for the device. Every rank calls `reach` at the same point of its program,
+    because `reach` launches a collective if the window has failed. See [Note: order of collectives in a
     window] in engine/engine.py.
     """
 
@@ -80,7 +80,7 @@ class Verdict:
         self, header: Header, outcome: Outcome, report: WindowReport, *, comm: Comm, raises: bool
     ) -> None:
         self.totals: Totals | None = None  # sums over all ranks; None until read
-        # Reason why the step was skipped or clipped; empty otherwise.
+        # The reason why the step was skipped or clipped; empty otherwise.
         self.reason = ""
         self.outcome, self.report = outcome, report
         self._header, self._comm, self._raises = header, comm, raises
@@ -88,16 +88,16 @@ class Verdict:
         self._waiting: list[Callable[[Totals, bool], None]] = []
         self._waiting_to_know: list[Callable[[bool], None]] = []
         self.skips = self._is_zero = self._has_acted = False
-        self.is_reached = False  # whether the ranks have agreed on the verdict
-        self.is_awaited = False  # whether an action on this rank waits for the numbers
-        self.use = Use()  # what this rank did with the window
+        self.is_reached = False  # whether the ranks have agreed on the outcome
+        self.is_awaited = False  # whether an action on this rank waits for the outcome
+        self.use = Use()  # how this rank has used the gradients of the window
 
     def then(self, action: Callable[[Totals, bool], None], *, awaits: bool = True) -> None:
-        """Call `action(totals, skipped)` when the verdict is reached, or immediately if it has been reached.
+        """Call `action(totals, skipped)` when ranks have agreed on the outcome, or now if they have.
 
         Args:
             action: the callback.
-            awaits: whether the numbers should be read for this action even if reading them has a cost.
+            awaits: whether to read the numbers for this action even if reading them has a cost.
         """
         self.is_awaited = self.is_awaited or awaits
         if self.is_reached:
@@ -116,7 +116,7 @@ class Verdict:
 
     @property
     def error(self) -> Exception | None:
-        """The error that the ranks have agreed on and that `reach` raises, or None."""
+        """The error on which ranks have agreed and which `reach` raises, or None."""
         faults = self.report.local.faults
         return next((fault.error for fault in faults if fault.error is not None), None) if faults else None
 
@@ -138,7 +138,7 @@ class Verdict:
     def reach(self) -> Totals:
         """Wait for the outcome and call the waiting actions; later calls return or raise the same result.
 
-        A good window needs no collective; in a bad window the ranks gather their findings.
+        A valid window needs no collective; in a failed window ranks gather error information.
         """
         totals = self._look() if self.totals is None else self.totals
         if self.is_reached and not (self._waiting or self._waiting_to_know or self.report.local.faults):
@@ -165,7 +165,7 @@ class Verdict:
         return totals
 
     def read(self) -> Totals:
-        """Wait for the numbers of this rank only, without a collective or a verdict."""
+        """Wait for the numbers on this rank, without a collective and without agreement of ranks."""
         totals = self._look()
         call_all(self._pop_waiting_to_know())
         return totals
@@ -189,7 +189,7 @@ class Verdict:
         return self.totals
 
     def _pop_waiting_to_know(self) -> list[Callable[[], object]]:
-        """Remove and return the actions that wait for this rank to know the outcome."""
+        """Remove and return the actions that wait until this rank knows the outcome."""
         if not self._waiting_to_know:
             return []
         waiting, self._waiting_to_know = self._waiting_to_know, []
@@ -235,7 +235,7 @@ class Verdict:
             )
 
     def _why_not_finite(self) -> str:
-        """Gather the findings of every rank and describe where inf and nan came from.
+        """Gather the information of every rank, and describe where inf and nan came from.
 
         Raises:
             ValueError: a rank produced inf or nan on purpose, to refuse the window after the header.
@@ -251,31 +251,32 @@ class Verdict:
         return describe(findings, is_exact=report.local.is_exact)
 
 
-# ---- verdicts of several windows ----
+# ---- outcomes of several windows ----
 
 
 # On a lazy device the host reads outcomes only if an action waits for them, or after this many windows.
 MAX_UNREAD = 64
-# Numbers of consecutive skipped steps at which to warn again.
+# The numbers of consecutive skipped steps at which to warn again.
 _WARN_AT = {10**power for power in range(1, 12)}
 
 
 class VerdictQueue:
-    """The verdicts of reduced windows, in order, each kept until the ranks have agreed on it."""
+    """The outcomes (verdicts) of reduced windows, in order, each kept until ranks have agreed on it."""
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._is_lazy = device, is_lazy(device)
         self._last: Verdict | None = None
-        # The verdict on the previous window, kept until it is known whether the last window was refused.
+        # The outcome of the previous window, kept until it is known whether the last window was refused.
         self._before: Verdict | None = None
         self._unread: list[Verdict] = []
-        # Number of optimizer steps that changed parameters, in windows whose verdicts all ranks have reached.
+        # The number of optimizer steps that changed parameters, in windows on whose outcome ranks have
+        # agreed.
         self.steps_taken = self._new_steps = 0
-        self._skipped = 0  # consecutive skipped windows among the verdicts reached
+        self._skipped = 0  # consecutive skipped windows so far
         self._has_warned = False
 
     def append(self, verdict: Verdict) -> None:
-        """Append the verdict on a window that has just been reduced.
+        """Append the verdict of a window that was just reduced.
 
         Ranks do not compare how they used a refused window, even if the refusal becomes known only later.
         """
@@ -294,7 +295,7 @@ class VerdictQueue:
         self._last.then(self._count, awaits=False)
 
     def reach_all(self) -> None:
-        """Reach every verdict; every rank calls this at the same point. Raises as `Verdict.reach` does."""
+        """Read all outcomes and raise their errors; every rank calls this at the same point."""
         if self._is_lazy:
             flush(self._device)
         while self._unread:
@@ -304,7 +305,7 @@ class VerdictQueue:
         self.steps_taken, self._new_steps = self.steps_taken + self._new_steps, 0
 
     def reach_earlier(self, window: int) -> None:
-        """Reach earlier verdicts; on a lazy device only if one is awaited, or every `MAX_UNREAD` windows."""
+        """Read earlier outcomes; on a lazy device only if needed or after `MAX_UNREAD` windows."""
         if not self._is_lazy or window % MAX_UNREAD == 0:
             self.reach_all()
         elif any(verdict.is_awaited for verdict in self._unread):
@@ -313,15 +314,15 @@ class VerdictQueue:
                 self._reach_next()
 
     def last_use(self) -> Use:
-        """Return how this rank used the previous window, if that window was good; empty on a lazy device.
+        """Return how this rank used the previous window, if it was valid; empty on a lazy device.
 
-        Call this after `reach_earlier`, so that all ranks know whether the window was good.
+        Call this after `reach_earlier`, so that all ranks know whether the window was valid.
         """
         last = self._last_of_all_ranks()
         return last.use if last is not None and last.is_good and not self._is_lazy else Use()
 
     def restart(self, steps_taken: int) -> None:
-        """Continue from a number of optimizer steps, and drop the verdicts on windows of an earlier run."""
+        """Continue after a number of optimizer steps, and discard the outcomes of earlier windows."""
         self.steps_taken, self._last, self._before, self._skipped = steps_taken, None, None, 0
 
     def read_all(self) -> None:
@@ -330,12 +331,12 @@ class VerdictQueue:
             verdict.read()
 
     def some_rank_has_more(self) -> bool:
-        """Whether any rank has a window after the last reduced one; waits for the last header."""
+        """Whether any rank has a window after the last reduced window; waits for the last header."""
         last = self._last_of_all_ranks()
         return last is not None and last.read().more > 0
 
     def _reach_next(self) -> None:
-        """Reach the earliest verdict and warn of skipped steps.
+        """Agree on the earliest outcome, and warn of skipped steps.
 
         Warns of the first skipped step, unless a loss scale may have caused it, and of the 10th, 100th, ...
         consecutive skipped step.
@@ -349,7 +350,7 @@ class VerdictQueue:
             self._has_warned = True
 
     def _last_of_all_ranks(self) -> Verdict | None:
-        """Return the verdict on the last window that is not known to have been refused."""
+        """Return the verdict of the last window that is not known to have been refused."""
         return self._before if self._last is not None and self._last.was_refused else self._last
 
     def _count(self, _: Totals, skips: bool) -> None:
