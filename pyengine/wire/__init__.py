@@ -1,4 +1,4 @@
-"""Wires, which define how a bucket is sent over the network and summed."""
+"""Communication formats (wires): how a bucket is sent over the network and summed."""
 
 from pyengine.comm.base import Comm, Work
 from pyengine.wire.base import Wire

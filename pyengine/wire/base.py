@@ -1,4 +1,4 @@
-"""Interface of wires, which define how a bucket is sent and summed."""
+"""The interface of communication formats (wires), which define how a bucket is sent and summed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pyengine.wire.memory import BucketMemory
 
 @dataclass(frozen=True)
 class Encoding:
-    """How values are encoded."""
+    """A quantization of values for communication."""
 
     codec: Codec
     seed: int | None = None  # seed of stochastic rounding; None rounds to nearest
@@ -32,12 +32,11 @@ class Spelled:
 
 
 class Wire(ABC):
-    """Base class of wires, which define how a flat bucket is summed over ranks.
+    """Base class of communication formats (wires): how a flat bucket is summed over ranks.
 
     A wire implements `dtype`, `all_reduce_` and `bytes_on_wire`. All other methods and attributes have
     defaults for a wire that sends every element unchanged and keeps no state between windows. Define a
-    subclass as a frozen dataclass in a module, because ranks send each other their wires and compare the repr
-    of the wires.
+    subclass as a frozen dataclass in a module, because ranks send wires to each other and compare their repr.
     """
 
     @property
@@ -47,25 +46,25 @@ class Wire(ABC):
 
     @property
     def folds_count(self) -> bool:
-        """Whether values are multiplied by 1/count before the cast to `dtype`.
+        """Whether gradients are multiplied by 1/count before the cast to `dtype`.
 
-        Multiplying before the cast keeps sums in the range of float16, and residuals in units of means. If
-        False, the engine multiplies after the sum.
+        Multiplying before the cast keeps sums in the range of float16, and makes residuals multiples of the
+        mean. If False, the engine multiplies after the sum.
         """
         return False
 
     @property
     def is_encoded(self) -> bool:
-        """Whether the result is only close to the sum, so that a sum of zeros need not be 0.
+        """Whether the result only approximates the sum, so that a sum of zeros need not be 0.
 
-        Buckets of such a wire contain only gradients. Gradients that already have the wire's `dtype` are also
-        encoded. For a wire around another wire, this property describes both wires.
+        A bucket of such a wire contains only gradients. Gradients that already have the wire's `dtype` are
+        also encoded. A wire around another wire returns True if either wire is encoded.
         """
         return False
 
     @property
     def encoding(self) -> Encoding | None:
-        """How values are encoded, if their rounding error is known on each rank; see `ErrorFeedback`."""
+        """How values are encoded, if each rank knows its rounding error; see `ErrorFeedback`."""
         return None
 
     @property
@@ -102,10 +101,10 @@ class Wire(ABC):
         return type(self).for_bucket is not Wire.for_bucket
 
     def for_bucket(self, memory: BucketMemory) -> Wire:
-        """Return the wire that sends one bucket in all windows; this wire if it keeps no state per bucket.
+        """Return the wire of one bucket for all windows; this wire itself if it keeps no state per bucket.
 
         Args:
-            memory: state that the returned wire may keep between windows; belongs to the bucket's owner.
+            memory: state that the returned wire may keep between windows; the owner of the bucket owns it.
         """
         del memory
         return self
@@ -119,22 +118,22 @@ class Wire(ABC):
             comm: transport.
 
         Returns:
-            A work that is complete when `flat` holds the sum.
+            A work that is complete when `flat` has the sum.
 
         Cost: every rank sends `bytes_on_wire` bytes.
         """
 
     def reduce_scatter(self, out: Tensor, parts: Tensor, comm: Comm) -> None:
-        """Sum sharded gradients over all ranks, and keep the part of this rank.
+        """Sum sharded gradients over all ranks, and keep this rank's part of the sum.
 
         The host waits for the result; on an accelerator the current stream waits.
 
         Args:
-            out: output, `[n]`, of `dtype` or a wider dtype: the part of the sum for this rank.
-            parts: input of `dtype`, `[world_size * n]`: the r-th part is for rank r.
-            comm: transport over the ranks that keep parts, with `can_exchange`.
+            out: output, `[n]`, of `dtype` or a wider dtype: this rank's part of the sum.
+            parts: input of `dtype`, `[world_size * n]`, with one part per rank.
+            comm: transport over the ranks that keep parts; its `can_exchange` is True.
 
-        Cost: every rank of W sends (W - 1) / W times the bytes of `parts`.
+        Cost: with W ranks, every rank sends (W - 1) / W times the bytes of `parts`.
         """
         raise NotImplementedError(f"{type(self).__name__} has no reduce_scatter")
 

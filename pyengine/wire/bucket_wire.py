@@ -27,7 +27,7 @@ _W = TypeVar("_W", bound=Wire)
 
 @dataclass(frozen=True)
 class OfBucket(Wire, Generic[_W]):
-    """Wire of one bucket, with the attributes of the user's wire."""
+    """The wire of one bucket, with the attributes of the wire that the user passed."""
 
     wire: _W  # wire that the user passed
     memory: BucketMemory
@@ -54,7 +54,7 @@ class OfBucket(Wire, Generic[_W]):
 
 @dataclass(frozen=True)
 class BucketWire(OfBucket[Wire]):
-    """Wire of one bucket that exchanges parts; a residual is added to the values of the next sum."""
+    """The wire of one bucket that exchanges parts, with an optional residual for error feedback."""
 
     encodes_as: Encoding
 
@@ -85,7 +85,7 @@ class BucketWire(OfBucket[Wire]):
 
 
 def without_memory(wire: Wire) -> RuntimeError:
-    """Return the error for a wire that keeps state per bucket but was given no memory for this state."""
+    """Return the error for a wire that keeps state per bucket but has no memory for it."""
     return RuntimeError(
         f"wire={wire}: it keeps state for every bucket from one window to the next, and was given no memory "
         "for it: a wire around it needs for_bucket(memory), too, and has to use the wire that this returns"
@@ -93,7 +93,7 @@ def without_memory(wire: Wire) -> RuntimeError:
 
 
 class WireMemory:
-    """State of all wires that belong to one owner of buckets."""
+    """The state of all wires of one owner of buckets."""
 
     def __init__(self) -> None:
         self._memory_of: dict[Hashable, BucketMemory] = {}
@@ -109,7 +109,7 @@ class WireMemory:
         *,
         is_last: bool = False,
     ) -> Wire:
-        """Return the wire of a new bucket, and move the residuals of the bucket's parameters to this wire."""
+        """Return the wire of a new bucket, and move the residuals of its parameters to this wire."""
         if not wire.keeps_memory:
             return wire
         memory = BucketMemory(self._num_made, numel, device, places, is_last=is_last)
@@ -123,7 +123,7 @@ class WireMemory:
         return wire.for_bucket(memory)
 
     def begin(self, window: int) -> None:
-        """Start a window, whose sums get turn numbers that no other window uses."""
+        """Start a window with turn numbers that no other window uses."""
         self._turn = window * _TURNS
         for memory in self._memories():
             memory.turn = self._turn

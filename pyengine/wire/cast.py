@@ -1,4 +1,4 @@
-"""Cast wires: a bucket is sent in the dtype of the wire, without an encoding."""
+"""Wires that cast a bucket to a communication dtype, without an encoding."""
 
 from __future__ import annotations
 
@@ -27,12 +27,11 @@ class _Cast(Spelled, Wire):
         return comm.all_reduce(flat)
 
     def reduce_scatter(self, out: Tensor, parts: Tensor, comm: Comm) -> None:
-        """Exchange the parts in the wire's dtype, and sum them in the dtype of `out`.
+        """Exchange the parts in the communication dtype, and sum them in the dtype of `out`.
 
-        Values are rounded once, by the cast to the wire's dtype, with a relative error of at most u, which is
-        2^-24 for float32, 2^-8 for bfloat16 and 2^-11 for float16. A ring would round at every hop. With W
-        ranks and a float32 `out`, the error of an element is at most (u + (W - 1) 2^-24) times the sum of
-        absolute values.
+        The cast rounds each value once, with a relative error of at most u, which is 2^-24 for float32, 2^-8
+        for bfloat16 and 2^-11 for float16. A ring would round at every hop. With W ranks and a float32 `out`,
+        the error of an element is at most (u + (W - 1) 2^-24) times the sum of absolute values.
         """
         received = torch.empty_like(parts)
         comm.all_to_all(received, parts).wait()
@@ -58,9 +57,9 @@ class FP32(_Cast):
 class _Narrow(_Cast):
     """Send a bucket in a two-byte dtype.
 
-    With `sum="fp32"`, ranks exchange parts; each rank sums one part in float32, rounds the sum and sends the
-    sum to all ranks. A value is then rounded once by its cast and once in the sum, for any W, so the error of
-    an element is at most (u + W 2^-24) times the sum of absolute values.
+    With `sum="fp32"`, ranks exchange parts; each rank sums one part in float32, rounds the sum and sends it
+    to all ranks. The cast rounds each value once, and the sum is rounded once, for any W. The error of an
+    element is therefore at most (u + W 2^-24) times the sum of absolute values.
     """
 
     _format: ClassVar[str]
@@ -76,7 +75,7 @@ class _Narrow(_Cast):
 
     @property
     def encoding(self) -> Encoding | None:
-        """Encoding of a sum in float32; None for an all-reduce in the wire's dtype."""
+        """The encoding for a sum in float32; None for an all-reduce in the communication dtype."""
         return Encoding(Codec(self._format)) if self.sum == "fp32" else None
 
     def for_bucket(self, memory: BucketMemory) -> Wire:
@@ -101,7 +100,7 @@ class _Narrow(_Cast):
 class BF16(_Narrow):
     """Send in bfloat16, with half the bytes and the same range as float32.
 
-    The relative rounding error is at most 2^-8. 1/count is applied after the sum.
+    The relative rounding error is at most 2^-8. The sum is multiplied by 1/count.
 
     Args:
         sum: "wire" uses an all-reduce in bfloat16, which rounds on every rank, about W times for W ranks.
@@ -116,11 +115,11 @@ class BF16(_Narrow):
 class FP16(_Narrow):
     """Send in float16, with half the bytes of float32.
 
-    The relative rounding error is at most 2^-11, and the range is 6e-8 to 65504 (use a GradScaler). 1/count
-    is applied before the cast, which keeps sums in range.
+    The relative rounding error is at most 2^-11, and the range is 6e-8 to 65504 (use a GradScaler). Gradients
+    are multiplied by 1/count before the cast, which keeps sums in range.
 
     Args:
-        sum: same as in `BF16`.
+        sum: see `BF16`.
     """
 
     dtype: ClassVar[torch.dtype] = torch.float16

@@ -20,10 +20,10 @@ _ROUNDINGS = ("nearest", "stochastic")
 
 @dataclass(frozen=True, repr=False, kw_only=True)
 class _Encoded(Spelled, Wire):
-    """Base class of wires with one byte per element.
+    """Base class of wires that send one byte per element.
 
-    The engine passes buckets in float32; 1/count is applied after the sum. Ranks exchange encoded parts; each
-    rank sums one part in float32, encodes the sum and sends the sum to all ranks. Each value is rounded
+    The engine passes buckets in float32, and multiplies the sum by 1/count. Ranks exchange encoded parts;
+    each rank sums one part in float32, encodes the sum and sends it to all ranks. Each value is rounded
     twice: before the first exchange, and as part of the sum.
     """
 
@@ -76,7 +76,7 @@ class Int8(_Encoded):
     """Send integers from -127 to 127, with a float32 scale per block: about a quarter of float32's bytes.
 
     The rounding error of a value is at most 0.50004 times the scale of its block, which is the largest
-    magnitude in the block divided by 127. The sum is also rounded, with the scales of its own blocks.
+    magnitude in the block divided by 127. The sum is also rounded, with scales computed from the sum.
     Elements much smaller than the largest element of their block become 0: see `ErrorFeedback`. inf and nan
     become nan in the same element.
 
@@ -97,11 +97,11 @@ class FP8(_Encoded):
 
     The rounding error of a value x in a block with scale s is at most 2^-4 max(abs(x), 2^-6 s) for e4m3, and
     2^-3 max(abs(x), 2^-14 s) for e5m2. The scale is the largest magnitude in the block, divided by 448 for
-    e4m3 and by 57344 for e5m2. The sum is also rounded, with the scales of its own blocks.
+    e4m3 and by 57344 for e5m2. The sum is also rounded, with scales computed from the sum.
 
     Args:
         format: "e4m3", or "e5m2" with a wider range and coarser steps.
-        block, rounding, seed: same as in `Int8`.
+        block, rounding, seed: see `Int8`.
     """
 
     format: str = "e4m3"

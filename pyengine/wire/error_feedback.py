@@ -21,13 +21,13 @@ class ErrorFeedback(Wire):
 
     Every rank keeps one float32 residual per element: the rounding error of this rank's values, and in this
     rank's part of a bucket also the rounding error of the sum (sums of sharded gradients are not rounded).
-    Therefore the sum of all results differs from the sum of the true gradients by at most the current
+    The sum of all results therefore differs from the sum of the true gradients by at most the current
     residuals, which are the error of one window. Over n windows the error of the mean is n times smaller
     (Seide et al. 2014, Karimireddy et al. 2019; for both roundings Tang et al. 2019).
 
-    Values are multiplied by 1/count before the residual is added. Residuals are therefore in units of the
-    mean gradient, and windows may have any counts. A window that is skipped, for example because of inf or
-    nan, resets the residuals to zero.
+    Values are multiplied by 1/count before the residual is added. Residuals therefore have the scale of the
+    mean gradient, and windows may have any counts. A skipped window, for example with inf or nan, resets the
+    residuals to zero.
 
     Args:
         wire: `Int8(...)`, `FP8(...)`, `BF16(sum="fp32")` or `FP16(sum="fp32")`.
@@ -35,9 +35,9 @@ class ErrorFeedback(Wire):
     Raises:
         TypeError, ValueError: `wire` is not one of these wires.
 
-    Cost: 4 bytes of memory per element, which the encoding pass reads and writes. Under FSDP2 the residual
-    covers each element of the unsharded gradients, on every rank, for any world size; a further 4 bytes per
-    element are read and written for 1/count.
+    Cost: memory for 4 bytes per element, which the encoding pass reads and writes. Under FSDP2 every rank has
+    a residual for each element of the unsharded gradients, for any world size. A further read and write of 4
+    bytes per element are needed for 1/count.
     """
 
     dtype: ClassVar[torch.dtype] = torch.float32
@@ -70,5 +70,5 @@ class ErrorFeedback(Wire):
         raise without_memory(self)
 
     def bytes_on_wire(self, numel: int, world_size: int) -> int:
-        """Return the number of bytes that one rank sends, which is the same as for the wrapped wire."""
+        """Return the bytes that one rank sends, which are the same as for the wrapped wire."""
         return self.wire.bytes_on_wire(numel, world_size)

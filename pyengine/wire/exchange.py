@@ -25,7 +25,7 @@ _ROUNDS = 2  # an all-to-all and an all-gather
 
 @dataclass(frozen=True)
 class Parts:
-    """Split of a bucket into one part of whole blocks per rank; the last parts may be short or empty."""
+    """The split of a bucket into one part of whole blocks per rank; the last parts may be short or empty."""
 
     codec: Codec
     numel: int  # number of elements in the bucket
@@ -70,12 +70,12 @@ class Parts:
 
 @dataclass(frozen=True)
 class Rounding:
-    """Arguments for encoding the values of one sum."""
+    """The rounding of values in one sum."""
 
-    # float32 `[numel]`, added to the values and overwritten with the rounding error; None drops the error.
+    # float32 `[numel]`, added to the values and overwritten with the rounding error; None discards the error.
     residual: Tensor | None = None
-    # Seeds of stochastic rounding, for this rank's values and for the sum of its part; None rounds to
-    # nearest.
+    # The seeds of stochastic rounding, for the values of this rank and for the sum of its part; None rounds
+    # to nearest.
     seeds: tuple[int | None, int | None] = (None, None)
 
     def residual_of(self, bounds: slice) -> Tensor | None:
@@ -91,24 +91,24 @@ TO_NEAREST = Rounding()
 
 
 class Exchange:
-    """Buffers of one sum in two exchanges."""
+    """The buffers of one sum in two exchanges."""
 
     def __init__(self, parts: Parts, device: torch.device, memory: PayloadMemory) -> None:
         self.parts, self._memory = parts, memory
         num_bytes = parts.world_size * parts.num_bytes
-        # One payload per part. The padding of short parts is also sent, so it is set to zeros.
+        # One payload per part. Short parts are padded with zeros, because the padding is also sent.
         self.sent = memory.allocate("sent", num_bytes, device)
         self.received = memory.allocate("received", num_bytes, device)
 
     def send_parts(self, flat: Tensor, comm: Comm, rounding: Rounding = TO_NEAREST) -> Work:
-        """Encode a bucket and launch the all-to-all; once it completes, `sent` may be reused."""
+        """Encode a bucket and launch the all-to-all; when it has completed, `sent` may be reused."""
         parts = self.parts
         for rank in range(comm.world_size):
             rounding.encode_(parts.codec, parts.payload(self.sent, rank), flat, parts.bounds(rank))
         return comm.all_to_all(self.received, self.sent)
 
     def send_round(self, flat: Tensor, comm: Comm) -> Iterator[Work]:
-        """All-gather this rank's payload in `sent`, decode all parts into `flat`, and free the buffers."""
+        """All-gather this rank's payload in `sent`, decode all parts to `flat`, and free the buffers."""
         yield comm.all_gather(self.received, self.parts.padded_payload(self.sent, comm.rank))
         for rank in range(comm.world_size):
             self.parts.codec.decode_(flat[self.parts.bounds(rank)], self.parts.payload(self.received, rank))
@@ -126,14 +126,14 @@ def sum_encoded(
     """Launch the sum of a bucket over all ranks, in place, with values encoded by a codec.
 
     Args:
-        flat: contiguous bucket, `[numel]`, of float32; or of bfloat16 or float16, with a codec of this dtype.
+        flat: contiguous bucket, `[numel]`: float32, or bfloat16 or float16 with a codec of this dtype.
         rounding: rounding of float32 values and of their sum.
 
-    Cost: `Parts.bytes_sent` bytes sent. For a float32 bucket, encoding reads 4 bytes and writes a code per
-    element; the sum reads W codes and writes one code for every W elements; decoding reads a code and writes
-    4 bytes per element. `memory` holds two codes per element. A narrow bucket is sent unchanged: the sum
-    reads W elements and writes one element for every W elements. `memory` then holds a copy of the bucket,
-    and another copy if W does not divide the bucket.
+    Cost: each rank sends `Parts.bytes_sent` bytes. For a float32 bucket, encoding reads 4 bytes and writes a
+    code per element; the sum reads W codes and writes one code for every W elements; decoding reads a code
+    and writes 4 bytes per element. `memory` has two codes per element. A bf16 or fp16 bucket is sent
+    unchanged: the sum reads W elements and writes one element for every W elements. `memory` then has a copy
+    of the bucket, and a second copy if W does not divide the bucket.
     """
     if comm.world_size == 1:
         return Staged(iter(()), 0, flat.device)

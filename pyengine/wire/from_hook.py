@@ -28,16 +28,16 @@ class FromHook(Wire):
 
     The hook gets the same input as in DDP: float32 values to be averaged over ranks. These values are this
     rank's part of the window's gradient, divided by the count and multiplied by the number of ranks (exactly,
-    if this number is a power of two). The result becomes the gradient. The hook's bucket is an object with
-    the methods of `dist.GradBucket`.
+    if this number is a power of two). The result becomes the gradient. The bucket is an object with the
+    methods of `dist.GradBucket`.
 
     Hooks run for one bucket after another, in the same order on every rank, and each hook completes before
-    anything else is sent. If hooks overlapped, a hook that continues on threads of the backend, such as the
-    PowerSGD hook, would mix its collectives with the collectives of another bucket. With a backend that the
-    host waits for, for example gloo, the backward therefore waits for each hook.
+    any other communication. If hooks overlapped, a hook that continues on threads of the backend, such as the
+    PowerSGD hook, would mix its collectives with the collectives of another bucket. If the host waits for the
+    backend, for example gloo, the backward therefore waits for each hook.
 
-    If a bucket has inf or nan on a rank, the hook gets zeros on that rank, which keeps its state finite; the
-    result is nan on all ranks.
+    If a bucket has inf or nan on a rank, the hook gets zeros on this rank, so that the hook's state stays
+    finite; the result is nan on all ranks.
 
     Args:
         hook: communication hook for dense buckets.
@@ -45,10 +45,10 @@ class FromHook(Wire):
             state, and is not rescaled when a loss scale changes. Use a separate state for each engine.
 
     Raises:
-        TypeError: `hook` is not callable; or, on every rank when the engine is created, the process group in
-            `state` has a different number of ranks than the engine.
+        TypeError: `hook` is not callable; or the process group in `state` has a different number of ranks
+            than the engine, which raises on every rank when the engine is created.
 
-    Cost: the cost of the hook, two passes over the bucket, and an all-reduce of one byte.
+    Cost: the hook, two passes over the bucket, and an all-reduce of one byte.
 
     Example:
         >>> from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
@@ -97,7 +97,7 @@ class FromHook(Wire):
         raise without_memory(self)
 
     def bytes_on_wire(self, numel: int, world_size: int) -> int:
-        """Raise ValueError, because only the hook knows this number.
+        """Raise ValueError, because only the hook knows the number of bytes.
 
         `StepRecord.bytes_on_wire` does not include the bytes that the hook sends.
         """

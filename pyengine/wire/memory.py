@@ -1,6 +1,6 @@
-"""State that a wire keeps for one bucket between windows.
+"""The state that a wire keeps for one bucket between windows.
 
-Residuals are kept by parameter, because bucket layouts change.
+Residuals are stored by parameter, because bucket layouts change.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from pyengine.ops.device import runs_ahead
 
 @dataclass(frozen=True)
 class BucketSlice:
-    """Position of a parameter in a bucket, in elements."""
+    """The position of a parameter in a bucket, in elements."""
 
     key: Hashable  # identifies the parameter in any bucket
     offset: int
     numel: int
-    param: Tensor | None = None  # parameter or this rank's shard; None for elements of no parameter
+    param: Tensor | None = None  # parameter or this rank's shard; None for padding
 
     def read(self, flat: Tensor) -> Tensor:
         """Return the residual of the parameter, `[numel]` in storage order; a view or a copy."""
         return flat[self.offset : self.offset + self.numel]
 
     def write(self, flat: Tensor, part: Tensor) -> None:
-        """Overwrite the residual of the parameter with an output of `read`, from any device."""
+        """Overwrite the residual of the parameter with a result of `read`, from any device."""
         flat[self.offset : self.offset + self.numel].copy_(part)
 
     def of(self, flat: Tensor) -> Tensor:
@@ -40,12 +40,11 @@ class BucketSlice:
 
 
 class PayloadMemory:
-    """Buffers of one bucket for the collectives of a sum.
+    """The buffers of one bucket for the collectives of a sum.
 
-    A sum allocates buffers, and frees the buffers after its last collective. If a sum fails, its buffers are
-    never freed, because a collective may still use the buffers. The next sum then gets new memory. On an
-    accelerator no buffers are kept, because the allocator has no page faults and caches freed memory by
-    stream.
+    A sum allocates buffers, and frees them after its last collective. If a sum fails, its buffers are never
+    freed, because a collective may still use them; the next sum then gets new memory. On an accelerator no
+    buffers are kept, because the allocator caches freed memory by stream and there are no page faults.
     """
 
     def __init__(self) -> None:
@@ -54,21 +53,21 @@ class PayloadMemory:
     def allocate(self, name: str, num_bytes: int, device: torch.device) -> Tensor:
         """Return a buffer, uint8 `[num_bytes]`, which the caller owns until `free`.
 
-        A new buffer is filled with zeros. The last freed buffer of this name and size is reused with its old
-        values.
+        A new buffer is filled with zeros. If a buffer of this name and size was freed, it is reused with its
+        old values.
         """
         kept = self._kept.pop((name, num_bytes), None)
         return torch.zeros(num_bytes, dtype=torch.uint8, device=device) if kept is None else kept
 
     def free(self, **buffers: Tensor) -> None:
-        """Keep buffers for the next sum; no collective may use the buffers anymore."""
+        """Keep buffers for the next sum; no collective may use them anymore."""
         for name, buffer in buffers.items():
             if not runs_ahead(buffer.device):
                 self._kept[name, buffer.numel()] = buffer
 
 
 class BucketMemory:
-    """State that a wire keeps for one bucket; created by the owner of the bucket.
+    """The state that a wire keeps for one bucket; created by the owner of the bucket.
 
     Args:
         number: number of the bucket, unique per owner.
@@ -77,7 +76,7 @@ class BucketMemory:
         is_last: whether this is the last bucket of a window.
 
     Attributes:
-        number, places, is_last: same as the arguments.
+        number, places, is_last: see Args.
         turn: number of the next sum, unique among the sums of a bucket.
         payloads: buffers of the bucket's sums.
     """
@@ -99,13 +98,13 @@ class BucketMemory:
 
     @property
     def residual(self) -> Tensor:
-        """Rounding error to be added to the next sum, float32 `[numel]`; initially zeros. Owned by `self`."""
+        """Rounding error to be added to the next sum, float32 `[numel]`; owned and initially zero."""
         if self._residual is None:
             self._residual = torch.zeros(self._numel, dtype=torch.float32, device=self._device)
         return self._residual
 
     def next_turn(self) -> int:
-        """Return the turn of the current sum, and advance to the next turn."""
+        """Return the number of the current sum, and increment the number for the next sum."""
         self.turn += 1
         return self.turn - 1
 

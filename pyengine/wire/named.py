@@ -1,4 +1,4 @@
-"""Wires by name: names and dtypes that a user may pass instead of a wire."""
+"""Names and dtypes that a user may pass instead of a wire."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ WireName: TypeAlias = Literal[
 ]
 WireLike: TypeAlias = Wire | WireName | torch.dtype
 
-# Wires whose rounding error is known on each rank, which error feedback needs.
+# Wires with a rounding error that each rank knows, which error feedback needs.
 _FED_BACK: dict[str, Wire] = {
     "bf16-sum-fp32": BF16(sum="fp32"),
     "fp16-sum-fp32": FP16(sum="fp32"),
