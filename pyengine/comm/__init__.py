@@ -1,4 +1,4 @@
-"""Transports: the collectives that the engine and its wires may call."""
+"""Transports: the collectives that the engine and its communication formats (wires) may call."""
 
 from __future__ import annotations
 

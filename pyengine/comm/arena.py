@@ -1,7 +1,7 @@
-"""Memory shared by the ranks of one host, and reductions in this memory.
+"""Memory that the ranks of one host share (an arena), and reductions in this memory.
 
 The memory is an anonymous file (`memfd_create`), which other ranks open through `/proc`. The file does not
-need `/dev/shm`, and is freed when the last process that maps the file ends, even after a crash.
+need `/dev/shm`, and is freed when the last process that maps it ends, even after a crash.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from pyengine.comm.watch import listed
 from pyengine.ops import native
 from pyengine.ops.device import HOST
 
-# Kinds of reductions in `csrc/shared_kind.h`, by dtype.
+# The kinds of reductions in `csrc/shared_kind.h`, by dtype.
 _SUMS = {
     torch.float32: 0,
     torch.bfloat16: 1,
@@ -35,7 +35,7 @@ _SUMS = {
     torch.int32: 4,
 }
 _MAXIMA = {torch.uint8: 5}
-# Interval at which a wait returns to Python, so that signal handlers can run.
+# The interval after which a wait returns to Python, so that signal handlers can run.
 _LOOK_S = 1.0
 _TOKEN_BYTES = 16
 
@@ -47,7 +47,7 @@ class MemoryOffer:
     process: ProcessId
     network: str  # network namespace; ranks in different namespaces are treated as different hosts
     refusal: str  # why the rank cannot share memory; empty if it can
-    descriptor: int = -1  # descriptor of the file that the rank has created; -1 if there is none
+    descriptor: int = -1  # descriptor of the file that the rank has created; -1 without a file
     token: bytes = b""  # first bytes of the file
 
     @classmethod
@@ -86,10 +86,10 @@ class MemoryOffer:
 
 
 class Arena:
-    """Memory shared by the ranks of a host, as seen by one of these ranks.
+    """The shared memory of the ranks of a host, in one of these ranks.
 
-    A thread runs the collectives in order, and otherwise sleeps. The thread ends when `close` is called, this
-    object is freed or the interpreter exits. `close` also closes the file descriptor.
+    A thread runs the collectives in order, and otherwise sleeps. The thread ends when `close` is called, when
+    this object is freed, or when the interpreter exits. `close` also closes the file descriptor.
 
     Cost: a thread and a file descriptor; also 1 MiB after the first reduction of a tensor outside the arena.
     """
@@ -105,7 +105,7 @@ class Arena:
         self._core = native._core.SharedArena(descriptor, place, len(processes))
         self._processes, self._me = list(processes), processes[place]
         self._ranks, self._timeout_s = list(ranks), float("inf")  # rank numbers for messages
-        self._suspects: list[int] = []  # found dead at the last check; the collective fails at the second
+        self._suspects: list[int] = []  # ranks found dead once; if found again, the collective fails
         self._works: dict[Any, SharedWork] = {}
         self._thread = threading.Thread(
             target=_serve,
@@ -119,8 +119,8 @@ class Arena:
     def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Return zeros, `[numel]`, in memory that all ranks of the host can access; freed with the tensor.
 
-        A forked process keeps the values from the time of the fork, and its writes are not visible to this
-        process. If no shared memory is left, the tensor is in ordinary memory, which a reduction copies.
+        A forked process keeps the values from the time of the fork, and this process does not see its writes.
+        If no shared memory is left, the tensor is in ordinary memory, which a reduction copies.
         """
         if numel > 0:
             try:
@@ -140,9 +140,9 @@ class Arena:
         """Launch a sum or a maximum over the ranks of the host, in place.
 
         `supports` must accept the tensor, and the caller must not change it until the work has been waited
-        for. The collective fails if some rank has not launched it after `timeout_s` seconds.
+        for. The collective fails if some rank has not launched it within `timeout_s` seconds.
 
-        Cost: a read and a write per element if `flat` comes from `allocate` on all ranks; otherwise `flat` is
+        Cost: a read and a write per element if `flat` comes from `allocate` on all ranks. Otherwise `flat` is
             also copied through the caches.
         """
         self._timeout_s = timeout_s
@@ -156,7 +156,7 @@ class Arena:
         self._end()
 
     def look(self, waited_s: float) -> None:
-        """Fail the collective that this rank waits for if a rank has died or the timeout has expired."""
+        """Fail the pending collective of this rank if a rank has died or the timeout has expired."""
         missing = self._core.missing()
         dead = [place for place in missing if self._processes[place].state(self._me) == "dead"]
         late = self._core.missing()  # read again, because a rank may have finished before it died
@@ -192,7 +192,7 @@ class SharedWork(Work):
             raise RuntimeError(error)
 
     def get_future(self) -> torch.futures.Future[Any]:
-        """Return a future, which is completed by the thread that runs the collective or a waiting thread."""
+        """Return a future; the thread of the collective, or a waiting thread, completes it."""
         with self._lock:
             if self._future is not None:
                 return self._future
@@ -203,7 +203,7 @@ class SharedWork(Work):
         return future
 
     def complete(self) -> None:
-        """Complete the future, if there is one; called when the collective has completed."""
+        """Complete the future, if any; called when the collective has completed."""
         self._works.pop(self._job, None)
         with self._lock:
             future, self._incomplete = self._incomplete, None

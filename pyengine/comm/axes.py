@@ -1,4 +1,4 @@
-"""Axes of a device mesh: the roles of the axes (replicas, shards and counts), and the ranks along them."""
+"""The axes of a device mesh: their roles (replicas, shards and counts), and the ranks along them."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ Names = str | tuple[str, ...]
 
 @dataclass(frozen=True)
 class Axes:
-    """Roles of the axes of a `device_mesh`; each argument is one axis name or a tuple of axis names.
+    """The roles of the axes of a `device_mesh`; each argument is an axis name or a tuple of axis names.
 
     Args:
-        replicate: ranks along these axes hold the same parameters and have different data (or parts of it):
-            gradients are summed over them. Default: the axis of a mesh with one axis.
+        replicate: ranks along these axes hold the same parameters and have different data (or parts of it).
+            Gradients are summed over these axes. Default: the axis of a mesh with one axis.
         shard: ranks along these axes hold different plain parameters (the stages of a pipeline). Axes of
             DTensors need not be named, because their placements define them. Along an axis in neither
             `replicate` nor `shard`, ranks hold the same plain parameters and compute the same gradients for
@@ -45,7 +45,7 @@ class Axes:
 
 
 class MeshRanks:
-    """Ranks of a mesh, relative to this rank. An axis without a name is named by its index."""
+    """The ranks of a mesh, relative to this rank. The name of an axis without a name is its index."""
 
     def __init__(self, mesh: DeviceMesh) -> None:
         self._ranks = mesh.mesh
@@ -60,7 +60,7 @@ class MeshRanks:
         self.coordinate: dict[str, int] = dict(zip(names, coordinate, strict=True))
 
     def along(self, axes: Sequence[str]) -> tuple[int, ...]:
-        """Return the sorted global ranks that differ from this rank only along `axes`, and this rank."""
+        """Return this rank, and the ranks that differ from it only along `axes`, as sorted global ranks."""
         index = tuple(slice(None) if name in axes else at for name, at in self.coordinate.items())
         return tuple(sorted(self._ranks[index].flatten().tolist()))
 
@@ -80,7 +80,7 @@ class MeshRanks:
     def axis_of(self, mesh: DeviceMesh, dim: int) -> str | None:
         """Return the axis of this mesh with the same ranks as a dimension of another mesh, or None.
 
-        A dimension with one rank matches any axis, and the result is "".
+        A dimension with one rank matches any axis; the result is then "".
         """
         other = MeshRanks(mesh)
         ranks = other.along([[*other.shape][dim]])

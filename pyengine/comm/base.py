@@ -1,4 +1,4 @@
-"""Interface of transports: the collectives that the engine and its wires may call."""
+"""The interface of transports: the collectives that the engine and its communication formats may call."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ Hosts = tuple[tuple[int, ...], ...]
 
 @dataclass
 class Traffic:
-    """Counters of one transport: collectives launched, and the bytes that this rank sends for them."""
+    """The counters of one transport: collectives launched, and the bytes that this rank sends for them."""
 
     collectives: int = 0
     # Bytes by the formula of a ring, in which each rank also forwards a broadcast. For small reductions over
-    # gloo, the bytes actually sent are counted.
+    # gloo, the counter has the bytes that are actually sent.
     bytes_sent: int = 0
 
     def count(self, num_bytes: int) -> None:
@@ -64,7 +64,7 @@ class Work(Protocol):
 
 
 class Done(Work):
-    """A collective that is already complete at launch; its future holds `result`."""
+    """A collective that has completed at its launch; its future has the value `result`."""
 
     def __init__(self, result: Tensor) -> None:
         self._result = result
@@ -89,19 +89,18 @@ class Comm(ABC):
         world_size: number of ranks in the group.
 
     Attributes:
-        rank, world_size: same as the arguments.
+        rank, world_size: see Args.
         ranks: all ranks of the group, numbered as in the default group.
         backend: name of the backend, for example "nccl"; empty if there is no backend.
         is_stream_ordered: whether the current stream (or a recorded program) waits for collectives instead of
             the host.
         can_exchange: whether `all_to_all` and `all_gather` are implemented.
         can_or: whether `all_reduce_or` is implemented.
-        has_own_memory: whether `allocate` returns memory in which reductions are faster than elsewhere.
+        has_own_memory: whether `allocate` returns memory in which reductions are faster than in other memory.
         host_of: host of each rank of the group; empty until the engine's ranks have gathered their hosts.
-        engine_id: random number that is the same on every rank; None until the engine's ranks have agreed on
-            a number.
-        traffic: collectives launched and bytes sent by this rank so far.
-        roll_call: extends the error of a failed collective with the ranks that do not respond.
+        engine_id: random number that is equal on every rank; None until the engine's ranks have agreed on it.
+        traffic: the collectives launched and the bytes sent by this rank so far.
+        roll_call: adds the ranks that do not respond to the error of a failed collective.
     """
 
     backend = ""
@@ -119,7 +118,7 @@ class Comm(ABC):
         self.roll_call = RollCall()
         self._joined: list[Comm] = []
 
-    # ---- collectives that every transport has ----
+    # ---- collectives of every transport ----
 
     @abstractmethod
     def all_reduce(self, flat: Tensor) -> Work:
@@ -129,8 +128,9 @@ class Comm(ABC):
             flat: `[numel]`, of the same dtype on every rank. The caller keeps the tensor alive and unchanged
                 until the work has been waited for.
 
-        Cost: every rank of W sends 2 (W - 1) / W times the bytes of `flat`, as in a ring. Over gloo, a rank
-        sends at most 5 times the bytes of a small vector: see [Note: small reductions] in torch_dist.py.
+        Cost: with W ranks, every rank sends 2 (W - 1) / W times the bytes of `flat`, as in a ring. Over gloo,
+        a rank sends at most 5 times the bytes of a small vector: see [Note: small reductions] in
+        torch_dist.py.
         """
 
     @abstractmethod
@@ -145,23 +145,24 @@ class Comm(ABC):
     def all_gather_object(self, value: object) -> list[Any]:
         """Gather picklable values from all ranks, and return them by rank.
 
-        The returned values are read-only. This method waits for all ranks, and is meant for setup and errors.
+        The caller must not change the values. This method waits for all ranks, and is meant for setup and
+        errors.
         """
 
     def max_of(self, *values: int) -> list[int]:
-        """Wait for the maximum of each value over all ranks, and return the maxima.
+        """Return the maximum of each value over all ranks; the call waits for all ranks.
 
         Args:
-            values: 64-bit integers; every rank passes the same number of values.
+            values: 64-bit integers; every rank passes equally many values.
         """
         return [max(each) for each in zip(*self.all_gather_object(values), strict=True)]
 
     def all_gather_objects(
         self, values: Sequence[object], *numbers: int
     ) -> tuple[list[list[Any]], list[int]]:
-        """Return the results of `all_gather_object` for each value and of `max_of` for the numbers.
+        """Return the results of `all_gather_object` for each value, and of `max_of` for the numbers.
 
-        The call waits for the results. Default: run one collective after another.
+        This method waits for the results. By default it runs one collective after another.
         """
         gathered = [self.all_gather_object(value) for value in values]
         return gathered, self.max_of(*numbers) if numbers else []
@@ -171,24 +172,24 @@ class Comm(ABC):
         """Overwrite tensors with the values of rank 0, and wait.
 
         Args:
-            tensors: tensors of any shapes and dtypes, which must be the same on every rank; overwritten in
+            tensors: tensors of any shapes and dtypes, which must be equal on every rank; overwritten in
                 place.
 
         Cost: rank 0 sends the bytes of `tensors` (XLA uses an all-reduce in float32 instead). Tensors that
         share a collective are copied.
         """
 
-    # ---- exchanges of parts: `can_exchange` ----
+    # ---- exchanges of parts: for transports with `can_exchange` ----
 
     def all_to_all(self, received: Tensor, parts: Tensor) -> Work:
         """Launch an exchange in which every rank sends a different part to each rank.
 
         Args:
-            received: output, `[world_size * n]`: the r-th part comes from rank r.
-            parts: input of the same shape and dtype: the r-th part goes to rank r. The size n is the same on
-                every rank.
+            received: output, `[world_size * n]`, with one part from each rank, in rank order.
+            parts: input of the same shape and dtype, with one part for each rank, in rank order. The size n
+                is equal on every rank.
 
-        Cost: every rank of W sends (W - 1) / W times the bytes of `parts`.
+        Cost: with W ranks, every rank sends (W - 1) / W times the bytes of `parts`.
         """
         raise NotImplementedError(f"{type(self).__name__} has no all_to_all: can_exchange is False")
 
@@ -196,11 +197,11 @@ class Comm(ABC):
         """Launch an all-gather of one part from each rank.
 
         Args:
-            gathered: output, `[world_size * n]`: the r-th part comes from rank r.
-            part: input, `[n]`, of the same dtype; may be this rank's part of `gathered`. The size n is the
-                same on every rank.
+            gathered: output, `[world_size * n]`, with one part from each rank, in rank order.
+            part: input, `[n]`, of the same dtype; may be this rank's part of `gathered`. The size n is equal
+                on every rank.
 
-        Cost: every rank of W sends (W - 1) times the bytes of `part`.
+        Cost: with W ranks, every rank sends (W - 1) times the bytes of `part`.
         """
         raise NotImplementedError(f"{type(self).__name__} has no all_gather: can_exchange is False")
 
@@ -209,14 +210,14 @@ class Comm(ABC):
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return zeros, `[numel]`, in the memory in which this transport reduces fastest.
 
-        The memory is freed together with the tensor. Default: use torch's allocator.
+        The memory is freed together with the tensor. By default, torch allocates it.
         """
         return torch.zeros(numel, dtype=dtype, device=device)
 
     def reserve(self, sizes: Sequence[int]) -> None:
         """Reserve one block of memory for the next buffers, which have `sizes` bytes on every rank.
 
-        Default: do nothing.
+        By default this method does nothing.
         """
 
     def unsupported_reason(self, dtype: torch.dtype) -> str:
@@ -224,21 +225,21 @@ class Comm(ABC):
         del dtype
         return ""
 
-    # ---- transports beside this one ----
+    # ---- related transports ----
 
     def with_own_group(self) -> Comm:
         """Return a transport over the same ranks whose collectives never match collectives of other code.
 
-        Every rank must call this. The result is released together with this transport. Default: return this
-        transport.
+        Every rank must call this. The result is released together with this transport. By default this
+        transport is returned.
         """
         return self
 
     def between_hosts(self) -> Comm | None:
         """Return a transport over the same ranks for tensors in host memory, which needs no device.
 
-        Every rank must call this. The result is released together with this transport. Default: return None,
-        because the host waits for collectives anyway, or there is no backend for host memory.
+        Every rank must call this. The result is released together with this transport. By default None is
+        returned, because the host waits for collectives anyway, or there is no backend for host memory.
         """
         return None
 
@@ -266,7 +267,7 @@ class Comm(ABC):
             tensors: tensors of the current stream that the body reads. Their memory is not reused before the
                 kernels of the body have run.
 
-        Default: run the body on the current stream.
+        By default the body runs on the current stream.
         """
         del tensors
         return nullcontext()
@@ -277,20 +278,20 @@ class Comm(ABC):
         """Run a collective of `torch.distributed` and wait for it.
 
         Args:
-            launch: function that starts the collective. Called with True, the function returns the work, or
-                waits and returns None. Called with False, the function waits.
+            launch: function that starts the collective. With True, it returns the work, or waits and returns
+                None. With False, it waits.
             what: description of the collective.
-            group: process group of the collective; None: the process group of this transport.
+            group: process group of the collective; None means the process group of this transport.
 
-        Default: wait, without checking which ranks are missing.
+        By default this method waits without checking which ranks are missing.
         """
         del what, group
         launch(False)
 
     def watch_stalls(self, after_s: float) -> None:
-        """Report collectives that ranks have not joined after `after_s` seconds; fail if a rank has died.
+        """Warn of collectives that ranks have not joined after `after_s` seconds; fail if a rank has died.
 
-        Every rank of the group must call this, in the order in which engines are created. Default: do
+        Every rank of the group must call this, in the order in which engines are created. By default it does
         nothing.
         """
 
@@ -332,13 +333,13 @@ def is_interrupt(error: BaseException | None) -> bool:
 
 @dataclass(frozen=True)
 class Levels:
-    """Transports of a rank within its host and across hosts."""
+    """The transports of a rank within its host and across hosts."""
 
     inside: Comm  # transport over the ranks of this rank's host
     # Transport over the ranks that have the same index on their hosts, or over this rank alone if a smaller
     # host has no rank with this index.
     across: Comm
-    num_parts: int  # number of ranks per host that sum a part across hosts; the size of the smallest host
+    num_parts: int  # number of ranks per host that sum a part across hosts: the size of the smallest host
 
     def part_of(self, numel: int) -> slice:
         """Return the elements of a bucket that this rank sums across hosts."""
@@ -349,7 +350,7 @@ class Levels:
 
 
 class Local(Comm):
-    """Transport of a single process, which is the only rank and sends nothing."""
+    """The transport of a single process, which is the only rank and sends nothing."""
 
     can_exchange = True
 
@@ -387,12 +388,12 @@ def spans_hosts(comm: Comm) -> bool:
 
 
 def own_host() -> Hashable:
-    """Return the identity of this host, which is the same for all processes on the host."""
+    """Return the identity of this host, which is equal for all processes on the host."""
     return ProcessId.own().space, own_network()
 
 
 def by_host(hosts: Sequence[Hashable]) -> Hosts:
-    """Group ranks by host, given the host of each rank; hosts are in the order of their first ranks."""
+    """Group ranks by host, from the host of each rank; hosts are in the order of their first ranks."""
     return tuple(
         tuple(rank for rank, host in enumerate(hosts) if host == one) for one in dict.fromkeys(hosts)
     )

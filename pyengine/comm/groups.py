@@ -1,18 +1,18 @@
-"""Process groups of an engine's ranks: how they are created, held and destroyed.
+"""The process groups of an engine's ranks: how they are created, held and destroyed.
 
 [Note: an engine's own group]
 A backend matches the collectives of a group by their order on each rank. If the host waits for collectives,
 an engine launches its buckets when the window's header has arrived, which is earlier on one rank than on
-another. Any other collective of the group, launched by the user in the backward or by a second engine, would
-be matched with a bucket, and the two would be added together. To prevent this, every engine creates a group
-for its buckets that no other code uses, and destroys the group when the engine is closed or freed.
+another. If the user (in the backward) or a second engine launched another collective on the same group, it
+would be matched with a bucket, and their values would be added together. To prevent this, every engine
+creates a group for its buckets that no other code uses, and destroys the group when the engine is closed or
+freed.
 
 [Note: destroying a group]
-Each rank destroys its handle of a group independently, at a different time than other ranks. Independent
-destruction is safe, because a collective that has completed on a rank needs nothing more from this rank. The
-threads of a gloo group end when the last reference to the group is dropped, which waits for pending
-collectives, up to their timeout. Therefore a separate thread drops the last reference, and the caller waits
-at most a second for this thread.
+Each rank destroys its handle of a group at a different time than other ranks. This is safe, because a
+collective that has completed on a rank needs nothing more from this rank. The threads of a gloo group end
+when the last reference to the group is dropped, which waits for pending collectives, up to their timeout.
+Therefore a separate thread drops the last reference, and the caller waits at most a second for this thread.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _DESTROY_S = 1.0  # maximum time for which `destroy` waits
 def group_of(ranks: Sequence[int], device: torch.device) -> dist.ProcessGroup | None:
     """Return a group of these ranks for tensors on a device, or None for the default group.
 
-    All of the ranks must call this function, and must call it in the same order for different groups.
+    All of these ranks must call this function, and must call it in the same order for different groups.
     """
     if list(ranks) == list(range(dist.get_world_size())):
         return None
@@ -50,11 +50,11 @@ def group_of(ranks: Sequence[int], device: torch.device) -> dist.ProcessGroup | 
 
 
 def group_of_hosts(parent: dist.ProcessGroup | None) -> dist.ProcessGroup:
-    """Return a gloo group of the ranks of another group; must be called in the same way as `group_of`.
+    """Return a gloo group of the ranks of another group; the same rules as for `group_of` apply.
 
     All engines over `parent` share this group. If ranks send windows of different engines, this group matches
-    the collectives of different engines with each other, as it does for buckets. The next window that all
-    ranks send with the same engine is matched correctly again.
+    the collectives of different engines with each other, like the group of the buckets. The next window that
+    all ranks send with the same engine is matched correctly again.
     """
     parent = group_or_default(parent)
     ranks, limit = dist.get_process_group_ranks(parent), timeout_of(parent, HOST)
@@ -66,9 +66,8 @@ def find_or_make(
 ) -> dist.ProcessGroup:
     """Return the group that an earlier engine over these ranks has created, or create the group.
 
-    This function must be called in the same way as `group_of`. The function searches torch's list of groups,
-    which contains the same groups of these ranks on each of the ranks, because the ranks create the groups
-    together.
+    The same rules as for `group_of` apply. This function searches torch's list of groups. The list contains
+    the same groups of these ranks on each of the ranks, because the ranks create the groups together.
     """
     for group in [*c10d._world.pg_map]:  # a copy, because a garbage collection may destroy a group
         if group.group_desc == f"pyengine: {purpose}" and dist.get_process_group_ranks(group) == [*ranks]:
@@ -77,7 +76,7 @@ def find_or_make(
     return make(purpose, ranks, timeout=timeout, backend=backend)
 
 
-# ---- facts about a group ----
+# ---- properties of a group ----
 
 
 def group_or_default(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
@@ -113,7 +112,7 @@ def timeout_of(group: dist.ProcessGroup | None, device: torch.device) -> timedel
     return limit
 
 
-# ---- making a group ----
+# ---- creation and destruction of a group ----
 
 
 def make(
@@ -123,7 +122,7 @@ def make(
 
     `dist.new_group` either needs every rank of the default group, or names the group by the number of groups
     on this rank, and then hangs if this number differs between ranks. Therefore this function chooses the
-    name itself, with private functions of torch that were checked in torch 2.9 to 2.15.
+    name, with private functions of torch that were checked in torch 2.9 to 2.15.
 
     Args:
         purpose: description that no other group of these ranks has ever had.
@@ -142,20 +141,20 @@ def make(
         store,
         name,  # type: ignore[arg-type]  # a str
         timeout=timeout,
-        pg_tag=name,  # without a unique tag, torch returns this group to other code with these ranks
+        pg_tag=name,  # without a unique tag, torch returns this group to other code
         device_id=default_group.bound_device_id if backend is None else None,
         group_desc=f"pyengine: {purpose}",
     )
     c10d._world.pg_group_ranks[group] = {rank: index for index, rank in enumerate(ranks)}
     # torch names groups with `use_local_synchronization=True` by the number of entries in `pg_names`, which
-    # has to be the same on every rank.
+    # has to be equal on every rank.
     del c10d._world.pg_names[group]
     _log.debug("make process group for %s over ranks %s, timeout %s", purpose, ranks, timeout)
     return group
 
 
 def destroy(reference: weakref.ref[dist.ProcessGroup], pid: int) -> None:
-    """Destroy this rank's handle of a group, also in a garbage collection. See [Note: destroying a group]."""
+    """Destroy this rank's handle of a group, even in a garbage collection. See [Note: destroying a group]."""
     group = reference()
     if group is None or group not in c10d._world.pg_map or os.getpid() != pid:  # a fork has no such threads
         return
@@ -175,7 +174,7 @@ def destroy(reference: weakref.ref[dist.ProcessGroup], pid: int) -> None:
 
 
 class GroupHandle:
-    """Weak reference to a process group, held by transports.
+    """A weak reference to a process group, which transports hold.
 
     A strong reference to a destroyed group would keep its threads alive.
 

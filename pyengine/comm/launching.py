@@ -1,6 +1,6 @@
 """Run a function on every worker: on torchrun's workers, or on new processes of this machine.
 
-New workers are not started by torch.distributed.elastic, because its agent serves a store on every network
+torch.distributed.elastic does not start the new workers, because its agent serves a store on every network
 interface and unpickles the data that it reads from this store.
 """
 
@@ -33,9 +33,9 @@ from typing import Any, Literal, NoReturn, TypeVar
 import torch
 import torch.distributed as dist
 
-# `torch.distributed.nn.functional` has to be imported before a group exists. At its first import (by an
-# optimizer, for example), the current default group becomes the default value of function arguments, which
-# would keep the threads of the group alive.
+# `torch.distributed.nn.functional` has to be imported before a group exists. At its first import (for example
+# by an optimizer), the current default group becomes the default value of function arguments, which would
+# keep the threads of the group alive.
 import torch.distributed.nn.functional
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.elastic.multiprocessing.errors import record
@@ -47,14 +47,14 @@ from torch.multiprocessing import (  # type: ignore[attr-defined]  # torch's stu
 _log = logging.getLogger("pyengine.comm")
 T = TypeVar("T")
 
-_PROCESS = uuid.uuid4().hex  # torchrun's store outlives its workers, so keys of this process contain this id
+_PROCESS = uuid.uuid4().hex  # in all keys of this process, because torchrun's store outlives its workers
 _MAX_WORKERS_PER_CORE = 32
 _POLL_S = 0.1
 _TRACE_S = 1.0  # time after the deadline for workers to write their stacks
 _GRACE_S = 30.0  # time after SIGTERM for workers to exit, for example to save a checkpoint
 _WITHIN_S = 0.2  # time to wait for a group's threads, which free their callbacks within milliseconds
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
-# Gloo and NCCL bind to this network interface, which no other machine can reach.
+# Gloo and NCCL use this network interface, which no other machine can reach.
 _LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 
 
@@ -68,23 +68,22 @@ def launch(
     """Run `fn(*args)` on every worker of a fresh process group, and wait for all of them.
 
     Under torchrun, this process is one of the workers. `fn` runs in this process, in a group of all workers
-    with torch's default backends (gloo for the CPU, NCCL for CUDA). An exception raised by `fn` is propagated
-    unchanged, and torchrun terminates the other workers.
+    with torch's default backends (gloo for the CPU, NCCL for CUDA). An exception in `fn` is raised unchanged,
+    and torchrun terminates the other workers.
 
     Without torchrun, the workers are new processes on this machine, in a gloo group over the loopback
-    interface. New workers import the modules of `fn` and `args`, so a script has to call `launch` under
-    `if __name__ == "__main__":`. Functions defined in a notebook, an interactive session or `python -c`
-    cannot be imported. In this case the workers are forked from this process, and each runs torch on one
-    thread.
+    interface. New workers import the modules of `fn` and `args`, so a script has to call `launch` under `if
+    __name__ == "__main__":`. Functions from a notebook, an interactive session or `python -c` cannot be
+    imported. In this case the workers are forked from this process, and each runs torch on one thread.
 
     Args:
         fn: a function in an importable module or script; in a notebook, any function.
         workers: number of processes to start; each gets an equal share of torch's threads. Under torchrun,
             torchrun's options determine the number of workers.
         args: picklable arguments of `fn`; in a notebook, any arguments.
-        timeout_s: seconds after which workers that are still running are terminated; the error contains the
-            stack of each of these workers. None sets no limit. Under torchrun, a worker that reaches the
-            limit prints its stack and exits, and torchrun then terminates the other workers.
+        timeout_s: seconds after which running workers are terminated; the error contains the stack of each of
+            these workers. None sets no limit. Under torchrun, a worker that reaches the limit prints its
+            stack and exits, and torchrun then terminates the other workers.
 
     Returns:
         The results of `fn`, by rank, which must be picklable. Under torchrun every worker gets all results,
@@ -92,16 +91,16 @@ def launch(
 
     Raises:
         ValueError: `workers`, `timeout_s` or `fn` is invalid, or this machine has too few cores; or an
-            earlier call under torchrun requested a different number of workers (a script that needs different
-            numbers of workers must run without torchrun).
+            earlier call under torchrun requested another number of workers (a script with different numbers
+            of workers must run without torchrun).
         RuntimeError: a worker failed (the other workers were terminated, and the message contains the failed
-            worker's rank and traceback); this machine cannot start that many processes; workers have to be
+            worker's rank and traceback); this machine cannot start so many processes; workers have to be
             forked, but this process has an initialized device or a process group, which a fork cannot use;
             this process is a worker that already has a process group; or the other workers have not called
             `launch` within half an hour.
-        TimeoutError: workers were still running after `timeout_s`, and have been terminated.
-        KeyboardInterrupt: after Ctrl-C, once the workers have exited.
-        SystemExit: after SIGTERM, once the workers have exited. The exit code is 128 + the signal number. Not
+        TimeoutError: workers still ran after `timeout_s`, and were terminated.
+        KeyboardInterrupt: after Ctrl-C, when the workers have exited.
+        SystemExit: after SIGTERM, when the workers have exited. The exit code is 128 + the signal number. Not
             raised if the caller has installed a handler for SIGTERM.
 
     Example:
@@ -163,7 +162,7 @@ def _run_on_torchruns_workers(
     if timeout_s is not None:
         faulthandler.dump_traceback_later(timeout_s, exit=True, file=2)
     try:
-        result = record(fn)(*args)  # writes the traceback of an exception into torchrun's summary
+        result = record(fn)(*args)  # writes the traceback of an exception to torchrun's summary
         dist.all_gather_object(results, result)
     finally:
         if timeout_s is not None:
@@ -179,8 +178,8 @@ def _meet(
 
     torchrun's store keeps the keys of workers that have exited, for any world size, so a counter of calls
     would continue the count of those workers. Therefore each call has a random name, and the name of rank 0's
-    call is the prefix of the shared store. Rank 0 sends this name to the call that each rank has registered
-    in the store, until the current call of the rank has confirmed the name.
+    call is the prefix of the shared store. Every rank registers its call in the store. Rank 0 sends its name
+    to each registered call, until the current call of that rank has confirmed the name.
     """
     call, absent = uuid.uuid4().hex, list(range(1, world_size))
     if rank == 0:
@@ -230,7 +229,7 @@ def check_number(workers: int) -> None:
 
 
 def _start_method(fn: Callable[..., Any], args: tuple[Any, ...]) -> Literal["spawn", "fork"]:
-    """Return "fork" if `fn` or `args` need a `__main__` that a new process cannot import, else "spawn"."""
+    """Return "fork" if `fn` or `args` need a `__main__` that a new process cannot import; else "spawn"."""
     main = sys.modules["__main__"]
     # multiprocessing uses the same condition; a script read from a pipe has the file name "<stdin>".
     importable = main.__spec__ is not None or Path(getattr(main, "__file__", "")).is_file()
@@ -266,9 +265,9 @@ def _start_method(fn: Callable[..., Any], args: tuple[Any, ...]) -> Literal["spa
 
 @dataclass(frozen=True)
 class _Job:
-    """Job description that every worker receives.
+    """The description of a job, which every worker receives.
 
-    A worker writes its result, the traceback of an exception, and at the deadline its stack into files in a
+    A worker writes its result, the traceback of an exception, and at the deadline its stack to files in a
     folder that only this user can access. The file of the stack ("trace") exists as soon as the worker has
     imported `fn`.
     """
@@ -287,7 +286,7 @@ class _Job:
 
 @contextmanager
 def _sigterm_raises() -> Iterator[None]:
-    """Make SIGTERM raise SystemExit in the body, which ends the workers; a caller's handler is kept."""
+    """Make SIGTERM raise SystemExit in the body, which ends the workers; the caller's handler is kept."""
 
     def end(number: int, frame: FrameType | None) -> NoReturn:
         raise SystemExit(128 + number)
@@ -307,8 +306,8 @@ def _sigterm_raises() -> Iterator[None]:
 def signals_blocked() -> Iterator[None]:
     """Block Ctrl-C and SIGTERM while processes are started; the new processes inherit the signal mask.
 
-    If the signals were not blocked, Ctrl-C would print the traceback of an interrupted import from every
-    worker, and could leave behind a process that has been started but not recorded yet.
+    Without the block, Ctrl-C would print the traceback of an interrupted import from every worker, and could
+    leave behind a process that has been started but not recorded yet.
     """
     resource_tracker.ensure_running()  # starting the tracker later would unblock the signals (in CPython)
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
@@ -357,7 +356,7 @@ def _wait(job: _Job, processes: Sequence[BaseProcess]) -> None:
 
 
 def _describe_failure(job: _Job, processes: Sequence[BaseProcess], failed: dict[int, int]) -> str:
-    """Describe which worker failed first, and why.
+    """Describe which worker failed first, and the reason.
 
     A killed worker takes precedence over exceptions in other workers, because the other workers lose their
     connections to the killed worker. SIGABRT does not count as a kill, because a lost connection may abort a
@@ -393,7 +392,7 @@ def _stack(trace: Path) -> str:
 
 
 def _end(job: _Job, processes: Sequence[BaseProcess]) -> None:
-    """Terminate running workers with SIGTERM, which lets them save their state, and then kill them."""
+    """Terminate running workers with SIGTERM, so that they can save their state, and later kill them."""
     try:
         for rank, process in enumerate(processes):
             # A worker without a trace file is still importing, with signals blocked, and has nothing to save.
@@ -405,7 +404,7 @@ def _end(job: _Job, processes: Sequence[BaseProcess]) -> None:
         for process in processes:
             process.kill()
         for process in processes:
-            process.join(_GRACE_S)  # leaves a process in uninterruptible sleep behind
+            process.join(_GRACE_S)  # does not wait for a process in uninterruptible sleep
 
 
 # --- In a worker ---
@@ -419,8 +418,8 @@ def _work(_: int, rank: int, job: _Job) -> None:
         # background job of a shell ignores Ctrl-C.
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, signal.SIG_DFL)
-    # Kill this worker when the launcher exits. The SIGINT that torch requests for this purpose is ignored by
-    # a background job.
+    # Kill this worker when the launcher exits. A background job ignores the SIGINT that torch requests for
+    # this purpose.
     _prctl_pr_set_pdeathsig(signal.SIGKILL)
     faulthandler.enable(file=2)  # a file descriptor, because in a notebook sys.stderr has no descriptor
     with job.file("trace", rank).open("w") as trace:
@@ -441,7 +440,7 @@ def _work(_: int, rank: int, job: _Job) -> None:
 
 
 def _set_environment(rank: int, job: _Job) -> None:
-    """Set the environment variables that torchrun sets, except for the port, because no port is used."""
+    """Set the environment variables of torchrun, except for the port, because no port is used."""
     os.environ |= {
         **dict.fromkeys(("RANK", "LOCAL_RANK", "ROLE_RANK"), str(rank)),
         **dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE", "ROLE_WORLD_SIZE"), str(job.workers)),
@@ -455,14 +454,14 @@ def _set_environment(rank: int, job: _Job) -> None:
     }
     for name in ("MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE"):
         os.environ.pop(name, None)  # set by another launcher, whose store must not be used
-    # Groups that `fn` creates also use the loopback interface. An interface chosen by the user is kept.
+    # Groups that `fn` creates also use the loopback interface, unless the user has chosen an interface.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", _LOOPBACK)
     os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={_LOOPBACK}")
     os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
 
 
 def _run_in_group(rank: int, job: _Job) -> Any:
-    # A file store is used, because a `TCPStore` would listen on every network interface.
+    # Use a file store, because a `TCPStore` would listen on every network interface.
     store = dist.FileStore(str(job.folder / "store"), job.workers)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=job.workers)
     dist.barrier()  # a rank that finishes early must not exit while other ranks are connecting
@@ -473,13 +472,12 @@ def _run_in_group(rank: int, job: _Job) -> Any:
         if stop.code:
             raise
         result = None
-    # The group is not destroyed after an exception, because other workers would see a closed connection and
-    # fail first.
+    # Do not destroy the group after an exception: other workers would see a closed connection and fail first.
     destroy_default_group()
     return result
 
 
-# --- The end of a process group ---
+# ---- end of a process group ----
 
 
 def destroy_default_group() -> None:
@@ -489,8 +487,8 @@ def destroy_default_group() -> None:
     free it. While the interpreter is shutting down, taking the GIL aborts or hangs the process. Therefore
     these threads are joined earlier, when the group is destroyed and this thread does not hold the GIL.
 
-    Cost: a garbage collection, which frees reference cycles that hold the group (models under DDP, for
-    example). A cycle must not hold the last reference to the group, because freeing the cycle would join the
+    Cost: a garbage collection, which frees reference cycles that hold the group (for example models under
+    DDP). A cycle must not hold the last reference to the group, because freeing the cycle would join the
     threads without releasing the GIL. A thread of the group must not hold the last reference either, because
     the thread would join itself and end the process. For example, the callback of torch's PowerSGD hook holds
     the group until a thread of the group has freed the callback. If other code keeps the group, the call

@@ -1,4 +1,4 @@
-"""Processes of the ranks, as seen by other processes on the same machine."""
+"""The state of a rank's process, as seen by other processes on the same machine."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ _STATES: dict[str, State] = {"T": "stopped", "t": "stopped", "Z": "dead", "X": "
 
 @dataclass(frozen=True)
 class ProcessId:
-    """Identity of one process."""
+    """The identity of one process."""
 
     pid: int
     host: str  # name of the machine
     # Identifies the boot of the machine and the container in which `pid` is valid; unique to this process if
-    # /proc does not provide this information.
+    # /proc does not have this information.
     space: str
-    # Start time in kernel ticks, which distinguishes this process from a later process with the same pid;
+    # The start time in kernel ticks, which distinguishes this process from a later process with the same pid;
     # empty if the start time is not known.
     started: str
 

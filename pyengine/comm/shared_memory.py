@@ -1,4 +1,4 @@
-"""Transports over shared memory, in which the ranks of one host reduce in place.
+"""Transports in which the ranks of one host reduce in shared memory.
 
 Shared memory is host memory that all ranks of a host can access, or GPU memory that NCCL has registered. GPUs
 connected by NVLink reduce registered memory without copies. Source: NCCL's user guide on user buffer
@@ -34,9 +34,9 @@ _ALIGN_BYTES = 512
 
 
 class _WithMemory(TorchDist, Generic[_Memory]):
-    """Transport over one process group, with buffers in memory that `release` closes.
+    """A transport over one process group, with buffers in memory that `release` closes.
 
-    After `release`, buffers come from torch's allocator.
+    After `release`, torch's allocator provides the buffers.
     """
 
     has_own_memory = True
@@ -60,11 +60,12 @@ class _WithMemory(TorchDist, Generic[_Memory]):
 
 
 class SharedMemory(_WithMemory[Arena]):
-    """Transport over a process group whose ranks are processes on one host, for tensors on the CPU.
+    """A transport for tensors on the CPU, over a process group whose ranks are on one host.
 
-    Reductions run in an arena, where every rank sums its part of all ranks' buffers, in rank order, and
-    writes the sum to all buffers. Narrow dtypes are summed in float32 and rounded once. All other collectives
-    and unsupported dtypes use the process group. After `release`, all reductions use the process group.
+    Reductions run in the shared memory (arena), where every rank sums its part of all ranks' buffers, in rank
+    order, and writes the sum to all buffers. 16-bit dtypes are summed in float32 and rounded once. All other
+    collectives and unsupported dtypes use the process group. After `release`, all reductions use the process
+    group.
     """
 
     def __init__(
@@ -84,7 +85,7 @@ class SharedMemory(_WithMemory[Arena]):
         """Launch a collective that completes a buffer of which each rank contributes a part.
 
         On each rank, the elements outside `part` are first set to 0. This collective is the second half of a
-        reduction, and its bytes are counted with the first half.
+        reduction; the first half counts its bytes.
         """
         flat[: part.start].zero_()
         flat[part.stop :].zero_()
@@ -99,11 +100,12 @@ class SharedMemory(_WithMemory[Arena]):
 
 
 class SharedHosts(TorchDist):
-    """Transport over a process group whose ranks are processes on several hosts, for tensors on the CPU.
+    """A transport for tensors on the CPU, over a process group whose ranks are on several hosts.
 
-    A sum first runs in the arena of each host. Then each rank sums a part across hosts, and the arena
-    collects the parts, so a bucket crosses the network once per host. On each host, as many ranks sum parts
-    as the smallest host has. All other collectives and unsupported dtypes use the process group.
+    A sum first runs in the shared memory of each host. Then each rank sums a part across hosts, and the parts
+    are collected in the shared memory, so a bucket crosses the network once per host. The number of summing
+    ranks per host is the size of the smallest host. All other collectives and unsupported dtypes use the
+    process group.
     """
 
     has_own_memory = True
@@ -154,8 +156,8 @@ def share_memory(comm: Comm) -> Comm:
     """Return a transport over the same ranks that reduces in shared memory.
 
     Shared memory is host memory, or GPU memory that NCCL has registered. If no two ranks are on one host, or
-    any rank cannot share memory, all ranks use `comm`, and rank 0 issues a warning with the reason. Every
-    rank must call this; the result is released together with `comm`.
+    any rank cannot share memory, all ranks use `comm`, and rank 0 warns with the reason. Every rank must call
+    this; the result is released together with `comm`.
 
     Cost: two gathers of objects.
     """
@@ -226,7 +228,7 @@ def _warn_of_fallback(comm: TorchDist, way: str, why: str) -> None:
         )
 
 
-# ---- memory of GPUs ----
+# ---- GPU memory ----
 
 
 class NcclPool:
@@ -252,7 +254,7 @@ class NcclPool:
 
 
 class RegisteredMemory(_WithMemory[NcclPool]):
-    """Transport over one NCCL process group, with buffers in memory that NCCL has registered."""
+    """A transport over one NCCL process group, with buffers in memory that NCCL has registered."""
 
     def reserve(self, sizes: Sequence[int]) -> None:
         if self._memory is not None:
@@ -267,8 +269,8 @@ def can_register(comm: Comm) -> bool:
 def register_memory(comm: TorchDist) -> TorchDist:
     """Return a transport over the same ranks whose buffers are in registered memory.
 
-    If NCCL fails to register memory on any rank, all ranks use `comm`, and the first rank issues a warning
-    with the reason. Every rank must call this; the result is released together with `comm`.
+    If NCCL fails to register memory on any rank, all ranks use `comm`, and the first rank warns with the
+    reason. Every rank must call this; the result is released together with `comm`.
 
     Cost: an all-reduce of one element and a gather of objects.
     """

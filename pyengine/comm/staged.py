@@ -1,4 +1,4 @@
-"""Sequences of collectives as one work, in which each collective sends a result of the previous one."""
+"""A sequence of collectives as one work; each collective sends a result of the previous collective."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from pyengine.comm.base import Work
 from pyengine.ops.device import has_events, recorded_event
 
 
-class Staged:  # not a subclass of the protocol `Work`, because `isinstance` would be ten times slower
-    """Collectives in sequence, and the computation after the last collective.
+class Staged:  # `isinstance` with the protocol `Work` is ten times slower
+    """A sequence of collectives, and the computation after the last collective.
 
-    The first collective is launched immediately; the caller continues with `step` or `wait`, which must not
+    The first collective is launched immediately; the caller continues with `step` or `wait`. These must not
     be called on a thread of the backend, because every rank has to launch collectives in the same order.
 
     Args:
-        rounds: iterator that launches the next collective each time it is advanced, which happens once the
-            previous collective has completed. The iterator ends after the last collective.
+        rounds: iterator that launches the next collective each time it is advanced, when the previous
+            collective has completed. The iterator ends after the last collective.
         num_rounds: number of collectives in `rounds`. The attribute `rounds_left` counts the collectives that
             are not launched yet.
         device: device of the result.
@@ -36,7 +36,7 @@ class Staged:  # not a subclass of the protocol `Work`, because `isinstance` wou
         self._advance()
 
     def step(self) -> None:
-        """Wait for the current collective, then launch the next one or run the final computation.
+        """Wait for the current collective, then launch the next collective or run the final computation.
 
         After a collective has failed, every call raises the same error.
         """
@@ -70,8 +70,8 @@ class Staged:  # not a subclass of the protocol `Work`, because `isinstance` wou
             self._is_over = True
             if isinstance(error, Exception):
                 self._error = error
-            # This rank skips the subsequent collectives, which other ranks launch, so it must not start any
-            # other collectives.
+            # This rank skips the remaining collectives, which other ranks launch, so it must not start any
+            # other collective.
             if (break_off := getattr(before, "break_off", None)) is not None:
                 break_off(error)
                 if self._error is None:  # an interrupt is raised once, but the error persists

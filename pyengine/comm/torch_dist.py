@@ -1,4 +1,4 @@
-"""torch.distributed as a transport: gloo, NCCL, or any other backend of a process group.
+"""Transports over torch.distributed: gloo, NCCL, or any other backend of a process group.
 
 [Note: small reductions]
 gloo's own all-reduce is a ring: each rank sends up to 4 (W - 1) messages, one after another, however small
@@ -64,7 +64,7 @@ _HOST_ORDERED = {"gloo", "mpi"}
 # avoid a copy of the whole model.
 _PIECE_BYTES = 256 * 2**20
 _TAG = 0x70796567  # a tag that no other code uses; operations with the same tag match in posting order
-# Tags of tree reductions: the first tag, and the number of tags after which the first tag is reused.
+# The tags of tree reductions: the first tag, and the number of tags after which the first tag is reused.
 _TREE_TAG, _NUM_TREE_TAGS = 0x71000000, 2**20
 # See [Note: small reductions].
 _MAX_SMALL_BYTES, _FAN_OUT = 32 * 2**10, 4
@@ -73,7 +73,7 @@ _COMBINE: dict[dist.ReduceOp.RedOpType, Callable[..., Tensor]] = {
     dist.ReduceOp.MAX: torch.maximum,
     dist.ReduceOp.BOR: torch.bitwise_or,
 }
-# `dist.all_gather_into_tensor` is named `all_gather_single` since torch 2.13.
+# torch 2.13 renamed `dist.all_gather_into_tensor` to `all_gather_single`.
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
@@ -103,7 +103,7 @@ class _Work(Work):
 
 
 class SideStream:
-    """Side stream that runs after the current stream and waits for other ranks without stalling it."""
+    """A stream that runs after the current stream and waits for other ranks without stalling it."""
 
     def __init__(self, device: torch.device) -> None:
         # The stream has high priority, because its kernels fill the buckets that collectives wait for. These
@@ -124,7 +124,7 @@ class SideStream:
 
 
 class TorchDist(Comm):
-    """Transport over one process group for tensors on one device.
+    """A transport over one process group for tensors on one device.
 
     A group of None is the default group. A group that an engine has created is passed as a `GroupHandle`,
     which all transports over this group share.
@@ -143,25 +143,25 @@ class TorchDist(Comm):
         self.roll_call = StoreRollCall(group)
         self.device, self.backend = device, name_of_backend(group, device)
         self.is_stream_ordered = runs_ahead(device) and self.backend not in _HOST_ORDERED
-        # Device to which host values are copied, because a stream-ordered backend can only send device
+        # The device to which host values are copied, because a stream-ordered backend can only send device
         # memory.
         self._device_of_values = device if self.is_stream_ordered else HOST
         self._side_stream = SideStream(device) if self.is_stream_ordered else None
         self.can_or = is_gloo = not runs_ahead(device) and self.backend == "gloo"
         self._point_to_point = PointToPoint(self.handle) if is_gloo else None
-        self._num_names = 0  # number of names given to groups made from this transport
+        self._num_names = 0  # number of groups created and named by this transport
 
     @property
     def group(self) -> dist.ProcessGroup | None:
         return self.handle.get()
 
-    # ---- transports beside this one ----
+    # ---- related transports ----
 
     def with_own_group(self) -> Comm:
         """Return a transport over a new group that only this engine uses.
 
-        If this transport is stream-ordered or has a single rank, the result is this transport.
-        See [Note: an engine's own group] in groups.py.
+        If this transport is stream-ordered or has a single rank, the result is this transport. See [Note: an
+        engine's own group] in groups.py.
 
         Cost: a process group and an all-reduce of 8 bytes, and a second all-reduce if `engine_id` is not set
         yet.
@@ -175,7 +175,7 @@ class TorchDist(Comm):
     def between_hosts(self) -> Comm | None:
         """Return a transport over gloo, or None if it is not needed or the group has no gloo backend.
 
-        A transport over gloo is needed only if this transport is stream-ordered.
+        Only a stream-ordered transport needs a transport over gloo.
 
         Cost: a process group, unless an earlier engine over the same group has already created this gloo
         group.
@@ -190,7 +190,7 @@ class TorchDist(Comm):
         return hosts
 
     def split(self, hosts: Hosts) -> Levels:
-        """Return transports within a host and across hosts, which are released together with this transport.
+        """Return transports within a host and across hosts; this transport releases them.
 
         `hosts` lists the ranks of this transport by host; hosts may have different numbers of ranks.
         """
@@ -201,7 +201,7 @@ class TorchDist(Comm):
         return Levels(self._part(mine, purpose), self._part(across, purpose), num_parts)
 
     def _part(self, ranks: Sequence[int], purpose: str) -> Comm:
-        """Return a transport over a subset of this transport's ranks."""
+        """Return a transport over some of the ranks of this transport."""
         if len(ranks) == self.world_size:
             return self
         if len(ranks) > 1:
@@ -211,14 +211,14 @@ class TorchDist(Comm):
         return alone
 
     def _over(self, ranks: Sequence[int], purpose: str, backend: str | None = None) -> TorchDist:
-        """Return a transport over a new group, which is destroyed when the transport is released or freed."""
+        """Return a transport over a new group, which is destroyed when this transport is released."""
         group = make(purpose, ranks, timeout=self.handle.timeout(), backend=backend)
         made = TorchDist(GroupHandle(group, self.device, is_own=True, leader=self.handle), self.device)
         made.join(self)
         return made
 
     def _new_name(self) -> str:
-        """Return a unique group name, which is the same on every rank."""
+        """Return a unique group name, which is equal on every rank."""
         self._num_names += 1
         number = self.max_of(secrets.randbits(62))[0] if self.engine_id is None else self.engine_id
         return f"{number:x}.{self._num_names}"
@@ -259,7 +259,7 @@ class TorchDist(Comm):
 
     @property
     def _host_watch(self) -> StallWatch | None:
-        """Stall watch that interrupts the host's wait; None if a stream waits, or there is no stall watch."""
+        """The stall watch that interrupts the host's wait; None if a stream waits or without a watch."""
         return None if self.is_stream_ordered else self.roll_call.watch
 
     def _launching(self) -> AbstractContextManager[None]:
@@ -336,7 +336,7 @@ class TorchDist(Comm):
     ) -> tuple[list[list[Any]], list[int]]:
         """Gather each value from all ranks, and return the maximum of each number over all ranks.
 
-        The gathered values are read-only.
+        The caller must not change the gathered values.
 
         Cost: an all-reduce of 40 bytes per value and 8 bytes per number. The all-reduce compares hashes,
         because ranks mostly have equal values. Each value that differs between ranks also needs an all-gather
@@ -388,7 +388,7 @@ class TorchDist(Comm):
     def _broadcast_piece_(self, piece: list[Tensor]) -> None:
         """Broadcast tensors of one dtype in one collective; a single contiguous tensor is not copied.
 
-        Tensors are sent as bytes, because no backend supports all dtypes (float8 and uint16, for example).
+        Tensors are sent as bytes, because no backend supports all dtypes (for example float8 and uint16).
         """
         is_view = len(piece) == 1 and piece[0].is_contiguous()
         flat = _bytes_of(piece[0]) if is_view else torch.cat([_bytes_of(tensor) for tensor in piece])
@@ -403,13 +403,13 @@ class TorchDist(Comm):
 
 
 def _bytes_of(tensor: Tensor) -> Tensor:
-    """Return a tensor's elements as bytes, uint8 `[nbytes]`; a view if the tensor is contiguous."""
+    """Return the elements of a tensor as bytes, uint8 `[nbytes]`; a view if the tensor is contiguous."""
     flat = tensor.detach().reshape(-1).contiguous()
     return flat.as_strided(flat.shape, (1,)).view(torch.uint8)  # a single element may have any stride
 
 
 def _pieces(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Split tensors into lists of one dtype and at most `_PIECE_BYTES`; a larger tensor has its own list."""
+    """Split tensors into lists of one dtype and at most `_PIECE_BYTES`; a larger tensor is alone."""
     for same_dtype in by_dtype(tensors):
         piece, num_bytes = [same_dtype[0]], same_dtype[0].nbytes
         for tensor in same_dtype[1:]:
@@ -464,21 +464,20 @@ class SwapWork:
                 self._is_reduced = True
 
 
-# Iterator that posts and yields the point-to-point operations of each step; it is advanced when all
-# operations of the previous step have completed.
+# Posts and yields the point-to-point operations of each step; it is advanced when all operations of the
+# previous step have completed.
 Steps = Iterator[Sequence[dist.Work | None]]
 
 
 class P2PWork:
     """Point-to-point operations combined into one work, whose `wait` may time out.
 
-    The `wait` method of a gloo work must not time out, because a timeout closes the connection.
+    A gloo work itself must not time out in `wait`, because a timeout closes the connection.
 
     Args:
         works: operations of the first step, which have been posted.
         steps: operations of the subsequent steps.
-        timeout: timeout of each operation. gloo itself would use the timeout with which its group was
-            created.
+        timeout: timeout of each operation. gloo itself would use the timeout from the creation of its group.
     """
 
     def __init__(self, works: Sequence[dist.Work | None], steps: Steps, timeout: timedelta) -> None:
@@ -531,14 +530,14 @@ class P2PWork:
 class PointToPoint:
     """Exchanges and small reductions among the ranks of one gloo group, by point-to-point operations.
 
-    gloo's own all-to-all and all-gather send before they receive. A late rank therefore sends its data before
-    its notification that it can receive, over the same connection. The other rank sends nothing until all of
-    this data has arrived, so the link carries data in one direction at a time, at half its rate.
+    In gloo's own all-to-all and all-gather, a rank sends before it receives. A late rank therefore sends its
+    data before its notification that it can receive, over the same connection. The other rank sends nothing
+    until all of this data has arrived, so the link carries data in one direction at a time, at half its rate.
     Point-to-point operations avoid this, because every rank gets ready to receive before it sends.
 
     Cost: a thread, started by the first operation, which waits for operations in launch order. The thread
-    ends when `close` is called, this object is freed or the interpreter exits; each of these waits at most a
-    second for the thread.
+    ends when `close` is called, when this object is freed, or when the interpreter exits; each of these waits
+    at most a second for the thread.
     """
 
     def __init__(self, handle: GroupHandle) -> None:
@@ -546,13 +545,13 @@ class PointToPoint:
         self._rank = dist.get_rank(handle.get())
         self._waiting: queue.SimpleQueue[P2PWork | None] = queue.SimpleQueue()
         self._close: Callable[[], object] | None = None
-        # Why no further operation may be posted; empty if operations may be posted.
+        # The reason why no further operation may be posted; empty if operations may be posted.
         self._broken = ""
         # In the tree, rank r has the children r * fan-out + 1, r * fan-out + 2, ...
         first = self._rank * _FAN_OUT + 1
         self._children = [*self._ranks[first : first + _FAN_OUT]]
         self._parent = None if self._rank == 0 else self._ranks[(self._rank - 1) // _FAN_OUT]
-        # Number of ranks to which this rank sends one vector each in `all_reduce`.
+        # The number of ranks to which this rank sends one vector each in `all_reduce`.
         self.num_neighbors = len(self._children) + (self._parent is not None)
 
     def all_to_all(self, received: Tensor, parts: Tensor) -> P2PWork:
@@ -566,7 +565,7 @@ class PointToPoint:
 
         Every rank gets the same bits, and the result of an element does not depend on its position in `flat`.
 
-        Cost: sends the bytes of `flat` to each of `num_neighbors` ranks.
+        Cost: the rank sends the bytes of `flat` to each of `num_neighbors` ranks.
         """
         return self._launch(self._reduce(flat, op))
 
@@ -634,7 +633,7 @@ class PointToPoint:
         yield [dist.isend(flat, child, group, tag) for child in self._children]
 
 
-# Number of tree reductions that this rank has launched, by group. The number is the same on every rank, and
+# The number of tree reductions that this rank has launched, by group. The number is equal on every rank, and
 # determines the tag of the next reduction.
 _launched_in: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
 

@@ -1,7 +1,7 @@
 """Detection of stalled collectives: which ranks are missing, what code they run, and whether they died.
 
 Each engine has a thread that checks the engine's pending collectives periodically, and otherwise sleeps.
-Ranks communicate through the store of their group, because the group itself has stalled.
+Ranks communicate through the store of their process group, because the group itself has stalled.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ STORE_IS_GONE = (
     "(rank 0 or the launcher)"
 )
 
-# Time to wait for the responses of other ranks after a failure. Ranks that wait in the same collective fail
-# within milliseconds of each other, or at the same timeout.
+# The time to wait for the responses of other ranks after a failure. Ranks that wait in the same collective
+# fail within milliseconds of each other, or at the same timeout.
 WAIT_S = 2.0
-# A store that does not respond within this time is considered gone.
+# A store that does not respond within this time is considered unavailable.
 _STORE_TIMEOUT = timedelta(seconds=5)
 
 _CAN_WARN = ("running", "unknown")  # states in which a process can print the warning
-_LOOKS = 6  # number of checks before a stall is reported
+_LOOKS = 6  # number of checks before a warning of a stall
 _LONGEST_TICK_S = 1.0
 _HEARTBEAT_S = 5.0  # interval between heartbeats of a rank that is not waiting
 
@@ -55,7 +55,7 @@ _HEARTBEAT_S = 5.0  # interval between heartbeats of a rank that is not waiting
 @dataclass(frozen=True)
 class Launch:
     ranks: tuple[int, ...]  # participating ranks, as the default group numbers them
-    number: int  # counts the collectives over these ranks, from 1; the same on every rank
+    number: int  # counts the collectives over these ranks, from 1; equal on every rank
     what: str
     since: float  # time of the launch on this rank, on the monotonic clock, in seconds
     is_done: Callable[[], bool]  # whether the collective has completed on this rank; called from any thread
@@ -65,7 +65,7 @@ class Launch:
 
 
 class Pending:
-    """Pending collectives of one engine's transports; one thread launches them, other threads may read."""
+    """The pending collectives of one engine; one thread launches them, other threads may read."""
 
     def __init__(self) -> None:
         self.launched: dict[tuple[int, ...], int] = {}  # number of collectives, by participating ranks
@@ -102,12 +102,12 @@ def listed(ranks: Sequence[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {shown}{more}"
 
 
-# ---- the state that each rank publishes while it works, through the store of its group ----
+# ---- heartbeats: the state that each rank publishes in the store of its group ----
 
 
 @dataclass(frozen=True)
 class Heartbeat:
-    """State of one rank at the time of posting."""
+    """The state of one rank at the time of posting."""
 
     process: ProcessId
     beat: int  # number of this heartbeat, from 1
@@ -135,7 +135,7 @@ class Heartbeat:
 
 
 class Board:
-    """Keys of one engine in the store of its process group."""
+    """The keys of one engine in the store of its process group."""
 
     def __init__(self, store: dist.Store, rank: int) -> None:
         # All ranks create their engines in the same order, so an engine has the same number on every rank.
@@ -147,9 +147,8 @@ class Board:
 
     @property
     def _store(self) -> dist.Store:
-        # A second connection to the store, for the watching thread. This connection is opened on first use,
-        # because a new connection to a file store reads the whole file, which would be wasteful for
-        # short-lived engines.
+        # A second connection to the store, for the watching thread. It is opened on first use, because a new
+        # connection to a file store reads the whole file, which would be wasteful for short-lived engines.
         with self._lock:
             if self._own is None:
                 own = self._origin.clone()
@@ -173,7 +172,7 @@ class Board:
         return {rank: beat for rank, beat in beats.items() if beat is not None}
 
     def verdict(self) -> str:
-        """Return the published error, which all ranks raise, or an empty string."""
+        """Return the published error (the verdict), which all ranks raise, or an empty string."""
         return self._store.get("verdict").decode(errors="replace") if self._store.check(["verdict"]) else ""
 
     def publish(self, verdict: str) -> str:
@@ -198,7 +197,7 @@ def line_of(thread: int) -> str:
     return f"{name}:{number} in {frame.f_code.co_name}{inside}" + (f": {text}" if text else "")
 
 
-# ---- the watch ----
+# ---- stall watch ----
 
 
 class Promise:
@@ -229,47 +228,46 @@ class Promise:
 
 
 def failure(finding: str, error: object = None) -> str:
-    """Return the error message of a failed collective; `error` is the backend's error, if any."""
+    """Return the error message of a failed collective; `error` is the backend's error, or None."""
     words = "" if error is None else f" ({error})"
     return f"a collective failed: {finding}. Restart all ranks from a checkpoint{words}"
 
 
 class StallWatch:
-    """Watch the pending collectives of one engine, and report a stall after `after_s` seconds of waiting.
+    """Watch the pending collectives of one engine, and warn of a stall after `after_s` seconds of waiting.
 
     Ranks are numbered as in the default group.
 
     Cost: a thread that wakes up once per second (or six times per `after_s`, if this is more often) for about
     50 us, and sends about 300 bytes to the store every five seconds. The thread ends when `close` is called,
-    this object is freed or the interpreter exits.
+    when this object is freed, or when the interpreter exits.
     """
 
     def __init__(self, store: dist.Store, rank: int, ranks: Sequence[int], after_s: float) -> None:
-        # ---- this rank ----
+        # ---- state of this rank ----
         self._board, self._rank, self._ranks = Board(store, rank), rank, tuple(ranks)
         self._me = ProcessId.own()
         self._thread = threading.get_ident()  # the training thread; heartbeats contain its current line
-        # Function that describes the position of this rank in training. The watching thread calls this
-        # function.
+        # Describes the position of this rank in training, for the watching thread.
         self.position: Callable[[], str] = lambda: "making an engine"
         self.pending = Pending()  # pending collectives, which the transports add
         self.verdict = ""  # if not empty, the error that every collective of this engine raises from now on
-        # Promises whose futures fail when there is a verdict. A promise lives as long as the callback that
-        # may complete its future.
+        # Futures (promises) that fail when an error is published. A promise lives as long as the callback
+        # that may complete its future.
         self._promises: weakref.WeakValueDictionary[int, Promise] = weakref.WeakValueDictionary()
         # ---- heartbeats of this rank ----
         self._num_posted, self._posted_at = 0, time.monotonic()
         self._posted: Launch | None = None  # pending collective in the last heartbeat
-        # ---- other ranks ----
+        # ---- state of other ranks ----
         self._known: dict[int, ProcessId] = {}
         self._seen: dict[int, int] = {}  # number of each rank's last heartbeat when the wait began
-        # Ranks found dead at the last check, and the collective that waits for them. The collective fails if
-        # two consecutive checks find the same dead ranks.
+        # The ranks found dead at the last check, and the collective that waits for them. The collective fails
+        # if two consecutive checks find the same dead ranks.
         self._suspects: tuple[Launch | None, list[int]] = (None, [])
-        # ---- reports ----
+        # ---- warnings ----
         self._after_s = after_s
         self._tick_s = min(after_s / _LOOKS, _LONGEST_TICK_S)
-        self._report_at = after_s  # age of the pending collective at which the next report is due
+        self._report_at = after_s  # age of the pending collective at which the next warning is due
         stop = threading.Event()
         watcher = threading.Thread(
             target=_watch, args=(weakref.ref(self), stop, self._tick_s), name="pyengine-stall", daemon=True
@@ -284,16 +282,16 @@ class StallWatch:
         self._end()
         self.pending.open.clear()
 
-    # ---- called by the thread that trains ----
+    # ---- methods for the training thread ----
 
     def check(self) -> None:
         if self.verdict:
             raise RuntimeError(failure(self.verdict))
 
     def wait(self, work: Any) -> None:
-        """Wait on the host for a collective, or raise the verdict if the ranks reach a verdict first.
+        """Wait on the host for a collective, or raise the published error if there is one first.
 
-        The work's `wait` must accept a timeout, and must allow another call after a timeout.
+        The `wait` of the work must accept a timeout, and must allow another call after a timeout.
         """
         while not work.is_completed():
             with suppress(RuntimeError):  # ignores timeouts, and failures that are raised below
@@ -303,7 +301,7 @@ class StallWatch:
         self.pending.oldest()
 
     def guard(self, future: Future[Any], call_back: Callable[[Future[Any], Any], object]) -> Future[Any]:
-        """Return a future that completes with `future`, or fails with the verdict, whichever comes first."""
+        """Return a future that completes with `future`, or fails if an error is published earlier."""
         promise = Promise()
         self._promises[id(promise)] = promise
         call_back(future, promise.keep)
@@ -311,7 +309,7 @@ class StallWatch:
             promise.break_(RuntimeError(failure(self.verdict)))
         return promise.future
 
-    # ---- called where a collective has failed ----
+    # ---- methods after a failed collective ----
 
     def dead(self, ranks: Sequence[int]) -> list[int]:
         """Return the ranks that are known to have died, as far as this machine can tell."""
@@ -320,15 +318,15 @@ class StallWatch:
         return [r for r in ranks if r in self._known and self._known[r].state(self._me) == "dead"]
 
     def waiting(self, ranks: Sequence[int]) -> set[int]:
-        """Return the ranks that are alive and whose last heartbeat shows them waiting for a collective."""
+        """Return the ranks that are alive and whose last heartbeat shows that they wait for a collective."""
         return {rank for rank, beat in self._board.read(ranks).items() if beat.waits} - {*self.dead(ranks)}
 
     def is_decided(self, ranks: Sequence[int]) -> bool:
-        """Whether any of the ranks has died, or a verdict has been published."""
+        """Whether any of the ranks has died, or an error has been published."""
         return bool(self.dead(ranks) or self._board.verdict())
 
     def conclude(self, finding: str) -> str:
-        """Publish the cause of a failed collective; return the verdict, the first published cause."""
+        """Publish the cause of a failed collective; return the cause that was published first."""
         self.verdict = self._board.publish(finding)
         _log.debug("collectives of ranks %s fail: %s", self._ranks, self.verdict)
         return self.verdict
@@ -337,7 +335,7 @@ class StallWatch:
         which = "; ".join(f"rank {rank}: {self._known[rank]}" for rank in ranks)
         return f"{listed(ranks)} of {len(self._ranks)} {'have' if len(ranks) > 1 else 'has'} died ({which})"
 
-    # ---- called by the watching thread ----
+    # ---- methods for the watching thread ----
 
     def look(self) -> None:
         launch = self.pending.oldest()
@@ -378,7 +376,7 @@ class StallWatch:
                 promise.break_(RuntimeError(failure(verdict)))
 
     def _post_heartbeat(self, launch: Launch | None) -> None:
-        """Post a heartbeat if one is due, and immediately when this rank starts or stops waiting."""
+        """Post a heartbeat if it is due, and immediately when this rank starts or stops waiting."""
         now = time.monotonic()
         if launch == self._posted and now - self._posted_at < min(_HEARTBEAT_S, self._after_s / _LOOKS):
             return
@@ -435,7 +433,7 @@ class StallWatch:
 
 
 def _name(ranks: tuple[int, ...]) -> str:
-    """Return a short name for a group, which is the same on every rank."""
+    """Return a short name for a group, which is equal on every rank."""
     spelled = ",".join(map(str, ranks))
     return spelled if len(ranks) <= 8 else f"{len(ranks)} of {hash(ranks) & 0xFFFFFFFF:08x}"
 
@@ -458,25 +456,25 @@ def _end(stop: threading.Event, watcher: threading.Thread) -> None:
         watcher.join(1.0)
 
 
-# ---- after a failed collective: backends name a port, users need a rank ----
+# ---- roll call after a failed collective: backends name a port, but users need a rank ----
 
 
 class RollCall:
-    """Names the ranks that do not respond after a failed collective; this base class names none."""
+    """Names the ranks that do not respond after a failed collective; this base class names no rank."""
 
     def __init__(self) -> None:
-        self.watch: StallWatch | None = None  # the stall watch, which knows the dead ranks and the verdict
+        self.watch: StallWatch | None = None  # the watch knows the dead ranks and the published error
 
     def named(self) -> AbstractContextManager[None]:
-        """Extend an error of the body with the ranks that do not respond. Default: do nothing."""
+        """Add the ranks that do not respond to an error of the body. By default, do nothing."""
         return nullcontext()
 
     def break_off(self, error: BaseException) -> None:
-        """Prevent further collectives. Default: do nothing, because there are no other ranks."""
+        """Prevent further collectives. By default, do nothing, because there are no other ranks."""
 
 
 class StoreRollCall(RollCall):
-    """Roll call through the store of a process group, which keeps the store alive but not the group."""
+    """A roll call through the store of a process group; it keeps the store alive but not the group."""
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         super().__init__()
@@ -486,7 +484,7 @@ class StoreRollCall(RollCall):
         self._broken = ""
 
     def named(self) -> StoreRollCall:
-        """Extend the error of a collective in the body with the ranks that do not respond.
+        """Add the ranks that do not respond to the error of a collective in the body.
 
         Raises:
             RuntimeError: replaces the backend's error and contains its text. Also raised if another
@@ -514,7 +512,7 @@ class StoreRollCall(RollCall):
                 f"all {len(self._ranks)} ranks answer, so one of them launched it later than the group's "
                 "timeout"
             )
-        # A verdict has the same text on all ranks, so the error of this rank's backend is not added.
+        # A published error has the same text on all ranks, so the error of this rank's backend is not added.
         has_verdict = self.watch is not None and self.watch.verdict
         raise RuntimeError(failure(self._found, None if has_verdict else error)) from error
 
@@ -535,7 +533,7 @@ class StoreRollCall(RollCall):
                 self.watch.conclude(finding)
 
     def _call(self) -> str:
-        """Describe the absent ranks, or return the verdict; return an empty string if every rank responds."""
+        """Describe the absent ranks, or return the published error; empty if every rank responds."""
         try:
             absent = self._absent()
             if not absent:

@@ -1,6 +1,6 @@
-"""torch_xla as a transport: collectives are recorded, and run as part of the recorded program.
+"""A transport over torch_xla: collectives are recorded, and run as part of the recorded program.
 
-This module is written for torch_xla 2.9. Ranks are not taken from `torch.distributed`, which returns the same
+This module is written for torch_xla 2.9. Ranks do not come from `torch.distributed`, which returns the same
 rank for all replicas that are threads of one process.
 """
 
@@ -36,7 +36,7 @@ class _Queued(Work):
 
 
 class Xla(Comm):
-    """Transport over all replicas.
+    """A transport over all replicas.
 
     Reductions are queued, and the first wait records all queued reductions, as one operation per dtype.
     Therefore a header that is known before the window's last backward adds no collective to the program of
@@ -81,8 +81,8 @@ class Xla(Comm):
         queue, self._queue = self._queue, []
         _log.debug("record %d all-reduces", len(queue))
         # Always use new tensors, because torch_xla 2.9 may lose the in-place reduction of a tensor. This
-        # happens if the tensor was modified in place before (by gradient accumulation, for example), and an
-        # alias of the tensor is modified later (by clipping, for example).
+        # happens if the tensor was modified in place before (for example by gradient accumulation), and an
+        # alias of the tensor is modified later (for example by clipping).
         fresh = [self._scatter(flat) if flat.dtype == torch.float64 else flat.clone() for flat in queue]
         self._sum_(fresh)
         for flat, total in zip(queue, fresh, strict=True):
@@ -143,7 +143,7 @@ class Xla(Comm):
 
 
 def _pieces(tensor: Tensor) -> list[Tensor]:
-    """Split a tensor into float32 tensors of its shape that together hold all of its bits.
+    """Split a tensor into float32 tensors of its shape that together have all of its bits.
 
     float64 values must be in the range of float32.
     """
