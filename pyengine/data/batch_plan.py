@@ -1,4 +1,4 @@
-"""Split of a global batch over any number of workers, and its learning rate.
+"""The split of a global batch over any number of workers, and its learning rate.
 
 `WindowSampler` computes the split.
 """
@@ -18,8 +18,8 @@ from pyengine.window.counter import share
 
 Rule = Literal["linear", "sqrt"]
 
-# Largest published increase: from 256 to 8192 in Goyal et al. 2017 (figure 1: the error rises beyond 8192),
-# from 128 to 4096 in Hoffer et al. 2017.
+# The largest published increase: from 256 to 8192 in Goyal et al. 2017 (figure 1: the error rises beyond
+# 8192), and from 128 to 4096 in Hoffer et al. 2017.
 _LARGEST_SHOWN = 32
 
 
@@ -67,11 +67,11 @@ class BatchPlan:
 
     @property
     def idle(self) -> int:
-        """Unused micro-batch slots per window, on ranks with one micro-batch fewer than other ranks."""
+        """Micro-batches per window that ranks with one micro-batch fewer could run in addition."""
         return self.world_size * max(self.shares) - self.micro_batches
 
     def steps_per_epoch(self, dataset_size: int, *, drop_last: bool = False) -> int:
-        """Return the number of optimizer steps in an epoch, which is the same for every world size.
+        """Return the number of optimizer steps in an epoch, which is equal for every world size.
 
         Args:
             dataset_size: number of samples in the dataset.
@@ -79,7 +79,7 @@ class BatchPlan:
                 short.
 
         Raises:
-            TypeError, ValueError: as for `WindowSampler`, whose `num_windows` is returned.
+            TypeError, ValueError: for a reason given in `WindowSampler`, whose `num_windows` is returned.
 
         Example:
             >>> pe.plan_batch(global_batch=256, micro_batch=8, world_size=4).steps_per_epoch(50_000)
@@ -130,8 +130,8 @@ def scale_lr(lr: float, *, from_batch: int, to_batch: int, rule: Rule) -> float:
     """Return the learning rate for another global batch.
 
     With k = to_batch / from_batch, "linear" returns lr × k (for SGD with `warm_up`; Goyal et al. 2017, §2.1),
-    and "sqrt" returns lr × √k (for Adam; Malladi et al. 2022 also scale betas and eps). Both are
-    rules of thumb for moderate batches. Very large batches converge worse with every rule; the limit depends
+    and "sqrt" returns lr × √k (for Adam; Malladi et al. 2022 also scale betas and eps). Both rules are
+    approximations for moderate batches. Very large batches converge worse with every rule; the limit depends
     on the model and the data, and must be measured (Shallue et al. 2019). docs/batch.md lists the sources.
 
     Args:
@@ -143,8 +143,8 @@ def scale_lr(lr: float, *, from_batch: int, to_batch: int, rule: Rule) -> float:
         TypeError, ValueError: an argument is invalid.
 
     Warns:
-        UserWarning: `to_batch` is more than 32 × `from_batch`, the largest increase shown in the papers
-            behind the rules.
+        UserWarning: `to_batch` is more than 32 × `from_batch`, the largest increase in the papers behind the
+            rules.
 
     Example:
         >>> pe.scale_lr(0.1, from_batch=256, to_batch=1024, rule="linear")

@@ -1,7 +1,7 @@
 """Random streams that depend on the micro-batch or sample, not on the rank that computes it.
 
 Every stream starts at `derive(purpose, generator, *key)`. A micro-batch or a sample therefore draws the same
-numbers on every rank or worker and for any world size, regardless of what was drawn before.
+numbers on every rank or worker and for any world size, regardless of earlier draws.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from pyengine.ops import capture
 def seed_everything(seed: int, *, deterministic: bool = False) -> int:
     """Seed Python's random, numpy, torch on every device, and XLA.
 
-    Each generator is seeded by its own seed function. pyengine never calls `seed_everything` itself. CUDA is
-    not initialized by the call, and its generators are seeded when CUDA is initialized later. numpy is seeded
-    if it is installed (torch imports it in any case), and XLA if torch_xla has been imported. Seeding XLA
-    opens the XLA device, so with spawned processes call `seed_everything` in each process.
+    Each generator is seeded by its own seed function. pyengine never calls `seed_everything` itself. The call
+    does not initialize CUDA; its generators are seeded when CUDA is initialized later. numpy is seeded if it
+    is installed (torch imports it in any case), and XLA if torch_xla has been imported. Seeding XLA opens the
+    XLA device, so with spawned processes call `seed_everything` in each process.
 
     Args:
         seed: 0 to 2**64 - 1. numpy has 32-bit seeds; a seed of 2**32 or more is passed as several words.
@@ -49,8 +49,8 @@ def seed_everything(seed: int, *, deterministic: bool = False) -> int:
         ValueError: the seed is out of range.
 
     Warns:
-        RuntimeWarning: `deterministic` sets `CUBLAS_WORKSPACE_CONFIG` after CUDA has been initialised. cuBLAS
-            does not read the variable again after its first matrix product.
+        RuntimeWarning: `deterministic` sets `CUBLAS_WORKSPACE_CONFIG` after CUDA was initialised. cuBLAS does
+            not read the variable again after its first matrix product.
 
     Cost: with `deterministic`, torch uses slower kernels, for example for `scatter`, `index_add`, pooling and
         the backward of attention, and fills the memory that `torch.empty` returns
@@ -89,14 +89,14 @@ def seed_rank(seed: int) -> None:
 
     Use this function for random numbers outside `micro_batch_rng`. After `seed_everything` alone, all ranks
     draw the same numbers, and micro-batches on different ranks get the same dropout masks. Call `seed_rank`
-    after the process group is initialized. A model built after `seed_rank` differs between ranks (`GradSync`
-    copies the model of rank 0). Unlike with `micro_batch_rng`, results depend on the world size.
+    after the process group is initialized. A model that is built after `seed_rank` differs between ranks
+    (`GradSync` copies the model of rank 0). Unlike with `micro_batch_rng`, results depend on the world size.
 
     Args:
-        seed: seed of the run. The rank is taken from the default process group, or 0 without a group.
+        seed: seed of the run. The rank is the rank in the default process group, or 0 without a group.
 
     Raises:
-        TypeError, ValueError: as for `seed_everything`.
+        TypeError, ValueError: an argument is invalid for `seed_everything`.
 
     Example:
         >>> seed_rank(42)
@@ -108,12 +108,12 @@ def seed_rank(seed: int) -> None:
 
 @contextmanager
 def micro_batch_rng(seed: int, *, step: int, index: int) -> Iterator[None]:
-    """Run one micro-batch with its own random streams, and restore the previous streams.
+    """Run one micro-batch with separate random streams, and restore the previous streams.
 
     The previous streams are also restored after an exception. Run both forward and backward inside the
-    context; the recomputation of activation checkpointing then draws the same numbers. The context covers
-    Python's random, numpy, torch's CPU generator, the current device's generator (CUDA, XPU, MTIA) once that
-    backend has been initialized, and XLA's generator. Generator objects that you create are not covered.
+    context, so that the recomputation of activation checkpointing draws the same numbers. The context covers
+    Python's random, numpy, torch's CPU generator, the generator of the current device (CUDA, XPU, MTIA) if
+    its backend is initialized, and XLA's generator. It does not cover Generator objects that you create.
 
     Args:
         seed: seed of the run.
@@ -125,7 +125,7 @@ def micro_batch_rng(seed: int, *, step: int, index: int) -> Iterator[None]:
     micro-batches share torch's stream with a probability of 2**-32. The random numbers of a GPU also depend
     on its number of multiprocessors (pytorch #87992), so equal masks require GPUs of the same model.
 
-    Cost: about 0.2 ms on the host, mostly for numpy's state; does not wait for a device.
+    Cost: about 0.2 ms on the host, mostly for numpy's state. The host does not wait for a device.
 
     Example:
         >>> with micro_batch_rng(42, step=7, index=3):
@@ -141,7 +141,7 @@ def micro_batch_rng(seed: int, *, step: int, index: int) -> Iterator[None]:
 
 @contextmanager
 def sample_rng(seed: int, *, epoch: int, index: int) -> Iterator[None]:
-    """Augment one sample with its own random streams, and restore the previous streams.
+    """Augment one sample with separate random streams, and restore the previous streams.
 
     The previous streams are also restored after an exception. The context covers Python's random, numpy and
     torch's CPU generator. Use it in a dataset, with or without workers.
@@ -151,7 +151,7 @@ def sample_rng(seed: int, *, epoch: int, index: int) -> Iterator[None]:
         epoch: number of the epoch; a sample gets different random numbers in every epoch.
         index: index of the sample in the dataset.
 
-    Cost: the same as `micro_batch_rng`.
+    Cost: see `micro_batch_rng`.
 
     Example:
         >>> class Noisy(torch.utils.data.Dataset):
@@ -176,15 +176,15 @@ def sample_rng(seed: int, *, epoch: int, index: int) -> Iterator[None]:
 
 
 def worker_init(seed: int) -> Callable[[int], None]:
-    """Return a picklable `worker_init_fn` that seeds a DataLoader worker's streams.
+    """Return a picklable `worker_init_fn` that seeds the streams of a DataLoader worker.
 
-    The streams depend on the seed, the rank and the worker's own seed. Use this function for random numbers
+    The streams depend on the seed, the rank and the worker's seed. Use this function for random numbers
     outside `sample_rng`. Ranks, workers and epochs then draw different numbers, and a run is reproducible
-    after `seed_everything` (or with the DataLoader's `generator`). Which worker loads a sample depends on the
-    world size, so only `sample_rng` makes augmentation independent of the world size.
+    after `seed_everything` (or with the DataLoader's `generator`). The world size determines which worker
+    loads a sample, so only `sample_rng` makes augmentation independent of the world size.
 
     Args:
-        seed: seed of the run. The rank is taken from the default process group, or 0 without a group.
+        seed: seed of the run. The rank is the rank in the default process group, or 0 without a group.
 
     Example:
         >>> loader = torch.utils.data.DataLoader(range(8), num_workers=2, worker_init_fn=worker_init(42))
@@ -198,7 +198,7 @@ def rng_states() -> dict[str, Any]:
     states = {source.name: source.get() for source in [*_host(), *_accelerator(), *_xla()]}
     if "numpy" in states:
         kind, keys, *rest = states["numpy"]
-        states["numpy"] = [kind, keys.tolist(), *rest]  # torch.load with weights_only=True reads it
+        states["numpy"] = [kind, keys.tolist(), *rest]  # torch.load with weights_only=True can read this
     return states
 
 
@@ -301,8 +301,8 @@ def _streams(sources: list[_Source], purpose: str, key: list[int]) -> Iterator[N
 
 
 def _seed_worker(seed: int, rank: int, worker_id: int) -> None:
-    # The worker's own seed is the epoch's base seed + worker_id. Without the base seed every epoch would draw
-    # the same numbers.
+    # The worker's seed is the base seed of the epoch + worker_id. Without the base seed every epoch would
+    # draw the same numbers.
     for source in _host():
         source.seed(derive("worker", source.name, seed, rank, torch.initial_seed() - worker_id, worker_id))
 
@@ -321,7 +321,7 @@ def _is_from(value: Any, begin: int, end: int) -> bool:
 
 
 def _is_twister(words: Sequence[Any], at: Any) -> bool:
-    """Whether a Mersenne twister can have this state; a position that is too large reads out of bounds."""
+    """Whether a Mersenne twister can have this state; too large a position would read out of bounds."""
     are_words = len(words) == _WORDS and all(_is_from(word, 0, 2**32) for word in words)
     return are_words and any(words) and _is_from(at, 0, _WORDS + 1)
 
@@ -350,13 +350,13 @@ def _is_torch(state: Any) -> bool:
     if not _are_bytes(state) or state.numel() != _TORCH.size:
         return _are_bytes(state)  # from another torch version; `set_state` checks the size
     _, left, seeded, at, *words, _, _, _, _, _, flag = _TORCH.unpack(bytes(state.tolist()))
-    # `left` - 1 words are drawn, starting at `at`, before new words are generated. `set_state` checks the two
-    # numbers only separately.
+    # `left` - 1 words are drawn, starting at `at`, before new words are generated. `set_state` checks each
+    # number but not their sum.
     is_inside = _is_from(left, 1, _WORDS + 1) and (left == 1 or left + at <= _WORDS + 1)
     return _is_twister(words, at) and is_inside and seeded == 1 and flag in (0, 1)
 
 
-# Generators that `rng_states` may return, with a function that checks their state.
+# The generators that `rng_states` may return, with a function that checks their state.
 _GENERATORS: dict[str, Callable[[Any], bool]] = {
     "random": _is_python,
     "numpy": _is_numpy,
@@ -392,7 +392,7 @@ def _numpy() -> list[_Source]:
 
 
 def _accelerator() -> list[_Source]:
-    """Return the current device's generator; empty if the device's backend is not initialized yet."""
+    """Return the generator of the current device; empty if its backend is not initialized yet."""
     accelerator = torch.accelerator.current_accelerator()
     if accelerator is None:
         return []

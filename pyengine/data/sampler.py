@@ -20,20 +20,20 @@ class WindowSampler(Sampler[list[int]]):
 
     Use the sampler as a DataLoader's `batch_sampler`, in place of `DistributedSampler`. The order of samples
     depends only on the seed and the epoch. The samples are split into micro-batches, which are grouped into
-    windows of `micro_batches` = global_batch / micro_batch. Rank r of W gets the micro-batches
-    [r * micro_batches // W, (r + 1) * micro_batches // W) of every window. Nothing is padded, repeated or
+    windows of `micro_batches` = global_batch / micro_batch. Rank r of W gets the micro-batches [r *
+    micro_batches // W, (r + 1) * micro_batches // W) of every window. No sample is padded, repeated or
     dropped: the last micro-batch and the last window of an epoch may be short, and `count` keeps the mean
     correct.
 
     In a short window each rank has the same indices as in full windows, so the last ranks may have fewer
-    micro-batches or none. `sync.windows` supports such windows, and keeps ranks in step for any world size
-    and `micro_batches`. Each rank must pass its own `accumulate` to `GradSync`, because the value differs
-    between ranks if W does not divide `micro_batches`. With `sync.accumulate()` every rank needs the same
-    number of windows, which requires `drop_last` and W <= micro_batches.
+    micro-batches or none. `sync.windows` supports such windows, and all ranks run the same windows for any
+    world size and `micro_batches`. Each rank must pass its own `accumulate` to `GradSync`, because the value
+    differs between ranks if W does not divide `micro_batches`. With `sync.accumulate()` every rank needs the
+    same number of windows, which requires `drop_last` and W <= micro_batches.
 
     Args:
         dataset: the dataset, of which only the length is used; or the length itself, as a whole number.
-        seed: seed of the run, the same on every rank; 0 by default, as in `DistributedSampler`.
+        seed: seed of the run, equal on every rank; 0 by default, as in `DistributedSampler`.
         micro_batch: number of samples in a micro-batch.
         global_batch: number of samples in a window, over all ranks; a multiple of `micro_batch`.
         shuffle: whether to permute every epoch (reproducibly for one version of PyTorch) or to keep the
@@ -47,7 +47,7 @@ class WindowSampler(Sampler[list[int]]):
     Attributes:
         rank, world_size: this rank and the number of ranks, as given or from the default process group.
         micro_batches: number of micro-batches in a full window, over all ranks.
-        num_windows: number of windows in an epoch; the same on every rank.
+        num_windows: number of windows in an epoch; equal on every rank.
 
     Raises:
         TypeError, ValueError: an argument is invalid, or `drop_last` would leave no window.
@@ -132,12 +132,12 @@ class WindowSampler(Sampler[list[int]]):
 
     @property
     def first(self) -> int:
-        """Index of this rank's first micro-batch in its window, over all ranks."""
+        """The index of this rank's first micro-batch in its window, over all ranks."""
         return self._own.start
 
     @property
     def accumulate(self) -> int:
-        """This rank's micro-batches in a full window, for `GradSync`.
+        """The number of this rank's micro-batches in a full window, for `GradSync`.
 
         The value is 1 on a rank without micro-batches, although the loader of this rank is empty.
         """
@@ -165,7 +165,7 @@ class WindowSampler(Sampler[list[int]]):
         return [begin + index for index in self._own if begin + index < there_are]
 
     def _order(self) -> Tensor:
-        """Sample indices of the epoch in order, int64 [kept]."""
+        """The sample indices of the epoch in order, int64 [kept]."""
         if not self.shuffle:
             return torch.arange(self._kept, dtype=torch.int64, device=HOST)
         generator = torch.Generator().manual_seed(derive("epoch", "torch", self.seed, self.epoch) % 2**64)
