@@ -102,7 +102,7 @@ class WindowOptimizer(torch.optim.Optimizer):
         """Whether the last step at the end of a window was skipped; waits on an accelerator."""
         return self._stepped is not None and not bool(self._stepped)
 
-    def step(self, closure: Any = None) -> None:  # no return value
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # no return value
         """Step the optimizer and the scheduler if this micro-batch ends its window.
 
         Raises:
