@@ -25,16 +25,35 @@ def _run(comm: Comm, launch: Callable[[bool], Any], what: str, *, group: Any, is
     return None
 
 
-class CountedAllGather:
-    """The all-gather of a unit's parameters, with a traffic counter."""
+def is_slow(inner: Any, group: Any, tensor: Tensor) -> bool:
+    """Whether `inner` is a collective of torch's own that gloo runs slower than an exchange of parts.
 
-    def __init__(self, inner: Any, comm: Comm) -> None:
-        self._inner, self._comm = inner, comm
+    gloo's reduce-scatter is an all-reduce, which sends twice as much. gloo's all-gather copies its input and
+    output, and sends before it receives (see `PointToPoint`).
+    """
+    if runs_ahead(tensor.device) or group.size() == 1:
+        return False
+    backend = group._get_backend(tensor.device).name().lower()  # noqa: SLF001 - dist.get_backend takes no device
+    return backend == "gloo" and type(inner).__name__ in ("DefaultAllGather", "DefaultReduceScatter")
+
+
+class CountedAllGather:
+    """The all-gather of a unit's parameters, with a traffic counter.
+
+    Args:
+        inner: the unit's own all-gather, which `wire` replaces if it is torch's own over gloo.
+    """
+
+    def __init__(self, inner: Any, wire: ShardWire) -> None:
+        self._inner, self._wire, self._comm = inner, wire, wire.comm
         self.allocate = inner.allocate
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False
     ) -> Any:
+        if not async_op and is_slow(self._inner, group, output_tensor):
+            self._wire.over(group, output_tensor.device).all_gather(output_tensor, input_tensor).wait()
+            return None
         self._comm.traffic.count(output_tensor.nbytes - input_tensor.nbytes)
         return _run(
             self._comm,
@@ -65,27 +84,27 @@ class ShardWire:
         """Whether the wire sums this input, instead of the unit's own reduce-scatter `inner`."""
         if parts.dtype != self.wire.dtype or self.wire.is_encoded:
             return True
-        # gloo's own reduce-scatter is an all-reduce, which sends twice as much. `dist.get_backend` takes no
-        # device.
-        backend = group._get_backend(parts.device).name().lower()  # noqa: SLF001
-        is_slow = not runs_ahead(parts.device) and backend == "gloo"
-        return is_slow and type(inner).__name__ == "DefaultReduceScatter" and self.wire.can_reduce_scatter
+        return self.wire.can_reduce_scatter and is_slow(inner, group, parts)
+
+    def over(self, group: Any, device: torch.device) -> TorchDist:
+        """Return the transport over a group of a unit's mesh."""
+        if group not in self._over:
+            self._over[group] = TorchDist(group, device)
+            self._over[group].join(self.comm)
+        return self._over[group]
 
     def reduce_scatter(self, out: Tensor, parts: Tensor, group: Any, wire: Wire) -> None:
         """Reduce-scatter as in `Wire.reduce_scatter`; cast the values if the wire is narrower.
 
         `parts` is overwritten if it is multiplied by a factor without a cast. `wire` is the wire of the unit.
         """
-        if group not in self._over:
-            self._over[group] = TorchDist(group, parts.device)
-            self._over[group].join(self.comm)
         scale, wide = self.before(), parts
         if wide.dtype != self.wire.dtype:
             parts = torch.empty_like(wide, dtype=self.wire.dtype)
             parts.copy_(wide) if scale is None else torch.mul(wide, scale, out=parts)
         elif scale is not None:
             parts.mul_(scale)
-        wire.reduce_scatter(out, parts, self._over[group])
+        wire.reduce_scatter(out, parts, self.over(group, parts.device))
 
 
 class ReduceScatterOverWire:

@@ -118,7 +118,7 @@ class Unit:
         reduce_unused(module)
         allow_unused_units(module)
         if self.params:
-            module.set_custom_all_gather(CountedAllGather(self._saved_settings.all_gather, wire.comm))
+            module.set_custom_all_gather(CountedAllGather(self._saved_settings.all_gather, wire))
             module.set_custom_reduce_scatter(
                 ReduceScatterOverWire(
                     self._saved_settings.reduce_scatter,
