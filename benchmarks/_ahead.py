@@ -43,8 +43,13 @@ _LATE_NORMS = (
     "`attach` computes the norms in the last micro-batch and checks every `.grad` in each; that is more than "
     "unscaling and clipping cost the peer"
 )
+_WAITS_FOR_UNITS = (
+    "units wait for their gathers and reductions, which DDP runs in the background, and FSDP2's hooks run in "
+    "each micro-batch, for each unit"
+)
 # Launch and ours (patterns): why. The first that fits.
 REASONS: tuple[tuple[str, str, str], ...] = (
+    ("sharded-states", "attach_fsdp2_gathered", _WAITS_FOR_UNITS),
     (
         ".*bf16",
         "(engine|attach)_bf16",

@@ -344,7 +344,9 @@ def single_micro_batch(engine: Engine, *, last: bool) -> Iterator[None]:
         )
     place, *rest = engine.counter.due
     ends = last or not rest
-    if engine.reducer.has_collective_forwards:
+    if engine.reducer.has_collective_forwards and (
+        ends or not engine.counter.handed or engine.reducer.gathers_in_each_micro_batch
+    ):
         meet_at_micro_batch(engine, last=ends)
     engine.next_micro_batch(place, last=ends, has_more=not last)
     try:
@@ -482,7 +484,7 @@ def _handed_out(
                 "run the backward of every micro-batch before the next one's forward, or give every rank as "
                 "many micro-batches"
             )
-        if not runs_ahead(engine.device) and index:
+        if index and not runs_ahead(engine.device) and (last or engine.reducer.gathers_in_each_micro_batch):
             meet_at_micro_batch(engine, last=last)
         if index < mine:
             old[:] = [source.pop()]

@@ -127,6 +127,8 @@ class Reducer(ABC):
     # Whether every forward launches collectives. If True, all ranks must run the same number of forwards, and
     # a rank without data runs padding.
     has_collective_forwards = False
+    # Whether micro-batches between a window's first and last one launch collectives, too.
+    gathers_in_each_micro_batch = True
     # Per parameter, whether this rank includes the parameter's elements in the norm, so that every element is
     # included once over all ranks (see `ShardedNorm`). None if all ranks hold the same elements.
     counted: Sequence[bool] | None = None

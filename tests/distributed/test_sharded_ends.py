@@ -74,13 +74,20 @@ def test_the_policy_raise_names_rank_and_micro_batch():
 
 
 @pytest.mark.parametrize(
-    ("kind", "last", "accumulator"), [("flat", 1, "fp32"), ("nested", 2, "fp32"), ("flat", 2, "exact")]
+    ("kind", "last", "options"),
+    [
+        ("flat", 1, {}),
+        ("nested", 2, {}),
+        ("flat", 2, {"accumulator": "exact"}),
+        ("nested", 1, {"defer_budget_mb": math.inf}),
+        ("replicate", 1, {}),
+    ],
 )
 @on_ranks(2)
-def test_a_rank_that_leaves_between_micro_batches_is_found_out_by_all(kind, last, accumulator):
+def test_a_rank_that_leaves_between_micro_batches_is_found_out_by_all(kind, last, options):
     """Rank 0 leaves its first window behind a forward, and goes on with the next one."""
     rank, _ = me()
-    sync, model = sharded(kind, accumulator=accumulator)
+    sync, model = sharded(kind, **options)
     errors: list[str] = []
     while len(errors) < 3:
         try:

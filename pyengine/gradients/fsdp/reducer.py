@@ -121,6 +121,7 @@ class ShardedReducer(Reducer):
         self.holds_all = all(each.is_replicate() for param in placed for each in param.placements)
         self.units, self.comm = managed.units, managed.comm
         self.held_bytes = sum(unit.held_bytes for unit in self.units)
+        self.gathers_in_each_micro_batch = any(unit.gathers_in_each_micro_batch for unit in self.units)
         self.model: Any = managed.model
         self.wire = ShardWire(managed.settings.wire, managed.comm)
         self.used = UsedAnywhere(self.comm, self.params[0].device)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -90,6 +90,13 @@ class Unit:
     def held_bytes(self) -> int:
         """Bytes that a rank holds throughout a window because of `mode` and `keeps`."""
         return (self.sum_bytes if self.mode == "all" else 0) + (self.gathered_bytes if self.keeps else 0)
+
+    @property
+    def gathers_in_each_micro_batch(self) -> bool:
+        """Whether micro-batches between a window's first and last one launch collectives of this unit."""
+        placed: Sequence[Any] = self.params
+        is_tensor_parallel = any(param.device_mesh.ndim > self.data_ndim for param in placed)
+        return is_tensor_parallel or self.mode != "all" or (self.is_sharded and not self.keeps)
 
     def open(self) -> None:
         """Open a window."""
