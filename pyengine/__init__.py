@@ -1,7 +1,7 @@
 """pyengine: gradient synchronization once per window.
 
-There are three entry points: `GradSync` for your own loop, `attach` (or just `comm_hook`) for stock DDP, and
-`python -m pyengine` on the command line. `pyengine.ops` provides the kernels without an engine.
+There are three entry points: `GradSync` for your own loop, `attach` (or only `comm_hook`) for a DDP model,
+and `python -m pyengine` on the command line. `pyengine.ops` has the kernels for use without an engine.
 """
 
 import sys

@@ -2,9 +2,9 @@
 
 `backward`, `accumulate`, `clip_grad_norm_` and `step` keep their names. Accelerate stores the end of a
 window, the number of micro-batches and `sync_gradients` in one process-wide object, divides every loss by a
-fixed number, and averages over ranks without weighting by item counts. With windows, this state belongs to
-the engine of one model. The loader passed to `prepare` determines where a window ends, and gradients are
-divided by the number of counted items.
+fixed number, and averages over ranks without weighting by item counts. With pyengine windows, this state
+belongs to the engine of one model. The loader passed to `prepare` determines where a window ends, and
+gradients are divided by the number of counted items.
 """
 
 from __future__ import annotations
@@ -55,28 +55,28 @@ def prepare(
 ) -> tuple[Any, ...]:
     """Prepare a model, its optimizers, loaders and schedulers, as `accelerator.prepare` does.
 
-    The model gets its own engine and windows.
+    The model gets a separate engine, with its own windows.
 
     Args:
         accelerator: an accelerator for a single process, DDP, or FSDP2
             (`FullyShardedDataParallelPlugin(fsdp_version=2)`), in fp32, bf16 or fp16; or the
-            `WindowAccelerator` returned by an earlier `prepare`. Its `gradient_accumulation_steps` must be 1
-            or equal to `accumulate`.
-        objects: one model, its optimizers and schedulers, and its training loaders, in any order. The
-            objects may already be prepared. The last window ends when its loader does. For another model,
-            call `prepare` again to get another accelerator.
-        accumulate, wire, accumulator, nonfinite: as for `pe.GradSync`.
-        defer, defer_budget_mb: for a model under FSDP2, as for `pe.attach`.
+            `WindowAccelerator` that an earlier `prepare` returned. Its `gradient_accumulation_steps` must be
+            1 or equal to `accumulate`.
+        objects: one model, its optimizers and schedulers, and its training loaders, in any order. The objects
+            may already be prepared. The last window ends when its loader ends. For another model, call
+            `prepare` again to get another accelerator.
+        accumulate, wire, accumulator, nonfinite: see `pe.GradSync`.
+        defer, defer_budget_mb: for a model under FSDP2, see `pe.attach`.
 
     Returns:
-        A `WindowAccelerator` to use in place of `accelerator` for this model, then the prepared objects in
+        A `WindowAccelerator`, which replaces `accelerator` for this model, and then the prepared objects in
         their order.
 
     Raises:
         ValueError: an option is not supported, or the objects do not belong together.
         TypeError: the first argument is not an accelerator, or the prepared model is a compiled DDP model.
 
-    Cost: the same as `pe.attach` with several processes, and the same as `pe.GradSync` with one process.
+    Cost: see `pe.attach` for several processes, and `pe.GradSync` for one process.
 
     Example:
         >>> accelerator, model, optimizer, loader = prepare(  # doctest: +SKIP
@@ -140,7 +140,7 @@ _OWN = frozenset({"sync", "_accelerator", "_settings", "_deferral", "_model", "_
 
 
 class WindowAccelerator:
-    """An accelerator for one model; attributes not defined here come from the wrapped accelerator.
+    """An accelerator for one model; all other attributes come from the wrapped accelerator.
 
     Args:
         accelerator: the wrapped accelerator.
@@ -179,7 +179,7 @@ class WindowAccelerator:
 
     @property
     def gradient_state(self) -> Any:
-        """Accelerate's `GradientState`, with this model's window ends once a model is prepared."""
+        """Accelerate's `GradientState`, with the window ends of this model after `prepare`."""
         state = self._accelerator.gradient_state
         return state if self._model is None else WindowBoundary(self.sync, state)
 
@@ -189,7 +189,7 @@ class WindowAccelerator:
 
     @property
     def scaler(self) -> GradScaler | None:
-        """Loss scaler of this model's engine in fp16; the accelerator's own scaler is for other models."""
+        """The loss scaler of this model's engine in fp16; other models use the accelerator's scaler."""
         return self.sync.scaler
 
     def prepare(self, *objects: Any, device_placement: list[bool] | None = None) -> Any:
@@ -228,11 +228,11 @@ class WindowAccelerator:
         return self.prepare(model, device_placement=None if device_placement is None else [device_placement])
 
     def prepare_data_loader(self, data_loader: Any, *args: Any, **options: Any) -> Any:
-        """Prepare a loader; the last window ends when the loader does."""
+        """Prepare a loader; the last window ends when the loader ends."""
         return self._loader(self._accelerator.prepare_data_loader(data_loader, *args, **options))
 
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
-        """Return a loader for the remaining batches; the last window ends when the loader does."""
+        """Return a loader for the remaining batches; the last window ends when the loader ends."""
         return self._loader(self._accelerator.skip_first_batches(dataloader, num_batches))
 
     def accumulate(self, *models: nn.Module) -> AbstractContextManager[None]:
@@ -292,13 +292,13 @@ class WindowAccelerator:
             nn.utils.clip_grad_value_(clipped, clip_value)
 
     def unscale_gradients(self, optimizer: Any = None) -> None:
-        """Wait until `.grad` holds the mean gradient, which may be read or changed before the step."""
+        """Wait until `.grad` has the mean gradient, which may be read or changed before the step."""
         del optimizer  # an engine has one divisor for all optimizers
         self._check_end("unscale_gradients")
         self.sync.flush()
 
     def end_training(self) -> None:
-        """End all trackers; on an accelerator, first emit the last step's record."""
+        """End all trackers; on an accelerator, first emit the record of the last step."""
         if self._model is not None:
             self.sync.synchronize()
         self._accelerator.end_training()
@@ -306,7 +306,7 @@ class WindowAccelerator:
     def free_memory(self, *objects: Any) -> Any:
         """Close the engine and free memory as Accelerate does.
 
-        After this call, you can prepare another model, or the same model again.
+        Afterwards you can prepare another model, or the same model again.
         """
         if self._model is not None:
             vars(self._model).pop("no_sync", None)  # restores DDP's own method
@@ -380,10 +380,10 @@ class WindowAccelerator:
         )
 
     def _loader(self, prepared: Any) -> Any:
-        """Register a loader, so that the last window ends when the loader does.
+        """Register a loader, so that the last window ends when the loader ends.
 
         A loader with different numbers of batches on different ranks is rejected, because a plain loop over
-        one rank's batches cannot wait for the other ranks.
+        the batches of one rank cannot wait for the other ranks.
         """
         sampler = prepared.batch_sampler if prepared.batch_sampler is not None else prepared.sampler
         while isinstance(sampler, SkipBatchSampler):
@@ -406,7 +406,7 @@ class WindowAccelerator:
         return ours
 
     def _scheduler(self, prepared: AcceleratedScheduler) -> AcceleratedScheduler:
-        """Return a scheduler that steps at the end of each of this model's windows."""
+        """Return a scheduler that steps at the end of each window of this model."""
         steps = prepared.scheduler.optimizer
         mine = [opt for opt in self._optimizers if opt is steps or opt.optimizer is steps]
         if not mine:
@@ -423,11 +423,11 @@ class WindowAccelerator:
         return ours
 
 
-# ---- Accelerate's optimizer and scheduler, stepped at the ends of one model's windows ----
+# ---- Accelerate's optimizer and scheduler, which step at the end of a model's window ----
 
 
 class WindowBoundary:
-    """A `GradientState` with one model's window ends; all other attributes are process-wide."""
+    """A `GradientState` with the window ends of one model; all other attributes are process-wide."""
 
     adjust_scheduler = False
 
@@ -529,7 +529,7 @@ def check_accelerator(accelerator: Accelerator, settings: Settings) -> None:
 
 
 def _plugin_problem(plugin: Any, settings: Settings) -> str:
-    """Return why `attach` would reject the FSDP plugin's options; empty if `attach` accepts the options."""
+    """Return why `attach` would reject the options of the FSDP plugin; empty if `attach` accepts them."""
     where = "FullyShardedDataParallelPlugin"
     if plugin.fsdp_version != 2:
         return (

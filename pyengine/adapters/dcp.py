@@ -1,4 +1,4 @@
-"""Load an engine from a `torch.distributed.checkpoint` saved by a different number of ranks."""
+"""Load an engine from a `torch.distributed.checkpoint` that another number of ranks has saved."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from pyengine.engine.snapshot import PART
 
 
 class LoadPlanner(DefaultLoadPlanner):
-    """DCP's default planner, extended to load an engine saved by a different number of ranks.
+    """DCP's default planner, extended to load an engine that another number of ranks has saved.
 
     With the same number of ranks, every rank reads its own entry, as with DCP's planner. With a different
     number of ranks, every rank reads the entry of rank 0; see `sync.load_state_dict`. Accepts the arguments
     of `DefaultLoadPlanner`.
 
-    Entries other than tensors are read with `torch.load(weights_only=True)` and rejected if they contain
+    Entries other than tensors are read with `torch.load(weights_only=True)`, and rejected if they contain
     anything except tensors and plain values; DCP's own planner would unpickle such entries. DCP's `.metadata`
-    file is a pickle that DCP reads before it calls a planner, so only load folders from people whose code you
-    would run.
+    file is a pickle that DCP reads before it calls a planner. Therefore load only folders from people whose
+    code you would run.
 
     Example:
         >>> from pyengine.adapters.dcp import LoadPlanner  # doctest: +SKIP
@@ -71,7 +71,7 @@ def _is_of_rank_0(name: str) -> bool:
 
 
 def _states(tree: dict[str, Any], prefix: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the state of every engine in a checkpoint, with the prefix of its entries' names."""
+    """Yield the state of every engine in a checkpoint, with the name prefix of its entries."""
     for key, value in tree.items():
         if isinstance(value, dict):
             inner = f"{prefix}{key}."

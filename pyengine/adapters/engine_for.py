@@ -1,4 +1,4 @@
-"""Create engines for models that a library has prepared, and run the library's backward calls."""
+"""Create engines for models that another library has prepared, and run the library's backward calls."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _OPTIONS = ("gradient", "retain_graph", "create_graph", "inputs")
 
 
 class EngineSettings:
-    """Engine settings as class attributes; see `pe.GradSync`."""
+    """The settings of an engine as class attributes; see `pe.GradSync`."""
 
     wire: WireLike = FP32()
     accumulator: Accumulator | torch.dtype = "fp32"
@@ -44,9 +44,9 @@ def engine_for(
 ) -> Sync:
     """Create the engine for a prepared model.
 
-    The engine attaches to DDP and FSDP2, and owns the gradients of a bare model. With
-    several processes, a bare model raises TypeError, unless the library leaves the reduction of its gradients
-    to the engine (`is_bare`). The engine has its own loss scaler, which starts from the state of the
+    The engine attaches to DDP and FSDP2, and owns the gradients of an unwrapped model. With several
+    processes, an unwrapped model raises TypeError, unless the library leaves the reduction of its gradients
+    to the engine (`is_bare`). The engine has a separate loss scaler, which starts from the state of the
     library's scaler.
     """
     options: dict[str, Any] = {
@@ -77,7 +77,7 @@ def engine_for(
 
 
 def is_window_new(sync: Sync) -> bool:
-    """Return whether the next micro-batch is the first one of its window."""
+    """Return whether the next micro-batch is the first micro-batch of its window."""
     return len(sync.due) == sync.gradient_accumulation_steps
 
 
@@ -90,7 +90,7 @@ def abandon_open_window(sync: Sync) -> None:
 def allow_windows_of(sync: Sync, steps: int) -> None:
     """Allow up to `steps` micro-batches in the window that begins now and in later windows.
 
-    The library's loop ends shorter windows itself.
+    The library's loop itself ends shorter windows.
     """
     if steps > sync.gradient_accumulation_steps and is_window_new(sync):
         try:

@@ -2,8 +2,8 @@
 
 Lightning divides every loss by `accumulate_grad_batches`, even in a short last window, and DDP and FSDP
 average over ranks without weighting by item counts. With these strategies, the engine receives the undivided
-loss that `training_step` returns. Lightning still decides which micro-batch ends a window; under manual
-optimization, the module decides. The callback `LogSteps` logs the record of every step.
+loss that `training_step` returns. Lightning still determines which micro-batch ends a window; under manual
+optimization, the module determines it. The callback `LogSteps` logs the record of every step.
 """
 
 from __future__ import annotations
@@ -56,10 +56,10 @@ class Windows(EngineSettings, _Mixed):
     """Mixin for a strategy that runs Lightning's micro-batches in windows of one or more engines.
 
     Attributes:
-        wire, accumulator, nonfinite: as for `pe.GradSync`; set them in a subclass or before the Trainer is
+        wire, accumulator, nonfinite: see `pe.GradSync`; set them in a subclass or before the Trainer is
             created.
-        accumulate: under manual optimization, the number of micro-batches in the longest window. A dict that
-            maps submodule names to such numbers gives each submodule its own windows and engine.
+        accumulate: under manual optimization, the number of micro-batches in the longest window. A dict from
+            submodule name to such a number gives each submodule separate windows and a separate engine.
         syncs: the engines by submodule name; an engine for the whole module has the name "".
     """
 
@@ -72,7 +72,7 @@ class Windows(EngineSettings, _Mixed):
         """The engine, available from `on_fit_start` to the end of the fit.
 
         Raises:
-            RuntimeError: there is no engine, or there are several (see `syncs`).
+            RuntimeError: there is no engine, or there are several engines (see `syncs`).
         """
         if len(self.syncs) != 1:
             names = ", ".join(map(repr, self.syncs))
@@ -228,7 +228,7 @@ class Windows(EngineSettings, _Mixed):
         super().teardown()
 
     def _check(self, module: LightningModule) -> None:
-        """Reject unsupported options before anything is set up."""
+        """Raise an error for unsupported options, before anything is set up."""
         accumulate = self.accumulate
         if is_overridden("backward", module):
             raise ValueError(
@@ -251,11 +251,11 @@ class Windows(EngineSettings, _Mixed):
                 )
 
     def _engine(self, name: str, accumulate: int) -> Sync:
-        """Create the engine for the module, or for the submodule called `name`."""
+        """Create the engine for the module, or for the submodule with this name."""
         raise NotImplementedError
 
     def _replace_scaler(self) -> None:
-        """Replace Lightning's loss scaler with the engine's scaler, which Lightning saves in checkpoints."""
+        """Replace Lightning's loss scaler by the engine's scaler, which Lightning saves in checkpoints."""
         precision = self.precision_plugin
         if not isinstance(precision, MixedPrecision) or precision.scaler is None:
             return
@@ -277,13 +277,13 @@ class Windows(EngineSettings, _Mixed):
 
 
 class WindowStrategy(Windows, DDPStrategy):
-    """DDP strategy that reduces gradients once per window, over a wire, on any device.
+    """DDP strategy that reduces gradients once per window, in any communication format, on any device.
 
     Accepts the arguments of `DDPStrategy` and has the settings of `Windows`. `training_step` returns a mean
     loss, or `{"loss": summed, "count": items}`. Gradients have their final values in
-    `on_before_optimizer_step` and when Lightning clips them. If the window's gradients are not finite on some
-    rank, no rank steps. In "16-mixed" the engine scales the loss, and Lightning's checkpoints save the scale
-    as usual. Manual optimization uses `pe.GradSync` instead of DDP.
+    `on_before_optimizer_step` and when Lightning clips them. If the gradients of a window have inf or nan on
+    some rank, no rank steps. In "16-mixed" the engine scales the loss, and Lightning's checkpoints save the
+    scale as usual. Manual optimization uses `pe.GradSync` instead of DDP.
 
     Example:
         >>> trainer = Trainer(strategy=WindowStrategy(), accumulate_grad_batches=8)  # doctest: +SKIP
@@ -355,7 +355,7 @@ class ShardedWindowStrategy(Windows, ModelParallelStrategy):
     settings to `Windows`.
 
     Attributes:
-        defer, defer_budget_mb: as for `pe.attach`.
+        defer, defer_budget_mb: see `pe.attach`.
 
     Example:
         >>> trainer = Trainer(strategy=ShardedWindowStrategy(), accumulate_grad_batches=8)  # doctest: +SKIP
@@ -446,7 +446,7 @@ def _log(trainer: Trainer, prefix: str, record: StepRecord) -> None:
 
 
 def sharded_part(module: LightningModule) -> nn.Module:
-    """Return the only outermost sharded module in `module`, which must hold all trained parameters."""
+    """Return the only outermost sharded module in `module`, which must have all trained parameters."""
     units: dict[str, nn.Module] = {}
     inner: set[nn.Module] = set()
     for name, part in module.named_modules():  # a unit comes before the units inside it

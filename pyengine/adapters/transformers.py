@@ -1,8 +1,8 @@
-"""The Transformers Trainer with windows: every gradient is the mean over the window's items.
+"""The Transformers Trainer with windows: every gradient is the mean over the items of a window.
 
-The Trainer counts a window's items in advance, gathers the counts of all ranks, passes the total to the model
-as the divisor, and multiplies the loss by the number of ranks. A loss that ignores this divisor (a regression
-head, your own loss) is then too large. With windows, every loss is the mean over its own micro-batch,
+The Trainer counts the items of a window in advance, gathers the counts of all ranks, passes the total to the
+model as the divisor, and multiplies the loss by the number of ranks. A loss that ignores this divisor (a
+regression head, your own loss) is then too large. With windows, every loss is the mean over its micro-batch,
 weighted by the number of items, and the engine divides by the number of items on all ranks.
 """
 
@@ -57,8 +57,8 @@ class Windows(EngineSettings, _Mixed):
     is short. If a callback stops the epoch or the training in the middle of a window, the window is dropped.
 
     Attributes:
-        wire, accumulator, nonfinite: as for `pe.GradSync`.
-        defer, defer_budget_mb: under `fsdp=True` (FSDP2), as for `pe.attach`.
+        wire, accumulator, nonfinite: see `pe.GradSync`.
+        defer, defer_budget_mb: under `fsdp=True` (FSDP2), see `pe.attach`.
         sync: the engine, available from `on_train_begin` on, for example to call `sync.on_step`.
     """
 
@@ -74,7 +74,7 @@ class Windows(EngineSettings, _Mixed):
         return sync
 
     def create_accelerator_and_postprocess(self) -> None:
-        """Create an accelerator that attaches windows to the model that it prepares."""
+        """Create an accelerator that attaches an engine to the model that it prepares."""
         super().create_accelerator_and_postprocess()
         args = self.args
         if args.n_gpu > 1:
@@ -110,7 +110,7 @@ class Windows(EngineSettings, _Mixed):
     def training_step(
         self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Tensor | int | None = None
     ) -> Tensor:
-        """Run one micro-batch; its loss is logged with the window's step."""
+        """Run one micro-batch; its loss is logged in the step of its window."""
         del num_items_in_batch  # counts this rank's window; the engine counts each micro-batch
         last = self.accelerator.gradient_state.sync_gradients  # just set by the Trainer's loop
         steps = self.args.gradient_accumulation_steps
@@ -130,8 +130,8 @@ class Windows(EngineSettings, _Mixed):
 
     def _follow(self, steps: int, *, last: bool) -> None:
         """Pass the Trainer's window length, which a callback may have changed, to the engine."""
-        # The Trainer's loop handles the first micro-batch of a window before a change made in
-        # on_step_begin takes effect.
+        # The Trainer's loop runs the first micro-batch of a window before a change in on_step_begin takes
+        # effect.
         allow_windows_of(self.sync, steps + (steps != self._steps_at_fetch))
         if len(self.sync.due) == 1 and not last:
             size = self.sync.gradient_accumulation_steps
@@ -181,7 +181,7 @@ class Windows(EngineSettings, _Mixed):
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
         if self.control.should_log:
-            self.sync.synchronize()  # on an accelerator the last step's record would otherwise come later
+            self.sync.synchronize()  # on an accelerator the last record would otherwise come later
         super()._maybe_log_save_evaluate(*args, **kwargs)
 
     def _add_loss(self, record: StepRecord) -> None:
@@ -223,11 +223,11 @@ class _EpochSteps(int):
     """Number of micro-batches in an epoch; compares equal to the number after which the data end.
 
     The Trainer's loop ends a short last window when the number of micro-batches equals `steps_in_epoch`. If
-    the loader has no length, `steps_in_epoch` covers `max_steps` windows, and no epoch reaches that number.
+    the loader has no length, `steps_in_epoch` covers `max_steps` windows, and no epoch reaches this number.
     """
 
     def begin(self, done: int, *, num_fetches: int) -> None:
-        """Set the number of micro-batches done before a checkpoint, and the number of remaining fetches."""
+        """Set the number of micro-batches before a checkpoint, and the number of remaining fetches."""
         self._fetched, self._fetches_left, self._end = done, num_fetches, int(self)
 
     def add(self, num: int, *, has_ended: bool) -> None:
@@ -323,7 +323,7 @@ class _TrainerAccelerator(WindowAccelerator):
 
     @contextmanager
     def micro_batch(self, steps: int) -> Iterator[None]:
-        """Allow backwards inside the block; each loss must not be divided by `steps`."""
+        """Allow backwards inside the block; their losses must not be divided by `steps`."""
         self.divisor = _Divisor(steps)
         try:
             yield
@@ -356,7 +356,7 @@ class _TrainerAccelerator(WindowAccelerator):
         super().backward(loss, count=count, **options)
 
     def accumulate(self, *models: nn.Module) -> AbstractContextManager[None]:
-        """Do nothing: `Windows.training_step` opens the micro-batch itself."""
+        """Do nothing: `Windows.training_step` opens the micro-batch."""
         del models
         return nullcontext()
 
