@@ -1,7 +1,7 @@
 """The auditor, which checks windows during training and raises an error if ranks differ.
 
-In each check, every rank contributes one short vector per group, and all ranks draw the same conclusion from
-the sums of these vectors.
+In each check, every rank contributes one short vector per process group, and all ranks draw the same
+conclusion from the sums of these vectors.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from pyengine.comm.base import Comm
 from pyengine.ops.device import HOST, Readback, runs_ahead
 
 TOLERANCE = 2**-5
-# Each check reads a short run of words from every gradient and every optimizer state tensor. Each tensor
-# is read completely by one check in `_ROUND`.
+# Each check reads a short range of words from every gradient and every optimizer state tensor. In `_ROUND`
+# checks, each tensor is read completely once.
 _ROUND = 64
 _PARAMETER, _GRADIENT, _STATE = range(3)
 _KINDS = ("parameter", "gradient", "optimizer state")
-_MOST = 32  # maximum number of subjects whose evidence is gathered
+_MOST = 32  # maximum number of tensors for which error information is gathered
 _PROBES = 3  # number of weighted sums over samples; a single sum could match by chance
-_HEAD = 6  # a vector's first numbers: count, void, and the checksum pieces of the hyperparameters
+_HEAD = 6  # a vector's first numbers: count, void, and the checksum of the hyperparameters as integers
 
 Numbers = list[tuple[str, float]]
 
@@ -44,12 +44,14 @@ class Finding:
 
     Attributes:
         what: "gradient", "parameter", "optimizer state", "hyperparameters", "buffer" or "divisor".
-        names: names of all tensors that differ in this way, in the model's order; empty if no tensor differs.
+        names: names of all tensors that differ in this way, in the order of the model; empty if no tensor
+            differs.
         ranks: ranks whose values are known to be wrong or different; empty if the values of all ranks are
             wrong, or if the wrong ranks are unknown.
         cause: the likely cause.
         step: the window in which the difference was found.
-        since: the earliest window in which the difference can have begun: the one after the last clean check.
+        since: the earliest window in which the difference can have begun: the window after the last check
+            without one.
     """
 
     what: str
@@ -71,7 +73,7 @@ class AuditError(RuntimeError):
     """Raised on every rank if ranks differ, or if a reduced gradient does not match its inputs.
 
     Attributes:
-        findings: the differences found, with the likeliest root cause first; the same on every rank.
+        findings: the differences, with the likeliest root cause first; equal on every rank.
     """
 
     def __init__(self, text: str, findings: Sequence[Finding]) -> None:
@@ -84,22 +86,22 @@ class AuditError(RuntimeError):
 
 @dataclass(frozen=True)
 class Samples:
-    """A few elements of every gradient of one window, taken after its reduction."""
+    """A few elements of every gradient of one window, read after its reduction."""
 
-    # The tensors are float64 [subjects, n]; see `SubjectEvidence`. `left` is this rank's share of the reduced
+    # The tensors are float64 [subjects, n]; see `SubjectEvidence`. `left` is this rank's part of the reduced
     # gradient.
     came: Tensor
     last: Tensor
     left: Tensor
-    arrivals: Sequence[int]  # number of local gradients by subject
-    is_strict: bool  # whether the factor of the reduction is known; if not, any common factor is accepted
+    arrivals: Sequence[int]  # number of local gradients by subject (audited tensor)
+    is_strict: bool  # whether the factor of the reduction is known; otherwise any common factor is accepted
 
 
 @dataclass(frozen=True)
 class Counted:
-    """Item counts of a window, as reported by the loop: float64 tensors, 0-dim except for `counts`."""
+    """The item counts of a window from the training loop: float64 tensors, 0-dim except for `counts`."""
 
-    # Items in this rank's micro-batches, by subject, [subjects]; None if gradients are means over ranks.
+    # The items in this rank's micro-batches, by subject, [subjects]; None if gradients are means over ranks.
     counts: Tensor | None = None
     count: Tensor | float = 0.0  # this rank's items; the sum over ranks must equal `claimed`
     claimed: Tensor | float = math.nan  # the loop's divisor of the sum over all ranks; nan if unknown
@@ -111,9 +113,10 @@ class Auditor:
 
     Args:
         subjects: the audited tensors, in the same order on all ranks of a group.
-        comms: transports, indexed by `Subject.replicas` and `Subject.summed`; the first one spans all ranks.
+        comms: transports, indexed by `Subject.replicas` and `Subject.summed`; the first transport spans all
+            ranks.
         leaves: the autograd leaves at which gradients arrive.
-        tolerance: the largest relative error of a reduced gradient.
+        tolerance: the largest allowed relative error of a reduced gradient.
     """
 
     def __init__(
@@ -127,14 +130,14 @@ class Auditor:
     ) -> None:
         self._subjects, self._comms, self._tolerance = list(subjects), list(comms), tolerance
         self.device = device = self._subjects[0].tensor.device
-        # A rank that is in only one group must also learn the findings of other groups.
+        # A rank that is in only one group must also learn the results of other groups.
         self._is_one_group = not any(num > 1 for num in comms[0].all_gather_object(len(comms)))
         numel = sum(subject.tensor.numel() for subject in self._subjects)
         self._checksums = checksums_on(device, numel)
         self.probe = Probe(self._subjects, leaves, device)
         self.optimizers: list[Any] = []  # the optimizers whose state and hyperparameters are compared
         self._under_way: tuple[LocalCheck, list[Readback]] | None = None
-        self._checks, self._since = 0, 0  # `_since` is the window after the last clean check
+        self._checks, self._since = 0, 0  # `_since` is the window after the last check without a difference
         self._listens_on = every == 1
 
     def begin(self) -> None:
@@ -144,7 +147,7 @@ class Auditor:
 
     @torch.no_grad()
     def sample(self, *, is_strict: bool, scale: Tensor | None = None) -> Samples:
-        """Sample gradients after their reduction; the next gradient to arrive belongs to a new window.
+        """Read samples of the gradients after their reduction; the next gradient begins a new window.
 
         Args:
             is_strict: whether gradients have not been changed since their reduction.
@@ -184,10 +187,10 @@ class Auditor:
             self.conclude()
 
     def conclude(self) -> None:
-        """Wait for the pending check, if any, and raise on every rank if the check found a difference.
+        """Wait for the pending check, if any, and raise on every rank if it found a difference.
 
-        Cost: only the wait, plus one all-reduce of 4 bytes if there are several groups; if the check found a
-            difference, also a gather of all ranks' observations.
+        Cost: the wait, and one all-reduce of 4 bytes if there are several groups. If the check found a
+            difference, also a gather of the observations of all ranks.
         """
         if self._under_way is None:
             return
@@ -238,10 +241,10 @@ class Auditor:
         bits.index_add_(0, places, self._checksums.of_all([part for _, _, part in reads]) * weights)
         return bits.view(-1, 3), has
 
-    # ---- comparing all ranks ----
+    # ---- comparison of all ranks ----
 
     def _pack(self, local: LocalCheck, group: int) -> Tensor:
-        """Return the vector to sum over a group, float64: 48 bytes plus 160 bytes per subject."""
+        """Return the vector to be summed over a group, float64: 48 bytes plus 160 bytes per subject."""
         came = local.samples.came
         head = torch.zeros(_HEAD, dtype=torch.float64, device=self.device)
         if group == 0:
@@ -249,7 +252,7 @@ class Auditor:
             head[2:] = pieces(local.hyper.reshape(1))[0]
         same = self._indices("replicas", group)
         summed = self._indices("summed", group)
-        # Weights for summing the samples of a gradient, of magnitude at most 1: float64 [n, _PROBES].
+        # Weights for the sums over samples of a gradient, of magnitude at most 1: float64 [n, _PROBES].
         places = torch.arange(came.shape[1] * _PROBES, dtype=torch.float64, device=came.device)
         weights = torch.cos(1 + 2.4 * places).reshape(-1, _PROBES)
         scale = came.abs().sum(1, keepdim=True)
@@ -262,7 +265,7 @@ class Auditor:
         return [i for i, subject in enumerate(self._subjects) if getattr(subject, which) == group]
 
     def _suspects(self, local: LocalCheck, read: Sequence[Tensor]) -> dict[int, set[str]]:
-        """Return differences by subject index (-1: hyperparameters, -2: count), given each group's sums."""
+        """Return differences by subject index (-1: hyperparameters, -2: count), from each group's sums."""
         found: dict[int, set[str]] = defaultdict(set)
         self._total, void = float(read[0][0]), float(read[0][1])
         if bool(differ(read[0][2:_HEAD].reshape(1, 4), self._comms[0].world_size)):
@@ -289,7 +292,8 @@ class Auditor:
         """Return the subjects whose reduced gradient is not the sum of local gradients over the count.
 
         `rows` is float64 `[subjects, 2 * _PROBES + 2]`. A row contains `_PROBES` weighted sums of the local
-        samples, `_PROBES` weighted sums of the reduced samples, the local samples' magnitude, and the count.
+        samples, `_PROBES` weighted sums of the reduced samples, the magnitude of the local samples, and the
+        count.
         """
         indices = [index for group in range(len(self._comms)) for index in self._indices("summed", group)]
         came, left, scale, count = rows.split((_PROBES, _PROBES, 1, 1), 1)
@@ -309,7 +313,7 @@ class Auditor:
         return [indices[place] for place in is_off.nonzero().flatten().tolist()]
 
     def _explain(self, local: LocalCheck, suspects: dict[int, set[str]]) -> list[Finding]:
-        """Gather the evidence of all ranks and find causes; the result is the same on every rank."""
+        """Gather the observations of all ranks and find causes; the result is equal on every rank."""
         gathered = {}
         for index, kinds in [(index, kinds) for index, kinds in suspects.items() if index >= 0][:_MOST]:
             gathered[self._subjects[index].name] = self._evidence(local, index, kinds)
@@ -349,11 +353,11 @@ class Auditor:
         )
 
 
-# ---- numbers of an optimizer, which must be equal on all ranks ----
+# ---- optimizer settings, which must be equal on all ranks ----
 
 
 def states_of(state: Mapping[Any, Any]) -> tuple[list[Tensor], list[float]]:
-    """Return the optimizer state of one parameter: tensors, and numbers on the host."""
+    """Return the optimizer state of one parameter: its tensors, and its numbers on the host."""
     tensors, numbers = [], []
     for key in sorted(state, key=str):
         value = state[key]
@@ -403,7 +407,7 @@ def difference(by_rank: Sequence[Numbers]) -> str:
 
 @dataclass(frozen=True)
 class LocalCheck:
-    """Observations of one rank in one window."""
+    """The observations of one rank in one window."""
 
     step: int
     bits: Tensor  # int64 [subjects, 3], checksums of parameter, gradient and optimizer state

@@ -9,13 +9,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-# Relative tolerance of comparisons between numbers that are equal up to rounding.
+# The relative tolerance in comparisons of numbers that are equal up to rounding.
 _FITS = 2**-6
 
 
 @dataclass(frozen=True)
 class SubjectEvidence:
-    """One rank's observations of one subject."""
+    """The observations of one rank about one audited tensor (subject)."""
 
     differs: set[str]  # what differs between ranks: "parameter", "gradient", "optimizer state"
     kind: str  # "parameter" or "buffer"
@@ -26,11 +26,11 @@ class SubjectEvidence:
     left: Tensor  # the same elements of the reduced gradient; 0 for elements on other ranks
     count: float  # items counted by this rank's micro-batches; 0 if not known
     arrivals: int  # number of gradients that arrived
-    is_whole: bool  # whether this rank holds the whole gradient
+    is_whole: bool  # whether this rank has the whole gradient
 
 
 class Case:
-    """The evidence of all ranks over which one gradient is summed."""
+    """The observations of all ranks over which one gradient is summed."""
 
     def __init__(self, evidence: Sequence[SubjectEvidence]) -> None:
         self.all, self.world = evidence, len(evidence)
@@ -45,8 +45,8 @@ class Case:
         self.due, self.due_of_last = factor * self.came.sum(0), factor * self.last.sum(0)
         self._noise = _FITS * float((factor * self.came.abs().sum(0)).norm())
 
-        self.has_earlier = any(e.arrivals > 1 for e in self.all)  # whether the last was not the only one
-        # Whether ranks hold whole gradients and had different local gradients.
+        self.has_earlier = any(e.arrivals > 1 for e in self.all)  # whether there were earlier micro-batches
+        # Whether ranks have whole gradients and had different local gradients.
         own = self.came - self.came.mean(0)
         self.is_different_by_rank = self.is_whole and factor * float(own.norm()) > 4 * self._noise
 
@@ -55,7 +55,7 @@ class Case:
         return float((self.left - wanted).norm(dim=1).max()) <= self._noise
 
     def ratios(self) -> tuple[list[float], bool]:
-        """Return the ratio of each rank's gradient to the expected one, and whether all directions agree."""
+        """Return each rank's ratio to the expected gradient, and whether all directions agree."""
         size = float(self.due @ self.due)
         if size**0.5 <= 2 * self._noise:
             return [], False
@@ -66,7 +66,7 @@ class Case:
 
 
 def cause_of_gradient(evidence: Sequence[SubjectEvidence]) -> str:
-    """Return the first cause that explains why a gradient is wrong, given the evidence of all ranks."""
+    """Return the first cause that explains why a gradient is wrong, from the observations of all ranks."""
     case = Case(evidence)
     if all(e.bits[1] is None for e in case.all):
         return "no gradient anywhere, and micro-batches brought one"
@@ -106,7 +106,7 @@ def cause_of_gradient(evidence: Sequence[SubjectEvidence]) -> str:
 
 
 def _weighed(case: Case) -> str:
-    """Describe the weights of earlier micro-batches and the last one; empty if they explain nothing."""
+    """Describe the weights of earlier micro-batches and of the last; empty if they explain nothing."""
     parts = torch.stack([case.due - case.due_of_last, case.due_of_last], 1)
     if not case.has_earlier or parts.shape[0] < 4:
         return ""

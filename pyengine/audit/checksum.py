@@ -1,7 +1,7 @@
 """Checksums of a tensor's bits and their positions, in one read and without a host synchronization.
 
 Equal bits in equal positions give equal checksums in any order of summation, because integer arithmetic
-wraps. A change of a single word, such as a flipped sign or bit, is always detected; swapped words are
+wraps. A change of a single word, such as a flipped sign or bit, is always detected. Swapped words are
 detected unless two weights happen to cancel, with a probability of 2^-31. `of` returns the checksum of words,
 int32 `[n]` (see `words_of`), as a 0-dim int64 tensor on the device, and `of_all` returns many checksums as
 int64 `[n]`. The host does not read the checksums.
@@ -19,25 +19,25 @@ from pyengine.gradients.slots import local
 from pyengine.ops import native
 from pyengine.ops.device import HOST, runs_ahead
 
-# On the host, words are weighted block by block, so that a block's weights stay in the L1 cache.
+# On the host, words are weighted block by block, so that the weights of a block stay in the L1 cache.
 _BLOCK = 2**10
 _BLOCKS_AT_ONCE = 2**8  # number of blocks per step without the native core
 # An accelerator is fastest with few, long blocks.
 _MIN_LANES, _MAX_LANES = 2**15, 2**22
-_ELEMENTS_A_LANE = 2**10  # elements per lane, so that the lanes' sums are small in comparison
+_ELEMENTS_A_LANE = 2**10  # elements per lane, so that the sums of lanes are small in comparison
 # Tensors of at most `_SHORT` words are summed in one call, because separate calls would cost more time.
 _SHORT = 2**11
-# Blocks are added at shifting offsets, so that elements a round number of words apart do not share a lane.
+# Blocks are added at shifting offsets, so that two elements at a round distance are not in one lane.
 _NUM_SHIFTS, _SHIFT = 16, 64
 # Lanes are weighted in `_NUM_ROWS` rows, which share their weights except for a factor per row.
 _NUM_ROWS = 4
 _RUN = 64
-# Odd constants without a pattern in their bits, from splitmix64 (Steele, Lea, Flood 2014), as signed numbers.
+# Odd constants without a regular bit pattern, from splitmix64 (Steele, Lea, Flood 2014), as signed numbers.
 _GOLDEN, _MIX = -7046029254386353131, -4658895280553007687
 
 
 class Part(NamedTuple):
-    """The part of a tensor to read: the whole tensor, or 64 words at a position that moves with `turn`."""
+    """The part of a tensor to read: the whole tensor, or 64 words at a position that depends on `turn`."""
 
     tensor: Tensor
     turn: int | None = None
@@ -62,7 +62,7 @@ class BlockSums:
 
     The native core computes the same sum; the PyTorch operators below define the sum.
 
-    Cost: `of` reads 4 bytes per word; the weights take 4 KB.
+    Cost: `of` reads 4 bytes per word. The weights take 4 KB.
     """
 
     def __init__(self) -> None:
@@ -104,8 +104,8 @@ class LaneSums:
     This method needs few kernel launches, no memory per word, and no 64-bit product per word. `numel` is the
     number of elements in all tensors to read, and determines the length of a block.
 
-    Cost: `of` reads 4 bytes per word. The memory is 5 bytes per lane, which is 170 KB, or at most 1/64 byte
-    per element for 11 M elements or more.
+    Cost: `of` reads 4 bytes per word. The lanes take 5 bytes each: 170 KB, or at most 1/64 byte per element
+    for 11 M elements or more.
     """
 
     def __init__(self, device: torch.device, numel: int) -> None:
@@ -180,7 +180,7 @@ def words_of(tensor: Tensor) -> Tensor:
 def pieces(checksums: Tensor) -> Tensor:
     """Split checksums, int64 `[n]`, into numbers that float64 can sum exactly over ranks: `[n, 4]`.
 
-    A row contains two pieces of 20 bits, each followed by its square. On W ranks, up to 8192, a piece is
+    A row contains two 20-bit integers, each followed by its square. On W ranks, up to 8192, an integer is
     equal on all ranks if and only if W times the sum of its squares is the square of its sum.
     """
     mixed = _mixed(checksums)
@@ -189,7 +189,7 @@ def pieces(checksums: Tensor) -> Tensor:
 
 
 def differ(summed: Tensor, world_size: int) -> Tensor:
-    """Return which checksums differ, bool `[n]`, given `pieces` summed over ranks, float64 `[n, 4]`."""
+    """Return which checksums differ, bool `[n]`, from the sums of `pieces` over ranks, float64 `[n, 4]`."""
     totals, squares = summed[:, 0::2], summed[:, 1::2]
     return (world_size * squares != totals * totals).any(1)
 

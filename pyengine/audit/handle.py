@@ -29,7 +29,7 @@ def check_every(every: object) -> int:
 
 
 def check_device(device: torch.device) -> None:
-    """Raise RuntimeError if gradients on `device` cannot be read as they arrive."""
+    """Raise RuntimeError if gradients on `device` cannot be read when they arrive."""
     if is_lazy(device):
         raise RuntimeError(
             f"parameters on {device}: gradients of a recorded program cannot be looked at as they come, so "
@@ -46,7 +46,7 @@ def audit(
     groups: Groups | None = None,
     tolerance: float = TOLERANCE,
 ) -> Audit:
-    """Audit any training loop: stock DDP, FSDP2, Accelerate, Megatron's `main_grad`, or your own loop.
+    """Audit any training loop: DDP, FSDP2, Accelerate, Megatron's `main_grad`, or your own loop.
 
     In every `every`-th window, starting with the first, all ranks compare values that must be equal on all
     ranks, and compare the reduced gradients with the gradients of the micro-batches. A window ends with the
@@ -54,19 +54,19 @@ def audit(
     after wrapping the model and creating the optimizer, and before the first backward.
 
     Args:
-        model: the model as the loop calls it; wrapped in DDP, sharded by FSDP2, compiled, or plain.
-        optimizer: the optimizer that steps the model, or several.
+        model: the model as the loop calls it: wrapped in DDP, sharded by FSDP2, compiled, or plain.
+        optimizer: the optimizer that steps the model, or several optimizers.
         every: number of windows from one check to the next.
         process_group: the group of ranks; None means DDP's group, or the default group.
-        groups: maps patterns of parameter names (fnmatch) to the process group that shares the parameters
-            and reduces their gradients, for example for experts. None excludes parameters that ranks do not
-            have in common.
+        groups: maps patterns of parameter names (fnmatch) to the process group that shares the parameters and
+            reduces their gradients, for example for experts. None excludes parameters that ranks do not have
+            in common.
         tolerance: largest error of a reduced gradient, relative to the gradients of the micro-batches. A
             lossy communication hook needs more than 1/32.
 
     Returns:
-        A handle. Call `reduced`, `count` and `abandon` to report events that hooks cannot see, and `remove`
-        to end the audit.
+        A handle. Call `reduced`, `count` and `abandon` to report events that hooks cannot detect, and
+        `remove` to end the audit.
 
     Raises:
         TypeError, ValueError: an argument is invalid, or ranks have different parameters; raised on every
@@ -75,10 +75,10 @@ def audit(
         AuditError: a check found a difference; raised on every rank, before the optimizer's step on a CPU and
             after the step on an accelerator.
 
-    Cost: a checked window costs one read of the parameters, one native hook call per parameter and
-    micro-batch, and an all-reduce of 160 bytes per parameter; other windows cost one hook call per step. Over
-    gloo, a process group is created. Memory: 140 bytes per parameter, plus 4 KB, or on an accelerator 170 KB
-    or 1/64 byte per element.
+    Cost: a checked window needs one read of the parameters, one native hook call per parameter and
+    micro-batch, and an all-reduce of 160 bytes per parameter; other windows need one hook call per step. Over
+    gloo, a process group is created. The memory is 140 bytes per parameter, plus 4 KB, or on an accelerator
+    170 KB or 1/64 byte per element.
 
     Example:
         >>> watch = pe.audit(ddp_model, optimizer, every=100)  # doctest: +SKIP
@@ -98,7 +98,7 @@ def audit(
     inventory = Inventory(model, optimizers, group=process_group, groups=groups or {})
     leaves, every = Leaves(inventory.module), check_every(every)
     auditor = Auditor(inventory.subjects, inventory.comms, leaves, tolerance=tolerance, every=every)
-    # A sharded optimizer keeps the state of different parameters on each rank.
+    # A sharded optimizer has the state of different parameters on each rank.
     auditor.optimizers = [item for item in optimizers if not hasattr(item, "consolidate_state_dict")]
     return Audit(auditor, inventory.subjects, optimizers[0], every=every)
 
@@ -126,7 +126,7 @@ class Audit:
         self._auditor, self._every = auditor, every
         self._names = [subject.name for subject in subjects]
         self.step = 0
-        self._reduced: tuple[Samples, Counted] | None = None  # sampled when `reduced` was called
+        self._reduced: tuple[Samples, Counted] | None = None  # from the last call of `reduced`
         self._forget()
         self._handles = [
             optimizer.register_step_pre_hook(self._before_step),
@@ -141,9 +141,9 @@ class Audit:
     def count(self, items: float | Tensor, *, divided_by: float = 1.0, names: str = "*") -> None:
         """Set the number of items over which a micro-batch's loss is summed; call this before its backward.
 
-        In a window with item counts, the gradient must be the sum of the losses' gradients divided by the
-        sum of all items, over all ranks and micro-batches. In a window without item counts, the gradient must
-        be the mean over ranks.
+        In a window with item counts, the gradient must be the sum of the losses' gradients divided by the sum
+        of all items, over all ranks and micro-batches. In a window without item counts, the gradient must be
+        the mean over ranks.
 
         Args:
             items: number of items, such as tokens or samples; the host does not read a 0-dim tensor.
@@ -164,11 +164,11 @@ class Audit:
                 weights[index], self._pattern[index] = float(divided_by), names
 
     def reduced(self) -> None:
-        """Report that the window's gradients have been reduced and not changed since.
+        """Report that the gradients of the window have been reduced and not changed since.
 
         Call this after the window's last backward, before gradients are unscaled or clipped, so that the
-        divisor of each gradient is checked. Without this call a factor common to all gradients is assumed to
-        be clipping.
+        divisor of each gradient is checked. Without this call the audit assumes that a factor common to all
+        gradients comes from clipping.
         """
         if self._is_due:
             self._reduced = self._sample(is_strict=True)
@@ -176,7 +176,7 @@ class Audit:
     def abandon(self) -> None:
         """Discard the window, because its step was skipped and `reduced` was not called.
 
-        A skipped step is noticed without this call if gradients are set to None (`zero_grad()`), but not if
+        A skipped step is detected without this call if gradients are set to None (`zero_grad()`), but not if
         they are zeroed in place.
         """
         self._forget()
@@ -233,7 +233,7 @@ class Audit:
             self._auditor.begin()
 
     def _sample(self, *, is_strict: bool) -> tuple[Samples, Counted]:
-        """Return samples of the gradients, and item counts by subject."""
+        """Return samples of the reduced gradients, and the item counts by audited tensor."""
         samples, counted = self._auditor.sample(is_strict=is_strict), Counted()
         if self._counts:
             zero = torch.zeros((), dtype=torch.float64, device=self._auditor.device)

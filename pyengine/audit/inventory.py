@@ -24,22 +24,22 @@ class Shard:
 
     start: int  # index of the first element
     numel: int  # number of elements in the whole parameter
-    copies: int  # number of ranks with the same elements, among the ranks over which the gradient is summed
+    copies: int  # number of ranks with the same elements, among the ranks that sum the gradient
 
 
 @dataclass(frozen=True)
 class Subject:
-    """One tensor that ranks must agree on."""
+    """A tensor on which ranks must agree."""
 
     name: str
     tensor: Tensor
-    replicas: int | None  # index of the group whose ranks must hold the same values; None if there is none
-    summed: int | None  # index of the group over which the gradient is summed; None if not compared
+    replicas: int | None  # index of the group whose ranks must have the same values; None if there is none
+    summed: int | None  # index of the group that sums the gradient; None if it is not compared
     shard: Shard
     kind: str = "parameter"  # or "buffer"
 
     def gradient(self) -> Tensor | None:
-        """Return the reduced gradient that this rank holds; Megatron keeps it in `main_grad`."""
+        """Return the reduced gradient of this rank; Megatron keeps it in `main_grad`."""
         found: Any = self.tensor.grad
         if found is None:
             found = getattr(self.tensor, "main_grad", None)
@@ -47,11 +47,11 @@ class Subject:
 
 
 class Inventory:
-    """The subjects of a model and the transports of their groups, in the same order on every rank.
+    """The audited tensors (subjects) of a model and the transports of their groups, equal on every rank.
 
     Args:
         model: the model as the loop calls it.
-        optimizers: the model's optimizers, whose other parameters are audited, too.
+        optimizers: the model's optimizers; parameters that only they have are audited, too.
         group: group of all ranks; None is the default group.
         groups: maps name patterns to other groups, or to None for tensors that ranks do not have in common.
 
@@ -88,7 +88,7 @@ class Inventory:
         if has_own_buffers:
             self.subjects += buffers_of(self.module, self._index_of)
         self._check_alike()
-        # The checks use groups of their own, because a rank that skips a step proceeds to the loop's own
+        # The checks use separate groups, because a rank that skips a step continues with the loop's
         # collectives while the other ranks run the check.
         self.comms = [comm.with_own_group() for comm in self.comms]
 
@@ -160,7 +160,7 @@ class Inventory:
 
 
 def buffers_of(module: nn.Module, index_of: Callable[[str], int | None]) -> list[Subject]:
-    """Return the buffers that must stay equal on all ranks; `index_of` maps a name to its group index."""
+    """Return the buffers that must be equal on all ranks; `index_of` returns the group index of a name."""
     device, found = next(module.parameters()).device, []
     for prefix, part in module.named_modules():
         is_local = isinstance(part, _BatchNorm) and not isinstance(part, nn.SyncBatchNorm)

@@ -25,13 +25,14 @@ NUM_SAMPLES = 8
 
 
 class Probe:
-    """Samples of local gradients, recorded by hooks on the leaves that autograd accumulates into.
+    """Samples of local gradients, recorded by hooks on the leaf tensors to which autograd accumulates.
 
     Attributes:
         sums: float32 `[subjects, NUM_SAMPLES]`, samples summed over this rank's micro-batches.
         last: the same shape, samples of this rank's last micro-batch alone.
 
-    Cost: 140 bytes per parameter. While armed, one hook call per parameter and micro-batch; otherwise none.
+    Cost: 140 bytes per parameter. In a checked window, one hook call per parameter and micro-batch; otherwise
+    none.
     """
 
     def __init__(self, subjects: Sequence[Subject], leaves: Leaves, device: torch.device) -> None:
@@ -50,7 +51,7 @@ class Probe:
 
     @property
     def arrivals(self) -> Sequence[int]:
-        """Number of gradients that arrived on this rank, by subject."""
+        """The number of gradients that arrived on this rank, by audited tensor."""
         return list(self._arrivals)
 
     @property
@@ -72,17 +73,17 @@ class Probe:
                     self._handles.append(hook)
 
     def weights_of_next(self) -> MutableSequence[float]:
-        """Return the factors of the next micro-batch's gradients, by subject; the caller may change them."""
+        """Return the factors of the next micro-batch's gradients, by tensor; the caller may change them."""
         if self._is_over[0]:
             self._forget()
         return self._weights
 
     def end(self) -> None:
-        """Let the next gradient begin a new window; the current window has been reduced."""
+        """End the window after its reduction; the next gradient begins a new window."""
         self._is_over[0] = 1
 
     def keep(self) -> Callable[[], None]:
-        """Return a function that restores the current samples and discards later ones."""
+        """Return a function that restores the current samples and discards later samples."""
         tensors = [(each, each.clone()) for each in (self.sums, self.last, self._lost)]
         weights, arrivals, is_over = self._weights[:], self._arrivals[:], self._is_over[:]
 
@@ -106,7 +107,7 @@ class Probe:
     def reduced(self) -> Tensor:
         """Return the sampled elements of the current gradients, float64 `[subjects, NUM_SAMPLES]`.
 
-        The result is this rank's share: 0 for elements on other ranks, and 1/n of elements held by n ranks.
+        The result is this rank's share: 0 for elements on other ranks, and 1/n of elements that n ranks hold.
         """
         found = torch.zeros_like(self.sums)
         rows = found.unbind()
@@ -125,9 +126,9 @@ class Probe:
         self._is_over[0] = 0
 
     def _listener(self, index: int, owners: tuple[Tensor, ...]) -> Callable[[Tensor], None]:
-        """Return a hook for a leaf, see `MakeHook`.
+        """Return a hook for a leaf tensor, see `MakeHook`.
 
-        The native core's hook does the same for gradients that the core can read.
+        The hook of the native core does the same for gradients that the core can read.
         """
         total = self._sum_rows[index]
 
@@ -194,15 +195,16 @@ def _strided(grad: Tensor, start: int, stride: int, num: int) -> Tensor:
     return grad.as_strided((num,), (stride,), grad.storage_offset() + start)
 
 
-# ---- the leaf that receives a gradient: the parameter, or the tensor that FSDP2 uses in its place ----
+# ---- the leaf tensor that receives a gradient: the parameter, or the tensor that FSDP2 uses instead ----
 
-# A function that creates a leaf's hook. The argument contains the tensors whose `.grad`, once set to None,
-# stays None until the next gradient has been accumulated. The tuple is empty if there are no such tensors.
+# A function that creates the hook of a leaf tensor. The argument contains tensors whose `.grad`, after it was
+# set to None, stays None until the next gradient has been accumulated. The tuple is empty if there are no
+# such tensors.
 MakeHook = Callable[[tuple[Tensor, ...]], Callable[[Tensor], None]]
 
 
 class Leaves:
-    """The autograd leaves of a model that FSDP2 may have sharded; None means that it is not sharded."""
+    """The leaf tensors of a model that FSDP2 may have sharded; None means that it is not sharded."""
 
     def __init__(self, model: nn.Module | None) -> None:
         self._shown: dict[int, _Shown] = {}
@@ -225,13 +227,13 @@ class Leaves:
 
 
 class _Shown:
-    """The leaf that FSDP puts in place of a sharded parameter; the same leaf in every forward."""
+    """The leaf tensor that FSDP uses instead of a sharded parameter; the same tensor in every forward."""
 
     def __init__(self, param: Tensor, module: nn.Module, name: str) -> None:
         self._param, self._name = param, name
         self.leaf: Tensor | None = None  # None until the first forward
         self.waiting: list[LeafHook] = []
-        # This hook runs after FSDP's own hook, which puts the leaf in place.
+        # This hook runs after FSDP's own hook, which sets the leaf tensor.
         self._handle = module.register_forward_pre_hook(self._find)
 
     def _find(self, module: nn.Module, _: Any) -> None:
@@ -246,7 +248,7 @@ class _Shown:
 
 
 class LeafHook:
-    """A hook on the autograd node of a leaf, registered immediately or once FSDP puts the leaf in place."""
+    """A hook on the autograd node of a leaf tensor, registered when FSDP has set the leaf tensor."""
 
     def __init__(self, param: Any, make_hook: MakeHook) -> None:
         self._param, self._make_hook = param, make_hook
