@@ -19,11 +19,11 @@ _Settings = TypeVar("_Settings")
 
 
 class Conflict(ValueError):
-    """Arguments that are valid individually, but not together or on this machine."""
+    """An error in arguments that are valid individually, but not together or on this machine."""
 
 
 def fill(settings: type[_Settings], options: argparse.Namespace, **values: Any) -> _Settings:
-    """Build a command's settings from `values`, and all other fields from the options of the same names."""
+    """Build a command's settings from `values`, and from the options for all other fields."""
     names = [field.name for field in fields(settings) if field.name not in values]  # type: ignore[arg-type]
     return settings(**values, **{name: getattr(options, name) for name in names})
 
@@ -62,7 +62,7 @@ def check_workers(numbers: Collection[int]) -> None:
 
 
 def each(defaults: Mapping[str, float]) -> str:
-    """Describe a default that differs between models."""
+    """Describe a default value that differs between models."""
     return "default: " + ", ".join(f"{model} {value:g}" for model, value in defaults.items())
 
 

@@ -14,10 +14,10 @@ from typing import TextIO
 
 @contextmanager
 def written(path: Path) -> Iterator[Path]:
-    """Yield a temporary path; replace `path` by the file written there if the body raises nothing.
+    """Yield a temporary path; if the body succeeds, replace `path` by the file at the temporary path.
 
     The temporary path has the same name and is in a folder that only this user can enter, so that nobody else
-    can place a link in the folder. A link at `path` itself is replaced, not followed.
+    can put a link in the folder. A link at `path` itself is replaced, not followed.
     """
     with tempfile.TemporaryDirectory(prefix=".pyengine-", dir=path.parent) as folder:
         part = Path(folder, path.name)

@@ -47,7 +47,7 @@ def layer_norms(norms: Sequence[Mapping[str, float]]) -> dict[str, list[float]]:
     """Return the norms of every step by parameter or, for more than 12 parameters, by layer.
 
     A layer consists of all parameters whose names share the same first components. The number of components
-    is the largest that gives at most 12 layers, and at least 1.
+    is the largest number that gives at most 12 layers, and at least 1.
     """
     components = {name: name.split(".") for name in norms[0]}
     depth = max(map(len, components.values()))
@@ -70,7 +70,7 @@ def draw(records: Sequence[StepRecord], path: Path, *, unit: str) -> None:
         path: path of the PNG file.
         unit: unit of counts, for example "tokens".
     """
-    import matplotlib  # optional: `train` runs without matplotlib
+    import matplotlib  # optional: `train` also runs without matplotlib
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
@@ -111,7 +111,7 @@ def draw_noise_scale(
         axes: axes of matplotlib.
         xs: x coordinate of each estimate.
         estimates: pairs of scale and spread; the spread may be None.
-        look: further arguments of `Axes.errorbar`.
+        look: more arguments of `Axes.errorbar`.
     """
     from matplotlib.ticker import LogFormatter
 

@@ -1,4 +1,4 @@
-"""The description of this machine in results."""
+"""The description of this machine in result files."""
 
 from __future__ import annotations
 

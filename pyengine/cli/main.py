@@ -44,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         settings = _COMMANDS[options.command][1].settings(options)
         kept = getattr(settings, "kept", kept)
-        # Imported late: the import is slow, and may need a package that is not installed.
+        # imported late: the import is slow, and may need a package that is not installed
         run: Callable[[Any], int] = import_module(f"pyengine.cli.{options.command}.run").run
         with stopping.raised():
             code = run(settings)

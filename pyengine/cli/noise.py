@@ -17,13 +17,13 @@ class Range:
 
     @classmethod
     def of(cls, values: Iterable[float]) -> Range:
-        """Return the range of the values, of which there must be at least one."""
+        """Return the range of one or more values."""
         values = list(values)
         return cls(statistics.median(values), min(values), max(values))
 
     @property
     def spread(self) -> float:
-        """The largest value minus the smallest, over the median."""
+        """The difference between largest and smallest value, divided by the median."""
         return (self.high - self.low) / self.mid
 
     def over(self, divisor: float) -> Range:

@@ -1,4 +1,4 @@
-"""Reports of commands, printed by one rank: tables and sentences for people, or JSON lines for programs."""
+"""The reports of commands, which one rank prints: tables and sentences, or JSON lines for programs."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ class _Console(Console):
 
 
 class Report:
-    """Base class of every command's report: each method prints an event as text or JSON, unless silent."""
+    """Base class of the reports of commands: each method prints an event as text or JSON, unless silent."""
 
     def __init__(self, *, as_json: bool = False, is_silent: bool = False) -> None:
         self._as_json, self._is_silent = as_json, is_silent
         self._console = _Console(quiet=as_json or is_silent)
 
     def _emit(self, event: str, **values: Any) -> bool:
-        """Print an event as a JSON line with `--json`; return whether to print text instead."""
+        """With `--json`, print an event as a JSON line; return whether to print text instead."""
         if self._as_json and not self._is_silent:
             print_json(event, **values)
         return not (self._as_json or self._is_silent)

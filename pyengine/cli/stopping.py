@@ -18,7 +18,7 @@ _WORDS = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated"}
 
 
 def at_start() -> None:
-    """Make a signal end this process immediately, before it has started anything.
+    """Make a signal end this process immediately, during its start.
 
     No exception is raised, because some unfinished imports would swallow the exception. Workers of torchrun
     end silently, even inside a collective, because torchrun reports the signal.
@@ -31,8 +31,7 @@ def at_start() -> None:
 def raised() -> Iterator[None]:
     """Raise KeyboardInterrupt or SystemExit in the body on a signal, and ignore further signals.
 
-    After the body, a process that has called `at_start` also ignores signals, because only the interpreter's
-    exit is left.
+    After the body, a process that has called `at_start` also ignores signals, because it only has to exit.
     """
     if _is_torchrun_worker() or threading.current_thread() is not threading.main_thread():
         yield
@@ -80,7 +79,7 @@ def _print(number: signal.Signals, text: str) -> None:
 
 
 def _not_ignored() -> list[signal.Signals]:
-    """Return the signals that are not ignored; a shell's background jobs ignore SIGINT."""
+    """Return the signals that are not ignored; background jobs of a shell ignore SIGINT."""
     return [number for number in _WORDS if signal.getsignal(number) is not signal.SIG_IGN]
 
 

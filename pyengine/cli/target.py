@@ -34,7 +34,7 @@ def _spelled(text: str) -> str:
 
 
 def check(target: str) -> None:
-    """Raise `Conflict` if the function does not exist."""
+    """Raise `Conflict` if the training function does not exist."""
     module, _, function = target.partition(":")
     try:
         found = getattr(import_module(module), function, None)

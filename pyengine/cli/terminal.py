@@ -23,7 +23,7 @@ _PLAIN = {"×": "x", "→": "->", "–": "-", "±": "+-", "√": "sqrt ", "Σ": 
 
 
 def prepare_output() -> None:
-    """Replace characters that stdout cannot encode by similar ones, such as `×` by `x`, or by `?`.
+    """Replace characters that stdout cannot encode by similar characters, such as `×` by `x`, or by `?`.
 
     If stdout is closed, nothing is printed. Every process that prints must call this function.
     """
@@ -48,7 +48,7 @@ def show_cursor() -> None:
 
 
 def print_json(event: str, **values: Any) -> None:
-    """Print a JSON object on one line; inf and nan, which JSON lacks, become null."""
+    """Print a JSON object on one line; inf and nan, which JSON does not support, become null."""
     print(json.dumps({"event": event, **without_nan(values)}), flush=True)
 
 

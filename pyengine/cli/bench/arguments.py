@@ -16,7 +16,7 @@ from pyengine.cli.bench.models import MICRO_BATCHES, MODELS
 from pyengine.cli.bench.variants import VARIANTS
 from pyengine.wire.named import WIRES
 
-# Variants over each wire; `engine_int8_ef`, for example, is `engine` over the wire `int8-ef`.
+# Variants over each wire; for example, `engine_int8_ef` is `engine` over the wire `int8-ef`.
 _OVER_WIRES = {f"{kind}_{wire.replace('-', '_')}" for kind in ("engine", "attach") for wire in WIRES}
 
 DESCRIPTION = """\
@@ -69,7 +69,7 @@ _USUAL = ("floor", "ddp", "no_sync", "no_sync_view", "accelerate", "engine", "en
 
 @dataclass(frozen=True)
 class BenchSettings:
-    """What to measure (one `Setting` per model), the number of workers, and the result file to write."""
+    """The settings of a benchmark: one `Setting` per model, the number of workers, and the result file."""
 
     cases: tuple[Setting, ...]
     workers: int

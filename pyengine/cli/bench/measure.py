@@ -1,6 +1,6 @@
 """Time whole windows of several variants, which take turns in the same processes.
 
-Anything that slows down the machine slows down all variants. The time of a window is the time of the slowest
+An event that slows down the machine slows down all variants. The time of a window is the time of the slowest
 rank. A variant that fails is left out from then on, and its row states the reason.
 """
 
@@ -22,13 +22,13 @@ from pyengine.cli.bench.device import DEVICES, Processor
 from pyengine.cli.bench.models import MICRO_BATCHES, build
 from pyengine.cli.bench.variants import VARIANTS, Variant, by_phase
 
-# fp16: float32 parameters under autocast, since a `GradScaler` cannot unscale float16 gradients.
+# fp16: float32 parameters under autocast, because a `GradScaler` cannot unscale float16 gradients.
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 WARM_UP = 2  # rounds in which DDP rebuilds its buckets and optimizers create their state
-# A bf16 sum of eight terms rounds eight times by up to 2^-8 of the partial sum. A bf16 wire rounds once more,
-# so that the error is at most 3.5 %.
+# A bf16 sum of eight terms rounds eight times by up to 2^-8 of the partial sum. Communication in bf16 rounds
+# once more, so that the error is at most 3.5 %.
 _AGREEMENT = 0.04
-# How long a rank that fails alone waits before it raises, while the other ranks wait in a collective.
+# The time that a rank that fails alone waits before it raises, while the other ranks wait in a collective.
 _TIMEOUT = timedelta(seconds=60)
 _ELSEWHERE = "it failed on another rank"
 
@@ -39,7 +39,7 @@ Times = dict[str, list[dict[str, float]]]
 
 @dataclass(frozen=True)
 class Setting:
-    """What to measure: `variants` of training `model` in `dtype`, with `micro_batches` per window."""
+    """The settings of a measurement: train `model` in `dtype`, with `micro_batches` per window."""
 
     model: str
     dtype: str
@@ -54,7 +54,7 @@ class Setting:
         return f"{self.model}:{self.dtype}" + ("" if usual else f":{self.micro_batches}")
 
     def make(self, variant: str, device: Processor) -> Variant:
-        """Build a variant with its own model on this rank."""
+        """Build a variant with a separate model on this rank."""
         model, micro_batches = build(
             self.model,
             DTYPES[self.dtype],
@@ -74,7 +74,7 @@ class Measurements:
 
 
 def measure(setting: Setting, on_round: Callable[[int], None]) -> Measurements:
-    """Measure on this rank of a process group, with one thread; report the rounds done to `on_round`."""
+    """Measure on this rank of a process group, with one thread; report the number of rounds to `on_round`."""
     device, outcome = DEVICES[setting.device](), Measurements()
     variants: dict[str, Variant] = {}
 
@@ -105,7 +105,7 @@ def measure(setting: Setting, on_round: Callable[[int], None]) -> Measurements:
                     leave_out(name, why)
                 elif done >= WARM_UP:
                     outcome.times[name].append(taken)
-            if done == WARM_UP - 1:  # a loss scale that was too large has been reduced by now
+            if done == WARM_UP - 1:  # by now, a loss scale that was too large has been reduced
                 for name, why in odd_ones(variants, flags).items():
                     leave_out(name, why)
             on_round(done + 1)
@@ -123,7 +123,7 @@ def _try(run: Callable[[], _Found], flags: dist.ProcessGroup) -> tuple[_Found | 
     """Call `run` on every rank; return the result, or None and the reason if any rank has failed.
 
     Raises:
-        Exception: the error of `run`, if only this rank failed, while the others wait in a collective.
+        Exception: the error of `run`, if only this rank failed while the other ranks wait in a collective.
     """
     failure: Exception | None = None
     found = None
@@ -145,8 +145,8 @@ def _try(run: Callable[[], _Found], flags: dist.ProcessGroup) -> tuple[_Found | 
 def odd_ones(variants: Mapping[str, Variant], group: dist.ProcessGroup | None) -> dict[str, str]:
     """Return the variants whose gradient norm differs from the majority, with a message for each.
 
-    The result is the same on every rank. A variant that does not produce the full gradient of a window on
-    every rank is not compared.
+    The result is equal on every rank. A variant that does not produce the full gradient of a window on every
+    rank is not compared.
 
     Raises:
         RuntimeError: no norm has a majority.
@@ -161,7 +161,7 @@ def odd_ones(variants: Mapping[str, Variant], group: dist.ProcessGroup | None) -
     low, high = torch.tensor(list(norms.values())), torch.tensor(list(norms.values()))
     dist.all_reduce(low, dist.ReduceOp.MIN, group=group)
     dist.all_reduce(high, dist.ReduceOp.MAX, group=group)
-    # The sort puts nan last. `low` and `high` are the same on all ranks.
+    # The sort puts nan last. `low` and `high` are equal on all ranks.
     usual = float(high.sort().values[(len(norms) - 1) // 2])
     is_odd = [
         not max(abs(a - usual), abs(b - usual)) <= _AGREEMENT * usual
@@ -177,7 +177,7 @@ def odd_ones(variants: Mapping[str, Variant], group: dist.ProcessGroup | None) -
 
 
 def merged(ranks: Sequence[Measurements]) -> Measurements:
-    """Merge the measurements of all ranks: the slowest rank's times, and all failures."""
+    """Merge the measurements of all ranks: the times of the slowest rank, and all failures."""
     failed: dict[str, str] = {}
     for rank in ranks:
         for name, why in rank.failed.items():
@@ -207,7 +207,7 @@ def summary(times: Times) -> dict[str, dict[str, float]]:
     """Return the minimum and median of each phase and, if the floor ran, the median ratio to the floor.
 
     A ratio compares two windows of the same round, so that slow drift of the machine cancels out. `sync` is
-    the forward and backward time in excess of the floor, which does not communicate.
+    the forward and backward time in excess of the floor, a variant that does not communicate.
     """
     return {name: _row(rounds, times.get("floor", [])) for name, rounds in times.items()}
 

@@ -113,7 +113,7 @@ def build(
     micro_batches: int = MICRO_BATCHES,
     device: torch.device = _CPU,
 ) -> tuple[nn.Module, list[Tensor]]:
-    """Return a model, which is the same on every rank, and this rank's micro-batches.
+    """Return a model, which is equal on every rank, and the micro-batches of this rank.
 
     "gpt0" and "small0" are `Premade`, "gpt100" has 100 MB of fp32 gradients, "gpt124" has 124 M parameters.
     With float16, the parameters are float32 and the forward runs under autocast. "gpt124-long" is compiled,

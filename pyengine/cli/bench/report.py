@@ -1,6 +1,6 @@
-"""The report of `bench`: a live line while measuring, then tables, and sentences at the end.
+"""The report of `bench`: a live line during the measurement, then tables and sentences.
 
-The sentences claim only differences that are larger than the noise.
+The sentences report only differences that are larger than the noise.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _ENOUGH = 5  # minimum number of rounds; five rounds agree by chance once in 16 
 
 class BenchReport(report.Report):
     def start(self, machine: Mapping[str, Any], cases: Sequence[str]) -> None:
-        """Report the start; each case is described by a sentence."""
+        """Report the start; a sentence describes each case."""
         if self._emit("start", machine=machine, cases=cases):
             self._say(", ".join(f"{name} {value}" for name, value in machine.items()))
             for case in cases:
@@ -37,7 +37,7 @@ class BenchReport(report.Report):
     def begin(self, what: str, total: int) -> None:
         """Start the live line of a case with `total` rounds."""
         self._what, self._total = what, total
-        # The line is refreshed only between measurements, because a refreshing thread would be measured, too.
+        # Refresh the line only between measurements, because a refreshing thread would be measured, too.
         self._progress = self._make_progress(TimeRemainingColumn(), auto_refresh=False, transient=True)
         self._task = self._progress.add_task(what, total=total)
         self._progress.start()
@@ -87,7 +87,7 @@ class BenchReport(report.Report):
 
 @dataclass(frozen=True)
 class Ratio:
-    """The ratio of two variants' window times in the same rounds."""
+    """The ratio of the window times of two variants in the same rounds."""
 
     times: Range
     is_clear: bool  # whether there are enough rounds, and at least 90 % of them agree
@@ -112,7 +112,7 @@ def spread(rounds: Sequence[dict[str, float]]) -> float:
 
 
 def on_windows(times: Times) -> list[str]:
-    """Name the fastest variant, compare pyengine's fastest variant with its peers, and report the noise."""
+    """Name the fastest variant, compare pyengine with other libraries, and report the noise."""
     medians = {
         name: statistics.median(each["window"] for each in rounds)
         for name, rounds in times.items()

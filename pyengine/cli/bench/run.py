@@ -32,7 +32,7 @@ def run(settings: BenchSettings) -> int:
     for case in settings.cases:
         try:
             outcome = measure.merged(launch(work, workers=settings.workers, args=(case, settings.json)))
-        except RuntimeError as error:  # earlier cases are still reported
+        except RuntimeError as error:  # the report still includes earlier cases
             if (code := terminal.exit_code_of_worker(error)) is not None:
                 return code
             problems.append(str(error))

@@ -32,12 +32,12 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 
 
 class Variant:
-    """One way to train."""
+    """One way to train the model."""
 
     label: ClassVar[str]  # name in tables
     needs: ClassVar[str | None] = None  # package that the variant requires, besides torch and pyengine
     is_synced: ClassVar[bool] = True  # whether all ranks end a window with the same gradient
-    is_whole: ClassVar[bool] = True  # whether that gradient is the window's full gradient, up to rounding
+    is_whole: ClassVar[bool] = True  # whether this is the full gradient of the window, up to rounding
     is_ours: ClassVar[bool] = False  # whether the variant is an engine of pyengine
     grad_norm: Tensor  # gradient norm of the last window, before clipping
 
@@ -221,7 +221,7 @@ class Attach(Engine):
 
 
 class _Slots(Engine):
-    """Exact sums with one slot per rank, so that each rank deposits once per window."""
+    """Exact sums with one slot (group of micro-batches) per rank, and one addition per window."""
 
     def arguments(self) -> dict[str, Any]:
         world = dist.get_world_size()
@@ -230,7 +230,7 @@ class _Slots(Engine):
 
 
 def _kinds(name: str, base: type[Engine]) -> dict[str, type[Variant]]:
-    """Return an engine's variants by name, with other accumulators, shared memory, and every other wire."""
+    """Return the variants of an engine by name: other accumulators, shared memory, and every other wire."""
 
     def kind(label: str, *bases: type[Engine], **settings: Any) -> type[Variant]:
         label = f"{base.label}, {label}"

@@ -54,7 +54,7 @@ class CheckResult:
     """The result of one check of this machine or installation."""
 
     name: str  # name of the check
-    status: Literal["ok", "warn", "fail"]  # "warn": works, but slower or not everywhere
+    status: Literal["ok", "warn", "fail"]  # "warn": the installation works, but slower or not everywhere
     text: str
     remedy: str = ""  # how to solve the problem; empty for "ok"
 
@@ -198,7 +198,7 @@ def _compute(device: torch.device) -> None:
 
 
 def threads() -> CheckResult:
-    """Compare torch's threads with the cores that this process may use."""
+    """Compare the number of torch's threads with the number of cores that this process may use."""
     cores, quota = num_cores(), None
     if CPU_QUOTA.exists() and not CPU_QUOTA.read_text().startswith("max"):
         limit, period = CPU_QUOTA.read_text().split()
@@ -252,7 +252,7 @@ def settings() -> CheckResult:
 
 
 def window_gradient() -> list[float]:
-    """Return a window's gradient on this rank; every micro-batch adds an integer multiple of [1, 2, 3]."""
+    """Return this rank's gradient of a window; every micro-batch adds an integer multiple of [1, 2, 3]."""
     weight = torch.nn.Parameter(torch.zeros(3))
     sync = GradSync([weight], accumulate=_ACCUMULATE)
     for window in sync.windows(range(_ACCUMULATE)):

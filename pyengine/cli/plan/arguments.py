@@ -45,13 +45,13 @@ exit code: 0 every row can be run, 1 some cannot, 2 wrong arguments
 
 @dataclass(frozen=True)
 class PlanSettings:
-    """What to plan."""
+    """The settings of a plan."""
 
-    global_batches: tuple[int, ...]  # empty with `run_file` for batches around the run's batch
+    global_batches: tuple[int, ...]  # empty with `run_file`, for batches around the run's batch
     workers: tuple[int, ...]
     micro_batch: int | None  # samples per backward; None for all samples of a rank
     lr: float  # learning rate for `from_batch`
-    from_batch: int  # global batch of `lr`; 0 with `run_file` for the run's batch
+    from_batch: int  # global batch of `lr`; 0 with `run_file`, for the run's batch
     dataset_size: int | None  # number of samples; None omits the steps per epoch
     run_file: Path | None  # step records of a run with a noise scale; None plans without a noise scale
     json: bool

@@ -233,7 +233,7 @@ def _read(path: Path) -> Noise:
 
 
 def _fields(line: str) -> dict[str, Any]:
-    """Return the JSON object on a line; an empty dict for a line that a crash has cut off."""
+    """Return the JSON object on a line; an empty dict for a line that a crash has truncated."""
     try:
         found = read_json(line)
     except ValueError:
@@ -247,7 +247,7 @@ def _other_batch(noise: Noise, batch: float, lr: float, from_batch: float) -> di
     return {
         "global_batch": batch,
         "steps": noise.steps(batch) / noise.steps(noise.batch),
-        # The number of steps if the noise scale is smaller or larger by its spread.
+        # The number of steps if the true noise scale is smaller or larger by the spread.
         "steps_low": min(steps),
         "steps_high": max(steps),
         "samples": noise.samples(batch) / noise.samples(noise.batch),

@@ -11,7 +11,7 @@ from pyengine.cli.noise import Range, duration, percent
 from pyengine.cli.study.grid import WARM_UP_STEPS, Cell
 from pyengine.cli.study.store import Record
 
-# A stall is more than `STALL_SIGMAS` robust standard deviations above the median, and longer than
+# A stall is a step longer than the median by `STALL_SIGMAS` robust standard deviations, and longer than
 # `STALL_RATIO` times the median.
 STALL_SIGMAS = 10.0
 STALL_RATIO = 3.0
@@ -40,22 +40,22 @@ class Curve:
 
 @dataclass(frozen=True)
 class Figures:
-    """The figures of a cell; each `Range` is over the cell's successful runs."""
+    """The results of a cell (workers and batch size); each `Range` is over its successful runs."""
 
     cell: Cell
     samples_s: Range  # samples per second, without stalls and the first WARM_UP_STEPS steps
     batches_s: Range  # optimizer steps per second, without stalls
     speed_up: Range | None  # ratio to the throughput of one worker; None if one worker was not measured
-    # Whether the throughput overlaps the throughput of one worker, or either cell has only one run.
+    # Whether the throughput overlaps with the throughput of one worker, or either cell has only one run.
     is_within_noise: bool
     efficiency: Range | None  # speed-up over the number of workers
-    # Share of a step spent waiting for or computing the reduction, 0 to 1; mean over workers.
+    # The share of a step in which a worker waits for or computes the reduction, 0 to 1; mean over workers.
     sync_share: Range
     stalls: Range  # number of stalled steps in a run
-    memory_bytes: Range  # peak memory of the largest worker
+    memory_bytes: Range  # peak memory of the worker with the largest peak
     cpu_share: Range  # busy cores per worker, mean over workers
     accuracy: Range | None  # best accuracy of a run; None without evaluations
-    goal_s: Range | None  # training seconds until the goal; None without a goal, or if a run missed the goal
+    goal_s: Range | None  # training seconds until the goal; None without a goal, or if a run missed it
     noise_scale: Range | None  # noise scale in samples, at the end of a run; None if any run has none
     noise_spread: float | None  # median standard error of the runs' noise scales
     worker_batch: int  # samples per worker and step
@@ -85,7 +85,7 @@ class Analysis:
     ended: list[Record]  # runs that did not succeed
     curves: dict[Cell, list[Curve]]  # curves of the runs with accuracies
     goal: float | None  # accuracy at which times are compared; None without evaluations
-    goal_from: Cell | None  # the cell that sets the goal; None if the user sets the goal
+    goal_from: Cell | None  # the cell that determines the goal; None if the user gives the goal
     cores: int  # cores of the machine
 
     @property
@@ -104,7 +104,7 @@ class Analysis:
 def analyse(
     records: Iterable[Record], *, fixed: str, threads: int, cores: int, goal: float | None
 ) -> Analysis:
-    """Compute the figures.
+    """Compute the figures of a study.
 
     Args:
         records: the records of one study, in any order.
@@ -168,9 +168,9 @@ def analyse(
 
 
 def recommend(analysis: Analysis) -> Recommendation:
-    """Recommend the best configuration if its range overlaps no other configuration's range.
+    """Recommend the best configuration if its range overlaps with no other range.
 
-    The best configuration has the shortest time to the goal or, if no configuration reached a goal in every
+    The best configuration has the shortest time to the goal or, if no configuration reached the goal in every
     run, the highest throughput. A range extends from the smallest to the largest repeat.
     """
     cells = analysis.cells.values()
@@ -202,10 +202,11 @@ def recommend(analysis: Analysis) -> Recommendation:
 
 
 def stalls(record: Record) -> list[Stall]:
-    """Return the steps after the warm-up that took far longer than the others.
+    """Return the steps after the warm-up that took far longer than the other steps.
 
-    A stall is more than `STALL_SIGMAS` robust standard deviations (1.4826 × median absolute deviation) above
-    the median, and longer than `STALL_RATIO` × the median, so that runs with steady steps have no stalls.
+    A stall is a step longer than the median by `STALL_SIGMAS` robust standard deviations (1.4826 × median
+    absolute deviation), and longer than `STALL_RATIO` × the median, so that runs with steady steps have no
+    stalls.
     """
     measured = record.seconds[WARM_UP_STEPS:]
     usual_s = statistics.median(measured)
@@ -244,7 +245,7 @@ def throughput(record: Record) -> float:
 
 
 def sync_share(record: Record) -> float:
-    """Return the share of step time that workers spent only waiting for or computing the reduction."""
+    """Return the share of step time in which workers only waited for or computed the reduction."""
     kept = _kept(record)
     return sum(record.sync_s[step] for step in kept) / sum(record.seconds[step] for step in kept)
 

@@ -73,7 +73,7 @@ _EPOCHS = {"cnn": 8.0, "gpt": 1.0}
 
 @dataclass(frozen=True)
 class StudySettings:
-    """The settings of a study: what to run, and how."""
+    """The settings of a study: which runs to make, and how."""
 
     subject: str  # the name in tables
     target: str  # the function as "module:function"
@@ -86,7 +86,7 @@ class StudySettings:
     micro_batch: int | None  # maximum samples per backward; None for a worker's whole share of the batch
     threads: int  # torch's threads in each worker
     evaluations: int  # approximate number of evaluations per run
-    goal: float | None  # accuracy at which times are compared; None for the best one that every run reaches
+    goal: float | None  # accuracy at which times are compared; None for the best that every run reaches
     seed: int
     stall_timeout_s: float  # a run is ended after this time without a step
     run_timeout_s: float  # a run is ended after this time
@@ -170,7 +170,7 @@ def settings(options: argparse.Namespace) -> StudySettings:
 
 
 def _subject(options: argparse.Namespace) -> tuple[str, str, int]:
-    """Return the training function's name, its location, and the number of training samples."""
+    """Return the name and location of the training function, and the number of training samples."""
     size = options.dataset_size
     if options.train is None:
         model = options.model or "cnn"

@@ -14,7 +14,7 @@ LEAST_STEPS = WARM_UP_STEPS + 9
 
 @dataclass(frozen=True, order=True)
 class Cell:
-    """A number of workers and a batch size from the command line."""
+    """A number of workers and a batch size."""
 
     workers: int
     batch: int

@@ -89,7 +89,7 @@ def _accuracy_over_steps(analysis: Analysis) -> Figure | None:
 
 
 def _accuracy(analysis: Analysis, label: str, along: Callable[[Curve], Sequence[float]]) -> Figure | None:
-    """Draw a panel for each batch, with a line for each run, colored by the number of workers."""
+    """Draw a panel for each batch size, with a line for each run, colored by the number of workers."""
     if not analysis.curves:
         return None
     batches = sorted({cell.batch for cell in analysis.curves})
@@ -111,9 +111,9 @@ def _accuracy(analysis: Analysis, label: str, along: Callable[[Curve], Sequence[
 
 
 def _heat_map(analysis: Analysis) -> Figure:
-    """Draw throughput and, if the goal was reached, the time to the goal, by workers and batch.
+    """Draw throughput and, if the goal was reached, the time to the goal, by workers and batch size.
 
-    Each tile shows the figure of a cell; lighter tiles are better.
+    Each tile shows the value of a cell; lighter tiles are better.
     """
     maps: list[tuple[str, Callable[[Figures], Range | None], Callable[[float], str], str]] = [
         ("throughput (samples/s)", lambda figures: figures.samples_s, "{:,.0f}".format, "cividis")
@@ -159,14 +159,14 @@ def _why_absent(analysis: Analysis, cell: Cell) -> str:
 
 
 def _noise_scale(analysis: Analysis) -> Figure | None:
-    """Draw the noise scale over the global batch, with a point per cell, colored by the number of workers."""
+    """Draw the noise scale over the global batch size, with a point per cell, colored by the workers."""
     known = [figures for figures in analysis.cells.values() if figures.noise_scale]
     if not known:
         return None
     figure, (axes,) = _panels(1, 1, width=7.6, height=4.8)
     for workers, (colour, marker) in _looks(analysis.workers).items():
         row = [figures for figures in known if figures.cell.workers == workers]
-        if not row:  # no noise scale is measured with a single worker
+        if not row:  # with a single worker no noise scale is measured
             continue
         draw_noise_scale(
             axes,
@@ -187,7 +187,7 @@ def _noise_scale(analysis: Analysis) -> Figure | None:
 
 
 def _resources(analysis: Analysis) -> Figure:
-    """Draw the waiting share, stalls, memory and busy cores."""
+    """Draw the share of waiting time, stalls, memory and busy cores."""
     figure, (share, stalls, memory, cpu) = _panels(4, 2)
     panels: list[tuple[Axes, str, Callable[[Figures], Range]]] = [
         (share, "share of a step that waits\nfor gradients", lambda figures: figures.sync_share),
@@ -232,7 +232,7 @@ def _looks(values: Sequence[int]) -> dict[int, tuple[str, str]]:
 
 
 def _lines(axes: Axes, analysis: Analysis, pick: Callable[[Figures], Range | None]) -> None:
-    """Plot a figure over workers, one line per batch, with bars from the smallest to the largest repeat.
+    """Plot a value over workers, one line per batch size, with bars from the smallest to the largest repeat.
 
     The worker axis has a scale of powers of two, and is shaded where workers share cores.
     """
@@ -264,7 +264,7 @@ def _lines(axes: Axes, analysis: Analysis, pick: Callable[[Figures], Range | Non
 
 
 def _legend(axes: Axes, analysis: Analysis) -> None:
-    """Add a legend of the batches, the ideal line and the shade."""
+    """Add a legend of the batch sizes, the ideal line and the shaded area."""
     handles, labels = axes.get_legend_handles_labels()
     if any(figures.is_oversubscribed for figures in analysis.cells.values()):
         handles.append(Patch(color=SHADE))

@@ -1,4 +1,4 @@
-"""The probe that `study` passes to a training function; it times every optimizer step, and evaluates."""
+"""The object that `study` passes to a training function; it times every optimizer step, and evaluates."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Quality = Callable[[], float | torch.Tensor | None]
 
 @dataclass(frozen=True)
 class Run:
-    """The settings of a run."""
+    """The settings of one training run."""
 
     target: str  # the training function, "module:function"
     workers: int
@@ -68,8 +68,8 @@ class StudyProbe:
         run: the settings of the run.
 
     Attributes:
-        workers, global_batch, micro_batch, accumulate, steps, dataset_size, seed: settings of
-            this run, for the function to follow; `global_batch` = `workers` × `accumulate` × `micro_batch`.
+        workers, global_batch, micro_batch, accumulate, steps, dataset_size, seed: settings of this run, which
+            the function has to follow; `global_batch` = `workers` × `accumulate` × `micro_batch`.
         trace: the measurements so far.
     """
 
@@ -93,12 +93,11 @@ class StudyProbe:
             quality: returns the accuracy on test data; larger is better. The function is called on every rank
                 under no_grad, between the timed steps. Only the value of rank 0 counts, and other ranks may
                 return None.
-            noise_scale: whether to measure `pe.NoiseScale` with two or more workers, if the engine allows
-                it. The cost is part of the timed steps, and windows of `sync.capture` then run without a
-                graph.
+            noise_scale: whether to measure `pe.NoiseScale` with two or more workers, if the engine allows it.
+                The timed steps include its cost, and windows of `sync.capture` then run without a graph.
 
         Raises:
-            RuntimeError: if the method is called twice.
+            RuntimeError: the method was called before.
 
         Example:
             >>> study.watch(sync, quality=lambda: accuracy(model, test_data))  # doctest: +SKIP
@@ -148,7 +147,7 @@ class StudyProbe:
                 raise RuntimeError("quality returned None on rank 0: return the accuracy there")
             self.trace.accuracy.append((len(self.trace.seconds), float(accuracy)))
             self._beat(done=len(self.trace.seconds), accuracy=float(accuracy))
-        dist.barrier()  # a slow evaluation on one rank must not count towards the time of the next step
+        dist.barrier()  # the next step must not include a slow evaluation on one rank
 
     def _conclude_noise_scale(self) -> None:
         """Record the last noise scale estimate in samples; `count` may be in another unit, such as tokens."""

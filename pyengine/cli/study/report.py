@@ -44,7 +44,7 @@ class StudyReport(report.Report):
         return self._progress
 
     def plan(self, *, runs: int, kept: int, impossible: dict[Cell, str]) -> None:
-        """Report the start of a study: the runs to make, the runs kept, and the cells that cannot be run."""
+        """Report the start of a study: the new runs, the existing runs, and the cells that cannot be run."""
         self._progress.update(self._task, total=runs + kept, completed=kept)
         if self._emit("plan", runs=runs, kept=kept):
             self._say(f"{runs + kept} runs{f', {kept} of them done before' if kept else ''}")
@@ -143,7 +143,7 @@ def _table(analysis: Analysis) -> Table:
     return table
 
 
-# ---- the page ----
+# ---- HTML page ----
 
 
 @dataclass(frozen=True)

@@ -145,7 +145,7 @@ def _step_record(record: Record, step: int) -> StepRecord:
 
 
 def card() -> dict[str, str | int]:
-    """Describe this machine and its software versions, which must be the same for all runs of a study."""
+    """Describe this machine and its software versions, which must be equal for all runs of a study."""
     return {
         "cpu": cpu_name(),
         "cores": num_cores(),
@@ -178,7 +178,7 @@ class _Runs:
     ) -> None:
         self._settings, self._plans, self._store, self._report = settings, plans, store, report
         self._execute, self._cores = execute, cores
-        # Finished runs from which later runs are forecast, including a trial run with fewer steps.
+        # Finished runs for the forecast of later runs, including a trial run with fewer steps.
         self._done = [each for each in store.records.values() if each.is_done and each.cell in plans]
 
     def make(self, missing: Sequence[Key]) -> None:
@@ -267,9 +267,9 @@ def _record(cell: Cell, repeat: int, plan: Plan, outcome: RunOutcome) -> Record:
 
 
 def _rounded(values: Sequence[float]) -> list[float]:
-    return [round(value, 6) for value in values]  # microseconds
+    return [round(value, 6) for value in values]  # rounded to microseconds
 
 
 def _finite(value: float | None) -> float | None:
-    """Return None for infinity and NaN, which JSON lacks."""
+    """Return None for infinity and NaN, which JSON does not support."""
     return value if value is not None and math.isfinite(value) else None

@@ -22,7 +22,7 @@ _Read = TypeVar("_Read")
 
 @dataclass(frozen=True)
 class Record:
-    """The results of a run; `supervise.RunOutcome` and `probe.Trace` describe fields without a comment."""
+    """The results of a run. `supervise.RunOutcome` and `probe.Trace` describe the remaining fields."""
 
     workers: int
     batch: int
@@ -61,11 +61,11 @@ class Record:
 class Store:
     """The file `runs.jsonl` of a folder: a line with the settings that all runs share, then a line per run.
 
-    An incomplete last line, left by a crash, is removed. If a run has several lines, the last one counts.
+    An incomplete last line, left by a crash, is removed. If a run has several lines, the last line counts.
 
     Args:
         folder: the folder of the study; created if missing.
-        shared: settings and machine as JSON values, which must be the same for all runs.
+        shared: settings and machine as JSON values, which must be equal for all runs.
 
     Raises:
         Conflict: the folder cannot be written, contains a study with other settings, is in use by another
@@ -162,7 +162,7 @@ def _parse(line: bytes) -> dict[str, Any]:
 
 
 def _record(text: bytes) -> Record:
-    """Return the run on a line; raise ValueError if the line is not a valid run."""
+    """Parse the run on a line; raise ValueError if the line is not a valid run."""
     line = _parse(text)
     is_run, hints = line.pop("event", None) == "run", get_type_hints(Record)
     if not is_run or line.keys() != hints.keys():

@@ -17,7 +17,7 @@ from pyengine.data.batch_plan import scale_lr
 from pyengine.data.sampler import WindowSampler
 from pyengine.engine.grad_sync import GradSync
 
-_BATCH = 64  # global batch of the learning rates below
+_BATCH = 64  # global batch size of the learning rates below
 _WARM_UP = 0.1  # share of the steps that are warm-up
 
 
@@ -41,7 +41,7 @@ def _train(task: Task, study: StudyProbe, *, lr: float) -> None:
         seed=study.seed,
         micro_batch=study.micro_batch,
         global_batch=study.global_batch,
-        drop_last=True,  # steps of the same size can be compared
+        drop_last=True,  # so that all steps have the same size
     )
     study.watch(sync, quality=partial(_accuracy, task, model))
     for epoch in itertools.count():

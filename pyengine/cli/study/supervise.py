@@ -23,10 +23,10 @@ from pyengine.cli.study.probe import Run, Trace, work
 from pyengine.comm.launching import launch, signals_blocked
 
 _POLL_S = 0.25  # seconds between two checks of a run
-_BUSY_S = 0.3  # how long the load of the machine is measured before a run
+_BUSY_S = 0.3  # time for which the load of the machine is measured before a run
 _START_S = 120.0  # minimum limit for importing torch and joining the group, for any step limit
 
-# A progress callback, which is called with (steps done, last accuracy or None).
+# A progress callback, called with the number of steps and the last accuracy or None.
 Watch = Callable[[int, float | None], None]
 
 
@@ -35,7 +35,7 @@ class RunOutcome:
     """How a run ended."""
 
     status: str  # "done", "failed", "stalled" or "timed out"
-    reason: str  # why the run is not done; empty if it is
+    reason: str  # why the run is not done; empty if it is done
     steps: int  # optimizer steps so far
     traces: list[Trace]  # traces by rank; empty if the run is not done
     wall_s: float  # from the start of the processes to their end
@@ -120,7 +120,7 @@ def _end(child: mp.process.BaseProcess) -> None:
     if child.pid is None:
         return
     try:
-        os.killpg(child.pid, signal.SIGKILL)  # the child leads its own session
+        os.killpg(child.pid, signal.SIGKILL)  # the child leads a separate session
     except (ProcessLookupError, PermissionError):
         child.kill()  # the child has no session yet, or has ended
     child.join()

@@ -31,7 +31,7 @@ def make_optimizer(
 class Task(Protocol):
     """A model with its data."""
 
-    name: str  # as on the command line
+    name: str  # the name on the command line
     unit: str  # unit of counts: "tokens" or "images"
     num_samples: int  # number of samples that `batch` indexes
 

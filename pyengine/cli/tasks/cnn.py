@@ -66,7 +66,7 @@ class DigitsTask(Task):
                     yield self.batch(piece)
 
     def short(self, batch: Batch, rank: int) -> Batch:
-        """Keep only the first images; a higher rank keeps fewer."""
+        """Keep only the first images of a micro-batch; higher ranks keep fewer images."""
         x, y = batch
         keep = max(1, len(y) // (4 + 2 * rank))
         return x[:keep], y[:keep]

@@ -193,7 +193,7 @@ def make(mode: str, task: Task, settings: TrainSettings, *, counted: bool = True
 
 
 class _Meter:
-    """Counts DDP's traffic in a window as pyengine does, and times how long backward passes wait."""
+    """Counts DDP's traffic in a window as pyengine does, and times how long backwards wait."""
 
     def __init__(self) -> None:
         self.restart()
@@ -205,7 +205,7 @@ class _Meter:
 
     @contextmanager
     def backward(self) -> Iterator[None]:
-        """Time a backward pass, and how long the backward waits after its last bucket is ready."""
+        """Time a backward, and how long it waits after its last bucket is ready."""
         self.computed: float | None = None
         start = time.perf_counter()
         yield

@@ -1,4 +1,4 @@
-"""The report of `train`: a live line while training, a table afterwards."""
+"""The report of `train`: a live line during training, and a table afterwards."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ class TrainReport(report.Report):
         self._say(f"gradient norms: {plot or 'not drawn, since matplotlib is not installed'}\n")
 
     def compare(self, ours: Row, ddp: Row) -> None:
-        """Report the comparison of the mode with plain DDP."""
+        """Report the comparison of this mode with plain DDP."""
         is_noise = ours.step_s.overlaps(ddp.step_s)
         for row in (ours, ddp):
             seconds = {"step_s": row.step_s.mid, "step_low_s": row.step_s.low, "step_high_s": row.step_s.high}

@@ -36,7 +36,7 @@ from pyengine.telemetry import chrome_trace
 _TASKS: dict[str, Callable[[], Task]] = {"gpt": TextTask, "cnn": DigitsTask}
 TRACED_WINDOWS = 3
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
-_WARM_UP_WINDOWS = 2  # the first window lays out the buckets, which the second window is the first to use
+_WARM_UP_WINDOWS = 2  # the first window determines the bucket order, and the second uses it first
 
 
 def run(settings: TrainSettings) -> int:
@@ -172,7 +172,7 @@ class Saving:
         folder: the folder of the checkpoints; None saves nothing and handles no signals.
         every: number of steps between two checkpoints.
         parts: the objects to save and load, by name; each has `state_dict` and `load_state_dict`.
-        steps: number of steps of the whole training.
+        steps: number of steps of the whole training run.
     """
 
     def __init__(self, folder: Path | None, *, every: int, parts: Mapping[str, Any], steps: int) -> None:
@@ -209,7 +209,7 @@ class Saving:
                 signal.raise_signal(self._signal)
 
     def must_stop(self, step: int) -> bool:
-        """Save a checkpoint if one is due after `step` steps; return whether any rank received a signal."""
+        """Save a checkpoint if it is due after `step` steps; return whether any rank received a signal."""
         if self._saves is None:
             return False
         received = torch.tensor(self._signal)

@@ -39,10 +39,10 @@ def read(path: Path) -> Any:
 
 
 class Saves:
-    """The saved steps of one training; every rank creates a `Saves` and calls the same methods.
+    """The saved steps of a training run; every rank creates a `Saves` and calls the same methods.
 
-    Each rank has one file per step. A step is complete if every rank has a file of that step, and all of
-    these files are from the same save.
+    Each rank has one file per step. A step is complete if every rank has a file of this step, and all these
+    files are from the same save.
 
     Args:
         folder: the existing folder of the files.
@@ -68,7 +68,8 @@ class Saves:
         """Return the newest complete step and this rank's state; None if there is no complete step yet.
 
         Raises:
-            RuntimeError: on every rank, if the folder cannot be read, or has several incomplete steps only.
+            RuntimeError: on every rank, if the folder cannot be read, or has only incomplete steps, and
+                several of them.
         """
         by_rank = self._on_all(self._steps, f"{self._folder} cannot be read")
         problems = []
@@ -82,14 +83,14 @@ class Saves:
             problems.append(f"step {step} is not whole ({wrong[0]})")
             if dist.get_rank() == 0:
                 print(f"{self._folder}: {problems[-1]}: going on from an earlier one", file=sys.stderr)
-        if len(problems) > 1:  # one incomplete step is left by an interrupted first save, and can be ignored
+        if len(problems) > 1:  # an interrupted first save leaves one incomplete step, which can be ignored
             raise RuntimeError(
                 f"name an empty folder to start anew: none in {self._folder} loads, {'; '.join(problems)}"
             )
         return None
 
     def _look(self, step: int) -> tuple[str, str]:
-        """Return the save that this rank's file belongs to, and the reason if the file does not load."""
+        """Return the save to which this rank's file belongs, and the reason if the file does not load."""
         try:
             found = read(self._path(step))
             return found["save"], ""
@@ -105,7 +106,7 @@ class Saves:
     def _remove_old(self) -> None:
         for step in sorted(self._steps())[:-_KEPT]:
             self._path(step).unlink(missing_ok=True)
-        if dist.get_rank() == 0:  # leftovers of processes that died; all ranks have written their files
+        if dist.get_rank() == 0:  # files of processes that died; all ranks have written their files
             for part in self._folder.glob(".pyengine-*"):
                 shutil.rmtree(part, ignore_errors=True)
 

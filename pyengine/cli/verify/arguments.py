@@ -59,10 +59,10 @@ BUILT_IN = "pyengine.cli.verify.subjects:{}"
 
 @dataclass(frozen=True)
 class VerifySettings:
-    """What to verify."""
+    """The settings of a verification."""
 
     subjects: dict[str, str]  # training functions as "module:function", by their names in the report
-    workers: tuple[int, ...]  # world sizes; the first one is the reference
+    workers: tuple[int, ...]  # world sizes; the first world size is the reference
     steps: int
     micro_batches: int  # micro-batches per window, over all ranks
     accumulator: Accumulator

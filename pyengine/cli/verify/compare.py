@@ -17,19 +17,19 @@ Tensors = Mapping[tuple[str, str], Tensor]  # by kind and name
 
 @dataclass(frozen=True)
 class Difference:
-    """The first entry of a run that differs from the reference."""
+    """The first entry (a digest) of a run that differs from the reference."""
 
     step: int
     kind: str
     name: str
     rank: int  # the lowest rank on which the entry differs
-    counts: dict[str, tuple[int, int]]  # by kind: (differing entries, all entries) of that step and rank
+    counts: dict[str, tuple[int, int]]  # by kind: (differing entries, all entries) of this step and rank
     texts: tuple[str | None, str | None]  # entries of reference and run; digests, except for a "window"
 
 
 @dataclass(frozen=True)
 class Change:
-    """How a run's full gradient differs from the reference gradient."""
+    """The difference between a run's full gradient and the reference gradient."""
 
     relative: float  # norm of the difference over the norm of the reference
     # The ratio of the norms before clipping if they are recorded, otherwise the least-squares factor from the
@@ -40,7 +40,7 @@ class Change:
 
 
 def first_difference(reference: Trace, ranks: Sequence[Trace]) -> Difference | None:
-    """Return the first difference between the ranks of a run and the reference; None if there is none."""
+    """Return the first difference between the ranks of a run and the reference; None if they are equal."""
     found = []
     for rank, trace in enumerate(ranks):
         for position, key in enumerate({**reference.entries, **trace.entries}):
@@ -106,7 +106,7 @@ def change(ours: Tensors, theirs: Tensors) -> Change | None:
     return Change((difference / ours_2) ** 0.5, scale, (rest / theirs_2) ** 0.5, epsilon)
 
 
-# ---- the likely cause ----
+# ---- likely causes ----
 
 
 def causes(
@@ -117,9 +117,9 @@ def causes(
     Args:
         first: the first difference between the runs.
         repeats: whether both runs have the same world size and settings.
-        came_back: whether both runs reproduced their bits when repeated.
+        came_back: whether both runs gave the same bits when they were repeated.
         micro_batches: number of micro-batches in a window.
-        gradient: the difference of the full gradients in that step; None if they cannot be compared.
+        gradient: the difference of the full gradients in this step; None if they cannot be compared.
     """
     differs = {kind for kind, (differ, _) in first.counts.items() if differ}
     if first.step == START:

@@ -1,4 +1,4 @@
-"""The probe that `verify` passes to a training function; it records every optimizer step as digests."""
+"""The object that `verify` passes to a training function; it records every optimizer step as digests."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ KINDS = {
     "state": "optimizer state {}",
 }
 START = -1  # number of the step before the first step
-# Owners of the gradients, in this order: the engine's buckets; DDP; FSDP shards of each `ModuleList` layer
-# and of the model, over all workers; and the same FSDP shards in 2 replicas.
+# The owners of the gradients, in this order: the engine's buckets; DDP; FSDP shards of each `ModuleList`
+# layer and of the model, over all workers; and the same FSDP shards in 2 replicas.
 WRAPS = ("own", "ddp", "fsdp", "hsdp")
 
 
@@ -45,7 +45,7 @@ def needs(wrap: str, workers: int) -> str:
 
 @dataclass(frozen=True)
 class Run:
-    """The settings of a run."""
+    """The settings of one training run."""
 
     label: str  # the name in tables
     workers: int
@@ -59,7 +59,7 @@ class Run:
 
 @dataclass
 class Trace:
-    """The records of one rank."""
+    """The digests that one rank has recorded."""
 
     # Digests (texts for the kind "window") by step, kind and name, and the tensors selected by `Run.keep`.
     entries: dict[tuple[int, str, str], str] = field(default_factory=dict)
@@ -76,8 +76,8 @@ class VerifyProbe:
         run: the settings of the run.
 
     Attributes:
-        steps, micro_batches, accumulator: values from the command line, for the function to follow.
-        trace: the records so far.
+        steps, micro_batches, accumulator: values from the command line, which the function has to follow.
+        trace: the digests recorded so far.
     """
 
     def __init__(self, run: Run) -> None:
@@ -93,8 +93,8 @@ class VerifyProbe:
         """Wrap a model as `--wrap` specifies, by default in an engine that owns its buckets.
 
         Args:
-            model: the bare model; create the optimizer after this call.
-            accumulate, accumulator: as for `pe.attach`.
+            model: the unwrapped model; create the optimizer after this call.
+            accumulate, accumulator: see `pe.attach`.
 
         Returns:
             The engine, and the module to call for the forward pass.
@@ -106,7 +106,7 @@ class VerifyProbe:
         if wrap == "ddp":
             ddp = DistributedDataParallel(model)
             return attach(ddp, accumulate=accumulate, accumulator=accumulator), ddp
-        from torch.distributed.fsdp import fully_shard  # imported late: other wraps need not load it
+        from torch.distributed.fsdp import fully_shard  # imported late: other wraps do not need it
 
         world, kind = dist.get_world_size(), next(model.parameters()).device.type
         shape = (world,) if wrap == "fsdp" else (2, world // 2)
@@ -121,12 +121,12 @@ class VerifyProbe:
         """Record the model now, and every step of the optimizer; call this method once, before the loop.
 
         Args:
-            model: the model in training, bare, in DDP or sharded.
-            optimizer: gradients are recorded before its steps, and everything else after its steps.
+            model: the model in training: unwrapped, in DDP or sharded.
+            optimizer: gradients are recorded before its steps, and all other values after its steps.
             sync: the engine, whose step records have the norm and the item count; None without an engine.
 
         Raises:
-            RuntimeError: if the method is called twice.
+            RuntimeError: the method was called before.
         """
         if self._is_watching:
             raise RuntimeError(

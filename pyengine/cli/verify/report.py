@@ -1,4 +1,4 @@
-"""The report of `verify`: progress, then a table and the verdict for each subject."""
+"""The report of `verify`: progress, then a table and the result for each subject."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from pyengine.cli.verify.probe import KINDS, START, Run, Trace
 
 @dataclass(frozen=True)
 class WorldSizeResult:
-    """How a run differs from the reference: the first difference, its elements as text, and likely causes."""
+    """The difference between a run and the reference: its elements as text, and likely causes."""
 
     reference: str
     run: str
@@ -63,7 +63,7 @@ class VerifyReport(report.Report):
         self._status.update("comparing the runs")
 
     def conclude(self, subject: str, finding: WorldSizeResult | None, reference: Trace) -> None:
-        """Report the verdict on a subject; `finding` is the first run that differs, or None."""
+        """Report the result for a subject; `finding` is the first run that differs, or None."""
         found: dict[str, Any] = {}
         if finding is not None:
             causes = [{"name": name, "text": text} for name, text in finding.causes]
@@ -80,7 +80,7 @@ class VerifyReport(report.Report):
 
 
 def summary(trace: Trace) -> str:
-    """Return a digest of everything that a rank recorded."""
+    """Return a digest of all values that a rank has recorded."""
     return blake2b(repr(sorted(trace.entries.items())).encode(), digest_size=6).hexdigest()
 
 
@@ -91,7 +91,7 @@ def place(first: Difference) -> str:
 
 
 def sentences(subject: str, finding: WorldSizeResult | None, reference: Trace) -> list[str]:
-    """Return the verdict as a list of one-sentence paragraphs."""
+    """Return the result as a list of one-sentence paragraphs."""
     if finding is None:
         number = len(reference.entries)
         return [

@@ -48,7 +48,7 @@ def run(settings: VerifySettings) -> int:
 
 
 def verify(settings: VerifySettings, execute: Execute, report: VerifyReport) -> bool:
-    """Run and report everything; return whether all runs of every subject are identical."""
+    """Run and report all subjects; return whether all runs of every subject are identical."""
     done: dict[str, list[Done]] = {name: [] for name in settings.subjects}
     runs = _runs(settings)
     while runs:
@@ -93,7 +93,7 @@ def _trace(target: str, run: Run) -> Trace:
     except Enough:
         pass
     except RuntimeError as error:
-        # The engine itself raises if ranks differ; the trace recorded so far shows the place and the cause.
+        # The engine itself raises if ranks differ; the digests recorded so far show the place and the cause.
         if probe.trace.steps == 0:
             raise
         probe.trace.stopped = str(error)
@@ -147,7 +147,7 @@ def _workers(world: int) -> str:
 
 
 def _find_cause(target: str, execute: Execute, reference: Done, other: Done) -> WorldSizeResult:
-    """Repeat two runs up to the step in which they first differ, and compare their tensors."""
+    """Repeat two runs up to the first step in which they differ, and compare their tensors."""
     first = other.first
     assert first is not None
     wanted, repeats = _tensors(target, execute, reference, 0, first)
