@@ -350,8 +350,8 @@ def _is_torch(state: Any) -> bool:
     if not _are_bytes(state) or state.numel() != _TORCH.size:
         return _are_bytes(state)  # from another torch version; `set_state` checks the size
     _, left, seeded, at, *words, _, _, _, _, _, flag = _TORCH.unpack(bytes(state.tolist()))
-    # `left` - 1 words are drawn, starting at `at`, before new words are generated. `set_state` checks each
-    # number but not their sum.
+    # `left` - 1 words are drawn, starting at `at`, before new words are generated. `set_state` checks each of
+    # the two numbers, but not both together.
     is_inside = _is_from(left, 1, _WORDS + 1) and (left == 1 or left + at <= _WORDS + 1)
     return _is_twister(words, at) and is_inside and seeded == 1 and flag in (0, 1)
 
