@@ -91,7 +91,7 @@ def prepare(
         ...         optimizer.step()
         ...         optimizer.zero_grad()
     """
-    if isinstance(accelerator, WindowAccelerator):  # for another model, or after a call of free_memory
+    if isinstance(accelerator, WindowAccelerator):  # the caller prepares another model
         accelerator = accelerator.wrapped
     if not isinstance(accelerator, Accelerator):
         raise TypeError(
@@ -164,7 +164,7 @@ class WindowAccelerator:
 
     @gradient_accumulation_steps.setter
     def gradient_accumulation_steps(self, steps: int) -> None:
-        if self._model is None:  # the engine is created with this value
+        if self._model is None:  # a later `prepare` creates the engine with this value
             self._settings = replace(self._settings, accumulate=steps)
         else:
             self.sync.gradient_accumulation_steps = steps
@@ -197,7 +197,7 @@ class WindowAccelerator:
         self._check_one_model(objects)
         evaluated = [item for item in objects if getattr(item, "_is_accelerate_prepared", False)]
         prepared = self._accelerator.prepare(*objects, device_placement=device_placement)
-        prepared = (prepared,) if len(objects) == 1 else tuple(prepared)  # it is a list with FSDP2
+        prepared = (prepared,) if len(objects) == 1 else tuple(prepared)  # FSDP2 returns a list
         for item in prepared:
             if isinstance(item, nn.Module):
                 self._check_model(item, is_old=any(item is other for other in evaluated))
@@ -312,7 +312,7 @@ class WindowAccelerator:
             vars(self._model).pop("no_sync", None)  # restores DDP's own method
             sync, self._model, self._loaders, self._optimizers = self.sync, None, [], []
             self._settings = replace(self._settings, accumulate=sync.gradient_accumulation_steps)
-            if sync.scaler is not None:  # the next engine starts from this state
+            if sync.scaler is not None:  # the next engine starts from the scaler's state
                 self._accelerator.scaler.load_state_dict(sync.scaler.state_dict())
                 self._accelerator._custom_objects.remove(sync.scaler)  # noqa: SLF001 - register_for_checkpointing has no opposite
             sync.close()
@@ -399,7 +399,7 @@ class WindowAccelerator:
         return prepared
 
     def _optimizer(self, prepared: AcceleratedOptimizer) -> AcceleratedWindowOptimizer:
-        if prepared not in self._optimizers:  # from Accelerate, or from an engine that is closed
+        if prepared not in self._optimizers:  # Accelerate or a closed engine prepared it
             prepared = AcceleratedWindowOptimizer(prepared.optimizer, self.sync)
             self._optimizers.append(prepared)
         ours: AcceleratedWindowOptimizer = prepared
@@ -427,7 +427,7 @@ class WindowAccelerator:
 
 
 class WindowBoundary:
-    """A `GradientState` with the window ends of one model; all other attributes are process-wide."""
+    """A `GradientState` that marks the window ends of one model; all other attributes are process-wide."""
 
     adjust_scheduler = False
 

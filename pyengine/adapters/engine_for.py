@@ -90,7 +90,7 @@ def abandon_open_window(sync: Sync) -> None:
 def allow_windows_of(sync: Sync, steps: int) -> None:
     """Allow up to `steps` micro-batches in the window that begins now and in later windows.
 
-    The library's loop itself ends shorter windows.
+    If a window is shorter, the library's loop ends it.
     """
     if steps > sync.gradient_accumulation_steps and is_window_new(sync):
         try:

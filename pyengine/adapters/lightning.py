@@ -118,7 +118,7 @@ class Windows(EngineSettings, _Mixed):
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         output = super().training_step(*args, **kwargs)
-        if self._module.automatic_optimization:  # the loss before Lightning divides it
+        if self._module.automatic_optimization:  # use the loss before Lightning divides it
             self._output = output if isinstance(output, Mapping) else {"loss": output}
         return output
 
@@ -156,7 +156,7 @@ class Windows(EngineSettings, _Mixed):
             loss = closure_loss
             sync = self.sync if sync is None else sync
             run = partial(backward, sync, loss, count=count, options=kwargs)
-        precision.pre_backward(loss, module)  # Lightning's hooks, without its loss scaling
+        precision.pre_backward(loss, module)  # runs Lightning's hooks without its loss scaling
         run()
         precision.post_backward(loss, module)
         return closure_loss.detach()
@@ -272,7 +272,7 @@ class Windows(EngineSettings, _Mixed):
 
     @property
     def _module(self) -> LightningModule:
-        assert self.lightning_module is not None  # set by `Trainer.fit`
+        assert self.lightning_module is not None  # `Trainer.fit` has set it
         return self.lightning_module
 
 
@@ -401,7 +401,7 @@ class ShardedWindowStrategy(Windows, ModelParallelStrategy):
             )
 
     def _engine(self, name: str, accumulate: int) -> Sync:
-        del name  # one engine for the whole module
+        del name  # there is one engine for the whole module
         deferral = Deferral(self.defer, self.defer_budget_mb)
         self._trained = [param.requires_grad for param in self._module.parameters()]
         return engine_for(sharded_part(self._module), self._settings(accumulate), deferral=deferral)
@@ -449,7 +449,7 @@ def sharded_part(module: LightningModule) -> nn.Module:
     """Return the only outermost sharded module in `module`, which must have all trained parameters."""
     units: dict[str, nn.Module] = {}
     inner: set[nn.Module] = set()
-    for name, part in module.named_modules():  # a unit comes before the units inside it
+    for name, part in module.named_modules():  # an outer unit precedes the units inside it
         if is_unit(part) and part not in inner:
             units[name] = part
             inner.update(part.modules())

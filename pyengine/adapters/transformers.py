@@ -142,7 +142,7 @@ class Windows(EngineSettings, _Mixed):
             )
 
     def _run_epoch(self, *args: Any, **options: Any) -> None:
-        abandon_open_window(self.sync)  # open if a callback stopped the previous epoch or training
+        abandon_open_window(self.sync)  # a callback may have stopped the last epoch or training
         is_resumed = options["epoch"] == options["epochs_trained"]
         done = options["steps_trained_in_current_epoch"] if is_resumed else 0
         windows = options["num_update_steps_per_epoch"] - done // self.args.gradient_accumulation_steps
@@ -227,7 +227,7 @@ class _EpochSteps(int):
     """
 
     def begin(self, done: int, *, num_fetches: int) -> None:
-        """Set the number of micro-batches before a checkpoint, and the number of remaining fetches."""
+        """Set the numbers of micro-batches before a checkpoint and of fetches after the checkpoint."""
         self._fetched, self._fetches_left, self._end = done, num_fetches, int(self)
 
     def add(self, num: int, *, has_ended: bool) -> None:

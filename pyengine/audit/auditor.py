@@ -220,7 +220,7 @@ class Auditor:
         states: dict[int, Any] = {
             id(param): state for optimizer in self.optimizers for param, state in optimizer.state.items()
         }
-        reads: list[tuple[int, int, Part]] = []  # index of a checksum, its factor, and the part to read
+        reads: list[tuple[int, int, Part]] = []  # index and factor of a checksum, and the part to read
         known, has = [], []
         for index, subject in enumerate(self._subjects):
             state, grad = states.get(id(subject.tensor), {}), subject.gradient()

@@ -87,7 +87,7 @@ class BlockSums:
 
     def of_all(self, parts: Sequence[Part]) -> Tensor:
         found: list[int | None] = [None] * len(parts)
-        if self._core is not None:  # in one call, for words that are contiguous in memory
+        if self._core is not None:  # contiguous words need a single call
             turns = [-1 if part.turn is None else part.turn for part in parts]
             tensors = [part.tensor for part in parts]
             found = self._core.checksums_of(self._weights.data_ptr(), _BLOCK, tensors, turns, _RUN)
@@ -150,7 +150,7 @@ class LaneSums:
         self._sums.zero_()
         for index, block in enumerate(words.split(self._lanes)):
             place = self._places[index % _NUM_SHIFTS][: block.numel()]
-            place.add_(block, alpha=2 * index + 1)  # odd factors, so wrapping loses no bit
+            place.add_(block, alpha=2 * index + 1)  # the factors are odd, so wrapping loses no bit
         rows = self._sums.view(_NUM_ROWS, -1).to(torch.int64) * self._weights
         return (rows.sum(1) * self._row_weights).sum()
 

@@ -126,7 +126,7 @@ class Audit:
         self._auditor, self._every = auditor, every
         self._names = [subject.name for subject in subjects]
         self.step = 0
-        self._reduced: tuple[Samples, Counted] | None = None  # from the last call of `reduced`
+        self._reduced: tuple[Samples, Counted] | None = None  # the result of the last call of `reduced`
         self._forget()
         self._handles = [
             optimizer.register_step_pre_hook(self._before_step),

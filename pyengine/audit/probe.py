@@ -158,7 +158,7 @@ class Probe:
     def _note(self, index: int, grad: Tensor) -> None:
         """Record the sampled elements of a gradient that the native core cannot read."""
         total, last = self._sum_rows[index], self._last_rows[index]
-        if hasattr(grad, "to_local"):  # for example a DTensor of partial sums, which has no local samples
+        if hasattr(grad, "to_local"):  # for example, a DTensor of partial sums has no local samples
             total.fill_(torch.nan)
             return
         start, stride, num = self._places[3 * index : 3 * index + 3]
@@ -252,7 +252,7 @@ class LeafHook:
 
     def __init__(self, param: Any, make_hook: MakeHook) -> None:
         self._param, self._make_hook = param, make_hook
-        self._registered: tuple[Any, Any] | None = None  # the node, kept alive here, and the handle
+        self._registered: tuple[Any, Any] | None = None  # the autograd node, kept alive, and the handle
         self._is_removed = False
 
     def register(self, leaf: Tensor) -> None:

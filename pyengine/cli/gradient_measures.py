@@ -28,7 +28,7 @@ def measure_noise_scale(sync: Sync, *, parts: int) -> None:
     try:
         if parts > 1:
             sync.measure(NoiseScale())
-    except ValueError as error:  # raised on every rank
+    except ValueError as error:  # every rank raises this error
         warnings.warn(f"no noise scale: {error}", stacklevel=2)
 
 
@@ -70,7 +70,7 @@ def draw(records: Sequence[StepRecord], path: Path, *, unit: str) -> None:
         path: path of the PNG file.
         unit: unit of counts, for example "tokens".
     """
-    import matplotlib  # optional: `train` also runs without matplotlib
+    import matplotlib  # matplotlib is optional: `train` also runs without it
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
@@ -119,5 +119,5 @@ def draw_noise_scale(
     spreads = [spread or 0.0 for _, spread in estimates]
     axes.errorbar(xs, scales, yerr=spreads, capsize=3, linewidth=1.4, elinewidth=1, **look)
     axes.set_yscale("log")
-    axes.yaxis.set_major_formatter(LogFormatter())  # format as 20, not as 2 × 10¹
+    axes.yaxis.set_major_formatter(LogFormatter())  # formats 20 as 20, not as 2 × 10¹
     axes.yaxis.set_minor_formatter(LogFormatter(minor_thresholds=(2, 0.4)))

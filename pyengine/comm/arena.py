@@ -104,7 +104,7 @@ class Arena:
     ) -> None:
         self._core = native._core.SharedArena(descriptor, place, len(processes))
         self._processes, self._me = list(processes), processes[place]
-        self._ranks, self._timeout_s = list(ranks), float("inf")  # rank numbers for messages
+        self._ranks, self._timeout_s = list(ranks), float("inf")  # ranks as numbered in messages
         self._suspects: list[int] = []  # ranks found dead once; if found again, the collective fails
         self._works: dict[Any, SharedWork] = {}
         self._thread = threading.Thread(
@@ -159,7 +159,7 @@ class Arena:
         """Fail the pending collective of this rank if a rank has died or the timeout has expired."""
         missing = self._core.missing()
         dead = [place for place in missing if self._processes[place].state(self._me) == "dead"]
-        late = self._core.missing()  # read again, because a rank may have finished before it died
+        late = self._core.missing()  # read the list again: a rank may have finished before it died
         gone = [place for place in dead if place in late and place in self._suspects]
         self._suspects = dead
         if gone:
@@ -231,7 +231,7 @@ def _serve(core: Any, works: dict[Any, SharedWork], ref: weakref.ref[Arena]) -> 
 
 
 def _end(core: Any, thread: threading.Thread, pid: int) -> None:
-    if os.getpid() != pid:  # a fork has no such thread, and must not close the parent's arena
+    if os.getpid() != pid:  # in a forked process there is no such thread
         return
     core.close()
     if thread is not threading.current_thread():

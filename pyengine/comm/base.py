@@ -333,7 +333,7 @@ def is_interrupt(error: BaseException | None) -> bool:
 
 @dataclass(frozen=True)
 class Levels:
-    """The transports of a rank within its host and across hosts."""
+    """The transports of a rank: over the ranks of its host, and over ranks of different hosts."""
 
     inside: Comm  # transport over the ranks of this rank's host
     # Transport over the ranks that have the same index on their hosts, or over this rank alone if a smaller

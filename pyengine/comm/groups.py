@@ -69,7 +69,7 @@ def find_or_make(
     The same rules as for `group_of` apply. This function searches torch's list of groups. The list contains
     the same groups of these ranks on each of the ranks, because the ranks create the groups together.
     """
-    for group in [*c10d._world.pg_map]:  # a copy, because a garbage collection may destroy a group
+    for group in [*c10d._world.pg_map]:  # use a copy: a garbage collection may destroy a group
         if group.group_desc == f"pyengine: {purpose}" and dist.get_process_group_ranks(group) == [*ranks]:
             _log.debug("reuse process group for %s over ranks %s", purpose, ranks)
             return group
@@ -107,7 +107,7 @@ def timeout_of(group: dist.ProcessGroup | None, device: torch.device) -> timedel
         # TORCH_DISTRIBUTED_DEBUG=DETAIL wraps backends, and in torch 2.9 the wrapper does not return the
         # timeout of the wrapped backend.
         limit: timedelta = getattr(backend, "wrapped_pg", backend).options._timeout
-    except (AttributeError, RuntimeError):  # MPI, UCC
+    except (AttributeError, RuntimeError):  # MPI and UCC do not report it
         limit = c10d._get_default_timeout(dist.Backend(backend.name().lower()))
     return limit
 
@@ -158,7 +158,7 @@ def destroy(reference: weakref.ref[dist.ProcessGroup], pid: int) -> None:
     group = reference()
     if group is None or group not in c10d._world.pg_map or os.getpid() != pid:  # a fork has no such threads
         return
-    c10d._world.pg_names[group] = group.group_name  # see `make`
+    c10d._world.pg_names[group] = group.group_name  # `make` explains this
     dist.destroy_process_group(group)
     _log.debug("destroyed process group for %s", group.group_desc)
     held, is_freed = [group], _thread.allocate_lock()

@@ -421,7 +421,7 @@ def _work(_: int, rank: int, job: _Job) -> None:
     # Kill this worker when the launcher exits. A background job ignores the SIGINT that torch requests for
     # this purpose.
     _prctl_pr_set_pdeathsig(signal.SIGKILL)
-    faulthandler.enable(file=2)  # a file descriptor, because in a notebook sys.stderr has no descriptor
+    faulthandler.enable(file=2)  # sys.stderr has no file descriptor in a notebook, so pass the number
     with job.file("trace", rank).open("w") as trace:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
         if job.timeout_s is not None:
@@ -453,7 +453,7 @@ def _set_environment(rank: int, job: _Job) -> None:
         "TORCHELASTIC_MAX_RESTARTS": "0",
     }
     for name in ("MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE"):
-        os.environ.pop(name, None)  # set by another launcher, whose store must not be used
+        os.environ.pop(name, None)  # another launcher has set it, and its store must not be used
     # Groups that `fn` creates also use the loopback interface, unless the user has chosen an interface.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", _LOOPBACK)
     os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={_LOOPBACK}")
@@ -499,6 +499,6 @@ def destroy_default_group() -> None:
     gc.collect()
     end = time.monotonic() + _WITHIN_S
     while sys.getrefcount(group) > sys.getrefcount(alone) and time.monotonic() < end:
-        time.sleep(1e-4)  # releases the GIL
+        time.sleep(1e-4)  # sleeping releases the GIL
     del group
     _log.debug("destroyed the default process group")

@@ -56,7 +56,7 @@ class ProcessId:
             letter, started = _stat(self.pid)
         except (FileNotFoundError, ProcessLookupError):
             return "dead"
-        except OSError:  # out of file descriptors or memory
+        except OSError:  # the process has no file descriptor or memory left
             return "unknown"
         return _STATES.get(letter, "running") if started == self.started else "dead"
 

@@ -124,7 +124,7 @@ class SharedHosts(TorchDist):
             return super()._all_reduce(flat, op)
         part, inside, across = self._by_host.part_of(flat.numel()), self._by_host.inside, self._by_host.across
         rounds: list[Callable[[], Work]] = []
-        if isinstance(inside, SharedMemory):  # otherwise this rank is alone on its host
+        if isinstance(inside, SharedMemory):  # otherwise this host has no other rank of the group
             rounds.append(lambda: inside.all_reduce(flat))
         if part.stop > part.start:
             rounds.append(lambda: across.all_reduce(flat[part]))
@@ -190,7 +190,7 @@ def share_memory(comm: Comm) -> Comm:
         arena = Arena(descriptor, processes=processes, place=inside.rank, ranks=inside.ranks)
         inside = SharedMemory(inside.handle, inside.device, arena)
         inside.join(levels.inside)
-    else:  # a single rank needs no arena
+    else:  # one rank needs no arena
         os.close(descriptor)
     if inside.world_size == comm.world_size:
         return inside
@@ -259,7 +259,7 @@ class RegisteredMemory(_WithMemory[NcclPool]):
     def reserve(self, sizes: Sequence[int]) -> None:
         if self._memory is not None:
             num_bytes = sum(-(-size // _ALIGN_BYTES) * _ALIGN_BYTES for size in sizes)
-            self._memory.allocate(num_bytes, torch.uint8)  # freed immediately, for reuse by the next buffers
+            self._memory.allocate(num_bytes, torch.uint8)  # free it now, so that the next buffers reuse it
 
 
 def can_register(comm: Comm) -> bool:

@@ -259,7 +259,7 @@ class TorchDist(Comm):
 
     @property
     def _host_watch(self) -> StallWatch | None:
-        """The stall watch that interrupts the host's wait; None if a stream waits or without a watch."""
+        """The stall watch that interrupts the wait of the host; None if the host does not wait."""
         return None if self.is_stream_ordered else self.roll_call.watch
 
     def _launching(self) -> AbstractContextManager[None]:
@@ -452,14 +452,14 @@ class SwapWork:
         return future
 
     def _reduce_behind(self, gathered: Future[Any]) -> None:
-        gathered.value()  # raises if the collective has failed
+        gathered.value()  # this raises the error of a failed collective
         self._reduce()
 
     def _reduce(self) -> None:
         with self._lock:
             if not self._is_reduced:
-                first, second = self._rows  # in rank order
-                with torch.inference_mode():  # needed if the caller is in this mode
+                first, second = self._rows  # the rows are in rank order
+                with torch.inference_mode():  # the caller may be in inference mode
                     _COMBINE[self._op](first, second, out=self._flat)
                 self._is_reduced = True
 
@@ -582,7 +582,7 @@ class PointToPoint:
         """Post the first step; the thread runs the remaining steps."""
         if self._broken:
             raise RuntimeError(failure(self._broken))
-        timeout = self._handle.timeout()  # raises if the group has been destroyed
+        timeout = self._handle.timeout()  # this raises if the group has been destroyed
         # Receives that were not posted would shift later matches.
         self._broken = "this rank was interrupted while it posted an exchange"
         try:
@@ -603,7 +603,7 @@ class PointToPoint:
 
     def _exchange(self, arriving: Sequence[Tensor], leaving: Sequence[Tensor]) -> Steps:
         num = len(self._ranks)
-        others = [(self._rank + step) % num for step in range(1, num)]  # a different order on every rank
+        others = [(self._rank + step) % num for step in range(1, num)]  # each rank has a different order
         group = self._handle.get()
         works = [dist.irecv(arriving[r], self._ranks[r], group, _TAG) for r in reversed(others)]
         works += [dist.isend(leaving[r], self._ranks[r], group, _TAG) for r in others]

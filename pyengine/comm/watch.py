@@ -140,7 +140,7 @@ class Board:
     def __init__(self, store: dist.Store, rank: int) -> None:
         # All ranks create their engines in the same order, so an engine has the same number on every rank.
         number = store.add(f"pyengine/engines/{rank}", 1)
-        self._origin: Any = store  # torch's type stubs lack `clone`
+        self._origin: Any = store  # the type stubs of torch do not have `clone`
         self._prefix, self._rank = f"pyengine/stall/{number}", rank
         self._lock = threading.Lock()
         self._own: dist.Store | None = None
@@ -273,7 +273,7 @@ class StallWatch:
             target=_watch, args=(weakref.ref(self), stop, self._tick_s), name="pyengine-stall", daemon=True
         )
         self._board.announce(self._heartbeat(None))
-        self._end = weakref.finalize(self, _end, stop, watcher)  # also runs before the interpreter exits
+        self._end = weakref.finalize(self, _end, stop, watcher)  # this also runs before the interpreter exits
         watcher.start()
         _log.debug("start stall watch over ranks %s, report after %g s", self._ranks, after_s)
 
@@ -289,12 +289,12 @@ class StallWatch:
             raise RuntimeError(failure(self.verdict))
 
     def wait(self, work: Any) -> None:
-        """Wait on the host for a collective, or raise the published error if there is one first.
+        """Wait on the host for a collective, or raise an error that another rank has published earlier.
 
         The `wait` of the work must accept a timeout, and must allow another call after a timeout.
         """
         while not work.is_completed():
-            with suppress(RuntimeError):  # ignores timeouts, and failures that are raised below
+            with suppress(RuntimeError):  # ignore timeouts; failures are raised below
                 work.wait(timedelta(seconds=self._tick_s))
             self.check()
         work.wait()
@@ -360,7 +360,7 @@ class StallWatch:
         dead = [] if found else self.dead(others)
         if dead and self._suspects == (launch, dead):
             found = self.conclude(self.describe_dead(dead))
-        self._suspects = (launch, dead)  # after one check, data sent before the death may still arrive
+        self._suspects = (launch, dead)  # data that a rank sent before it died may still arrive
         if found:
             self._fail(found)
 
@@ -371,7 +371,7 @@ class StallWatch:
     def _fail(self, verdict: str) -> None:
         self.verdict = verdict
         _log.debug("collectives of ranks %s fail: %s", self._ranks, verdict)
-        for ref in self._promises.valuerefs():  # a copy, because another thread may add a promise
+        for ref in self._promises.valuerefs():  # use a copy: another thread may add a promise
             if (promise := ref()) is not None:
                 promise.break_(RuntimeError(failure(verdict)))
 
@@ -550,7 +550,7 @@ class StoreRollCall(RollCall):
             return STORE_IS_GONE
 
     def _absent(self) -> list[int]:
-        """Respond for this rank; return the ranks that neither respond nor wait for a collective."""
+        """Show other ranks that this rank responds; return the ranks that neither respond nor wait."""
         self.store.set(f"pyengine/answer/{self._rank}", "here")
         end = time.monotonic() + WAIT_S
         absent = self._ranks

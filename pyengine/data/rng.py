@@ -274,7 +274,7 @@ def rank_and_world_size() -> tuple[int, int]:
 def _seed_all(seed_of: Callable[[str], int]) -> None:
     """Seed every generator, on all devices, with `seed_of(name)`."""
     random.seed(seed_of("random"))
-    torch.manual_seed(seed_of("torch") % 2**64)  # on every device
+    torch.manual_seed(seed_of("torch") % 2**64)  # this seeds torch on every device
     for source in (*_numpy(), *_xla()):
         source.seed(seed_of(source.name))
 
@@ -348,7 +348,7 @@ def _are_bytes(state: Any) -> bool:
 
 def _is_torch(state: Any) -> bool:
     if not _are_bytes(state) or state.numel() != _TORCH.size:
-        return _are_bytes(state)  # from another torch version; `set_state` checks the size
+        return _are_bytes(state)  # a state of another torch version; `set_state` checks the size
     _, left, seeded, at, *words, _, _, _, _, _, flag = _TORCH.unpack(bytes(state.tolist()))
     # `left` - 1 words are drawn, starting at `at`, before new words are generated. `set_state` checks each of
     # the two numbers, but not both together.
@@ -381,7 +381,7 @@ def _torch(name: str, generator: torch.Generator) -> _Source:
 def _numpy() -> list[_Source]:
     if find_spec("numpy") is None:
         return []
-    legacy = import_module("numpy.random")  # the global state; users seed their own Generator objects
+    legacy = import_module("numpy.random")  # this is the global state; users seed their own Generator objects
 
     def seed(key: int) -> None:
         # Keys of 2**32 and above are passed as four words. Python's random uses the same algorithm, but

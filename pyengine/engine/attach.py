@@ -81,7 +81,7 @@ def attach(
             parameters.
 
     Returns:
-        An engine for the same loop as `GradSync`. Over DDP, buckets have DDP's bucket size, and buffers are
+        An engine with the interface of `GradSync`. Over DDP, buckets have DDP's bucket size, and buffers are
         broadcast once per window if DDP's `broadcast_buffers` is set.
 
     Raises:

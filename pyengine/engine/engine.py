@@ -478,7 +478,7 @@ class Engine:
 
     @property
     def metrics(self) -> list[Metric]:
-        """The metrics among the observers."""
+        """The metrics that observe windows."""
         return [each for each in self.observers if isinstance(each, Metric)]
 
     def position(self) -> tuple[int, int]:
@@ -545,7 +545,7 @@ class Engine:
 
     def _wait_once(self) -> Verdict:
         window, header, marks = self.window, self.window.header, self.foreign.marks
-        assert header is not None  # the counter is in state SENT
+        assert header is not None  # state SENT requires a header
         changed = marks.changed()
         with window.clock.phase("exposed_sync"):
             try:

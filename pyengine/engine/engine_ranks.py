@@ -73,7 +73,7 @@ def memberships_differ(memberships: Sequence[Membership], specs: Sequence[Sequen
                 f"{specs[0][0].name!r}): patterns are of whole names, as fnmatch has them"
             )
     members: dict[Sequence[int], dict[int, list[ParamSpec]]] = {}
-    in_group: dict[tuple[int, int], list[ParamSpec]] = {}  # ranks with equal specs share one list object
+    in_group: dict[tuple[int, int], list[ParamSpec]] = {}  # ranks with equal specs share a list
     for rank, (membership, mine) in enumerate(zip(memberships, specs, strict=True)):
         for index, ranks in enumerate(membership.groups):
             if (id(mine), index) not in in_group:

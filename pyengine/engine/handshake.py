@@ -298,7 +298,7 @@ _FSDP1 = ("FullyShardedDataParallel", "XlaFullyShardedDataParallel")
 def problems_of_source(source: object) -> Iterator[str]:
     """Report modules given to `GradSync` in a wrapper that shards parameters or reduces gradients."""
     modules = list(source.named_modules()) if isinstance(source, nn.Module) else []
-    # Includes wrappers of torch_xla and fairscale. Compare class names, because importing FSDP is slow.
+    # The names include wrappers of torch_xla and fairscale. Compare class names: importing FSDP is slow.
     kinds = [(name, kind.__name__) for name, module in modules for kind in type(module).__mro__]
     for name, kind in [each for each in kinds if each[1] in _FSDP1][:1]:  # parameters may not reveal sharding
         where = f" at {name!r}" if name else ""

@@ -28,7 +28,7 @@ _NEVER = -1  # stands for a rank that never had any batch
 
 
 class Lookahead(Generic[Batch]):
-    """An iterator that knows whether a next item exists, and can show items in advance."""
+    """An iterator that knows whether a next item exists, and that can return items in advance."""
 
     def __init__(self, items: Iterable[Batch]) -> None:
         self._items = iter(items)
@@ -271,7 +271,7 @@ class Windows(Iterator[MicroBatches[Batch]]):
         return self._num
 
     def __bool__(self) -> bool:
-        return True  # without calling `len`, which is a collective
+        return True  # do not call `len`, which is a collective
 
     def close(self) -> None:
         """End the loop early, like `break`."""
@@ -357,7 +357,7 @@ def single_micro_batch(engine: Engine, *, last: bool) -> Iterator[None]:
         with suppress(RuntimeError):  # the first error caused the missing reductions
             engine.abandon()
         raise
-    except BaseException:  # the process is about to end: do not wait for other ranks
+    except BaseException:  # the process is about to end, so do not wait for other ranks
         engine.abandon(waits=False)
         raise
 

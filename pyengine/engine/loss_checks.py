@@ -156,7 +156,7 @@ def reduction_of(loss: Tensor) -> str:
 
 
 def _reduction_of(node: Any) -> str:
-    reduction = getattr(node, "_saved_reduction", None)  # torch's enum: none, mean, sum
+    reduction = getattr(node, "_saved_reduction", None)  # an enum in torch: none, mean, sum
     return {1: "mean", 2: "sum"}.get(reduction, "") if isinstance(reduction, int) else ""
 
 
@@ -180,7 +180,7 @@ def _factor(node: Any) -> float | None:
         return None
     try:
         value = float(other)
-    except RuntimeError:  # under a TorchDispatchMode, for example FlopCounterMode
+    except RuntimeError:  # for example under FlopCounterMode, a TorchDispatchMode
         return None
     if is_product:
         return value

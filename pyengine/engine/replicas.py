@@ -109,7 +109,7 @@ def differing(
         if others:
             found.setdefault(name, Differing(name, others[0], ranks[0]))
     marked = {name: mark for *_, of_rank in gathered for name, mark in of_rank.items()}
-    for name in [name for name in found if name in marked]:  # the first name, equal on every rank
+    for name in [name for name in found if name in marked]:  # the first name is equal on every rank
         return [], (
             f"give the engine the group of ranks that hold replicas of {name!r}, by process_group= or "
             f"device_mesh= and axes= (docs/mesh.md): ranks {ranks[0]} and {found[name].rank} hold different "

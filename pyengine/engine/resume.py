@@ -104,9 +104,9 @@ def _resume(engine: Engine, part: Snapshot) -> None:
     engine.verdicts.restart(part.steps)
     engine.opened_at = part.window
     engine.loss_checks.is_first_window = True
-    engine.rng_due = {} if part.is_between_loops else part.rng  # the first window restores them
+    engine.rng_due = {} if part.is_between_loops else part.rng  # the first window restores the states
     if part.is_between_loops:
-        set_rng_states(part.rng)  # before the loader draws random numbers
+        set_rng_states(part.rng)  # restore before the loader draws random numbers
     flush(engine.device)
 
 

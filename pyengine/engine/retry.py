@@ -9,8 +9,8 @@ works for every reducer that takes gradients from `.grad`:
  - own buckets that sum in place: the views of the bucket are set aside. Nothing writes to the bucket's memory
    before the attempt has succeeded. The in-place add then increments the versions of the views, like
    autograd's own add.
- - other own buckets, and slots: the tensors set aside are the gradients of the micro-batch's earlier parts,
-   or the sums that autograd keeps in `.grad`.
+ - other own buckets, and slots: the gradients of the micro-batch's earlier parts are set aside, or the sums
+   that autograd keeps in `.grad`.
 
 An attempt launches no collective. All parts are in one `micro_batch` block without `last_backward`, so the
 header and all buckets are launched after the last part. Models with collective forwards raise an error. After
@@ -39,7 +39,7 @@ from pyengine.window.header import Count, checked_count
 # Texts of out-of-memory errors of other types than torch.OutOfMemoryError: CPU allocator and cuBLAS.
 _TEXTS = ("DefaultCPUAllocator", "CUBLAS_STATUS_ALLOC_FAILED")
 
-# Types of values in a batch that every part gets unchanged.
+# The types of values that are passed unchanged to every part of a batch.
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
 
 
@@ -106,7 +106,7 @@ class Retries:
                 counts.append(done[1])
                 start += num
                 continue
-            gc.collect()  # free the memory of the failed attempt, for parts of other sizes
+            gc.collect()  # frees the memory of the failed attempt for parts of other sizes
             if runs_ahead(engine.device):
                 torch.get_device_module(engine.device).empty_cache()
             if num <= 1:
@@ -208,7 +208,7 @@ def _merged(old: Tensor | None, new: Tensor | None) -> tuple[Tensor | None, Tens
         return (new if old is None else old), None
     if old.layout is torch.strided:
         return old, new
-    return (new + old if new.layout is torch.strided else old + new), None  # as autograd does
+    return (new + old if new.layout is torch.strided else old + new), None  # autograd does the same
 
 
 def _is_out_of_memory(error: BaseException) -> bool:
@@ -218,7 +218,7 @@ def _is_out_of_memory(error: BaseException) -> bool:
 
 
 def _is_plain_list(node: Any) -> bool:
-    """Whether a node of a batch is a list without tensors, for example with one string per item."""
+    """Whether a value in a batch is a list without tensors, for example with one string per item."""
     return isinstance(node, list) and not any(isinstance(leaf, Tensor) for leaf in tree_leaves(node))
 
 

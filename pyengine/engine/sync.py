@@ -262,7 +262,7 @@ class Sync:
 
     @contextmanager
     def micro_batch(self, *, count: Count | None = None) -> Iterator[MicroBatch]:
-        """Run the body as one micro-batch, with any number of backwards and any of their arguments.
+        """Run the body as one micro-batch, with any number of backwards and any arguments.
 
         The gradients of these backwards are accumulated when the body ends. In the window's last micro-batch
         the buckets are reduced when the body ends, or during the backward that `mb.last_backward()` marks.
@@ -998,7 +998,7 @@ _UNCOUNTED = (
 
 def _checked_order(norm_type: object) -> float:
     """Return `norm_type` as 2.0 or inf; raise for every other norm."""
-    if norm_type == "inf":  # as in torch
+    if norm_type == "inf":  # torch accepts this string, too
         return math.inf
     if not isinstance(norm_type, Real) or isinstance(norm_type, bool):
         raise TypeError(f"norm_type={norm_type!r} is a {type(norm_type).__name__}: need 2.0 or inf")

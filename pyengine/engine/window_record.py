@@ -18,7 +18,7 @@ from pyengine.window.verdict import Verdict, call_all
 
 
 class WindowRecords:
-    """Makes the `StepRecord` of every stepped window, and passes it to the callbacks."""
+    """Makes the `StepRecord` of every window with an optimizer step, and passes it to the callbacks."""
 
     def __init__(self) -> None:
         # Callbacks that receive the records, by id.

@@ -35,7 +35,7 @@ class Residuals:
         wire: Wire,
         numels: Mapping[str, int],
     ) -> None:
-        # Per owner: its memory, and from parameter name to the key in this memory.
+        # For each owner: its memory, and a dict from parameter name to the key in this memory.
         self.owners, self.wire = list(owners), wire
         # Number of elements of each parameter's residual, by name.
         self.numels = dict(numels)
@@ -132,7 +132,7 @@ class Reducer(ABC):
     # Per parameter, whether this rank includes the parameter's elements in the norm, so that every element is
     # included once over all ranks (see `ShardedNorm`). None if all ranks hold the same elements.
     counted: Sequence[bool] | None = None
-    # Whether this rank holds all elements of all parameters although `counted` is set.
+    # Whether this rank has all elements of all parameters, so that a norm needs no collective.
     holds_all = False
     # The outermost FSDP2 module, whose DTensor parameters show which ranks share a shard. None if
     # `groups_of_params` returns the groups.

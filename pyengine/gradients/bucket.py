@@ -72,7 +72,7 @@ class Bucket:
         self.total.begin()
 
     def _reset(self) -> None:
-        self.used = [False] * len(self.params)  # by slot, whether this rank has a gradient in this window
+        self.used = [False] * len(self.params)  # whether this rank has a gradient in this window, by slot
         # Flags per micro-batch of this window, uint8 `[slots]`: 1 where the gradient was not finite. A report
         # may read the flags after the next window has begun, so rows are not reused.
         self.flagged: list[Tensor] = []

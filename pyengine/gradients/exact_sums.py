@@ -27,7 +27,7 @@ class Terms:
 
 
 class ExactOverRanks(ExactSum, Sum):
-    """An exact sum as integers, and the collectives that add it over ranks and round it.
+    """An exact sum of integers on one rank, and the collectives that add and round the sums of all ranks.
 
     Between hosts each rank sums and rounds one chunk of whole blocks: the integers are sent once, and the
     rounded chunk is sent once as float32. In total, 1.5 times the bytes of a float32 all-reduce are sent. The

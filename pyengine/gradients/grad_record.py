@@ -16,7 +16,7 @@ class GradRecord:
         self._versions = GradVersions(params)
 
     def record(self) -> None:
-        """Record the gradients at the end of a micro-batch, and clear the list for `outside`."""
+        """Record the gradients at the end of a micro-batch, and clear the list that `outside` returns."""
         self._versions.record()
 
     def changed(self) -> list[int]:
@@ -43,4 +43,4 @@ class GradRecord:
         return ()
 
     def clear_outside(self) -> None:
-        """Clear the list for `outside`."""
+        """Clear the list of gradients that `outside` returns."""

@@ -102,7 +102,7 @@ def build(
     first_cap = cap_bytes if first_bytes is None else min(cap_bytes, first_bytes)
     open_slots: dict[_Kind, list[Slot]] = {}
     closed: list[tuple[_Kind, list[Slot]]] = []
-    begun: set[_Kind] = set()  # kinds with a closed bucket
+    begun: set[_Kind] = set()  # dtypes and groups that have a closed bucket
     for index in order:
         spec = params[index]
         kind = spec.dtype, spec.group
@@ -121,7 +121,7 @@ def build(
 
 def first_difference(params: Sequence[Sequence[ParamSpec]], ranks: Sequence[int] = ()) -> str | None:
     """Describe the first parameter that differs between the ranks `ranks`; None if they agree."""
-    if all(specs is params[0] or specs == params[0] for specs in params):  # ranks that agree share one list
+    if all(specs is params[0] or specs == params[0] for specs in params):  # equal lists are often one object
         return None
     lengths = {rank: len(specs) for rank, specs in enumerate(params)}
     for index in range(max(lengths.values())):

@@ -202,7 +202,7 @@ class BucketReducer(Reducer):
 
     def is_used(self, index: int) -> bool:
         if index not in self._bucket_of:
-            return False  # frozen when the engine was made
+            return False  # the parameter was frozen when the engine was made
         bucket = self._buckets[self._bucket_of[index]]
         return bucket.is_used(bucket.indices.index(index))
 
@@ -328,7 +328,8 @@ class BucketReducer(Reducer):
     def _launch_used_flags(self, header: Header, *, poison: bool) -> None:
         for group, used in self._used.items():
             if group not in self._used_flags:
-                # A rank that sends nan reports every parameter as used, so that no rank drops the nan.
+                # A rank that sends nan reports every parameter as used, so that other ranks do not discard
+                # the nan.
                 mine = [each or poison for bucket in self._buckets_of(group) for each in bucket.used]
                 self._used_flags[group] = used.all_reduce(mine, are_all=header.all_used())
 
@@ -382,7 +383,7 @@ class BucketReducer(Reducer):
         arrivals = Arrivals({index: self.params[index] for index in backward_order(self._specs)})
         with arrivals.recorded():
             yield
-        self._arrivals = arrivals  # not set if the backward has failed
+        self._arrivals = arrivals  # a failed backward does not set it
         self._repeated |= arrivals.repeated
 
 

@@ -219,7 +219,7 @@ class ExactBucket(OwnBucket):
         return self._exact.rounds(poison=poison)
 
     def sent_tensors(self) -> list[Tensor]:
-        self._start_row()  # see `FlatBucket.sent_tensors`
+        self._start_row()  # `FlatBucket.sent_tensors` explains this
         return [*super().sent_tensors(), *self._exact.round_tensors()]
 
 
@@ -278,7 +278,7 @@ class InPlaceBucket(OwnBucket):
 
     def record_grads(self) -> None:
         if self._is_sent:
-            return  # `_stored` holds the versions
+            return  # `_stored` has the versions
         if self._watched is None:
             super().record_grads()
         else:

@@ -73,7 +73,7 @@ def slot_gradient(param: Parameter) -> Tensor | None:
         return None
     grad = dense(
         param.grad
-    ).resolve_neg()  # autograd negates lazily, for example the imaginary part of a conjugate
+    ).resolve_neg()  # autograd negates lazily, for example for a conjugate's imaginary part
     if grad.is_contiguous() and param.is_contiguous():
         return grad
     like = torch.empty_like(param.detach(), dtype=grad.dtype)

@@ -25,7 +25,7 @@ class Sum(ABC):
 
     @abstractmethod
     def over(self, plan: BucketPlan) -> Any:
-        """Return an object for some slots of the flat buffer, which shares the memory of this sum."""
+        """Return the sum over some slots of the flat buffer, in the memory of this sum."""
 
     def scalars(self) -> list[Tensor]:
         """Return the tensors that `deposit_` reads in addition to the gradients and the sum."""

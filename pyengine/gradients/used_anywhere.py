@@ -38,8 +38,8 @@ class UsedFlags:
     def drop_unused(self, params: Sequence[Parameter], *, waits: bool = False) -> list[int]:
         """Set `.grad` of unused parameters to None, and return their indices; `params` has the flags' order.
 
-        With `waits`, a rank that has left the window waits in any case, because the flags of ranks that are
-        still in the window do not arrive.
+        With `waits`, a rank that has left the window always waits for its collective, because ranks that are
+        still in the window do not send their flags.
 
         Work that is captured as a graph reads no flags: then a parameter that this rank has not used is
         unused on all ranks.

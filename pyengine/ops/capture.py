@@ -153,7 +153,7 @@ class Rehearsal(TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Return True; otherwise torch would run compiled functions uncompiled, now and later."""
+        """Return True; otherwise torch would no longer compile functions, even after the rehearsal."""
         return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

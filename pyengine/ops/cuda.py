@@ -64,7 +64,7 @@ class CudaPlan:
         words = torch.empty(plan.num_words, dtype=torch.int64, device=HOST)
         plan.write_words(words.data_ptr())
         self._device = device
-        self._words = words.to(device)  # a blocking copy, so any stream may read the copy afterwards
+        self._words = words.to(device)  # the copy blocks, so any stream may read it afterwards
         self._plan = native._core.CudaPlan(plan, self._words.data_ptr())
         self._streams: set[int] = set()
         self._scratch: dict[int, Tensor] = {}

@@ -152,7 +152,7 @@ class ExactSum:
         return other
 
     def deposit_(self, tensors: TensorList | Pointers, *, first: bool, nonfinite: Tensor) -> None:
-        """Add one term, which has one tensor per slot.
+        """Add one term to the sum: a tensor for every slot.
 
         Args:
             tensors: one entry per slot, read. None contributes nothing.

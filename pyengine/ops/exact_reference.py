@@ -101,7 +101,7 @@ def _add(limbs: Iterable[Tensor], term: Tensor, found: Tensor, width: int) -> No
     has_grid = _has_grid(bins)  # a block without a grid stays zero
     to_hi = _power_of_two(torch.where(has_grid, 125 - (bins - 1) * width, 0))
     y = torch.where(has_grid, term, 0.0) * to_hi
-    high = y.round()  # ties to even
+    high = y.round()  # `round` rounds ties to even
     hi.add_(high.to(torch.int32))
     lo.add_(((y - high) * 2.0**width).round().to(torch.int32))
 

@@ -262,7 +262,7 @@ def _unflatten_(
 
 @_operator("(Tensor(a!) acc, Tensor?[] grads, Tensor scale, SymInt[] numels, bool first) -> ()")
 def _accumulate_(acc: Tensor, grads: TensorList, scale: Tensor, numels: Sequence[int], first: bool) -> None:
-    nonfinite = torch.empty(len(numels), dtype=torch.uint8, device=acc.device)  # not used
+    nonfinite = torch.empty(len(numels), dtype=torch.uint8, device=acc.device)  # these flags are not used
     _plan(*numels).accumulate_(acc, grads, scale, first=first, nonfinite=nonfinite)
 
 

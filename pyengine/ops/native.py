@@ -6,7 +6,7 @@ import warnings
 from pathlib import Path
 from types import ModuleType
 
-import torch  # imported before _core, which looks up torch's thread pool by name
+import torch  # needed before _core, which looks up torch's thread pool by name
 
 from pyengine.ops.device import HOST
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from pyengine.ops.pointers import ADDRESSED, DTYPE_CODES, Pointers
 
-# A tensor, or a list of one tensor per slot, together with the caller's name for it.
+# The name of a tensor in error messages, with the tensor; or the name of a list, with one tensor per slot.
 Named: TypeAlias = tuple[str, Tensor]
 NamedList: TypeAlias = tuple[str, Pointers]
 

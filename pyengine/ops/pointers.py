@@ -194,7 +194,7 @@ def check_rows(
     """
     span = tensor
     is_matrix = isinstance(tensor, torch.Tensor) and tensor.layout == torch.strided and tensor.dim() == 2
-    if is_matrix and not tensor.is_contiguous() and tensor.stride(1) == 1:  # gaps between contiguous rows
+    if is_matrix and not tensor.is_contiguous() and tensor.stride(1) == 1:  # contiguous rows may have gaps
         length = (tensor.shape[0] - 1) * tensor.stride(0) + tensor.shape[1]
         span = tensor.as_strided((length,), (1,))
     check_dense(name, span)

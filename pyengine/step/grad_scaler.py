@@ -34,7 +34,7 @@ class GradScaler(torch.amp.GradScaler):
     has_scaled = False
 
     def bind(self, final: FinalPass, counter: WindowCounter) -> None:
-        """Use the finite check of `final`. The scale does not change within a window of `counter`.
+        """Use the finite check of an engine (`final`). The scale does not change within a window.
 
         Raises:
             ValueError: the scaler already belongs to another engine.
@@ -180,7 +180,7 @@ def state_problems(state: Mapping[str, Any]) -> Iterator[str]:
 def taken_over(scaler: torch.amp.GradScaler) -> GradScaler:
     """Return a scaler for an engine; torch's own scaler is converted in place and keeps its state."""
     kind = type(scaler)
-    if kind.__name__ == "GradScaler" and kind.__module__.startswith("torch."):  # or a subclass for a device
+    if kind.__name__ == "GradScaler" and kind.__module__.startswith("torch."):  # or a device's subclass
         scaler.__class__ = GradScaler
     if not isinstance(scaler, GradScaler):
         raise TypeError(

@@ -205,7 +205,7 @@ def _written(optimizer: Optimizer) -> list[Any] | None:
 
 
 def _planned(tensors: list[Any]) -> list[tuple[BucketPlan, Pointers]] | None:
-    """Plan copies by dtype; None if a tensor is on another device, is not dense, or has no kernel."""
+    """Return a copy plan per dtype; None if a tensor is on another device, not dense, or has no kernel."""
     by_dtype: dict[torch.dtype, list[Tensor]] = {}
     for tensor in tensors:
         flat = _flat(tensor)
@@ -228,6 +228,6 @@ def _flat(tensor: Any) -> Tensor | None:
     part: Any = tensor.detach()
     if hasattr(part, "to_local"):
         part = part.to_local()
-    if not part.is_contiguous():  # for example channels_last: the same memory in another order
+    if not part.is_contiguous():  # channels_last, for example, has the same memory in another order
         part = part.permute(sorted(range(part.dim()), key=part.stride, reverse=True))
     return part if part.is_contiguous() else None

@@ -228,9 +228,9 @@ def hyperparameters(
                     continue
                 if isinstance(item, Tensor) and runs_ahead(item.device):
                     tensors.append(item)
-                elif isinstance(item, int | float | Tensor | Real):  # the most frequent types first
+                elif isinstance(item, int | float | Tensor | Real):  # test the most frequent types first
                     numbers.append((name, float(item)))
-                elif isinstance(value, str):  # for example Muon's adjust_lr_fn; skips name lists
+                elif isinstance(value, str):  # Muon's adjust_lr_fn, for example; skips lists of names
                     numbers.append((name, value))
     return tuple(numbers), tensors
 

@@ -21,7 +21,7 @@ _BITS = 40
 # float32 only enlarge the first lane.
 _UNITS = [2.0**exponent for exponent in range(88, -153, -_BITS)]
 NUM_LANES = len(_UNITS)
-ROUNDED_LANE = 2  # the lane for `rounded`; any lane would do
+ROUNDED_LANE = 2  # `rounded` uses this lane, but any lane is possible
 
 
 def lanes(values: Tensor) -> Tensor:

@@ -11,7 +11,8 @@ from torch import Tensor
 class FaultKind(Enum):
     """Kinds of faults, by how other ranks learn of the fault and how it is handled."""
 
-    # This rank refuses the window. The header sends the refusal, and every rank raises an error.
+    # This rank has found an error (refuses the window). The header reports it, and every rank raises the
+    # error.
     REFUSED = "refused"
     # An exception ended the last backward after the header was launched. The missing reductions were filled
     # with nan, so every rank skips the step.
@@ -45,7 +46,7 @@ class Faults(list[Fault]):
     """The faults of one window, in the order in which they were found."""
 
     def refuse(self, text: str, flag: Tensor | None = None) -> None:
-        """Refuse the window; with `flag`, an unread bool 0-dim tensor, only if the flag is True."""
+        """Make all ranks raise an error; with `flag`, an unread 0-dim bool tensor, only if it is True."""
         self.append(Fault(FaultKind.REFUSED, text, flag))
 
     def note(self, kind: FaultKind, text: str, error: Exception | None = None) -> None:
@@ -56,15 +57,15 @@ class Faults(list[Fault]):
         return next((fault.text for fault in self if fault.kind is kind), "")
 
     def refusals(self) -> list[str]:
-        """Return the reasons why this rank refuses the window, without refusals that have a flag."""
+        """Return the errors of this rank in the window, except errors that depend on a flag."""
         return [fault.text for fault in self if fault.kind is FaultKind.REFUSED and fault.flag is None]
 
     def flags(self) -> list[Tensor]:
-        """Return the flags of all conditional refusals."""
+        """Return the flags of all errors that depend on a flag."""
         return [fault.flag for fault in self if fault.flag is not None]
 
     def all_refusals(self) -> list[str]:
-        """Return all reasons why this rank refuses the window. Reads flags, so only for error messages."""
+        """Return all errors of this rank in the window. Reads flags, so only for error messages."""
         return [
             fault.text
             for fault in self

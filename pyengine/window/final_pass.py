@@ -120,12 +120,13 @@ class FinalPass:
     def compute_norm(self, *, is_refused: bool = False) -> None:
         """Compute the norm from `sumsq`, and whether to skip the step from the norm and `void`.
 
-        If ranks hold different elements, this waits for one all-reduce, except after a refused header.
+        If ranks hold different elements, this method waits for one all-reduce, unless ranks disagreed in the
+        header.
 
         Args:
             is_refused: whether ranks disagreed in the header.
         """
-        total = add_up(self.sumsq)  # in registration order, independent of buckets and threads
+        total = add_up(self.sumsq)  # registration order does not depend on buckets and threads
         if self._sharded is not None and not is_refused:
             total, void, self._squares = self._sharded.whole(self.sumsq, self.void)
             self.void = void.float()

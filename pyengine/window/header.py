@@ -52,7 +52,7 @@ MAX_COUNT = 2.0**53
 def checked_count(count: object) -> Count:
     """Return a count that can be summed, or raise before any backward; the header checks its value."""
     if type(count) is int and -MAX_COUNT < count < MAX_COUNT:
-        return count  # the usual case
+        return count  # this is the usual case
     if isinstance(count, Tensor):
         if count.numel() != 1:
             raise ValueError(
@@ -120,7 +120,7 @@ class LocalWindow:
     losses: list[Tensor | None] = field(default_factory=list)  # detached, 0-dim; None if unknown
     faults: Faults = field(default_factory=Faults)  # other errors in the window on this rank
     batch: SharedBatch | None = None  # the batch that this rank shares with other ranks
-    is_silent: bool = False  # whether this rank leaves some count to the counting rank
+    is_silent: bool = False  # whether this rank leaves a count to the counting rank
     # Whether this rank had used all of its parameters when the header was launched.
     has_used_all: bool = False
     # Whether this rank had scaled its losses when the header was launched. None without a loss scaler or a
@@ -257,7 +257,7 @@ def _finite_where(is_nothing: Tensor | bool, losses: Tensor) -> Tensor:
 def make_local_window(
     device: torch.device, *, is_exact: bool, max_micro_batches: float, batch: SharedBatch | None
 ) -> Callable[[], LocalWindow]:
-    """Return a function that creates an empty local window, one for each window of an engine."""
+    """Return a function that creates the counts and losses of a new window, with no micro-batch yet."""
     if not is_lazy(device):
         return partial(LocalWindow, is_exact, max_micro_batches, batch=batch)
     zeros = [torch.zeros((), dtype=torch.float64, device=device) for _ in range(4)]
@@ -272,7 +272,7 @@ class Totals:
     loss: float  # sum of the window's known losses, rounded once
     micro_batches: int  # number of micro-batches in the window
     more: int  # number of ranks that have another window
-    invalid_counts: int  # number of micro-batches with an invalid count, plus refusals
+    invalid_counts: int  # number of micro-batches with an invalid count, plus errors on ranks
     unknown_losses: int  # number of micro-batches whose loss is unknown
     not_used_all: int  # number of ranks that had unused parameters when they launched the header
     differ: bool  # whether ranks have different positions or digests
@@ -428,7 +428,7 @@ def _numbers(
 
 
 def _num_refusals(local: LocalWindow) -> float:
-    """Return the number of this rank's refusals, without refusals whose flag is on a device."""
+    """Return the number of errors on this rank, without errors that depend on a flag on a device."""
     faults = local.faults
     return len(faults.refusals()) + sum(local.known(faults.flags()))
 

@@ -19,7 +19,7 @@ from pyengine.ops.plan import BucketPlan, add_up
 from pyengine.window.metric import Metric, MetricContext
 from pyengine.window.observer import ReducedWindow
 
-_SUMS = 8  # sums in a state: weights, squared weights, windows, x, y, x², xy, y²
+_SUMS = 8  # a state has sums of: weights, squared weights, windows, x, y, x², xy, y²
 
 
 @dataclass(frozen=True)

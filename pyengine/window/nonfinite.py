@@ -20,7 +20,7 @@ class RankFindings:
     # For each parameter with a nonfinite reduced gradient, by name: the micro-batches in which the gradient
     # of this rank was nonfinite; None if micro-batches were not checked.
     blamed: dict[str, list[int] | None]
-    refusals: Sequence[str] = ()  # reasons to refuse the window, found after the header
+    refusals: Sequence[str] = ()  # errors of this rank, found after the header
 
 
 def is_not_finite(norms: Tensor) -> Tensor:

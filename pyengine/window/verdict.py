@@ -238,7 +238,7 @@ class Verdict:
         """Gather the information of every rank, and describe where inf and nan came from.
 
         Raises:
-            ValueError: a rank produced inf or nan on purpose, to refuse the window after the header.
+            ValueError: a rank sent inf or nan on purpose, because it found an error after the header.
         """
         report = self.report
         nonfinite = self.outcome.nonfinite.nonzero().flatten().tolist()
@@ -266,17 +266,18 @@ class VerdictQueue:
     def __init__(self, device: torch.device) -> None:
         self._device, self._is_lazy = device, is_lazy(device)
         self._last: Verdict | None = None
-        # The outcome of the previous window, kept until it is known whether the last window was refused.
+        # The outcome of the previous window, kept until it is known whether ranks have refused the last
+        # window.
         self._before: Verdict | None = None
         self._unread: list[Verdict] = []
         # The number of optimizer steps that changed parameters, in windows on whose outcome ranks have
         # agreed.
         self.steps_taken = self._new_steps = 0
-        self._skipped = 0  # consecutive skipped windows so far
+        self._skipped = 0  # number of consecutive skipped windows
         self._has_warned = False
 
     def append(self, verdict: Verdict) -> None:
-        """Append the verdict of a window that was just reduced.
+        """Append the outcome (verdict) of a window that was just reduced.
 
         Ranks do not compare how they used a refused window, even if the refusal becomes known only later.
         """
@@ -290,7 +291,7 @@ class VerdictQueue:
             self._last, self._before = self._before, None
 
     def count_step(self) -> None:
-        """Count the optimizer step of the last reduced window, unless the step turns out to be skipped."""
+        """Count the optimizer step of the last reduced window, unless the device has skipped the step."""
         assert self._last is not None
         self._last.then(self._count, awaits=False)
 
@@ -350,7 +351,7 @@ class VerdictQueue:
             self._has_warned = True
 
     def _last_of_all_ranks(self) -> Verdict | None:
-        """Return the verdict of the last window that is not known to have been refused."""
+        """Return the outcome of the last window, without windows that are known to have been refused."""
         return self._before if self._last is not None and self._last.was_refused else self._last
 
     def _count(self, _: Totals, skips: bool) -> None:
@@ -400,7 +401,7 @@ def _gather_digests(
 
 
 def check_counts(totals: Totals, comm: Comm, *, local: LocalWindow) -> None:
-    """Raise ValueError on every rank if any rank has an invalid count or refuses the window."""
+    """Raise ValueError on every rank if any rank has an invalid count or an error for this window."""
     if totals.batches_differ:
         gathered = comm.all_gather_object(local.described())
         listed = [f"rank {rank}, {text}" for rank, text in enumerate(gathered)]
@@ -428,7 +429,7 @@ def check_counts(totals: Totals, comm: Comm, *, local: LocalWindow) -> None:
 
 
 def raise_refusals(gathered: Sequence[Sequence[str]]) -> None:
-    """Raise ValueError if any rank refuses the window; `gathered` has the reasons by rank."""
+    """Raise ValueError if any rank has an error for this window; `gathered` has the errors by rank."""
     if refusals := by_rank(gathered):
         raise ValueError(
             f"{refusals}. Nothing was stepped: repair this, then call sync.abandon() on all ranks. (What is "

@@ -101,7 +101,7 @@ class Wire(ABC):
         return type(self).for_bucket is not Wire.for_bucket
 
     def for_bucket(self, memory: BucketMemory) -> Wire:
-        """Return the wire of one bucket for all windows; this wire itself if it keeps no state per bucket.
+        """Return the wire of one bucket for all windows; `self` if the wire keeps no state per bucket.
 
         Args:
             memory: state that the returned wire may keep between windows; the owner of the bucket owns it.

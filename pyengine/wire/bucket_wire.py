@@ -20,7 +20,7 @@ from pyengine.wire.memory import BucketMemory, BucketSlice
 
 _log = logging.getLogger("pyengine.wire")
 
-_TURNS = 2**20  # turn numbers per window, more than a bucket has sums in a window
+_TURNS = 2**20  # numbers for sums in a window; a bucket has fewer sums
 
 _W = TypeVar("_W", bound=Wire)
 
@@ -123,7 +123,7 @@ class WireMemory:
         return wire.for_bucket(memory)
 
     def begin(self, window: int) -> None:
-        """Start a window with turn numbers that no other window uses."""
+        """Start a window, and give its sums numbers that no other window uses."""
         self._turn = window * _TURNS
         for memory in self._memories():
             memory.turn = self._turn

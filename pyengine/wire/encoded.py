@@ -39,7 +39,7 @@ class _Encoded(Spelled, Wire):
             raise ValueError(f"rounding={self.rounding!r}: need 'nearest' or 'stochastic'")
         if type(self.seed) is not int or not 0 <= self.seed < 2**63:
             raise ValueError(f"seed={self.seed!r}: need a whole number of at least 0 and below 2**63")
-        self._codec()  # checks the other arguments
+        self._codec()  # `_codec` checks the other arguments
 
     @property
     def encoding(self) -> Encoding:

@@ -60,7 +60,7 @@ class ErrorFeedback(Wire):
             )
 
     def for_bucket(self, memory: BucketMemory) -> Wire:
-        assert self.wire.encoding is not None  # checked in `__post_init__`
+        assert self.wire.encoding is not None  # `__post_init__` has checked it
         return BucketWire(self, memory, self.wire.encoding)
 
     def all_reduce_(self, flat: Tensor, comm: Comm) -> Work:

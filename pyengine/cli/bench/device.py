@@ -73,7 +73,7 @@ class Cuda(Processor):
 
 def _use_one_thread() -> None:
     torch.set_num_threads(1)
-    warnings.filterwarnings("ignore", "OMP_NUM_THREADS")  # a warning of Accelerate
+    warnings.filterwarnings("ignore", "OMP_NUM_THREADS")  # Accelerate emits this warning
 
 
 # Device classes by the value of `--device`.

@@ -93,12 +93,12 @@ def measure(setting: Setting, on_round: Callable[[int], None]) -> Measurements:
                 leave_out(name, why)
             else:
                 variants[name], outcome.times[name] = variant, []
-            variant = None  # so that a variant that is left out later frees its memory
+            variant = None  # frees the memory of the variant if it is left out later
         for done in range(setting.rounds + WARM_UP):
             names = list(variants)
             if not names:
                 raise RuntimeError(f"no variant could be measured: {outcome.failed}")
-            turn = done % len(names)  # rotate, so that no variant always follows the same other variant
+            turn = done % len(names)  # rotate the order, so that the predecessors of a variant change
             for name in names[turn:] + names[:turn]:
                 taken, why = _try(partial(_window, variants[name], device), flags)
                 if taken is None:

@@ -259,7 +259,7 @@ def _other_batch(noise: Noise, batch: float, lr: float, from_batch: float) -> di
 
 
 def _suggestions(noise: Noise) -> list[str]:
-    """Return suggestions for the batch size, and how certain they are."""
+    """Return suggestions for the batch size, and describe how certain they are."""
     spread = "" if noise.spread is None else f" ± {noise.spread:,.0f}"
     found = [
         (

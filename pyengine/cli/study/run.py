@@ -47,7 +47,7 @@ def run(settings: StudySettings) -> int:
         return study(settings, execute, report)
     except OSError as error:
         if error.filename is None:
-            raise  # for example an error of stdout, not of a study file
+            raise  # an error of stdout, for example, is not an error of a study file
         print(f"the study ended early: {error}; {settings.kept}", file=sys.stderr)
         return _NOT_WRITTEN
 
@@ -267,7 +267,7 @@ def _record(cell: Cell, repeat: int, plan: Plan, outcome: RunOutcome) -> Record:
 
 
 def _rounded(values: Sequence[float]) -> list[float]:
-    return [round(value, 6) for value in values]  # rounded to microseconds
+    return [round(value, 6) for value in values]  # round to microseconds
 
 
 def _finite(value: float | None) -> float | None:

@@ -162,7 +162,7 @@ def _parse(line: bytes) -> dict[str, Any]:
 
 
 def _record(text: bytes) -> Record:
-    """Parse the run on a line; raise ValueError if the line is not a valid run."""
+    """Parse a line of the file as a run; raise ValueError if it is not a valid run."""
     line = _parse(text)
     is_run, hints = line.pop("event", None) == "run", get_type_hints(Record)
     if not is_run or line.keys() != hints.keys():
@@ -193,7 +193,7 @@ _LIMITS: tuple[tuple[tuple[str, ...], float, float], ...] = (
     (("sync_s", "wall_s"), 0, _YEARS_S),
     (("busy",), 0, 1),
     (("noise_spread",), 0, sys.float_info.max),
-    (("accuracy",), -1e100, 1e100),  # the user's own metric, which is plotted
+    (("accuracy",), -1e100, 1e100),  # the metric is the user's own, and is plotted
 )
 
 

@@ -41,7 +41,7 @@ def _train(task: Task, study: StudyProbe, *, lr: float) -> None:
         seed=study.seed,
         micro_batch=study.micro_batch,
         global_batch=study.global_batch,
-        drop_last=True,  # so that all steps have the same size
+        drop_last=True,  # all steps then have the same size
     )
     study.watch(sync, quality=partial(_accuracy, task, model))
     for epoch in itertools.count():

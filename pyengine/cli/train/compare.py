@@ -65,7 +65,7 @@ def compare(task: Task, settings: TrainSettings) -> list[Row]:
 
 
 def _first_windows(task: Task, settings: TrainSettings, rank: int, num: int) -> list[list[Batch]]:
-    """Return a rank's windows for the comparison, which every mode shares and training does not use."""
+    """Return this rank's windows for the comparison; they are equal in all modes, and new to the model."""
     stream = train_modes.batches(task, settings, rank, seed=settings.seed + 1)
     return [list(itertools.islice(stream, settings.accumulate)) for _ in range(num)]
 
@@ -85,7 +85,7 @@ def _big_batch_gradient(task: Task, model: nn.Module, windows: Sequence[Sequence
 
 def _check(mode: Mode, checks: Sequence[tuple[list[Batch], Tensor]]) -> dict[str, Any]:
     """Return the gradient errors of a full and a short window, and the traffic of a window."""
-    mode.model.eval()  # like the model in `_big_batch_gradient`
+    mode.model.eval()  # the model in `_big_batch_gradient` is in eval mode, too
     full, short = (
         float((mode.gradient(window) - wanted).norm() / wanted.norm()) for window, wanted in checks
     )

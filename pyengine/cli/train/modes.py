@@ -62,7 +62,7 @@ class Windowed:
     """Training with pyengine, on a bare model or on DDP (`on_ddp`)."""
 
     def __init__(self, task: Task, model: nn.Module, settings: TrainSettings, *, on_ddp: bool) -> None:
-        self.model, self._task = model, task  # the bare module
+        self.model, self._task = model, task  # the unwrapped module
         self._accumulate = settings.accumulate
         self._ddp = DistributedDataParallel(model) if on_ddp else None
         make: Callable[..., Sync] = GradSync if self._ddp is None else attach
@@ -151,7 +151,7 @@ class PlainDDP:
             self._optimizer.step()
             self._schedule.step()
             self._optimizer.zero_grad()
-            dist.all_reduce(totals)  # only for the step record, so it is not counted
+            dist.all_reduce(totals)  # not counted, because only the step record needs this all-reduce
             loss, count = totals.tolist()
             yield StepRecord(
                 step=self._step,

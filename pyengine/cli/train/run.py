@@ -51,7 +51,7 @@ def run(settings: TrainSettings) -> int:
                 return code
             print(error, file=sys.stderr)
             return 1
-    if stopped:  # only in a worker of torchrun; otherwise `launch` raises
+    if stopped:  # only a worker of torchrun gets here; otherwise `launch` raises
         raise SystemExit(128 + stopped)
     return 0
 
@@ -102,7 +102,7 @@ def train(task: Task, settings: TrainSettings, report: TrainReport) -> int:
     mode = train_modes.make(settings.mode, task, settings)
     steps, trace = settings.steps[task.name], settings.traces.get(task.name)
     if trace:
-        mode.measure()  # before loading a checkpoint, which contains the state of the measurements
+        mode.measure()  # a checkpoint contains the state of the measurements, so it is loaded later
     records: list[StepRecord] = []
     about = {
         "parameters": sum(param.numel() for param in mode.model.parameters()),

@@ -27,7 +27,7 @@ def write(path: Path, state: Any) -> None:
         os.fsync(file.fileno())
     descriptor = os.open(path.parent, os.O_RDONLY)
     try:
-        os.fsync(descriptor)  # so that the file name is on disk, too
+        os.fsync(descriptor)  # writes the file name to disk, too
     finally:
         os.close(descriptor)
 
@@ -106,7 +106,7 @@ class Saves:
     def _remove_old(self) -> None:
         for step in sorted(self._steps())[:-_KEPT]:
             self._path(step).unlink(missing_ok=True)
-        if dist.get_rank() == 0:  # files of processes that died; all ranks have written their files
+        if dist.get_rank() == 0:  # removes files of processes that died; all ranks have written their files
             for part in self._folder.glob(".pyengine-*"):
                 shutil.rmtree(part, ignore_errors=True)
 

@@ -24,7 +24,7 @@ def _await_all_threads() -> None:
 
 
 class Callbacks:
-    """The callbacks of the futures of one DDP hook.
+    """The callbacks on the futures that one DDP hook has returned.
 
     A callback that has not been freed keeps this object alive. A future completes before its callback is
     freed, and the backend's thread needs the Python interpreter to free the callback. If the process already

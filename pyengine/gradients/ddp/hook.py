@@ -41,7 +41,7 @@ class WireBuffer:
     def __init__(self, flat: Tensor, wire: Wire, params: Sequence[Tensor], comm: Comm) -> None:
         self.numel, self.wire = flat.numel(), wire
         self.params = {id(param) for param in params}
-        self.plan = BucketPlan([0], [self.numel])  # one slot: the whole buffer
+        self.plan = BucketPlan([0], [self.numel])  # the whole buffer is one slot
         self.one = torch.ones((), dtype=torch.float32, device=flat.device)
         is_copied = wire.folds_count or wire.dtype != flat.dtype
         self.sent = comm.allocate(self.numel, wire.dtype, flat.device) if is_copied else None
@@ -209,7 +209,7 @@ class _Mean:
         with span("launch bucket", bucket.index()), comm.side_stream([flat]):
             work, write_back = self._launch(comm)
             if comm.is_stream_ordered and isinstance(work, Staged):
-                return completed(finish(work.wait))  # the stream waits
+                return completed(finish(work.wait))  # the stream waits for the collective
         if runs_ahead(flat.device) and not comm.is_stream_ordered:
             # gloo's future completes before the stream has copied the result back to the device.
             return completed(finish(work.wait))
@@ -247,7 +247,7 @@ class _Mean:
         if into is None and not self.state.wire.is_encoded:
             return comm.all_reduce(flat), lambda: flat if out_of is None else flat.mul_(out_of)
         buffer = self.state.wire_buffer(self.bucket, comm)
-        assert buffer.sent is not None  # no wire has this dtype
+        assert buffer.sent is not None  # no wire has float64
         sent = buffer.sent.copy_(flat if into is None else flat * into)
 
         def write_back() -> Tensor:

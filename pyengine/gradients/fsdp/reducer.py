@@ -294,7 +294,7 @@ class FSDPReducer(ShardedReducer):
         self.wire.memory.begin(header.position[0])
         _log.debug("reduce %d units in the next backward", len(self.units))
         if not self._replay.has_batch and not self.unsharded.has_run:
-            self._replay.run(self.padding.preserve_grads)  # raises the error
+            self._replay.run(self.padding.preserve_grads)  # raises the error of the replay
         for unit in self.units:
             unit.enable_reduction()
         self.unsharded.has_arrived = False

@@ -124,7 +124,7 @@ class ReduceScatterOverWire:
         places: Callable[[Sequence[Parameter]], Sequence[ScatteredSlice]],
     ) -> None:
         self._inner, self._wire, self._reduced, self._places = inner, wire, reduced, places
-        self._own_wire: tuple[Wire, list[int]] | None = None  # the wire, and the ids of the parameters
+        self._own_wire: tuple[Wire, list[int]] | None = None  # the wire and its parameters' ids
         self.allocate = inner.allocate
 
     def __call__(
