@@ -172,7 +172,7 @@ class Auditor:
             AuditError: the check found a difference. If the host runs ahead of the device, the next `begin`
                 or `conclude` raises the error.
 
-        Cost: one all-reduce per group, of 48 bytes plus 160 bytes per subject.
+        Cost: one all-reduce per group, of 48 bytes plus 160 bytes per audited tensor.
         """
         if not self._listens_on:
             self.probe.disarm()
@@ -216,7 +216,7 @@ class Auditor:
         return LocalCheck(step, bits, has, samples, counted, hyper, numbers)
 
     def _bits(self) -> tuple[Tensor, list[tuple[bool, bool, bool]]]:
-        """Return the checksums of all subjects, int64 `[subjects, 3]`, and which of them exist."""
+        """Return the checksums of all audited tensors, int64 `[subjects, 3]`, and whether they exist."""
         states: dict[int, Any] = {
             id(param): state for optimizer in self.optimizers for param, state in optimizer.state.items()
         }
@@ -244,7 +244,7 @@ class Auditor:
     # ---- comparison of all ranks ----
 
     def _pack(self, local: LocalCheck, group: int) -> Tensor:
-        """Return the vector to be summed over a group, float64: 48 bytes plus 160 bytes per subject."""
+        """Return the vector for the sum over a group, float64: 48 bytes plus 160 bytes per tensor."""
         came = local.samples.came
         head = torch.zeros(_HEAD, dtype=torch.float64, device=self.device)
         if group == 0:
@@ -265,7 +265,9 @@ class Auditor:
         return [i for i, subject in enumerate(self._subjects) if getattr(subject, which) == group]
 
     def _suspects(self, local: LocalCheck, read: Sequence[Tensor]) -> dict[int, set[str]]:
-        """Return differences by subject index (-1: hyperparameters, -2: count), from each group's sums."""
+        """Return differences by tensor index (-1: hyperparameters, -2: count), from the sums of each
+        group.
+        """
         found: dict[int, set[str]] = defaultdict(set)
         self._total, void = float(read[0][0]), float(read[0][1])
         if bool(differ(read[0][2:_HEAD].reshape(1, 4), self._comms[0].world_size)):
@@ -289,7 +291,7 @@ class Auditor:
         return found
 
     def _badly_reduced(self, samples: Samples, rows: Tensor, *, is_used: bool) -> list[int]:
-        """Return the subjects whose reduced gradient is not the sum of local gradients over the count.
+        """Return the tensors whose reduced gradient is not the sum of local gradients over the count.
 
         `rows` is float64 `[subjects, 2 * _PROBES + 2]`. A row contains `_PROBES` weighted sums of the local
         samples, `_PROBES` weighted sums of the reduced samples, the magnitude of the local samples, and the
@@ -301,7 +303,7 @@ class Auditor:
         due, scale = factors * came, factors * scale
         self._factors = torch.ones(len(self._subjects), dtype=torch.float64, device=HOST)
         self._factors[indices] = factors.flatten()
-        # Subjects with local gradients and only finite values.
+        # The audited tensors that have local gradients, all of them finite.
         is_known = (scale > 0).flatten() & torch.cat([due, left, scale], 1).isfinite().all(1) & is_used
         common = 1.0
         if not samples.is_strict:
@@ -422,7 +424,7 @@ _Raw = tuple[str, str, tuple[int, ...], str]
 
 
 def _finding_of(name: str, suspects: Sequence[SubjectEvidence | None]) -> _Raw:
-    """Return the root cause of all differences in one subject."""
+    """Return the root cause of all differences in one audited tensor."""
     by_rank = {rank: each for rank, each in enumerate(suspects) if each is not None}
     evidence = [*by_rank.values()]
     kinds, kind = set().union(*(each.differs for each in evidence)), evidence[0].kind
@@ -448,7 +450,7 @@ _ORDER = ("divisor", "gradient", "hyperparameters", "optimizer state", "paramete
 
 
 def _grouped(found: Sequence[_Raw], step: int, since: int) -> list[Finding]:
-    """Group subjects that differ in the same way, root causes first."""
+    """Group audited tensors that differ in the same way, root causes first."""
     groups: dict[tuple[str, tuple[int, ...], str], list[str]] = {}
     for what, name, ranks, cause in found:
         groups.setdefault((what, ranks, cause), []).extend([name] if name else [])

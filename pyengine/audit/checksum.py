@@ -58,7 +58,7 @@ def checksums_on(device: torch.device, numel: int) -> BlockSums | LaneSums:
 
 
 class BlockSums:
-    """Sum of words times odd weights in 64 bits, block by block, with a separate factor for every block.
+    """A 64-bit sum of words times odd weights, block by block, with a separate factor for every block.
 
     The native core computes the same sum; the PyTorch operators below define the sum.
 
@@ -99,7 +99,7 @@ class BlockSums:
 
 
 class LaneSums:
-    """Sum of words times odd numbers in 32 bits per lane, then of lanes times odd weights in 64 bits.
+    """A 32-bit sum of words times odd numbers per lane, then a 64-bit sum of lanes times odd weights.
 
     This method needs few kernel launches, no memory per word, and no 64-bit product per word. `numel` is the
     number of elements in all tensors to read, and determines the length of a block.

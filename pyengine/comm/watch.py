@@ -78,7 +78,7 @@ class Pending:
 
     @contextmanager
     def running(self, ranks: tuple[int, ...], what: str) -> Iterator[None]:
-        """Record a collective that the body launches and waits for as pending."""
+        """Record the collective of the body as pending; the body launches it and waits for it."""
         self.add(ranks, what, lambda: False)
         number = self.launched[ranks]
         try:

@@ -25,7 +25,7 @@ PART = re.compile(r"rank (0|[1-9]\d{0,17}) of ([1-9]\d{0,17})")
 
 @dataclass(frozen=True)
 class Identity:
-    """The properties in which an engine and a snapshot must be equal to fit each other."""
+    """The properties of an engine that must be equal in a snapshot that it loads."""
 
     accumulator: str
     # For exact sums, the number of terms in a full window over all ranks, which determines the sum's grid;

@@ -811,7 +811,7 @@ class Sync:
                 and a learning rate that changes has to be a tensor.
 
         Cost: the graph keeps the memory of one window's activations. Two windows before the capture run under
-        a `TorchDispatchMode`. A replayed window takes on the host: the copies of its inputs, the launch, and
+        a `TorchDispatchMode`. On the host, a replayed window costs the copies of its inputs, the launch, and
         0.5 µs per parameter.
 
         Example:

@@ -114,7 +114,7 @@ class WindowAudit(WindowObserver):
 def _inventory(
     reducer: Reducer, comm: Comm, module: nn.Module | None
 ) -> tuple[list[Subject], list[Comm], Leaves]:
-    """Return the subjects to compare between ranks, their transports, and where gradients arrive."""
+    """Return the tensors to compare between ranks, their transports, and where gradients arrive."""
     if reducer.model is not None:
         inventory = Inventory(reducer.model, [], group=None, groups={})
         return inventory.subjects, inventory.comms, Leaves(inventory.module)

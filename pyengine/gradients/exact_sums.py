@@ -52,8 +52,8 @@ class ExactOverRanks(ExactSum, Sum):
     def rounds(self, *, poison: bool = False) -> Staged:
         """Return the collectives that add the sums of all ranks and round the result.
 
-        The first collective all-reduces the largest bin of every block. The later collectives add the
-        integers. `poison` makes the sum nan on every rank.
+        The first collective all-reduces the largest bin (exponent range) of every block. The later
+        collectives add the integers. `poison` makes the sum nan on every rank.
 
         Cost: an all-reduce of one byte per block. If W ranks exchange chunks, two all-to-alls of 4 bytes per
         element and an all-gather of 4 bytes per element follow. They send 1.5 times the bytes of a float32

@@ -431,7 +431,7 @@ class InPlaceBucket(OwnBucket):
             param.grad = view
 
     def _shared_views(self) -> list[Tensor]:
-        """Return views like `_grads` that share the version counter of `_flat`."""
+        """Return views of the slots that share the version counter of the whole buffer."""
         if self._shared is None:
             with torch.no_grad():
                 slots = zip(self._grads, self.plan.offsets, strict=True)

@@ -155,7 +155,7 @@ class ExactSum:
         """Add one term to the sum: a tensor for every slot.
 
         Args:
-            tensors: one entry per slot, read. None contributes nothing.
+            tensors: one entry per slot, read. None adds nothing.
             first: True overwrites the sum with this term, so the sum need not be cleared. Slots without a
                 tensor become empty.
             nonfinite: uint8 [n], OR-ed with 1 where this term makes a block invalid.
@@ -179,7 +179,7 @@ class ExactSum:
         self._runner.exact_deposit_(self._native(), sources.table, first, nonfinite.data_ptr())
 
     def align_(self, bins: Tensor) -> None:
-        """Shift the integers of every block to a larger bin.
+        """Shift the integers of every block to a larger bin (exponent range).
 
         The result is the same as if all terms had been added with the larger bin. Afterwards `self.bins`
         equals `bins`, and the limbs of sums with equal bins can be added.

@@ -88,7 +88,7 @@ class WindowCounter:
 
     @property
     def num_sent(self) -> int:
-        """Number of reductions launched so far, one per window; equal on every rank."""
+        """Number of windows whose reduction has been launched; equal on every rank."""
         return self.index + self.is_sent
 
     @property
@@ -167,7 +167,7 @@ class Slots:
         self.is_open = False
 
     def blame(self, by_run: Callable[[int], list[int] | None]) -> Callable[[int], list[int] | None]:
-        """Convert a function that returns runs to a function that returns micro-batches; None stays None."""
+        """Return a function that maps the runs of `by_run` to micro-batches; None stays None."""
         run_of = self._run_of
 
         def by_micro_batch(param: int) -> list[int] | None:

@@ -1,4 +1,4 @@
-"""The report of `verify`: progress, then a table and the result for each subject."""
+"""The report of `verify`: progress, then a table and the result for each training function."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class VerifyReport(report.Report):
         self._status.update("comparing the runs")
 
     def conclude(self, subject: str, finding: WorldSizeResult | None, reference: Trace) -> None:
-        """Report the result for a subject; `finding` is the first run that differs, or None."""
+        """Report the result for a training function; `finding` is the first run that differs, or None."""
         found: dict[str, Any] = {}
         if finding is not None:
             causes = [{"name": name, "text": text} for name, text in finding.causes]

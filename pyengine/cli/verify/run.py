@@ -48,7 +48,7 @@ def run(settings: VerifySettings) -> int:
 
 
 def verify(settings: VerifySettings, execute: Execute, report: VerifyReport) -> bool:
-    """Run and report all subjects; return whether all runs of every subject are identical."""
+    """Run and report all training functions; return whether all runs of each function are identical."""
     done: dict[str, list[Done]] = {name: [] for name in settings.subjects}
     runs = _runs(settings)
     while runs:
