@@ -265,9 +265,7 @@ class Auditor:
         return [i for i, subject in enumerate(self._subjects) if getattr(subject, which) == group]
 
     def _suspects(self, local: LocalCheck, read: Sequence[Tensor]) -> dict[int, set[str]]:
-        """Return differences by tensor index (-1: hyperparameters, -2: count), from the sums of each
-        group.
-        """
+        """Return differences by tensor index (-1: hyperparameters, -2: count), from each group's sums."""
         found: dict[int, set[str]] = defaultdict(set)
         self._total, void = float(read[0][0]), float(read[0][1])
         if bool(differ(read[0][2:_HEAD].reshape(1, 4), self._comms[0].world_size)):
