@@ -86,7 +86,7 @@ class MemoryOffer:
 
 
 class Arena:
-    """The shared memory of the ranks of a host, in one of these ranks.
+    """The shared memory of the ranks of a host, as an object in one rank.
 
     A thread runs the collectives in order, and otherwise sleeps. The thread ends when `close` is called, when
     this object is freed, or when the interpreter exits. `close` also closes the file descriptor.

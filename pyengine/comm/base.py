@@ -162,7 +162,7 @@ class Comm(ABC):
     ) -> tuple[list[list[Any]], list[int]]:
         """Return the results of `all_gather_object` for each value, and of `max_of` for the numbers.
 
-        This method waits for the results. By default it runs one collective after another.
+        This method waits for the results. By default this method runs one collective after another.
         """
         gathered = [self.all_gather_object(value) for value in values]
         return gathered, self.max_of(*numbers) if numbers else []
@@ -291,8 +291,8 @@ class Comm(ABC):
     def watch_stalls(self, after_s: float) -> None:
         """Warn of collectives that ranks have not joined after `after_s` seconds; fail if a rank has died.
 
-        Every rank of the group must call this, in the order in which engines are created. By default it does
-        nothing.
+        Every rank of the group must call this, in the order in which engines are created. By default this
+        method does nothing.
         """
 
     def report_position(self, position: Callable[[], str]) -> None:

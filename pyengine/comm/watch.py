@@ -147,8 +147,9 @@ class Board:
 
     @property
     def _store(self) -> dist.Store:
-        # A second connection to the store, for the watching thread. It is opened on first use, because a new
-        # connection to a file store reads the whole file, which would be wasteful for short-lived engines.
+        # A second connection to the store, for the watching thread. The thread opens the connection on first
+        # use, because a new connection to a file store reads the whole file, which would be wasteful for
+        # short-lived engines.
         with self._lock:
             if self._own is None:
                 own = self._origin.clone()

@@ -80,9 +80,9 @@ class Xla(Comm):
     def record(self) -> None:
         queue, self._queue = self._queue, []
         _log.debug("record %d all-reduces", len(queue))
-        # Always use new tensors, because torch_xla 2.9 may lose the in-place reduction of a tensor. This
-        # happens if the tensor was modified in place before (for example by gradient accumulation), and an
-        # alias of the tensor is modified later (for example by clipping).
+        # Always use new tensors, because torch_xla 2.9 may lose the in-place reduction of a tensor: the
+        # reduction is lost if the tensor was modified in place before (for example by gradient accumulation),
+        # and an alias of the tensor is modified later (for example by clipping).
         fresh = [self._scatter(flat) if flat.dtype == torch.float64 else flat.clone() for flat in queue]
         self._sum_(fresh)
         for flat, total in zip(queue, fresh, strict=True):

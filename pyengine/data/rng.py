@@ -113,7 +113,8 @@ def micro_batch_rng(seed: int, *, step: int, index: int) -> Iterator[None]:
     The previous streams are also restored after an exception. Run both forward and backward inside the
     context, so that the recomputation of activation checkpointing draws the same numbers. The context covers
     Python's random, numpy, torch's CPU generator, the generator of the current device (CUDA, XPU, MTIA) if
-    its backend is initialized, and XLA's generator. It does not cover Generator objects that you create.
+    its backend is initialized, and XLA's generator. The context does not cover Generator objects that you
+    create.
 
     Args:
         seed: seed of the run.

@@ -177,7 +177,8 @@ def _attach_sharded(model: nn.Module, settings: Settings, deferral: Deferral) ->
     for unit in units:
         unit.module.reshard()  # the module then shows its sharded parameters
     named, ignored = managed_parameters(model, units)
-    # Use a separate group: if an exception ends a backward on this rank, other ranks wait in FSDP2.
+    # Use a separate group: after an exception in a backward of this rank, other ranks wait in the group of
+    # FSDP2.
     comm = comm_for(next(model.parameters()).device, None).with_own_group()
 
     ranks = ShardedRanks(units, comm)

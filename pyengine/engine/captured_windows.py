@@ -81,8 +81,8 @@ class CapturedWindows:
         """Train one window of `sync.windows`.
 
         Returns:
-            The record of the last step whose outcome the host knows (see `sync.last_record`). This is usually
-                the step of the previous window.
+            The record of the last step whose outcome the host knows (see `sync.last_record`), usually the
+                step of the previous window.
 
         Raises:
             ValueError: the counts of the window were read ahead.

@@ -193,7 +193,7 @@ class Engine:
         self._running = Lock()
 
         # ---- gradients and parameters ----
-        # Gradients that no optimizer has used. They are carried into the next window.
+        # Gradients that no optimizer has used, which are carried into the next window.
         self.kept_grads = KeptGrads(names, params)
         # The gradients in `.grad`, for example after the reduction.
         self.published = Published(names, params)
@@ -513,8 +513,8 @@ class Engine:
         Repeated calls in a window do nothing. Unless the device runs asynchronously, the host reads the
         outcome of the window here.
 
-        An error on any rank is raised on every rank. If the device runs asynchronously, the next
-        `reach_verdicts` raises it.
+        An error on any rank is raised on every rank: by this method, or by the next `reach_verdicts` if the
+        device runs asynchronously.
         """
         self.check_idle("step, clip or unscale")
         window, counter = self.window, self.counter
@@ -611,7 +611,7 @@ class Engine:
         """Read the outcome of every reduced window; all ranks must call this at the same point."""
         self.verdicts.reach_all()
         if self.window.verdict is not None:
-            self.window.verdict.reach()  # repeated calls raise the window's error again
+            self.window.verdict.reach()  # a repeated call raises the window's error again
 
     # ---- use ----
 

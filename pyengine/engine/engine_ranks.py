@@ -288,7 +288,7 @@ class EngineRanks:
         for name, param in named:
             same = self._held_by(name, param, groups[self._group_of[name]], axes, wrong)
             counted.append(not same or min(same) == dist.get_rank())
-        self.problems += wrong[:1]  # report one problem only: most DTensors of a model have the same one
+        self.problems += wrong[:1]  # report one problem, because most DTensors share it
         unmatched = [p for p in along if not any(fnmatchcase(name, p) for name, _ in named)]
         holds_parts = len(groups) > 1 or len(everywhere) < len(self._ranks)
         self.membership = Membership(
@@ -398,7 +398,7 @@ def _stored_in(tensor: Tensor) -> list[Tensor]:
     if tensor.layout is not torch.strided or tensor.is_quantized or keeps_elements_elsewhere(tensor):
         return []
     for dim, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
-        if size > 1 and stride == 0:  # expanded: one stored element
+        if size > 1 and stride == 0:  # an expanded tensor stores one element
             tensor = tensor.detach().narrow(dim, 0, 1)
     return [tensor]
 

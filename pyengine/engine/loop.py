@@ -34,7 +34,7 @@ class Lookahead(Generic[Batch]):
         self._items = iter(items)
         self._read: deque[Batch] = deque()
         self._is_over = False
-        # The text of the exception that the iterator raised instead of a further item; empty if none.
+        # The text of the exception in a read; an empty string if no read has failed.
         self._error = ""
         self._read_up_to(1)
 
@@ -425,8 +425,7 @@ def _read(engine: Engine, source: Lookahead[Batch]) -> list[Batch]:
         ahead = source.peek(len(engine.counter.due) + 1)
         problems = [_NO_SHARE] if ahead and not engine.counter.share else []
     except Exception as error:
-        # The other ranks wait in `check_ranks_agree`. They raise too, and this rank raises the loader's
-        # error.
+        # The other ranks wait in `check_ranks_agree` and raise there; this rank raises the loader's error.
         try:
             check_ranks_agree(engine, stage="begins a window", problems=[f"the loader raised {error!r}"])
         except ValueError:

@@ -42,7 +42,7 @@ class Ownership:
         self._mark()
 
     def follow(self) -> None:
-        """Accumulate gradients on the current stream, if it has changed.
+        """Accumulate gradients on the current stream from now on, if the stream has changed.
 
         The stream changes if a loop trains or captures a graph on a separate stream. Autograd nodes that a
         live forward graph or DDP references keep their stream.

@@ -132,7 +132,8 @@ class _Described:
 def _prepare(engine: Engine, state: object) -> tuple[list[str], Snapshot | None]:
     """Read and check a state, without changing the engine.
 
-    Returns a list of problems, and the snapshot or None. It does not raise, because other ranks wait.
+    Returns a list of problems, and the snapshot or None. Problems are not raised here, because other ranks
+    wait.
     """
     try:
         if not engine.is_closed:

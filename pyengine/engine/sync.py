@@ -413,9 +413,9 @@ class Sync:
     def part_size(self) -> int | None:
         """Maximum number of items in a forward of `retry_smaller`; None means the whole micro-batch.
 
-        The size decreases when this rank runs out of memory, and never increases by itself. Set it to start
-        with a size that fits, or to get the same parts (and bits) in another run. Set it to None to try whole
-        micro-batches again. It is not part of `state_dict`.
+        The size decreases when this rank runs out of memory, and never increases by itself. Set `part_size`
+        to start with a size that fits, or to get the same parts (and bits) in another run. Set it to None to
+        try whole micro-batches again. `part_size` is not part of `state_dict`.
         """
         return self._engine.part_size
 
@@ -778,7 +778,7 @@ class Sync:
         """Return a function that trains windows, most of them by replaying one CUDA graph.
 
         The first `warm_up` windows of a form (number of micro-batches, structure, shapes, dtypes) run without
-        a graph. Then one window is captured, and later windows replay the graph. It contains forwards,
+        a graph. Then one window is captured, and later windows replay the graph. The graph contains forwards,
         backwards, reductions, norm, clipping and optimizer steps, for the host cost of a single launch.
         Results, records (except seconds by phase), skipped steps and checks between ranks are bitwise the
         same as without a graph. Windows of other lengths, and windows on ranks without data, run without a
@@ -954,9 +954,9 @@ class Sync:
         """Check in every `every`-th window, before its optimizer step, that ranks agree.
 
         The audit compares checksums of parameters, gradients, optimizer state and hyperparameters across
-        ranks. It also compares the reduced gradients with the micro-batches' gradients, and the divisor of
-        the window with its counts. Every rank must call this at the same point, between windows. See
-        docs/reliability.md, and `pe.audit` for a loop without an engine.
+        ranks. The audit also compares the reduced gradients with the micro-batches' gradients, and the
+        divisor of the window with its counts. Every rank must call this at the same point, between windows.
+        See docs/reliability.md, and `pe.audit` for a loop without an engine.
 
         Args:
             every: number of windows from one check to the next; the first window is checked.

@@ -71,7 +71,7 @@ class DeviceGraph:
 class WindowGraph:
     """The device work of a window, from its first forward to its optimizer steps.
 
-    The tensors are in the graph's memory. They hold the values of the last run until the next run begins.
+    The tensors are in the graph's memory, and have the values of the last run until the next run.
     """
 
     work: DeviceGraph

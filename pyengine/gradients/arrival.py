@@ -19,8 +19,8 @@ from torch.nn import Parameter
 # The hooks of `register_post_accumulate_grad_hook`, by id, or None. torch has no public attribute for them.
 post_accumulate_hooks = attrgetter("_post_accumulate_grad_hooks")
 
-# Autograd functions that torch itself defines in Python, for torch.compile and for module hooks. They do not
-# run a nested backward.
+# Autograd functions that torch itself defines in Python, for torch.compile and for module hooks. These
+# functions do not run a nested backward.
 _KNOWN = {"CompiledFunctionBackward", "BackwardHookFunctionBackward"}
 
 

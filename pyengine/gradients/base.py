@@ -259,8 +259,8 @@ class Reducer(ABC):
     def blame(self) -> Callable[[int], list[int] | None]:
         """Return a function from parameter index to micro-batches with a non-finite gradient.
 
-        The function returns None if micro-batches are not checked. It remains valid after the window; it
-        waits for the device.
+        The function returns None if micro-batches are not checked. The function remains valid after the
+        window, and waits for the device.
         """
         blames = [(bucket.indices, bucket.blame()) for bucket in self.buckets()]
 

@@ -56,11 +56,11 @@ class ExactOverRanks(ExactSum, Sum):
         collectives add the integers. `poison` makes the sum nan on every rank.
 
         Cost: an all-reduce of one byte per block. If W ranks exchange chunks, two all-to-alls of 4 bytes per
-        element and an all-gather of 4 bytes per element follow. They send 1.5 times the bytes of a float32
-        all-reduce, and hold 8 bytes of memory per element until they have completed; 8 bytes per element are
-        read, and 12 / W bytes are written. Within a host, an all-reduce of 8 bytes per element follows; 8
-        bytes per element are read, and 4 bytes are written. Before these collectives, 2 bytes per block are
-        read. If the bin of a block grows, 4 bytes per element are read and 8 bytes are written.
+        element and an all-gather of 4 bytes per element follow. These collectives send 1.5 times the bytes of
+        a float32 all-reduce, and hold 8 bytes of memory per element until they have completed; 8 bytes per
+        element are read, and 12 / W bytes are written. Within a host, an all-reduce of 8 bytes per element
+        follows; 8 bytes per element are read, and 4 bytes are written. Before the collectives, 2 bytes per
+        block are read. If the bin of a block grows, 4 bytes per element are read and 8 bytes are written.
         """
         return Staged(self._rounds(poison=poison), self._num_rounds, self.hi.device)
 
@@ -115,7 +115,7 @@ class TermsOverRanks(ExactOverRanks):
     The first collective, an all-reduce of one byte, determines whether any rank holds integers. If no rank
     does, an all-to-all and an all-gather of 4 bytes per element follow, which send the bytes of a float32
     all-reduce. Then 4 bytes per element are read, and with W ranks 8 / W bytes of the integers are read or
-    written. This takes 8.02 / W more bytes of memory per element than `ExactOverRanks`.
+    written. The sum takes 8.02 / W more bytes of memory per element than `ExactOverRanks`.
     """
 
     def __init__(self, plan: BucketPlan, *, terms: Terms, device: torch.device, comm: Comm) -> None:

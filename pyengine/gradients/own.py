@@ -101,13 +101,13 @@ class BucketReducer(Reducer):
         self._wire, self._groups, self._comm = settings.wire, groups, groups.world
         self.counted = groups.counted
         # ---- bucket order ----
-        # Whether any window has been reduced. This becomes True in the same window on every rank.
+        # Whether any window has been reduced. The value becomes True in the same window on every rank.
         self._has_launched = False
         # The bucket order from the next window on: the order in which gradients arrived on rank 0, or the
         # order in a loaded state. None before the first reduction.
         self._agreed: list[int] | None = None
-        # Whether the bucket order is final: False until the second window. It is final from the start with
-        # one rank, or if ranks have different parameters and cannot agree on an order.
+        # Whether the bucket order is final: False until the second window. The order is final from the start
+        # with one rank, or if ranks have different parameters and cannot agree on an order.
         self._order_is_final = self._comm.world_size == 1 or not groups.are_alike
         # ---- arrival of gradients ----
         # The order of gradients in this rank's first backward; None before that backward.

@@ -105,7 +105,7 @@ class OwnBucket(SendableBucket):
         return self._versions.changed()
 
     def replaced_grads(self) -> list[int]:
-        """Return the slots whose gradient other code has replaced, if `changed_grads` may not show it."""
+        """Return the slots whose gradient other code has replaced, which `changed_grads` may not report."""
         return []
 
     def follow_replaced_grads(self) -> None:
@@ -467,7 +467,7 @@ class InPlaceBucket(OwnBucket):
         self._views, self._watched, self._is_sharing = list(self._grads), None, False
         for index, (old, view) in enumerate(zip(moved, self._grads, strict=True)):
             if old.data_ptr() == self._addresses[index] and self.params[index].grad is old:
-                self.params[index].grad = view  # the memory of the slot is unchanged
+                self.params[index].grad = view  # the memory of the slot stays the same
         self._begun = self._own_versions()
         self._stored = list(self._begun)
 

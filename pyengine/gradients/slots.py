@@ -66,8 +66,9 @@ def dense_strides(param: Tensor) -> tuple[int, ...]:
 def slot_gradient(param: Parameter) -> Tensor | None:
     """Return `param.grad` in the order of the slot, or None.
 
-    The result is 1-D, or the gradient itself if it is contiguous. It shares the memory of the gradient and is
-    valid until `.grad` is replaced. Gradients that are sparse, negated or have other strides are copied.
+    The result is 1-D, or the gradient itself if it is contiguous. The result shares the memory of the
+    gradient and is valid until `.grad` is replaced. Gradients that are sparse, negated or have other strides
+    are copied.
     """
     if param.grad is None:
         return None

@@ -110,7 +110,7 @@ def report(problem: str) -> None:
 
 @contextlib.contextmanager
 def running(entered: Section, *, is_capture: bool) -> Iterator[None]:
-    """Rehearse or capture a section in the body."""
+    """Run the body as a section of device work, which is rehearsed or captured."""
     if _entered:
         raise CaptureError("a section is being captured already: capture one window at a time")
     entered.is_capture = is_capture

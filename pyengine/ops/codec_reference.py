@@ -1,7 +1,7 @@
 """Reference implementation of `Codec` in plain PyTorch. csrc/codec.h has the rules and their proofs.
 
-This implementation gives the same bits as the native core. It is used in builds without the core, and on
-devices other than CPU and CUDA. `codec.py` has checked the arguments.
+This implementation has the same bits as the native core. Builds without the core, and devices other than CPU
+and CUDA, use this implementation. `codec.py` has checked the arguments.
 """
 
 from __future__ import annotations

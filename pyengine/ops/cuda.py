@@ -172,8 +172,8 @@ def for_one_call(pointers: Pointers, device: torch.device, *, two_lists: bool = 
 
     Cost: nothing for up to `core.MOST_INLINE_SLOTS` (4000) addresses, or 256 in each of two lists, which are
     kernel parameters. More addresses are written to int64 [n] on the device, with one more launch for every
-    4000 addresses. The result owns this memory. It may be freed after the launch, because later users of the
-    memory run later on the same stream.
+    4000 addresses. The result owns this memory. The memory may be freed after the launch, because its later
+    users run later on the same stream.
     """
     if pointers.upload is not None:
         pointers.upload.wait()

@@ -68,7 +68,7 @@ class ExactSum:
 
     Attributes:
         limbs: int32 [2, numel], owned by this object: hi and lo.
-        hi, lo: int32 [numel], the rows of `limbs`. They are zero outside of slots.
+        hi, lo: int32 [numel], the rows of `limbs`, which are zero outside of slots.
         bins: uint8 [numel // 64], owned by this object. 0 marks an empty block (no terms, zeros or
             denormals). 255 marks an invalid ("poisoned") block, where a term had an inf, a NaN or a magnitude
             of 2^126 or more. The limbs of empty and poisoned blocks are zero.

@@ -1,7 +1,7 @@
 """Reference implementation of `ExactSum` in plain PyTorch. csrc/exact.h has the rules and their proofs.
 
-This implementation gives the same bits as the native core. It is used in builds without the core, and on
-devices other than CPU and CUDA. `exact.py` has checked the arguments.
+This implementation has the same bits as the native core. Builds without the core, and devices other than CPU
+and CUDA, use this implementation. `exact.py` has checked the arguments.
 """
 
 from collections.abc import Iterable
@@ -50,7 +50,7 @@ def deposit_(
 def align_(limbs: tuple[Tensor, Tensor, Tensor], bins: Tensor) -> None:
     """Shift limbs to larger bins, uint8 [numel / 64].
 
-    A shift by one bin moves hi to lo; a larger shift leaves zeros.
+    A shift by one bin moves the bits of hi to lo; a larger shift leaves zeros.
     """
     hi, lo = (limb.view(-1, BLOCK) for limb in limbs[:2])
     _raise_bins((hi, lo, limbs[2]), bins.to(torch.int32))

@@ -104,8 +104,8 @@ def accumulate_(
     The product and the sum are rounded separately.
 
     Args:
-        acc: float32 [at least the sum of numels], written; not read if `first`. It keeps any inf or nan for
-            `unscale_norm`.
+        acc: float32 [at least the sum of numels], written; not read if `first`. An inf or nan stays in `acc`,
+            so that `unscale_norm` finds it.
         grads: any shapes, read. None writes zeros if `first`, and otherwise leaves the elements unchanged.
         scale, like: see `flatten`.
         first: whether to overwrite `acc` instead of adding to it, so that `acc` need not be cleared.
@@ -191,7 +191,7 @@ def _slots(name: str, tensors: Tensors, like: Tensors | None) -> tuple[TensorLis
 
 
 def _present(tensors: Tensors) -> tuple[list[int], list[Tensor]]:
-    """Return the indices of the entries that are not None, and these entries."""
+    """Return the indices and values of all entries except None."""
     present = {i: _tensor(f"tensors[{i}]", tensor) for i, tensor in enumerate(tensors) if tensor is not None}
     return list(present), list(present.values())
 
@@ -281,7 +281,7 @@ def _unscale_norm_(tensors: TensorList, inv_scale: Tensor, slots: Sequence[int])
 
 
 def _unscale_by_dtype(tensors: TensorList, inv_scale: Tensor, *, is_written: bool) -> tuple[Tensor, Tensor]:
-    """Run once per dtype, with None for tensors of other dtypes; add the sums in list order."""
+    """Compute the norm for each dtype separately, and add the sums in the order of the list."""
     check_scale("inv_scale", inv_scale, inv_scale.device)
     plan, device = _plan(*(0 if t is None else t.numel() for t in tensors)), inv_scale.device
     dtypes = dict.fromkeys(t.dtype for t in tensors if t is not None)

@@ -180,7 +180,7 @@ def allocate(targets: _Targets) -> list[Tensor] | None:
         return None
 
 
-# Optimizers that create `momentum_buffer` if it is missing or None. Others check whether any state exists.
+# These optimizers create `momentum_buffer` if it is missing or None. Other optimizers check for any state.
 _WITH_LATE_MOMENTUM = SGD, Muon
 
 

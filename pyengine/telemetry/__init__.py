@@ -67,7 +67,7 @@ class Listener(ABC):
 
 
 def _is_own(rank: int) -> bool:
-    """Whether this process has this rank; raise ValueError if no process has it."""
+    """Whether this process has this rank; raise ValueError if the rank does not exist."""
     own, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     if type(rank) is not int or not 0 <= rank < world_size:
         raise ValueError(

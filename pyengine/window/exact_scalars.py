@@ -25,7 +25,7 @@ ROUNDED_LANE = 2  # `rounded` uses this lane, but any lane is possible
 
 
 def lanes(values: Tensor) -> Tensor:
-    """Return the sum of float64 `[n]` as `[NUM_LANES]` integers, which can be added to others.
+    """Return the sum of float64 `[n]` as `[NUM_LANES]` integers, to be added to those of other sums.
 
     Every bit of float32 values is kept; bits of other values below 2^-152 are dropped. The sum is exact for
     up to 8192 values in total.

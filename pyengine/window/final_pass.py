@@ -100,7 +100,7 @@ class FinalPass:
 
     def reset(self) -> None:
         """Reset the results without device work: the next window overwrites sums and flags."""
-        # Three float32 0-dim flags. `overflow` is 1 if a gradient has inf or nan, and controls the loss
+        # Three flags, float32 0-dim. `overflow` is 1 if a gradient has inf or nan, and controls the loss
         # scale. `found_inf` is 1 if the step must be skipped for any reason. `void` is nan if a rank has
         # dropped the window, and 0 otherwise.
         self.overflow = self.found_inf = self.void = self._zero

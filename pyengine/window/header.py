@@ -73,8 +73,8 @@ def checked_count(count: object) -> Count:
     return count if isinstance(count, int | float) else value
 
 
-# The constants of splitmix64 (Steele, Lea, Flood 2014), as signed numbers. They are odd and have no regular
-# bit pattern.
+# The constants of splitmix64 (Steele, Lea, Flood 2014), as signed numbers. The constants are odd and have no
+# regular bit pattern.
 _GOLDEN, _MIX, _MIX_2 = -7046029254386353131, -4658895280553007687, -7723592293110705685
 
 
@@ -301,7 +301,7 @@ class Totals:
 class Header:
     """The header of one window; the constructor launches its all-reduce on every rank.
 
-    Cost: one all-reduce of 184 bytes (232 if ranks share batches). The constructor does not wait for it.
+    Cost: one all-reduce of 184 bytes (232 if ranks share batches), for which the constructor does not wait.
     """
 
     def __init__(

@@ -38,7 +38,7 @@ def call_all(actions: Sequence[Callable[[], object]]) -> None:
 
 @dataclass(frozen=True)
 class WindowReport:
-    """The information of one rank about its window."""
+    """The counts, errors and names that one rank knows about its window."""
 
     index: int  # index of the window
     local: LocalWindow  # counts, losses and errors of this rank

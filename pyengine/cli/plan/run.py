@@ -133,7 +133,7 @@ def _cells(row: Row) -> list[str]:
 
 
 def _sentences(rows: Sequence[Row]) -> list[str]:
-    """Return sentences on equal splits, uneven splits, and rows that cannot be run."""
+    """Return sentences about equal splits, uneven splits, and rows that cannot be run."""
     found = []
     for batch in dict.fromkeys(row.global_batch for row in rows):
         parts = [

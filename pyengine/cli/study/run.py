@@ -47,7 +47,7 @@ def run(settings: StudySettings) -> int:
         return study(settings, execute, report)
     except OSError as error:
         if error.filename is None:
-            raise  # an error of stdout, for example, is not an error of a study file
+            raise  # not an error of a study file; for example, stdout has failed
         print(f"the study ended early: {error}; {settings.kept}", file=sys.stderr)
         return _NOT_WRITTEN
 

@@ -80,7 +80,7 @@ class Beats:
         self._offset = 0
 
     def read(self) -> bool:
-        """Read new lines; return whether there were any."""
+        """Read the new lines; return whether the file had new lines."""
         if not self.path.exists():
             return False
         with self.path.open("rb") as file:

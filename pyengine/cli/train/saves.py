@@ -68,8 +68,8 @@ class Saves:
         """Return the newest complete step and this rank's state; None if there is no complete step yet.
 
         Raises:
-            RuntimeError: on every rank, if the folder cannot be read, or has only incomplete steps, and
-                several of them.
+            RuntimeError: the folder cannot be read, or has several steps, all of them incomplete. Raised on
+                every rank.
         """
         by_rank = self._on_all(self._steps, f"{self._folder} cannot be read")
         problems = []

@@ -31,7 +31,7 @@ from pyengine.wire.named import WireLike, as_wire, wire_problems
 
 # A function that writes the result of a reduction to the bucket's buffer, `[numel]`, and returns the buffer.
 WriteBack = Callable[[], Tensor]
-# The reduction of a bucket, and the `WriteBack` function for its result.
+# The reduction of a bucket, and a function that writes the result to the bucket.
 Launched = tuple[Work, WriteBack]
 
 
@@ -50,8 +50,8 @@ class WireBuffer:
 class HookState:
     """State of `comm_hook`: the wire, the process group, and the buffers of each bucket.
 
-    One state can serve several models on the same group. It can be created before a process group exists, and
-    can be copied and pickled; an unpickled state uses the default group.
+    One state can serve several models on the same group. A state can be created before a process group
+    exists, and can be copied and pickled; an unpickled state uses the default group.
 
     Args:
         process_group: the process group of the DDP; None is the default group.

@@ -289,7 +289,7 @@ class FSDPReducer(ShardedReducer):
 
     @contextmanager
     def _reducing(self, header: Header) -> Iterator[None]:
-        """Reduce in the body's backward, or in a replayed backward if the body has none."""
+        """Reduce in the body's backward; if the body runs no backward, replay a backward."""
         self.wire.before = self.make_divisor(header, self._divisor_wire).before_wire
         self.wire.memory.begin(header.position[0])
         _log.debug("reduce %d units in the next backward", len(self.units))

@@ -38,8 +38,8 @@ class Unsharded:
         *,
         settings: Settings,
     ) -> None:
-        # For exact sums, incoming gradients are checked in the dtype in which they were computed. Other
-        # gradients are summed in the unit's reduce dtype, and checked when they arrive.
+        # For exact sums, incoming gradients are checked in the dtype in which they were computed. Without
+        # exact sums, gradients are summed in the unit's reduce dtype, and checked when they arrive.
         self._widens = settings.kind != "exact"
         self._watches = self._widens and settings.raises
         # ---- unsharded parameters by index, known after the first forward of each unit ----
