@@ -1,4 +1,4 @@
-"""Transports: the collectives that the engine and its communication formats (wires) may call."""
+"""Transports, which run the collectives of the engine and of its communication formats (wires)."""
 
 from __future__ import annotations
 

@@ -80,7 +80,7 @@ class MeshRanks:
     def axis_of(self, mesh: DeviceMesh, dim: int) -> str | None:
         """Return the axis of this mesh with the same ranks as a dimension of another mesh, or None.
 
-        A dimension with one rank matches any axis; the result is then "".
+        A dimension with one rank matches any axis; the result is "" for such a dimension.
         """
         other = MeshRanks(mesh)
         ranks = other.along([[*other.shape][dim]])

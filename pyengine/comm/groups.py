@@ -53,8 +53,8 @@ def group_of_hosts(parent: dist.ProcessGroup | None) -> dist.ProcessGroup:
     """Return a gloo group of the ranks of another group; the same rules as for `group_of` apply.
 
     All engines over `parent` share this group. If ranks send windows of different engines, this group matches
-    the collectives of different engines with each other, like the group of the buckets. The next window that
-    all ranks send with the same engine is matched correctly again.
+    their collectives with each other; the group of the buckets does the same. The next window that all ranks
+    send with the same engine is matched correctly again.
     """
     parent = group_or_default(parent)
     ranks, limit = dist.get_process_group_ranks(parent), timeout_of(parent, HOST)

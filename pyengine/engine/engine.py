@@ -189,7 +189,7 @@ class Engine:
         # The states of random generators from a loaded state. The next window restores them when it opens, or
         # the loop at its end if it has no window.
         self.rng_due: dict[str, Any] = {}
-        # A lock that is held while a micro-batch runs in any thread.
+        # A lock that each running micro-batch holds, in any thread.
         self._running = Lock()
 
         # ---- gradients and parameters ----

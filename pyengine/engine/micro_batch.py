@@ -41,7 +41,7 @@ class MicroBatch:
         self._last_backward = last_backward
         # The index among the micro-batches of this rank, and whether this micro-batch is the window's last.
         self.index, self.syncs = counter.done, counter.next_backward_syncs
-        # Whether gradients are accumulated after this micro-batch, because it is the last of its slot.
+        # Whether gradients are accumulated after this micro-batch: it is the last micro-batch of its slot.
         self.ends_slot = self.syncs or window.is_padding or window.slots.ends_at(counter.latest)
         self._count: Count = count
         self.is_stated = is_stated or window.denominators is not None

@@ -86,11 +86,11 @@ class Bucket:
 
     @property
     def is_empty(self) -> bool:
-        """Whether the sum has no gradient of this window yet."""
+        """Whether no gradient has been added to the sum in this window."""
         return self._groups[0].is_first
 
     def watches(self) -> list[Watch]:
-        """Return watches for the last backward of a micro-batch, except in the window's last micro-batch.
+        """Return watches for the last backward of a micro-batch that is not the window's last micro-batch.
 
         Each watch accumulates a group of gradients as soon as the group is complete, while the gradients are
         in the cache. The bucket does not store the watches, to avoid a reference cycle.

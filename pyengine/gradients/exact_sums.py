@@ -125,8 +125,8 @@ class TermsOverRanks(ExactOverRanks):
         self._full_plan, self._terms, self._form = plan, terms.total, _Form()
         self._one = torch.ones((), dtype=torch.float32, device=device)
         self._has_integers = comm.allocate(1, torch.uint8, device)
-        # This rank's term is in the memory of one limb (half of the integers). The terms from other ranks are
-        # in the memory of the other limb.
+        # The term of this rank is in the memory of one half of the integers (a limb). The terms from other
+        # ranks are in the memory of the other half.
         self._received = self.lo.view(torch.float32)
         size = self.hi.numel() // comm.world_size
         self._mine = slice(comm.rank * size, (comm.rank + 1) * size)

@@ -39,7 +39,7 @@ class ReducedNorms:
     def read(
         self, index: int, sources: TensorList | Pointers, out: TensorList | Pointers | None, scale: Tensor
     ) -> None:
-        """Read bucket `index`, and optionally write its scaled values, in one pass.
+        """Read bucket `index` in one pass; optionally write its scaled values in the same pass.
 
         Args:
             sources: one entry per slot, `[slot.numel]`.

@@ -42,8 +42,8 @@ class Exact(Spelled):
             their gradients in their own dtype. With None every micro-batch is a slot, and any rank may
             compute any micro-batch.
 
-    The exact sum has 1 to 4096 slots. Their number determines the grid of the sum, so runs have the same bits
-    only with the same number of slots.
+    The exact sum has 1 to 4096 slots. The number of slots determines the grid of the sum, so two runs have
+    the same bits only with the same number of slots.
     """
 
     micro_batches: int

@@ -36,7 +36,7 @@ class Sum(ABC):
         """Add the gradients of a micro-batch, one per slot, `[slot.numel]`; None adds nothing.
 
         Args:
-            first: whether to overwrite the sum, because it has no gradient of this window yet.
+            first: whether to overwrite the sum, as for the first gradients of a window.
             nonfinite: uint8 `[slots]`, OR-ed with 1 where a gradient is not finite, or is too large for an
                 exact sum (2^126).
         """

@@ -315,7 +315,7 @@ class BucketPlan:
         *,
         two_lists: bool = False,
     ) -> Pointers:
-        """Check that a list is on the device of `beside`, a named tensor, and collect its addresses."""
+        """Check that a list is on the same device as the named tensor `beside`, and collect its addresses."""
         pointers, device = gather(name, tensors, self.numels, self._native), device_of(*beside)
         if pointers.device is not None and pointers.device != device:
             raise ValueError(f"{name} are on {pointers.device}; needed {device}, like the other tensors")

@@ -24,9 +24,9 @@ from pyengine.window.spikes import Spike
 class StepRecord:
     """A record of one optimizer step.
 
-    Times are measured with the device's clock if the parameters are on an accelerator. On an XLA device they
-    are measured on the host, where they are the time to record the work. `backward_s` and `exposed_sync_s`
-    are 0 for a window that ran as a CUDA graph (`sync.capture`).
+    Times are measured with the device's clock if the parameters are on an accelerator. On an XLA device the
+    host measures the time to record the work. `backward_s` and `exposed_sync_s` are 0 for a window that ran
+    as a CUDA graph (`sync.capture`).
 
     Attributes:
         step: number of optimizer steps attempted before this one.

@@ -281,7 +281,7 @@ class Totals:
 
     @classmethod
     def of(cls, numbers: Sequence[float], world_size: int) -> Totals:
-        """Read the numbers of a reduced header; for the layout of the vector see above."""
+        """Read the numbers of a reduced header from its vector, in the layout described above."""
         micro_batches, more, invalid, unknown, not_used_all = map(int, numbers[1:_POSITIONS])
         equal, losses = numbers[_POSITIONS:_LOSSES], numbers[_LOSSES:_SHARED]
         differ = list(map(mul, equal[::2], equal[::2])) != list(map(mul, equal[1::2], repeat(world_size)))

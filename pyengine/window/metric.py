@@ -97,6 +97,6 @@ class GradNorms(Metric):
 
 
 def trained(measured: MetricContext, numbers: Sequence[Any]) -> dict[str, Any]:
-    """Return numbers by name as a dict, without frozen parameters."""
+    """Return a dict from parameter name to number, without frozen parameters."""
     named = zip(measured.names, numbers, measured.is_trained, strict=True)
     return {name: number for name, number, is_trained in named if is_trained}

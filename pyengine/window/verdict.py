@@ -132,7 +132,7 @@ class Verdict:
 
     @property
     def is_quiet(self) -> bool:
-        """Whether the outcome is known and needs no collective."""
+        """Whether this rank knows the outcome, and needs no collective to agree with other ranks."""
         return self.is_good and not self._is_zero and not self._has_acted
 
     def reach(self) -> Totals:

@@ -58,7 +58,7 @@ class Wire(ABC):
         """Whether the result only approximates the sum, so that a sum of zeros need not be 0.
 
         A bucket of such a wire contains only gradients. Gradients that already have the wire's `dtype` are
-        also encoded. A wire around another wire returns True if either wire is encoded.
+        also encoded. A wire that wraps another wire is encoded if either wire is encoded.
         """
         return False
 

@@ -168,7 +168,7 @@ class Accelerate(Variant):
             state._reset_state()  # noqa: SLF001 - no public call resets the state of an earlier one
         plugin = GradientAccumulationPlugin(num_steps=len(self.micro_batches), sync_with_dataloader=False)
         self.accelerator = Accelerator(cpu=self.device.type == "cpu", gradient_accumulation_plugin=plugin)
-        # The prepared optimizer wraps `self.optimizer`, which is stepped directly, as in every variant.
+        # Accelerate's prepared optimizer wraps `self.optimizer`. All variants step `self.optimizer` directly.
         self.forward, _ = self.accelerator.prepare(self.model, self.optimizer)
 
     def micro_batch(self, x: Tensor, *, last: bool) -> None:

@@ -36,7 +36,8 @@ _SETTINGS = (
     "PJRT_",
     "TORCH_",
 )
-# Errors if the device has no kernel, a result is wrong, or the core and the Python sources differ in version.
+# The exceptions for a device without a kernel, a wrong result, or different versions of core and Python
+# sources.
 _WRONG = (RuntimeError, ArithmeticError, AttributeError, TypeError)
 _REBUILD = "rebuild it in a clone of pyengine: pip install --force-reinstall --no-deps ."
 _WORKERS, _ACCUMULATE, _ITEMS = 2, 3, 4

@@ -33,7 +33,8 @@ class Curve:
     """The accuracy of one run over its training time."""
 
     steps: list[int]  # optimizer steps before each evaluation
-    # Training time before each evaluation, without the evaluations. A stalled step counts as a median step.
+    # Training time before each evaluation, without the evaluations. For a stalled step, the median step time
+    # is used.
     seconds: list[float]
     accuracy: list[float]
 
@@ -69,7 +70,7 @@ class Figures:
 
 @dataclass(frozen=True)
 class Recommendation:
-    """The best cell and a sentence; no cell if another cell is within noise or the noise is unknown."""
+    """The best cell and a sentence about it; no cell if the noise is unknown or too large to decide."""
 
     best: Cell | None
     text: str

@@ -47,7 +47,7 @@ def run(settings: StudySettings) -> int:
         return study(settings, execute, report)
     except OSError as error:
         if error.filename is None:
-            raise  # not an error of a study file; for example, stdout has failed
+            raise  # the error is not about a study file, but for example about stdout
         print(f"the study ended early: {error}; {settings.kept}", file=sys.stderr)
         return _NOT_WRITTEN
 

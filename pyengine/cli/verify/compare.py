@@ -129,7 +129,7 @@ def causes(
     if first.kind == "window":
         return _known("windows")
     found = []
-    # Gradients do not depend on running statistics, so both can be wrong independently.
+    # Running statistics do not affect gradients, so gradients and statistics can differ independently.
     if first.kind == "buffer":
         found += _known("BatchNorm" if first.name.endswith(_STATISTICS) else "buffers")
     if "gradient" in differs:

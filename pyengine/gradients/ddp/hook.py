@@ -170,7 +170,7 @@ def comm_hook(state: HookState | dist.ProcessGroup | None, bucket: dist.GradBuck
 
 
 class _Mean:
-    """The mean over ranks of a DDP bucket, with the passes before and after the all-reduce."""
+    """Computes the mean of a DDP bucket over ranks, with the passes before and after the all-reduce."""
 
     def __init__(self, state: HookState, bucket: Any) -> None:
         self.state, self.bucket = state, bucket
