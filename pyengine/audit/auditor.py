@@ -31,9 +31,9 @@ TOLERANCE = 2**-5
 _ROUND = 64
 _PARAMETER, _GRADIENT, _STATE = range(3)
 _KINDS = ("parameter", "gradient", "optimizer state")
-_MOST = 32  # maximum number of tensors for which error information is gathered
-_PROBES = 3  # number of weighted sums over samples; a single sum could match by chance
-_HEAD = 6  # a vector's first numbers: count, void, and the checksum of the hyperparameters as integers
+_MOST = 32  # Maximum number of tensors for which error information is gathered.
+_PROBES = 3  # Number of weighted sums over samples; a single sum could match by chance.
+_HEAD = 6  # A vector's first numbers: count, void, and the checksum of the hyperparameters as integers.
 
 Numbers = list[tuple[str, float]]
 
@@ -93,8 +93,8 @@ class Samples:
     came: Tensor
     last: Tensor
     left: Tensor
-    arrivals: Sequence[int]  # number of local gradients by subject (audited tensor)
-    is_strict: bool  # whether the factor of the reduction is known; otherwise any common factor is accepted
+    arrivals: Sequence[int]  # Number of local gradients by subject (audited tensor).
+    is_strict: bool  # Whether the factor of the reduction is known; otherwise any common factor is accepted.
 
 
 @dataclass(frozen=True)
@@ -103,9 +103,9 @@ class Counted:
 
     # The items in this rank's micro-batches, by subject, [subjects]; None if gradients are means over ranks.
     counts: Tensor | None = None
-    count: Tensor | float = 0.0  # this rank's items; the sum over ranks must equal `claimed`
-    claimed: Tensor | float = math.nan  # the loop's divisor of the sum over all ranks; nan if unknown
-    void: Tensor | float = 0.0  # greater than 0 if the gradients are not used
+    count: Tensor | float = 0.0  # This rank's items; the sum over ranks must equal `claimed`.
+    claimed: Tensor | float = math.nan  # The loop's divisor of the sum over all ranks; nan if unknown.
+    void: Tensor | float = 0.0  # Greater than 0 if the gradients are not used.
 
 
 class Auditor:
@@ -410,8 +410,8 @@ class LocalCheck:
     """The observations of one rank in one window."""
 
     step: int
-    bits: Tensor  # int64 [subjects, 3], checksums of parameter, gradient and optimizer state
-    has: Sequence[tuple[bool, bool, bool]]  # which of these checksums exist
+    bits: Tensor  # int64 [subjects, 3], checksums of parameter, gradient and optimizer state.
+    has: Sequence[tuple[bool, bool, bool]]  # Which of these checksums exist.
     samples: Samples
     counted: Counted
     hyper: Tensor  # int64 0-dim, a digest of the hyperparameters

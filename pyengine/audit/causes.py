@@ -17,16 +17,16 @@ _FITS = 2**-6
 class SubjectEvidence:
     """The observations of one rank about one audited tensor (subject)."""
 
-    differs: set[str]  # what differs between ranks: "parameter", "gradient", "optimizer state"
-    kind: str  # "parameter" or "buffer"
-    factor: float  # expected factor between the sum over ranks and the reduced gradient
-    bits: Sequence[int | None]  # checksums of parameter, gradient and optimizer state
-    came: Tensor  # float64 [n], sampled elements of the gradients of this rank's micro-batches
-    last: Tensor  # the same elements for the last micro-batch alone
-    left: Tensor  # the same elements of the reduced gradient; 0 for elements on other ranks
-    count: float  # items counted by this rank's micro-batches; 0 if not known
-    arrivals: int  # number of gradients that arrived
-    is_whole: bool  # whether this rank has the whole gradient
+    differs: set[str]  # What differs between ranks: "parameter", "gradient", "optimizer state".
+    kind: str  # "parameter" or "buffer".
+    factor: float  # Expected factor between the sum over ranks and the reduced gradient.
+    bits: Sequence[int | None]  # Checksums of parameter, gradient and optimizer state.
+    came: Tensor  # float64 [n], sampled elements of the gradients of this rank's micro-batches.
+    last: Tensor  # The same elements for the last micro-batch alone.
+    left: Tensor  # The same elements of the reduced gradient; 0 for elements on other ranks.
+    count: float  # Items counted by this rank's micro-batches; 0 if not known.
+    arrivals: int  # Number of gradients that arrived.
+    is_whole: bool  # Whether this rank has the whole gradient.
 
 
 class Case:
@@ -45,7 +45,7 @@ class Case:
         self.due, self.due_of_last = factor * self.came.sum(0), factor * self.last.sum(0)
         self._noise = _FITS * float((factor * self.came.abs().sum(0)).norm())
 
-        self.has_earlier = any(e.arrivals > 1 for e in self.all)  # whether there were earlier micro-batches
+        self.has_earlier = any(e.arrivals > 1 for e in self.all)  # Whether there were earlier micro-batches.
         # Whether ranks have whole gradients and had different local gradients.
         own = self.came - self.came.mean(0)
         self.is_different_by_rank = self.is_whole and factor * float(own.norm()) > 4 * self._noise

@@ -21,10 +21,10 @@ from pyengine.ops.device import HOST, runs_ahead
 
 # On the host, words are weighted block by block, so that the weights of a block stay in the L1 cache.
 _BLOCK = 2**10
-_BLOCKS_AT_ONCE = 2**8  # number of blocks per step without the native core
+_BLOCKS_AT_ONCE = 2**8  # Number of blocks per step without the native core.
 # An accelerator is fastest with few, long blocks.
 _MIN_LANES, _MAX_LANES = 2**15, 2**22
-_ELEMENTS_A_LANE = 2**10  # elements per lane, so that the sums of lanes are small in comparison
+_ELEMENTS_A_LANE = 2**10  # Elements per lane, so that the sums of lanes are small in comparison.
 # Tensors of at most `_SHORT` words are summed in one call, because separate calls would cost more time.
 _SHORT = 2**11
 # Blocks are added at shifting offsets, so that two elements at a round distance are not in one lane.

@@ -22,9 +22,9 @@ Groups = Mapping[str, dist.ProcessGroup | None]
 class Shard:
     """The contiguous range of a parameter's elements on this rank."""
 
-    start: int  # index of the first element
-    numel: int  # number of elements in the whole parameter
-    copies: int  # number of ranks with the same elements, among the ranks that sum the gradient
+    start: int  # Index of the first element.
+    numel: int  # Number of elements in the whole parameter.
+    copies: int  # Number of ranks with the same elements, among the ranks that sum the gradient.
 
 
 @dataclass(frozen=True)
@@ -33,8 +33,8 @@ class Subject:
 
     name: str
     tensor: Tensor
-    replicas: int | None  # index of the group whose ranks must have the same values; None if there is none
-    summed: int | None  # index of the group that sums the gradient; None if it is not compared
+    replicas: int | None  # Index of the group whose ranks must have the same values; None if there is none.
+    summed: int | None  # Index of the group that sums the gradient; None if it is not compared.
     shard: Shard
     kind: str = "parameter"  # or "buffer"
 

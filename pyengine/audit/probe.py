@@ -42,7 +42,7 @@ class Probe:
         self.last, self._lost = torch.zeros_like(self.sums), torch.zeros_like(self.sums)
         self._sum_rows, self._last_rows = self.sums.unbind(), self.last.unbind()
         # Arrays, because the native core reads and writes them by address.
-        self._places = array("q", [0, 1, 0] * num)  # start, stride and number of elements per subject
+        self._places = array("q", [0, 1, 0] * num)  # Start, stride and number of elements per subject.
         self._weights, self._ones = array("d", [1.0] * num), array("d", [1.0] * num)
         self._arrivals, self._zeros = array("q", [0] * num), array("q", [0] * num)
         self._is_over = array("B", [0])

@@ -17,8 +17,8 @@ from typing import Any
 
 from pyengine.telemetry import without_nan
 
-_CLOSED = 141  # 128 + SIGPIPE, the exit code that a shell reports for `command | head`
-_RAISING = ("strict", "surrogateescape")  # Python sets "surrogateescape" in the C locale
+_CLOSED = 141  # 128 + SIGPIPE, the exit code that a shell reports for `command | head`.
+_RAISING = ("strict", "surrogateescape")  # Python sets "surrogateescape" in the C locale.
 _PLAIN = {"×": "x", "→": "->", "–": "-", "±": "+-", "√": "sqrt ", "Σ": "sum ", "\u00a0": " "}
 
 

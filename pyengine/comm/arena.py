@@ -45,10 +45,10 @@ class MemoryOffer:
     """Memory that one rank offers to the other ranks of its host."""
 
     process: ProcessId
-    network: str  # network namespace; ranks in different namespaces are treated as different hosts
-    refusal: str  # why the rank cannot share memory; empty if it can
-    descriptor: int = -1  # descriptor of the file that the rank has created; -1 without a file
-    token: bytes = b""  # first bytes of the file
+    network: str  # Network namespace; ranks in different namespaces are treated as different hosts.
+    refusal: str  # Why the rank cannot share memory; empty if it can.
+    descriptor: int = -1  # Descriptor of the file that the rank has created; -1 without a file.
+    token: bytes = b""  # First bytes of the file.
 
     @classmethod
     def make(cls, world_size: int) -> MemoryOffer:
@@ -104,8 +104,8 @@ class Arena:
     ) -> None:
         self._core = native._core.SharedArena(descriptor, place, len(processes))
         self._processes, self._me = list(processes), processes[place]
-        self._ranks, self._timeout_s = list(ranks), float("inf")  # ranks as numbered in messages
-        self._suspects: list[int] = []  # ranks found dead once; if found again, the collective fails
+        self._ranks, self._timeout_s = list(ranks), float("inf")  # Ranks as numbered in messages.
+        self._suspects: list[int] = []  # Ranks found dead once; if found again, the collective fails.
         self._works: dict[Any, SharedWork] = {}
         self._thread = threading.Thread(
             target=_serve,

@@ -335,7 +335,7 @@ def is_interrupt(error: BaseException | None) -> bool:
 class Levels:
     """The transports of a rank: over the ranks of its host, and over ranks of different hosts."""
 
-    inside: Comm  # transport over the ranks of this rank's host
+    inside: Comm  # Transport over the ranks of this rank's host.
     # Transport over the ranks that have the same index on their hosts, or over this rank alone if a smaller
     # host has no rank with this index.
     across: Comm

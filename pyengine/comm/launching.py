@@ -50,9 +50,9 @@ T = TypeVar("T")
 _PROCESS = uuid.uuid4().hex  # in all keys of this process, because torchrun's store outlives its workers
 _MAX_WORKERS_PER_CORE = 32
 _POLL_S = 0.1
-_TRACE_S = 1.0  # time after the deadline for workers to write their stacks
-_GRACE_S = 30.0  # time after SIGTERM for workers to exit, for example to save a checkpoint
-_WITHIN_S = 0.2  # time to wait for a group's threads, which free their callbacks within milliseconds
+_TRACE_S = 1.0  # Time after the deadline for workers to write their stacks.
+_GRACE_S = 30.0  # Time after SIGTERM for workers to exit, for example to save a checkpoint.
+_WITHIN_S = 0.2  # Time to wait for a group's threads, which free their callbacks within milliseconds.
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 # Gloo and NCCL use this network interface, which no other machine can reach.
 _LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
@@ -453,7 +453,7 @@ def _set_environment(rank: int, job: _Job) -> None:
         "TORCHELASTIC_MAX_RESTARTS": "0",
     }
     for name in ("MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE"):
-        os.environ.pop(name, None)  # another launcher has set it, and its store must not be used
+        os.environ.pop(name, None)  # Another launcher has set it, and its store must not be used.
     # Groups that `fn` creates also use the loopback interface, unless the user has chosen an interface.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", _LOOPBACK)
     os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={_LOOPBACK}")

@@ -20,7 +20,7 @@ class ProcessId:
     """The identity of one process."""
 
     pid: int
-    host: str  # name of the machine
+    host: str  # Name of the machine.
     # Identifies the boot of the machine and the container in which `pid` is valid; unique to this process if
     # /proc does not have this information.
     space: str

@@ -63,7 +63,7 @@ _HOST_ORDERED = {"gloo", "mpi"}
 # Broadcasts are split into pieces, as in DDP. A piece is large enough for any network, and small enough to
 # avoid a copy of the whole model.
 _PIECE_BYTES = 256 * 2**20
-_TAG = 0x70796567  # a tag that no other code uses; operations with the same tag match in posting order
+_TAG = 0x70796567  # A tag that no other code uses; operations with the same tag match in posting order.
 # The tags of tree reductions: the first tag, and the number of tags after which the first tag is reused.
 _TREE_TAG, _NUM_TREE_TAGS = 0x71000000, 2**20
 # See [Note: small reductions].
@@ -434,7 +434,7 @@ class SwapWork:
         self._flat, self._op = flat, op
         self._rows = [torch.empty_like(flat), torch.empty_like(flat)]
         self._is_reduced = False
-        self._lock = threading.Lock()  # the future completes on a gloo thread
+        self._lock = threading.Lock()  # The future completes on a gloo thread.
         # Bypasses `dist.all_gather`, whose argument checks are not needed here.
         self._work = group_or_default(group).allgather([self._rows], [flat])
 
@@ -458,8 +458,8 @@ class SwapWork:
     def _reduce(self) -> None:
         with self._lock:
             if not self._is_reduced:
-                first, second = self._rows  # the rows are in rank order
-                with torch.inference_mode():  # the caller may be in inference mode
+                first, second = self._rows  # The rows are in rank order.
+                with torch.inference_mode():  # The caller may be in inference mode.
                     _COMBINE[self._op](first, second, out=self._flat)
                 self._is_reduced = True
 
@@ -582,7 +582,7 @@ class PointToPoint:
         """Post the first step; the thread runs the remaining steps."""
         if self._broken:
             raise RuntimeError(failure(self._broken))
-        timeout = self._handle.timeout()  # this raises if the group has been destroyed
+        timeout = self._handle.timeout()  # This raises if the group has been destroyed.
         # Receives that were not posted would shift later matches.
         self._broken = "this rank was interrupted while it posted an exchange"
         try:

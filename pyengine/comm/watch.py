@@ -43,8 +43,8 @@ WAIT_S = 2.0
 # A store that does not respond within this time is considered unavailable.
 _STORE_TIMEOUT = timedelta(seconds=5)
 
-_CAN_WARN = ("running", "unknown")  # states in which a process can print the warning
-_LOOKS = 6  # number of checks before a warning of a stall
+_CAN_WARN = ("running", "unknown")  # States in which a process can print the warning.
+_LOOKS = 6  # Number of checks before a warning of a stall.
 _LONGEST_TICK_S = 1.0
 _HEARTBEAT_S = 5.0  # interval between heartbeats of a rank that is not waiting
 
@@ -54,11 +54,11 @@ _HEARTBEAT_S = 5.0  # interval between heartbeats of a rank that is not waiting
 
 @dataclass(frozen=True)
 class Launch:
-    ranks: tuple[int, ...]  # participating ranks, as the default group numbers them
-    number: int  # counts the collectives over these ranks, from 1; equal on every rank
+    ranks: tuple[int, ...]  # Participating ranks, as the default group numbers them.
+    number: int  # Counts the collectives over these ranks, from 1; equal on every rank.
     what: str
-    since: float  # time of the launch on this rank, on the monotonic clock, in seconds
-    is_done: Callable[[], bool]  # whether the collective has completed on this rank; called from any thread
+    since: float  # Time of the launch on this rank, on the monotonic clock, in seconds.
+    is_done: Callable[[], bool]  # Whether the collective has completed on this rank; called from any thread.
 
     def age_s(self) -> float:
         return time.monotonic() - self.since
@@ -68,8 +68,8 @@ class Pending:
     """The pending collectives of one engine; one thread launches them, other threads may read."""
 
     def __init__(self) -> None:
-        self.launched: dict[tuple[int, ...], int] = {}  # number of collectives, by participating ranks
-        self.open: dict[tuple[tuple[int, ...], int], Launch] = {}  # by ranks and number, in launch order
+        self.launched: dict[tuple[int, ...], int] = {}  # Number of collectives, by participating ranks.
+        self.open: dict[tuple[tuple[int, ...], int], Launch] = {}  # By ranks and number, in launch order.
 
     def add(self, ranks: tuple[int, ...], what: str, is_done: Callable[[], bool]) -> None:
         self.oldest()
@@ -110,11 +110,11 @@ class Heartbeat:
     """The state of one rank at the time of posting."""
 
     process: ProcessId
-    beat: int  # number of this heartbeat, from 1
-    position: str  # description of step, window and micro-batch
-    line: str  # innermost line of user code that the rank's thread is executing
-    waits: str  # description of the collective that the rank waits for; empty if it is not waiting
-    launched: dict[str, int]  # number of collectives that the rank has launched, by group
+    beat: int  # Number of this heartbeat, from 1.
+    position: str  # Description of step, window and micro-batch.
+    line: str  # Innermost line of user code that the rank's thread is executing.
+    waits: str  # Description of the collective that the rank waits for; empty if it is not waiting.
+    launched: dict[str, int]  # Number of collectives that the rank has launched, by group.
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -248,11 +248,11 @@ class StallWatch:
         # ---- state of this rank ----
         self._board, self._rank, self._ranks = Board(store, rank), rank, tuple(ranks)
         self._me = ProcessId.own()
-        self._thread = threading.get_ident()  # the training thread; heartbeats contain its current line
+        self._thread = threading.get_ident()  # The training thread; heartbeats contain its current line.
         # Describes the position of this rank in training, for the watching thread.
         self.position: Callable[[], str] = lambda: "making an engine"
-        self.pending = Pending()  # pending collectives, which the transports add
-        self.verdict = ""  # if not empty, the error that every collective of this engine raises from now on
+        self.pending = Pending()  # Pending collectives, which the transports add.
+        self.verdict = ""  # If not empty, the error that every collective of this engine raises from now on.
         # Futures (promises) that fail when an error is published. A promise lives as long as the callback
         # that may complete its future.
         self._promises: weakref.WeakValueDictionary[int, Promise] = weakref.WeakValueDictionary()
@@ -261,7 +261,7 @@ class StallWatch:
         self._posted: Launch | None = None  # pending collective in the last heartbeat
         # ---- state of other ranks ----
         self._known: dict[int, ProcessId] = {}
-        self._seen: dict[int, int] = {}  # number of each rank's last heartbeat when the wait began
+        self._seen: dict[int, int] = {}  # Number of each rank's last heartbeat when the wait began.
         # The ranks found dead at the last check, and the collective that waits for them. The collective fails
         # if two consecutive checks find the same dead ranks.
         self._suspects: tuple[Launch | None, list[int]] = (None, [])

@@ -313,8 +313,8 @@ def _put(source: _Source, state: Any) -> None:
     source.put(state.cpu() if isinstance(state, torch.Tensor) else state)
 
 
-_WORDS = 624  # number of words in a Mersenne twister's state
-_TORCH = struct.Struct(f"=QiiQ{_WORDS}Q3di4xfB3x")  # seed, left, seeded, next, words, normal samples, flag
+_WORDS = 624  # Number of words in a Mersenne twister's state.
+_TORCH = struct.Struct(f"=QiiQ{_WORDS}Q3di4xfB3x")  # Seed, left, seeded, next, words, normal samples, flag.
 
 
 def _is_from(value: Any, begin: int, end: int) -> bool:

@@ -626,8 +626,8 @@ class Engine:
         stepped = {index for group in done.params for index in group}
         self.foreign.trained.notice_step(stepped)
         if not self.split.are_alike:
-            done = replace(done, params=())  # parameters differ between pipeline stages
-        if self.is_late and self.reducer.stepper.needs_host(optimizer):  # otherwise `wait` read the outcome
+            done = replace(done, params=())  # Parameters differ between pipeline stages.
+        if self.is_late and self.reducer.stepper.needs_host(optimizer):  # Otherwise `wait` read the outcome.
             report_uncapturable(
                 f"the step of {type(optimizer).__name__} waits for the host, which decides whether to skip: "
                 "make it fused=True, with capturable=True if it has that"
@@ -765,8 +765,8 @@ class Engine:
                     if window.verdict is None and self.comm.world_size > 1:
                         raise
             if window.verdict is not None and not window.verdict.was_refused:
-                self.update_scale()  # other ranks update the loss scale in their `step`
-                if not self.is_closed:  # discard the residuals of an unused window
+                self.update_scale()  # Other ranks update the loss scale in their `step`.
+                if not self.is_closed:  # Discard the residuals of an unused window.
                     self.reducer.residuals.drop_if(torch.ones((), dtype=torch.float32, device=self.device))
             flush(self.device)
         _log.debug("window %d: abandon, %s", self.counter.index, self.counter.state.value)

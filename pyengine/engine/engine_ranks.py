@@ -41,11 +41,11 @@ Named = Sequence[tuple[str, Parameter]]
 class Membership:
     """The groups of one rank, as sent to other ranks; ranks are numbered within the engine, from 0."""
 
-    described: str  # description of the mesh and its axes, the same on every rank
-    groups: tuple[Sequence[int], ...]  # the ranks that sum a gradient, indexed by `ParamSpec.group`
-    batch: SharedBatch  # the batch that this rank computes
-    num_batches: int  # the number of batches over all ranks
-    unmatched: tuple[str, ...] = ()  # patterns of `Axes.groups` that no parameter here matches
+    described: str  # Description of the mesh and its axes, the same on every rank.
+    groups: tuple[Sequence[int], ...]  # The ranks that sum a gradient, indexed by `ParamSpec.group`.
+    batch: SharedBatch  # The batch that this rank computes.
+    num_batches: int  # The number of batches over all ranks.
+    unmatched: tuple[str, ...] = ()  # Patterns of `Axes.groups` that no parameter here matches.
     # By parameter, whether this rank includes it in the norm; None: all ranks hold the same parameters.
     counted: tuple[bool, ...] | None = None
 

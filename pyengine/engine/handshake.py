@@ -113,13 +113,13 @@ class WindowSplit:
 
     # The indices of each rank's micro-batches in the window, by rank; if ranks share batches, by batch.
     places: list[range]
-    micro_batches: int  # micro-batches over all ranks; ranks that share a batch count as one
-    by_rank: list[int]  # `accumulate` by rank; by batch if ranks share batches
-    engine_id: int  # 62 random bits that all ranks of this engine share
-    batches: list[int]  # by rank, the index of its batch in `places` and `by_rank`
-    are_alike: bool  # whether the parameters have the same names on all ranks
-    slot_size: int  # micro-batches that a rank sums before it accumulates; see `Slots`
-    parts: int  # terms of the sum per gradient from ranks that share a batch
+    micro_batches: int  # Micro-batches over all ranks; ranks that share a batch count as one.
+    by_rank: list[int]  # `accumulate` by rank; by batch if ranks share batches.
+    engine_id: int  # 62 random bits that all ranks of this engine share.
+    batches: list[int]  # By rank, the index of its batch in `places` and `by_rank`.
+    are_alike: bool  # Whether the parameters have the same names on all ranks.
+    slot_size: int  # Micro-batches that a rank sums before it accumulates; see `Slots`.
+    parts: int  # Terms of the sum per gradient from ranks that share a batch.
 
     def of(self, rank: int) -> range:
         return self.places[self.batches[rank]]

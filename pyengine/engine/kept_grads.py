@@ -31,9 +31,9 @@ class KeptGrads:
         self.clear()
 
     def clear(self) -> None:
-        self._used: set[int] | None = None  # used parameters; None if the last window was unused
-        self._found_inf: Tensor | None = None  # the `found_inf` flag of the step that used the window
-        self._kept: dict[int, Tensor] = {}  # gradients carried into this window, by parameter index
+        self._used: set[int] | None = None  # Used parameters; None if the last window was unused.
+        self._found_inf: Tensor | None = None  # The `found_inf` flag of the step that used the window.
+        self._kept: dict[int, Tensor] = {}  # Gradients carried into this window, by parameter index.
         self._is_added = False
         self.is_handed_over = False  # whether the user took the gradients with `unscale_`
 

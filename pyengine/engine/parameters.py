@@ -21,7 +21,7 @@ from torch.nn import Parameter
 from pyengine.ops.device import HOST, current_stream
 
 _tensor, _version, _values = attrgetter("_cdata"), attrgetter("_version"), methodcaller("values")
-_MOST_IDLE = 3  # the maximum number of consecutive steps without a gradient
+_MOST_IDLE = 3  # The maximum number of consecutive steps without a gradient.
 # A key in the metadata of the autograd node that accumulates a parameter's gradient. The mark lives as long
 # as the node, and is not copied or saved with the parameter.
 _MARK = "pyengine owner"

@@ -70,8 +70,8 @@ class Differing(NamedTuple):
     """A tensor whose values differ between the ranks of one group."""
 
     name: str
-    rank: int  # the first rank whose values differ from the values of `root`
-    root: int  # the first rank of the group
+    rank: int  # The first rank whose values differ from the values of `root`.
+    root: int  # The first rank of the group.
 
 
 def differing(

@@ -31,24 +31,24 @@ class Identity:
     # For exact sums, the number of terms in a full window over all ranks, which determines the sum's grid;
     # otherwise None.
     terms: int | None
-    params: list[tuple[str, list[int], list[int], str]]  # name, shape, strides and dtype
-    run: int  # the number of micro-batches in one term of the sum
+    params: list[tuple[str, list[int], list[int], str]]  # Name, shape, strides and dtype.
+    run: int  # The number of micro-batches in one term of the sum.
 
 
 @dataclass
 class Snapshot:
     """The state of a training run on one rank, between two windows."""
 
-    window: int  # the number of completed windows
-    steps: int  # the number of optimizer steps that changed parameters
+    window: int  # The number of completed windows.
+    steps: int  # The number of optimizer steps that changed parameters.
     rank: int
     world_size: int
     identity: Identity
-    is_between_loops: bool = False  # whether it was saved after a loop over `windows` had ended
-    order: list[int] = field(default_factory=list)  # the order of the buckets; see `Reducer.order`
+    is_between_loops: bool = False  # Whether it was saved after a loop over `windows` had ended.
+    order: list[int] = field(default_factory=list)  # The order of the buckets; see `Reducer.order`.
     # Gradients that are carried into the next window: the tensors of this rank, by parameter name.
     carry: dict[str, Tensor] = field(default_factory=dict)
-    scaler: dict[str, Any] = field(default_factory=dict)  # empty without a loss scaler
+    scaler: dict[str, Any] = field(default_factory=dict)  # Empty without a loss scaler.
     # The rounding errors of narrow wires on this rank, which are added to a later window: by parameter name,
     # float32 `[numel]`, in the parameter's storage order.
     residuals: dict[str, Tensor] = field(default_factory=dict)

@@ -66,7 +66,7 @@ class Sync:
         # Parameter indices on the device, by the groups of `clip_grad_norm_(per=...)`.
         self._clip_groups: dict[tuple[tuple[int, ...], ...], list[Tensor]] = {}
         self._running: MicroBatch | None = None
-        self._retries: Retries | None = None  # set by the first `retry_smaller`
+        self._retries: Retries | None = None  # Set by the first `retry_smaller`.
         # The flag that `no_sync` sets; None if `windows` or `accumulate` determines the last micro-batch.
         self._requires_sync: bool | None = None
 

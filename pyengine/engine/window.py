@@ -24,8 +24,8 @@ class Stepped:
 
     optimizer: torch.optim.Optimizer
     scheduler: Any
-    done: OptimizerStep  # the description of the step that ranks compare
-    indices: Collection[int]  # the indices of the parameters that the optimizer has stepped
+    done: OptimizerStep  # The description of the step that ranks compare.
+    indices: Collection[int]  # The indices of the parameters that the optimizer has stepped.
 
 
 class Window:

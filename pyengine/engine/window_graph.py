@@ -76,7 +76,7 @@ class WindowGraph:
 
     work: DeviceGraph
     section: Section
-    inputs: Sequence[Tensor]  # static copies of the tensors of the window's micro-batches
+    inputs: Sequence[Tensor]  # Static copies of the tensors of the window's micro-batches.
     # The factors that multiplied the previous window's gradients, which ranks compare in the header. The
     # factors are not in the graph's memory, which may be overwritten before the header reads them.
     factors: list[Tensor]

@@ -72,12 +72,12 @@ class Bucket:
         self.total.begin()
 
     def _reset(self) -> None:
-        self.used = [False] * len(self.params)  # whether this rank has a gradient in this window, by slot
+        self.used = [False] * len(self.params)  # Whether this rank has a gradient in this window, by slot.
         # Flags per micro-batch of this window, uint8 `[slots]`: 1 where the gradient was not finite. A report
         # may read the flags after the next window has begun, so rows are not reused.
         self.flagged: list[Tensor] = []
         self._new_rows: Iterator[Tensor] = iter(())
-        self._row: Tensor | None = None  # the flags of the micro-batch that is being accumulated
+        self._row: Tensor | None = None  # The flags of the micro-batch that is being accumulated.
         # The first row whose flags describe the sum instead of the gradients of one micro-batch, or None.
         self._first_row_of_sum: int | None = None
         # Marks of gradients from earlier backwards of the micro-batch; None without such gradients.

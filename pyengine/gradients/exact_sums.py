@@ -22,8 +22,8 @@ from pyengine.ops.pointers import Pointers, TensorList
 class Terms:
     """The number of terms in the exact sum of a full window."""
 
-    total: int  # over all ranks
-    most: int  # on the rank with the most terms, if every rank runs its assigned micro-batches
+    total: int  # Over all ranks.
+    most: int  # On the rank with the most terms, if every rank runs its assigned micro-batches.
 
 
 class ExactOverRanks(ExactSum, Sum):

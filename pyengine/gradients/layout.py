@@ -28,8 +28,8 @@ class ParamSpec:
     # The strides of a parameter that is not contiguous (for example channels_last), which determine the order
     # of its elements in the bucket; empty for contiguous parameters.
     strides: tuple[int, ...] = ()
-    group: int = 0  # index of the group of ranks that sums the gradient
-    stored: str = ""  # storage of a frozen parameter that is not a plain tensor, as text
+    group: int = 0  # Index of the group of ranks that sums the gradient.
+    stored: str = ""  # Storage of a frozen parameter that is not a plain tensor, as text.
 
     @classmethod
     def of(cls, name: str, param: torch.nn.Parameter) -> ParamSpec:

@@ -87,7 +87,7 @@ class GradMarks:
 
         hooks = map(post_accumulate_hooks, self._params)
         for name, param, hooked in zip(self._names, self._params, hooks, strict=True):
-            if hooked and param.requires_grad:  # torch does not allow hooks on frozen parameters
+            if hooked and param.requires_grad:  # torch does not allow hooks on frozen parameters.
                 # Tensor hooks run before the gradient is accumulated. Post-accumulate hooks run in the order
                 # of registration, so `look` runs last.
                 versions[name] = param._version

@@ -265,10 +265,10 @@ class InPlaceBucket(OwnBucket):
         # The tensors in `.grad` after the first micro-batch is stored, unless autograd or a hook has replaced
         # them.
         self._views = list(self._grads)
-        self._is_sharing = False  # whether the views of used slots come from `_shared`
+        self._is_sharing = False  # Whether the views of used slots come from `_shared`.
         # Slots that `record_grads` checks in addition to the version of `_flat`; None for all slots.
         self._watched: list[int] | None = None
-        self._first_row_of_sum = 0  # every row of flags describes the sum, not a single micro-batch
+        self._first_row_of_sum = 0  # Every row of flags describes the sum, not a single micro-batch.
         # Versions of the views. `_begun` has the versions from the start of the window, or from the creation
         # of the views. `_stored` has the versions before the last backward, and later the versions at the
         # time when the last backward has completed the bucket.

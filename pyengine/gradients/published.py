@@ -38,7 +38,7 @@ class Published:
         self._is_lazy = is_lazy(device)
         self._one = torch.ones((), dtype=torch.float32, device=device)
         self._index = {id(param): place for place, param in enumerate(params)}
-        self._groups: list[list[Parameter]] = []  # parameters in the fused calls, by dtype
+        self._groups: list[list[Parameter]] = []  # Parameters in the fused calls, by dtype.
         # On a lazy device there are no fused calls, because tensors have no addresses for the native core.
         self._rest = [] if is_lazy(device) else [param for param in params if param.dtype in DTYPE_CODES]
         self._then = GradVersions(self._params)
@@ -141,8 +141,8 @@ class Published:
             return
         for place, grads in enumerate(self._grouped()):
             try:
-                self._norms.read(place, grads, grads, scale)  # the next `read` resets the norms and flags
-            except (TypeError, ValueError):  # the core cannot address a replaced .grad
+                self._norms.read(place, grads, grads, scale)  # The next `read` resets the norms and flags.
+            except (TypeError, ValueError):  # The core cannot address a replaced .grad.
                 for grad in grads:
                     if grad is not None:
                         grad.mul_(scale)

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from pyengine.ops.device import HOST
 
-MIN_SCALE = 2.0**-110  # for smaller scales, 1/scale or a small code would leave float32's normal range
-_INFINITY = 0x7F800000  # bits of a float32 infinity; with the sign cleared, only NaN has larger bits
+MIN_SCALE = 2.0**-110  # For smaller scales, 1/scale or a small code would leave float32's normal range.
+_INFINITY = 0x7F800000  # Bits of a float32 infinity; with the sign cleared, only NaN has larger bits.
 _LOW = 0xFFFFFFFF
 
 
@@ -24,14 +24,14 @@ _LOW = 0xFFFFFFFF
 class ValueFormat:
     """The properties of a code format."""
 
-    code: int  # number of the format in the native core
-    num_bytes: int  # size of a code
-    largest: float  # largest finite magnitude
-    max_scale: float | None  # largest float32 whose product with `largest` is finite; None without scales
-    nan: int  # code of NaN
-    infinity: int  # code of +inf; the code of NaN if the format has no infinities
-    mantissa: int = -1  # number of stored mantissa bits; -1 for integers
-    bias: int = 0  # exponent bias
+    code: int  # Number of the format in the native core.
+    num_bytes: int  # Size of a code.
+    largest: float  # Largest finite magnitude.
+    max_scale: float | None  # Largest float32 whose product with `largest` is finite; None without scales.
+    nan: int  # Code of NaN.
+    infinity: int  # Code of +inf; the code of NaN if the format has no infinities.
+    mantissa: int = -1  # Number of stored mantissa bits; -1 for integers.
+    bias: int = 0  # Exponent bias.
 
 
 FORMATS: Mapping[str, ValueFormat] = {

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from pyengine.ops.reference import Slots
 
-BLOCK = 64  # number of elements that share a bin
-POISONED = 255  # bin of a block where a term had an inf, a NaN or a magnitude of 2^126 or more
+BLOCK = 64  # Number of elements that share a bin.
+POISONED = 255  # Bin of a block where a term had an inf, a NaN or a magnitude of 2^126 or more.
 _POISON_EXPONENT = 253
 
 

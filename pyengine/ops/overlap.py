@@ -25,8 +25,8 @@ NamedList: TypeAlias = tuple[str, Pointers]
 class Plan(Protocol):
     """The attributes of a `BucketPlan` that these checks use."""
 
-    _slots: tuple[tuple[int, int], ...]  # (offset, numel)
-    _native: Any  # None without the core
+    _slots: tuple[tuple[int, int], ...]  # (offset, numel).
+    _native: Any  # None without the core.
 
 
 class _Span(NamedTuple):

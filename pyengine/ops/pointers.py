@@ -26,10 +26,10 @@ _NO_DISPATCH = torch._C._disabled_torch_dispatch_impl
 class Upload:
     """The addresses of a long list of tensors, copied to device memory on one stream."""
 
-    memory: torch.Tensor  # int64 [n], owned; `record_stream` is called for each waiting stream
-    stream: torch.cuda.Stream | None  # stream of the write; None if the list is for a single call
-    written: torch.cuda.Event | None  # recorded after the write; None if the list is for a single call
-    captured: bool = False  # whether only the replay of a CUDA graph writes the addresses
+    memory: torch.Tensor  # int64 [n], owned; `record_stream` is called for each waiting stream.
+    stream: torch.cuda.Stream | None  # Stream of the write; None if the list is for a single call.
+    written: torch.cuda.Event | None  # Recorded after the write; None if the list is for a single call.
+    captured: bool = False  # Whether only the replay of a CUDA graph writes the addresses.
 
     def wait(self) -> None:
         with torch.cuda.device(self.memory.device):
@@ -57,12 +57,12 @@ class Pointers:
     `Pointers` to avoid these checks.
     """
 
-    tensors: TensorList  # [n], any shapes
-    numels: tuple[int, ...]  # [n]
-    dtype: torch.dtype  # dtype of all tensors; float32 if no slot has a tensor
-    device: torch.device | None  # device of all tensors; None if no slot has a tensor
-    table: Any  # _core.Table for CPU and CUDA tensors; None without the core or on other devices
-    upload: Upload | None = None  # keeps alive the device memory to which `table` points
+    tensors: TensorList  # [n], any shapes.
+    numels: tuple[int, ...]  # [n].
+    dtype: torch.dtype  # Dtype of all tensors; float32 if no slot has a tensor.
+    device: torch.device | None  # Device of all tensors; None if no slot has a tensor.
+    table: Any  # _core.Table for CPU and CUDA tensors; None without the core or on other devices.
+    upload: Upload | None = None  # Keeps alive the device memory to which `table` points.
 
 
 def check_layout(offsets: tuple[int, ...], numels: tuple[int, ...]) -> int:
@@ -294,7 +294,7 @@ def gather(
         table = native._core.gather(native_plan, tensors)
         if table is not None:
             # The checks below would pass, because the core accepts only one dtype and one CPU or CUDA device.
-            kind, index = table.device  # kind is a c10::DeviceType; negative if there is no tensor
+            kind, index = table.device  # Kind is a c10::DeviceType; negative if there is no tensor.
             found = torch.device("cuda", index) if kind == 1 else torch.device("cpu")
             return Pointers(tensors, numels, _DTYPES[table.dtype], None if kind < 0 else found, table)
     dtype, device = _check_slots(name, tensors, numels)

@@ -105,7 +105,7 @@ class Clock:
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._has_events = device, has_events(device)
-        self.phases: list[tuple[str, Any, Any]] = []  # name, start and stop; `now` gives the times
+        self.phases: list[tuple[str, Any, Any]] = []  # Name, start and stop; `now` gives the times.
         # Records the time at which all work so far has run.
         self.now: Callable[[], Any] = self._event if self._has_events else time.perf_counter
         self._start = self._stop = self.now()

@@ -33,7 +33,7 @@ class WindowCounter:
     """
 
     def __init__(self, accumulate: int, *, share: Sequence[int] | None = None) -> None:
-        self.accumulate = accumulate  # micro-batches of a full window, per rank
+        self.accumulate = accumulate  # Micro-batches of a full window, per rank.
         # This rank's places (micro-batch indices) in a full window; empty if there are more ranks than
         # places.
         self.share = range(accumulate) if share is None else share
@@ -129,12 +129,12 @@ class WindowCounter:
         self.index += completed
 
     def _clear(self) -> None:
-        self.places = []  # places of this window's micro-batches so far, in order
-        self.padding = 0  # number of repeated batches that run only for their collectives
-        self.due = list(self.share)  # places of the remaining micro-batches, if there is enough data
-        self.done = 0  # number of backwards that have run
-        self.is_complete = False  # whether the last micro-batch has started
-        self.is_exhausted = False  # whether the data has ended; backwards may still follow
+        self.places = []  # Places of this window's micro-batches so far, in order.
+        self.padding = 0  # Number of repeated batches that run only for their collectives.
+        self.due = list(self.share)  # Places of the remaining micro-batches, if there is enough data.
+        self.done = 0  # Number of backwards that have run.
+        self.is_complete = False  # Whether the last micro-batch has started.
+        self.is_exhausted = False  # Whether the data has ended; backwards may still follow.
 
 
 class Slots:

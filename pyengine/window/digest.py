@@ -30,9 +30,9 @@ _WORD, _FACTOR = 2.0**32, 1000003.0
 class OptimizerStep:
     """A description of one optimizer step."""
 
-    name: str  # class name of the optimizer
-    params: tuple[tuple[int, ...], ...]  # per group, the registration indices of parameters
-    numbers: tuple[tuple[str, float | str], ...]  # hyperparameters of all groups, in order
+    name: str  # Class name of the optimizer.
+    params: tuple[tuple[int, ...], ...]  # Per group, the registration indices of parameters.
+    numbers: tuple[tuple[str, float | str], ...]  # Hyperparameters of all groups, in order.
 
     def __str__(self) -> str:
         values: dict[str, dict[str, None]] = {}  # distinct values of all groups, by name
@@ -48,7 +48,7 @@ class OptimizerStep:
 class Use:
     """How this rank has used the gradients of a reduced window."""
 
-    steps: list[OptimizerStep] = field(default_factory=list)  # optimizer steps, in order
+    steps: list[OptimizerStep] = field(default_factory=list)  # Optimizer steps, in order.
     # The factor by which gradients were multiplied in each step, and hyperparameters on an accelerator.
     # Factors are 0-dim tensors on the host or on a device, and have not been read yet.
     factors: list[Tensor] = field(default_factory=list)
@@ -64,14 +64,14 @@ class Use:
 class HeaderDigest:
     """The values in a header that must be equal on every rank, combined into one number."""
 
-    stage: str  # purpose of the header
-    engine: str  # description of the engine, and the identity from its creation
-    scaler: str = ""  # settings of the loss scaler; empty without one
-    scale: Tensor | None = None  # loss scale, 0-dim; None without a scaler or if it cannot be read
-    use: Use = field(default_factory=Use)  # use of the previous window's gradients
-    accumulate: int = 0  # value on this rank, only for error messages; it may differ between ranks
-    micro_batches: int = 0  # number in a full window, over all ranks
-    kept: tuple[int, ...] = ()  # parameters with gradients from earlier windows
+    stage: str  # Purpose of the header.
+    engine: str  # Description of the engine, and the identity from its creation.
+    scaler: str = ""  # Settings of the loss scaler; empty without one.
+    scale: Tensor | None = None  # Loss scale, 0-dim; None without a scaler or if it cannot be read.
+    use: Use = field(default_factory=Use)  # Use of the previous window's gradients.
+    accumulate: int = 0  # Value on this rank, only for error messages; it may differ between ranks.
+    micro_batches: int = 0  # Number in a full window, over all ranks.
+    kept: tuple[int, ...] = ()  # Parameters with gradients from earlier windows.
 
     def pieces(self) -> list[int]:
         """Return the digest as 20-bit integers, without values on an accelerator; see `add_to`."""

@@ -82,9 +82,9 @@ _GOLDEN, _MIX, _MIX_2 = -7046029254386353131, -4658895280553007687, -77235922931
 class SharedBatch:
     """A batch that this rank computes together with other ranks, for example in tensor parallelism."""
 
-    index: int  # index of the batch
-    num_ranks: int  # number of ranks that share each batch
-    is_counting: bool  # whether this rank counts the batch; exactly one rank per batch does
+    index: int  # Index of the batch.
+    num_ranks: int  # Number of ranks that share each batch.
+    is_counting: bool  # Whether this rank counts the batch; exactly one rank per batch does.
 
     def lanes(self, numbers: Tensor) -> Tensor:
         """Return integers whose sum over all ranks is 0 if the ranks of each batch have equal numbers.
@@ -114,13 +114,13 @@ class LocalWindow:
     # Whether sums are exact. Exact sums require integer counts, because a sum of integers does not depend on
     # the order.
     is_exact: bool = False
-    max_micro_batches: float = math.inf  # limit over all ranks; inf for no limit
+    max_micro_batches: float = math.inf  # Limit over all ranks; inf for no limit.
     # The number of items in each loss, as numbers or as 0-dim tensors that stay on their device.
     counts: list[Count] = field(default_factory=list)
-    losses: list[Tensor | None] = field(default_factory=list)  # detached, 0-dim; None if unknown
-    faults: Faults = field(default_factory=Faults)  # other errors in the window on this rank
-    batch: SharedBatch | None = None  # the batch that this rank shares with other ranks
-    is_silent: bool = False  # whether this rank leaves a count to the counting rank
+    losses: list[Tensor | None] = field(default_factory=list)  # Detached, 0-dim; None if unknown.
+    faults: Faults = field(default_factory=Faults)  # Other errors in the window on this rank.
+    batch: SharedBatch | None = None  # The batch that this rank shares with other ranks.
+    is_silent: bool = False  # Whether this rank leaves a count to the counting rank.
     # Whether this rank had used all of its parameters when the header was launched.
     has_used_all: bool = False
     # Whether this rank had scaled its losses when the header was launched. None without a loss scaler or a
@@ -268,16 +268,16 @@ def make_local_window(
 class Totals:
     """The sums of a window over all ranks, on the host."""
 
-    count: float  # number of items in the window
-    loss: float  # sum of the window's known losses, rounded once
-    micro_batches: int  # number of micro-batches in the window
-    more: int  # number of ranks that have another window
-    invalid_counts: int  # number of micro-batches with an invalid count, plus errors on ranks
-    unknown_losses: int  # number of micro-batches whose loss is unknown
-    not_used_all: int  # number of ranks that had unused parameters when they launched the header
-    differ: bool  # whether ranks have different positions or digests
-    batches_differ: bool  # whether ranks that share a batch have different counts
-    is_unscaled: bool  # whether ranks share batches and have a loss scaler, but no rank has scaled a loss
+    count: float  # Number of items in the window.
+    loss: float  # Sum of the window's known losses, rounded once.
+    micro_batches: int  # Number of micro-batches in the window.
+    more: int  # Number of ranks that have another window.
+    invalid_counts: int  # Number of micro-batches with an invalid count, plus errors on ranks.
+    unknown_losses: int  # Number of micro-batches whose loss is unknown.
+    not_used_all: int  # Number of ranks that had unused parameters when they launched the header.
+    differ: bool  # Whether ranks have different positions or digests.
+    batches_differ: bool  # Whether ranks that share a batch have different counts.
+    is_unscaled: bool  # Whether ranks share batches and have a loss scaler, but no rank has scaled a loss.
 
     @classmethod
     def of(cls, numbers: Sequence[float], world_size: int) -> Totals:
@@ -310,8 +310,8 @@ class Header:
         device: torch.device,
         *,
         local: LocalWindow,
-        position: tuple[int, int],  # completed windows, and steps taken
-        has_more: bool,  # whether this rank has another window
+        position: tuple[int, int],  # Completed windows, and steps taken.
+        has_more: bool,  # Whether this rank has another window.
         digest: HeaderDigest,
         inv_scale: Tensor | None = None,
     ) -> None:
@@ -326,8 +326,8 @@ class Header:
         self._work: Work | None = comm.all_reduce(self._vector)
         self._inv_count: Tensor | None = None
         self._is_visible = _host_may_look(device)
-        self.known_totals: Totals | None = None  # None until the host has read the totals
-        self.disagreement = ""  # how ranks differ; empty before ranks have compared the header
+        self.known_totals: Totals | None = None  # None until the host has read the totals.
+        self.disagreement = ""  # How ranks differ; empty before ranks have compared the header.
 
     def again(
         self, *, local: LocalWindow, position: tuple[int, int], has_more: bool, digest: HeaderDigest

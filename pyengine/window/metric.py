@@ -17,11 +17,11 @@ from pyengine.window.observer import WindowObserver
 class MetricContext:
     """The gradients over which metrics are computed."""
 
-    names: Sequence[str]  # parameter names of all ranks
-    is_trained: Sequence[bool]  # by name, whether the parameter requires a gradient
+    names: Sequence[str]  # Parameter names of all ranks.
+    is_trained: Sequence[bool]  # By name, whether the parameter requires a gradient.
     final: FinalPass
     comm: Comm
-    owner: Any  # the `Reducer`
+    owner: Any  # The `Reducer`.
     # Whether ranks hold different elements or share batches.
     holds_parts: bool
 
@@ -32,8 +32,8 @@ class Metric(WindowObserver):
     A metric object belongs to one engine.
     """
 
-    field = ""  # name of the field in `StepRecord`
-    is_bound = False  # whether the metric has ever been bound to an engine
+    field = ""  # Name of the field in `StepRecord`.
+    is_bound = False  # Whether the metric has ever been bound to an engine.
 
     def problems(self, measured: MetricContext) -> list[str]:
         """Return reasons why the metric is not available; ranks with equal arguments get equal reasons."""

@@ -15,8 +15,8 @@ MAX_NAMED = 5
 class RankFindings:
     """The information of one rank about a failed window."""
 
-    gave_up: str  # the exception in this rank's last backward; empty if there was none
-    losses: list[int]  # micro-batches whose loss was inf or nan
+    gave_up: str  # The exception in this rank's last backward; empty if there was none.
+    losses: list[int]  # Micro-batches whose loss was inf or nan.
     # For each parameter with a nonfinite reduced gradient, by name: the micro-batches in which the gradient
     # of this rank was nonfinite; None if micro-batches were not checked.
     blamed: dict[str, list[int] | None]

@@ -40,14 +40,14 @@ def call_all(actions: Sequence[Callable[[], object]]) -> None:
 class WindowReport:
     """The counts, errors and names that one rank knows about its window."""
 
-    index: int  # index of the window
-    local: LocalWindow  # counts, losses and errors of this rank
-    names: Sequence[str]  # parameter names, in registration order
+    index: int  # Index of the window.
+    local: LocalWindow  # Counts, losses and errors of this rank.
+    names: Sequence[str]  # Parameter names, in registration order.
     blame: Blame
-    acted: Callable[[], str] = str  # describes how a metric has changed the window; empty if none has
-    is_scaled: bool = False  # whether the window's losses were scaled
-    has_backward: bool = False  # whether a backward is known to have run in the window
-    has_gradient: bool = True  # whether any parameter has a gradient, as far as the host knows
+    acted: Callable[[], str] = str  # Describes how a metric has changed the window; empty if none has.
+    is_scaled: bool = False  # Whether the window's losses were scaled.
+    has_backward: bool = False  # Whether a backward is known to have run in the window.
+    has_gradient: bool = True  # Whether any parameter has a gradient, as far as the host knows.
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ class Verdict:
     def __init__(
         self, header: Header, outcome: Outcome, report: WindowReport, *, comm: Comm, raises: bool
     ) -> None:
-        self.totals: Totals | None = None  # sums over all ranks; None until read
+        self.totals: Totals | None = None  # Sums over all ranks; None until read.
         # The reason why the step was skipped or clipped; empty otherwise.
         self.reason = ""
         self.outcome, self.report = outcome, report
@@ -88,9 +88,9 @@ class Verdict:
         self._waiting: list[Callable[[Totals, bool], None]] = []
         self._waiting_to_know: list[Callable[[bool], None]] = []
         self.skips = self._is_zero = self._has_acted = False
-        self.is_reached = False  # whether the ranks have agreed on the outcome
-        self.is_awaited = False  # whether an action on this rank waits for the outcome
-        self.use = Use()  # how this rank has used the gradients of the window
+        self.is_reached = False  # Whether the ranks have agreed on the outcome.
+        self.is_awaited = False  # Whether an action on this rank waits for the outcome.
+        self.use = Use()  # How this rank has used the gradients of the window.
 
     def then(self, action: Callable[[Totals, bool], None], *, awaits: bool = True) -> None:
         """Call `action(totals, skipped)` when ranks have agreed on the outcome, or now if they have.

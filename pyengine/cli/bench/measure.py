@@ -24,7 +24,7 @@ from pyengine.cli.bench.variants import VARIANTS, Variant, by_phase
 
 # fp16: float32 parameters under autocast, because a `GradScaler` cannot unscale float16 gradients.
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-WARM_UP = 2  # rounds in which DDP rebuilds its buckets and optimizers create their state
+WARM_UP = 2  # Rounds in which DDP rebuilds its buckets and optimizers create their state.
 # A bf16 sum of eight terms rounds eight times by up to 2^-8 of the partial sum. Communication in bf16 rounds
 # once more, so that the error is at most 3.5 %.
 _AGREEMENT = 0.04

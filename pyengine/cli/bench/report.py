@@ -22,8 +22,8 @@ from pyengine.cli.bench.variants import VARIANTS
 from pyengine.cli.noise import Range
 from pyengine.cli.report import add_numbers
 
-_BUSY = 0.3  # a larger spread means that another program is running
-_ENOUGH = 5  # minimum number of rounds; five rounds agree by chance once in 16 times
+_BUSY = 0.3  # A larger spread means that another program is running.
+_ENOUGH = 5  # Minimum number of rounds; five rounds agree by chance once in 16 times.
 
 
 class BenchReport(report.Report):

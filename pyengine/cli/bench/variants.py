@@ -23,7 +23,7 @@ from pyengine.cli.bench.models import needs_scale
 from pyengine.wire.named import WIRES
 
 MAX_NORM = 0.5
-PHASES = ("early", "last", "epilogue", "optimizer")  # phases of a window
+PHASES = ("early", "last", "epilogue", "optimizer")  # Phases of a window.
 # Optimizers by the value of a variant's `optimizer` argument.
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "fused": partial(torch.optim.AdamW, lr=1e-5, fused=True),
@@ -34,12 +34,12 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 class Variant:
     """One way to train the model."""
 
-    label: ClassVar[str]  # name in tables
-    needs: ClassVar[str | None] = None  # package that the variant requires, besides torch and pyengine
-    is_synced: ClassVar[bool] = True  # whether all ranks end a window with the same gradient
-    is_whole: ClassVar[bool] = True  # whether this is the full gradient of the window, up to rounding
-    is_ours: ClassVar[bool] = False  # whether the variant is an engine of pyengine
-    grad_norm: Tensor  # gradient norm of the last window, before clipping
+    label: ClassVar[str]  # Name in tables.
+    needs: ClassVar[str | None] = None  # Package that the variant requires, besides torch and pyengine.
+    is_synced: ClassVar[bool] = True  # Whether all ranks end a window with the same gradient.
+    is_whole: ClassVar[bool] = True  # Whether this is the full gradient of the window, up to rounding.
+    is_ours: ClassVar[bool] = False  # Whether the variant is an engine of pyengine.
+    grad_norm: Tensor  # Gradient norm of the last window, before clipping.
 
     def __init__(self, model: nn.Module, micro_batches: list[Tensor], optimizer: str) -> None:
         self.model, self.micro_batches = model, micro_batches

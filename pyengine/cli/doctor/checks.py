@@ -54,8 +54,8 @@ _REMEDY = (
 class CheckResult:
     """The result of one check of this machine or installation."""
 
-    name: str  # name of the check
-    status: Literal["ok", "warn", "fail"]  # "warn": the installation works, but slower or not everywhere
+    name: str  # Name of the check.
+    status: Literal["ok", "warn", "fail"]  # "warn": the installation works, but slower or not everywhere.
     text: str
     remedy: str = ""  # how to solve the problem; empty for "ok"
 

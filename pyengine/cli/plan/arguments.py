@@ -49,11 +49,11 @@ class PlanSettings:
 
     global_batches: tuple[int, ...]  # empty with `run_file`, for batches around the run's batch
     workers: tuple[int, ...]
-    micro_batch: int | None  # samples per backward; None for all samples of a rank
-    lr: float  # learning rate for `from_batch`
-    from_batch: int  # global batch of `lr`; 0 with `run_file`, for the run's batch
-    dataset_size: int | None  # number of samples; None omits the steps per epoch
-    run_file: Path | None  # step records of a run with a noise scale; None plans without a noise scale
+    micro_batch: int | None  # Samples per backward; None for all samples of a rank.
+    lr: float  # Learning rate for `from_batch`.
+    from_batch: int  # Global batch of `lr`; 0 with `run_file`, for the run's batch.
+    dataset_size: int | None  # Number of samples; None omits the steps per epoch.
+    run_file: Path | None  # Step records of a run with a noise scale; None plans without a noise scale.
     json: bool
 
 

@@ -34,13 +34,13 @@ class Row:
 
     global_batch: int
     workers: int
-    micro_batch: int | None  # None if the global batch is not a multiple of the workers
-    accumulate: tuple[int, ...]  # micro-batches per window, by rank; empty if the row cannot be run
-    idle: float  # share of the ranks' time that ranks with one micro-batch fewer spend waiting, 0 to 1
-    lr_linear: float  # learning rates for this global batch, by rule
+    micro_batch: int | None  # None if the global batch is not a multiple of the workers.
+    accumulate: tuple[int, ...]  # Micro-batches per window, by rank; empty if the row cannot be run.
+    idle: float  # Share of the ranks' time that ranks with one micro-batch fewer spend waiting, 0 to 1.
+    lr_linear: float  # Learning rates for this global batch, by rule.
     lr_sqrt: float
-    steps_per_epoch: int | None  # None without a dataset size, or if the row cannot be run
-    problem: str  # why the row cannot be run; empty if it can
+    steps_per_epoch: int | None  # None without a dataset size, or if the row cannot be run.
+    problem: str  # Why the row cannot be run; empty if it can.
 
 
 def run(settings: PlanSettings) -> int:
@@ -163,10 +163,10 @@ def _sentences(rows: Sequence[Row]) -> list[str]:
 class Noise:
     """The gradient noise scale that a run has measured."""
 
-    scale: float  # B_noise, in samples
-    spread: float | None  # standard error of the scale; None after one window
-    windows: int  # number of windows in the average
-    batch: float  # median number of samples per window of the run
+    scale: float  # B_noise, in samples.
+    spread: float | None  # Standard error of the scale; None after one window.
+    windows: int  # Number of windows in the average.
+    batch: float  # Median number of samples per window of the run.
 
     def steps(self, batch: float, scale: float | None = None) -> float:
         """Return the ratio of steps to the fewest possible steps: S / S_min = 1 + B_noise / B."""

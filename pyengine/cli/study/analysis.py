@@ -32,7 +32,7 @@ class Stall:
 class Curve:
     """The accuracy of one run over its training time."""
 
-    steps: list[int]  # optimizer steps before each evaluation
+    steps: list[int]  # Optimizer steps before each evaluation.
     # Training time before each evaluation, without the evaluations. For a stalled step, the median step time
     # is used.
     seconds: list[float]
@@ -44,24 +44,24 @@ class Figures:
     """The results of a cell (workers and batch size); each `Range` is over its successful runs."""
 
     cell: Cell
-    samples_s: Range  # samples per second, without stalls and the first WARM_UP_STEPS steps
-    batches_s: Range  # optimizer steps per second, without stalls
-    speed_up: Range | None  # ratio to the throughput of one worker; None if one worker was not measured
+    samples_s: Range  # Samples per second, without stalls and the first WARM_UP_STEPS steps.
+    batches_s: Range  # Optimizer steps per second, without stalls.
+    speed_up: Range | None  # Ratio to the throughput of one worker; None if one worker was not measured.
     # Whether the throughput overlaps with the throughput of one worker, or either cell has only one run.
     is_within_noise: bool
-    efficiency: Range | None  # speed-up over the number of workers
+    efficiency: Range | None  # Speed-up over the number of workers.
     # The share of a step in which a worker waits for or computes the reduction, 0 to 1; mean over workers.
     sync_share: Range
-    stalls: Range  # number of stalled steps in a run
-    memory_bytes: Range  # peak memory of the worker with the largest peak
-    cpu_share: Range  # busy cores per worker, mean over workers
-    accuracy: Range | None  # best accuracy of a run; None without evaluations
-    goal_s: Range | None  # training seconds until the goal; None without a goal, or if a run missed it
-    noise_scale: Range | None  # noise scale in samples, at the end of a run; None if any run has none
-    noise_spread: float | None  # median standard error of the runs' noise scales
-    worker_batch: int  # samples per worker and step
-    is_oversubscribed: bool  # whether the workers have more threads than the machine has cores
-    runs: int  # number of runs
+    stalls: Range  # Number of stalled steps in a run.
+    memory_bytes: Range  # Peak memory of the worker with the largest peak.
+    cpu_share: Range  # Busy cores per worker, mean over workers.
+    accuracy: Range | None  # Best accuracy of a run; None without evaluations.
+    goal_s: Range | None  # Training seconds until the goal; None without a goal, or if a run missed it.
+    noise_scale: Range | None  # Noise scale in samples, at the end of a run; None if any run has none.
+    noise_spread: float | None  # Median standard error of the runs' noise scales.
+    worker_batch: int  # Samples per worker and step.
+    is_oversubscribed: bool  # Whether the workers have more threads than the machine has cores.
+    runs: int  # Number of runs.
 
     @property
     def global_batch(self) -> int:
@@ -80,14 +80,14 @@ class Recommendation:
 class Analysis:
     """The data for tables, plots and the recommendation."""
 
-    fixed: str  # "global" or "per-worker"
-    cells: dict[Cell, Figures]  # measured cells, in order
+    fixed: str  # "global" or "per-worker".
+    cells: dict[Cell, Figures]  # Measured cells, in order.
     stalls: list[Stall]
-    ended: list[Record]  # runs that did not succeed
-    curves: dict[Cell, list[Curve]]  # curves of the runs with accuracies
-    goal: float | None  # accuracy at which times are compared; None without evaluations
-    goal_from: Cell | None  # the cell that determines the goal; None if the user gives the goal
-    cores: int  # cores of the machine
+    ended: list[Record]  # Runs that did not succeed.
+    curves: dict[Cell, list[Curve]]  # Curves of the runs with accuracies.
+    goal: float | None  # Accuracy at which times are compared; None without evaluations.
+    goal_from: Cell | None  # The cell that determines the goal; None if the user gives the goal.
+    cores: int  # Cores of the machine.
 
     @property
     def workers(self) -> list[int]:

@@ -75,23 +75,23 @@ _EPOCHS = {"cnn": 8.0, "gpt": 1.0}
 class StudySettings:
     """The settings of a study: which runs to make, and how."""
 
-    subject: str  # the name in tables
-    target: str  # the function as "module:function"
+    subject: str  # The name in tables.
+    target: str  # The function as "module:function".
     workers: tuple[int, ...]
     batches: tuple[int, ...]
-    fixed: str  # whether `batches` are for all workers together ("global") or for each worker ("per-worker")
-    dataset_size: int  # training samples
-    epochs: float  # passes of a run over the training samples
+    fixed: str  # Whether `batches` are for all workers together ("global") or for each worker ("per-worker").
+    dataset_size: int  # Training samples.
+    epochs: float  # Passes of a run over the training samples.
     repeats: int
-    micro_batch: int | None  # maximum samples per backward; None for a worker's whole share of the batch
-    threads: int  # torch's threads in each worker
-    evaluations: int  # approximate number of evaluations per run
-    goal: float | None  # accuracy at which times are compared; None for the best that every run reaches
+    micro_batch: int | None  # Maximum samples per backward; None for a worker's whole share of the batch.
+    threads: int  # torch's threads in each worker.
+    evaluations: int  # Approximate number of evaluations per run.
+    goal: float | None  # Accuracy at which times are compared; None for the best that every run reaches.
     seed: int
-    stall_timeout_s: float  # a run is ended after this time without a step
-    run_timeout_s: float  # a run is ended after this time
-    folder: Path  # folder of the results
-    retry: bool  # whether to repeat runs that did not succeed
+    stall_timeout_s: float  # A run is ended after this time without a step.
+    run_timeout_s: float  # A run is ended after this time.
+    folder: Path  # Folder of the results.
+    retry: bool  # Whether to repeat runs that did not succeed.
     trackers: Trackers
     json: bool
 

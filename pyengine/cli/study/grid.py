@@ -27,10 +27,10 @@ class Cell:
 class Plan:
     """The batch split and the number of steps of a cell."""
 
-    global_batch: int  # samples per step, over all workers
-    micro_batch: int  # samples per backward
-    accumulate: int  # micro-batches per worker and step
-    steps: int  # optimizer steps per run
+    global_batch: int  # Samples per step, over all workers.
+    micro_batch: int  # Samples per backward.
+    accumulate: int  # Micro-batches per worker and step.
+    steps: int  # Optimizer steps per run.
 
 
 class Impossible(ValueError):

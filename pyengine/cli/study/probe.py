@@ -37,11 +37,11 @@ class Run:
     steps: int
     dataset_size: int
     seed: int
-    threads: int  # torch's threads in each worker
-    evaluate_every: int  # steps between two evaluations
-    stall_timeout_s: float  # time without a step after which a run is ended; workers may take longer to start
-    run_timeout_s: float  # time limit of the whole run
-    beats: str  # file to which rank 0 appends a line after each step
+    threads: int  # torch's threads in each worker.
+    evaluate_every: int  # Steps between two evaluations.
+    stall_timeout_s: float  # A run is ended after this time without a step; workers may take longer to start.
+    run_timeout_s: float  # Time limit of the whole run.
+    beats: str  # File to which rank 0 appends a line after each step.
 
 
 @dataclass
@@ -53,11 +53,11 @@ class Trace:
     seconds: list[float] = field(default_factory=list)
     sync_s: list[float] = field(default_factory=list)
     losses: list[float | None] = field(default_factory=list)
-    accuracy: list[tuple[int, float]] = field(default_factory=list)  # (steps taken, accuracy)
-    bytes_on_wire: int = 0  # bytes sent in the last step
-    cpu_s: float = 0.0  # CPU time of all threads during the steps
-    peak_rss_bytes: int = 0  # peak memory of the process
-    noise_scale: float | None = None  # last estimate, in the unit of `Run.global_batch`
+    accuracy: list[tuple[int, float]] = field(default_factory=list)  # (steps taken, accuracy).
+    bytes_on_wire: int = 0  # Bytes sent in the last step.
+    cpu_s: float = 0.0  # CPU time of all threads during the steps.
+    peak_rss_bytes: int = 0  # Peak memory of the process.
+    noise_scale: float | None = None  # Last estimate, in the unit of `Run.global_batch`.
     noise_spread: float | None = None
 
 

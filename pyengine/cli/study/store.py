@@ -35,12 +35,12 @@ class Record:
     accumulate: int
     wall_s: float
     busy: float
-    seconds: list[float]  # seconds of each step, on rank 0
-    sync_s: list[float]  # seconds per step in the reduction, mean over workers
+    seconds: list[float]  # Seconds of each step, on rank 0.
+    sync_s: list[float]  # Seconds per step in the reduction, mean over workers.
     losses: list[float | None]
     accuracy: list[tuple[int, float | None]]
-    cpu_share: list[float]  # busy cores, by worker
-    peak_rss_bytes: list[int]  # peak memory, by worker
+    cpu_share: list[float]  # Busy cores, by worker.
+    peak_rss_bytes: list[int]  # Peak memory, by worker.
     bytes_on_wire: int
     noise_scale: float | None = None  # noise scale on rank 0
     noise_spread: float | None = None

@@ -22,9 +22,9 @@ from pyengine.cli.study.grid import Cell
 from pyengine.cli.study.probe import Run, Trace, work
 from pyengine.comm.launching import launch, signals_blocked
 
-_POLL_S = 0.25  # seconds between two checks of a run
-_BUSY_S = 0.3  # time for which the load of the machine is measured before a run
-_START_S = 120.0  # minimum limit for importing torch and joining the group, for any step limit
+_POLL_S = 0.25  # Seconds between two checks of a run.
+_BUSY_S = 0.3  # Time for which the load of the machine is measured before a run.
+_START_S = 120.0  # Minimum limit for importing torch and joining the group, for any step limit.
 
 # A progress callback, called with the number of steps and the last accuracy or None.
 Watch = Callable[[int, float | None], None]
@@ -34,12 +34,12 @@ Watch = Callable[[int, float | None], None]
 class RunOutcome:
     """How a run ended."""
 
-    status: str  # "done", "failed", "stalled" or "timed out"
-    reason: str  # why the run is not done; empty if it is done
-    steps: int  # optimizer steps so far
-    traces: list[Trace]  # traces by rank; empty if the run is not done
-    wall_s: float  # from the start of the processes to their end
-    busy: float  # share of the CPU that other processes used just before the run, 0 to 1
+    status: str  # "done", "failed", "stalled" or "timed out".
+    reason: str  # Why the run is not done; empty if it is done.
+    steps: int  # Optimizer steps so far.
+    traces: list[Trace]  # Traces by rank; empty if the run is not done.
+    wall_s: float  # From the start of the processes to their end.
+    busy: float  # Share of the CPU that other processes used just before the run, 0 to 1.
 
 
 def log_path(cell: Cell, repeat: int) -> Path:

@@ -31,9 +31,9 @@ def make_optimizer(
 class Task(Protocol):
     """A model with its data."""
 
-    name: str  # the name on the command line
-    unit: str  # unit of counts: "tokens" or "images"
-    num_samples: int  # number of samples that `batch` indexes
+    name: str  # The name on the command line.
+    unit: str  # Unit of counts: "tokens" or "images".
+    num_samples: int  # Number of samples that `batch` indexes.
 
     def build(self) -> nn.Module:
         """Return a new fp32 model."""

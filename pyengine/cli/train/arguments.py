@@ -75,9 +75,9 @@ class TrainSettings:
     wire: str
     accumulator: Accumulator
     seed: int
-    traces: dict[str, Path]  # absolute paths of traces, with plots of norms next to them; empty for none
-    checkpoints: dict[str, Path]  # absolute paths of folders; empty for none
-    checkpoint_every: int  # steps between two checkpoints
+    traces: dict[str, Path]  # Absolute paths of traces, with plots of norms next to them; empty for none.
+    checkpoints: dict[str, Path]  # Absolute paths of folders; empty for none.
+    checkpoint_every: int  # Steps between two checkpoints.
     trackers: Trackers
     json: bool
 

@@ -29,12 +29,12 @@ class Row:
 
     mode: str
     label: str
-    buckets: int  # gradient buckets
-    collectives: int  # gradient collectives per window, including the engine's header
-    bytes_sent: int  # bytes that this rank sent in these collectives
-    step_s: Range  # seconds of a step, over the timed windows
-    full_window: float  # relative difference of a window's gradient from the gradient of one big batch
-    short_window: float  # relative difference for a window with fewer micro-batches and unequal counts
+    buckets: int  # Gradient buckets.
+    collectives: int  # Gradient collectives per window, including the engine's header.
+    bytes_sent: int  # Bytes that this rank sent in these collectives.
+    step_s: Range  # Seconds of a step, over the timed windows.
+    full_window: float  # Relative difference of a window's gradient from the gradient of one big batch.
+    short_window: float  # Relative difference for a window with fewer micro-batches and unequal counts.
 
 
 def compare(task: Task, settings: TrainSettings) -> list[Row]:

@@ -176,8 +176,8 @@ class Saving:
     """
 
     def __init__(self, folder: Path | None, *, every: int, parts: Mapping[str, Any], steps: int) -> None:
-        self.start = 0  # the step of the newest checkpoint, from which training continues
-        self.stopped = 0  # the signal that ended the training
+        self.start = 0  # The step of the newest checkpoint, from which training continues.
+        self.stopped = 0  # The signal that ended the training.
         self._every, self._parts, self._steps = every, parts, steps
         self._saves = None if folder is None else Saves(folder)
         self._signal = 0

@@ -61,8 +61,8 @@ BUILT_IN = "pyengine.cli.verify.subjects:{}"
 class VerifySettings:
     """The settings of a verification."""
 
-    subjects: dict[str, str]  # training functions as "module:function", by their names in the report
-    workers: tuple[int, ...]  # world sizes; the first world size is the reference
+    subjects: dict[str, str]  # Training functions as "module:function", by their names in the report.
+    workers: tuple[int, ...]  # World sizes; the first world size is the reference.
     steps: int
     micro_batches: int  # micro-batches per window, over all ranks
     accumulator: Accumulator

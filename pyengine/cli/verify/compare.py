@@ -22,21 +22,21 @@ class Difference:
     step: int
     kind: str
     name: str
-    rank: int  # the lowest rank on which the entry differs
-    counts: dict[str, tuple[int, int]]  # by kind: (differing entries, all entries) of this step and rank
-    texts: tuple[str | None, str | None]  # entries of reference and run; digests, except for a "window"
+    rank: int  # The lowest rank on which the entry differs.
+    counts: dict[str, tuple[int, int]]  # By kind: (differing entries, all entries) of this step and rank.
+    texts: tuple[str | None, str | None]  # Entries of reference and run; digests, except for a "window".
 
 
 @dataclass(frozen=True)
 class Change:
     """The difference between a run's full gradient and the reference gradient."""
 
-    relative: float  # norm of the difference over the norm of the reference
+    relative: float  # Norm of the difference over the norm of the reference.
     # The ratio of the norms before clipping if they are recorded, otherwise the least-squares factor from the
     # reference to the run.
     factor: float
-    rest: float  # norm of the residual of the least-squares factor, over the norm of the run
-    epsilon: float  # largest machine epsilon of the gradients' dtypes
+    rest: float  # Norm of the residual of the least-squares factor, over the norm of the run.
+    epsilon: float  # Largest machine epsilon of the gradients' dtypes.
 
 
 def first_difference(reference: Trace, ranks: Sequence[Trace]) -> Difference | None:

@@ -32,7 +32,7 @@ KINDS = {
     "parameter": "parameter {}",
     "state": "optimizer state {}",
 }
-START = -1  # number of the step before the first step
+START = -1  # Number of the step before the first step.
 # The owners of the gradients, in this order: the engine's buckets; DDP; FSDP shards of each `ModuleList`
 # layer and of the model, over all workers; and the same FSDP shards in 2 replicas.
 WRAPS = ("own", "ddp", "fsdp", "hsdp")
@@ -52,9 +52,9 @@ class Run:
     steps: int
     micro_batches: int
     accumulator: Accumulator
-    wrap: str  # one of `WRAPS`
-    last: int  # the step after which training ends
-    keep: int | None = None  # rank whose tensors of step `last` are kept; None keeps only digests
+    wrap: str  # One of `WRAPS`.
+    last: int  # The step after which training ends.
+    keep: int | None = None  # Rank whose tensors of step `last` are kept; None keeps only digests.
 
 
 @dataclass
@@ -64,9 +64,9 @@ class Trace:
     # Digests (texts for the kind "window") by step, kind and name, and the tensors selected by `Run.keep`.
     entries: dict[tuple[int, str, str], str] = field(default_factory=dict)
     tensors: dict[tuple[str, str], Tensor] = field(default_factory=dict)
-    steps: int = 0  # number of recorded steps
-    is_wrapped: bool = False  # whether the function has called `wrap`
-    stopped: str = ""  # the error that ended the function before its last step
+    steps: int = 0  # Number of recorded steps.
+    is_wrapped: bool = False  # Whether the function has called `wrap`.
+    stopped: str = ""  # The error that ended the function before its last step.
 
 
 class VerifyProbe:

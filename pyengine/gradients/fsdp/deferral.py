@@ -20,8 +20,8 @@ Defer = str | Mapping[str, str]
 class Deferral:
     """The arguments of `attach` about deferring communication."""
 
-    defer: Defer = "all"  # one mode for all units, or a dict by unit name (default "all")
-    budget_mb: float | None = None  # MiB per rank for deferred communication; None: use `defer`
+    defer: Defer = "all"  # One mode for all units, or a dict by unit name (default "all").
+    budget_mb: float | None = None  # MiB per rank for deferred communication; None: use `defer`.
 
     def __str__(self) -> str:
         given = self.defer if isinstance(self.defer, str) else dict(self.defer)

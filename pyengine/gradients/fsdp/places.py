@@ -24,10 +24,10 @@ class ScatteredSlice(BucketSlice):
     `offset` from the start of the chunk.
     """
 
-    shape: tuple[int, ...]  # shape of the parameter in forwards on this rank
-    dim: int  # dimension along which the parameter is sharded
-    shards: int  # number of chunks
-    padded: int  # elements of a shard, including its padding
+    shape: tuple[int, ...]  # Shape of the parameter in forwards on this rank.
+    dim: int  # Dimension along which the parameter is sharded.
+    shards: int  # Number of chunks.
+    padded: int  # Elements of a shard, including its padding.
 
     def read(self, flat: Tensor) -> Tensor:
         whole = flat.new_empty(self.shape)

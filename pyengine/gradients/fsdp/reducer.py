@@ -46,11 +46,11 @@ _log = logging.getLogger("pyengine.gradients")
 class Managed:
     """A model prepared by `fully_shard` or `replicate`, and the arguments of the engine."""
 
-    model: nn.Module  # the outermost unit
-    named: Sequence[tuple[str, Parameter]]  # the sharded parameters of the units, in registration order
+    model: nn.Module  # The outermost unit.
+    named: Sequence[tuple[str, Parameter]]  # The sharded parameters of the units, in registration order.
     units: Sequence[Unit]
-    counted: Sequence[bool]  # per parameter, whether this rank includes its local tensor in the norm
-    comm: Comm  # over all ranks of the engine
+    counted: Sequence[bool]  # Per parameter, whether this rank includes its local tensor in the norm.
+    comm: Comm  # Over all ranks of the engine.
     settings: Settings
 
 

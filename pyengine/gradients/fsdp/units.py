@@ -41,8 +41,8 @@ class Unit:
     keeps = False
 
     def __init__(self, name: str, module: Any) -> None:
-        self.name, self.module = name, module  # the name of the model itself is empty
-        self.params = parameters_of(module)  # the sharded parameters
+        self.name, self.module = name, module  # The name of the model itself is empty.
+        self.params = parameters_of(module)  # The sharded parameters.
         # The number of data-parallel axes, which come first in the meshes of the parameters; the numbers of
         # replicas and of shards of a parameter along these axes.
         self.data_ndim = data_ndim(module)

@@ -56,8 +56,8 @@ class Unsharded:
         self._rows: list[Tensor] = []
         self._flags: dict[int, Tensor] = {}
         self._device = params[0].device
-        self.is_void = False  # whether gradients are replaced by zeros and their parameters stay unused
-        self.has_arrived = False  # whether any gradient was accumulated since the last reset
+        self.is_void = False  # Whether gradients are replaced by zeros and their parameters stay unused.
+        self.has_arrived = False  # Whether any gradient was accumulated since the last reset.
         # Indices of parameters whose gradient was accumulated since the last clear; includes padding.
         self.arrived: set[int] = set()
         # Called when a backward accumulates the gradient of a parameter in `arrived` again.
