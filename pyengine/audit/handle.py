@@ -48,10 +48,10 @@ def audit(
 ) -> Audit:
     """Audit any training loop: DDP, FSDP2, Accelerate, Megatron's `main_grad`, or your own loop.
 
-    In every `every`-th window, starting with the first, all ranks compare values that must be equal on all
-    ranks, and compare the reduced gradients with the gradients of the micro-batches. A window ends with the
-    step of the (first) optimizer, and the check runs just before the step. Call this function on every rank
-    after wrapping the model and creating the optimizer, and before the first backward.
+    Once every `every` windows, starting with the first, ranks check that values that must be equal are equal
+    on all ranks, and that the reduced gradients match the gradients of the micro-batches. A window ends with
+    the step of the (first) optimizer, and the check runs just before the step. Call this function on every
+    rank after wrapping the model and creating the optimizer, and before the first backward.
 
     Args:
         model: the model as the loop calls it: wrapped in DDP, sharded by FSDP2, compiled, or plain.

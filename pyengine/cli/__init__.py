@@ -1,1 +1,1 @@
-"""The command line: a folder for each command, and shared modules."""
+"""The command-line interface: one subpackage per command, plus shared modules."""

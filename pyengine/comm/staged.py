@@ -15,8 +15,8 @@ from pyengine.ops.device import has_events, recorded_event
 class Staged:  # `isinstance` with the protocol `Work` is ten times slower
     """A sequence of collectives, and the computation after the last collective.
 
-    The first collective is launched immediately; the caller continues with `step` or `wait`. These methods
-    must not be called on a thread of the backend, because every rank has to launch collectives in the same
+    The first collective is launched immediately; the caller continues with `step` or `wait`. Do not call
+    `step` or `wait` from a thread of the backend, because every rank must launch collectives in the same
     order.
 
     Args:

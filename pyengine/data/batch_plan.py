@@ -67,7 +67,7 @@ class BatchPlan:
 
     @property
     def idle(self) -> int:
-        """Micro-batches per window that ranks with one micro-batch fewer could run in addition."""
+        """Idle micro-batches per window: one for each rank that runs one micro-batch less than the others."""
         return self.world_size * max(self.shares) - self.micro_batches
 
     def steps_per_epoch(self, dataset_size: int, *, drop_last: bool = False) -> int:

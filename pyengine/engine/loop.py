@@ -417,7 +417,7 @@ def meet_at_micro_batch(engine: Engine, *, last: bool) -> None:
 
 
 def _read(engine: Engine, source: Lookahead[Batch]) -> list[Batch]:
-    """Read the micro-batches of a window and one more, and check that the reads succeeded on all ranks.
+    """Read a window's micro-batches and one look-ahead micro-batch; check that all ranks could read.
 
     The additional read makes an error of the loader appear here, and not while other ranks wait in a forward.
     """

@@ -50,8 +50,9 @@ Mark = tuple[int, int] | None
 class Bucket:
     """Parameters whose gradients are accumulated in one `Sum`.
 
-    In a window, call `begin` first. In every micro-batch call `watches` before the last backward and
-    `collect` after the last backward; for gradients outside of `.grad`, call only `deposit`.
+    Call `begin` at the start of each window, before any other method. In every micro-batch call `watches`
+    before the last backward and `collect` after the last backward; for gradients outside of `.grad`, call
+    only `deposit`.
 
     Args:
         params: one or more parameters on the same device, in slot order.

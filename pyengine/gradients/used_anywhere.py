@@ -18,9 +18,9 @@ from pyengine.comm.base import Comm, Done, Work
 from pyengine.ops.capture import is_capturing
 from pyengine.ops.device import HOST, Readback, send
 
-# Flags between hosts are padded to a multiple of this length. Ranks in windows of different engines (which
-# the header reports) all-reduce different numbers of flags, and gloo aborts a process that receives more
-# bytes than it expects.
+# Flags that hosts exchange are padded to a multiple of this length. Ranks in windows of different engines
+# (which the header reports) all-reduce different numbers of flags, and gloo aborts a process that receives
+# more bytes than it expects.
 _LENGTH = 4096
 _BITS = 64
 

@@ -53,7 +53,7 @@ class Codec:
     | fp16 | float16 | max(abs(x), 2^-14) 2^-11 | twice as much |
 
     Scales are at least 2^-110, or 0 for a block of zeros; smaller values are lost. A nonfinite element does
-    not affect other elements: NaN decodes to NaN, and an infinity to NaN if the format has no infinities. A
+    not affect other elements: NaN stays NaN, and infinity becomes NaN if the format cannot represent it. A
     finite element becomes infinite only in bf16 and fp16, where a cast would also make it infinite.
 
     Stochastic rounding rounds up or down with probabilities that make x' unbiased, using a hash of the seed
@@ -127,8 +127,8 @@ class Codec:
         Args:
             payload: uint8 [num_bytes(n)], written.
             values: float32 [n], read.
-            residual: float32 [n], read, then overwritten with x - x', where x = values + residual, or with 0
-                where x or x' is nonfinite.
+            residual: float32 [n], read, then overwritten with the rounding error x - x', with x = values +
+                residual and the decoded values x'; 0 where either is nonfinite.
             seed: int64 seed of stochastic rounding. None rounds to nearest, ties to even.
             offset: nonnegative index of the first element, used in the hash of the seed.
 

@@ -106,7 +106,8 @@ def accumulate_(
     Args:
         acc: float32 [at least the sum of numels], written; not read if `first`. An inf or nan stays in `acc`,
             so that `unscale_norm` finds it.
-        grads: any shapes, read. None writes zeros if `first`, and otherwise leaves the elements unchanged.
+        grads: any shapes, read. For None, the elements are zeroed if `first`, and
+            unchanged otherwise.
         scale, like: see `flatten`.
         first: whether to overwrite `acc` instead of adding to it, so that `acc` need not be cleared.
 
@@ -157,7 +158,7 @@ def unscale_norm_(tensors: Tensors, inv_scale: Scale = 1.0) -> tuple[Tensor, Ten
     gradients by `(max_norm / (norm + 1e-6)).clamp(max=1.0)` in the next pass.
 
     Args:
-        tensors: see `unscale_norm`; written: gradients, not parameters.
+        tensors: gradients, as in `unscale_norm`; modified in place, so do not pass parameters.
         inv_scale: see `unscale_norm`.
 
     Cost: one read and one write per element.

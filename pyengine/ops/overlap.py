@@ -80,7 +80,7 @@ def check_out_of_flat(plan: Plan, tensors: NamedList, flat: Named, *scales: Name
 
 
 def check_into_list(plan: Plan, out: NamedList, tensors: NamedList, scale: Named) -> None:
-    """Check an op that reads `tensors`, one per slot, and a scale, and writes `out`.
+    """Check the memory of an op that reads `tensors` (one per slot) and `scale`, and writes `out`.
 
     `out` may be the same list as `tensors`.
     """

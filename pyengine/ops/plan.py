@@ -175,8 +175,7 @@ class BucketPlan:
 
         Args:
             acc: float32 [at least flat_numel], written; not read if `first`.
-            grads: one entry per slot, read. None writes zeros if `first`, and otherwise leaves the slot
-                unchanged.
+            grads: one entry per slot, read. For None, the slot is zeroed if `first`, and unchanged otherwise.
             scale: float32 [].
             first: whether to overwrite `acc`, as in the first micro-batch of a window.
             nonfinite: uint8 [n], OR-ed with 1 where any `grad * scale` is inf or NaN.

@@ -45,7 +45,7 @@ class PlainStepper:
     def __init__(self) -> None:
         # For each optimizer, the tensors to which its last step wrote, as a list and as targets of a copy.
         self._seen: WeakKeyDictionary[Optimizer, tuple[list[Any], _Targets | None]] = WeakKeyDictionary()
-        # For each optimizer, its configuration in the last step that created no state.
+        # For each optimizer, the settings of its parameter groups in its last step that created no state.
         self._complete: WeakKeyDictionary[Optimizer, tuple[Any, ...]] = WeakKeyDictionary()
 
     def needs_host(self, optimizer: Optimizer) -> bool:

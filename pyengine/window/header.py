@@ -356,7 +356,7 @@ class Header:
 
     @property
     def was_refused(self) -> bool:
-        """Whether ranks are already known to disagree; does not wait."""
+        """Whether the host already knows that ranks have different headers; does not wait."""
         return self._is_visible and self.known_totals is not None and self.known_totals.differ
 
     def all_used(self) -> bool:

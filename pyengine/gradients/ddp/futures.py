@@ -54,9 +54,9 @@ class Callbacks:
 class StagedBuckets:
     """The buckets of one backward whose reduction needs several collectives.
 
-    Each further collective of a bucket is launched together with the next bucket, and the remaining
-    collectives after the last bucket. The order is the same on every rank, and no backend thread launches a
-    collective.
+    A bucket's first collective is launched when the bucket is ready. Later collectives are launched together
+    with the next buckets, and the remaining collectives after the last bucket. The order is the same on every
+    rank, and no backend thread launches a collective.
     """
 
     def __init__(self) -> None:

@@ -175,8 +175,8 @@ class _Mean:
     def __init__(self, state: HookState, bucket: Any) -> None:
         self.state, self.bucket = state, bucket
         flat: Tensor = bucket.buffer()
-        # The native core multiplies by float32 scalars. Buckets of dtypes that the core does not support use
-        # PyTorch.
+        # The native core multiplies by float32 scalars. PyTorch multiplies buckets of dtypes that
+        # the core does not support.
         dtype = torch.float32 if flat.dtype in DTYPE_CODES else flat.dtype
         part = 1 / dist.get_world_size(state.group)
         self.divisor = Divisor(lambda: torch.full((), part, dtype=dtype, device=flat.device), state.wire)

@@ -51,7 +51,7 @@ def cap_mb_of(ddp: DistributedDataParallel) -> float:
 
 
 def problems_of_ddp(ddp: DistributedDataParallel) -> Iterator[str]:
-    """Report settings of DDP or nested DDPs that prevent switching DDP's reductions off."""
+    """Report settings of DDP, or nested DDP modules, with which DDP's reductions cannot be disabled."""
     for each in _all_ddps(ddp):
         name = "ddp_model" if each is ddp else "a DistributedDataParallel inside ddp_model"
         if each._delay_all_reduce_params:
