@@ -274,7 +274,7 @@ class BucketReducer(Reducer):
     def _free_buckets(self, *, keeps_grad: bool) -> None:
         self._drop_transfers()
         release(self._local_params)
-        self._buckets = []
+        self._buckets.clear()  # in place, because `grad_record` shares the list
         for param in map(self.params.__getitem__, self._bucket_of):
             param.grad = param.grad.clone() if keeps_grad and param.grad is not None else None
 

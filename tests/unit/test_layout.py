@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Any
+from weakref import ref
+
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -9,7 +12,9 @@ from torch import nn
 
 import pyengine as pe
 from pyengine.gradients import layout as layouts
+from pyengine.gradients import own
 from pyengine.gradients.layout import ALIGN_ELEMENTS, Layout, ParamSpec, backward_order
+from pyengine.gradients.own_buckets import OwnBucket
 
 FP32, BF16 = torch.float32, torch.bfloat16
 
@@ -70,3 +75,19 @@ def test_every_element_is_in_exactly_one_aligned_slot_of_its_kind(data, specs, c
         found += [slot.param for slot in bucket.slots]
     assert sorted(found) == sorted(order)
     assert all(bucket.slots for bucket in layout.buckets)
+
+
+def test_old_buckets_are_freed_before_new_ones_are_allocated(monkeypatch):
+    """With both at once a model whose gradients take half of the memory would not fit."""
+    sync = pe.GradSync(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), accumulate=1)
+    reducer = sync._engine.reducer
+    old, make = [ref(bucket) for bucket in reducer.buckets()], own.own_bucket
+
+    def made(*args: Any, **kwargs: Any) -> OwnBucket:
+        assert old and all(bucket() is None for bucket in old)
+        return make(*args, **kwargs)
+
+    monkeypatch.setattr(own, "own_bucket", made)
+    reducer.lay_out_as([0, 1, 2, 3])
+    assert [bucket.indices for bucket in reducer.buckets()] == [[0, 1, 2, 3]]
+    sync.close()
