@@ -126,7 +126,9 @@ class WindowSampler(Sampler[list[int]]):
         whole(epoch=epoch, window=window)
         if window >= self.num_windows:
             raise ValueError(
-                f"window={window}: an epoch has {self.num_windows} windows; use set_epoch({epoch + 1})"
+                f"window={window}: an epoch has {self.num_windows} windows, counted from 0 in each epoch; "
+                f"from a number over the whole run, as sync.window, take epoch, window = divmod({window}, "
+                f"{self.num_windows})"
             )
         self.epoch, self.window = epoch, window
 

@@ -929,11 +929,10 @@ class Sync:
                 all ranks; then the residuals of the wire start from zero, and random generators are left
                 unchanged. With accumulator="exact" the next window has the same bits on any number of ranks.
 
-        Move the loader past completed windows yourself, for example by `sampler.set_epoch(epoch,
-        window=sync.window)`. The random generators are restored when the loop takes the first micro-batch.
-        (Because the loop reads one micro-batch ahead, random numbers that the loader drew in this process are
-        not repeated; see `pe.sample_rng`.) Use `pe.micro_batch_rng` for random numbers that must not depend
-        on the world size.
+        Move the loader past completed windows yourself; `sync.window` counts them over the whole run. The
+        random generators are restored when the loop takes the first micro-batch. (Because the loop reads one
+        micro-batch ahead, random numbers that the loader drew in this process are not repeated; see
+        `pe.sample_rng`.) Use `pe.micro_batch_rng` for random numbers that must not depend on the world size.
 
         Raises:
             ValueError: a state is damaged or does not fit this engine, or ranks load states of different
@@ -944,7 +943,8 @@ class Sync:
             >>> state = torch.load(f"rank-{dist.get_rank()}.pt", weights_only=True)  # doctest: +SKIP
             >>> model.load_state_dict(state["model"])  # doctest: +SKIP
             >>> sync.load_state_dict(state["sync"])  # doctest: +SKIP
-            >>> sampler.set_epoch(0, window=sync.window)  # doctest: +SKIP
+            >>> epoch, window = divmod(sync.window, sampler.num_windows)  # doctest: +SKIP
+            >>> sampler.set_epoch(epoch, window=window)  # doctest: +SKIP
         """
         load_state(self._engine, state)
 

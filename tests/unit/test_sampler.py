@@ -120,11 +120,11 @@ def test_a_bad_argument_is_named(changes, error, message):
     [
         (
             lambda sampler: sampler.set_epoch(5, window=3),
-            r"window=3: an epoch has 3 windows; use set_epoch\(6\)",
+            r"window=3: an epoch has 3 windows.*divmod\(3, 3\)",
         ),
         (
             lambda sampler: sampler.set_epoch(5, window=4),
-            r"window=4: an epoch has 3 windows; use set_epoch\(6\)",
+            r"window=4: an epoch has 3 windows.*divmod\(4, 3\)",
         ),
         (lambda sampler: sampler.shard(rank=2, world_size=2), "rank=2"),
         (lambda sampler: sampler.shard(rank=-1, world_size=2), "rank=-1"),
