@@ -54,18 +54,21 @@ def test_a_plot_is_small_and_has_colors_for_dark_pages(name):
 
 
 def test_the_readme_has_the_figures_of_the_newest_files():
-    base, gbit, wires = (RESULTS[name] for name in ("base", "gbit", "gbit-wires"))
+    states = RESULTS["sharded-states"]
     sent = {name: f"{num / 1e6:.0f} MB" for name, num in MEAN["bytes"].items()}
     assert sent["no_sync"] == sent["fp32"]
+    ratio = {
+        name: f"{states.ratio(name, CONTROL[0]):.2f} times" for name in states.rows if name != CONTROL[0]
+    }
     figures = [
         f"one reduction per window, {sent['fp32']} for a GPT",
         f"DDP without `no_sync` sends {sent['ddp']} for 8 micro-batches",
         "wrong by {ddp:.0%} in a short".format(**MEAN["errors"]["short"]).replace("%", " %"),
         "by {ddp:.0%} with unequal".format(**MEAN["errors"]["tokens"]).replace("%", " %"),
-        f"{base.ratio('engine', CONTROL[0]):.2f} times on loopback",
-        f"{gbit.ratio('engine', CONTROL[0]):.2f} times over 1 Gbit/s",
-        f"{wires.ratio('engine_bf16', CONTROL[0]):.2f} times as long with a bf16 wire",
-        f"{wires.ratio('engine_int8_ef', CONTROL[0]):.2f} times with int8 and error feedback",
+        f"differences of {100 * states.noise:.0f} % are noise",
+        f"{ratio['engine']} as long with `GradSync`",
+        f"{ratio['engine_zero_redundancy']} as long over `GradSync`, and {ratio['zero_redundancy']} over DDP",
+        f"reduction per window, {ratio['attach_fsdp2_gathered']}",
     ]
     readme = (ROOT / "README.md").read_text()
     assert [figure for figure in figures if figure not in readme] == []
