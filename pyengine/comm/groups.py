@@ -79,6 +79,17 @@ def find_or_make(
 # ---- properties of a group ----
 
 
+def ranks_of(group: dist.ProcessGroup, what: str) -> tuple[int, ...]:
+    """Return the ranks of a group in which `what` is about to run; raise RuntimeError if it was destroyed."""
+    try:
+        return tuple(dist.get_process_group_ranks(group))
+    except KeyError:
+        raise RuntimeError(
+            f"set up the process group, the model over it and the engine anew: {what} was to run in a "
+            "process group that has been destroyed (destroy_process_group)"
+        ) from None
+
+
 def group_or_default(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     return c10d._get_default_group() if group is None else group
 

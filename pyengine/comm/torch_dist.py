@@ -51,6 +51,7 @@ from pyengine.comm.groups import (
     has_gloo,
     make,
     name_of_backend,
+    ranks_of,
 )
 from pyengine.comm.watch import StallWatch, StoreRollCall, failure
 from pyengine.ops.capture import is_capturing
@@ -243,13 +244,7 @@ class TorchDist(Comm):
     ) -> None:
         """Run a collective and wait for it; an error names the ranks that did not join."""
         watch, host_watch = self.roll_call.watch, self._host_watch
-        try:
-            ranks = self.ranks if group is None else tuple(dist.get_process_group_ranks(group))
-        except KeyError:
-            raise RuntimeError(
-                f"set up the process group, the model over it and the engine anew: {what} was to run in a "
-                "process group that has been destroyed (destroy_process_group)"
-            ) from None
+        ranks = self.ranks if group is None else ranks_of(group, what)
         _log.debug("launch %s over ranks %s, and wait", what, ranks)
         noted = nullcontext() if watch is None else watch.pending.running(ranks, what)
         with self._launching(), noted:

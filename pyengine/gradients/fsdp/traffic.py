@@ -11,6 +11,7 @@ from torch.nn import Parameter
 
 from pyengine.comm import TorchDist
 from pyengine.comm.base import Comm
+from pyengine.comm.groups import ranks_of
 from pyengine.gradients.fsdp.places import ScatteredSlice
 from pyengine.ops.device import runs_ahead
 from pyengine.wire import Wire
@@ -51,14 +52,16 @@ class CountedAllGather:
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False
     ) -> Any:
+        what = f"an all-gather of {output_tensor.nbytes} bytes of parameters"
         if not async_op and is_slow(self._inner, group, output_tensor):
+            ranks_of(group, what)
             self._wire.over(group, output_tensor.device).all_gather(output_tensor, input_tensor).wait()
             return None
         self._comm.traffic.count(output_tensor.nbytes - input_tensor.nbytes)
         return _run(
             self._comm,
             lambda is_async: self._inner(output_tensor, input_tensor, group, is_async),
-            f"an all-gather of {output_tensor.nbytes} bytes of parameters",
+            what,
             group=group,
             is_async=async_op,
         )
