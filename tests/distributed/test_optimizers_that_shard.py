@@ -19,16 +19,24 @@ from torch.nn.parallel import DistributedDataParallel
 import pyengine as pe
 
 
-class SlicedAdamW(torch.optim.Optimizer):
-    """AdamW, of which each rank steps its own rows of every parameter.
+class Sharding(torch.optim.Optimizer):
+    """An optimizer that shards its states by itself.
 
     Args:
         reduces: whether `step` averages the gradients over all ranks; an engine has done so already.
     """
 
-    def __init__(self, params: Any, *, reduces: bool, lr: float = 0.01) -> None:
+    lr: float
+
+    def __init__(self, params: Any, *, reduces: bool) -> None:
         self.reduces = reduces
-        super().__init__(params, {"lr": lr})
+        super().__init__(params, {"lr": self.lr})
+
+
+class SlicedAdamW(Sharding):
+    """AdamW, of which each rank steps its own rows of every parameter."""
+
+    lr = 0.01
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
@@ -54,16 +62,10 @@ class SlicedAdamW(torch.optim.Optimizer):
                 dist.all_gather_into_tensor(param, shard.clone())
 
 
-class OwnedMuon(torch.optim.Optimizer):
-    """Momentum and an orthogonalized update, which one rank computes for each matrix and sends to the others.
+class OwnedMuon(Sharding):
+    """Momentum and an orthogonalized update, which one rank computes and sends for each matrix."""
 
-    Args:
-        reduces: as of `SlicedAdamW`.
-    """
-
-    def __init__(self, params: Any, *, reduces: bool, lr: float = 0.05) -> None:
-        self.reduces = reduces
-        super().__init__(params, {"lr": lr})
+    lr = 0.05
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
