@@ -399,8 +399,9 @@ class Engine:
         """Count a micro-batch. After the last micro-batch, the header may be launched."""
         window = self.window
         self.counter.count_backward()
-        window.counts.is_silent |= not micro_batch.is_stated
+        window.counts.is_silent |= not (micro_batch.is_stated or micro_batch.has_only)
         if not window.is_padding:
+            window.counts.has_uncounted |= not micro_batch.is_stated
             window.slots.add(ends=micro_batch.ends_slot)
             micro_batch.add_to(window.counts)
 
@@ -442,6 +443,7 @@ class Engine:
             self._refuse_each(window.denominators.problems(counter.done, handed=counter.handed))
         self._refuse_each([*self.foreign.replaced_in_window(), *self.foreign.of_parameters()])
         counts.has_used_all = self.reducer.has_used_all()
+        self.loss_checks.warn_of_mixed_counts(counts)
         if self.scaler is not None and window.has_backward:
             counts.has_scaled = self.scaler.has_scaled
         self.follow_scale()

@@ -126,7 +126,7 @@ def _written_text(names: Sequence[str]) -> str:
 
 def _stranger_text(names: Sequence[str]) -> str:
     return (
-        f"make the engine anew (sync.close() first) or freeze {names[0]!r} again: {_listed(names)} was "
-        "frozen or not there when the engine was made, and has a gradient that nobody reduces. (Or make the "
-        "engine while all are trainable, and freeze them afterwards)"
+        f"call sync.close() and make a new engine, or freeze {names[0]!r} again: {_listed(names)} was frozen "
+        "or did not exist when the engine was made, and has a gradient that nobody reduces. (Or make the "
+        "engine while all parameters are trainable, and freeze them afterwards)"
     )

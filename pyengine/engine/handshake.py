@@ -276,20 +276,15 @@ def _not_plain(named: Sequence[tuple[str, nn.Parameter]]) -> Iterator[str]:
     ]
     if odd:
         yield (
-            f"parameter {odd[0][0]!r} is a {odd[0][1]}{_and_more(odd)}, which no bucket here can hold: need "
-            f"plain tensors. {_SHARDED}. One under tensor parallelism needs the mesh of all ranks: "
-            "pe.GradSync(model, device_mesh=mesh, axes=pe.Axes(replicate='dp'))"
+            f"use pe.attach(model) where fully_shard or replicate was called on the model: parameter "
+            f"{odd[0][0]!r} is a {odd[0][1]}{_and_more(odd)}, and a GradSync without a mesh needs plain "
+            "tensors. Under tensor parallelism give it the mesh of all ranks: pe.GradSync(model, "
+            "device_mesh=mesh, axes=pe.Axes(replicate='dp'))"
         )
 
 
 def _and_more(parameters: Sequence[object]) -> str:
     return f" (and {len(parameters) - 1} more parameters)" if len(parameters) > 1 else ""
-
-
-_SHARDED = (
-    "pe.attach(model) drives a model that fully_shard or replicate was called on; pe.GradSync takes it "
-    "before that, and FSDP1 (FullyShardedDataParallel) is driven by neither: use fully_shard"
-)
 
 
 _FSDP1 = ("FullyShardedDataParallel", "XlaFullyShardedDataParallel")
@@ -302,7 +297,10 @@ def problems_of_source(source: object) -> Iterator[str]:
     kinds = [(name, kind.__name__) for name, module in modules for kind in type(module).__mro__]
     for name, kind in [each for each in kinds if each[1] in _FSDP1][:1]:  # parameters may not reveal sharding
         where = f" at {name!r}" if name else ""
-        yield f"params_or_module has a {kind}{where}: {_SHARDED}"
+        yield (
+            f"params_or_module has a {kind}{where}, and FSDP1 works with neither GradSync nor attach: use "
+            "fully_shard, then pe.attach(model)"
+        )
     for _, module in modules:
         if isinstance(module, DistributedDataParallel | nn.DataParallel) or is_replicated(module):
             unwrap = "pass ddp_model.module, or keep the wrapper and use pe.attach(ddp_model)"

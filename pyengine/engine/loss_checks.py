@@ -15,7 +15,7 @@ from torch.autograd.graph import GradientEdge
 from pyengine.ops.device import runs_ahead
 from pyengine.step.grad_scaler import GradScaler
 from pyengine.window.counter import WindowCounter
-from pyengine.window.header import Count
+from pyengine.window.header import Count, LocalWindow
 
 # The operations after a division in which a loss may be cast, negated or multiplied by a count.
 _SCALINGS = {"DivBackward0", "MulBackward0", "NegBackward0", "ToCopyBackward0"}
@@ -83,6 +83,23 @@ class LossChecks:
         warnings.warn(
             f"{remedy}: the loss is a {reduction}, as torch's loss function has returned it, {how}. The "
             f"engine divides by counts, so the gradient would be that many times too {size}",
+            stacklevel=3,
+        )
+
+    def warn_of_mixed_counts(self, counts: LocalWindow) -> None:
+        """Warn once of a window in which some micro-batches have a count above 1, and others no count."""
+        is_left_out = counts.batch is not None and not counts.batch.is_counting
+        if not counts.has_uncounted or is_left_out or "mixed counts" in self._warned:
+            return
+        known = counts.known(counts.counts)
+        if len(known) == len(counts.counts) and max(known, default=0) <= 1:
+            return
+        self._warned.add("mixed counts")
+        listed = ", ".join(f"{count:g}" for count in known[:8])
+        warnings.warn(
+            "pass count= in every micro-batch of a window or in none: a micro-batch without a count counts "
+            f"as 1 item (this window's counts: {listed}{', ...' if len(counts.counts) > 8 else ''}), so its "
+            "mean loss weighs as much as one item of the others",
             stacklevel=3,
         )
 

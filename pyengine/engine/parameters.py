@@ -155,10 +155,10 @@ class TrainedParameters:
         if exchanged:
             more = f" and {len(exchanged) - 1} more" if len(exchanged) > 1 else ""
             yield (
-                f"parameter {exchanged[0]!r}{more} has been exchanged since the engine was made: close it "
-                "(sync.close()), and make engine and optimizer anew over the model as it is now. What "
-                "exchanges parameters (load_state_dict(assign=True), swap_tensors, weight_norm and other "
-                "parametrizations, a new layer) belongs before both"
+                f"parameter {exchanged[0]!r}{more} has been replaced since the engine was made: call "
+                "sync.close(), then make a new engine and a new optimizer for the model as it is now. "
+                "Whatever replaces parameters (fully_shard, load_state_dict(assign=True), swap_tensors, "
+                "weight_norm and other parametrizations, a new layer) must come before both"
             )
 
     def notice_step(self, stepped: AbstractSet[int]) -> None:
@@ -216,9 +216,8 @@ class TrainedParameters:
         if not (self._frozen or self._added):
             return []
         late = [(name, param) for name, param in self._frozen if param.requires_grad]
-        return [
-            name for name, param in [*late, *self._added] if param.grad is not None and owner(param) is None
-        ]
+        added = [] if self._replaced else self._added  # `problems` has reported replaced parameters
+        return [name for name, param in [*late, *added] if param.grad is not None and owner(param) is None]
 
 
 class WrittenParameters:

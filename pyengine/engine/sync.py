@@ -351,7 +351,7 @@ class Sync:
                     checks.warn_of_reduction(one, count)
             record = one if gradient is None else None
             with engine.micro_batch(
-                known, is_stated=True, may_replace=create_graph, loss=record
+                known, is_stated=count is not None, may_replace=create_graph, loss=record
             ) as micro_batch:
                 scaled = one if scaler is None else scaler.scale(one)
                 micro_batch.has_only = True

@@ -177,9 +177,9 @@ class OptimizerCheck:
             looked = self._looked[optimizer] = _Looked(ids, indices, foreign)
         if ids and not any(looked.indices) and any(key not in self._ignored for key in ids):
             raise ValueError(
-                "optimizer holds none of this engine's parameters, so that its step would change nothing: "
-                "make it behind what exchanges them (fully_shard, replicate, a move to another device), from "
-                "model.parameters()"
+                "optimizer has none of this engine's parameters, so its step would change nothing: make the "
+                "optimizer from model.parameters(), after everything that replaces parameters (fully_shard, "
+                "replicate, a move to another device)"
             )
         for param in looked.foreign:
             if param.grad is None:
@@ -187,7 +187,7 @@ class OptimizerCheck:
             if id(param) not in self._ignored:
                 raise ValueError(
                     f"optimizer has a parameter of shape {list(param.shape)} with a gradient that this "
-                    "engine does not reduce (added, exchanged or unfrozen after it was made): make the "
+                    "engine does not reduce (added, replaced or unfrozen after it was made): make the "
                     "GradSync after the model is complete"
                 )
             if any(looked.indices) and not is_handed_over:

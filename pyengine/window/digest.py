@@ -142,8 +142,8 @@ _PARTS = {
     "stage": (
         "ranks are at different points of their loops",
         (
-            "Let every rank leave its loop over sync.windows where the others do. Restore all ranks from one "
-            "checkpoint"
+            "Make such a call on every rank or on none, and let every rank leave its loop over sync.windows "
+            "where the others do. Restore all ranks from one checkpoint"
         ),
     ),
     "scaler": (

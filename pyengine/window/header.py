@@ -121,6 +121,7 @@ class LocalWindow:
     faults: Faults = field(default_factory=Faults)  # Other errors in the window on this rank.
     batch: SharedBatch | None = None  # The batch that this rank shares with other ranks.
     is_silent: bool = False  # Whether this rank leaves a count to the counting rank.
+    has_uncounted: bool = False  # Whether a micro-batch was given no count, and counts as 1.
     # Whether this rank had used all of its parameters when the header was launched.
     has_used_all: bool = False
     # Whether this rank had scaled its losses when the header was launched. None without a loss scaler or a
@@ -185,11 +186,9 @@ class LocalWindow:
 
     def problems(self) -> list[str]:
         """Describe the invalid counts for an error message; reads counts on a device."""
-        return [
-            f"count of micro-batch {index} is {float(count)}"
-            for index, count in enumerate(self.counts)
-            if not self.is_valid(float(count))
-        ]
+        wrong = [(i, n) for i, n in enumerate(map(float, self.counts)) if not self.is_valid(n)]
+        more = [f"those of {len(wrong) - 1} more micro-batches are invalid, too"] if len(wrong) > 1 else []
+        return [f"count of micro-batch {index} is {count}" for index, count in wrong[:1]] + more
 
     def described(self) -> str:
         """Describe the counts and their batch for an error message; reads counts on a device."""

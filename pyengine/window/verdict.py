@@ -422,8 +422,8 @@ def check_counts(totals: Totals, comm: Comm, *, local: LocalWindow) -> None:
         raise_refusals([texts for _, texts in gathered])
         places = by_rank([texts for texts, _ in gathered])
         raise ValueError(
-            f"{places}: count must be finite{', whole' if local.is_exact else ''} and not negative, and at "
-            "most 2**53 (0 leaves a micro-batch out of the divisor). Nothing was stepped; call "
+            f"count must be finite{', whole' if local.is_exact else ''} and not negative, and at most 2**53 "
+            f"(0 leaves a micro-batch out of the divisor), but {places}. Nothing was stepped; call "
             "sync.abandon() and go on"
         )
 

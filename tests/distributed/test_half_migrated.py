@@ -246,6 +246,30 @@ def test_a_sum_without_its_count_and_a_mean_with_one_are_warned_of_once(reductio
     assert [text.startswith(says) for text in texts] == ([True] if says else [])
 
 
+@pytest.mark.parametrize(
+    ("counts", "is_warned"),
+    [
+        ([3, None], True),
+        ([None, torch.tensor(3)], True),
+        ([0, None], False),  # leaves out a micro-batch
+        ([1, None], False),
+        ([None, None], False),
+        ([3, 4], False),
+    ],
+    ids=str,
+)
+@on_ranks(2)
+def test_a_window_in_which_only_some_micro_batches_have_a_count_is_warned_of_once(counts, is_warned):
+    model = nn.Linear(2, 1)
+    with pe.GradSync(model, accumulate=2) as sync, recorded_warnings() as texts:
+        for window in sync.windows([torch.ones(1, 2)] * 4):
+            for x, count in zip(window, counts, strict=True):
+                sync.backward(model(x).mean(), **({} if count is None else {"count": count}))
+            sync.unscale_()
+    warned = [text for text in texts if text.startswith("pass count= in every micro-batch of a window")]
+    assert len(warned) == is_warned
+
+
 def test_a_loss_is_not_read_under_a_dispatch_mode():
     with FlopCounterMode(display=False):
         assert _warned(lambda weight: 2 * weight.sum() / 4, count=3) == []

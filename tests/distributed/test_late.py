@@ -133,7 +133,7 @@ def test_a_bad_count_moves_nothing_and_is_an_error_on_every_rank_in_the_next_win
 
     window(-1.0 if rank == world - 1 else 3.0)
     assert torch.equal(model.matrix, before)
-    with pytest.raises(ValueError, match=r"^rank 2: count of micro-batch 0 is -1\.0"):
+    with pytest.raises(ValueError, match=r"count must be finite.*rank 2: count of micro-batch 0 is -1\.0"):
         window(3.0)
     sync.abandon()
     assert torch.equal(model.matrix, before)

@@ -211,5 +211,5 @@ def test_an_optimizer_made_before_the_model_was_sharded_is_refused():
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     sync = pe.attach(shard(model, "flat"), accumulate=3)
     next(windows_of(sync, model, own_batches(3)))
-    with pytest.raises(ValueError, match="holds none of this engine's parameters"):
+    with pytest.raises(ValueError, match="has none of this engine's parameters"):
         sync.step(optimizer)

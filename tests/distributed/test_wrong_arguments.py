@@ -121,7 +121,7 @@ def test_a_count_too_large_to_be_added_up_is_named_on_every_rank(count):
     sync.abandon()
     assert torch.equal(model.weight, before)
     _window(model, sync, 2)
-    assert message.startswith("ValueError: rank 1: count of micro-batch 0 is") and "at most 2**53" in message
+    assert "but rank 1: count of micro-batch 0 is" in message and "at most 2**53" in message
     assert model.weight.grad[0, 0].item() == 0.5
 
 
