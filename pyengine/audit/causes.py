@@ -81,7 +81,7 @@ def cause_of_gradient(evidence: Sequence[SubjectEvidence]) -> str:
         if case.is_whole and any(case.fits(share * earlier + case.due_of_last) for share in shares):
             return "only the last micro-batch was reduced: what earlier ones left is each rank's own"
         if case.is_whole and any(case.fits(due_of_earlier + share * case.last) for share in shares):
-            return "the last micro-batch came behind the reduction: that part is each rank's own"
+            return "the last micro-batch came after the reduction: that part is each rank's own"
         if case.fits(case.due_of_last):
             return "only the last micro-batch is in it: earlier ones were lost"
         if case.fits(due_of_earlier):
@@ -92,7 +92,7 @@ def cause_of_gradient(evidence: Sequence[SubjectEvidence]) -> str:
         return "each rank's part was divided by that rank's own count, not by the count of all"
     if case.fits(case.due):
         return (
-            "reduced right, and not the same behind the reduction: clipped or scaled by other numbers, or "
+            "reduced right, and not the same after the reduction: clipped or scaled by other numbers, or "
             "written to, on some rank"
             if case.is_whole
             else "not reduced over replicas: what each holds is of its own ranks' micro-batches"

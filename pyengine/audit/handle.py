@@ -93,7 +93,9 @@ def audit(
         raise TypeError(f"model is a {type(model).__name__}: need the module that the loop calls")
     optimizers = _innermost_of(optimizer)
     if not 0 <= tolerance:
-        raise ValueError(f"tolerance={tolerance}: need a share of at least 0 of what micro-batches bring")
+        raise ValueError(
+            f"tolerance={tolerance}: need a share, at least 0, of the gradients of micro-batches"
+        )
     check_device(next(model.parameters()).device)
     inventory = Inventory(model, optimizers, group=process_group, groups=groups or {})
     leaves, every = Leaves(inventory.module), check_every(every)

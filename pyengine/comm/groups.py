@@ -85,8 +85,8 @@ def ranks_of(group: dist.ProcessGroup, what: str) -> tuple[int, ...]:
         return tuple(dist.get_process_group_ranks(group))
     except KeyError:
         raise RuntimeError(
-            f"set up the process group, the model over it and the engine anew: {what} was to run in a "
-            "process group that has been destroyed (destroy_process_group)"
+            f"set up the process group, the model and the engine again: {what} was to run in a process group "
+            "that has been destroyed (destroy_process_group)"
         ) from None
 
 
@@ -218,7 +218,7 @@ class GroupHandle:
         found = self._group()
         if found is None or (self._destroy is not None and not self._destroy.alive):
             raise RuntimeError(
-                f"make the engine anew: the process group of its ranks {[*self.ranks]} has been destroyed "
+                f"make a new engine: the process group of its ranks {[*self.ranks]} has been destroyed "
                 "(destroy_process_group, or sync.close())"
             )
         return found

@@ -107,13 +107,13 @@ def attach(
     if is_unit(ddp_model):
         if device_mesh is not None or axes != Axes():
             raise TypeError(
-                "device_mesh and axes are for a DDP, and ddp_model is sharded by FSDP2, whose units have "
-                "their meshes: leave them out"
+                "device_mesh and axes apply to DDP only, and ddp_model is sharded by FSDP2, which has its "
+                "own mesh: leave them out"
             )
         return _attach_sharded(ddp_model, replace(settings, deferral=str(deferral)), deferral)
     if deferral != Deferral():
         raise TypeError(
-            f"{deferral}, and ddp_model is a {type(ddp_model).__name__}: both are for units of FSDP2; DDP's "
+            f"{deferral}, and ddp_model is a {type(ddp_model).__name__}: both apply to FSDP2 only; DDP's "
             "gradients are always deferred, at no cost"
         )
     if not isinstance(ddp_model, DistributedDataParallel):
@@ -137,8 +137,8 @@ def _attach_ddp(
     device = params[0].device
     if is_lazy(device):
         raise ValueError(
-            f"ddp_model is on {device}: DDP reduces from inside the backward, which a recorded program does "
-            "not have; use pe.GradSync on the bare model"
+            f"ddp_model is on {device}: DDP reduces inside the backward, which does not work in a recorded "
+            "program; use pe.GradSync with the bare model"
         )
     settings = replace(settings, bucket_cap_mb=cap_mb_of(ddp_model))
     ranks = EngineRanks(
@@ -205,14 +205,14 @@ def _attach_sharded(model: nn.Module, settings: Settings, deferral: Deferral) ->
 def _not_ddp(model: object) -> str:
     if any("FSDP" in kind.__name__ or "FullyShard" in kind.__name__ for kind in type(model).__mro__):
         return (
-            f"ddp_model is a {type(model).__name__}: FSDP1 reduces its gradients by itself, and neither "
-            "attach nor GradSync drives it; call fully_shard on the model (FSDP2), or wrap the whole "
+            f"ddp_model is a {type(model).__name__}: FSDP1 reduces its gradients by itself, so neither "
+            "attach nor GradSync works with it; call fully_shard on the model (FSDP2), or wrap the whole "
             "module in DistributedDataParallel"
         )
     if is_replicated(model):
         return (
             f"ddp_model is a {type(model).__name__}: replicate of torch.distributed._composable hides its "
-            "DDP, so that attach cannot drive it; use DistributedDataParallel, or replicate of "
+            "DDP, so attach cannot use it; use DistributedDataParallel, or replicate of "
             "torch.distributed._composable.replicate_with_fsdp"
         )
     return (

@@ -61,8 +61,8 @@ def resize(engine: Engine, accumulate: int) -> None:
     """Change the number of micro-batches of all later windows; every rank must pass the same number."""
     if not engine.is_closed:
         raise RuntimeError(
-            f"gradient_accumulation_steps={accumulate} in the middle of window {engine.counter.index}, "
-            "or before its step: set it behind a step, or drop the window by sync.abandon() first"
+            f"gradient_accumulation_steps={accumulate} in the middle of window {engine.counter.index}, or "
+            "before its step: set it after sync.step, or discard the window with sync.abandon() first"
         )
     engine.split = resized(engine.split, accumulate, is_exact=engine.is_exact)
     engine.counter.accumulate, engine.counter.share = accumulate, engine.split.of(engine.comm.rank)
@@ -90,7 +90,7 @@ def metric_context(engine: Engine) -> MetricContext:
 
 def measure(engine: Engine, metrics: Sequence[Any]) -> None:
     """Add metrics to all later windows; see `Sync.measure`."""
-    check_same_call(engine, "calls sync.measure, as every rank has to")
+    check_same_call(engine, "calls sync.measure, which every rank must call")
     problems = []
     if not engine.is_closed:
         problems.append(
@@ -112,7 +112,12 @@ def measure(engine: Engine, metrics: Sequence[Any]) -> None:
     found, texts = zip(*engine.comm.all_gather_object((problems, mine)), strict=True)
     raise_problems(found)
     if len(set(texts)) > 1:
-        raise_problems([[f"measure got {text}, and ranks differ: give all ranks the same"] for text in texts])
+        raise_problems(
+            [
+                [f"measure got {text}, which differs between ranks: pass the same on every rank"]
+                for text in texts
+            ]
+        )
     for each in metrics:
         each.bind(context)
     engine.observers += metrics

@@ -91,8 +91,9 @@ class CapturedWindows:
         engine, batches = self._engine_of(), list(window)
         if engine.window.denominators is not None:
             raise ValueError(
-                "count= of sync.windows has the host read a window's totals before it, and a captured window "
-                "would repeat those of another one: give each count to sync.backward, as a tensor"
+                "with count= of sync.windows the host reads a window's totals in advance, and a captured "
+                "window would repeat the totals of another window: pass each count to sync.backward, as a "
+                "tensor"
             )
         leaves, structure = tree_flatten(batches)
         key = structure, tuple(map(_kind_of, leaves))
@@ -127,7 +128,7 @@ class CapturedWindows:
             if not self._has_too_many:
                 self._has_too_many = True
                 self._give_up(
-                    other, [f"{other.problem}: pad tensors, and leave texts and objects out of batches"]
+                    other, [f"{other.problem}: pad tensors, and leave strings and objects out of batches"]
                 )
             return other
         return self._forms.setdefault(key, _Form())
@@ -156,12 +157,12 @@ class CapturedWindows:
         for index, (was, now) in enumerate(zip(before, form.counts, strict=False)):
             if not _is_unread(now) and (_is_unread(was) or float(now) != float(was)):
                 found.append(
-                    f"count of micro-batch {index} is {float(now):g} on the host, and was another one in the "
-                    "window before: give it as a tensor of the device"
+                    f"count of micro-batch {index} is {float(now):g} on the host, and was different in the "
+                    "previous window: give it as a tensor on the device"
                 )
         for index, loss in enumerate(engine.window.counts.losses):
             if loss is not None and not _is_unread(loss):
-                found.append(f"loss of micro-batch {index} is on the host: give it as a tensor of the device")
+                found.append(f"loss of micro-batch {index} is on the host: give it as a tensor on the device")
         if len(form.rehearsals) == 2 and not found and (text := difference(*form.rehearsals)):
             found = [text]
         if found:
@@ -180,7 +181,10 @@ class CapturedWindows:
         """Capture the window as a graph, and run it."""
         form.rehearsals = []
         if torch.is_autocast_enabled(engine.device.type) and torch.is_autocast_cache_enabled():
-            self._give_up(form, ["autocast is on around it, whose cache would go stale: enter it inside"])
+            self._give_up(
+                form,
+                ["autocast is enabled around it, and its cache would become stale: enter autocast inside"],
+            )
             self._run(engine, leaves, structure)
             return
         given = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
@@ -256,11 +260,11 @@ def capture_problems(engine: Engine) -> Iterator[str]:
         owner = type(engine.reducer).__name__
         yield f"gradients that {owner} owns are not captured: use pe.GradSync, or attach a DDP"
     if engine.metrics:
-        yield f"sync.measure has the host look at every window: leave out {engine.metrics}"
+        yield f"with sync.measure the host reads every window: leave out {engine.metrics}"
     if engine.raises:
-        yield "nonfinite='raise' has the host wait for every window: need 'skip'"
+        yield "with nonfinite='raise' the host waits for every window: need 'skip'"
     if engine.window.slots.size > 1:
-        yield "accumulator=pe.Exact(slots=...) takes micro-batches one by one: leave slots out"
+        yield "accumulator=pe.Exact(slots=...) needs micro-batches one by one: leave slots out"
 
 
 def _buckets_of(engine: Engine) -> BucketReducer:
@@ -274,7 +278,7 @@ def _keep(engine: Engine, graph: WindowGraph) -> None:
     if engine.counter.state is not State.USED or window.header is None or verdict is None:
         raise CaptureError(_NOT_STEPPED)
     if len(verdict.use.factors) != len(graph.factors):
-        raise CaptureError("the window clips or steps in another way than the window before")
+        raise CaptureError("the window clips or steps differently from the previous window")
     for mine, factor in zip(graph.factors, verdict.use.factors, strict=True):
         mine.copy_(factor)
     verdict.use.factors[:] = graph.factors
@@ -412,6 +416,6 @@ def _kind_of(leaf: object) -> object:
 
 
 _NOT_STEPPED = (
-    "train_window has left the window without sync.step(optimizer): run the backward of every micro-batch in "
-    "it, and step"
+    "train_window returned without sync.step(optimizer): it must run the backward of every micro-batch, and "
+    "step"
 )

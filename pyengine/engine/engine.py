@@ -318,9 +318,9 @@ class Engine:
         """
         if not self._running.acquire(blocking=False):
             raise RuntimeError(
-                "backward while another backward of this engine is running, in another thread or around "
-                "this one: a window's micro-batches run one after the other; in `with sync.micro_batch():` "
-                "call loss.backward() itself; give each thread an engine of its own, or add the losses up"
+                "backward while another backward of this engine is running, in another thread or around this "
+                "one: a window's micro-batches run one after the other; in `with sync.micro_batch():` call "
+                "loss.backward() itself; give each thread its own engine, or add the losses"
             )
         try:
             window = self.window
@@ -582,7 +582,7 @@ class Engine:
                 raise
         if changed:
             with suppress(RuntimeError):  # `wait` raises it after the errors that all ranks share
-                self.refuse(marks.describe(changed, "behind the window's end"))
+                self.refuse(marks.describe(changed, "after the window's end"))
         marks.record_published()
         return verdict
 
@@ -632,7 +632,7 @@ class Engine:
         if self.is_late and self.reducer.stepper.needs_host(optimizer):  # Otherwise `wait` read the outcome.
             report_uncapturable(
                 f"the step of {type(optimizer).__name__} waits for the host, which decides whether to skip: "
-                "make it fused=True, with capturable=True if it has that"
+                "create it with fused=True, and with capturable=True if it has that option"
             )
             self.reach_verdicts()
         for observer in self.observers:
@@ -877,8 +877,8 @@ class Engine:
             self.window.faults.refuse(text)
             return
         text = (
-            f"{text}. This rank cannot use the window: repair this, then call sync.abandon() on every "
-            "rank. (A rank on which it did not happen may have stepped: the next header says so)"
+            f"{text}. This rank cannot use the window: repair this, then call sync.abandon() on every rank. "
+            "(A rank without this error may have stepped; the next window reports it)"
         )
         self.window.faults.note(FaultKind.UNUSABLE, text)
         raise RuntimeError(text)
@@ -933,10 +933,10 @@ class Engine:
         if counter.handed == counter.done + 1:
             return
         text = (
-            f"micro-batches of window {counter.index} were taken before the backwards of earlier ones had "
-            "run, and accumulator=pe.Exact(slots=...) sums those of a slot in order: run the backward of "
-            "each before the next one is taken, and where there is none run "
-            "`with sync.micro_batch(count=0): pass`"
+            f"micro-batches of window {counter.index} were read before the backwards of earlier "
+            "micro-batches had run, and accumulator=pe.Exact(slots=...) sums the micro-batches of a slot in "
+            "order: run the backward of each micro-batch before the next one is read, and `with "
+            "sync.micro_batch(count=0): pass` for a micro-batch without a backward"
         )
         if text not in self.window.faults.refusals():
             self.refuse(text)
@@ -946,8 +946,8 @@ class Engine:
         has_new = bool(self.foreign.marks.changed())
         if micro_batch.has_last and has_new:
             self.refuse(
-                f"a gradient came after mb.last_backward of micro-batch {micro_batch.index}: mark the "
-                "backward that is the last, or leave the mark out"
+                f"a gradient was accumulated after mb.last_backward of micro-batch {micro_batch.index}: put "
+                "mb.last_backward around the last backward, or leave it out"
             )
         scaler = self.scaler
         if self.batch is not None:
@@ -976,8 +976,8 @@ class Engine:
             )
         if counter.state is State.OPEN and counter.done >= counter.handed:
             raise RuntimeError(
-                f"backward after the backwards of all {counter.handed} micro-batches handed out, each of "
-                "which is counted once: add several losses up, or give them as a dict"
+                f"backward after the backwards of all {counter.handed} micro-batches that were read, and "
+                "each micro-batch is counted once: add several losses, or pass them as a dict"
             )
         return known.take(counter.done, handed=counter.handed)
 

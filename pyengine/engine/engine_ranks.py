@@ -70,7 +70,7 @@ def memberships_differ(memberships: Sequence[Membership], specs: Sequence[Sequen
         if all(pattern in membership.unmatched for membership in memberships):
             return (
                 f"axes.groups[{pattern!r}] matches no parameter on any rank (the first is "
-                f"{specs[0][0].name!r}): patterns are of whole names, as fnmatch has them"
+                f"{specs[0][0].name!r}): a pattern must match the whole name, as in fnmatch"
             )
     members: dict[Sequence[int], dict[int, list[ParamSpec]]] = {}
     in_group: dict[tuple[int, int], list[ParamSpec]] = {}  # ranks with equal specs share a list
@@ -96,8 +96,8 @@ def _difference(ranks: Sequence[int], have: dict[int, list[ParamSpec]]) -> str:
     if missing:
         first, others = next(iter(have)), ", ".join(map(str, missing))
         return (
-            f"rank {first} sums gradients over ranks {list(ranks)}, and rank {others} of them does not: "
-            "give every rank of a group that group"
+            f"rank {first} sums gradients over ranks {list(ranks)}, and rank {others} of them does not: pass "
+            "the same group on every rank of the group"
         )
     difference = first_difference([have[rank] for rank in ranks], ranks)
     if difference is None:
@@ -211,8 +211,8 @@ class EngineRanks:
         narrow = [name for name, param in named if is_dtensor(param) and param.dtype.itemsize < 4]
         if narrow and settings.kind == "native":
             yield (
-                f"parameter {narrow[0]!r} is a narrow DTensor, and accumulator='native' would sum it in its "
-                "own type, which autograd cannot do in a buffer of ours: use accumulator='fp32'"
+                f"parameter {narrow[0]!r} is a DTensor of a narrow dtype, and accumulator='native' would sum "
+                "it in that dtype, which autograd cannot do in the engine's buffer: use accumulator='fp32'"
             )
 
     def problems_under_ddp(self, named: Named, group: dist.ProcessGroup) -> Iterator[str]:
@@ -229,9 +229,10 @@ class EngineRanks:
             )
         elif elsewhere is not None:
             yield (
-                f"axes.groups gives {elsewhere!r} a group of its own, and DDP sums it over all of its "
-                "ranks: have DDP ignore it, by DistributedDataParallel."
-                "_set_params_and_buffers_to_ignore_for_model(module, names) before it is made"
+                f"axes.groups gives {elsewhere!r} a separate group, and DDP sums it over all of DDP's ranks: "
+                "make DDP ignore it, by "
+                "DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, names) before "
+                "DDP is created"
             )
         elif any(is_dtensor(param) for _, param in named):
             yield "ddp_model has DTensor parameters, which its buckets cannot hold: use pe.GradSync"
@@ -244,7 +245,7 @@ class EngineRanks:
         if mesh is not None and self._mesh is None:
             yield (
                 f"device_mesh is a {type(mesh).__name__}: need a torch.distributed.device_mesh.DeviceMesh, "
-                "as init_device_mesh makes it"
+                "for example from init_device_mesh"
             )
         elif not isinstance(axes, Axes):
             yield f"axes is a {type(axes).__name__}: need a pe.Axes(replicate=...)"
@@ -259,8 +260,8 @@ class EngineRanks:
                 other = set(dist.get_process_group_ranks(group)) - set(self._ranks)  # type: ignore[arg-type]
                 if other:
                     yield (
-                        f"axes.groups[{pattern!r}] has rank {min(other)}, which the engine's process group "
-                        "has not: need a part of it"
+                        f"axes.groups[{pattern!r}] has rank {min(other)}, which is not in the engine's "
+                        "process group: need a part of that group"
                     )
 
     def _join(self, named: Named, axes: Axes) -> None:
@@ -359,7 +360,10 @@ def _mesh_problems(mesh: DeviceMesh, ranks: MeshRanks, axes: Axes, device: torch
             "the same parameters and different data, axes=pe.Axes(replicate='dp')"
         )
     if mesh.device_type != device.type:
-        yield f"device_mesh is of {mesh.device_type}, and parameters are on {device}: make both alike"
+        yield (
+            f"device_mesh is of {mesh.device_type}, and parameters are on {device}: use the same kind of "
+            "device"
+        )
 
 
 def _dtensor_problem(
@@ -368,16 +372,16 @@ def _dtensor_problem(
     if axis is None:
         return (
             f"parameter {name!r} is a DTensor on a mesh with an axis that device_mesh, {dict(mesh.shape)}, "
-            "has not: pass the mesh from which both were sliced"
+            "does not have: pass the mesh from which both were sliced"
         )
     if placement.is_partial():
         return f"parameter {name!r} is a DTensor of partial sums ({placement}): need Shard or Replicate"
     if axis in summed_over and mesh.shape[axis] > 1:
         return (
             f"parameter {name!r} is a DTensor on axis {axis!r}, over which its gradient is to be summed "
-            "(axes.replicate): what is sharded or replicated there reduces its own gradients; name only "
-            "axes that its mesh has not (for tensor parallelism alone one of size 1: a mesh of shape (1, "
-            f"{mesh.shape[axis]})), or use pe.attach for a model under fully_shard"
+            "(axes.replicate): parameters that are sharded or replicated there reduce their own gradients; "
+            "name only axes that its mesh does not have (for tensor parallelism alone one of size 1: a mesh "
+            f"of shape (1, {mesh.shape[axis]})), or use pe.attach for a model under fully_shard"
         )
     return ""
 
@@ -462,8 +466,9 @@ class ShardedRanks:
         yield from self._problems
         if self._is_cut and settings.kind == "exact":
             yield (
-                "accumulator='exact' with tensor parallelism below FSDP: a micro-batch's own bits depend on "
-                "how parameters are cut there, so that no sum has them on every mesh; use 'fp32'"
+                "accumulator='exact' with tensor parallelism below FSDP: the bits of a micro-batch's "
+                "gradient depend on how parameters are sharded, so no sum is the same on every mesh; use "
+                "'fp32'"
             )
 
     def counted(self, units: Sequence[Unit]) -> dict[int, bool]:
@@ -488,8 +493,8 @@ def _unit_problems(unit: Unit, mesh: Any, wanted: Tensor) -> Iterator[str]:
     if sorted(ranks) != sorted(needed):
         where = f"FSDP unit {unit.name!r}" if unit.name else "ddp_model"
         yield (
-            f"{where} is on a mesh of ranks {ranks}: need one of {needed}, which are all ranks of the "
-            "default process group, or under tensor parallelism those that have its part"
+            f"{where} is on a mesh of ranks {ranks}: need a mesh of {needed}: all ranks of the default "
+            "process group, or under tensor parallelism the ranks with the same part"
         )
 
 

@@ -104,9 +104,9 @@ class ForeignWrites:
         if before not in (None, version) and not self._has_warned:
             self._has_warned = True
             warnings.warn(
-                f"{REMEDY}; call sync.step(optimizer) in place of optimizer.step(): {engine} are "
-                "trained past their engine, on gradients of this rank alone. (Call sync.close() where that "
-                "is meant)",
+                f"{REMEDY}; call sync.step(optimizer) in place of optimizer.step(): {engine} are trained "
+                "without their engine, on gradients of this rank alone. (If this is intended, call "
+                "sync.close())",
                 stacklevel=3,
             )
 
@@ -120,7 +120,7 @@ def _written_text(names: Sequence[str]) -> str:
     return (
         f"delete optimizer.step(), since sync.step steps: {_listed(names)} was written to inside the window, "
         "between its first backward and its step, and may differ between ranks now: load a checkpoint. "
-        "(load_state_dict, weights of an average, a clamp or any other write belongs behind sync.step)"
+        "(load_state_dict, averaged weights, a clamp or any other write must come after sync.step)"
     )
 
 

@@ -81,8 +81,8 @@ def agree(
         )
     if max(windows) - min(windows) > 1 and comm.rank == 0 and not isinstance(settings.accumulator, Exact):
         warnings.warn(
-            f"accumulate={windows} by rank: windows end where each rank has its own number, and the mean is "
-            "over all micro-batches; where that is not meant, pass the same accumulate on every rank",
+            f"accumulate={windows} by rank: a window ends on each rank after that rank's own number, and the "
+            "mean is over all micro-batches; if this is not intended, pass the same accumulate on every rank",
             stacklevel=5,
         )
     names = [spec.name for spec in specs_of[0]]
@@ -175,8 +175,8 @@ def _checked_total(settings: Settings, by_rank: Sequence[int], parts: int) -> in
     if run > 1 and slots % world_size:
         fits = ", ".join(str(n) for n in range(1, slots + 1) if slots % n == 0)
         raise ValueError(
-            f"{origin} on {world_size} ranks with batches of their own: a slot is added up on one rank, so "
-            f"that number has to divide slots; {slots} slots can be dealt to {fits} ranks"
+            f"{origin} on {world_size} ranks with separate batches: each slot is summed on one rank, so the "
+            f"number of ranks must divide slots; {slots} slots fit {fits} ranks"
         )
     mine = slots // world_size * run
     if run > 1 and any(accumulate != mine for accumulate in by_rank):
@@ -207,13 +207,16 @@ def problems_of(
     trained = [(name, p) for name, p in named if p.requires_grad]
     if not trained:
         yield (
-            "pass trainable parameters to params_or_module, or leave the engine out where nothing is "
-            f"trained: none of {len(named)} parameters requires a gradient"
+            "pass trainable parameters to params_or_module, or make no engine if nothing is trained: none of "
+            f"{len(named)} parameters requires a gradient"
         )
     devices = sorted({str(p.device) for _, p in named})
     if len(devices) > 1:
         on = ", ".join(devices)
-        yield f"params_or_module: parameters on {on}; need one device an engine: make one each"
+        yield (
+            f"params_or_module: parameters on {on}; need one device per engine: make an engine for each "
+            "device"
+        )
     plain = [(name, p) for name, p in named if not (takes_shards and is_dtensor(p))]
     yield from shard_problems(named)
     yield from _repeated(named)
@@ -260,7 +263,7 @@ def _repeated(named: Sequence[tuple[str, nn.Parameter]]) -> Iterator[str]:
             why = "it is computed from others, and gets no .grad"
             yield f"parameter {name!r} is not a leaf: {why}; pass those"
         if first.setdefault(id(param), name) != name:
-            yield f"parameter {name!r} is {first[id(param)]!r} once more: pass each once"
+            yield f"parameter {name!r} is the same as {first[id(param)]!r}: pass each parameter once"
 
 
 def _not_plain(named: Sequence[tuple[str, nn.Parameter]]) -> Iterator[str]:

@@ -83,9 +83,9 @@ class KeptGrads:
             more = f" and {len(unknown) - _MAX_NAMED} more" if len(unknown) > _MAX_NAMED else ""
             names = ", ".join(repr(self._names[index]) for index in unknown[:_MAX_NAMED])
             warnings.warn(
-                f"step {names}{more} too, set .grad to None, or freeze them, unless their gradients are to "
-                "be kept: no optimizer has used them, and they count into the next window, as in a plain "
-                "PyTorch loop without zero_grad",
+                f"step {names}{more} too, set .grad to None, or freeze them, unless you want to keep their "
+                "gradients: no optimizer has used these gradients, and they are added to the next window, as "
+                "in a plain PyTorch loop without zero_grad",
                 stacklevel=2,
             )
 

@@ -61,8 +61,8 @@ class Lookahead(Generic[Batch]):
                 if self._error:
                     warnings.warn(
                         f"the loader has ended after it had raised {self._error}, as a generator does: this "
-                        "rank has no further data. Leave the loop over sync.windows on every rank, or let "
-                        "the loader go on after an error",
+                        "rank has no further data. Leave the loop over sync.windows on every rank, or make "
+                        "the loader continue after an error",
                         RuntimeWarning,
                         stacklevel=2,
                     )
@@ -105,7 +105,7 @@ class Counting:
         if is_lazy(engine.device):
             raise ValueError(
                 f"count= on {engine.device}: the host would have to read the totals before it records a "
-                "window, and wait for the device. Give each count to sync.backward"
+                "window, and wait for the device. Pass each count to sync.backward"
             )
         self._engine, self._count = engine, count
         self._names: list[str] = []
@@ -177,7 +177,7 @@ def count_ahead(
         elif named.keys() != set(names):
             problems.append(
                 f"count {where} has {list(named)}, and {names} elsewhere: need the same names in every "
-                "micro-batch, with 0 for what it has nothing of"
+                "micro-batch, with 0 for a name without items"
             )
         for name, value in named.items():
             try:
@@ -235,8 +235,8 @@ class MicroBatches(Iterator[Batch]):
 
 
 _NOT_A_BATCH = (
-    "iterate the window: `for window in sync.windows(loader): for batch in window:`. What sync.windows "
-    "yields is an iterator of micro-batches, and no batch"
+    "iterate the window: `for window in sync.windows(loader): for batch in window:`. sync.windows yields "
+    "iterators of micro-batches, not batches"
 )
 
 
@@ -285,7 +285,7 @@ def _num_windows(engine: Engine, loader: Iterable[Any]) -> int:
         mine = -(-len(loader) // share) if share else 0  # type: ignore[arg-type]  # may have no length
     except Exception as error:  # noqa: BLE001 - raised on every rank
         mine, reason = 0, str(error) or repr(error)
-    check_same_call(engine, "asks for len(sync.windows(loader)), as every rank has to")
+    check_same_call(engine, "calls len(sync.windows(loader)), which every rank must call")
     most, has_none = mine, int(bool(reason))
     if engine.comm.world_size > 1:
         most, has_none = engine.comm.max_of(mine, has_none)
@@ -452,8 +452,8 @@ def _borrowed(engine: Engine, old: list[Batch], ahead: Sequence[Batch], *, sende
     if error_text:
         without = ", ".join(str(rank) for rank, (*_, has_none) in enumerate(gathered) if has_none)
         raise ValueError(
-            f"rank {without} has no micro-batch at all, and needs a copy of another one's, since the "
-            f"forwards of a sharded model are collective; that of rank {sender} cannot be pickled "
+            f"rank {without} has no micro-batch, and needs a copy of another rank's, because the forwards of "
+            f"a sharded model are collective; the micro-batch of rank {sender} cannot be pickled "
             f"({error_text}): give every rank at least one"
         )
 

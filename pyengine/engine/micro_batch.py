@@ -153,6 +153,6 @@ class MicroBatch:
     def _check_open(self, what: str) -> None:
         if self.has_last:
             raise RuntimeError(
-                f"mb.{what} is set after the last backward has begun, when the header may have gone: set it "
-                "before"
+                f"mb.{what} is set after the last backward has begun, when the header may already have been "
+                "sent: set it before"
             )

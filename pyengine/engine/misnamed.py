@@ -68,14 +68,16 @@ def answer_to_setting(kind: type, name: str, value: object) -> str:
     """Return the error message for the assignment `engine.name = value`; empty if it is allowed."""
     if name == "accumulate" or _ELSEWHERE.get(name) == "accumulate" != name:
         if name != "gradient_accumulation_steps":
-            return f"set sync.gradient_accumulation_steps = {value!r}, between windows: {name} is no setting"
+            return (
+                f"set sync.gradient_accumulation_steps = {value!r}, between windows: {name} is not a setting"
+            )
         return ""
     if name in _FIXED or _ELSEWHERE.get(name) in _FIXED:
         fixed = name if name in _FIXED else _ELSEWHERE[name]
         return f"pass {fixed}={value!r} to the engine when it is made: an engine keeps its {fixed}"
     member = None if name.startswith("_") else getattr(kind, name, None)
     if callable(member):
-        return f"call sync.{name}(...): {name} is a method, and no setting"
+        return f"call sync.{name}(...): {name} is a method, not a setting"
     if isinstance(member, property) and member.fset is None:
         return f"read sync.{name}: it cannot be set"
     return ""

@@ -111,8 +111,8 @@ def owned_problems(named: Sequence[tuple[str, Parameter]]) -> Iterator[str]:
     if taken:
         more = f" and {len(taken) - 1} more" if len(taken) > 1 else ""
         yield (
-            f"call sync.close() on the old engine first, or use that: parameter {taken[0]!r}{more} belongs "
-            "to an engine that is still there, and two would write the same gradients"
+            f"call sync.close() on the old engine first, or use the old engine: parameter {taken[0]!r}{more} "
+            "belongs to an engine that still exists, and two engines would write the same gradients"
         )
 
 
@@ -181,10 +181,10 @@ class TrainedParameters:
             more = f" and {len(found) - 1} more" if len(found) > 1 else ""
             warnings.warn(
                 f"no rank had a gradient for parameter {found[0]!r}{more} in {_MOST_IDLE} steps in a row. If "
-                "the model has replaced it (a new layer, load_state_dict(assign=True), weight_norm), make "
-                "engine and optimizer anew: what took its place is not trained. GradSync(model) would see "
-                "that by itself, GradSync(model.parameters()) cannot. (Where no loss reaches it yet, nothing "
-                "is wrong)",
+                "the model has replaced it (a new layer, load_state_dict(assign=True), weight_norm), make a "
+                "new engine and a new optimizer: the new parameter is not trained. GradSync(model) detects "
+                "this by itself, GradSync(model.parameters()) cannot. (If no loss depends on the parameter "
+                "yet, nothing is wrong)",
                 stacklevel=4,
             )
 

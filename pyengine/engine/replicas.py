@@ -40,8 +40,8 @@ def shard_problems(named: Iterable[tuple[str, Any]]) -> Iterator[str]:
             by, owner = (marks[0], _OF_SHARDS[marks[0]]) if marks else (classes[0], _CLASSES[classes[0]])
             yield (
                 f"params_or_module: give the engine the model before {owner} shards it, or call fully_shard "
-                f"(FSDP2) on it and pe.attach(model): parameter {name!r} is a shard ({by}), of which every "
-                "rank holds another one"
+                f"(FSDP2) on it and pe.attach(model): parameter {name!r} is a shard ({by}), and every rank "
+                "holds a different one"
             )
             return
 
@@ -123,10 +123,11 @@ def warn_of_changed(changed: Sequence[Differing]) -> None:
     name, rank, root = changed[0]
     more = f" and {len(changed) - 1} more tensors" if len(changed) > 1 else ""
     warnings.warn(
-        f"seed every rank alike before the model is made, or load it on every rank, if rank {root}'s values "
-        f"are not meant for all: rank {rank}'s values of {name!r}{more} were others, and have been replaced, "
-        "as DDP does. Ranks that hold different parts of a model (shards, stages, experts) need the group of "
-        "those that hold the same: process_group=, or device_mesh= and axes= (docs/mesh.md)",
+        "seed every rank alike before the model is made, or load it on every rank, unless all ranks should "
+        f"get rank {root}'s values: rank {rank} had other values of {name!r}{more}, which have been "
+        "replaced, as DDP does. Ranks that hold different parts of a model (shards, stages, experts) need "
+        "the group of the ranks that hold the same part: process_group=, or device_mesh= and axes= "
+        "(docs/mesh.md)",
         stacklevel=3,
     )
 

@@ -30,7 +30,7 @@ def take_snapshot(engine: Engine) -> Snapshot:
     counter = engine.counter
     if not engine.is_closed:
         raise RuntimeError(
-            "call sync.state_dict() between windows, behind sync.step(optimizer), or drop the window by "
+            "call sync.state_dict() between windows, after sync.step(optimizer), or discard the window with "
             f"sync.abandon() first: window {counter.index} has {counter.handed} micro-batches, and "
             f"{counter.state.value}"
         )
@@ -58,7 +58,7 @@ def load_state(engine: Engine, state: object) -> None:
     Raises ValueError on every rank, without any change, if a state does not fit its engine or the states of
     other ranks.
     """
-    check_same_call(engine, "calls sync.load_state_dict, as every rank has to")
+    check_same_call(engine, "calls sync.load_state_dict, which every rank must call")
     problems, snapshot = _prepare(engine, state)
     described = None if snapshot is None else _Described.of(snapshot)
     gathered = engine.comm.all_gather_object((problems, described))
@@ -96,8 +96,8 @@ def _resume(engine: Engine, part: Snapshot) -> None:
         engine.reducer.residuals.load(part.residuals, known)
     elif part.residuals:
         warnings.warn(
-            "load_state_dict: the state has residuals, of a wire that keeps what it loses, and this "
-            "engine's wire does not: they are lost, as a window's rounding is without them",
+            "load_state_dict: the state has residuals of a wire with error feedback, and this engine's wire "
+            "has no error feedback: the residuals are lost",
             stacklevel=3,
         )
     engine.foreign.marks.record_published()

@@ -53,13 +53,14 @@ class Items:
         if strange:
             raise TypeError(
                 f"batch holds a {type(strange[0]).__name__}: need tensors, numbers and strings, in dicts, "
-                "lists and tuples; pass dict(batch) of a mapping, and let fn use other objects from outside"
+                "lists and tuples; pass dict(batch) of a mapping, and let fn use other objects from outside "
+                "the batch"
             )
         if len(sizes) != 1:
             found = f"of sizes {sizes} in dimension 0" if sizes else "without dimensions, or none"
             raise ValueError(
-                f"batch holds tensors {found}: need one number of items, alike in all of them; let fn use "
-                "what does not belong to items from outside"
+                f"batch holds tensors {found}: need the same number of items in all of them; let fn use "
+                "other tensors from outside the batch"
             )
         self.num = sizes[0]
 
@@ -91,7 +92,7 @@ class Retries:
     def run(self, micro_batch: MicroBatch, items: Items, fn: Callable[[Any], Any]) -> None:
         """Run forward and backward of a micro-batch in parts of at most `engine.part_size` items."""
         report_uncapturable(
-            "sync.retry_smaller runs again what runs out of memory, and a graph cannot: call sync.backward"
+            "sync.retry_smaller repeats what ran out of memory, which a graph cannot do: call sync.backward"
         )
         engine = self._engine
         losses: list[Tensor] = []
@@ -111,9 +112,9 @@ class Retries:
                 torch.get_device_module(engine.device).empty_cache()
             if num <= 1:
                 raise torch.OutOfMemoryError(
-                    f"retry_smaller: {num} item of a micro-batch does not fit into memory: need room for the "
-                    "forward and backward of one; make items shorter, checkpoint activations, or free "
-                    f"memory; then call sync.abandon(). ({self._error})"
+                    f"retry_smaller: {num} item of a micro-batch does not fit into memory: need memory for "
+                    "the forward and backward of one item; make items shorter, checkpoint activations, or "
+                    f"free memory; then call sync.abandon(). ({self._error})"
                 )
             engine.part_size = -(-num // 2)
             engine.window.num_retries += 1

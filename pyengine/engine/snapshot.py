@@ -74,8 +74,8 @@ class Snapshot:
         version = state.get("version")
         if type(version) is int and version in (1, 2):
             raise ValueError(
-                "start the engine without this state, behind parameters and optimizer: it is of an earlier "
-                f"pyengine (version {version}), which saved other things in it"
+                "start the engine without this state, after loading parameters and optimizer: the state is "
+                f"from an earlier pyengine (version {version}), which saved other values"
             )
         if version != VERSION:
             raise ValueError(f"state is version {reprlib.repr(version)}: {_NEED}")

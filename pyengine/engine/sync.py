@@ -117,7 +117,7 @@ class Sync:
     @property
     def _engine(self) -> Engine:
         if self._open_engine is None:
-            raise RuntimeError("this engine has been closed: make a new one over the model")
+            raise RuntimeError("this engine has been closed: make a new one for the model")
         return self._open_engine
 
     @property
@@ -130,7 +130,7 @@ class Sync:
         reducer = self._engine.reducer
         if isinstance(reducer, BucketReducer | XlaReducer):
             return reducer.layout
-        raise AttributeError("sync.layout: need GradSync or attach over DDP; here torch has the layout")
+        raise AttributeError("sync.layout: need GradSync or attach over DDP; here torch owns the layout")
 
     @property
     def scaler(self) -> GradScaler | None:
@@ -146,8 +146,9 @@ class Sync:
         engine = self._engine
         if scaler is not self._scaler and engine.counter.is_accumulating:
             raise RuntimeError(
-                f"sync.scaler in the middle of window {engine.counter.index}, whose losses have been scaled "
-                "as it was: assign it behind sync.step, or drop the window by sync.abandon() first"
+                f"sync.scaler was set in the middle of window {engine.counter.index}, whose losses have been "
+                "scaled by the old one: set it after sync.step, or discard the window with sync.abandon() "
+                "first"
             )
         ours = None if scaler is None else taken_over(scaler)
         enabled = ours if ours is not None and ours.is_enabled() else None
@@ -254,7 +255,7 @@ class Sync:
         if engine.counter.has_micro_batch_out:
             raise RuntimeError(
                 "no_sync or set_requires_gradient_sync inside a micro-batch of sync.windows or "
-                "sync.accumulate, which know the window's last one: leave it out"
+                "sync.accumulate, which already know the window's last micro-batch: leave it out"
             )
         self._requires_sync = requires_gradient_sync
 
@@ -981,7 +982,7 @@ class Sync:
         if any(isinstance(observer, WindowAudit) for observer in engine.observers):
             raise RuntimeError("this engine is audited already: remove() that audit first")
         every = check_every(every)
-        check_same_call(engine, "calls sync.audit, as every rank has to")
+        check_same_call(engine, "calls sync.audit, which every rank must call")
         end = engine.observers.remove
         audit = WindowAudit(
             engine.reducer, engine.comm, engine.final, engine.batch, every=every, module=module, end=end
@@ -1061,7 +1062,7 @@ def _checked_groups(
                 what = repr(member) if isinstance(member, str) else f"a {type(member).__name__}"
                 some = ", ".join(map(repr, [*index_of][:3]))
                 raise ValueError(
-                    f"per[{group!r}] has {what}, which is no parameter of this engine: need {some}, ..."
+                    f"per[{group!r}] has {what}, which is not a parameter of this engine: need {some}, ..."
                 )
             if index in group_of:
                 raise ValueError(

@@ -162,7 +162,12 @@ def _exact_problems(exact: Exact) -> list[str]:
     if slots is None:
         return []
     if type(slots) is not int or slots < 1:
-        return [f"accumulator={exact}: need a whole number of slots from 1 on, or None: a micro-batch each"]
+        return [
+            (
+                f"accumulator={exact}: need a whole number of slots, at least 1, or None for one slot per "
+                "micro-batch"
+            )
+        ]
     if num < slots or num % slots:
         lower = max((n for n in range(1, min(slots, num) + 1) if num % n == 0), default=1)
         return [

@@ -41,7 +41,7 @@ class GradScaler(torch.amp.GradScaler):
         """
         if self._final is not None and self._final is not final:
             raise ValueError(
-                "scaler belongs to another engine, whose overflows it follows: make one GradScaler an engine"
+                "scaler belongs to another engine, whose overflows it follows: make one GradScaler per engine"
             )
         self._final, self._counter = final, counter
         if self._enabled and self._scale is None:
@@ -92,7 +92,7 @@ class GradScaler(torch.amp.GradScaler):
         if self._counter is not None and self._counter.is_accumulating:
             raise RuntimeError(
                 f"{what} in the middle of window {self._counter.index}, some of whose losses are scaled "
-                "already: call it behind sync.step, or drop the window by sync.abandon() first"
+                "already: call it after sync.step, or discard the window with sync.abandon() first"
             )
 
     def _check_free(self, what: str, instead: str) -> None:
@@ -185,7 +185,7 @@ def taken_over(scaler: torch.amp.GradScaler) -> GradScaler:
     if not isinstance(scaler, GradScaler):
         raise TypeError(
             f"scaler is a {type(scaler).__name__}: need a torch.amp.GradScaler, which the engine takes over, "
-            "or a pyengine.GradScaler; the ways of another kind would be lost"
+            "or a pyengine.GradScaler; the behavior of another class would be lost"
         )
     return scaler
 
@@ -194,7 +194,7 @@ def copy_of(scaler: torch.amp.GradScaler) -> GradScaler:
     """Return a copy of a scaler for one engine, for several engines that share a torch scaler."""
     if type(scaler) not in (torch.amp.GradScaler, GradScaler):
         raise TypeError(
-            f"the loss scaler is a {type(scaler).__name__}, whose own ways would be lost: need a "
+            f"the loss scaler is a {type(scaler).__name__}, whose behavior would be lost: need a "
             "torch.amp.GradScaler, which the engine takes over, or a pyengine.GradScaler"
         )
     ours = GradScaler(scaler._device, enabled=scaler.is_enabled())  # noqa: SLF001 - torch has no public name for it

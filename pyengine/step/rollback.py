@@ -53,8 +53,8 @@ class RollbackStepper:
         mine = list(self._mine(optimizer))
         if any(param.grad is None for param in mine):
             raise RuntimeError(
-                f"a parameter of this {type(optimizer).__name__} has no gradient any more: on this device a "
-                "step uses gradients up. Let each parameter have one optimizer, and leave zero_grad to the "
+                f"a parameter of this {type(optimizer).__name__} has no gradient anymore, because a step on "
+                "this device consumes gradients. Use one optimizer per parameter, and leave zero_grad to the "
                 "engine"
             )
         if self.needs_host(optimizer):

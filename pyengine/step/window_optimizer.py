@@ -22,8 +22,8 @@ def check_step(optimizer: Any, scheduler: Any) -> None:
     """Raise TypeError if the optimizer or scheduler cannot be stepped, before any step."""
     if getattr(optimizer, "steps_with_windows", False):
         raise TypeError(
-            "optimizer is wrapped already, and steps where its window ends: call optimizer.step(), or give "
-            "the plain one, optimizer.optimizer"
+            "optimizer is wrapped already, and steps when its window ends: call optimizer.step(), or pass "
+            "the plain optimizer, optimizer.optimizer"
         )
     if not (hasattr(optimizer, "param_groups") and callable(getattr(optimizer, "step", None))):
         raise TypeError(f"optimizer is a {type(optimizer).__name__}: need a torch.optim.Optimizer")
@@ -116,7 +116,8 @@ class WindowOptimizer(torch.optim.Optimizer):
             )
         if closure is not None:
             raise ValueError(
-                "step: got a closure, and the gradients are there already: call backward before step()"
+                "step: got a closure, but the gradients have already been computed: call backward before "
+                "step()"
             )
         reduced = self._sync.reduced_window
         if self._sync.is_sync_step and (reduced is None or reduced is not self._stepped_in):
@@ -193,9 +194,9 @@ class OptimizerCheck:
             if any(looked.indices) and not is_handed_over:
                 raise ValueError(
                     f"optimizer has a parameter of shape {list(param.shape)} that DDP ignores: its gradient "
-                    "is yours, a sum over this rank's micro-batches, with the loss scale in it, and the "
-                    "others are means. Give such parameters an optimizer of their own, or call "
-                    "sync.unscale_() first and bring their gradients to the same scale yourself"
+                    "is a sum over this rank's micro-batches, which contains the loss scale, and other "
+                    "gradients are means. Use a separate optimizer for such parameters, or call "
+                    "sync.unscale_() first and scale their gradients yourself"
                 )
         numbers, tensors = hyperparameters(optimizer)
         copies = [tensor.clone() for tensor in tensors]

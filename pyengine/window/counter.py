@@ -108,14 +108,14 @@ class WindowCounter:
         if self.state is State.IDLE:
             raise RuntimeError(
                 "backward outside a window: iterate `for window in sync.windows(loader): for batch in "
-                "window:` or put the micro-batch into `with sync.accumulate():`. In DDP's manner all but a "
-                "window's last one stand in `with sync.no_sync():`, or behind "
-                "sync.set_requires_gradient_sync(False)"
+                "window:` or put the micro-batch into `with sync.accumulate():`. As with DDP, all "
+                "micro-batches except the window's last may instead be inside `with sync.no_sync():`, or "
+                "after sync.set_requires_gradient_sync(False)"
             )
         raise RuntimeError(
             f"backward after window {self.index} was sent: put several backwards of one micro-batch into "
-            "`with sync.micro_batch():`, or add their losses up for one sync.backward. (The next window "
-            "comes after sync.step)"
+            "`with sync.micro_batch():`, or add their losses for one sync.backward. (The next window comes "
+            "after sync.step)"
         )
 
     def count_backward(self) -> None:

@@ -48,7 +48,7 @@ class Denominators:
         if len(self.totals) > 1 and done < counted:
             why = (
                 f"the losses were weighed by totals that count {counted} micro-batches of this rank. Run the "
-                "backward of each, with 0 for losses that are to be left out"
+                "backward of each, with a loss of 0 to leave a micro-batch out"
             )
         elif self._has_several_out and done < handed:
             why = (
@@ -69,8 +69,8 @@ class Denominators:
         if not isinstance(losses, Mapping):
             if len(self.totals) > 1:
                 raise ValueError(
-                    f"loss: got one, and this window counts {self._names}: need a dict of a loss for each, 0 "
-                    "where a micro-batch has nothing of it"
+                    f"loss: got a single loss, and this window counts {self._names}: need a dict with a loss "
+                    "for each name, and 0 for a name without items"
                 )
             return losses
         self._check(losses)
@@ -93,7 +93,7 @@ class Denominators:
         if losses.keys() != self.totals.keys():
             raise ValueError(
                 f"loss: got {', '.join(map(repr, losses)) or 'an empty dict'}, and this window counts "
-                f"{self._names}: need a loss for each, 0 where a micro-batch has nothing of it"
+                f"{self._names}: need a loss for each name, and 0 for a name without items"
             )
         for name, loss in losses.items():
             if got := _unlike_loss(loss):

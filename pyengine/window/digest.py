@@ -136,7 +136,7 @@ _PARTS = {
         "ranks have sent windows of different engines",
         (
             "Call the engines in the same order on every rank. Nothing was stepped; call sync.abandon() on "
-            "all of them and go on"
+            "all of them and continue"
         ),
     ),
     "stage": (
@@ -153,7 +153,7 @@ _PARTS = {
     "use": (
         "ranks have used the last window differently",
         (
-            "Clip, step and set the learning rate alike on every rank. Parameters have parted: restore all "
+            "Clip, step and set the learning rate alike on every rank. Parameters differ now: restore all "
             "from one checkpoint"
         ),
     ),
@@ -161,14 +161,14 @@ _PARTS = {
         "ranks have full windows of different lengths",
         (
             "Set sync.gradient_accumulation_steps to the same number on every rank. Nothing was stepped; "
-            "call sync.abandon() on all of them and go on"
+            "call sync.abandon() on all of them and continue"
         ),
     ),
     "kept": (
-        "ranks keep different gradients of the window before, which no optimizer has used",
+        "ranks keep different gradients of the previous window, which no optimizer has used",
         (
             "Clear .grad of the same parameters on every rank. Nothing was stepped; call sync.abandon() on "
-            "all of them and go on"
+            "all of them and continue"
         ),
     ),
 }

@@ -43,8 +43,9 @@ def describe(findings: Sequence[RankFindings], *, is_exact: bool = False) -> str
         return "; ".join(quitters)
     if not names:
         return (
-            "finite sums leave the range of the gradients' type when 1/count, the inverse loss scale or "
-            "kept gradients come in: count is the number of items that the losses were summed over"
+            "finite sums leave the range of the gradients' dtype when they are multiplied by 1/count or the "
+            "inverse loss scale, or when kept gradients are added: count is the number of items that the "
+            "losses were summed over"
         )
     sources = [
         f"rank {rank}, micro-batch {index} (its loss)"
@@ -56,7 +57,7 @@ def describe(findings: Sequence[RankFindings], *, is_exact: bool = False) -> str
         known = {index for places in f.blamed.values() for index in places or []}
         blamed |= {f"rank {rank}, micro-batch {index}" for index in known - set(f.losses)}
     sources += sorted(blamed)
-    limit = "; or a finite value from 2**126 (8.5e37) on, which accumulator='exact' cannot hold"
+    limit = "; or a finite value of 2**126 (8.5e37) or more, which accumulator='exact' cannot hold"
     origin = _origin(sources, findings) + limit * is_exact
     return f"inf or nan in the gradient of {listed([repr(name) for name in names])}, from {origin}"
 

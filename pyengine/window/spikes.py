@@ -79,7 +79,7 @@ class SpikePolicy(Metric):
         if not isinstance(factor, Real) or isinstance(factor, bool) or not factor > 1:
             found.append(f"SpikePolicy(factor={factor!r}): need a number above 1, for example 4")
         if type(window) is not int or window < 1:
-            found.append(f"SpikePolicy(window={window!r}): need a whole number of windows from 1 on")
+            found.append(f"SpikePolicy(window={window!r}): need a whole number of windows, at least 1")
         if self._action not in get_args(SpikeAction):
             found.append(f'SpikePolicy(action={self._action!r}): need "skip" or "clip"')
         if is_lazy(measured.final.sumsq.device):
@@ -149,7 +149,7 @@ class SpikePolicy(Metric):
     def load_problems(self, state: Tensor) -> list[str]:
         numbers = 1 + self._history.numel()
         if state.dtype != torch.float64 or state.shape != (numbers,):
-            kept = f"{self!r} over these parameters keeps {numbers}: make it with the window that it had"
+            kept = f"{self!r} over these parameters keeps {numbers}: make it with the window of the state"
             return [f"measured['spike'] of {list(state.shape)} numbers, and {kept}"]
         seen, norms = float(state[0]), state[1:]
         if not (0 <= seen < 2**53 and seen.is_integer() and bool((norms >= 0).all())):

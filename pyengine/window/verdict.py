@@ -228,10 +228,10 @@ class Verdict:
         if any(backwards) and not any(gradients):
             raise RuntimeError(
                 f"window {self.report.index}: no rank has any gradient, so nothing was trained. Make the "
-                "engine (and the optimizer) over the parameters that the loss reaches, after whatever "
-                "exchanges them (load_state_dict(assign=True), swap_tensors, a parametrization), and leave "
-                "out what takes gradients away inside the backward (an optimizer in a hook, .grad = None, "
-                "another engine or accelerator). Call sync.abandon() on all ranks and go on"
+                "engine (and the optimizer) from the parameters that the loss depends on, after whatever "
+                "replaces them (load_state_dict(assign=True), swap_tensors, a parametrization), and remove "
+                "what clears gradients inside the backward (an optimizer in a hook, .grad = None, another "
+                "engine or accelerator). Call sync.abandon() on all ranks and continue"
             )
 
     def _why_not_finite(self) -> str:
@@ -369,7 +369,9 @@ def _disagreement(header: Header, comm: Comm) -> str:
     positions, described, accumulate = _gather_digests(header, comm)
     unlike = f". accumulate={list(accumulate)} by rank" if len(set(accumulate)) > 1 else ""
     if unlike:
-        unlike += ": ranks cut windows at other micro-batches, which sync.windows alone evens out"
+        unlike += (
+            ": ranks end windows after different numbers of micro-batches, which only sync.windows supports"
+        )
     if len({digest["engine"] for digest in described}) == 1 and len(set(positions)) > 1:
         places = "; ".join(f"rank {r}: {w} windows, {s} steps" for r, (w, s) in enumerate(positions))
         return (
@@ -409,13 +411,13 @@ def check_counts(totals: Totals, comm: Comm, *, local: LocalWindow) -> None:
             f"ranks that share a batch have counted differently: {'; '.join(listed)}. Give each of them the "
             "same micro-batches with the same counts (a sampler's rank and number of ranks are those along "
             "the axes that count), or name the axes along which each counts its own: pe.Axes(count=...). "
-            "Nothing was stepped; call sync.abandon() and go on"
+            "Nothing was stepped; call sync.abandon() and continue"
         )
     if totals.is_unscaled:
         raise ValueError(
             "call sync.scaler.scale(loss).backward(), or mb.backward(loss), which scales, on the rank that "
             "has the loss: sync.scaler is set, and no rank that shares a batch has scaled one. Nothing was "
-            "stepped; call sync.abandon() on all ranks and go on"
+            "stepped; call sync.abandon() on all ranks and continue"
         )
     if totals.invalid_counts:
         gathered = comm.all_gather_object((local.problems(), local.faults.all_refusals()))
@@ -424,7 +426,7 @@ def check_counts(totals: Totals, comm: Comm, *, local: LocalWindow) -> None:
         raise ValueError(
             f"count must be finite{', whole' if local.is_exact else ''} and not negative, and at most 2**53 "
             f"(0 leaves a micro-batch out of the divisor), but {places}. Nothing was stepped; call "
-            "sync.abandon() and go on"
+            "sync.abandon() and continue"
         )
 
 

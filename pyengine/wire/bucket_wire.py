@@ -87,8 +87,8 @@ class BucketWire(OfBucket[Wire]):
 def without_memory(wire: Wire) -> RuntimeError:
     """Return the error for a wire that keeps state per bucket but has no memory for it."""
     return RuntimeError(
-        f"wire={wire}: it keeps state for every bucket from one window to the next, and was given no memory "
-        "for it: a wire around it needs for_bucket(memory), too, and has to use the wire that this returns"
+        f"wire={wire}: it keeps state for every bucket between windows, and was given no memory for it: a "
+        "wire that wraps it also needs for_bucket(memory), and must use the wire that for_bucket returns"
     )
 
 

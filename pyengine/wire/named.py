@@ -60,7 +60,7 @@ def wire_problems(wire: Any) -> list[str]:
     if isinstance(wire, type) and issubclass(wire, Wire):
         return [f"wire={wire.__name__} is a class: pass an instance, for example {wire.__name__}()"]
     if callable(getattr(wire, "all_reduce_", None)):
-        return [f"wire={wire!r}: {type(wire).__name__} is no subclass of pe.wire.Wire: make it one"]
+        return [f"wire={wire!r}: {type(wire).__name__} is not a subclass of pe.wire.Wire: make it one"]
     return [
         (
             f"wire={wire!r}: need a wire, for example pe.wire.BF16() or "

@@ -289,7 +289,7 @@ def test_a_stochastic_wire_is_not_captured():
 
 
 def test_autocast_around_the_window_is_refused():
-    with torch.autocast("cpu", torch.bfloat16), pytest.warns(UserWarning, match="enter it inside"):
+    with torch.autocast("cpu", torch.bfloat16), pytest.warns(UserWarning, match="enter autocast inside"):
         _captured()
 
 
@@ -383,7 +383,7 @@ def test_a_gradient_that_no_optimizer_has_used_counts_into_the_next_window():
         del optimizer.param_groups[0]["params"][2:]
         sync.step(optimizer)
 
-    with pytest.warns(UserWarning, match="they count into the next window"):
+    with pytest.warns(UserWarning, match="they are added to the next window"):
         step, _ = _captured(unused)
     assert (step.num_captured, step.num_eager) == (0, 6)
 
@@ -393,7 +393,7 @@ def test_counts_read_ahead_are_refused():
         sync = pe.GradSync(_model())
         step = sync.capture(lambda batches: None)
         window = next(sync.windows([torch.ones(2, 6)], count=len))
-        with pytest.raises(ValueError, match="give each count to sync.backward"):
+        with pytest.raises(ValueError, match="pass each count to sync.backward"):
             step(window)
 
 

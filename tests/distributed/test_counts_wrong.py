@@ -82,7 +82,7 @@ def _count(batch: Any) -> dict[str, int]:
 
 
 BACKWARDS = {
-    "sync.backward(loss)": "loss: got one, and this window counts 'ce', 'aux'",
+    "sync.backward(loss)": "loss: got a single loss, and this window counts 'ce', 'aux'",
     "sync.backward({'ce': loss, 'aux': loss}, count=3)": "count=3: this window's counts were read ahead",
     "sync.weigh({'ce': loss})": "loss: got 'ce', and this window counts 'ce', 'aux'",
 }

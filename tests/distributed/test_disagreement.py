@@ -288,4 +288,4 @@ def test_a_call_of_every_rank_by_one_rank_is_refused_on_all_of_them(kind, call):
 
     message = typed_error_of(body)
     assert message.startswith("RuntimeError: ranks are at different points of their loops: rank 0: sends")
-    assert f"rank 1: calls sync.{call}, as every rank has to" in message
+    assert f"rank 1: calls sync.{call}, which every rank must call" in message

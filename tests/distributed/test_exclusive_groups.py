@@ -262,7 +262,7 @@ def test_it_ends_with_the_default_group_and_has_its_timeout():
     del group
     comm = comm_of_buckets(sync)
     dist.destroy_process_group()
-    with pytest.raises(RuntimeError, match="make the engine anew.*has been destroyed"):
+    with pytest.raises(RuntimeError, match="make a new engine.*has been destroyed"):
         comm.all_reduce(torch.ones(2))
-    with pytest.raises(RuntimeError, match="make the engine anew.*has been destroyed"):
+    with pytest.raises(RuntimeError, match="make a new engine.*has been destroyed"):
         comm.all_to_all(torch.ones(world), torch.ones(world))

@@ -154,7 +154,7 @@ def test_ranks_that_clip_other_groups_are_found():
         ({}, ValueError, "need at least one group"),
         ({"a": "weight"}, TypeError, r"per\['a'\] is a str"),
         ({"a": []}, ValueError, r"per\['a'\] is empty"),
-        ({"a": ["wieght"]}, ValueError, "has 'wieght', which is no parameter of this engine: need 'weight'"),
+        ({"a": ["wieght"]}, ValueError, "has 'wieght', which is not a parameter of this engine: need 'weight'"),
         ({"a": ["weight"], "b": ["weight"]}, ValueError, "'weight', which is in group 'a' already"),
     ],
 )
@@ -179,7 +179,7 @@ def test_wrong_measures_are_refused_on_every_rank():
     sync = pe.GradSync(nn.Linear(2, 1))
     with pytest.raises(ValueError, match=r"^rank 1: measure: got a type; need pe\.GradNorms"):
         sync.measure(pe.GradNorms() if rank == 0 else pe.GradNorms)
-    with pytest.raises(ValueError, match=r"measure got \[\], and ranks differ"):
+    with pytest.raises(ValueError, match=r"measure got \[\], which differs between ranks"):
         sync.measure(*[pe.GradNorms()][:rank])
     sync.measure(pe.GradNorms())
     with pytest.raises(ValueError, match="got a second GradNorms"):

@@ -35,7 +35,7 @@ WRONG = {
     "no mesh": "device_mesh is a str: need a torch.distributed.device_mesh.DeviceMesh",
     "axes without a mesh": "without device_mesh: only a mesh has axes",
     "names without a mesh": "axes.groups['up.*']='dp': need a torch.distributed.ProcessGroup",
-    "outside": "which the engine's process group has not",
+    "outside": "which is not in the engine's process group",
     "other groups": "sums gradients over ranks",
     "other sizes": "ranks have different meshes or axes",
 }
@@ -82,7 +82,7 @@ def test_a_rank_outside_of_the_mesh_raises_and_the_others_do_not():
 
 PARTS = {
     "summed": "parameter 'up.weight' is a DTensor on axis 'dp', over which its gradient is to be summed",
-    "native": "parameter 'up.weight' is a narrow DTensor, and accumulator='native'",
+    "native": "parameter 'up.weight' is a DTensor of a narrow dtype, and accumulator='native'",
     "other experts": "parameter 0: rank 0 has 'experts.0.weight' [6, 6] float32; rank 2 has",
     "accumulate": "accumulate=[1, 2, 3, 4] by rank, and rank 0 shares its batch with rank 1",
     "terms": "makes 2050 micro-batches a window over all ranks in 2 parts each",

@@ -87,7 +87,7 @@ def test_ranks_that_keep_different_gradients_are_refused():
     model = Pair()
     sync = pe.GradSync(model, accumulate=1)
     fast = torch.optim.SGD([model.fast], lr=1.0)
-    refused = pytest.raises(RuntimeError, match="ranks keep different gradients of the window before")
+    refused = pytest.raises(RuntimeError, match="ranks keep different gradients of the previous window")
     with recorded_warnings(), refused:
         for window in range(2):
             with sync.accumulate():

@@ -99,7 +99,7 @@ def test_every_choice_has_the_same_result_and_buys_what_it_can(
     ("text", "options"),
     [
         ("defer='some': need one of", [{"defer": "some"}]),
-        ("defer has 'third', which is no unit of the model", [{"defer": {"third": "all"}}]),
+        ("defer has 'third', which is not a unit of the model", [{"defer": {"third": "all"}}]),
         ("defer='outer' for unit ''", [{"defer": "outer"}]),
         ("the budget chooses the units to defer", [{"defer": "none", "defer_budget_mb": 1}]),
         ("defer_budget_mb=-1: need a size", [{"defer_budget_mb": -1}]),

@@ -137,7 +137,7 @@ REFUSED = {
     "sparse": "1 has sparse=True",
     "mesh": "is on a mesh of ranks",
     "part": "need a DistributedDataParallel, or a model that fully_shard",
-    "inner": "a unit within a larger one",
+    "inner": "part of a larger sharded model",
     "shared memory": "rank 1: shared_memory=True, and ddp_model is sharded by FSDP2",
     "one rank": "rank 1: defer='none', defer_budget_mb=None: accumulator='exact' holds unsharded sums",
 }

@@ -126,7 +126,7 @@ def test_a_rank_without_any_batch_pads_with_a_copy_of_another_one_s(can):
             sync.unscale_()
     except ValueError as error:
         assert not can
-        assert str(error).startswith("rank 1 has no micro-batch at all, and needs a copy of another one's")
+        assert str(error).startswith("rank 1 has no micro-batch, and needs a copy of another rank's")
         return
     assert can
     assert_same(whole_grads(model), right_grads([batch(number) for number in range(3)], 9))

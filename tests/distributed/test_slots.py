@@ -197,8 +197,8 @@ def test_a_backward_out_of_turn_is_an_error_on_every_rank_and_the_next_window_cl
 
     message = error_of(run, is_silent)
     if is_silent:
-        assert "rank 1: micro-batches of window 0 were taken before the backwards" in message
-        assert message.count("were taken before") == 1
+        assert "rank 1: micro-batches of window 0 were read before the backwards" in message
+        assert message.count("were read before") == 1
         message = error_of(run, False)
     assert message == "no error"
 

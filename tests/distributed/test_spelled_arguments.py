@@ -107,7 +107,7 @@ def test_a_state_of_another_kind_is_refused_in_the_first_backward_on_every_rank(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"process_group": pe.wire.BF16()}, "a wire goes in as wire="),
+        ({"process_group": pe.wire.BF16()}, "pass a wire as wire="),
         ({"process_group": torch.bfloat16}, "process_group=torch.bfloat16 is a dtype"),
         ({"wire": "bf17"}, "wire='bf17': need a wire"),
     ],

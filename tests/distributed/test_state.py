@@ -295,7 +295,7 @@ def test_a_state_inside_a_window_is_refused_with_when_to_call(kind):
         found.append(error_of(sync.state_dict))
         sync.step(optimizer)
         state = sync.state_dict()
-    assert all(text.startswith("call sync.state_dict() between windows, behind sync.step(") for text in found)
+    assert all(text.startswith("call sync.state_dict() between windows, after sync.step(") for text in found)
     assert (len(found), state["window"], state["steps"]) == (5, 1, 1)
     assert sync.state_dict()["window"] == 1
 

@@ -234,8 +234,8 @@ def test_experts_get_the_values_of_their_groups_first_rank():
 
 
 REFUSED = {
-    "not ignored": "axes.groups gives 'expert.matrix' a group of its own, and DDP sums it",
-    "both": "axes.groups gives 'dense.matrix' a group of its own",
+    "not ignored": "axes.groups gives 'expert.matrix' a separate group, and DDP sums it",
+    "both": "axes.groups gives 'dense.matrix' a separate group",
     "nothing": "axes.groups['experts.*'] matches no parameter on any rank",
 }
 

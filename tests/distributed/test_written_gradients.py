@@ -211,11 +211,11 @@ def test_a_gradient_behind_the_marked_backward_is_an_error(kind):
 
     # Before anything was sent, every rank raises.
     with pytest.raises(
-        ValueError, match=r"all ranks: a gradient came after mb\.last_backward of micro-batch 0"
+        ValueError, match=r"all ranks: a gradient was accumulated after mb\.last_backward of micro-batch 0"
     ):
         block(late_in=0)
     sync.abandon()
-    with pytest.raises(RuntimeError, match=r"came after mb\.last_backward of micro-batch 1"):
+    with pytest.raises(RuntimeError, match=r"was accumulated after mb\.last_backward of micro-batch 1"):
         block(late_in=1)
     block(late_in=2)
     assert sync.step(optimizer)

@@ -95,7 +95,7 @@ def test_a_write_inside_a_window_is_refused_on_every_rank(door, write, place, en
                 WRITES[write](model, optimizer)
             sync.unscale_() if ends == "unscale_" else sync.step(optimizer)
     assert SAYS in str(error.value)
-    assert "call sync.abandon() and go on" not in str(error.value)
+    assert "call sync.abandon() and continue" not in str(error.value)
 
 
 @on_ranks(2)
@@ -214,7 +214,7 @@ def test_a_gradient_that_nobody_reduces_is_refused_on_every_rank(door, how, accu
     else:
         model[0].requires_grad_(True)
     name = "1.more.weight" if how == "added" else "0.weight"
-    with pytest.raises((ValueError, RuntimeError), match=rf"make the engine anew.*'{name}'"):
+    with pytest.raises((ValueError, RuntimeError), match=rf"make a new engine.*'{name}'"):
         window()
 
 

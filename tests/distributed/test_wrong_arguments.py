@@ -183,7 +183,7 @@ def test_a_plan_prints_its_micro_batches_a_window():
 def test_exact_sums_name_the_limit_that_a_finite_gradient_may_have_passed():
     weight = nn.Parameter(torch.ones(1))
     sync = pe.GradSync([weight], accumulator="exact", nonfinite="raise")
-    with pytest.raises(FloatingPointError, match=r"or a finite value from 2\*\*126"), sync.accumulate():
+    with pytest.raises(FloatingPointError, match=r"or a finite value of 2\*\*126"), sync.accumulate():
         sync.backward((weight * 1.6e38).sum())
 
 
@@ -211,7 +211,7 @@ def test_a_units_group_that_was_destroyed_is_named():
     dist.destroy_process_group(mesh.get_group("shard"))
     with pytest.raises(RuntimeError) as found, sync.accumulate():
         sync.backward(model(torch.ones(1, 2)).sum())
-    assert str(found.value).startswith("set up the process group, the model over it and the engine anew")
+    assert str(found.value).startswith("set up the process group, the model and the engine again")
 
 
 @pytest.mark.parametrize("case", ["fully_shard", "DTensor", "FSDP1", "FSDP1 with originals"])

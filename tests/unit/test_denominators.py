@@ -59,7 +59,7 @@ def test_a_ratio_is_not_rounded_to_a_narrow_type(dtype):
 @pytest.mark.parametrize(
     ("losses", "message"),
     [
-        (_loss(1.0), "got one, and this window counts 'ce', 'aux'"),
+        (_loss(1.0), "got a single loss, and this window counts 'ce', 'aux'"),
         ({"ce": _loss(1.0)}, "got 'ce', and this window counts 'ce', 'aux'"),
         ({"ce": _loss(1.0), "aux": 0, "z": 0}, "got 'ce', 'aux', 'z'"),
         ({}, "got an empty dict"),

@@ -33,4 +33,4 @@ def test_parameters_of_an_engine_that_is_there_are_named(count, frozen, text):
     named, engine = _named(count=count, frozen=frozen), Engine()
     _mark = Ownership([param for _, param in named], engine)
     (problem,) = owned_problems(named)
-    assert problem.startswith(f"call sync.close() on the old engine first, or use that: {text}")
+    assert problem.startswith(f"call sync.close() on the old engine first, or use the old engine: {text}")

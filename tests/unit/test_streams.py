@@ -41,7 +41,7 @@ def test_parameters_keep_their_owner_on_another_stream_also_while_one_is_frozen(
     sync = pe.GradSync(model, accumulate=1)
     on("second")
     _window(model, sync)
-    with pytest.raises(ValueError, match="belongs to an engine that is still there"):
+    with pytest.raises(ValueError, match="belongs to an engine that still exists"):
         pe.GradSync(model, accumulate=1)
     model.bias.requires_grad_(False)
     on("third")

@@ -79,7 +79,7 @@ def _attach(rank: int) -> pe.Sync:
             "process_group='mine' is a str: need a torch.distributed.ProcessGroup",
         ),
         (1, _grouped, ": parameters on xla:0 are reduced by torch_xla over all"),
-        (1, _attach, "ddp_model is on xla:0: DDP reduces from inside the backward"),
+        (1, _attach, "ddp_model is on xla:0: DDP reduces inside the backward"),
         (2, _differ, "parameter 0: rank 0 has 'weight' [2, 3] float32; rank 1 has 'weight' [3, 3] float32"),
         (2, _sharded, "params_or_module has a XlaFullyShardedDataParallel"),
         (2, _sharded_parameters, "parameter 'shard' is a shard (_is_sharded)"),

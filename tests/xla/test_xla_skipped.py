@@ -115,7 +115,7 @@ def _step_twice(rank: int) -> None:
     with sync.accumulate():
         sync.backward(param.sum())
         sync.step(steps)
-        with pytest.raises(RuntimeError, match="a step uses gradients up. Let each parameter have one opt"):
+        with pytest.raises(RuntimeError, match="a step on this device consumes gradients. Use one opt"):
             sync.step(steps)
 
 

@@ -1,11 +1,11 @@
-"""The last micro-batch is added to the sum behind the reduction."""
+"""The last micro-batch is added to the sum after the reduction."""
 
 import torch
 from habitat import Outcome, Watch, average_, end_window, mine, net, right_mean, sgd
 
 THREAD = "deepspeedai/DeepSpeed PR#7985"
 BUG = "gradients are reduced before the last micro-batch is added to the sum"
-FOUND = ("gradient", "embed.weight", (), "the last micro-batch came behind the reduction")
+FOUND = ("gradient", "embed.weight", (), "the last micro-batch came after the reduction")
 
 
 def train(watch: Watch) -> Outcome:

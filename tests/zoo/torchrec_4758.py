@@ -5,7 +5,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 THREAD = "meta-pytorch/torchrec PR#4758"
 BUG = "an earlier backward than the one that DDP was prepared for reduces: later ones stay local"
-FOUND = ("gradient", "embed.weight", (), "the last micro-batch came behind the reduction")
+FOUND = ("gradient", "embed.weight", (), "the last micro-batch came after the reduction")
 
 
 def train(watch: Watch) -> Outcome:

@@ -79,7 +79,7 @@ class HookState:
         if process_group is not None and not isinstance(process_group, dist.ProcessGroup):
             raise TypeError(
                 f"process_group={process_group!r} is a {type(process_group).__name__}: need a "
-                "torch.distributed.ProcessGroup, or None for the default group; a wire goes in as wire="
+                "torch.distributed.ProcessGroup, or None for the default group; pass a wire as wire="
             )
         self.group = process_group
         self.wire, self.shared_memory = as_wire(wire), shared_memory
@@ -134,7 +134,7 @@ class HookState:
     def __getstate__(self) -> dict[str, Any]:
         if self.group is not None:
             warnings.warn(
-                "HookState: a process group cannot be pickled; the state comes back on the default group",
+                "HookState: a process group cannot be pickled; the state is restored with the default group",
                 stacklevel=2,
             )
         return {"wire": self.wire, "shared_memory": self.shared_memory}

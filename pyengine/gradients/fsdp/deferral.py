@@ -71,7 +71,7 @@ def problems_of_deferral(units: Sequence[Unit], deferral: Deferral, settings: Se
     known = {unit.name: unit for unit in units}
     unknown = [name for name in modes if name not in known]
     if unknown:
-        return [f"defer has {unknown[0]!r}, which is no unit of the model: need one of {list(known)}"]
+        return [f"defer has {unknown[0]!r}, which is not a unit of the model: need one of {list(known)}"]
     choose(units, deferral)
     return [text for unit in units for text in _choice_problems(unit, settings)]
 
@@ -86,14 +86,14 @@ def _choice_problems(unit: Unit, settings: Settings) -> Iterator[str]:
     narrow = any(p.dtype.itemsize < torch.float32.itemsize for p in unit.params if p.requires_grad)
     if unit.mode == "none" and narrow and settings.kind == "fp32":
         yield (
-            f"defer='none' for unit {unit.name!r}, whose parameters are narrow: torch sums reduced "
-            "gradients in their type, and accumulator='fp32' asks for float32; keep float32 parameters, "
-            "with MixedPrecisionPolicy(param_dtype=...)"
+            f"defer='none' for unit {unit.name!r}, whose parameters have a narrow dtype: torch sums reduced "
+            "gradients in that dtype, and accumulator='fp32' asks for float32; keep float32 parameters, with "
+            "MixedPrecisionPolicy(param_dtype=...)"
         )
     if unit.mode != "all" and settings.wire.keeps_residual and unit.narrows(settings.wire):
         yield (
             f"wire={settings.wire} for unit {unit.name!r}, which sends gradients before the window's count "
-            f"is known (defer={unit.mode!r}), while residuals are of mean gradients: use defer='all', or "
+            f"is known (defer={unit.mode!r}), while residuals belong to mean gradients: use defer='all', or "
             "the wire without ErrorFeedback"
         )
     largest = torch.finfo(settings.wire.dtype).max

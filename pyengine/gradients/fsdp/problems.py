@@ -55,7 +55,9 @@ def problems_of_fsdp(model: nn.Module, settings: Settings) -> list[str]:
     """Return error messages if a sharded model does not support the given arguments."""
     found = []
     if is_inner(model):
-        found.append("ddp_model is a unit within a larger one: pass the outermost, whose forward you call")
+        found.append(
+            "ddp_model is part of a larger sharded model: pass the outermost module, whose forward you call"
+        )
     if settings.shared_memory is True:
         found.append(
             "shared_memory=True, and ddp_model is sharded by FSDP2, whose units reduce through their own "

@@ -170,7 +170,7 @@ class ShardedReducer(Reducer):
             self._has_warned = True
             warnings.warn(
                 f"{REMEDY}: outside of a window no unit of the model reduces its gradients, and .grad stays "
-                "as it is. (Call sync.close() where that is meant)",
+                "as it is. (If this is intended, call sync.close())",
                 stacklevel=2,
             )
 
@@ -305,8 +305,8 @@ class FSDPReducer(ShardedReducer):
                     self._replay.run(self.padding.preserve_grads)
             elif (late := self.unsharded.first_with_grad()) is not None:
                 raise RuntimeError(
-                    f"the gradient of {self.names[late]!r} came again after FSDP had reduced it, and would "
-                    "be lost: reentrant checkpointing of a unit that a forward calls twice; pass "
+                    f"the gradient of {self.names[late]!r} was computed again after FSDP had reduced it, and "
+                    "would be lost: reentrant checkpointing of a unit that a forward calls twice; pass "
                     "use_reentrant=False to torch.utils.checkpoint"
                 )
         self.padding.end()
