@@ -39,12 +39,12 @@ class Launch:
     """One set of processes.
 
     Attributes:
-        name: of its result file, behind the date and "peers".
-        variants: who takes part, of `_peers.py` and `python -m pyengine bench`.
-        model: of `_work.py`.
-        rate: Mbit/s of every rank's link, each on a host; 0 is loopback.
+        name: the name of the launch; its result file is `<date>-peers-<name>.json`.
+        variants: names of variants of `_peers.py` and of `python -m pyengine bench`.
+        model: a model of `_work.py`.
+        rate: Mbit/s of every rank's link, with one rank per host; 0 means loopback.
         warm_up: rounds that are not counted.
-        is_counted: whether one more window tells the collectives.
+        is_counted: whether the collectives of one more window are counted.
         kind: "time"; "memory", a process set for every variant and round; "truth", gradients against
             float64 and losses.
     """

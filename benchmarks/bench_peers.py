@@ -1,16 +1,17 @@
-"""pyengine against what one would take instead, on this machine: what `make bench` runs.
+"""Compare whole windows of pyengine with those of its alternatives; `make bench` runs this script.
 
-    python benchmarks/bench_peers.py                # what of today's result files is missing
+    python benchmarks/bench_peers.py                # every launch without a result file of today
     python benchmarks/bench_peers.py --short        # a few launches, a few rounds: minutes
     python benchmarks/bench_peers.py --only base,gbit --again
     python benchmarks/bench_peers.py --list
 
-`_launches.py` lists the launches. In each of them all variants take turns in the same processes, window by
-window; a window's time is the slowest rank's. Ranks of a loopback launch share a network namespace that
-nothing else is in, those of a shaped one have a namespace each behind a link of its own (`_network.py`), so
-that interfaces count their bytes alone; that needs root and iproute2, without which loopback launches leave
-bytes out, and shaped ones are left out with a sentence. Every launch writes
-`results/<date>-peers-<name>.json` when it ends; `render_numbers.py` renders those files.
+`_launches.py` lists the launches. In a launch all variants take turns in the same processes, window by
+window. The time of a window is that of the slowest rank. The ranks of a loopback launch share a network
+namespace that contains nothing else. In a launch with a shaped link, every rank has a separate namespace and
+link (`_network.py`). Therefore the interfaces count only the bytes of the ranks. Namespaces need root and
+iproute2; without them loopback launches do not report bytes, and launches with shaped links are skipped with
+a message. Every launch writes `results/<date>-peers-<name>.json` when it ends; `render_numbers.py` renders
+these files.
 """
 
 from __future__ import annotations
