@@ -1,6 +1,6 @@
-"""Who is ahead of whom where both send the same, and why where it is a peer: the reasons are written by hand.
+"""Compare ours with the peers that send as many bytes; the reasons why a peer is ahead are written by hand.
 
-A peer that is found ahead without a reason here shows as such in docs/numbers.md.
+A peer that is ahead without a reason in this module is marked in docs/numbers.md.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ _FP32 = (
     *("replicate_deferred", "zero0", "zero1"),
 )
 _BF16 = ("no_sync_bf16", "no_sync_fp16")
-# Ours, by the peers that send as many bytes; with bf16 parameters all but Megatron sum and send bf16.
+# By dtype of the parameters and by our variant: the peers that send as many bytes. With bf16 parameters, all
+# peers except Megatron sum and send bf16.
 PAIRS = {
     "fp32": {
         "engine": _FP32,
@@ -38,7 +39,7 @@ PAIRS = {
     },
 }
 UNEXPLAINED = "**not explained yet**"
-LEAST_WINDOWS = 6  # of a launch; with fewer a difference may be chance
+LEAST_WINDOWS = 6  # of a launch; with fewer windows, a difference may be chance
 _LATE_NORMS = (
     "`attach` computes the norms in the last micro-batch and checks every `.grad` in each; that is more than "
     "unscaling and clipping cost the peer"
@@ -47,7 +48,7 @@ _WAITS_FOR_UNITS = (
     "units wait for their gathers and reductions, which DDP runs in the background, and FSDP2's hooks run in "
     "each micro-batch, for each unit"
 )
-# Launch and ours (patterns): why. The first that fits.
+# Patterns of the launch and of our variant, and the reason. The first match counts.
 REASONS: tuple[tuple[str, str, str], ...] = (
     ("sharded-states", "attach_fsdp2_gathered", _WAITS_FOR_UNITS),
     (
@@ -74,7 +75,7 @@ REASONS: tuple[tuple[str, str, str], ...] = (
 
 @dataclass(frozen=True)
 class Comparison:
-    """One of ours against one peer in one launch; times are ours over the peer's."""
+    """One of our variants against one peer in one launch; `ratio` is our time over the peer's."""
 
     launch: str
     ours: str
@@ -84,7 +85,7 @@ class Comparison:
 
 
 def comparisons(results: dict[str, Measured]) -> list[Comparison]:
-    """Return all pairs of all launches that measure time, worst first."""
+    """Return the comparisons of all launches that measure time, the worst ratio first."""
     found = []
     for name, one in results.items():
         if one.launch["kind"] != "time" or one.launch["rounds"] < LEAST_WINDOWS:
@@ -95,7 +96,7 @@ def comparisons(results: dict[str, Measured]) -> list[Comparison]:
 
 
 def _compare(name: str, one: Measured, peer: str, ours: str) -> Comparison:
-    """Compare round by round; a difference has to pass the noise of the launch and its own."""
+    """Compare round by round; a difference counts if it exceeds the launch's noise and the pair's."""
     ratios = one.ratios(ours, peer)
     ratio = statistics.median(ratios)
     margin = max(one.noise, doubt(ratios))

@@ -1,4 +1,4 @@
-"""A window of `BucketPlan` and torch's collectives, without an engine, that a CUDA graph can capture."""
+"""A window made of `BucketPlan` and torch's collectives, without an engine; a CUDA graph can capture it."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from pyengine.ops.plan import BucketPlan, add_up
 
 
 class ByHand(Variant):
-    """float32 sums in one buffer, one all-reduce after the last backward, one norm, and a fused step that is
-    skipped on the device where a gradient is not finite. The host reads nothing, so that every replay of a
-    graph is a window.
+    """Sum gradients in one float32 buffer, all-reduce it after the last backward, and take one norm.
+
+    The fused step is skipped on the device if a gradient is not finite. The host reads nothing, so that every
+    replay of a graph trains a window.
     """
 
     label = "BucketPlan by hand, no engine"
@@ -58,7 +59,7 @@ class ByHand(Variant):
         return norm
 
     def step(self) -> None:
-        """Write gradients of the parameters' type, step, and update the loss scale as a GradScaler does."""
+        """Write gradients of the parameters' dtype, step, and update the loss scale as GradScaler does."""
         self.plan.unpack_(self.grads, self.sums, self.factor)
         for param, result in zip(self.params, self.results, strict=True):
             param.grad = result

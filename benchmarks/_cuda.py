@@ -4,8 +4,8 @@ A call is timed twice, both times by a pair of events. *Queued*: the stream slee
 call, so that the events enclose the device's work alone. *Idle*: the stream is empty when the call begins, so
 that the host's part counts too.
 
-Operands rotate over sets that together are several times the L2 cache. Every contestant begins at another
-set, so that none reads what another one has just left in the cache.
+Operands rotate over sets that together are several times as large as the L2 cache. Each contestant begins at
+a different set, so that it does not find the operands of another contestant in the cache.
 """
 
 from __future__ import annotations
@@ -34,10 +34,11 @@ from pyengine.ops import native
 OURS, LISTS, COPY = "pyengine", "raw lists", "copy_ of as many bytes"
 F32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 
-# Sets of a thousand small tensors take long to allocate, and 96 sets exceed the L2 cache of any device.
+# A set of a thousand small tensors takes long to allocate, so there are at most 96 sets. Together they exceed
+# the L2 cache of any device.
 _L2_MULTIPLE, _MOST_SETS = 4, 96
 _MIN_ROUNDS = 10
-# 2^25 cycles are about 20 ms: enough to queue the thousand launches that the driver accepts at most.
+# 2^25 cycles are about 20 ms. That is enough to queue a thousand launches, the most that the driver accepts.
 _FIRST_SLEEP, _LONGEST_SLEEP = 2**17, 2**25
 
 
@@ -45,17 +46,17 @@ _FIRST_SLEEP, _LONGEST_SLEEP = 2**17, 2**25
 
 
 def cases(op: str, sizes: Sizes) -> list[Build]:
-    """Return the cases of an op; on CUDA also larger ones, fp16, and a bucket like the engine's."""
+    """Return the cases of an op; on CUDA also larger cases, fp16, and a bucket as in the engine."""
     return OPS[op](sizes) + (_more_cases(op, sizes) if sizes.is_cuda else [])
 
 
 def huge(sizes: Sizes) -> tuple[Slots, str]:
-    """Return 8 slots that are four times as large as the large ones, and the words for their size."""
+    """Return 8 slots, four times as large as those of a large case, and the name of their total size."""
     return sizes.slots(4 * sizes.large, 8), f"{4 * sizes.megabytes} MiB"
 
 
 def bucket(sizes: Sizes) -> Slots:
-    """Return 25 slots of a MiB of float32."""
+    """Return 25 slots of 1 MiB of float32 each."""
     return sizes.slots(25 * 2**18, 25)
 
 
@@ -119,7 +120,7 @@ def measure_yardstick(megabytes: int, seconds: float) -> Yardstick:
 
 
 def measure_case(build: Build, yardstick: Yardstick, seconds: float) -> dict[str, Any]:
-    """Return the row of a result file.
+    """Measure a case; return its row of a result file.
 
     Raises:
         RuntimeError: the contestants compute different values.
@@ -199,13 +200,13 @@ def _driver() -> str:
 
 
 def num_sets(num_bytes: int) -> int:
-    """Return how many sets of operands go beyond L2 when a call moves `num_bytes`; at least two."""
+    """Return how many sets, at least two, exceed L2 several times if a call moves `num_bytes`."""
     wanted = _L2_MULTIPLE * torch.cuda.get_device_properties(0).L2_cache_size
     return min(_MOST_SETS, max(2, -(-wanted // max(num_bytes, 1))))
 
 
 def rotate(sets: Sequence[Mapping[str, Run]]) -> dict[str, Run]:
-    """Return a call for each contestant that goes through the sets, each from another set on."""
+    """Return a call for each contestant, which goes through the sets and starts at a different set."""
     names = list(sets[0])
     step = max(1, len(sets) // len(names))
     return {name: _Rotation([runs[name] for runs in sets], step * i) for i, name in enumerate(names)}
@@ -234,7 +235,7 @@ class Queued:
         return 10 * self._late > self._calls
 
     def __call__(self) -> float:
-        """Return seconds; sleep longer and try again when the host was too slow."""
+        """Return the seconds of a call; if the host was too slow, sleep longer and try again."""
         while True:
             start, end = _event(), _event()
             torch.cuda._sleep(self._sleep)  # noqa: SLF001 - as torch's own benchmarks
@@ -251,13 +252,13 @@ class Queued:
 
 
 class Idle:
-    """Times a call from an empty stream: host and device."""
+    """Times a call on an empty stream, so that the host's part counts too."""
 
     def __init__(self, run: Run) -> None:
         self._run = run
 
     def __call__(self) -> float:
-        """Return seconds."""
+        """Return the seconds of a call."""
         start, end = _event(), _event()
         torch.cuda.synchronize()
         start.record()
@@ -272,9 +273,9 @@ def _event() -> torch.cuda.Event:
 
 
 def measure(timers: Sequence[Queued | Idle], seconds: float) -> list[list[float]]:
-    """Time calls in turn until the budget is spent, at least ten rounds; seconds of each call."""
+    """Time calls in turn until the budget is spent, at least ten rounds; return the seconds of each call."""
     gc.collect()
-    gc.disable()  # thousands of tensors make a collection long
+    gc.disable()  # a collection of thousands of tensors takes long
     try:
         return in_turn(timers, seconds, least=_MIN_ROUNDS)  # the first round finds the length of the sleep
     finally:
@@ -282,7 +283,7 @@ def measure(timers: Sequence[Queued | Idle], seconds: float) -> list[list[float]
 
 
 def copier(num_bytes: int) -> Run:
-    """Return a plain device-to-device copy that reads and writes `num_bytes` together."""
+    """Return a device-to-device copy that reads and writes `num_bytes` in total."""
     src = torch.randn(max(1, num_bytes // 8), device="cuda")
     dst = torch.empty_like(src)
     return lambda: dst.copy_(src)

@@ -22,7 +22,7 @@ RESULTS = Path(__file__).resolve().parent / "results"
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """What the scripts of kernels take."""
+    """The options of the scripts that time kernels."""
 
     ops: list[str]
     threads: int
@@ -38,15 +38,13 @@ class Options:
 
 
 def parse_options(description: str | None, *, ops: Sequence[str]) -> Options:
-    """Read the command line, which chooses between `ops`, and put torch and malloc into the state that the
-    numbers are for.
-    """
+    """Read the command line, which chooses among `ops`, and set torch and malloc up for the measurement."""
     parser = argparse.ArgumentParser(description=description)
-    parser.add_argument("ops", nargs="+", choices=ops, help="what to measure, one after the other")
+    parser.add_argument("ops", nargs="+", choices=ops, help="ops to measure, one after the other")
     parser.add_argument("--once", type=Path, metavar="FILE", help="run each large case once, for a profiler")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--megabytes", type=int, help="of float32 in the large cases: 128, on CUDA 256")
+    parser.add_argument("--megabytes", type=int, help="of float32 in large cases (default: 128, on CUDA 256)")
     parser.add_argument("--seconds", type=_seconds, default=2.0, help="time budget of one case")
     parser.add_argument("--save", action="store_true", help="write benchmarks/results/<date>-<name>.json")
     args = parser.parse_args()
@@ -78,7 +76,7 @@ def hold_memory() -> None:
 
 
 def save(name: str, content: Mapping[str, Any]) -> str:
-    """Write a dated result file in place of the same day's; return its path."""
+    """Write a dated result file, which replaces the one of the same day; return its path."""
     path = RESULTS / f"{datetime.date.today()}-{name}.json"
     path.parent.mkdir(exist_ok=True)
     path.write_text(json.dumps(content, indent=2) + "\n")
@@ -86,7 +84,7 @@ def save(name: str, content: Mapping[str, Any]) -> str:
 
 
 def print_roofs(threads: int, roofs: Mapping[str, float]) -> None:
-    """Print the machine and what its memory allows."""
+    """Print the machine and the rates of its memory."""
     rounded = {name: round(value, 1) for name, value in roofs.items()}
     print(json.dumps(card(threads)), "\nroofs, one thread, GB/s:", rounded)
 
@@ -95,7 +93,7 @@ def print_roofs(threads: int, roofs: Mapping[str, float]) -> None:
 
 
 def measure_and_print_yardstick(options: Options) -> _cuda.Yardstick:
-    """Measure what times are held against, and print it."""
+    """Measure and print what times are compared with."""
     yardstick = _cuda.measure_yardstick(options.megabytes, options.seconds)
     print(json.dumps(_cuda.machine_card()))
     print({name: round(value, 1) for name, value in dataclasses.asdict(yardstick).items()})
@@ -114,7 +112,7 @@ def print_cuda_header() -> None:
 
 
 def print_cuda_row(row: dict[str, Any]) -> None:
-    """Print a case, and its other contestants under it."""
+    """Print the row of a case and, below it, the rows of the other contestants."""
     for name, mine in row["contestants"].items():
         label = row["case"] if name == _cuda.OURS else f"    {name}"
         print(

@@ -1,7 +1,8 @@
 """What `bench_peers.py` measures: one launch is one set of processes, in which variants take turns.
 
-One factor at a time around a base: the GPT of 17.4 M fp32 parameters, 8 micro-batches, 2 workers, loopback.
-Every launch has a floor and a control pair of its own, so that no number is held against another launch's.
+The base is the GPT of 17.4 M fp32 parameters with 8 micro-batches and 2 workers on loopback. The other
+launches change one factor of the base at a time. Every launch contains a floor and a control pair, so that
+its numbers need not be compared with those of another launch.
 """
 
 from __future__ import annotations
@@ -45,8 +46,8 @@ class Launch:
         rate: Mbit/s of every rank's link, with one rank per host; 0 means loopback.
         warm_up: rounds that are not counted.
         is_counted: whether the collectives of one more window are counted.
-        kind: "time"; "memory", a process set for every variant and round; "truth", gradients against
-            float64 and losses.
+        kind: "time"; "memory", with a set of processes for every variant and round; or "truth", which
+            compares gradients with float64 and reports losses.
     """
 
     name: str
@@ -63,14 +64,14 @@ class Launch:
 
     @property
     def network(self) -> str:
-        """Return what tables call its network."""
+        """Return the name of the network in tables."""
         if not self.rate:
             return "loopback"
         return f"{self.rate} Mbit/s" if self.rate < 1000 else f"{self.rate / 1000:g} Gbit/s"
 
     @property
     def work(self) -> str:
-        """Return what tables call its model."""
+        """Return the name of the model in tables."""
         machinery = ", gradients alone" if self.model.endswith("0") else ""
         name = {"gpt": "GPT", "cnn": "CNN", "small": "1000 small"}[self.model.rstrip("0").partition("-")[0]]
         return f"{name} {self.dtype}{machinery}"
@@ -80,7 +81,7 @@ _MACHINERY = (
     *(*_BASE, "no_sync", "no_sync_bf16", "accelerate", "fabric", "megatron"),
     *("engine", "engine_bf16", "attach", "attach_bf16"),
 )
-_OWN_SUMS = (*_MACHINERY, "engine_native_bf16", "attach_native_bf16")  # of bf16 parameters, as DDP has them
+_OWN_SUMS = (*_MACHINERY, "engine_native_bf16", "attach_native_bf16")  # sums in bf16, as in DDP
 _TRUE = (
     *(*_SAME_BYTES, *_SHARDED, "attach_fsdp2_gathered", *_HOOKS, *_WIRES[1:], *_SHARED),
     *("zero0", "zero1", *_ZERO),
@@ -125,6 +126,6 @@ LAUNCHES = (
 
 
 def shortened() -> tuple[Launch, ...]:
-    """Return a few of them with few rounds: a few minutes."""
+    """Return a few launches with few rounds, which take a few minutes."""
     chosen = ("truth", "base", "wires", "gbit", "gbit-wires", "deepspeed")
     return tuple(replace(launch, rounds=2) for launch in LAUNCHES if launch.name in chosen)

@@ -1,7 +1,8 @@
-"""Hosts that are real to the programs on them: network namespaces on one switch, each behind a shaped link.
+"""Emulated hosts: network namespaces, each of which is connected to one switch by a shaped link.
 
-What a host sends leaves through its interface eth0, which counts it. Needs root and iproute2. Namespaces
-carry the number of the process that made them; those of killed processes go when the next one begins.
+A host sends through its interface eth0, which counts the bytes. Root and iproute2 are required. The name of a
+namespace contains the id of the process that made it. The namespaces of killed processes are removed when the
+next network is made.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-PORT = 29500  # every network is alone with it
+PORT = 29500  # free in every network, because only the ranks use it
 _NAME = "pyengine"
 
 
@@ -25,8 +26,8 @@ class Host:
     """One host of a network.
 
     Attributes:
-        space: its namespace; "" is this process's own.
-        environment: what a program on it has to know: where rank 0 is, and which interface is the network's.
+        space: the namespace of the host; "" is the namespace of this process.
+        environment: variables for programs on the host: the address of rank 0 and the network interface.
     """
 
     space: str
@@ -35,10 +36,11 @@ class Host:
     def start(
         self, command: Sequence[str], environment: Mapping[str, str], out: IO[bytes] | None = None
     ) -> subprocess.Popen[bytes]:
-        """Start a program on this host, with these variables besides its own and ours.
+        """Start a program on this host.
 
         Args:
-            out: where its output goes, if not to ours.
+            environment: variables that are added to those of the host and of this process.
+            out: the file for the program's output; None for the output of this process.
         """
         return subprocess.Popen(
             ["ip", "netns", "exec", self.space, *command] if self.space else command,
@@ -53,7 +55,7 @@ def hosts(num: int, rate: int) -> Iterator[list[Host]]:
     """Make `num` hosts that send `rate` Mbit/s, and remove them at the end, also after SIGINT or SIGTERM.
 
     Raises:
-        SystemExit: this needs root and iproute2.
+        SystemExit: this process is not root, or iproute2 is missing.
     """
     if os.geteuid() or not shutil.which("ip") or not shutil.which("tc"):
         raise SystemExit("a network of several hosts needs root and iproute2 (ip, tc): run it as root")
@@ -75,7 +77,7 @@ def hosts(num: int, rate: int) -> Iterator[list[Host]]:
 
 
 def can_make_hosts() -> bool:
-    """Return whether this is root, with iproute2, and allowed to make network namespaces."""
+    """Return whether this process is root, finds iproute2, and may make network namespaces."""
     if os.geteuid() or not shutil.which("ip") or not shutil.which("tc"):
         return False
     space = f"{_NAME}-{os.getpid()}-probe"
@@ -86,8 +88,9 @@ def can_make_hosts() -> bool:
 
 @contextmanager
 def alone(is_root: bool) -> Iterator[list[Host]]:
-    """Make one host that has nothing but loopback, whose counters are then its programs' alone; without root,
-    this one.
+    """Make one host with a loopback interface only, whose counters count the bytes of its programs alone.
+
+    Without root, the host is this machine.
     """
     environment = {"MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}
     if not is_root:
@@ -105,7 +108,7 @@ def alone(is_root: bool) -> Iterator[list[Host]]:
 
 
 def sent_bytes(interface: str = "eth0") -> int:
-    """Return what this host has sent so far, headers included."""
+    """Return how many bytes this host has sent so far, including headers."""
     return int(Path(f"/sys/class/net/{interface}/statistics/tx_bytes").read_text())
 
 
@@ -114,7 +117,7 @@ def _connect(space: str, index: int, switch: str, rate: int) -> None:
     _run(f"ip link add eth0 netns {space} type veth peer name port{index} netns {switch}")
     _run(f"ip -n {switch} link set port{index} master bridge up", f"ip -n {space} link set lo up")
     _run(f"ip -n {space} addr add {_address(index)}/24 dev eth0", f"ip -n {space} link set eth0 up")
-    burst = max(2**18, rate * 500)  # bytes that may leave at once: a tick of the kernel's clock
+    burst = max(2**18, rate * 500)  # bytes that may leave at once: those of one tick of the kernel's clock
     shape = f"tbf rate {rate}mbit burst {burst} latency 50ms"
     _run(f"tc -n {space} qdisc add dev eth0 root {shape}")
 

@@ -1,4 +1,4 @@
-"""The result files of `bench_peers.py`, and what is read off them. Knows neither torch nor the peers."""
+"""The result files of `bench_peers.py`, and the figures in them; imports neither torch nor the peers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _NAME = re.compile(r"(\d{4}-\d\d-\d\d)-peers-(.+)\.json")
 
 @dataclass(frozen=True)
 class Measured:
-    """One launch's file."""
+    """The result file of one launch."""
 
     path: Path
     content: dict[str, Any]
@@ -39,18 +39,18 @@ class Measured:
         return self.path.name[:10]
 
     def label(self, name: str) -> str:
-        """Return what tables call a variant."""
+        """Return the name of a variant in tables."""
         return self.content["variants"][name]["label"]
 
     def is_ours(self, name: str) -> bool:
         return self.content["variants"][name]["is_ours"]
 
     def median(self, name: str) -> float:
-        """Return the median window in ms."""
+        """Return the median time of a window in ms."""
         return statistics.median(self.rows[name]["times"]["window"])
 
     def ratios(self, name: str, other: str) -> list[float]:
-        """Return one window's time over the other's, round by round: slow drift of the machine drops out."""
+        """Return the ratio of the two windows' times in each round, so that slow drift cancels out."""
         mine, theirs = self.rows[name]["times"]["window"], self.rows[other]["times"]["window"]
         return [a / b for a, b in zip(mine, theirs, strict=True)]
 
@@ -58,9 +58,9 @@ class Measured:
         return statistics.median(self.ratios(name, other))
 
     def exposed(self, name: str) -> float:
-        """Return the ms of forward, backward and sync above the floor's, round by round.
+        """Return the median ms, over all rounds, by which forward, backward and sync exceed the floor.
 
-        Of a variant that does not tell its epilogue apart, the ms of whole windows.
+        If a variant does not time its epilogue separately, whole windows are compared.
         """
         phase = "sync" if "epilogue" in self.rows[name]["times"] else "window"
         return statistics.median(self._over_floor(name, phase))
@@ -71,13 +71,13 @@ class Measured:
 
     @cached_property
     def noise(self) -> float:
-        """Return what a difference must pass here: how far two windows of the same work differ, or 2 %."""
+        """Return what a difference must exceed: how far windows of the same work differ, but at least 2 %."""
         found = self.ratios(*reversed(CONTROL))
         return max(0.02, abs(statistics.median(found) - 1), doubt(found))
 
 
 def half_range(values: Sequence[float]) -> float:
-    """Return half of the distance between the quarters; 0 of a single value."""
+    """Return half of the interquartile range; 0 for a single value."""
     if len(values) < 2:
         return 0.0
     low, _, high = statistics.quantiles(values, n=4, method="inclusive")
@@ -85,12 +85,12 @@ def half_range(values: Sequence[float]) -> float:
 
 
 def doubt(values: Sequence[float]) -> float:
-    """Return how far a median may be off by chance: about two standard errors, were they normal."""
+    """Return how far a median may be off by chance: about two standard errors of normal values."""
     return 3.7 * half_range(values) / len(values) ** 0.5  # 2 * 1.25 * half_range / 0.6745
 
 
 def newest(folder: Path) -> dict[str, Measured]:
-    """Return the last file of every launch, by name."""
+    """Return the newest file of every launch, by the launch's name."""
     found = {}
     for path in sorted(folder.glob("*-peers-*.json")):
         match = _NAME.fullmatch(path.name)
@@ -100,7 +100,7 @@ def newest(folder: Path) -> dict[str, Measured]:
 
 
 def first(results: dict[str, Measured], name: str, launches: Sequence[str]) -> Measured | None:
-    """Return the first of the launches in which a variant took part."""
+    """Return the first of the launches that measured a variant; None if none did."""
     for launch in launches:
         if launch in results and name in results[launch].rows:
             return results[launch]

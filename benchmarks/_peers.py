@@ -1,5 +1,7 @@
-"""The contestants of `bench_peers.py` beside those of `python -m pyengine bench`: peers that only benchmarks
-need (`requirements.txt`), each used as its own documentation says.
+"""The contestants that `bench_peers.py` adds to those of `python -m pyengine bench`.
+
+Their packages (`requirements.txt`) are needed only for benchmarks. Each peer is used as its documentation
+recommends.
 """
 
 from __future__ import annotations
@@ -23,20 +25,20 @@ from pyengine.cli.bench.variants import VARIANTS, Attach, Engine, NoSyncView, Va
 
 
 class NoSyncViewAgain(NoSyncView):
-    """`no_sync_view` once more: what its times differ by is the noise of a run."""
+    """`no_sync_view` once more; the difference between the two is the noise of a run."""
 
     label = "the same again (control)"
 
 
 def _take_parameters(variant: Variant) -> None:
-    """Let the optimizer have the parameters that sharding has put in place of those it was made with."""
+    """Replace the parameters of the optimizer by those that sharding has put in their place."""
     variant.optimizer.param_groups.clear()
     variant.optimizer.add_param_group({"params": list(variant.model.parameters())})
 
 
 class FSDP2(Variant):
-    """fully_shard on every block and the model; reduces every micro-batch, and gathers parameters twice in
-    it, as it does unless told otherwise.
+    """fully_shard on every block and on the model, with its defaults: it reduces the gradients of every
+    micro-batch, and gathers the parameters twice in each.
     """
 
     label = "FSDP2, reduce every micro-batch"
@@ -60,21 +62,21 @@ class FSDP2(Variant):
 
 
 class FSDP2Deferred(FSDP2):
-    """The same with set_requires_gradient_sync(False) on all but the last micro-batch."""
+    """`FSDP2` with set_requires_gradient_sync(False) on all but the last micro-batch."""
 
     label = "FSDP2, reduce in the last"
     is_deferred = True
 
 
 class Replicate(FSDP2):
-    """torch's `replicate`, FSDP2's machinery over whole parameters; reduces every micro-batch."""
+    """torch's `replicate`, which is FSDP2's machinery over whole parameters; reduces every micro-batch."""
 
     label = "replicate(), reduce every micro-batch"
     wrap = staticmethod(replicate)
 
 
 class ReplicateDeferred(Replicate):
-    """The same with set_requires_gradient_sync(False) on all but the last micro-batch."""
+    """`Replicate` with set_requires_gradient_sync(False) on all but the last micro-batch."""
 
     label = "replicate(), reduce in the last"
     is_deferred = True
@@ -95,14 +97,14 @@ class AttachFSDP2(Engine):
 
 
 class AttachFSDP2None(AttachFSDP2):
-    """The same, and every micro-batch is reduced."""
+    """`AttachFSDP2` that reduces every micro-batch."""
 
     label = 'attach over FSDP2, defer="none"'
     deferral = {"defer": "none"}  # noqa: RUF012
 
 
 class AttachFSDP2Gathered(AttachFSDP2):
-    """The same with parameters that stay gathered for the whole window."""
+    """`AttachFSDP2` with parameters that stay gathered for the whole window."""
 
     label = "attach over FSDP2, defer_budget_mb=math.inf"
     deferral = {"defer_budget_mb": math.inf}  # noqa: RUF012
@@ -173,13 +175,14 @@ class Fabric(Variant):
 class Trainer(Variant):
     """Lightning's Trainer with accumulate_grad_batches.
 
-    The Trainer owns its loop: it runs in a thread, which waits before every window until it is its turn. It
-    has no loss scaler on a CPU, so none is unscaled; clipping and optimizer are timed together.
+    The Trainer runs the training loop itself. Therefore it runs in a thread, which waits for its turn before
+    every window. It has no loss scaler on a CPU, so nothing is unscaled. Clipping and optimizer are timed
+    together.
     """
 
     label = "Lightning Trainer"
     needs = "lightning"
-    is_whole = False  # it does not tell the norm
+    is_whole = False  # it does not report the norm
 
     def setup(self) -> None:
         self.go, self.done = threading.Semaphore(0), threading.Semaphore(0)
@@ -199,7 +202,7 @@ class Trainer(Variant):
 
         try:
             fit(self)
-        finally:  # it trains for ever: here it has failed, and the log says how
+        finally:  # it trains for ever, so it has failed if it ends; the log says why
             self.has_failed = True
             self.done.release()
 
@@ -224,14 +227,14 @@ class Trainer(Variant):
 
 
 class DeepSpeedZero0(Variant):
-    """DeepSpeed's engine without sharding; clips and steps itself.
+    """DeepSpeed's engine without sharding, which clips and steps itself.
 
-    Its fp32 training has no loss scaler, so none is unscaled; clipping and optimizer are timed together.
+    Its fp32 training has no loss scaler, so nothing is unscaled. Clipping and optimizer are timed together.
     """
 
     label = "DeepSpeed, ZeRO-0"
     needs = "deepspeed"
-    is_whole = False  # it does not tell the norm
+    is_whole = False  # it does not report the norm
     stage = 0
 
     def setup(self) -> None:
@@ -265,19 +268,19 @@ class DeepSpeedZero0(Variant):
 
 
 class DeepSpeedZero1(DeepSpeedZero0):
-    """DeepSpeed's engine with the optimizer's state in shards."""
+    """DeepSpeed's engine with a sharded optimizer state."""
 
     label = "DeepSpeed, ZeRO-1"
     stage = 1
 
 
 class Megatron(Variant):
-    """megatron-core's DistributedDataParallel: fp32 main_grad, one fp32 all-reduce of each bucket, no
-    overlap. It takes a change to torch for the whole process to run on a CPU.
+    """megatron-core's DistributedDataParallel with fp32 main_grad and one fp32 all-reduce of each bucket,
+    without overlap. On a CPU it runs only if torch is changed for the whole process.
 
-    Its own unscale and clip need its optimizer; the epilogue here is the same work on main_grad with torch's
-    calls. Its DistributedOptimizer, which shards the states, takes no parameters on a CPU: its constructor
-    makes CUDA tensors, and refuses parameters that are not `torch.cuda` tensors with a TypeError.
+    Megatron unscales and clips in its optimizer; the epilogue here does the same work on main_grad with
+    torch's calls. Megatron's DistributedOptimizer, which shards the states, does not work on a CPU: its
+    constructor makes CUDA tensors, and raises a TypeError for parameters that are not `torch.cuda` tensors.
     """
 
     label = "megatron-core"

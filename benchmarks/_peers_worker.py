@@ -1,4 +1,4 @@
-"""One rank of a launch of `bench_peers.py`, which has said in the environment which."""
+"""One rank of a launch; `bench_peers.py` passes the number of the rank in the environment."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from pyengine.cli.bench import variants as stock
 from pyengine.cli.bench.measure import DTYPES, odd_ones
 from pyengine.cli.bench.variants import Variant
 
-LR = 2.0**20  # at which a parameter after a step of SGD is its gradient, but for 2^-20
-END_LR = 3e-4  # of AdamW, for losses at the end
+LR = 2.0**20  # with it, a parameter after a step of SGD is -LR times its gradient, up to 2^-20
+END_LR = 3e-4  # of AdamW, for the final losses
 
 
 def main() -> None:
-    """Measure as the launch says, and write what this rank has seen."""
+    """Measure the launch, and write the results of this rank."""
     folder = Path(sys.argv[1])
     launch = Launch(**json.loads((folder / "launch.json").read_text()))
     torch.set_num_threads(1)
@@ -47,7 +47,7 @@ def main() -> None:
     about = {"parameters": sum(numels), "tensors": len(numels)}
     (folder / f"{rank}.json").write_text(json.dumps({"about": about, "rows": rows}))
     dist.barrier()
-    os._exit(0)  # peers leave threads behind that wait for one more window
+    os._exit(0)  # peers leave threads running that wait for another window
 
 
 def _build(name: str, launch: Launch, optimizer: str = "fused") -> Variant:
@@ -60,7 +60,7 @@ def _build(name: str, launch: Launch, optimizer: str = "fused") -> Variant:
 
 
 def _times(launch: Launch, show: Any) -> dict[str, dict[str, Any]]:
-    """Let all variants take turns; return times in ms, bytes and collectives of a window."""
+    """Time all variants in turn; return the times in ms, and the bytes and collectives of a window."""
     built = {}
     for name in launch.variants:
         show(f"making {name}")
@@ -69,13 +69,13 @@ def _times(launch: Launch, show: Any) -> dict[str, dict[str, Any]]:
     sent: dict[str, list[float]] = {name: [] for name in built}
     names = list(built)
     for done in range(launch.rounds + launch.warm_up):
-        turn = done % len(names)  # nobody always follows the same neighbour
+        turn = done % len(names)  # no variant always follows the same one
         for name in names[turn:] + names[:turn]:
             show(f"round {done + 1}/{launch.rounds + launch.warm_up}, {name}")
             dist.barrier()
             before = _sent(launch)
             taken = built[name].window()
-            taken["sync"] = taken["early"] + taken["last"]  # here: which rank is slowest differs by phase
+            taken["sync"] = taken["early"] + taken["last"]  # here, as the slowest rank differs by phase
             dist.barrier()
             if done >= launch.warm_up:
                 times[name].append(taken)
@@ -96,14 +96,14 @@ def _times(launch: Launch, show: Any) -> dict[str, dict[str, Any]]:
 
 
 def _sent(launch: Launch) -> float:
-    """Return what a rank has sent; on loopback, which all ranks share, a rank's share."""
+    """Return the bytes that a rank has sent; on loopback, an equal share of the bytes of all ranks."""
     if "PYENGINE_BENCH_ALONE" not in os.environ and not launch.rate:
         return math.nan
     return sent_bytes() if launch.rate else sent_bytes("lo") / launch.world
 
 
 def _collectives(variant: Variant) -> dict[str, int]:
-    """Return what one more window hands to the process group."""
+    """Return how many operations the process group runs in one more window."""
     threads = _ExperimentalConfig(profile_all_threads=True)
     dist.barrier()
     with profile(activities=[ProfilerActivity.CPU], experimental_config=threads) as seen:
@@ -118,7 +118,7 @@ def _collectives(variant: Variant) -> dict[str, int]:
 
 
 def _memory(launch: Launch, show: Any) -> dict[str, dict[str, Any]]:
-    """Return what the one variant holds at most, above the process with its package and without a model."""
+    """Return the variant's peak memory, less that of the process with its package and without a model."""
     (name,) = launch.variants
     show(name)
     needs = CONTESTANTS[name].needs
@@ -141,8 +141,8 @@ def _resident_mb() -> float:
 
 
 def _truth(launch: Launch, show: Any) -> dict[str, dict[str, Any]]:
-    """Return how far every variant's gradient is from float64's, and where its loss ends."""
-    stock.MAX_NORM = 1e9  # nothing is clipped: the gradient is to be seen
+    """Return the error of every variant's gradient against float64, and its final loss."""
+    stock.MAX_NORM = 1e9  # so that no gradient is clipped
     truth = _float64_gradient(launch)
     rows = {}
     for name in launch.variants:
@@ -154,7 +154,10 @@ def _truth(launch: Launch, show: Any) -> dict[str, dict[str, Any]]:
 
 
 def _float64_gradient(launch: Launch) -> list[torch.Tensor]:
-    """Return the mean over all ranks' micro-batches; of bf16 parameters that of their own bf16 gradients."""
+    """Return the mean gradient over the micro-batches of all ranks, in float64.
+
+    For bf16 parameters, it is the mean of bf16 gradients.
+    """
     dtype = DTYPES[launch.dtype]
     kind = torch.float64 if dtype == torch.float32 else dtype
     model = build_model(launch.model, kind)
@@ -169,7 +172,7 @@ def _float64_gradient(launch: Launch) -> list[torch.Tensor]:
 
 
 def _error(variant: Variant, truth: list[torch.Tensor]) -> float:
-    """Return the distance of the third window's gradient: torch's PowerSGD compresses from there on."""
+    """Return the error of the third window's gradient, the first that torch's PowerSGD compresses."""
     _set_lr(variant, 0.0)
     for _ in range(2):
         variant.window()
@@ -187,7 +190,7 @@ def _set_lr(variant: Variant, lr: float) -> None:
 
 
 def _whole(variant: Variant) -> list[torch.Tensor]:
-    """Return copies of the parameters in float64, whole where they are in shards."""
+    """Return copies of the parameters in float64; sharded parameters are gathered."""
     found: list[Any] = [param.detach() for param in variant.model.parameters()]
     return [(p.full_tensor() if hasattr(p, "full_tensor") else p).double().clone() for p in found]
 

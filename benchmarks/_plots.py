@@ -1,7 +1,7 @@
 """Plots of result files in docs/: mean.svg, convergence.svg, numbers.svg, numbers-growth.svg.
 
-A plot's last line tells from which figures it was drawn, by which a test knows one that is older than its
-files.
+The last line of a plot is a digest of its figures. With it, a test finds plots that are older than their
+result files.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from pyengine.wire.named import WIRES
 
 @dataclass(frozen=True)
 class Slope:
-    """What grows.
+    """A quantity with which exposed sync grows.
 
     Attributes:
-        title: of the column.
-        points: by name, the launches of one point; the first in which a variant took part is taken.
-        x: of a launch.
+        title: the title of the column.
+        points: for each point, by name, its launches; the first launch that measured a variant counts.
+        x: returns the quantity of a launch.
     """
 
     title: str
@@ -71,14 +71,14 @@ SLOPES = (
 
 
 def line(results: dict[str, Measured], name: str, of: Slope) -> list[tuple[float, float]]:
-    """Return what grows and the ms of exposed sync, at every point in which a variant took part."""
+    """Return the quantity and the ms of exposed sync at every point at which a variant was measured."""
     measured = [first(results, name, launches) for launches in of.points.values()]
     return [(of.x(one), one.exposed(name)) for one in measured if one is not None]
 
 
 # ---- plots ----
 
-# Peer or ours, and what the plot calls it. The order is that of the bars.
+# The variants, and their names in the plot, in the order of the bars.
 BARS = {
     "ddp": "DDP as it comes",
     "fsdp2_deferred": "FSDP2, reduce in the last",
@@ -103,18 +103,18 @@ _GROWING |= {"engine": "GradSync", "engine_bf16": "GradSync, bf16 wire"}
 _TICKS = (20, 50, 100, 200, 500, 1000, 2000, 5000)
 _STYLE = STYLE | {"font.size": 9.5, "axes.titlesize": 10, "axes.titleweight": "normal", "axes.grid": False}
 _STYLE |= {"figure.constrained_layout.w_pad": 0.1, "figure.constrained_layout.h_pad": 0.08}
-_WIDTH = 8.65  # inches, 830 pixels: what GitHub shows of a picture
+_WIDTH = 8.65  # inches: 830 pixels, the width at which GitHub shows a picture
 
 Results = dict[str, Measured]
 
 
 @dataclass(frozen=True)
 class Plot:
-    """A file of docs/, the figures it is drawn from, and who draws them.
+    """A file of docs/, the figures from which it is drawn, and the function that draws them.
 
     Attributes:
-        figures: given the folder of result files, what is drawn, as JSON can hold it; empty where files are
-            missing.
+        figures: returns the figures to draw, as JSON values, from the folder of result files; the result is
+            empty if files are missing.
         height: in inches.
     """
 
@@ -125,7 +125,7 @@ class Plot:
 
 
 def digest(plot: Plot, folder: Path) -> str:
-    """Return the line that a plot of these figures ends with."""
+    """Return the last line of a plot of these figures."""
     text = json.dumps([plot.name, plot.figures(folder)])
     return f"<!-- numbers: {hashlib.sha256(text.encode()).hexdigest()[:16]} -->"
 
@@ -143,7 +143,7 @@ def draw(plot: Plot, results: Path, docs: Path) -> None:
 
 
 def _content(folder: Path, name: str) -> dict[str, Any]:
-    """Return the newest result file of a script; nothing if there is none."""
+    """Return the content of a script's newest result file; empty if there is no file."""
     paths = sorted(folder.glob(f"????-??-??-{name}.json"))
     content: dict[str, Any] = json.loads(paths[-1].read_text()) if paths else {}
     return content
@@ -154,7 +154,7 @@ def _title(figure: Any, text: str) -> None:
 
 
 def _bars(axes: Any, bars: dict[str, tuple[float, str, str]]) -> None:
-    """Draw horizontal bars, from the top: a length, a text behind the bar, and a color."""
+    """Draw horizontal bars from the top; each has a length, a text after the bar, and a color."""
     longest = max(length for length, _, _ in bars.values())
     for place, (length, text, colour) in enumerate(bars.values()):
         axes.barh(place, length, color=colour, height=0.72)
@@ -178,7 +178,7 @@ _CASES = {
     "short": "short last window,\n4 of 8 micro-batches",
     "tokens": "full window, micro-batches\nof {fewest} to {most} tokens",
 }
-_ROUNDING = 1e-5  # errors below are those of float32
+_ROUNDING = 1e-5  # smaller errors are those of float32
 _LOOPS = {"ddp": ("DDP loop", PEER, "s"), "engine": ("pyengine", OURS, "o")}
 _SENT = {
     "ddp": "DDP without no_sync",
@@ -208,7 +208,7 @@ def _paint_mean(figure: Any, figures: dict[str, Any]) -> None:
         left.plot(list(errors.values()), [place] * len(errors), color=EDGE, lw=1, zorder=1)
         for loop, (_, colour, marker) in _LOOPS.items():
             left.plot(errors[loop], place, marker=marker, color=colour, ms=8, ls="none")
-        if max(errors.values()) < _ROUNDING:  # too close for a text each
+        if max(errors.values()) < _ROUNDING:  # too close together for two texts
             text = f"both ≤ {_percent(max(errors.values()))}"
             left.annotate(text, (max(errors.values()), place), (9, 0), va="center", **offset)
         else:
@@ -239,14 +239,14 @@ def _paint_mean(figure: Any, figures: dict[str, Any]) -> None:
 
 # ---- convergence.svg ----
 
-_QUALITY = {  # of a model: the unit of its figures, and the title of its panel
+_QUALITY = {  # by model: the unit of the figures, and the title of the panel
     "gpt": (1, "GPT: held-out loss"),
     "cnn": (100, "CNN: wrong digits, percentage points"),
 }
 
 
 def _convergence(folder: Path) -> dict[str, Any]:
-    """Return how far each seed's final quality is from fp32's, by model and wire; of fp32, from its mean."""
+    """Return each seed's final quality minus fp32's, by model and wire; for fp32, minus the seeds' mean."""
     found: dict[str, Any] = {}
     for model, wires in _content(folder, "convergence").get("models", {}).items():
         first = wires["fp32"]["finals"]
@@ -267,7 +267,7 @@ def _paint_convergence(figure: Any, figures: dict[str, Any]) -> None:
         for place, (wire, values) in enumerate(wires.items()):
             colour = INK if wire == "fp32" else OURS
             for seed, value in enumerate(values):
-                offset = 0.24 * (seed - (len(values) - 1) / 2)  # equal values stay apart
+                offset = 0.24 * (seed - (len(values) - 1) / 2)  # so that equal values do not overlap
                 axes.plot(unit * value, place + offset, "o", color=colour, ms=4.5)
         widest = 1.15 * max(abs(unit * value) for values in wires.values() for value in values)
         axes.set(xlim=(-widest, widest), ylim=(len(wires) - 0.4, -0.6))

@@ -1,5 +1,6 @@
-"""What `bench_peers.py` trains: the models of `python -m pyengine bench` at several sizes, a CNN, and windows
-of any length.
+"""The models that `bench_peers.py` trains, and windows of any length.
+
+The models are those of `python -m pyengine bench` at several sizes, and a CNN.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ _IMAGE, _CLASSES, _IMAGES = 32, 10, 4
 
 
 class ConvNet(nn.Module):
-    """6.3 M parameters in 20 tensors, and 12 buffers of batch norm; the loss is the model's output."""
+    """A CNN of 6.3 M parameters in 20 tensors and 12 buffers of batch norm; its output is the loss."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -38,7 +39,7 @@ class ConvNet(nn.Module):
 
 
 def build_model(name: str, dtype: torch.dtype) -> nn.Module:
-    """Return the model, the same on every rank; with a 0 behind its name, gradients are there already."""
+    """Return the model, equal on every rank; if its name ends with 0, its backward computes nothing."""
     torch.manual_seed(0)
     if name.endswith("0"):
         return Premade(_real(name[:-1], torch.float32), dtype)
@@ -61,7 +62,7 @@ def build_micro_batches(name: str, dtype: torch.dtype, *, rank: int, num: int) -
 
 def _micro_batch(name: str, dtype: torch.dtype, rank: int) -> Tensor:
     if name.endswith("0"):
-        return rank + torch.rand(2)  # what `Premade` multiplies its gradients by: ranks must differ
+        return rank + torch.rand(2)  # scales the gradients of `Premade`, which must differ between ranks
     if name == "small":
         return torch.randn(8, 64).to(dtype)
     if name == "cnn":

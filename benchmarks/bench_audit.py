@@ -1,15 +1,17 @@
-"""What an audit costs, window by window beside the same loop without one, and whether it ever cries wolf.
+"""Measure what an audit adds to the windows of a loop, and count its false alarms.
 
     python benchmarks/bench_audit.py --save               # the GPT of `bench`: every=1 and every=100
     python benchmarks/bench_audit.py --clean 100000 --save  # clean windows, each checked: alarms counted
 
-Two gloo workers with one thread each. Three engines over models of their own take turns, window by window:
-without an audit, audited in every window, and audited every 100th. What is reported of `every=100` is its
-unchecked windows, plus a hundredth of what a checked window costs more. A window's time is the slower
-worker's, and one of a machine that others share differs from the next by some percent: `spends` is
-therefore told too, over the window without one: the time inside the audit's own calls by the clock, on the
-worker that comes last and waits for nobody, less what the timers take. `--pe` audits stock DDP with
-`no_sync` by `pe.audit` in place of an engine.
+There are two gloo workers with one thread each. Three engines with separate models take turns, window by
+window: without an audit, with an audit in every window, and with an audit in every 100th. The cost of
+`every=100` is that of its unchecked windows, plus a hundredth of what a checked window costs in addition.
+
+A window's time is that of the slower worker. On a machine that others share, the times of two windows differ
+by some percent. Therefore `spends` is reported too: the time inside the audit's calls, divided by the time of
+the window without an audit. It is measured on the worker that arrives last and so waits for no other, and
+does not include the time that the timers take. `--pe` audits stock DDP with `no_sync` by `pe.audit` in place
+of an engine.
 """
 
 from __future__ import annotations
@@ -40,7 +42,7 @@ CALLS = ((Auditor, "begin"), (Auditor, "sample"), (Auditor, "check"), (Auditor, 
 
 
 class _Inside:
-    """Adds up the time inside of an audit's calls, and takes off what its timers add."""
+    """Sums the time inside an audit's calls, without the time that its timers take."""
 
     def __init__(self) -> None:
         self._seconds, self._calls, self._depth, self._own = 0.0, 0, 0, 0.0
@@ -54,7 +56,7 @@ class _Inside:
         Probe._listener = lambda *given: self._timed(listener(*given))  # type: ignore[method-assign]  # noqa: SLF001
 
     def read(self) -> float:
-        """Return the seconds since the last time."""
+        """Return the seconds inside the audit since the last call of this method."""
         seconds = self._seconds - self._calls * self._own
         self._seconds, self._calls = 0.0, 0
         return seconds
@@ -73,7 +75,7 @@ class _Inside:
 
 
 class _Engine:
-    """Windows of an engine of ours."""
+    """Windows of `GradSync`."""
 
     def __init__(self, every: int) -> None:
         self._model, self._batches = build("gpt", torch.float32, dist.get_rank())
@@ -109,7 +111,7 @@ class _Stock:
 
 
 def cost(stock: bool, rounds: int) -> dict[str, list[float]]:
-    """Return seconds of every window on one worker, by variant."""
+    """Return the seconds of every window on the slower worker, by variant."""
     torch.set_num_threads(1)
     hold_memory()
     inside = _Inside()
@@ -117,7 +119,7 @@ def cost(stock: bool, rounds: int) -> dict[str, list[float]]:
     times: dict[str, list[float]] = {name: [] for name in (*EVERY, "inside")}
     names = list(loops)
     for done in range(rounds + WARM_UP):
-        turn = done % len(names)  # nobody always follows the same neighbour
+        turn = done % len(names)  # no variant always follows the same one
         for name in names[turn:] + names[:turn]:
             dist.barrier()
             inside.read()
@@ -132,9 +134,7 @@ def cost(stock: bool, rounds: int) -> dict[str, list[float]]:
 
 
 def clean(windows: int) -> int:
-    """Train for so many windows, all of them checked, over a small model; return how many came to their
-    end.
-    """
+    """Train a small model for `windows` windows, each of which is checked; return how many were completed."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 3))
@@ -166,7 +166,7 @@ def report_cost(options: argparse.Namespace) -> dict[str, Any]:
     times = launch(cost, workers=2, args=(options.pe, options.rounds))[0]
     kept = {name: taken[WARM_UP:] for name, taken in times.items()}
     middle = {name: statistics.median(taken) for name, taken in kept.items()}
-    # Pairs of one round, so that a change of the machine's mood hits both.
+    # Pairs of one round, so that a change of the machine's load affects both.
     checked = statistics.median(a / b - 1 for a, b in zip(kept["every=1"], kept["none"], strict=True))
     between = statistics.median(a / b - 1 for a, b in zip(kept["every=100"], kept["none"], strict=True))
     rows = {
@@ -183,7 +183,7 @@ def report_cost(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def report_clean(options: argparse.Namespace) -> dict[str, Any]:
-    """Run clean windows, print and return how many raised an alarm: the first one ends the run."""
+    """Run clean windows; print and return how many raised an alarm. The first alarm ends the run."""
     start = time.perf_counter()
     done = launch(clean, workers=2, args=(options.clean,))
     rows = {"windows": min(done), "alarms": 0, "seconds": round(time.perf_counter() - start)}
@@ -197,8 +197,8 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--rounds", type=int, default=40, help="windows of each variant")
-    parser.add_argument("--pe", action="store_true", help="stock DDP under pe.audit")
-    parser.add_argument("--clean", type=int, default=0, help="run so many clean windows instead")
+    parser.add_argument("--pe", action="store_true", help="audit stock DDP with pe.audit")
+    parser.add_argument("--clean", type=int, default=0, help="run this many clean windows instead")
     parser.add_argument("--save", action="store_true", help="write benchmarks/results/<date>-audit*.json")
     options = parser.parse_args()
     rows = report_clean(options) if options.clean else report_cost(options)

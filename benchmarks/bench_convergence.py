@@ -1,13 +1,13 @@
-"""What a wire does to training: losses of `train`'s models over every wire, several seeds each.
+"""Measure what each wire does to training: losses of the models of `train`, with several seeds each.
 
     python benchmarks/bench_convergence.py --save        # GPT and CNN, 500 steps, three seeds, every wire
     python benchmarks/bench_convergence.py --save --go-on benchmarks/results/<date>-convergence.json  # rest
     make numbers                                         # draws docs/convergence.svg from the newest file
 
-Two gloo workers. Runs of one model and seed differ in the wire alone: the same start, the same micro-batches.
-What is told of a wire is the loss on data that training never reads (of the CNN the share that is named
-wrong), and how far it lies from fp32's with the same seed; the noise to hold that against is how far fp32's
-own seeds lie apart.
+There are two gloo workers. Runs of one model and seed differ only in the wire; the initial parameters and the
+micro-batches are the same. The script reports for each wire the loss on data that training never reads (for
+the CNN, the share of wrong digits) and its difference from that of fp32 with the same seed. The noise of this
+difference is how far the seeds of fp32 are apart.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ DEFAULT = (
 
 
 def train(model: str, wire: str, seed: int, steps: int) -> tuple[list[float], float]:
-    """Train on this worker; return the loss of every step, and on held-out data at the end."""
+    """Train on this worker; return the loss of every step, and the final loss on held-out data."""
     torch.set_num_threads(1)
     task = TASKS[model]()
     torch.manual_seed(seed)
@@ -73,7 +73,7 @@ def main() -> None:
         found = models.setdefault(model, {})
         for wire in (wire for wire in options.wires if wire not in found):
             found[wire] = _measure(model, wire, options)
-            if options.save:  # now: a run that is stopped keeps what it has
+            if options.save:  # after each wire, so that a stopped run keeps its results
                 told = {**vars(options), "go_on": None}
                 save("convergence", {"machine": card(1), "options": told, "models": models})
         _print(model, found)
@@ -89,12 +89,12 @@ def _options() -> argparse.Namespace:
     add("--steps", type=int, default=500)
     add("--seeds", type=int, default=3)
     add("--save", action="store_true", help="write benchmarks/results/<date>-convergence.json")
-    add("--go-on", type=Path, help="a result file: keep what it has, and run what it lacks")
+    add("--go-on", type=Path, help="a result file: keep its runs, and add those that are missing")
     return parser.parse_args()
 
 
 def _measure(model: str, wire: str, options: argparse.Namespace) -> dict[str, Any]:
-    """Return, by seed, the curve of losses and what was reached."""
+    """Return, by seed, the curve of losses and the final loss."""
     curves, finals = [], []
     for seed in range(options.seeds):
         print(f"\r{model}, {wire}, seed {seed}{'':30}", end="", file=sys.stderr, flush=True)

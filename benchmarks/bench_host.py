@@ -2,10 +2,10 @@
 
 The model is a chain of linear layers of width 8, so that nearly all of the time is the host's: Python,
 autograd, launches. Variants take turns window by window in the same processes. `control` is `no_sync_view`
-once more: their difference is noise. `floor` is what the collectives of a window cost by hand. With
+once more; the difference between the two is noise. `floor` runs the collectives of a window by hand. With
 --device cuda there is one NCCL rank, and a phase ends when its calls have returned. On the CPU there are two
-gloo ranks of one thread, and each phase includes what it waits for the other rank. `making` is the time of a
-constructor alone: of DDP, of an engine, of `attach` to a DDP that is there.
+gloo ranks with one thread each, and each phase includes the time that it waits for the other rank. `making`
+is the time of a constructor alone: of DDP, of an engine, or of `attach` to an existing DDP.
 """
 
 import argparse
@@ -81,14 +81,16 @@ class NoSync(Raw):
 
 
 class NoSyncView(NoSync):
-    """The same with gradients that are views of DDP's buckets."""
+    """`NoSync` with gradients that are views of DDP's buckets."""
 
     has_views = True
 
 
 class Floor(Raw):
-    """The two collectives of a window by hand: a header of 184 bytes, launched before the last backward, and
-    the gradients as one vector when it has arrived. Without any check.
+    """The two collectives of a window by hand, without any check.
+
+    A header of 184 bytes is launched before the last backward. After it has arrived, the gradients are sent
+    as one vector.
     """
 
     def wrap(self) -> None:
@@ -185,7 +187,7 @@ VARIANTS = {
 
 
 def measure(num_params: int, accumulate: int, rounds: int, device: str) -> dict[str, dict[str, float]]:
-    """Return min and median milliseconds by variant, of each phase and the window, on this rank."""
+    """Return, by variant, the min and median milliseconds of each phase and of the window on this rank."""
     torch.set_num_threads(1)
     where = torch.device(device, 0) if device == "cuda" else torch.device(device)
     made = {name: variant(num_params, accumulate, where) for name, variant in VARIANTS.items()}
@@ -204,7 +206,7 @@ def measure(num_params: int, accumulate: int, rounds: int, device: str) -> dict[
 
 
 def measure_making(num_params: int, rounds: int) -> dict[str, dict[str, float]]:
-    """Return min and median milliseconds of a constructor on this rank, of a chain of so many parameters."""
+    """Return the min and median milliseconds of each constructor on this rank, by the name of a variant."""
     torch.set_num_threads(1)
     taken: dict[str, list[dict[str, float]]] = defaultdict(list)
     for _ in range(rounds + 1):

@@ -1,8 +1,8 @@
-"""Kernels against torch's expressions of the same work:
+"""Compare kernels with torch expressions of the same work:
 python benchmarks/bench_kernels.py pack exact [--device cuda] [--save].
 
-With `--once FILE` each large case runs once, for a profiler that `gpu.py` starts, and FILE gets their names:
-only what is between `cudaProfilerStart` and `cudaProfilerStop` counts.
+With `--once FILE`, each large case runs once, for a profiler that `gpu.py` starts, and the names of the cases
+are written to FILE. The profiler counts only the work between `cudaProfilerStart` and `cudaProfilerStop`.
 """
 
 import json
@@ -28,12 +28,12 @@ from kernels.measure import OPS, measure, measure_roofs
 
 from pyengine.cli.machine import card
 
-# In the names of cases: those of many or small tensors, and of other sizes than the large one.
+# Parts of the names of cases with many or small tensors, or with a size other than the large one.
 _OTHERS = ("400", "1000", "MiB")
 
 
 def main() -> None:
-    """Measure one case of an op after the other, print the table, and write a result file an op if asked."""
+    """Measure the cases of each op, print a table per op and, if asked, write a result file per op."""
     options = parse_options(__doc__, ops=tuple(OPS))
     if options.once is not None:
         run_once(options, options.once)
@@ -67,12 +67,12 @@ def _report_cuda(op: str, options: Options) -> None:
     for build in _cuda.cases(op, options.sizes):
         try:
             rows.append(_cuda.measure_case(build, yardstick, options.seconds))
-        except (AssertionError, RuntimeError) as error:  # the other cases are still worth their time
+        except (AssertionError, RuntimeError) as error:  # the other cases can still be measured
             failed.append(f"{type(error).__name__}: {error}")
             print(f"not timed: {failed[-1]}")
         else:
             print_cuda_row(rows[-1])
-            if options.save:  # now: a run that is stopped keeps what it has
+            if options.save:  # after each case, so that a stopped run keeps its results
                 save_cuda(op, yardstick, {"rows": rows})
     _print_targets(rows)
     if failed:
@@ -80,8 +80,8 @@ def _report_cuda(op: str, options: Options) -> None:
 
 
 def _print_targets(rows: list[dict[str, Any]]) -> None:
-    """Say how the large and the many-tensor cases stand: 90 % of the copy rate,
-    10 us above the launch floor.
+    """Print whether large cases reach 90 % of the copy rate, and whether cases of 1000 tensors take at most
+    10 us more than the launch floor.
     """
     for row in rows:
         ours = row["contestants"][_cuda.OURS]
@@ -97,13 +97,13 @@ def _print_targets(rows: list[dict[str, Any]]) -> None:
 
 
 def large(ops: Sequence[str], sizes: Sizes) -> dict[str, Build]:
-    """Return the cases of a few large tensors by name."""
+    """Return, by name, the cases that have a few large tensors."""
     builds = {str(build.args[0]): build for op in ops for build in _cuda.cases(op, sizes)}
     return {name: build for name, build in builds.items() if not any(part in name for part in _OTHERS)}
 
 
 def run_once(options: Options, file: Path) -> None:
-    """Run each large case once, and write their names down in that order."""
+    """Run each large case once, and write the names of the cases in that order."""
     done: list[str] = []
     is_cuda = options.sizes.is_cuda
     for name, build in large(options.ops, options.sizes).items():
@@ -117,7 +117,7 @@ def run_once(options: Options, file: Path) -> None:
         done.append(name)
         machine = card(1) | (_cuda.machine_card() if is_cuda else {})
         content = {"machine": machine, "megabytes": options.megabytes, "cases": done}
-        file.write_text(json.dumps(content))  # now: a run that is stopped keeps what it has
+        file.write_text(json.dumps(content))  # after each case, so that a stopped run keeps its results
         print(name, flush=True)
     print(f"{len(done)} cases")
 

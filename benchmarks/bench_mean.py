@@ -1,13 +1,13 @@
-"""How far the gradient of a loop is from the mean over all tokens, and how many bytes each wire sends.
+"""Measure how far a loop's gradient is from the mean over all tokens, and how many bytes each wire sends.
 
     python benchmarks/bench_mean.py --save     # seconds; writes benchmarks/results/<date>-mean.json
     make numbers                               # draws docs/mean.svg from the file
 
 Two gloo ranks train the GPT of `bench_peers.py` with the DDP loop of the README (`no_sync`, losses divided by
-`accumulate`) and with `GradSync`. The error is relative (L2), of the last window's gradient, against float64
-and the mean over all tokens of all ranks. Bytes are those that a rank sends for a window of 8 micro-batches:
-of `GradSync` from `StepRecord.bytes_on_wire`, of DDP from the buckets that it reduces. Nothing depends on the
-speed of the machine.
+`accumulate`) and with `GradSync`. The error is the relative L2 distance between the last window's gradient
+and the mean over all tokens of all ranks, which is computed in float64. Bytes are those that a rank sends for
+a window of 8 micro-batches. For `GradSync` they are `StepRecord.bytes_on_wire`; for DDP they are counted from
+the buckets that it reduces. No result depends on the speed of the machine.
 """
 
 import argparse
@@ -31,8 +31,8 @@ from pyengine.wire.named import WireName
 
 WORLD, ACCUMULATE = 2, 8
 LONGEST = Shape.context
-# Case: number of micro-batches of each rank, and fewest tokens of a micro-batch. `short` has 4 micro-batches
-# in its last window.
+# By case: the number of micro-batches of each rank, and the fewest tokens of a micro-batch. The last window
+# of `short` has 4 micro-batches.
 CASES = {
     "full": (ACCUMULATE, LONGEST),
     "short": (ACCUMULATE + ACCUMULATE // 2, LONGEST),
@@ -44,7 +44,7 @@ Gradient = list[Tensor]
 
 
 def main() -> None:
-    """Run every case and wire, print what is found, and write the result file."""
+    """Run every case and wire, print the results, and write the result file."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -107,7 +107,7 @@ def _gradient(model: nn.Module) -> Gradient:
 def _error(found: Gradient, truth: Gradient) -> float:
     wrong = sum(float((one - true).square().sum()) for one, true in zip(found, truth, strict=True))
     error = math.sqrt(wrong / sum(float(true.square().sum()) for true in truth))
-    return float(f"{error:.2g}")  # more digits differ by processor
+    return float(f"{error:.2g}")  # further digits differ between processors
 
 
 # ---- loops ----
@@ -136,7 +136,7 @@ def _ddp(name: str, loader: list[Tensor], *, no_sync: bool = True) -> tuple[Grad
 
 
 def _engine(name: str, loader: list[Tensor], wire: WireName = "fp32") -> tuple[Gradient, int]:
-    """Return the same of the README's loop over `GradSync`, with the bytes of its record."""
+    """Return the last window's gradient of the README's `GradSync` loop, and the bytes of its record."""
     model = build_model(name, torch.float32)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     sync = pe.GradSync(model, accumulate=ACCUMULATE, wire=wire)

@@ -40,11 +40,11 @@ from _peers import CONTESTANTS
 from pyengine.cli.machine import card
 
 BUILD = Path(__file__).resolve().parents[1] / "build" / "bench"
-STALLED_S = 600  # a launch that has not moved for so long is ended
+STALLED_S = 600  # a launch without progress for this long is ended
 
 
 def main() -> None:
-    """Run what is missing, launch by launch; exit with 1 if one failed."""
+    """Run the missing launches one by one; exit with 1 if a launch has failed."""
     options = _options()
     wanted = options.only.split(",") if options.only else None
     launches = [launch for launch in options.launches if wanted is None or launch.name in wanted]
@@ -84,16 +84,16 @@ def _options() -> argparse.Namespace:
     add = parser.add_argument
     add("--short", dest="launches", action="store_const", const=shortened(), default=LAUNCHES)
     add("--only", help="names of launches, comma-separated")
-    add("--variants", help="of those that a launch has, comma-separated")
-    add("--again", action="store_true", help="also what today's result files have")
-    add("--rounds", type=int, help="in place of every launch's own, behind one that warms up")
+    add("--variants", help="variants of the launches to run, comma-separated")
+    add("--again", action="store_true", help="also run launches that have a result file of today")
+    add("--rounds", type=int, help="rounds of every launch, after one round of warm-up")
     add("--out", type=Path, default=RESULTS, help="folder of the result files")
     add("--list", action="store_true", help="print the launches and stop")
     return parser.parse_args()
 
 
 def _run(launch: Launch, head: str, is_root: bool) -> dict[str, Any] | None:
-    """Run a launch; return the content of its file, None if it failed."""
+    """Run a launch; return the content of its result file, or None if it failed."""
     start = time.monotonic()
     missing = [name for name in launch.variants if not _is_installed(CONTESTANTS[name].needs)]
     here = tuple(name for name in launch.variants if name not in missing)
@@ -118,7 +118,7 @@ def _run(launch: Launch, head: str, is_root: bool) -> dict[str, Any] | None:
 
 
 def _is_there(path: Path, launch: Launch) -> bool:
-    """Return whether a file has all that this launch would measure, as often."""
+    """Return whether a file has all variants of this launch and at least as many rounds."""
     if not path.exists():
         return False
     found = json.loads(path.read_text())["launch"]
@@ -130,15 +130,15 @@ def _is_installed(package: str | None) -> bool:
 
 
 def _ranks(launch: Launch, head: str, is_root: bool) -> list[dict[str, Any]]:
-    """Run one set of processes; return what every rank tells.
+    """Run one set of processes; return the results of every rank.
 
     Raises:
-        RuntimeError: a rank failed, or nothing moved for `STALLED_S`.
+        RuntimeError: a rank failed, or no rank made progress for `STALLED_S`.
     """
     BUILD.mkdir(parents=True, exist_ok=True)
     for lock in BUILD.glob(
         "torch_extensions/**/lock"
-    ):  # of a build that was killed: all later ones would wait
+    ):  # of a killed build: all later builds would wait for it
         lock.unlink()
     log = BUILD / f"{launch.name}.log"
     with tempfile.TemporaryDirectory() as name, log.open("wb") as out:
@@ -154,16 +154,16 @@ def _ranks(launch: Launch, head: str, is_root: bool) -> list[dict[str, Any]]:
 def _started(
     command: list[str], launch: Launch, out: Any, is_root: bool
 ) -> Iterator[list[subprocess.Popen[bytes]]]:
-    """Start every rank on loopback or on a host of its own; end them all at the end."""
+    """Start every rank on loopback or on a separate host; end all ranks on exit."""
     shared = {
         "WORLD_SIZE": str(launch.world),
         "LOCAL_WORLD_SIZE": str(launch.world),
-        "GROUP_RANK": "0",  # Lightning takes RANK from those whom torchrun has started
+        "GROUP_RANK": "0",  # Lightning reads RANK only in processes of torchrun
         "OMP_NUM_THREADS": "1",
         "PYTHONWARNINGS": "ignore",
-        "TORCH_EXTENSIONS_DIR": str(BUILD / "torch_extensions"),  # where DeepSpeed builds its own
+        "TORCH_EXTENSIONS_DIR": str(BUILD / "torch_extensions"),  # where DeepSpeed builds its extensions
     }
-    # DeepSpeed builds with the ninja that came with one of the environments.
+    # DeepSpeed builds with the ninja of one of the environments.
     programs = [str(Path(entry).parents[2] / "bin") for entry in sys.path if entry.endswith("site-packages")]
     shared["PATH"] = os.pathsep.join([*programs, os.environ["PATH"]])
     own = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(launch.world)]
@@ -181,7 +181,7 @@ def _started(
 
 
 def _watch(ranks: list[subprocess.Popen[bytes]], progress: Path, head: str, log: Path) -> None:
-    """Wait for all ranks, and show how far they are."""
+    """Wait for all ranks, and show their progress."""
     told, moved = "", time.monotonic()
     while None in (codes := [rank.poll() for rank in ranks]) and not any(codes):
         now = progress.read_text() if progress.exists() else ""
@@ -196,7 +196,7 @@ def _watch(ranks: list[subprocess.Popen[bytes]], progress: Path, head: str, log:
 
 
 def _merge(ranks: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Return every variant's row: of each window and phase the slowest rank's time, of the rest the most."""
+    """Return every variant's row, with the times of the slowest rank and the most memory and bytes of any."""
     rows: dict[str, dict[str, Any]] = {}
     for name, first in ranks[0]["rows"].items():
         row = rows[name] = dict(first)
@@ -211,7 +211,7 @@ def _merge(ranks: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
 
 
 def _medians(parts: list[dict[str, dict[str, Any]]]) -> dict[str, dict[str, Any]]:
-    """Return every variant's row; of several peaks the median, and all of them."""
+    """Return every variant's row; if it has peaks of memory, their median and all of them."""
     rows = {name: row for part in parts for name, row in part.items()}
     for name, row in rows.items():
         if "peak_mb" in row:

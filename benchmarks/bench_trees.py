@@ -2,10 +2,10 @@
 
 BEFORE is another checkout of pyengine with its core built in place, for example a git worktree. The gloo
 ranks of both are alive at the same time, and a few windows of one follow a few of the other, so that whatever
-slows the machine down slows both down. `control` is BEFORE once more: its difference is noise. Processes are
-started several times, because each start lays their memory out in another way.
+slows the machine down slows both down. `control` is BEFORE once more; its difference from BEFORE is noise.
+The processes are started several times, because each start lays out their memory differently.
 
-A ratio compares the medians of one turn; its interval holds the median of all ratios at 95 %, by bootstrap.
+A ratio compares the medians of one turn. Its interval is the 95 % bootstrap interval of the median ratio.
 """
 
 import argparse
@@ -28,7 +28,7 @@ AFTER = Path(__file__).resolve().parents[1]
 
 
 def serve(rank: int, store: str, case: str, variants: Sequence[str]) -> None:
-    """Train as many windows of a variant as each line of stdin says; write their seconds to stdout."""
+    """Train the variant and the number of windows in each line of stdin; write their seconds to stdout."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     import torch
@@ -36,7 +36,7 @@ def serve(rank: int, store: str, case: str, variants: Sequence[str]) -> None:
 
     try:
         from pyengine.cli.bench.measure import DEVICES, Setting, by_phase
-    except ModuleNotFoundError:  # BEFORE may be older than that module's place
+    except ModuleNotFoundError:  # BEFORE may be from before that module was moved
         from pyengine.cli.bench.windows.measure import DEVICES, Setting, by_phase
 
     torch.set_num_threads(1)
@@ -46,7 +46,7 @@ def serve(rank: int, store: str, case: str, variants: Sequence[str]) -> None:
     device = DEVICES["cpu"]()
     with device.entered():
         made = {name: setting.make(name, device) for name in variants}
-        torch.set_num_threads(1)  # Accelerate sets more
+        torch.set_num_threads(1)  # Accelerate sets a larger number
         for line in sys.stdin:
             name, number = line.split()
             taken = []
@@ -74,7 +74,7 @@ class Ranks:
         ]  # fmt: skip
 
     def windows(self, variant: str, number: int) -> list[float]:
-        """Train windows; return the seconds of each, those of the slowest rank."""
+        """Train windows; return the seconds of each on the slowest rank."""
         for process in self._processes:
             print(variant, number, file=process.stdin, flush=True)
         answers = [process.stdout.readline() for process in self._processes]
@@ -102,7 +102,7 @@ def started(trees: dict[str, Path], case: str, variants: Sequence[str]) -> Itera
 def measure(
     trees: dict[str, Path], case: str, variants: Sequence[str], *, starts: int, turns: int, windows: int
 ) -> dict[str, dict[str, dict[str, float]]]:
-    """Return by variant, and by checkout beside `before`, its times over those of `before`."""
+    """Return, by variant and by checkout other than `before`, the times over those of `before`."""
     seconds: dict[tuple[str, str], list[list[float]]] = {(v, t): [] for v in variants for t in trees}
     for start in range(starts):
         with started(trees, case, variants) as ranks:
@@ -115,7 +115,7 @@ def measure(
                 )
                 for variant in variants:
                     for name in random.sample(list(trees), len(trees)):
-                        # The first window finds the caches full of another checkout's.
+                        # The first window is left out: the caches are full of another checkout's data.
                         seconds[variant, name].append(ranks[name].windows(variant, windows + 1)[1:])
     print()
     others = [name for name in trees if name != "before"]
@@ -143,16 +143,16 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("before", type=Path, help="the other checkout")
-    parser.add_argument("--after", type=Path, default=AFTER, help="this one, if not given")
+    parser.add_argument("--after", type=Path, default=AFTER, help="the new checkout (default: this one)")
     parser.add_argument(
         "--case",
         action="append",
-        help="model:dtype:micro-batches, a model of `python -m pyengine bench`",
+        help="model:dtype:micro-batches, with a model of `python -m pyengine bench`",
     )
     parser.add_argument("--variants", default="floor,no_sync_view,engine,engine_bf16,attach")
     parser.add_argument("--starts", type=int, default=3)
     parser.add_argument("--turns", type=int, default=20)
-    parser.add_argument("--windows", type=int, default=3, help="of each checkout, in a turn")
+    parser.add_argument("--windows", type=int, default=3, help="windows of each checkout in a turn")
     parser.add_argument("--save", action="store_true", help="write results/<date>-trees.json")
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--store", help=argparse.SUPPRESS)

@@ -1,12 +1,13 @@
-"""Whole windows on CUDA devices, a rank a device over NCCL: as the host launches them, and as one CUDA graph.
+"""Time whole windows on CUDA devices (one NCCL rank per device), launched by the host and as one CUDA graph.
 
     python benchmarks/bench_windows.py gpt124:bf16:8 small:fp32:8 [--save]
 
-A case is model, dtype and micro-batches. All contestants take turns window by window in the same processes;
-`control` is the captured floor once more: their difference is noise. `window` is the time of a window that
-the host launches behind another one, `host` that until it has launched one while the device is idle. Further
-windows tell the kernels that are launched, copies and fills, and waits for the device, as the profiler counts
-them, and the largest memory (`peak`). Windows are captured on a single rank only.
+A case consists of a model, a dtype and a number of micro-batches. All contestants take turns window by window
+in the same processes. `control` is the captured floor once more; the difference between the two is noise.
+`window` is the time of a window that the host launches right after another one. `host` is the time that the
+host takes to launch a window while the device is idle. In further windows, the profiler counts kernel
+launches, copies and fills, and waits for the device. `peak` is the peak memory of the warm-up. Windows are
+captured only if there is a single rank.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ VARIANTS["by_hand"] = ByHand
 DEFAULT = "engine,no_sync_view,engine_bf16,attach,no_sync_bf16,accelerate,floor,by_hand"
 CAPTURED = ("floor", "no_sync_view", "engine", "attach", "by_hand")
 COLUMNS = ("window_p50_ms", "window_min_ms", "host_p50_ms", "host_min_ms", "launches", "waits", "peak_mb")
-_WARM_UP = 11  # windows that torch asks for before DDP is captured
+_WARM_UP = 11  # windows that torch requires before DDP is captured
 
 Run = Callable[[], object]
 Row = dict[str, Any]
@@ -62,7 +63,7 @@ def main() -> None:
         ranks = launch(measure, workers=options.world, args=(setting,))
         cases[case] = {name: _slowest([rank[name] for rank in ranks]) for name in ranks[0]}
         _print(case, cases[case])
-        if options.save:  # now: a run that is stopped keeps what it has
+        if options.save:  # after each case, so that a stopped run keeps its results
             content = {"machine": machine, "options": vars(options), "cases": cases}
             print("wrote", save("windows-cuda", content), flush=True)
 
@@ -75,7 +76,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--variants", default=DEFAULT)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--device", choices=tuple(DEVICES), default="cuda")
-    parser.add_argument("--world", type=int, help="ranks (default: one a device)")
+    parser.add_argument("--world", type=int, help="ranks (default: one per device)")
     parser.add_argument("--save", action="store_true", help="write results/<date>-windows-cuda.json")
     options = parser.parse_args()
     options.world = options.world or max(1, torch.cuda.device_count())
@@ -90,7 +91,7 @@ def _saved(machine: Row) -> dict[str, Any]:
 
 
 def _slowest(rows: list[Row]) -> Row:
-    """Return the largest of each figure on any rank."""
+    """Return the largest value of each figure over all ranks."""
     return {key: max(row[key] for row in rows) for key in rows[0]}
 
 
@@ -124,7 +125,7 @@ def measure(setting: Setting) -> dict[str, Row]:
 
 
 def _with_memory(make: Callable[[], Variant], device: str) -> tuple[Variant, Row]:
-    """Make a variant; return it with the most memory that it has held."""
+    """Make a variant; return it and its peak memory."""
     if device == "cpu":
         return make(), {}
     before = torch.cuda.memory_allocated()
@@ -134,7 +135,7 @@ def _with_memory(make: Callable[[], Variant], device: str) -> tuple[Variant, Row
 
 
 def _in_turn(runs: Mapping[str, Run], rounds: int, device: Processor) -> dict[str, Row]:
-    """Time a window of each in every round; none always follows the same one."""
+    """Time a window of each variant in every round; no variant always follows the same one."""
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in runs}
     names = list(runs)
     for number in range(rounds):
@@ -154,8 +155,8 @@ def _summary(taken: list[tuple[float, float]]) -> Row:
 def time_window(window: Run, device: Processor) -> tuple[float, float]:
     """Return the seconds of a window on the device and on the host.
 
-    The host's is that of a first window, which finds the device idle and has nothing to wait for; the
-    device's that of a second one, which the host has launched behind it.
+    The host's time is that of a first window, which finds the device idle and waits for nothing. The device's
+    time is that of a second window, which the host launches right after the first.
     """
     device.synchronize()
     start = time.perf_counter()
@@ -176,12 +177,12 @@ def _calls(run: Run, device: Processor) -> Counter[str]:
 
 
 def launches(calls: Mapping[str, int]) -> dict[str, int]:
-    """Return how many kernels, copies and fills, and waits for the device there are among calls by name."""
+    """Return the numbers of kernel launches, of copies and fills, and of waits for the device in `calls`."""
 
     def total(pattern: str) -> int:
         return sum(number for name, number in calls.items() if re.match(pattern, name))
 
-    # cudaDeviceSynchronize is the profiler's own: it waits where it begins and ends.
+    # cudaDeviceSynchronize is left out, because the profiler calls it when it begins and ends.
     return {
         "launches": total(r"cu(da)?LaunchKernel"),
         "copies": total(r"cu(da)?(Memcpy|Memset)"),
@@ -190,7 +191,7 @@ def launches(calls: Mapping[str, int]) -> dict[str, int]:
 
 
 def warm(setting: Setting, name: str, device: Processor, *, windows: int = 3) -> Variant:
-    """Return a variant that has trained so many windows."""
+    """Return a variant that has trained `windows` windows."""
     variant = setting.make(name, device)
     for group in variant.optimizer.param_groups:
         group["capturable"] = windows == _WARM_UP
@@ -204,14 +205,14 @@ def warm(setting: Setting, name: str, device: Processor, *, windows: int = 3) ->
 
 
 def captured(setting: Setting, name: str, device: Processor) -> Run:
-    """Return a call that trains a window of a variant by its graph.
+    """Return a call that trains a window of a variant with its CUDA graph.
 
     Raises:
         RuntimeError, ValueError: a window cannot be captured, or its replays do not train.
     """
     if setting.device == "cpu":
         return _checked(warm(setting, name, device, windows=_WARM_UP), lambda run: capture(run, "cpu"))
-    stream = torch.cuda.Stream()  # of the default one a graph captures nothing
+    stream = torch.cuda.Stream()  # a graph cannot capture the default stream
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         variant = warm(setting, name, device, windows=_WARM_UP)
@@ -225,14 +226,14 @@ def capture(run: Run, device: str) -> Run:
     if device == "cpu":
         raise RuntimeError("a CUDA graph needs a CUDA device")
     graph = torch.cuda.CUDAGraph()
-    # "thread_local": NCCL's watchdog queries events from a thread of its own meanwhile.
+    # "thread_local", because NCCL's watchdog queries events from another thread meanwhile.
     with torch.cuda.graph(graph, stream=torch.cuda.current_stream(), capture_error_mode="thread_local"):
         run()
     return graph.replay
 
 
 def _checked(variant: Variant, capture: Callable[[Run], Run]) -> Run:
-    """Capture a variant's window; see that a replay trains."""
+    """Capture a variant's window; check that a replay trains."""
     replay = _engine_windows(variant) if isinstance(variant, Engine) else capture(variant.window)
     before = [parameter.detach().clone() for parameter in variant.model.parameters()]
     replay()
@@ -249,13 +250,13 @@ def _checked(variant: Variant, capture: Callable[[Run], Run]) -> Run:
 
 
 def _run(replay: Run, variant: Variant) -> None:
-    """Run a graph, and keep alive what it writes to."""
+    """Replay a graph; the argument `variant` keeps alive the tensors that the graph writes to."""
     del variant
     replay()
 
 
 def _engine_windows(variant: Engine) -> Run:
-    """Return a call that trains a window of an engine by its graph."""
+    """Return a call that trains a window of an engine with its CUDA graph."""
     sync = variant.sync
 
     def train_window(batches: list[Tensor]) -> None:

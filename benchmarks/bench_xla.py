@@ -1,16 +1,17 @@
-"""What a window costs on XLA replicas, against Accelerate, xm.optimizer_step and loops written by hand.
+"""Measure windows on XLA replicas, compared with Accelerate, xm.optimizer_step and loops written by hand.
 
     make xla-env && .venv-xla/bin/python benchmarks/bench_xla.py [--replicas 2] [--accumulate 4] [--save]
 
-Replicas are threads on XLA's CPU backend, which tests/xla/replicas.py lets launch programs with collectives
-in turn: the times can be compared with one another and say nothing about a TPU. Every round runs all
-contestants, every other one in the opposite order. Counts are exact. `recorded` operations are what a host
-spends its time on here, `error` is the largest difference of a parameter from float64 training on the
-global batch, and `equal` whether all replicas end with the same bits.
+Replicas are threads on XLA's CPU backend. tests/xla/replicas.py makes them launch programs with collectives
+in turn, so that the times can be compared with one another, but say nothing about a TPU. Every round runs all
+contestants, every second round in the opposite order. Counts are exact. `recorded` is the number of recorded
+operations, on which the host spends its time here. `error` is the largest difference between a parameter and
+that of float64 training on the global batch. `equal` says whether all replicas end with the same bits.
 
-Accelerate and `xm.reduce_gradients` do less than `GradSync`: a gradient with inf or nan is stepped, and with
-clipping they lose the reduction. "by hand" is the least that is right: sums reduced once a window as fresh
-tensors; "by hand, skips" also leaves parameters and optimizer as they were where the norm is not finite.
+Accelerate and `xm.reduce_gradients` do less than `GradSync`: they step with gradients that contain inf or
+nan, and they lose the reduction if gradients are clipped. "by hand" is the least that is correct: it reduces
+the sums once per window as new tensors. "by hand, skips" also leaves the parameters and the optimizer
+unchanged if the norm is not finite.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ import torch
 from torch import Tensor, nn
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "xla")]  # the environment has torch_xla alone
+sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "xla")]  # the environment contains only torch_xla
 from _harness import save
 from replicas import Replicas
 from xla_cases import fill, waves
@@ -68,10 +69,10 @@ class Setting:
 
 @dataclass
 class Row:
-    """One replica's result: counts and times a window, after the warm-up.
+    """The result of one replica: counts and times per window, after the warm-up.
 
-    `programs` are all that the process compiled after set-up; those without a collective once for each
-    replica.
+    `programs` is the number of programs that the process compiled after set-up. A program without a
+    collective is compiled once for each replica.
     """
 
     collectives: float
@@ -86,7 +87,7 @@ class Row:
 
 
 class _Tally:
-    """Counts the collectives that torch_xla is asked for on this replica, as long as the process lives."""
+    """Counts the collectives that this replica requests from torch_xla, until the process ends."""
 
     def __init__(self) -> None:
         import torch_xla.core.xla_model as xm
@@ -104,7 +105,7 @@ class _Tally:
 
 
 def model_of(setting: Setting, dtype: torch.dtype = torch.float32) -> nn.Module:
-    """Return the model, always the same."""
+    """Return the model, which is equal in every call."""
     width = setting.width
     layers = [nn.Linear(16, width), nn.Tanh(), nn.Linear(width, width), nn.Tanh(), nn.Linear(width, 4)]
     model = nn.Sequential(*layers).to(dtype)
@@ -113,7 +114,7 @@ def model_of(setting: Setting, dtype: torch.dtype = torch.float32) -> nn.Module:
 
 
 def batch_of(rank: int, index: int) -> tuple[Tensor, Tensor]:
-    """Return one micro-batch of eight items, float64."""
+    """Return one micro-batch of eight items in float64."""
     return waves(8, 16, phase=rank + 10 * index), waves(8, 4, phase=5 + rank + 10 * index)
 
 
@@ -166,7 +167,7 @@ def accelerate(model: nn.Module, setting: Setting) -> Callable[[list[Any]], None
 
 
 def every_micro_batch(model: nn.Module, setting: Setting) -> Callable[[list[Any]], None]:
-    """Reduce in every micro-batch, step after the last: `xm.reduce_gradients` as in torch_xla's examples."""
+    """Reduce in every micro-batch as torch_xla's examples do (`xm.reduce_gradients`); step after the last."""
     import torch_xla
     import torch_xla.core.xla_model as xm
 
@@ -187,7 +188,7 @@ def every_micro_batch(model: nn.Module, setting: Setting) -> Callable[[list[Any]
 
 
 def optimizer_step(model: nn.Module, setting: Setting) -> Callable[[list[Any]], None]:
-    """Step in every micro-batch with `xm.optimizer_step`: other training, the price of one update each."""
+    """Step in every micro-batch with `xm.optimizer_step`: a different training, with more updates."""
     import torch_xla
     import torch_xla.core.xla_model as xm
 
@@ -204,12 +205,12 @@ def optimizer_step(model: nn.Module, setting: Setting) -> Callable[[list[Any]], 
 
 
 def by_hand(model: nn.Module, setting: Setting) -> Callable[[list[Any]], None]:
-    """Reduce what `.grad` has summed up, once a window, and step: correct, and no more than that."""
+    """Reduce the sums in `.grad` once per window, and step; this is correct, but does nothing else."""
     return _by_hand(model, setting, lambda optimizer, norm: optimizer.step())
 
 
 def by_hand_skips(model: nn.Module, setting: Setting) -> Callable[[list[Any]], None]:
-    """The same, and take the step back on the device where the norm is not finite."""
+    """Do the same as `by_hand`, and undo the step on the device if the norm is not finite."""
     return _by_hand(model, setting, _step_or_take_back)
 
 
@@ -245,7 +246,7 @@ def _by_hand(
 
 @torch.no_grad()
 def _step_or_take_back(optimizer: torch.optim.Optimizer, norm: Tensor) -> None:
-    """Step, and let parameters and their state keep the old values where the norm is not finite."""
+    """Step; if the norm is not finite, restore the old values of the parameters and their state."""
     tensors = [
         tensor
         for param in optimizer.param_groups[0]["params"]
@@ -306,7 +307,7 @@ def work(rank: int, name: str, setting: Setting) -> Row:
 
 
 def _metrics() -> dict[str, int]:
-    """Return what torch_xla has counted in this process, over all its replicas."""
+    """Return torch_xla's counters of this process, over all its replicas."""
     import torch_xla.debug.metrics as met
 
     names = {
@@ -338,7 +339,7 @@ def reference(setting: Setting) -> list[Tensor]:
 
 
 def summary(rows: list[Row], right: list[Tensor] | None) -> dict[str, float | bool | None]:
-    """Return one contestant's line."""
+    """Return the row of one contestant."""
     first = rows[0]
     slowest = [max(times) for times in zip(*(row.times for row in rows), strict=True)]
     errors = [(a.double() - b).abs().max().item() for a, b in zip(first.params, right or [], strict=False)]

@@ -1,16 +1,17 @@
-"""Everything a CUDA machine is needed for, in steps that each end within ten minutes.
+"""Run everything that needs a CUDA machine, in steps that take at most ten minutes each.
 
-    make gpu                    # every step, in the order of what they are worth
-    make gpu STEP=tests         # one: tests, kernels, host, windows, counters or
-                                # sanitize
+    make gpu                    # every step, the most valuable first
+    make gpu STEP=tests         # one step: tests, kernels, host, windows, counters
+                                # or sanitize
     make gpu DRY=1              # every step's commands in a tiny form on the processor, without a GPU
 
-A step goes on when a task of it failed, prints a line a task and a table at the end, and ends with 1 if
-anything failed, ran out of time or could not run. Result files are written as tasks go. An extension that
-loads and has CUDA kernels is used as it is; otherwise one is built in place, for the device that is there.
+A step continues after a task has failed. The script prints a line per task, and a table at the end. The exit
+code is 1 if anything failed, ran out of time or could not run. Tasks write result files while they run. If an
+extension loads and has CUDA kernels, it is used as it is; otherwise one is built in place for the device of
+this machine.
 
-Environment: OUT is a folder that a summary, all logs in one file and the new result files in one archive are
-copied to behind every task (unpack it in the root of the repository).
+Environment: OUT names a folder. After every task, three files are copied to it: a summary, all logs, and an
+archive of the new result files, which is to be unpacked in the root of the repository.
 """
 
 from __future__ import annotations
@@ -35,18 +36,19 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS, LOGS = ROOT / "benchmarks" / "results", ROOT / "build" / "gpu"
 PYTHON = sys.executable
-BUDGET_S, LEAST_S = 540, 5  # of a step; a task that has less left is not begun
+BUDGET_S, LEAST_S = 540, 5  # of a step; a task is begun only if `LEAST_S` are left
 SECONDS_A_CASE = "0.3"
 
-# Model, dtype and micro-batches of the windows, most telling first.
+# Model, dtype and micro-batches of the windows, the most informative first.
 CASES = (
     *("gpt124-long:fp32:8", "gpt124:bf16:8", "small:fp32:8", "gpt124-short:bf16:8", "gpt124:fp32:8"),
     *("gpt124:fp16:8", "small:bf16:8", "gpt124:bf16:1", "small:fp32:1", "gpt124:fp32:1"),
 )
-COUNTED = ("accumulate", "unscale_norm", "pack", "exact", "codec")  # a case launches one kernel
+COUNTED = ("accumulate", "unscale_norm", "pack", "exact", "codec")  # each of their cases launches one kernel
 STEMS = (*COUNTED, "chain")
 TOOLS = ("memcheck", "racecheck")
-# Every kernel over lists short and long, in about twenty tests: each tensor is an allocation there.
+# About twenty tests, which run every kernel over short and long lists. More would take too long, because each
+# tensor is a separate allocation.
 SANITIZED = (
     "300 or nothing or again or long_sum or in_the_tail or many-3 or (plain_pytorch and int8-256 and 1025)"
 )
@@ -69,10 +71,10 @@ class Task:
     """A command of a step.
 
     Attributes:
-        dry: the same in a tiny form, on the processor.
-        limit_s: seconds after which it is ended.
-        tell: what the summary says of its log, and whether that is well.
-        then: is called behind it, however it ended.
+        dry: the same command in a tiny form, on the processor.
+        limit_s: seconds after which the task is ended.
+        tell: returns, for the log, a text for the summary and whether the task has succeeded.
+        then: is called after the task, even if the task has failed.
     """
 
     name: str
@@ -85,9 +87,9 @@ class Task:
 
 
 def steps(*, is_dry: bool = False) -> dict[str, list[Task]]:
-    """Return the tasks by step, what is worth most first.
+    """Return the tasks by step, the most valuable step first.
 
-    A rehearsal runs one of those that are alike, and measures all ops in one process.
+    A rehearsal runs only one of several similar tasks, and measures all ops in one process.
     """
     cases, tools = (CASES[:1], TOOLS[:1]) if is_dry else (CASES, TOOLS)
     return {
@@ -111,13 +113,13 @@ def _tests() -> list[Task]:
 
 
 def engine_files() -> list[str]:
-    """Return the files outside tests/ops that have tests for a GPU: collecting all of tests takes long."""
+    """Return the files outside tests/ops with tests for a GPU; to collect all tests would take long."""
     found = [
         path.relative_to(ROOT).as_posix()
         for path in sorted((ROOT / "tests").rglob("test_*.py"))
         if path.parent.name != "ops" and "mark.gpu" in path.read_text(encoding="utf-8")
     ]
-    # The engine on a device before what only touches one.
+    # Tests of the engine on a device come before tests that only touch a device.
     return sorted(found, key=lambda path: "distributed" not in path)
 
 
@@ -127,7 +129,7 @@ def _pytest(name: str, paths: Sequence[str], limit_s: int, more: Sequence[str]) 
 
 
 def _collect(run: Sequence[str]) -> list[str]:
-    """Return what finds the tests, and runs none: here they are skipped anyway."""
+    """Return a command that collects the tests without running them; here they would be skipped."""
     return [*run[run.index(PYTHON) :], "--collect-only", "-q"]
 
 
@@ -146,7 +148,7 @@ def _host() -> Task:
 
 def _windows(case: str) -> Task:
     model, dtype, _ = case.split(":")
-    # A window of 1000 small parameters takes half a second of the host's.
+    # A window of 1000 small parameters takes the host half a second.
     few = ["--rounds", "3", "--variants", "engine,no_sync_view,attach,by_hand"] if model == "small" else []
     if model == "gpt124-long":  # each variant is compiled
         few = ["--variants", "engine,no_sync_view,attach,floor,by_hand"]
@@ -169,7 +171,7 @@ def _counters() -> Task:
 def _sanitizer(tool: str) -> Task:
     run = ["compute-sanitizer", "--tool", tool, "--target-processes", "all", "--error-exitcode", "9"]
     run += [PYTHON, "-m", "pytest", "-v", "-m", "gpu", "-x", "-k", SANITIZED, *SANITIZED_FILES]
-    # Inside the caching allocator's blocks an overrun would go unseen.
+    # The tools do not see an overrun inside a block of the caching allocator.
     alone = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     return Task(tool, run, _collect(run), 250, alone, tell=_tests_told)
 
@@ -183,7 +185,7 @@ def _last_line(log: str) -> str:
 
 
 def _tests_told(log: str) -> tuple[str, bool]:
-    """Count outcomes, also of a run that was cut off; tests that were all skipped have shown nothing."""
+    """Count the outcomes, also of an interrupted run; a run in which no test has passed has failed."""
     if "tests collected" in log:
         return _last_line(log), True
     counts = {
@@ -202,7 +204,7 @@ def _targets_told(log: str) -> tuple[str, bool]:
 
 
 def save_counters() -> None:
-    """Write what ncu has counted into a result file."""
+    """Write the counters of ncu to a result file."""
     path, cases = LOGS / "ncu.csv", LOGS / "cases.json"
     rows = counters(path.read_text()) if path.exists() else []
     if rows and cases.exists():
@@ -215,7 +217,7 @@ def save_counters() -> None:
 
 
 def counters(text: str) -> list[dict[str, str | float]]:
-    """Return a row a launch, with its metrics by name, from the CSV that ncu writes."""
+    """Return a row per launch, with its metrics by name, from the CSV that ncu writes."""
     import csv
 
     lines = [line for line in text.splitlines() if line.startswith('"')]
@@ -231,7 +233,7 @@ def counters(text: str) -> list[dict[str, str | float]]:
 
 @dataclass
 class Run:
-    """Runs tasks one after the other, within a step's time."""
+    """Runs tasks one after the other, within the time of a step."""
 
     is_dry: bool
     out: Path | None
@@ -245,7 +247,7 @@ class Run:
             self.task(f"{name}/{task.name}", task, end - time.monotonic())
 
     def task(self, name: str, task: Task, left_s: float) -> bool:
-        """Run a task, and note in a line what came of it; return whether all is well."""
+        """Run a task, and print a line with its result; return whether the task has passed."""
         log, begin = LOGS / f"{name.replace('/', '-').replace(':', '-')}.log", time.monotonic()
         command = task.dry if self.is_dry else task.command
         if left_s < LEAST_S:
@@ -267,7 +269,7 @@ class Run:
         return result == "passed"
 
     def _copy_out(self) -> None:
-        """Copy what there is so far, in three files, which any folder takes."""
+        """Copy the results so far to `out`, in three files."""
         (LOGS / "summary.txt").write_text("\n".join(self.lines) + "\n")
         if self.out is None:
             return
@@ -284,7 +286,7 @@ class Run:
 
 
 def _run(command: Sequence[str], log: Path, limit_s: float, environment: dict[str, str]) -> str:
-    """Run a command; end it, and all that it has started, when its time is over."""
+    """Run a command; when its time is over, end the command and all processes that it has started."""
     with log.open("w") as stream:
         process = subprocess.Popen(
             command,
@@ -319,7 +321,7 @@ def _environment() -> dict[str, str]:
     own = {"PYTHONUNBUFFERED": "1", "PYENGINE_CUDA": "1", "PATH": path}
     own["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     names = [name for _, name in socket.if_nameindex()]
-    # Both look for a network's interface, and find none.
+    # With loopback alone, gloo and NCCL look for a network interface and find none.
     alone = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"} if names == ["lo"] else {}
     return alone | os.environ | own
 
@@ -336,7 +338,7 @@ _ARCH = "import torch; print('%d%d' % torch.cuda.get_device_capability())"
 
 
 def device() -> str:
-    """Return the architecture of the device that is here; end without one."""
+    """Return the architecture of this machine's CUDA device; exit if there is none."""
     arch = subprocess.run([PYTHON, "-c", _ARCH], capture_output=True, text=True, check=False).stdout.strip()
     return arch or sys.exit(
         "torch finds no CUDA device here; make gpu DRY=1 runs every command on the processor"
@@ -344,7 +346,7 @@ def device() -> str:
 
 
 def prepare(run: Run, arch: str) -> bool:
-    """See that there is an extension that loads and has CUDA kernels, or build one; return whether."""
+    """Find an extension that loads and has CUDA kernels, or build one; return whether there is one."""
     loads = [PYTHON, "-c", _LOADS]
     # A rehearsal needs no CUDA kernels, and builds none.
     load = Task("load", loads, [*loads, "dry"], 60)
@@ -352,7 +354,7 @@ def prepare(run: Run, arch: str) -> bool:
         return run.task("extension/load", load, load.limit_s)
     if _run(loads, LOGS / "extension-found.log", 60, _environment()) == "passed":
         return run.task("extension/load", load, load.limit_s)
-    # For this device alone: the others would triple the build.
+    # Only for this device, because other architectures would triple the time of the build.
     only = {"PYENGINE_CUDA_ARCHS": os.environ.get("PYENGINE_CUDA_ARCHS", arch)}
     build = [PYTHON, "setup.py", "build_ext", "--inplace"]
     run.task("extension/build", Task("build", build, build, 300, only), 300)
@@ -360,14 +362,14 @@ def prepare(run: Run, arch: str) -> bool:
 
 
 def main() -> int:
-    """Run the steps asked for; return 1 if anything failed."""
+    """Run the chosen steps; return 1 if anything failed."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("step", nargs="?", choices=tuple(steps()), help="only this one")
-    parser.add_argument("--only", metavar="A,B", help="tasks of it, by name")
+    parser.add_argument("step", nargs="?", choices=tuple(steps()), help="run only this step")
+    parser.add_argument("--only", metavar="A,B", help="run only the tasks with these names")
     parser.add_argument("--budget-s", type=float, default=BUDGET_S, help="seconds of a step (default: 540)")
-    parser.add_argument("--dry", action="store_true", help="tiny, on the processor")
+    parser.add_argument("--dry", action="store_true", help="run tiny commands on the processor")
     options = parser.parse_args()
     arch = "" if options.dry else device()
     shutil.rmtree(LOGS, ignore_errors=True)
@@ -381,7 +383,7 @@ def main() -> int:
     for name, tasks in steps(is_dry=options.dry).items():
         chosen = [task for task in tasks if not options.only or task.name in options.only.split(",")]
         if options.step in (None, name):
-            # The first step's time holds the build as well.
+            # The time of a single step includes that of the build.
             run.step(name, chosen, options.budget_s - (time.monotonic() - begin if options.step else 0))
     print("\n" + "\n".join(run.lines) + f"\nall: {time.monotonic() - begin:.0f} s")
     return int(run.has_failed)

@@ -2,8 +2,8 @@
 
     python benchmarks/render_numbers.py
 
-The page marks what is written here: block NAME writes between `numbers:begin NAME` and `numbers:end`. Where
-its files are missing, the old text stays. tests/house/test_numbers.py compares page and plots with the files.
+The text of block NAME is written between the marks `numbers:begin NAME` and `numbers:end` of the page. If its
+files are missing, the old text stays. tests/house/test_numbers.py compares page and plots with the files.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _ROWS = (
 )
 _LOOPBACK = ("base", "wires", "deepspeed")
 _GBIT = ("gbit", "gbit-wires", "gbit-deepspeed")
-# Tables of a block: a column's title, and its launches; the first in which a variant took part counts.
+# By block: the titles of the table's columns, and their launches. The first that measured a variant counts.
 TABLES = {
     "networks": {
         "2 workers, 1 Gbit/s": _GBIT,
@@ -58,7 +58,7 @@ _SHARDED_STATES = {
     "window, loopback": ("sharded-states",),
     "window, 1 Gbit/s": ("gbit-sharded-states",),
 }
-# Launches of which the page has a plot alone.
+# Launches that the page shows only in a plot.
 SIZES = {
     "5.1 M, loopback": "5m",
     "26.1 M, loopback": "26m",
@@ -77,14 +77,14 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--results", type=Path, default=ROOT / "benchmarks" / "results")
-    parser.add_argument("--root", type=Path, default=ROOT, help="where the pages are")
+    parser.add_argument("--root", type=Path, default=ROOT, help="folder that contains the pages")
     options = parser.parse_args()
     results = newest(options.results)
     for name in PAGES:
         page = options.root / name
         page.write_text(rendered(page.read_text(), results))
         print("wrote", page)
-    from _plots import PLOTS, draw  # needs matplotlib, which tests of the pages do without
+    from _plots import PLOTS, draw  # needs matplotlib, which tests of the pages do not need
 
     for plot in PLOTS:
         if plot.figures(options.results):
@@ -92,7 +92,7 @@ def main() -> None:
 
 
 def rendered(page: str, results: Results) -> str:
-    """Return a page with every block that the files suffice for."""
+    """Return a page, with new text in every block whose result files exist."""
 
     def block(match: re.Match[str]) -> str:
         begin, name, old, end = match.groups()
@@ -163,10 +163,10 @@ def _kept(results: Results, name: str) -> tuple[str, str]:
 
 
 def table(columns: Columns, results: Results) -> list[str]:
-    """Return the windows of launches side by side; columns without a file are left out.
+    """Return a table of the windows of several launches; columns without a file are left out.
 
-    A row is a variant that took part in half of the columns or more; the row of the noise stands for the
-    control.
+    A variant has a row if it was measured in at least half of the columns. The control has no row; the row of
+    the noise takes its place.
     """
     columns = {title: names for title, names in columns.items() if names[0] in results}
     if not columns:
@@ -181,7 +181,7 @@ def table(columns: Columns, results: Results) -> list[str]:
 
 
 def sharded_states(results: Results) -> list[str]:
-    """Return windows, bytes and collectives where each rank has a share of the optimizer's states."""
+    """Return the windows, bytes and collectives of launches in which optimizer states are sharded."""
     columns = {title: names for title, names in _SHARDED_STATES.items() if names[0] in results}
     if not columns:
         return []
@@ -198,7 +198,7 @@ def sharded_states(results: Results) -> list[str]:
 
 
 def _window(results: Results, name: str, launches: tuple[str, ...]) -> str:
-    """Return a window over the baseline's in the same launch; of the baseline its ms."""
+    """Return a window's time over the baseline's in the same launch; for the baseline, its time in ms."""
     found = first(results, name, launches)
     if found is None:
         return NO
@@ -206,7 +206,7 @@ def _window(results: Results, name: str, launches: tuple[str, ...]) -> str:
 
 
 def _noise(columns: Columns, results: Results, *others: str) -> str:
-    """Return the row of the noise: the largest of a column's launches, and the cells of other columns."""
+    """Return the row of the noise: the largest noise of each column's launches, and the other cells."""
     noise = [max(results[one].noise for one in names if one in results) for names in columns.values()]
     return _line("noise", *(f"{each:.0%}" for each in noise), *others)
 
@@ -220,7 +220,7 @@ def _label(one: Measured, name: str) -> str:
 
 
 def ahead(results: Results) -> list[str]:
-    """Return in how many comparisons of the same bytes a peer was ahead by more than the noise, and why."""
+    """Return how many comparisons of equal bytes have a peer ahead by more than the noise, and why."""
     found = comparisons(results)
     if not found:
         return []
@@ -255,7 +255,7 @@ def sizes(results: Results) -> list[str]:
 
 
 def plot(results: Results) -> list[str]:
-    """Return the picture of exposed sync."""
+    """Return the plot of exposed sync."""
     if not {"gbit", "gbit-wires"} <= set(results):
         return []
     return ["![What synchronization adds to a window](numbers.svg)"]

@@ -26,7 +26,7 @@ from pyengine.cli.study.store import Record
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 PAGE = Path("docs/study.md")
-# Plot of `study`: its file in docs/.
+# Files in docs/, by the plot of `study`.
 PLOTS = {
     "speed_up": "study-speed-up.svg",
     "throughput": "study-throughput.svg",
@@ -34,7 +34,7 @@ PLOTS = {
     "accuracy_over_time": "study-accuracy.svg",
     "resources": "study-resources.svg",
 }
-BUSY = 0.1  # of the machine, used by other programs before a run
+BUSY = 0.1  # share of the machine that other programs used before a run
 _BLOCK = re.compile(r"(<!-- study:begin -->\n)(.*?)(<!-- study:end -->)", re.DOTALL)
 
 
@@ -51,7 +51,7 @@ def main() -> None:
     page = ROOT / PAGE
     page.write_text(rendered(page.read_text(), path))
     print("wrote", page)
-    from pyengine.cli.study.plots import draw  # needs matplotlib, which tests of the page do without
+    from pyengine.cli.study.plots import draw  # needs matplotlib, which tests of the page do not need
 
     with tempfile.TemporaryDirectory() as folder:
         for plot in draw(read(path)[2], Path(folder), suffix=".svg"):

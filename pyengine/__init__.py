@@ -1,7 +1,8 @@
 """pyengine: gradient synchronization once per window.
 
 There are three entry points: `GradSync` for your own loop, `attach` (or only `comm_hook`) for a DDP model,
-and `python -m pyengine` on the command line. `pyengine.ops` has the kernels for use without an engine.
+and `python -m pyengine` on the command line. `pyengine.ops` contains the kernels, which can be used without
+an engine.
 """
 
 import sys

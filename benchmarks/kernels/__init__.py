@@ -1,1 +1,1 @@
-"""`<stem>.py` has the cases of an op; `measure.py` times them."""
+"""Cases of the ops in `<stem>.py`, and their timing in `measure.py`."""

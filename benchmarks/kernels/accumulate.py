@@ -27,7 +27,7 @@ class _Operands:
 
 
 def accumulate_case(name: str, slots: Slots, dtype: torch.dtype, first: bool) -> Case:
-    # A scale of a power of two: torch rounds 16-bit products twice, which must not show in the comparison.
+    # The scale is a power of two, so that it does not matter that torch rounds 16-bit products twice.
     b = _Operands(slots, dtype)
 
     def run(grads: TensorList | Pointers = b.pointers) -> None:

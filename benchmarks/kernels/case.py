@@ -40,7 +40,7 @@ class Case:
         return self.read_bytes + self.write_bytes
 
     def roof_seconds(self, roofs: Mapping[str, float]) -> float:
-        """Return the shortest time of the traffic: that of its kind, or of its reads alone if longer."""
+        """Return the least time for the traffic: that of its kind, or that of its reads alone if longer."""
         return max(self.num_bytes / roofs[self.roof], self.read_bytes / roofs["read"]) / 1e9
 
 
@@ -80,7 +80,7 @@ class Slots:
 
 @dataclass(frozen=True)
 class Sizes:
-    """The sizes of the cases (`megabytes` of float32 in the large ones), and their device."""
+    """The sizes of the cases, with `megabytes` of float32 in the large ones, and their device."""
 
     megabytes: int
     device: str

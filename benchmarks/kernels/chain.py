@@ -11,14 +11,15 @@ from torch.nn.utils import clip_grad_norm_
 from kernels.case import Build, Case, Sizes, Slots, check
 
 MICRO_BATCHES, MAX_NORM = 4, 1.0
-# Bytes an element of the passes that add, where nothing is scaled and nothing is clipped: 10 A - 4.
+# Bytes per element of the passes that add, without scaling and clipping: 10 A - 4 for A micro-batches.
 _READ, _WRITTEN = 6 * MICRO_BATCHES - 4, 4 * MICRO_BATCHES
 F32, BF16 = torch.float32, torch.bfloat16
 
 
 class _Ours:
-    """The engine's calls over bf16 gradients, summed in fp32 with a bf16 wire: the last pass but one divides
-    and takes the norm, the last one clips.
+    """The engine's calls over bf16 gradients, with fp32 sums and a bf16 wire.
+
+    The second last pass divides and takes the norm; the last pass clips.
     """
 
     def __init__(self, slots: Slots, grads: list[list[Tensor]]) -> None:
@@ -44,7 +45,7 @@ class _Ours:
 
 
 class _Torch:
-    """fp32 sums by foreach, a bf16 wire, `clip_grad_norm_` and a look at its norm."""
+    """fp32 sums by foreach, a bf16 wire, `clip_grad_norm_`, and a check of its norm."""
 
     def __init__(self, slots: Slots, grads: list[list[Tensor]]) -> None:
         self.grads, self.inv_count = grads, slots.scalar(2.0**-5)
@@ -68,7 +69,7 @@ def chain_case(name: str, slots: Slots) -> Case:
     grads = [slots.tensors(BF16) for _ in range(MICRO_BATCHES)]
     ours, torchs = _Ours(slots, grads), _Torch(slots, grads)
     norm, other = float(ours()), float(torchs())
-    # 2^-9 from the wire and 2^-9 from torch's norm in bf16: well below a wrong formula.
+    # The wire and torch's norm in bf16 contribute an error of 2^-9 each; a wrong formula differs by far more.
     check(abs(norm - other) <= 1e-2 * norm, name)
     return Case(name, ours, torchs, _READ * slots.numel, _WRITTEN * slots.numel, "copy")
 

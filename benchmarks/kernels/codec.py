@@ -1,7 +1,7 @@
 """Codec against torch's casts and sums.
 
-The torch expressions compute the same codes, rounded to nearest, with one scale for each block; the residual
-needs passes of its own.
+The torch expressions compute the same codes, rounded to nearest, with one scale for each block. For the
+residual they need additional passes.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class _Operands:
     def __init__(self, slots: Slots, name: str) -> None:
         self.name, self.codec = name, Codec(name, BLOCK)
         self.numel = slots.numel // BLOCK * BLOCK
-        # The largest value of each block is the largest code: scales are 1, so that the contestants agree.
+        # The largest value of each block is the largest code, so scales are 1 and the contestants agree.
         self.values = (slots.empty(torch.float32)[: self.numel].normal_() * 30).round_().clamp_(-100, 100)
         self.values[::BLOCK] = LARGEST[name]
         num_bytes = self.codec.num_bytes(self.numel)

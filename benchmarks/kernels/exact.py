@@ -1,8 +1,8 @@
 """ExactSum against adding in float32.
 
-A deposit is compared with `torch._foreach_add_` on float32 sums, which an exact sum replaces: *x torch* below
-1 is the cost of exactness, not a slow kernel. `align_` and `round_` have no counterpart in a float32 sum and
-are compared with torch expressions of the same work.
+A deposit is compared with `torch._foreach_add_` on float32 sums, which an exact sum replaces. If *x torch* is
+below 1, the reason is the cost of exactness, not a slow kernel. `align_` and `round_` have no counterpart in
+a float32 sum and are compared with torch expressions of the same work.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class _Operands:
     def __init__(self, slots: Slots, dtype: torch.dtype) -> None:
         self.plan, self.slots = slots.plan(), slots
         self.total = ExactSum(self.plan, numel=slots.numel, terms=TERMS, device=torch.device(slots.device))
-        # Integers up to 64: float32 sums are exact too, so that the contestants must agree.
+        # For integers up to 64, float32 sums are exact too, so that the contestants must agree.
         self.grads = [(64 * grad).clamp(-64, 64).round() for grad in slots.tensors(dtype)]
         self.pointers = self.plan.pointers(self.grads)
         self.acc = slots.empty(F32).zero_()
@@ -52,7 +52,7 @@ def deposit_case(name: str, slots: Slots, dtype: torch.dtype, first: bool) -> Ca
     got = slots.empty(F32)
     b.total.round_(got)
     check(torch.equal(got, b.acc), name)
-    # There are more deposits than the sum has bits for: integers wrap around, at the cost of an addition.
+    # Timing makes more deposits than the sum has bits for. The integers then wrap around, at the same cost.
     read = slots.numel * (b.grads[0].element_size() + (0 if first else 8))
     run = partial(b.deposit, first=first)
     lists = partial(b.total.deposit_, b.grads, first=first, nonfinite=b.flags)
@@ -60,7 +60,7 @@ def deposit_case(name: str, slots: Slots, dtype: torch.dtype, first: bool) -> Ca
 
 
 def align_case(name: str, slots: Slots) -> Case:
-    """Move every block one bin up; only the bins are restored between two calls."""
+    """Move every block up by one bin; between two calls, only the bins are restored."""
     b = _Operands(slots, F32)
     b.deposit(first=True)
     low, high = b.total.bins.clone(), b.total.bins + 1
@@ -97,7 +97,7 @@ def round_case(name: str, slots: Slots, dtype: torch.dtype) -> Case:
 
 
 def cases(sizes: Sizes) -> list[Build]:
-    # Each slot begins at a multiple of 64, which exact sums require.
+    # Each slot begins at a multiple of 64, as exact sums require.
     large = sizes.large
     few, many, tiny = (Slots(n, numel // n // BLOCK * BLOCK, sizes.device)
                        for n, numel in ((8, large), (400, large), (1000, 1000 * 256)))  # fmt: skip

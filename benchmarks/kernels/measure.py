@@ -1,4 +1,4 @@
-"""Time the kernels of every op against torch's expressions and the rate of the memory, on one thread."""
+"""Time the kernels of every op on one thread, compared with torch and with the rate of the memory."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kernels import accumulate, chain, codec, exact, pack, unscale_norm
 from kernels.case import Build, Run, Sizes
 from pyengine.ops import native
 
-# By stem.
+# The cases of each op, by the stem of its module.
 OPS: Mapping[str, Callable[[Sizes], list[Build]]] = {
     "pack": pack.cases,
     "accumulate": accumulate.cases,
@@ -50,7 +50,7 @@ def measure_roofs(megabytes: int, seconds: float) -> dict[str, float]:
     """Return GB/s of reading, updating in place and copying.
 
     Raises:
-        RuntimeError: there is no native core, whose loops are the roofs of a processor.
+        RuntimeError: there is no native core; its loops measure the roofs of a processor.
     """
     core = native.core()
     if core is None:
@@ -76,8 +76,10 @@ def time_in_turn(runs: Sequence[Run], seconds: float) -> list[list[float]]:
 
 
 def in_turn(timers: Sequence[Callable[[], float]], seconds: float, *, least: int) -> list[list[float]]:
-    """Call timers in turn until the budget is spent, at least `least` rounds after one of warm-up; return
-    what each returned.
+    """Call the timers in turn until the budget is spent, for at least `least` rounds after a warm-up round.
+
+    Returns:
+        The results of each timer.
     """
     times: list[list[float]] = [[] for _ in timers]
     for timer in timers:
@@ -96,5 +98,5 @@ def _time_on_host(run: Run) -> float:
 
 
 def percentile(times: Sequence[float], share: float) -> float:
-    """Return the time that `share` of all calls stay below."""
+    """Return the time below which `share` of all calls stay."""
     return sorted(times)[int(share * (len(times) - 1))]

@@ -31,7 +31,7 @@ def case(name: str, slots: Slots, dtype: torch.dtype, write: bool) -> Case:
         return sumsq.sum().sqrt()
 
     def torch_run() -> None:
-        if is_cuda and dtype == BF16:  # GradScaler unscales no bf16 on CUDA
+        if is_cuda and dtype == BF16:  # GradScaler does not unscale bf16 on CUDA
             torch._foreach_mul_(theirs, 1.0)
         else:
             torch._amp_foreach_non_finite_check_and_unscale_(theirs, found_inf, inv_scale)
@@ -39,8 +39,8 @@ def case(name: str, slots: Slots, dtype: torch.dtype, write: bool) -> Case:
 
     total = run_total().item()
     torch_run()
-    # torch's norm is a float32 sum of up to `each` terms in unknown order: 1e-3 only finds a wrong formula.
-    # tests/ops/test_unscale_norm.py compares the bits.
+    # torch's norm is a float32 sum of up to `each` terms in unknown order. The tolerance of 1e-3 is therefore
+    # wide and only finds a wrong formula. tests/ops/test_unscale_norm.py compares the bits.
     check(abs(norm.item() - total) <= (1e-3 if dtype == F32 else 1e-2) * total, name)
     read = plan.flat_numel * tensors[0].element_size()
     ours: Run = run if is_cuda else run_total

@@ -179,7 +179,7 @@ class WindowAccelerator:
 
     @property
     def gradient_state(self) -> Any:
-        """Accelerate's `GradientState`, with the window ends of this model after `prepare`."""
+        """Accelerate's `GradientState`; after `prepare` it marks the window ends of this model."""
         state = self._accelerator.gradient_state
         return state if self._model is None else WindowBoundary(self.sync, state)
 

@@ -277,7 +277,7 @@ class Windows(EngineSettings, _Mixed):
 
 
 class WindowStrategy(Windows, DDPStrategy):
-    """DDP strategy that reduces gradients once per window, in any communication format, on any device.
+    """DDP strategy that reduces gradients once per window, over any wire and on any device.
 
     Accepts the arguments of `DDPStrategy` and has the settings of `Windows`. `training_step` returns a mean
     loss, or `{"loss": summed, "count": items}`. Gradients have their final values in

@@ -111,7 +111,7 @@ class Windows(EngineSettings, _Mixed):
         self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Tensor | int | None = None
     ) -> Tensor:
         """Run one micro-batch; its loss is logged in the step of its window."""
-        del num_items_in_batch  # counts this rank's window; the engine counts each micro-batch
+        del num_items_in_batch  # the count of this rank's window; the engine counts each micro-batch
         last = self.accelerator.gradient_state.sync_gradients  # just set by the Trainer's loop
         steps = self.args.gradient_accumulation_steps
         self._follow(steps, last=last)
@@ -227,7 +227,7 @@ class _EpochSteps(int):
     """
 
     def begin(self, done: int, *, num_fetches: int) -> None:
-        """Set the numbers of micro-batches before a checkpoint and of fetches after the checkpoint."""
+        """Set the number of micro-batches before the checkpoint, and of fetches after it."""
         self._fetched, self._fetches_left, self._end = done, num_fetches, int(self)
 
     def add(self, num: int, *, has_ended: bool) -> None:
@@ -292,8 +292,8 @@ class _TrainerAccelerator(WindowAccelerator):
 
     Attributes:
         items: number of items in the current micro-batch on this rank; None if unknown.
-        scale: factor from the loss to the mean over its own micro-batch; not 1 if the Trainer's loss is
-            already divided by what the whole window has.
+        scale: factor from the loss to the mean over its micro-batch; not 1 if the Trainer's loss is already
+            divided for the whole window.
         divisor: number of micro-batches per window, by which losses must not be divided; None outside of
             a training step.
         wraps_anew: whether the Trainer wraps the model again for each batch size that it tries.

@@ -33,7 +33,7 @@ _PARAMETER, _GRADIENT, _STATE = range(3)
 _KINDS = ("parameter", "gradient", "optimizer state")
 _MOST = 32  # Maximum number of tensors for which error information is gathered.
 _PROBES = 3  # Number of weighted sums over samples; a single sum could match by chance.
-_HEAD = 6  # A vector's first numbers: count, void, and the checksum of the hyperparameters as integers.
+_HEAD = 6  # Length of a vector's head: count, void, and four numbers for the hyperparameters' checksum.
 
 Numbers = list[tuple[str, float]]
 
@@ -51,7 +51,7 @@ class Finding:
         cause: the likely cause.
         step: the window in which the difference was found.
         since: the earliest window in which the difference can have begun: the window after the last check
-            without one.
+            that found no difference.
     """
 
     what: str
@@ -104,7 +104,7 @@ class Counted:
     # The items in this rank's micro-batches, by subject, [subjects]; None if gradients are means over ranks.
     counts: Tensor | None = None
     count: Tensor | float = 0.0  # This rank's items; the sum over ranks must equal `claimed`.
-    claimed: Tensor | float = math.nan  # The loop's divisor of the sum over all ranks; nan if unknown.
+    claimed: Tensor | float = math.nan  # The divisor of the sum over all ranks; nan if unknown.
     void: Tensor | float = 0.0  # Greater than 0 if the gradients are not used.
 
 
@@ -289,7 +289,7 @@ class Auditor:
         return found
 
     def _badly_reduced(self, samples: Samples, rows: Tensor, *, is_used: bool) -> list[int]:
-        """Return the tensors whose reduced gradient is not the sum of local gradients over the count.
+        """Return the tensors whose reduced gradient is not the sum of local gradients divided by the count.
 
         `rows` is float64 `[subjects, 2 * _PROBES + 2]`. A row contains `_PROBES` weighted sums of the local
         samples, `_PROBES` weighted sums of the reduced samples, the magnitude of the local samples, and the

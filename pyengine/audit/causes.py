@@ -19,7 +19,7 @@ class SubjectEvidence:
 
     differs: set[str]  # What differs between ranks: "parameter", "gradient", "optimizer state".
     kind: str  # "parameter" or "buffer".
-    factor: float  # Expected factor between the sum over ranks and the reduced gradient.
+    factor: float  # Expected factor from the sum over ranks to the reduced gradient.
     bits: Sequence[int | None]  # Checksums of parameter, gradient and optimizer state.
     came: Tensor  # float64 [n], sampled elements of the gradients of this rank's micro-batches.
     last: Tensor  # The same elements for the last micro-batch alone.
@@ -55,7 +55,7 @@ class Case:
         return float((self.left - wanted).norm(dim=1).max()) <= self._noise
 
     def ratios(self) -> tuple[list[float], bool]:
-        """Return each rank's ratio to the expected gradient, and whether all directions agree."""
+        """Return the ratio of each rank's gradient to the expected one, and whether all directions agree."""
         size = float(self.due @ self.due)
         if size**0.5 <= 2 * self._noise:
             return [], False
@@ -106,7 +106,7 @@ def cause_of_gradient(evidence: Sequence[SubjectEvidence]) -> str:
 
 
 def _weighed(case: Case) -> str:
-    """Describe the weights of earlier micro-batches and of the last; empty if they explain nothing."""
+    """Describe weights of the earlier and the last micro-batches; empty if no weights fit the gradient."""
     parts = torch.stack([case.due - case.due_of_last, case.due_of_last], 1)
     if not case.has_earlier or parts.shape[0] < 4:
         return ""

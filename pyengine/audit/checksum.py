@@ -24,10 +24,10 @@ _BLOCK = 2**10
 _BLOCKS_AT_ONCE = 2**8  # Number of blocks per step without the native core.
 # An accelerator is fastest with few, long blocks.
 _MIN_LANES, _MAX_LANES = 2**15, 2**22
-_ELEMENTS_A_LANE = 2**10  # Elements per lane, so that the sums of lanes are small in comparison.
+_ELEMENTS_A_LANE = 2**10  # Elements per lane; the sums of the lanes then need little memory.
 # Tensors of at most `_SHORT` words are summed in one call, because separate calls would cost more time.
 _SHORT = 2**11
-# Blocks are added at shifting offsets, so that two elements at a round distance are not in one lane.
+# Consecutive blocks are added at different offsets, so that elements one block apart are in different lanes.
 _NUM_SHIFTS, _SHIFT = 16, 64
 # Lanes are weighted in `_NUM_ROWS` rows, which share their weights except for a factor per row.
 _NUM_ROWS = 4

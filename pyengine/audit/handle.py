@@ -77,8 +77,8 @@ def audit(
 
     Cost: a checked window needs one read of the parameters, one native hook call per parameter and
     micro-batch, and an all-reduce of 160 bytes per parameter; other windows need one hook call per step. Over
-    gloo, a process group is created. The memory is 140 bytes per parameter, plus 4 KB, or on an accelerator
-    170 KB or 1/64 byte per element.
+    gloo, a process group is created. The audit needs 140 bytes of memory per parameter, plus 4 KB on a CPU,
+    or 170 KB or 1/64 byte per element on an accelerator.
 
     Example:
         >>> watch = pe.audit(ddp_model, optimizer, every=100)  # doctest: +SKIP
@@ -150,9 +150,9 @@ class Audit:
         Args:
             items: number of items, such as tokens or samples; the host does not read a 0-dim tensor.
             divided_by: divisor that the loop has already applied to the sum.
-            names: pattern (fnmatch) of parameter names to which the count applies. Use a pattern for
-                parameters that only a separate loss reaches, such as a second head's loss, after a call of
-                `count` for all parameters.
+            names: pattern (fnmatch) of parameter names to which the count applies. If some parameters are
+                reached only by a separate loss, such as that of a second head, first call `count` for all
+                parameters, and then with a pattern for these parameters.
         """
         if not self._is_due:
             return

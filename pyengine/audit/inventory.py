@@ -33,8 +33,8 @@ class Subject:
 
     name: str
     tensor: Tensor
-    replicas: int | None  # Index of the group whose ranks must have the same values; None if there is none.
-    summed: int | None  # Index of the group that sums the gradient; None if it is not compared.
+    replicas: int | None  # Index of the group whose ranks must have the same values, or None.
+    summed: int | None  # Index of the group that sums the gradient; None for an unchecked gradient.
     shard: Shard
     kind: str = "parameter"  # or "buffer"
 
@@ -51,7 +51,7 @@ class Inventory:
 
     Args:
         model: the model as the loop calls it.
-        optimizers: the model's optimizers; parameters that only they have are audited, too.
+        optimizers: the model's optimizers; parameters that only the optimizers have are audited, too.
         group: group of all ranks; None is the default group.
         groups: maps name patterns to other groups, or to None for tensors that ranks do not have in common.
 

@@ -107,7 +107,7 @@ class Probe:
     def reduced(self) -> Tensor:
         """Return the sampled elements of the current gradients, float64 `[subjects, NUM_SAMPLES]`.
 
-        The result is this rank's share: 0 for elements on other ranks, and 1/n of elements that n ranks hold.
+        The result is this rank's share: 0 for elements on other ranks, and 1/n of elements on n ranks.
         """
         found = torch.zeros_like(self.sums)
         rows = found.unbind()
@@ -204,7 +204,7 @@ MakeHook = Callable[[tuple[Tensor, ...]], Callable[[Tensor], None]]
 
 
 class Leaves:
-    """The leaf tensors of a model that FSDP2 may have sharded; None means that it is not sharded."""
+    """The leaf tensors of a model that FSDP2 may have sharded; a `model` of None means no sharding."""
 
     def __init__(self, model: nn.Module | None) -> None:
         self._shown: dict[int, _Shown] = {}

@@ -13,7 +13,7 @@ from pyengine.engine.sync import Sync
 from pyengine.step.step_record import StepRecord
 from pyengine.window.noise_scale import NoiseScale
 
-_MOST_LINES = 12  # most lines that can be distinguished in one panel
+_MOST_LINES = 12  # maximum number of lines that a reader can distinguish in one panel
 _BARS = 25  # approximate number of error bars over the steps of a run
 
 
@@ -46,8 +46,8 @@ def _short(value: float) -> str:
 def layer_norms(norms: Sequence[Mapping[str, float]]) -> dict[str, list[float]]:
     """Return the norms of every step by parameter or, for more than 12 parameters, by layer.
 
-    A layer consists of all parameters whose names share the same first components. The number of components
-    is the largest number that gives at most 12 layers, and at least 1.
+    A layer consists of all parameters whose names begin with the same components. The number of these
+    components is the largest number with at most 12 layers, but at least 1.
     """
     components = {name: name.split(".") for name in norms[0]}
     depth = max(map(len, components.values()))

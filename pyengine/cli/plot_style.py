@@ -8,9 +8,9 @@ from typing import Any
 
 INK, EDGE, GRID = "#222222", "#9a9a9a", "#e4e4e4"
 SHADE, ABSENT = "#efece4", "#e4e1da"
-# Ours and other libraries; color-blind readers can distinguish these colors.
+# Colors for pyengine and other libraries; color-blind readers can distinguish these colors.
 OURS, PEER, ORANGE, GREEN = "#0868b5", "#868f98", "#c75a00", "#00876c"
-# Eight steps from dark to light of matplotlib's viridis.
+# Eight colors of matplotlib's viridis, from dark to light.
 RAMP = ("#440154", "#482576", "#404588", "#34618d", "#297b8e", "#20938c", "#25ac82", "#4ec36b")
 STYLE: dict[Any, Any] = {  # Any, because the stubs of rc_context list every name
     "font.family": "sans-serif",
@@ -36,7 +36,7 @@ STYLE: dict[Any, Any] = {  # Any, because the stubs of rc_context list every nam
     "svg.fonttype": "none",
     "svg.hashsalt": "pyengine",  # the same figures give the same file
 }
-# What each color becomes on a dark page. Other colors stay.
+# The replacement of each color on a dark page. Other colors do not change.
 _DARK_GROUND = "#0d1117"
 _DARK = {INK: "#e6edf3", EDGE: "#7d8590", GRID: "#2d333b", SHADE: "#21262d", ABSENT: "#373e47"}
 _DARK |= {OURS: "#58a6ff", PEER: "#768390", ORANGE: "#f0883e", GREEN: "#3fb68b"}
@@ -45,9 +45,9 @@ _DARK |= dict(zip(RAMP, _DARK_RAMP, strict=True))
 
 
 def save_svg(figure: Any, path: Path, *, last_line: str = "") -> None:
-    """Write a figure as SVG with a ground of its own, which is dark where the reader prefers dark pages.
+    """Write a figure as SVG with its own background, which is dark if the reader prefers dark pages.
 
-    Call this function inside `matplotlib.rc_context(STYLE)`. The same figures give the same file.
+    Call this function inside `matplotlib.rc_context(STYLE)`. Equal figures give equal files.
 
     Args:
         figure: a figure of matplotlib.
@@ -65,7 +65,7 @@ def save_svg(figure: Any, path: Path, *, last_line: str = "") -> None:
 def _dark_rules(svg: str) -> str:
     """Return CSS that replaces the colors of an SVG on dark pages.
 
-    Rules name colors as they are in `style` attributes, so that a reader without CSS sees the light colors.
+    The rules select elements by the colors in `style` attributes, which a reader without CSS still sees.
     """
     rules = [f"#ground path {{fill: {_DARK_GROUND} !important}}"]
     for light, dark in _DARK.items():

@@ -23,7 +23,7 @@ _PLAIN = {"×": "x", "→": "->", "–": "-", "±": "+-", "√": "sqrt ", "Σ": 
 
 
 def prepare_output() -> None:
-    """Replace characters that stdout cannot encode by similar characters, such as `×` by `x`, or by `?`.
+    """Make stdout replace characters that it cannot encode by similar ones, such as `×` by `x`, or by `?`.
 
     If stdout is closed, nothing is printed. Every process that prints must call this function.
     """

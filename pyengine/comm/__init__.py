@@ -41,8 +41,8 @@ def _check_alone() -> None:
     """Raise RuntimeError, or warn, if a launcher has started several processes.
 
     Without a process group each of these processes would train a separate model. Only the environment shows
-    how many processes were launched: torch's `is_torchelastic_launched` only detects torchrun, and is also
-    true for a single process. torchrun, `accelerate launch`, deepspeed or the user set WORLD_SIZE if
+    how many processes were launched, because torch's `is_torchelastic_launched` detects only torchrun, and is
+    also true for a single process. torchrun, `accelerate launch`, deepspeed or the user set WORLD_SIZE if
     processes train together, and `init_process_group` reads this variable. mpirun and srun also start
     processes that train separately, so their variables only cause a warning.
     """

@@ -47,7 +47,7 @@ class MemoryOffer:
     process: ProcessId
     network: str  # Network namespace; ranks in different namespaces are treated as different hosts.
     refusal: str  # Why the rank cannot share memory; empty if it can.
-    descriptor: int = -1  # Descriptor of the file that the rank has created; -1 without a file.
+    descriptor: int = -1  # Descriptor of the file that the rank has created; -1 if there is no file.
     token: bytes = b""  # First bytes of the file.
 
     @classmethod
@@ -86,12 +86,12 @@ class MemoryOffer:
 
 
 class Arena:
-    """The shared memory of the ranks of a host, as an object in one rank.
+    """The shared memory of the ranks of a host, as seen by one rank.
 
     A thread runs the collectives in order, and otherwise sleeps. The thread ends when `close` is called, when
     this object is freed, or when the interpreter exits. `close` also closes the file descriptor.
 
-    Cost: a thread and a file descriptor; also 1 MiB after the first reduction of a tensor outside the arena.
+    Cost: a thread and a file descriptor, and 1 MiB after the first reduction of a tensor outside the arena.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class Arena:
         self._core = native._core.SharedArena(descriptor, place, len(processes))
         self._processes, self._me = list(processes), processes[place]
         self._ranks, self._timeout_s = list(ranks), float("inf")  # Ranks as numbered in messages.
-        self._suspects: list[int] = []  # Ranks found dead once; if found again, the collective fails.
+        self._suspects: list[int] = []  # Ranks found dead once; if found dead again, the collective fails.
         self._works: dict[Any, SharedWork] = {}
         self._thread = threading.Thread(
             target=_serve,
@@ -119,8 +119,8 @@ class Arena:
     def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Return zeros, `[numel]`, in memory that all ranks of the host can access; freed with the tensor.
 
-        A forked process keeps the values from the time of the fork, and this process does not see its writes.
-        If no shared memory is left, the tensor is in ordinary memory, which a reduction copies.
+        A forked process keeps the values from the time of the fork, and its writes are not visible in this
+        process. If no shared memory is left, the tensor is in ordinary memory, which a reduction copies.
         """
         if numel > 0:
             try:
@@ -142,8 +142,8 @@ class Arena:
         `supports` must accept the tensor, and the caller must not change it until the work has been waited
         for. The collective fails if some rank has not launched it within `timeout_s` seconds.
 
-        Cost: a read and a write per element if `flat` comes from `allocate` on all ranks. Otherwise `flat` is
-            also copied through the caches.
+        Cost: a read and a write per element if `flat` was allocated by `allocate` on all ranks. Otherwise
+            `flat` is also copied through the caches.
         """
         self._timeout_s = timeout_s
         kind = (_MAXIMA if is_max else _SUMS)[flat.dtype]
@@ -231,7 +231,7 @@ def _serve(core: Any, works: dict[Any, SharedWork], ref: weakref.ref[Arena]) -> 
 
 
 def _end(core: Any, thread: threading.Thread, pid: int) -> None:
-    if os.getpid() != pid:  # in a forked process there is no such thread
+    if os.getpid() != pid:  # a forked process does not have this thread
         return
     core.close()
     if thread is not threading.current_thread():

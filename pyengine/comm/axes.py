@@ -18,8 +18,8 @@ class Axes:
     """The roles of the axes of a `device_mesh`; each argument is an axis name or a tuple of axis names.
 
     Args:
-        replicate: ranks along these axes hold the same parameters and have different data (or parts of it).
-            Gradients are summed over these axes. Default: the axis of a mesh with one axis.
+        replicate: ranks along these axes hold the same parameters and have different data (or different parts
+            of it). Gradients are summed over these axes. Default: the axis of a mesh with one axis.
         shard: ranks along these axes hold different plain parameters (the stages of a pipeline). Axes of
             DTensors need not be named, because their placements define them. Along an axis in neither
             `replicate` nor `shard`, ranks hold the same plain parameters and compute the same gradients for
@@ -60,7 +60,7 @@ class MeshRanks:
         self.coordinate: dict[str, int] = dict(zip(names, coordinate, strict=True))
 
     def along(self, axes: Sequence[str]) -> tuple[int, ...]:
-        """Return this rank, and the ranks that differ from it only along `axes`, as sorted global ranks."""
+        """Return this rank and all ranks that differ from it only along `axes`, as sorted global ranks."""
         index = tuple(slice(None) if name in axes else at for name, at in self.coordinate.items())
         return tuple(sorted(self._ranks[index].flatten().tolist()))
 
@@ -78,9 +78,9 @@ class MeshRanks:
         return len(self.along(axes))
 
     def axis_of(self, mesh: DeviceMesh, dim: int) -> str | None:
-        """Return the axis of this mesh with the same ranks as a dimension of another mesh, or None.
+        """Return the axis of this mesh that has the same ranks as dimension `dim` of `mesh`, or None.
 
-        A dimension with one rank matches any axis; the result is "" for such a dimension.
+        A dimension with one rank matches any axis; in this case the result is "".
         """
         other = MeshRanks(mesh)
         ranks = other.along([[*other.shape][dim]])
@@ -137,7 +137,7 @@ def _named(axes: Axes) -> Iterator[tuple[str, tuple[str, ...]]]:
 
 
 def num_ranks(group: Any) -> int | None:
-    """Return the size of a process group (None: the default group); None if it is not a process group."""
+    """Return the size of `group`, or None if it is not a process group. `group=None` is the default group."""
     if isinstance(group, dist.ProcessGroup):
         return group.size()
     return dist.get_world_size() if group is None and dist.is_initialized() else None

@@ -26,8 +26,8 @@ class Traffic:
     """The counters of one transport: collectives launched, and the bytes that this rank sends for them."""
 
     collectives: int = 0
-    # Bytes by the formula of a ring, in which each rank also forwards a broadcast. For small reductions over
-    # gloo, the counter has the bytes that are actually sent.
+    # Bytes that a ring would send, in which each rank also forwards a broadcast. For small reductions over
+    # gloo, the bytes that are actually sent are counted.
     bytes_sent: int = 0
 
     def count(self, num_bytes: int) -> None:
@@ -55,16 +55,16 @@ class Work(Protocol):
         """Block until the result is available; on an accelerator, the current stream waits for the result."""
 
     def get_future(self) -> torch.futures.Future[Any]:
-        """Return a future that completes together with the collective. Default: raise RuntimeError."""
+        """Return a future that completes together with the collective. By default, raise RuntimeError."""
         raise RuntimeError(f"a {type(self).__name__} has no future: wait for it")
 
     def is_completed(self) -> bool:
-        """Whether `wait` would return without blocking. Default: True."""
+        """Whether `wait` would return without blocking; True by default."""
         return True
 
 
 class Done(Work):
-    """A collective that has completed at its launch; its future has the value `result`."""
+    """A collective that was complete when it was launched; its future has the value `result`."""
 
     def __init__(self, result: Tensor) -> None:
         self._result = result
@@ -92,15 +92,15 @@ class Comm(ABC):
         rank, world_size: see Args.
         ranks: all ranks of the group, numbered as in the default group.
         backend: name of the backend, for example "nccl"; empty if there is no backend.
-        is_stream_ordered: whether the current stream (or a recorded program) waits for collectives instead of
-            the host.
+        is_stream_ordered: whether the current stream (or a recorded program), and not the host, waits for
+            collectives.
         can_exchange: whether `all_to_all` and `all_gather` are implemented.
         can_or: whether `all_reduce_or` is implemented.
         has_own_memory: whether `allocate` returns memory in which reductions are faster than in other memory.
         host_of: host of each rank of the group; empty until the engine's ranks have gathered their hosts.
         engine_id: random number that is equal on every rank; None until the engine's ranks have agreed on it.
         traffic: the collectives launched and the bytes sent by this rank so far.
-        roll_call: adds the ranks that do not respond to the error of a failed collective.
+        roll_call: names the unresponsive ranks in the error of a failed collective.
     """
 
     backend = ""
@@ -162,7 +162,7 @@ class Comm(ABC):
     ) -> tuple[list[list[Any]], list[int]]:
         """Return the results of `all_gather_object` for each value, and of `max_of` for the numbers.
 
-        This method waits for the results. By default this method runs one collective after another.
+        This method waits for the results. By default it runs one collective after another.
         """
         gathered = [self.all_gather_object(value) for value in values]
         return gathered, self.max_of(*numbers) if numbers else []
@@ -239,7 +239,7 @@ class Comm(ABC):
         """Return a transport over the same ranks for tensors in host memory, which needs no device.
 
         Every rank must call this. The result is released together with this transport. By default None is
-        returned, because the host waits for collectives anyway, or there is no backend for host memory.
+        returned: either the host waits for collectives anyway, or there is no backend for host memory.
         """
         return None
 
@@ -289,7 +289,7 @@ class Comm(ABC):
         launch(False)
 
     def watch_stalls(self, after_s: float) -> None:
-        """Warn of collectives that ranks have not joined after `after_s` seconds; fail if a rank has died.
+        """Warn of collectives that a rank has not joined after `after_s` seconds; fail if a rank has died.
 
         Every rank of the group must call this, in the order in which engines are created. By default this
         method does nothing.
@@ -312,7 +312,7 @@ class Unbroken:
         comm: transport that the body uses, or a transport joined with it.
     """
 
-    # A class is faster than a generator, which matters because a window has several contexts.
+    # A class is faster than a generator, which matters because a window enters several of these contexts.
     def __init__(self, comm: Comm) -> None:
         self._comm, self._num_before = comm, comm.traffic.collectives
 
@@ -393,7 +393,7 @@ def own_host() -> Hashable:
 
 
 def by_host(hosts: Sequence[Hashable]) -> Hosts:
-    """Group ranks by host, from the host of each rank; hosts are in the order of their first ranks."""
+    """Group ranks by host, given the host of each rank; hosts are in the order of their first ranks."""
     return tuple(
         tuple(rank for rank, host in enumerate(hosts) if host == one) for one in dict.fromkeys(hosts)
     )

@@ -3,16 +3,16 @@
 [Note: an engine's own group]
 A backend matches the collectives of a group by their order on each rank. If the host waits for collectives,
 an engine launches its buckets when the window's header has arrived, which is earlier on one rank than on
-another. If the user (in the backward) or a second engine launched another collective on the same group, it
-would be matched with a bucket, and their values would be added together. To prevent this, every engine
-creates a group for its buckets that no other code uses, and destroys the group when the engine is closed or
-freed.
+another. If the user (in the backward) or a second engine launched another collective on the same group, a
+rank could match it with a bucket of another rank, and their values would be added together. To prevent this,
+every engine creates a group for its buckets that no other code uses, and destroys the group when the engine
+is closed or freed.
 
 [Note: destroying a group]
-Each rank destroys its handle of a group at a different time than other ranks. This is safe, because a
-collective that has completed on a rank needs nothing more from this rank. The threads of a gloo group end
-when the last reference to the group is dropped, which waits for pending collectives, up to their timeout.
-Therefore a separate thread drops the last reference, and the caller waits at most a second for this thread.
+The ranks of a group destroy their handles at different times. This is safe, because a collective that has
+completed on a rank needs nothing more from this rank. The threads of a gloo group end when the last reference
+to the group is dropped. Dropping it waits for pending collectives, up to their timeout. Therefore a separate
+thread drops the last reference, and the caller waits at most a second for this thread.
 """
 
 from __future__ import annotations
@@ -52,9 +52,9 @@ def group_of(ranks: Sequence[int], device: torch.device) -> dist.ProcessGroup | 
 def group_of_hosts(parent: dist.ProcessGroup | None) -> dist.ProcessGroup:
     """Return a gloo group of the ranks of another group; the same rules as for `group_of` apply.
 
-    All engines over `parent` share this group. If ranks send windows of different engines, this group matches
-    their collectives with each other; the group of the buckets does the same. The next window that all ranks
-    send with the same engine is matched correctly again.
+    All engines over `parent` share this group. If ranks send windows of different engines, the collectives of
+    these windows are matched with each other in this group, as they are in the group of the buckets. The next
+    window that all ranks send with the same engine is matched correctly again.
     """
     parent = group_or_default(parent)
     ranks, limit = dist.get_process_group_ranks(parent), timeout_of(parent, HOST)
@@ -66,8 +66,8 @@ def find_or_make(
 ) -> dist.ProcessGroup:
     """Return the group that an earlier engine over these ranks has created, or create the group.
 
-    The same rules as for `group_of` apply. This function searches torch's list of groups. The list contains
-    the same groups of these ranks on each of the ranks, because the ranks create the groups together.
+    The same rules as for `group_of` apply. This function searches torch's list of groups. All these ranks
+    create their common groups together, so every rank finds the same groups.
     """
     for group in [*c10d._world.pg_map]:  # use a copy: a garbage collection may destroy a group
         if group.group_desc == f"pyengine: {purpose}" and dist.get_process_group_ranks(group) == [*ranks]:
@@ -95,7 +95,7 @@ def group_or_default(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
 
 
 def backend_of(group: dist.ProcessGroup | None, device: torch.device) -> Any:
-    """Return the backend that a group has for a device; None is the default group."""
+    """Return the backend of a group for a device. `group=None` is the default group."""
     return group_or_default(group)._get_backend(device)
 
 
@@ -112,7 +112,7 @@ def has_gloo(group: dist.ProcessGroup | None) -> bool:
 
 
 def timeout_of(group: dist.ProcessGroup | None, device: torch.device) -> timedelta:
-    """Return the timeout of a group's collectives; torch's default if the backend does not report it."""
+    """Return the timeout of a group's collectives, or torch's default if the backend does not report it."""
     backend = backend_of(group, device)
     try:
         # TORCH_DISTRIBUTED_DEBUG=DETAIL wraps backends, and in torch 2.9 the wrapper does not return the
@@ -131,9 +131,9 @@ def make(
 ) -> dist.ProcessGroup:
     """Create a group of these ranks; all of these ranks must call this.
 
-    `dist.new_group` either needs every rank of the default group, or names the group by the number of groups
-    on this rank, and then hangs if this number differs between ranks. Therefore this function chooses the
-    name, with private functions of torch that were checked in torch 2.9 to 2.15.
+    `dist.new_group` either must be called on every rank of the default group, or it names the group by the
+    number of groups on this rank, and hangs if this number differs between ranks. Therefore this function
+    chooses the name, with private functions of torch that were checked in torch 2.9 to 2.15.
 
     Args:
         purpose: description that no other group of these ranks has ever had.
@@ -191,7 +191,7 @@ class GroupHandle:
 
     Args:
         is_own: whether the group belongs to an engine and is destroyed when this object is released or freed.
-        leader: handle of the group whose timeout is applied to this group; None: this group keeps its
+        leader: handle of the group whose timeout is applied to this group. If None, this group keeps its
             timeout.
     """
 

@@ -47,7 +47,7 @@ from torch.multiprocessing import (  # type: ignore[attr-defined]  # torch's stu
 _log = logging.getLogger("pyengine.comm")
 T = TypeVar("T")
 
-_PROCESS = uuid.uuid4().hex  # in all keys of this process, because torchrun's store outlives its workers
+_PROCESS = uuid.uuid4().hex  # in every key of this process, because torchrun's store outlives its workers
 _MAX_WORKERS_PER_CORE = 32
 _POLL_S = 0.1
 _TRACE_S = 1.0  # Time after the deadline for workers to write their stacks.
@@ -82,16 +82,16 @@ def launch(
             torchrun's options determine the number of workers.
         args: picklable arguments of `fn`; in a notebook, any arguments.
         timeout_s: seconds after which running workers are terminated; the error contains the stack of each of
-            these workers. None sets no limit. Under torchrun, a worker that reaches the limit prints its
-            stack and exits, and torchrun then terminates the other workers.
+            these workers. If None, there is no limit. Under torchrun, a worker that reaches the limit prints
+            its stack and exits, and torchrun then terminates the other workers.
 
     Returns:
         The results of `fn`, by rank, which must be picklable. Under torchrun every worker gets all results,
         so a script should print on only one rank, inside `fn`.
 
     Raises:
-        ValueError: `workers`, `timeout_s` or `fn` is invalid, or this machine has too few cores; or an
-            earlier call under torchrun requested another number of workers (a script with different numbers
+        ValueError: `workers`, `timeout_s` or `fn` is invalid; this machine has too few cores; or an earlier
+            call under torchrun requested a different number of workers (a script that needs different numbers
             of workers must run without torchrun).
         RuntimeError: a worker failed (the other workers were terminated, and the message contains the failed
             worker's rank and traceback); this machine cannot start so many processes; workers have to be
@@ -267,8 +267,8 @@ def _start_method(fn: Callable[..., Any], args: tuple[Any, ...]) -> Literal["spa
 class _Job:
     """The description of a job, which every worker receives.
 
-    A worker writes its result, the traceback of an exception, and at the deadline its stack to files in a
-    folder that only this user can access. The file of the stack ("trace") exists as soon as the worker has
+    A worker writes files to a folder that only this user can access: its result, the traceback of an
+    exception, and at the deadline its stack. The file of the stack ("trace") exists as soon as the worker has
     imported `fn`.
     """
 
@@ -286,7 +286,7 @@ class _Job:
 
 @contextmanager
 def _sigterm_raises() -> Iterator[None]:
-    """Make SIGTERM raise SystemExit in the body, which ends the workers; the caller's handler is kept."""
+    """Make SIGTERM raise SystemExit in the body, which ends the workers; an existing handler is kept."""
 
     def end(number: int, frame: FrameType | None) -> NoReturn:
         raise SystemExit(128 + number)
@@ -453,7 +453,7 @@ def _set_environment(rank: int, job: _Job) -> None:
         "TORCHELASTIC_MAX_RESTARTS": "0",
     }
     for name in ("MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE"):
-        os.environ.pop(name, None)  # Another launcher has set it, and its store must not be used.
+        os.environ.pop(name, None)  # Another launcher may have set it, and its store must not be used.
     # Groups that `fn` creates also use the loopback interface, unless the user has chosen an interface.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", _LOOPBACK)
     os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={_LOOPBACK}")

@@ -82,10 +82,10 @@ class SharedMemory(_WithMemory[Arena]):
         return self._reduce_in(self._memory, flat, is_max=is_max)
 
     def share_part(self, flat: Tensor, part: slice) -> Work:
-        """Launch a collective that completes a buffer of which each rank contributes a part.
+        """Launch a collective that completes a buffer to which each rank contributes a part.
 
         On each rank, the elements outside `part` are first set to 0. This collective is the second half of a
-        reduction; the first half counts its bytes.
+        reduction, and the first half counts the bytes of both.
         """
         flat[: part.start].zero_()
         flat[part.stop :].zero_()
@@ -156,8 +156,8 @@ def share_memory(comm: Comm) -> Comm:
     """Return a transport over the same ranks that reduces in shared memory.
 
     Shared memory is host memory, or GPU memory that NCCL has registered. If no two ranks are on one host, or
-    any rank cannot share memory, all ranks use `comm`, and rank 0 warns with the reason. Every rank must call
-    this; the result is released together with `comm`.
+    any rank cannot share memory, all ranks use `comm`, and rank 0 issues a warning with the reason. Every
+    rank must call this; the result is released together with `comm`.
 
     Cost: two gathers of objects.
     """
@@ -269,8 +269,8 @@ def can_register(comm: Comm) -> bool:
 def register_memory(comm: TorchDist) -> TorchDist:
     """Return a transport over the same ranks whose buffers are in registered memory.
 
-    If NCCL fails to register memory on any rank, all ranks use `comm`, and the first rank warns with the
-    reason. Every rank must call this; the result is released together with `comm`.
+    If NCCL fails to register memory on any rank, all ranks use `comm`, and the first rank issues a warning
+    with the reason. Every rank must call this; the result is released together with `comm`.
 
     Cost: an all-reduce of one element and a gather of objects.
     """

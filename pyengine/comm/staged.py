@@ -12,7 +12,7 @@ from pyengine.comm.base import Work
 from pyengine.ops.device import has_events, recorded_event
 
 
-class Staged:  # `isinstance` with the protocol `Work` is ten times slower
+class Staged:  # not a `Work`, because `isinstance` with a protocol is ten times slower
     """A sequence of collectives, and the computation after the last collective.
 
     The first collective is launched immediately; the caller continues with `step` or `wait`. Do not call
@@ -20,8 +20,8 @@ class Staged:  # `isinstance` with the protocol `Work` is ten times slower
     order.
 
     Args:
-        rounds: iterator that launches the next collective each time it is advanced, when the previous
-            collective has completed. The iterator ends after the last collective.
+        rounds: iterator that launches the next collective each time it is advanced. It is advanced when the
+            previous collective has completed, and ends after the last collective.
         num_rounds: number of collectives in `rounds`. The attribute `rounds_left` counts the collectives that
             are not launched yet.
         device: device of the result.
@@ -58,7 +58,7 @@ class Staged:  # `isinstance` with the protocol `Work` is ten times slower
         return self._is_over or (is_last and self._work is not None and self._work.is_completed())
 
     def get_future(self) -> Future[Any]:
-        """Return a future, which `step` or `wait` completes or fails after the last collective."""
+        """Return a future that `step` or `wait` completes, or fails, after the last collective."""
         return self._future
 
     def _advance(self) -> None:

@@ -64,7 +64,7 @@ _HOST_ORDERED = {"gloo", "mpi"}
 # Broadcasts are split into pieces, as in DDP. A piece is large enough for any network, and small enough to
 # avoid a copy of the whole model.
 _PIECE_BYTES = 256 * 2**20
-_TAG = 0x70796567  # A tag that no other code uses; operations with the same tag match in posting order.
+_TAG = 0x70796567  # A tag that no other code uses; operations with the same tag are matched in posting order.
 # The tags of tree reductions: the first tag, and the number of tags after which the first tag is reused.
 _TREE_TAG, _NUM_TREE_TAGS = 0x71000000, 2**20
 # See [Note: small reductions].
@@ -104,7 +104,7 @@ class _Work(Work):
 
 
 class SideStream:
-    """A stream that runs after the current stream and waits for other ranks without stalling it."""
+    """A stream that runs after the current stream, and waits for other ranks without stalling that stream."""
 
     def __init__(self, device: torch.device) -> None:
         # The stream has high priority, because its kernels fill the buckets that collectives wait for. These
@@ -127,8 +127,8 @@ class SideStream:
 class TorchDist(Comm):
     """A transport over one process group for tensors on one device.
 
-    A group of None is the default group. A group that an engine has created is passed as a `GroupHandle`,
-    which all transports over this group share.
+    `group=None` is the default group. A group that an engine has created is passed as a `GroupHandle`, which
+    all transports over this group share.
     """
 
     can_exchange = True
@@ -144,8 +144,8 @@ class TorchDist(Comm):
         self.roll_call = StoreRollCall(group)
         self.device, self.backend = device, name_of_backend(group, device)
         self.is_stream_ordered = runs_ahead(device) and self.backend not in _HOST_ORDERED
-        # The device to which host values are copied, because a stream-ordered backend can only send device
-        # memory.
+        # The device to which host values are copied before they are sent. A stream-ordered backend can send
+        # only device memory.
         self._device_of_values = device if self.is_stream_ordered else HOST
         self._side_stream = SideStream(device) if self.is_stream_ordered else None
         self.can_or = is_gloo = not runs_ahead(device) and self.backend == "gloo"
@@ -174,7 +174,7 @@ class TorchDist(Comm):
         return own
 
     def between_hosts(self) -> Comm | None:
-        """Return a transport over gloo, or None if it is not needed or the group has no gloo backend.
+        """Return a transport over gloo; None if none is needed or the group has no gloo backend.
 
         Only a stream-ordered transport needs a transport over gloo.
 
@@ -334,8 +334,8 @@ class TorchDist(Comm):
         The caller must not change the gathered values.
 
         Cost: an all-reduce of 40 bytes per value and 8 bytes per number. The all-reduce compares hashes,
-        because ranks mostly have equal values. Each value that differs between ranks also needs an all-gather
-        of the longest pickle.
+        because the values are usually equal on all ranks. Each value that differs between ranks also needs an
+        all-gather of the longest pickle.
         """
         if self.world_size == 1:
             return [[value] for value in values], [*numbers]
@@ -404,7 +404,7 @@ def _bytes_of(tensor: Tensor) -> Tensor:
 
 
 def _pieces(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Split tensors into lists of one dtype and at most `_PIECE_BYTES`; a larger tensor is alone."""
+    """Split tensors into lists of one dtype and at most `_PIECE_BYTES`; a larger tensor gets its own list."""
     for same_dtype in by_dtype(tensors):
         piece, num_bytes = [same_dtype[0]], same_dtype[0].nbytes
         for tensor in same_dtype[1:]:
@@ -546,7 +546,7 @@ class PointToPoint:
         first = self._rank * _FAN_OUT + 1
         self._children = [*self._ranks[first : first + _FAN_OUT]]
         self._parent = None if self._rank == 0 else self._ranks[(self._rank - 1) // _FAN_OUT]
-        # The number of ranks to which this rank sends one vector each in `all_reduce`.
+        # The number of other ranks that each receive one vector from this rank in `all_reduce`.
         self.num_neighbors = len(self._children) + (self._parent is not None)
 
     def all_to_all(self, received: Tensor, parts: Tensor) -> P2PWork:
@@ -577,8 +577,8 @@ class PointToPoint:
         """Post the first step; the thread runs the remaining steps."""
         if self._broken:
             raise RuntimeError(failure(self._broken))
-        timeout = self._handle.timeout()  # This raises if the group has been destroyed.
-        # Receives that were not posted would shift later matches.
+        timeout = self._handle.timeout()  # Raises an error if the group has been destroyed.
+        # Receives that were not posted would shift the matches of later operations.
         self._broken = "this rank was interrupted while it posted an exchange"
         try:
             works = next(steps)

@@ -65,7 +65,7 @@ class Launch:
 
 
 class Pending:
-    """The pending collectives of one engine; one thread launches them, other threads may read."""
+    """The pending collectives of one engine; one thread launches them, and other threads may read them."""
 
     def __init__(self) -> None:
         self.launched: dict[tuple[int, ...], int] = {}  # Number of collectives, by participating ranks.
@@ -290,7 +290,7 @@ class StallWatch:
             raise RuntimeError(failure(self.verdict))
 
     def wait(self, work: Any) -> None:
-        """Wait on the host for a collective, or raise an error that another rank has published earlier.
+        """Wait on the host for a collective; raise the error that another rank publishes in the meantime.
 
         The `wait` of the work must accept a timeout, and must allow another call after a timeout.
         """
@@ -302,7 +302,7 @@ class StallWatch:
         self.pending.oldest()
 
     def guard(self, future: Future[Any], call_back: Callable[[Future[Any], Any], object]) -> Future[Any]:
-        """Return a future that completes with `future`, or fails if an error is published earlier."""
+        """Return a future that completes with `future`, or fails if an error is published first."""
         promise = Promise()
         self._promises[id(promise)] = promise
         call_back(future, promise.keep)
@@ -352,7 +352,7 @@ class StallWatch:
             self._report(launch)  # the lowest waiting rank warns once; other ranks check again later
 
     def _fail_if_dead(self, launch: Launch) -> None:
-        """Fail if another rank has failed, or if awaited ranks are found dead at two consecutive checks."""
+        """Fail if another rank has failed, or if two consecutive checks find the same awaited ranks dead."""
         found = self._board.verdict()
         others = [rank for rank in launch.ranks if rank != self._rank]
         if self._suspects[0] != launch:
@@ -467,7 +467,7 @@ class RollCall:
         self.watch: StallWatch | None = None  # the watch knows the dead ranks and the published error
 
     def named(self) -> AbstractContextManager[None]:
-        """Add the ranks that do not respond to an error of the body. By default, do nothing."""
+        """Name the unresponsive ranks in an error of the body. By default, do nothing."""
         return nullcontext()
 
     def break_off(self, error: BaseException) -> None:
@@ -485,7 +485,7 @@ class StoreRollCall(RollCall):
         self._broken = ""
 
     def named(self) -> StoreRollCall:
-        """Add the ranks that do not respond to the error of a collective in the body.
+        """Name the unresponsive ranks in the error of a collective in the body.
 
         Raises:
             RuntimeError: replaces the backend's error and contains its text. Also raised if another
@@ -520,8 +520,8 @@ class StoreRollCall(RollCall):
     def break_off(self, error: BaseException) -> None:
         """Prevent further collectives after this rank failed to start a collective that others have started.
 
-        If a stall watch runs, the collectives of the other ranks fail. Further collectives would be matched
-        with the wrong collectives, and gloo aborts a process that receives data of an unexpected size.
+        Further collectives would be matched with the wrong collectives, and gloo aborts a process that
+        receives data of an unexpected size. If a stall watch runs, the collectives of the other ranks fail.
         """
         if self._broken or "a collective failed" in str(error):
             self._broken = self._broken or str(error)
@@ -534,7 +534,7 @@ class StoreRollCall(RollCall):
                 self.watch.conclude(finding)
 
     def _call(self) -> str:
-        """Describe the absent ranks, or return the published error; empty if every rank responds."""
+        """Return a description of the absent ranks or the published error; empty if every rank responds."""
         try:
             absent = self._absent()
             if not absent:

@@ -1,6 +1,6 @@
 """A transport over torch_xla: collectives are recorded, and run as part of the recorded program.
 
-This module is written for torch_xla 2.9. Ranks do not come from `torch.distributed`, which returns the same
+This module is written for torch_xla 2.9. Ranks are not read from `torch.distributed`, which returns the same
 rank for all replicas that are threads of one process.
 """
 
@@ -26,7 +26,7 @@ _LIMB_BITS = 16
 
 
 class _Queued(Work):
-    """A collective of a recorded program, without a future; its result exists after the program launch."""
+    """A collective of a recorded program, without a future; the program's launch produces its result."""
 
     def __init__(self, comm: Xla) -> None:
         self._comm = comm
@@ -68,7 +68,7 @@ class Xla(Comm):
         return ""
 
     def all_reduce(self, flat: Tensor) -> _Queued:
-        """Queue the sum of `flat` over all replicas, in place; float64 values must fit float32's range."""
+        """Queue the sum of `flat` over all replicas, in place; float64 values must be in float32's range."""
         self._queue.append(flat)
         return _Queued(self)
 
@@ -95,7 +95,8 @@ class Xla(Comm):
             return [value]
         mine = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
         sizes = self._gather(torch.tensor([len(mine)], dtype=torch.int32, device=HOST)).tolist()
-        # Each length compiles a program, so lengths are rounded up to let similar pickles share a program.
+        # A program is compiled for each length, so lengths are rounded up and similar pickles share a
+        # program.
         length = max(1024, 1 << (max(sizes) - 1).bit_length())
         padded = torch.zeros(length, dtype=torch.uint8, device=HOST)
         padded[: len(mine)] = mine
@@ -143,7 +144,7 @@ class Xla(Comm):
 
 
 def _pieces(tensor: Tensor) -> list[Tensor]:
-    """Split a tensor into float32 tensors of its shape that together have all of its bits.
+    """Split a tensor into float32 tensors of its shape that together contain all of its bits.
 
     float64 values must be in the range of float32.
     """

@@ -79,7 +79,8 @@ class BatchPlan:
                 short.
 
         Raises:
-            TypeError, ValueError: for a reason given in `WindowSampler`, whose `num_windows` is returned.
+            TypeError, ValueError: an argument is invalid for `WindowSampler`, whose `num_windows` this method
+                returns.
 
         Example:
             >>> pe.plan_batch(global_batch=256, micro_batch=8, world_size=4).steps_per_epoch(50_000)
@@ -99,7 +100,7 @@ def plan_batch(*, global_batch: int, micro_batch: int, world_size: int, uneven: 
         micro_batch: samples per backward; as many as fit on the device.
         world_size: number of ranks.
         uneven: whether some ranks may have one micro-batch more than others. If so, pass `shares[rank]` to
-            `GradSync`, whose mean stays correct; `WindowSampler` gives each rank its samples.
+            `GradSync`, whose mean stays correct; `WindowSampler` assigns the samples to the ranks.
 
     Raises:
         TypeError: an argument is not a whole number.
@@ -180,7 +181,7 @@ def warm_up(after: LRScheduler, *, steps: int, start_factor: float) -> Sequentia
             `ConstantLR(optimizer, factor=1.0)` keeps the learning rate.
         steps: optimizer steps of the warm-up, at least 1.
         start_factor: factor of the learning rate in the first step, above 0 and at most 1. With the linear
-            rule, from_batch / to_batch starts at the learning rate of the small batch.
+            rule, the factor `from_batch / to_batch` starts at the learning rate of the small batch.
 
     Returns:
         A torch `SequentialLR`. Step it once per optimizer step: `sync.step(optimizer, scheduler)`.

@@ -30,9 +30,9 @@ def seed_everything(seed: int, *, deterministic: bool = False) -> int:
     """Seed Python's random, numpy, torch on every device, and XLA.
 
     Each generator is seeded by its own seed function. pyengine never calls `seed_everything` itself. The call
-    does not initialize CUDA; its generators are seeded when CUDA is initialized later. numpy is seeded if it
-    is installed (torch imports it in any case), and XLA if torch_xla has been imported. Seeding XLA opens the
-    XLA device, so with spawned processes call `seed_everything` in each process.
+    does not initialize CUDA; CUDA's generators are seeded when CUDA is initialized later. numpy is seeded if
+    it is installed (torch imports it in any case), and XLA if torch_xla has been imported. Seeding XLA opens
+    the XLA device, so with spawned processes call `seed_everything` in each process.
 
     Args:
         seed: 0 to 2**64 - 1. numpy has 32-bit seeds; a seed of 2**32 or more is passed as several words.
@@ -195,7 +195,7 @@ def worker_init(seed: int) -> Callable[[int], None]:
 
 
 def rng_states() -> dict[str, Any]:
-    """Return the states of all generators that `micro_batch_rng` covers, by name: tensors or plain values."""
+    """Return the states of all generators of `micro_batch_rng` by name, as tensors or plain values."""
     states = {source.name: source.get() for source in [*_host(), *_accelerator(), *_xla()]}
     if "numpy" in states:
         kind, keys, *rest = states["numpy"]
@@ -255,7 +255,7 @@ def derive(purpose: str, generator: str, *key: int) -> int:
 
 
 def whole(**values: SupportsIndex) -> list[int]:
-    """Return the values as ints; raise if one is not a whole number from 0 to 2**64 - 1."""
+    """Return the values as ints; raise an error unless all are whole numbers from 0 to 2**64 - 1."""
     need = "need a whole number from 0 to 2**64 - 1"
     for name, value in values.items():
         if not isinstance(value, Integral) or isinstance(value, bool):

@@ -55,8 +55,8 @@ def attach(
     """Reduce the gradients of a DDP or FSDP2 model once per window.
 
     Over DDP the gradients are in the engine's own buckets, as in `GradSync`. Until `close`, DDP runs its
-    forward and moves inputs, but does not reduce. Over FSDP2 the engine decides when the FSDP2 units reduce
-    (docs/sharded.md).
+    forward and moves inputs, but does not reduce gradients. Over FSDP2 the engine decides when the FSDP2
+    units reduce (docs/sharded.md).
 
     Args:
         ddp_model: the wrapped model, without a communication hook; or a module on which `fully_shard` or
@@ -64,10 +64,11 @@ def attach(
             model may be wrapped by `torch.compile` or by Lightning Fabric's `setup`.
         accumulate, wire, accumulator, nonfinite, stall_after_s, shared_memory: see `GradSync`. Over FSDP2 the
             arguments must match the dtype in which each unit's MixedPrecisionPolicy reduces, except
-            accumulator="exact", which ignores the policy. A narrower wire reduce-scatters in its own dtype
-            and sums in the policy's dtype. `shared_memory` is not supported over FSDP2.
+            accumulator="exact", which ignores the policy. With a narrower wire, gradients are
+            reduce-scattered in the wire's dtype and summed in the policy's dtype. `shared_memory` is not
+            supported over FSDP2.
         defer: when the units of a sharded model reduce. "all" defers every reduction to the window's last
-            backward, and holds unsharded sums; "outer" (HSDP) reduce-scatters in every micro-batch, and
+            backward, and keeps unsharded sums; "outer" (HSDP) reduce-scatters in every micro-batch, and
             all-reduces over replicas once; "none" reduces in every micro-batch. A dict from unit name to mode
             sets the mode of each unit.
         defer_budget_mb: alternative to `defer`: the MiB that a rank may use for unsharded sums and for
@@ -76,9 +77,9 @@ def attach(
         device_mesh, axes: the mesh of all ranks, and the meaning of its axes, as for `GradSync`. Needed if
             ranks outside DDP's group share batches with ranks of the group, or hold other pipeline stages
             (docs/mesh.md). DDP's group must be the group of `axes.replicate`. A parameter that DDP ignores,
-            for example of an expert, is reduced over the group whose pattern in `axes.groups` matches its
-            name, and is initialized from the first rank of that group. The caller reduces all other ignored
-            parameters.
+            for example a parameter of an expert, is reduced over the group whose pattern in `axes.groups`
+            matches its name, and is initialized from the first rank of that group. The caller reduces all
+            other ignored parameters.
 
     Returns:
         An engine with the interface of `GradSync`. Over DDP, buckets have DDP's bucket size, and buffers are
@@ -91,8 +92,8 @@ def attach(
             hook; a unit's policy, mesh or hook is not supported; or a sparse embedding is trained over FSDP2.
             Raised on every rank.
 
-    Cost: see `GradSync`. DDP's own buckets stay allocated but unused, so that memory for one more copy of the
-    gradients is needed.
+    Cost: see `GradSync`. DDP's own buckets stay allocated but unused, which takes the memory of one more copy
+    of the gradients.
     """
     ddp_model = unwrapped(ddp_model)
     deferral = Deferral(defer, defer_budget_mb)

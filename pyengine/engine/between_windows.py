@@ -16,13 +16,13 @@ from pyengine.window.verdict import check_agreement, check_stage
 def check_ranks_agree(
     engine: Engine, *, stage: str = "has ended its loop", problems: Sequence[str] = ()
 ) -> None:
-    """Raise on every rank unless all ranks are at the same `stage`, agree, and have no problem.
+    """Raise an error on every rank unless all ranks are at the same `stage`, agree, and have no problem.
 
-    Ranks agree if they have used the gradients of the last window in the same way. This call is needed
-    between windows, because ranks otherwise compare the use of a window in the header of the next window, and
-    no header follows the last window. Ranks may also call this function after opening a window. If a rank has
-    dropped its window and reopens it while other ranks are in the middle of the window, its header is paired
-    with their window header, and all ranks raise.
+    Ranks agree if they have used the gradients of the last window in the same way. Usually ranks compare the
+    use of a window in the header of the next window. No header follows the last window, so this call is
+    needed. Ranks may also call this function after opening a window. If a rank has dropped its window and
+    reopens it while other ranks are in the middle of the window, its header is paired with their window
+    header, and all ranks raise an error.
 
     Cost: one all-reduce of 184 bytes, for which the host waits; nothing on a lazy device or with one rank.
     """
@@ -40,7 +40,7 @@ def check_ranks_agree(
 
 
 def check_same_call(engine: Engine, what: str) -> None:
-    """Raise on every rank unless all ranks make this call with equal `what`, at any position in their loops.
+    """Raise an error on every rank unless all ranks make this call with equal `what`, at any position.
 
     Used before collectives of another size than a header: if some ranks launched such a collective while
     other ranks launched a header, gloo would abort the processes.

@@ -36,7 +36,7 @@ MAX_FORMS = 64  # the maximum number of forms; each form keeps its recorded wind
 
 @dataclass
 class _Form:
-    """A set of windows that share a graph: equal number, structure, shapes and dtypes of micro-batches."""
+    """Windows that share a graph: their micro-batches have equal number, structure, shapes and dtypes."""
 
     num_run: int = 0
     rehearsals: list[Rehearsal] = field(default_factory=list)  # recordings of the last two windows
@@ -86,7 +86,7 @@ class CapturedWindows:
 
         Raises:
             ValueError: the counts of the window were read ahead.
-            RuntimeError: `train_window` has not called `sync.step`, or for a reason given in `sync.step`.
+            RuntimeError: `train_window` has not called `sync.step`, or one of the errors of `sync.step`.
         """
         engine, batches = self._engine_of(), list(window)
         if engine.window.denominators is not None:
@@ -324,7 +324,7 @@ def run_captured(engine: Engine, graph: WindowGraph) -> None:
 
 
 def run_again(engine: Engine, graph: WindowGraph) -> None:
-    """Run a window, all of whose micro-batches have been read, by replaying the graph of an earlier window.
+    """Replay the graph of an earlier window for a window whose micro-batches have all been read.
 
     Collectives, states, counts and reports are the same as with the methods from `begin` to `step`. Requires
     that `is_regular` is true.
@@ -409,7 +409,7 @@ def _is_unread(value: Count) -> bool:
 
 
 def _kind_of(leaf: object) -> object:
-    """Return the properties of an input that a graph fixes: for a tensor all but its values."""
+    """Return the properties of an input that are fixed in a graph: for a tensor, all except its values."""
     if isinstance(leaf, Tensor):
         return leaf.shape, leaf.dtype, leaf.layout
     return leaf if isinstance(leaf, str | int | float | bool | None) else id(leaf)

@@ -28,11 +28,11 @@ own group ("engine") and on the groups over which gradients are summed ("buckets
 
 The order is the same on every rank for two reasons. First, on the engine's group every collective is launched
 at a point of the program that all ranks reach, and conditions depend only on reduced numbers or on arguments
-that ranks have compared. Second, buckets are launched in the order of the layout, because the order in which
-they are completed depends on autograd. If the host waits for collectives, a bucket is launched only after the
-header has arrived, which is earlier on some ranks than on others, so buckets have a process group of their
-own (`Comm.with_own_group`). If a stream waits, no host has to read the header, and a single group keeps the
-order.
+that ranks have compared. Second, buckets are launched in the order of the layout, and not in the order in
+which they are completed, which depends on autograd. If the host waits for collectives, a bucket is launched
+only after the header has arrived, which is earlier on some ranks than on others, so buckets have a separate
+process group (`Comm.with_own_group`). If a stream waits, no host has to read the header, and a single group
+keeps the order.
 
 After an exception `Reducer.give_up` launches the missing collectives with values that make the window invalid
 on every rank. If the host knows without waiting for a device that headers differ between ranks, it launches
@@ -111,7 +111,7 @@ _SENDS = "sends a window"
 class Engine:
     """The engine of `GradSync` and `attach`; it owns the gradients and runs one window after another.
 
-    Methods appear in the order in which they are called; `window` has the state of the open window.
+    Methods appear in the order in which they are called; `window` contains the state of the open window.
 
     =================================  ==================  ==================================================
     method                             state of `counter`  [Note: order of collectives in a window]
@@ -137,8 +137,8 @@ class Engine:
       `abandon`: this rank drops the window, but still waits for launched collectives, because other ranks
           wait for this rank. If an exception interrupted a last backward after the window's header was sent,
           every rank drops the window.
-      `close_window`: the loop has finished the window, and the next window may open; raises if the gradients
-          of the window were not used.
+      `close_window`: the loop has finished the window, and the next window may open; raises an error if the
+          gradients of the window were not used.
     """
 
     def __init__(
@@ -160,7 +160,7 @@ class Engine:
         self.name = f"{held} (engine {split.engine_id % 2**32:08x})"
         self.device = device = params[0].device
         self.reducer, self.comm = reducer, comm
-        # The module that has the parameters; None if the engine was made from parameters.
+        # The module that contains the parameters; None if the engine was made from parameters.
         self.module = module
         # The batch that this rank shares with other ranks; None if every rank has a separate batch.
         self.batch = batch
@@ -186,8 +186,8 @@ class Engine:
         self.opened_at = -1
         # Whether the last loop over `windows` has ended and no new loop has begun.
         self.is_between_loops = False
-        # The states of random generators from a loaded state. The next window restores them when it opens, or
-        # the loop at its end if it has no window.
+        # The states of random generators from a loaded state. The next window restores them when it opens; a
+        # loop without a window restores them at its end.
         self.rng_due: dict[str, Any] = {}
         # A lock that each running micro-batch holds, in any thread.
         self._running = Lock()
@@ -464,7 +464,7 @@ class Engine:
             window.is_launching = False
 
     def launch_header_all_reduce(self, counts: LocalWindow, *, has_more: bool, stage: str) -> Header:
-        """Launch a header all-reduce: this rank's position and counts, and values that ranks must agree on.
+        """Launch an all-reduce of this rank's position and counts, and of values that ranks must agree on.
 
         A header has 184 bytes, or 232 bytes if ranks share batches.
         """
@@ -643,8 +643,8 @@ class Engine:
                 self.reducer.stepper.step(optimizer, self.final)
             self.foreign.written.forget()  # this optimizer and further optimizers may write
         except BaseException:
-            # The optimizer may have changed parameters before it raised. Record the step, so that other ranks
-            # notice if this rank repeats the step.
+            # The optimizer may have changed parameters before the exception. Record the step, so that other
+            # ranks notice if this rank repeats the step.
             verdict.use.steps.append(replace(done, name=f"{done.name}, which raised,"))
             raise
         finally:
@@ -672,7 +672,7 @@ class Engine:
     ) -> None:
         """Step the scheduler and make the record as soon as the host knows the window's outcome.
 
-        The gradients count as used even if the scheduler or a callback raises.
+        The gradients count as used even if the scheduler or a callback raises an exception.
         """
         actions: list[Callable[[], None]] = []
         if scheduler is not None:
@@ -749,9 +749,9 @@ class Engine:
     def abandon(self, *, waits: bool = True) -> None:
         """Drop the window on this rank, and return the engine to its state between windows.
 
-        Before the header is launched, this does not affect other ranks: the next window gets the same index.
-        After the launch this rank still waits for the reductions, because other ranks wait for this rank,
-        unless `waits` is False.
+        Before the header is launched, this does not affect other ranks, and the next window gets the same
+        index. After the launch this rank still waits for the reductions (unless `waits` is False), because
+        other ranks wait for this rank.
         """
         window = self.window
         if waits:
@@ -796,7 +796,7 @@ class Engine:
 
         If ranks hold different elements, this is a collective; on the host, a header all-reduce precedes it.
         If a rank has already left the window, it sends the header of the next window instead, and all ranks
-        raise.
+        raise an error.
 
         Args:
             stage: the purpose of the collective, for error messages.
@@ -823,7 +823,7 @@ class Engine:
             self.final.renew_norm_alone()
 
     def clip(self, max_norm: float | Tensor, norm: Tensor) -> None:
-        """Multiply the gradients by min(1, max_norm / norm), unless the host sees that this is 1."""
+        """Multiply the gradients by min(1, max_norm / norm), unless the host sees that this factor is 1."""
         factor = self.final.clip(max_norm, norm)
         if self.is_late or self.runs_ahead or float(factor) != 1:
             self.published.scale_(factor.float())
@@ -872,7 +872,7 @@ class Engine:
             )
 
     def refuse(self, text: str) -> None:
-        """Raise this error on every rank for this window, or only here if the header was launched."""
+        """Raise this error on every rank for this window, or only on this rank if the header was launched."""
         if self.counter.state is State.OPEN:
             self.window.faults.refuse(text)
             return

@@ -45,8 +45,8 @@ class Membership:
     groups: tuple[Sequence[int], ...]  # The ranks that sum a gradient, indexed by `ParamSpec.group`.
     batch: SharedBatch  # The batch that this rank computes.
     num_batches: int  # The number of batches over all ranks.
-    unmatched: tuple[str, ...] = ()  # Patterns of `Axes.groups` that no parameter here matches.
-    # By parameter, whether this rank includes it in the norm; None: all ranks hold the same parameters.
+    unmatched: tuple[str, ...] = ()  # Patterns of `Axes.groups` that match no parameter here.
+    # By parameter, whether this rank includes it in the norm. None if all ranks have the same parameters.
     counted: tuple[bool, ...] | None = None
 
     @property
@@ -115,7 +115,7 @@ class EngineRanks:
     """The ranks of an engine, and the process groups among them.
 
     Raises:
-        ValueError: this rank is not in the mesh or group. Possibly raised on this rank only.
+        ValueError: this rank is not in the mesh or group. This error may be raised on this rank only.
     """
 
     def __init__(
@@ -170,9 +170,9 @@ class EngineRanks:
     def broadcast(self, named: Sequence[tuple[str, Tensor]], groups: Groups) -> None:
         """Copy the tensors of each group's first rank to the other ranks, and warn of tensors that differ.
 
-        Also warns of differing tensors that cannot be written. Raises ValueError, on every rank and before
-        any write, if the ranks of a group do not hold replicas: names, shapes or dtypes differ, or the values
-        of a parameter that is marked as sharded differ.
+        Also warns of tensors whose values cannot be copied. Raises ValueError, on every rank and before any
+        write, if the ranks of a group do not hold replicas: names, shapes or dtypes differ, or the values of
+        a parameter that is marked as sharded differ.
         """
         stored = {name: _stored_in(local(tensor)) for name, tensor in named}
         of_group = [
@@ -394,7 +394,7 @@ def _spec(name: str, param: Parameter, group: int) -> ParamSpec:
 
 
 def _stored_in(tensor: Tensor) -> list[Tensor]:
-    """Return dense tensors that together hold a tensor's values once; empty if there are none."""
+    """Return dense tensors that together contain a tensor's values once; empty if there are none."""
     if is_traceable_wrapper_subclass(tensor):
         names, _ = tensor.__tensor_flatten__()
         parts = [_stored_in(getattr(tensor, name)) for name in names]

@@ -96,8 +96,8 @@ class ForeignWrites:
     def notice_backward(self, param: Parameter, engine: str) -> None:
         """Warn once if a training loop does not use the engine.
 
-        A loop does not use the engine if no window has opened between two backwards outside the engine, and
-        an optimizer has written to the parameter.
+        The loop counts as not using the engine if, between two backwards outside the engine, no window has
+        opened and an optimizer has written to the parameter.
         """
         version, before = param._version, self._bare_version
         self._bare_version = version

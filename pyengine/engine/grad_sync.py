@@ -32,8 +32,8 @@ class GradSync(Sync):
     """Own the gradients of a model in flat buckets, and reduce each bucket once per window.
 
     Every rank creates an engine with the same parameters. Rank 0's parameters (and a module's buffers) are
-    copied to the other ranks, with a warning if values differed. Parameters that other packages have sharded
-    raise an error.
+    copied to the other ranks, with a warning if values differed. An error is raised for parameters that other
+    packages have sharded.
 
     Args:
         params_or_module: a module, its parameters, or `(name, parameter)` pairs. Include all parameters that
@@ -41,35 +41,36 @@ class GradSync(Sync):
         accumulate: micro-batches per window, on each rank.
         wire: how a bucket is sent: `pe.wire.FP32()`, `BF16()`, `Int8()` and so on (docs/wires.md); or a name,
             for example "bf16" or "int8-ef"; or torch.float32, torch.bfloat16, torch.float16.
-        accumulator: "fp32", or torch.float32, sums in fp32 whatever the parameters' type; "native" sums in
-            the parameters' type; "exact" gives the same bits for every world size (docs/reproducible.md),
-            over the fp32 wire only, with whole-numbered counts. Use `pe.Exact(micro_batches=...)` for exact
-            sums if the window's size is not the sum of `accumulate` over ranks, and
+        accumulator: "fp32", or torch.float32, sums in fp32 for parameters of any type; "native" sums in the
+            parameters' type; "exact" produces the same bits for every world size (docs/reproducible.md), and
+            requires the fp32 wire and integer counts. Use `pe.Exact(micro_batches=...)` for exact sums if the
+            window's size is not the sum of `accumulate` over ranks, and
             `pe.Exact(micro_batches=..., slots=...)` to sum exactly only over slots (groups of micro-batches),
             which costs less.
-        process_group: None is the default group, or this process alone if there is no default group. On an
-            XLA device, None is all replicas (docs/xla.md).
+        process_group: None means the default group, or this process alone if there is no default group. On an
+            XLA device, None means all replicas (docs/xla.md).
         device_mesh, axes: instead of a group, the mesh of all ranks and the meaning of its axes
             (docs/mesh.md); DTensor parameters have their own meshes. `axes` also names parameters that are
             reduced over separate groups, for example experts.
-        bucket_cap_mb: size of a bucket in MiB of gradients; None: 25 on the CPU, 100 on CUDA and other
-            accelerators with streams. The bucket that is sent first has about one MiB, so that communication
-            begins early. On an XLA device all gradients of a type are one bucket.
+        bucket_cap_mb: size of a bucket in MiB of gradients. The default is 25 on the CPU, and 100 on CUDA and
+            other accelerators with streams. The bucket that is sent first has about one MiB, so that
+            communication begins early. On an XLA device all gradients of a type form one bucket.
         nonfinite: "skip" skips the optimizer step if a gradient has inf or nan; "raise" raises
             FloatingPointError on every rank, and checks every micro-batch so that the message can name the
             micro-batch.
         stall_after_s: seconds of waiting for other ranks after which a warning names the missing ranks and
-            the position of every rank (docs/reliability.md). If a rank dies, all other ranks raise within
-            seconds. None or 0 disables both features and starts no monitoring thread.
-        shared_memory: True reduces gradients in shared memory between ranks of one host with parameters on
-            the CPU. Ranks with GPUs over NCCL use memory registered with NCCL, which GPUs access without
-            copies (docs/wires.md). False uses the process group.
+            the position of every rank (docs/reliability.md). If a rank dies, all other ranks raise an error
+            within seconds. None or 0 disables both features and starts no monitoring thread.
+        shared_memory: with True, ranks of one host whose parameters are on the CPU reduce gradients in shared
+            memory. Ranks with GPUs over NCCL use memory registered with NCCL, which GPUs access without
+            copies (docs/wires.md). With False, the process group is used.
 
     Raises:
         ValueError: an argument is invalid, or the ranks' parameters differ; raised on every rank.
 
-    Cost: fp32 parameters need one buffer of their size, which `.grad` views. bf16 or fp16 parameters with
-    `accumulator="fp32"` need 4 bytes per element for the sum, plus their own size for communication.
+    Cost: fp32 parameters need one buffer of their size, of which the `.grad` tensors are views. bf16 or fp16
+    parameters with `accumulator="fp32"` need 4 bytes per element for the sum, plus their own size for
+    communication.
     """
 
     @explained

@@ -1,4 +1,4 @@
-"""The comparison of settings between ranks at construction; a problem on any rank raises on every rank."""
+"""The comparison of settings between ranks at construction; a problem on one rank raises an error on all."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def agree(
     problems: Sequence[str],
     membership: Membership | None = None,
 ) -> WindowSplit:
-    """Raise on every rank if any rank has a problem or ranks differ.
+    """Raise an error on every rank if any rank has a problem or ranks differ.
 
     Returns how a full window is divided among ranks, and the identity of the engine. With exact sums this
     function also records, in this transport and its sub-transports, which ranks share a host.
@@ -44,7 +44,7 @@ def agree(
     # that differ. Invalid arguments and wires may not be picklable, so `shared` contains their text instead.
     sent = None if problems else (settings.accumulate, settings.shared())
     is_plain = membership == Membership.plain(rank=comm.rank, world_size=comm.world_size)
-    # Send host names only for exact sums, the only feature that depends on them: they differ between ranks.
+    # Host names differ between ranks, so send them only for exact sums, the only feature that needs them.
     host = own_host() if sent is not None and settings.kind == "exact" else None
     (gathered, places), (engine_id,) = comm.all_gather_objects(
         [(pyengine.__version__, problems, sent, list(specs)), (host, None if is_plain else membership)],
@@ -101,7 +101,7 @@ def raise_problems(problems: Sequence[Sequence[str]]) -> None:
 
 
 def prepare_wire(wire: Wire, comms: Iterable[Comm], world: Comm) -> None:
-    """Let a wire prepare transports; raise ValueError on every rank if this fails on some rank."""
+    """Prepare the transports of a wire; raise ValueError on every rank if this fails on some rank."""
     if wire.needs_prepare:
         problems = [text for comm in comms for text in wire.prepare(comm)]
         raise_problems(world.all_gather_object(problems))

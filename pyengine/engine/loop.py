@@ -24,7 +24,7 @@ from pyengine.window.header import Count, LocalWindow, checked_count, stacked
 
 Batch = TypeVar("Batch")
 
-_NEVER = -1  # stands for a rank that never had any batch
+_NEVER = -1  # means that a rank never had any batch
 
 
 class Lookahead(Generic[Batch]):
@@ -34,7 +34,7 @@ class Lookahead(Generic[Batch]):
         self._items = iter(items)
         self._read: deque[Batch] = deque()
         self._is_over = False
-        # The text of the exception in a read; an empty string if no read has failed.
+        # The text of the exception that the last read raised; empty if it raised none.
         self._error = ""
         self._read_up_to(1)
 
@@ -43,7 +43,7 @@ class Lookahead(Generic[Batch]):
         return bool(self._read)
 
     def pop(self) -> Batch:
-        """Return the next item after reading one more item; if the read raises, no item is lost."""
+        """Return the next item after reading one more item; if this read fails, no item is lost."""
         self._read_up_to(2)
         return self._read.popleft()
 
@@ -95,7 +95,7 @@ _COUNTING = "with counts read ahead (sync.windows with count=)"
 
 
 class Counting:
-    """Reads the counts of one loop over windows ahead; for `count` see `Sync.windows`."""
+    """Reads counts ahead for one loop over windows; for `count` see `Sync.windows`."""
 
     def __init__(self, engine: Engine, count: CountOf) -> None:
         example = 'lambda batch: batch["labels"].ne(-100).sum()'
@@ -209,7 +209,7 @@ def _what(name: object) -> str:
 
 
 class MicroBatches(Iterator[Batch]):
-    """The micro-batches of one window; use as a batch raises an error that explains the nested loops."""
+    """The micro-batches of one window; using it as a batch raises an error that explains the nested loops."""
 
     def __init__(self, micro_batches: Iterator[Batch], counter: WindowCounter) -> None:
         self._micro_batches, self._counter, self._index = micro_batches, counter, counter.index
@@ -309,7 +309,7 @@ def _windows(
         yield from _cut_padded(engine, Lookahead(loader), counting)
     else:
         yield from _cut(engine, loader, counting)
-    engine.restore_rng()  # due if the loop had no windows: the state was saved in an epoch's last window
+    engine.restore_rng()  # needed if the loop had no windows (state of an epoch's last window)
     check_ranks_agree(engine)
     engine.is_between_loops = True
 
@@ -396,7 +396,7 @@ def _cut_padded(
         engine.open()
         ahead, due = _read(engine, source), len(engine.counter.due)
         mine = min(len(ahead), due) or (0 if old else _NEVER)
-        first = world_size - rank if mine > 0 else 0  # the maximum gives the first rank with data
+        first = world_size - rank if mine > 0 else 0  # the maximum belongs to the first rank with data
         most, minus_fewest, first = engine.comm.max_of(mine, -mine, first)
         if most <= 0:
             engine.counter.close(completed=False)  # keep the caller's gradients in `.grad`
@@ -409,7 +409,7 @@ def _cut_padded(
 
 
 def meet_at_micro_batch(engine: Engine, *, last: bool) -> None:
-    """Raise on every rank unless all ranks are about to start the same micro-batch."""
+    """Raise an error on every rank unless all ranks are about to start the same micro-batch."""
     check_ranks_agree(
         engine,
         stage=f"hands out micro-batch {engine.counter.handed + 1} of a window{', its last' if last else ''}",
@@ -419,13 +419,15 @@ def meet_at_micro_batch(engine: Engine, *, last: bool) -> None:
 def _read(engine: Engine, source: Lookahead[Batch]) -> list[Batch]:
     """Read a window's micro-batches and one look-ahead micro-batch; check that all ranks could read.
 
-    The additional read makes an error of the loader appear here, and not while other ranks wait in a forward.
+    Because of the additional read, an error of the loader is raised here, and not while other ranks wait in a
+    forward.
     """
     try:
         ahead = source.peek(len(engine.counter.due) + 1)
         problems = [_NO_SHARE] if ahead and not engine.counter.share else []
     except Exception as error:
-        # The other ranks wait in `check_ranks_agree` and raise there; this rank raises the loader's error.
+        # The other ranks wait in `check_ranks_agree` and raise an error there; this rank raises the loader's
+        # error.
         try:
             check_ranks_agree(engine, stage="begins a window", problems=[f"the loader raised {error!r}"])
         except ValueError:

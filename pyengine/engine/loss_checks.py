@@ -17,12 +17,12 @@ from pyengine.step.grad_scaler import GradScaler
 from pyengine.window.counter import WindowCounter
 from pyengine.window.header import Count, LocalWindow
 
-# The operations after a division in which a loss may be cast, negated or multiplied by a count.
+# The operations that may follow a loss function: divisions, products, negations and casts.
 _SCALINGS = {"DivBackward0", "MulBackward0", "NegBackward0", "ToCopyBackward0"}
 
 
 class LossChecks:
-    """Raises for losses that were already scaled, and warns of suspicious losses in the first window."""
+    """Raises an error for losses that are already scaled; warns of suspicious losses in the first window."""
 
     def __init__(self, counter: WindowCounter, world_size: int) -> None:
         self._counter, self._world_size = counter, world_size
@@ -135,10 +135,10 @@ _MAX_TERMS = 64
 
 
 def _belongs_to_scaler(scale: Tensor) -> bool:
-    """Whether a tensor is the scale of some GradScaler; Python numbers become float64 and are no scale."""
+    """Whether a tensor is the scale of some GradScaler; a Python number, which becomes float64, is not."""
     if scale.dtype is not torch.float32:
         return False
-    # `isinstance` asks each object for its class, and a dead weak proxy would raise.
+    # `isinstance` asks each object for its class, and a dead weak proxy would raise an error.
     return any(
         issubclass(type(owner), torch.amp.GradScaler)
         or (type(owner) is dict and owner.get("_scale") is scale)

@@ -1,4 +1,4 @@
-"""Construction of an engine: all ranks agree, or every rank raises without any change."""
+"""Construction of an engine: either all ranks agree, or every rank raises an error and changes nothing."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pyengine.gradients.exact_sums import Terms
 from pyengine.gradients.layout import ParamSpec
 from pyengine.gradients.settings import Settings
 
-# The position in the stall report of a rank whose engine was freed.
+# The position that the stall report gives for a rank whose engine was freed.
 _FREED = "the end of its engine, which was freed: keep `sync` in a variable for as long as the other ranks do"
 
 
@@ -30,10 +30,10 @@ def make_engine(
     source: object,
     problems: Sequence[str],
 ) -> Engine:
-    """Make an engine; if any rank has a problem, raise on every rank without any change.
+    """Make an engine; if any rank has a problem, raise an error on every rank and change nothing.
 
-    `make_reducer` makes the reducer, which owns the gradients, after all ranks have agreed. `source` is the
-    module that has the parameters, or None. `problems` are additional problems of this rank.
+    After all ranks have agreed, `make_reducer` makes the reducer, which owns the gradients. `source` is the
+    module that contains the parameters, or None. `problems` are additional problems of this rank.
     """
     comm = ranks.comm
     if settings.watches_stalls:

@@ -41,7 +41,7 @@ class MicroBatch:
         self._last_backward = last_backward
         # The index among the micro-batches of this rank, and whether this micro-batch is the window's last.
         self.index, self.syncs = counter.done, counter.next_backward_syncs
-        # Whether gradients are accumulated after this micro-batch: it is the last micro-batch of its slot.
+        # Whether gradients are accumulated after this micro-batch, because it is the last one of its slot.
         self.ends_slot = self.syncs or window.is_padding or window.slots.ends_at(counter.latest)
         self._count: Count = count
         self.is_stated = is_stated or window.denominators is not None
@@ -113,7 +113,7 @@ class MicroBatch:
             gradient, retain_graph, create_graph, inputs: as in `torch.Tensor.backward`.
 
         Raises:
-            ValueError: the loss or an argument is invalid; nothing has run.
+            ValueError: the loss or an argument is invalid; no backward has run.
         """
         run = checked_backward(
             loss, gradient=gradient, retain_graph=retain_graph, create_graph=create_graph, inputs=inputs
@@ -138,7 +138,7 @@ class MicroBatch:
 
         Raises:
             RuntimeError: a backward of the block was already marked, or a gradient arrived a second time,
-                when its bucket may have been sent.
+                after its bucket may have been sent.
         """
         if self.has_last:
             raise RuntimeError(

@@ -41,7 +41,7 @@ def explained(function: Callable[P, T]) -> Callable[P, T]:
 
 
 def _answer(signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-    """Return the error message for arguments that do not fit the signature; "" if one is missing."""
+    """Return the error message for arguments that do not fit the signature; "" if an argument is missing."""
     kinds = signature.parameters.values()
     positional = [each.name for each in kinds if each.kind is each.POSITIONAL_OR_KEYWORD]
     named = [each.name for each in kinds if each.kind is each.KEYWORD_ONLY]

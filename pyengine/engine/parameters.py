@@ -30,7 +30,7 @@ _MARK = "pyengine owner"
 class Ownership:
     """An engine's mark on its parameters, valid until the engine releases it or is freed.
 
-    A hook on the first parameter notifies the engine of every backward, which costs a microsecond.
+    A hook on the first parameter notifies the engine of every backward. The hook costs a microsecond.
     """
 
     def __init__(self, params: Iterable[Parameter], engine: Any) -> None:
@@ -128,7 +128,7 @@ class TrainedParameters:
     def __init__(self, names: Sequence[str], params: Sequence[Parameter], module: nn.Module | None) -> None:
         self._names, self._params, self._module = names, params, module
         self._tensors = list(map(_tensor, params))
-        # Includes parameters that the caller reduces. The references prevent reuse of their ids.
+        # Includes parameters that the caller reduces. The references keep the ids from being reused.
         self._known = [*params, *([] if module is None else module.parameters())]
         self._replaced: list[str] = []
         self._added: list[tuple[str, Parameter]] = []
@@ -197,7 +197,7 @@ class TrainedParameters:
         return [*chain.from_iterable(map(_values, self._dicts))]
 
     def _compare(self, module: nn.Module) -> None:
-        """Find parameters unknown to the engine, and the engine's parameters that they replaced."""
+        """Find parameters that the engine does not know, and the engine's parameters that they replaced."""
         named, known = dict(module.named_parameters()), set(map(id, self._known))
         self._added = [(name, p) for name, p in named.items() if p.requires_grad and id(p) not in known]
         present = set(map(id, named.values()))
@@ -223,8 +223,8 @@ class TrainedParameters:
 class WrittenParameters:
     """Detects writes to trained parameters by code outside the engine since the last `record`.
 
-    A write usually changes the version of a parameter. A write to `.data` does not change the version; on the
-    host such a write is detected by comparing the bits of one element.
+    A write usually changes the version of a parameter. A write to `.data` does not change the version. On the
+    host, a write to `.data` is detected by comparing the bits of one element.
 
     Cost: 0.2 µs per parameter and check, with three checks per window.
     """

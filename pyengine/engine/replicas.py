@@ -80,7 +80,7 @@ def differing(
     """Compare dense tensors by name over the ranks of a transport, all of which must call this.
 
     Returns the tensors whose values differ, and an error message. The message is set if the ranks do not hold
-    replicas: names, shapes or dtypes differ, or the values of a tensor differ that is marked as sharded (see
+    replicas: names, shapes or dtypes differ, or values differ in a tensor that is marked as sharded (see
     `mark_of_part`).
 
     Cost: one read of every element, and a gather of 8 bytes per tensor if any tensor differs.

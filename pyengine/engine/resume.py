@@ -250,7 +250,7 @@ def _measured(engine: Engine, s: Snapshot) -> Iterator[str]:
 
 
 def _unlike(what: str, parts: dict[str, Tensor], needed: dict[str, _Like]) -> Iterator[str]:
-    """Report tensors of unknown parameters, with another dtype or shape than needed, or with inf or nan."""
+    """Report tensors that have an unknown parameter, a wrong dtype, a wrong shape, or nonfinite values."""
     for name, tensor in parts.items():
         if name not in needed:
             yield f"{what}[{name!r}], which is no parameter here"

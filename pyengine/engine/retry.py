@@ -2,15 +2,15 @@
 
 [Note: an attempt leaves no trace]
 The forward and backward of a part may run out of memory at any operation, and then run again with fewer
-items. Therefore `.grad` does not hold the sums of the window during an attempt. The sums so far are set
+items. Therefore `.grad` does not contain the sums of the window during an attempt. The sums so far are set
 aside, autograd writes to new tensors, and after the backward the new tensors are added to the sums. This
-works for every reducer that takes gradients from `.grad`:
+works for every reducer that reads gradients from `.grad`:
 
  - own buckets that sum in place: the views of the bucket are set aside. Nothing writes to the bucket's memory
    before the attempt has succeeded. The in-place add then increments the versions of the views, like
    autograd's own add.
- - other own buckets, and slots: the gradients of the micro-batch's earlier parts are set aside, or the sums
-   that autograd keeps in `.grad`.
+ - other own buckets, and slots: either the gradients of the micro-batch's earlier parts or the sums that
+   autograd keeps in `.grad` are set aside.
 
 An attempt launches no collective. All parts are in one `micro_batch` block without `last_backward`, so the
 header and all buckets are launched after the last part. Models with collective forwards raise an error. After
@@ -36,7 +36,7 @@ from pyengine.ops.capture import report as report_uncapturable
 from pyengine.ops.device import is_lazy, runs_ahead
 from pyengine.window.header import Count, checked_count
 
-# Texts of out-of-memory errors of other types than torch.OutOfMemoryError: CPU allocator and cuBLAS.
+# Texts of out-of-memory errors that are not a torch.OutOfMemoryError: CPU allocator and cuBLAS.
 _TEXTS = ("DefaultCPUAllocator", "CUBLAS_STATUS_ALLOC_FAILED")
 
 # The types of values that are passed unchanged to every part of a batch.

@@ -44,7 +44,7 @@ class Snapshot:
     rank: int
     world_size: int
     identity: Identity
-    is_between_loops: bool = False  # Whether it was saved after a loop over `windows` had ended.
+    is_between_loops: bool = False  # Whether a loop over `windows` had ended before the save.
     order: list[int] = field(default_factory=list)  # The order of the buckets; see `Reducer.order`.
     # Gradients that are carried into the next window: the tensors of this rank, by parameter name.
     carry: dict[str, Tensor] = field(default_factory=dict)

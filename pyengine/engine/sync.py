@@ -172,20 +172,20 @@ class Sync:
             loader: an iterable of this rank's micro-batches.
             count: `count(batch)` returns the number of items in the loss of a micro-batch: a number, a 0-dim
                 tensor, or a dict with a number or tensor per loss. The whole window is then read ahead, and
-                its counts are summed over all ranks before its first forward (`totals`). With `count`,
-                `backward` takes no count, but it may take a dict of losses, each of which becomes a separate
-                mean: see the page on counts.
+                its counts are summed over all ranks before its first forward (`totals`). With `count`, do not
+                pass a count to `backward`. `backward` then also accepts a dict of losses, each of which
+                becomes a separate mean (see the page on counts).
 
         Returns:
             An iterator of windows, each an iterator of micro-batches. Every micro-batch that the iterator
             yields is counted. The backward of a micro-batch may run after further forwards; a micro-batch
-            without a backward contributes nothing. `len` returns the number of windows over all ranks, if
-            every rank's loader has a length; every rank must call `len`.
+            without a backward contributes nothing. If every rank's loader has a length, `len` returns the
+            number of windows over all ranks; every rank must call it.
 
         Raises:
             ValueError, TypeError: `count` returned an invalid count on some rank, or ranks count different
                 losses. Raised on every rank, before any forward.
-            RuntimeError: with `count`, some rank has restarted this window after its beginning.
+            RuntimeError: with `count`, some rank has dropped this window and opened it again.
         """
         self._begin_loop("windows")
         return Windows(self._engine, loader, count)
@@ -196,7 +196,7 @@ class Sync:
         Args:
             last: whether to end the window with this micro-batch, for example at the end of the data.
 
-        An exception in the body drops the window on this rank, and is raised again.
+        If the body raises an exception, this rank drops the window, and the exception propagates.
         """
         self._begin_loop("accumulate")
         return single_micro_batch(self._engine, last=last)
@@ -214,8 +214,8 @@ class Sync:
 
         Raises:
             RuntimeError: called inside a micro-batch of `windows` or `accumulate`, which determine the
-                window's last micro-batch themselves. `backward` also raises it in the body if this
-                micro-batch is the last of `accumulate` micro-batches.
+                window's last micro-batch themselves. In the body, `backward` also raises this error for the
+                last of `accumulate` micro-batches.
 
         Example:
             >>> for i, (x, y) in enumerate(loader, start=1):  # doctest: +SKIP
@@ -233,13 +233,13 @@ class Sync:
             self._requires_sync = before is None or before
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool) -> None:
-        """Set whether each following `backward` ends its window, like FSDP's method of this name.
+        """Set whether each following `backward` ends its window, like the FSDP method of the same name.
 
         The setting holds until the next call; see `no_sync`.
 
         Args:
-            requires_gradient_sync: False before each earlier micro-batch of a window, True before its last
-                one.
+            requires_gradient_sync: False before every micro-batch of a window except the last, True before
+                the last.
 
         Raises:
             TypeError: the argument is not a bool.
@@ -278,8 +278,8 @@ class Sync:
             RuntimeError: for the same reasons as in `backward`.
 
         After an exception in the body the micro-batch is incomplete: unless the window is abandoned, every
-        rank raises when the window is reduced. The same happens if a bare backward or `zero_grad` outside the
-        body writes to gradients.
+        rank raises an error when the window is reduced. The same happens if a bare backward or `zero_grad`
+        outside the body writes to gradients.
 
         Example:
             >>> with sync.micro_batch(count=y.numel()) as mb:  # doctest: +SKIP
@@ -319,11 +319,11 @@ class Sync:
             loss: a 0-dim tensor: the loss summed over the items of the micro-batch, or, without a `count`,
                 the mean over them. If `windows` counts several losses, a dict of losses, with 0 for a loss
                 without items in this micro-batch.
-            count: number of items in `loss`: a number or a 0-dim tensor (which the host never reads). None:
-                the count that `windows` has read ahead, or 1. The window's gradient is divided by the sum of
-                counts over all ranks and micro-batches. A count of 0 adds nothing to the sum.
+            count: number of items in `loss`: a number or a 0-dim tensor (which the host never reads). The
+                default is the count that `windows` has read ahead, or 1. The window's gradient is divided by
+                the sum of counts over all ranks and micro-batches. A count of 0 adds nothing to the sum.
             gradient: gradient with respect to `loss`, of the same shape. `loss` may then have any shape; the
-                record does not include it.
+                record does not include this loss.
             retain_graph, create_graph, inputs: as in `torch.Tensor.backward`. Use a `micro_batch` block to
                 run a second backward of the same micro-batch.
 
@@ -366,23 +366,23 @@ class Sync:
         All parts form one micro-batch, with the sum of their losses and counts. The window's gradient equals
         the gradient of the whole micro-batch up to rounding; runs with the same parts (`part_size`) give the
         same bits. A failed attempt changes neither the parameters' gradients, nor the buffers of the engine's
-        module, nor the generators of `pe.micro_batch_rng`. Dropout draws per part, and BatchNorm normalizes
-        over a part, so that these layers give other results with parts. Under `attach`, DDP broadcasts
-        buffers after the window's last forward, not during that forward.
+        module, nor the generators of `pe.micro_batch_rng`. Dropout draws random numbers per part and
+        BatchNorm normalizes over a part, so the results of these layers depend on the parts. Under `attach`,
+        DDP broadcasts buffers after the window's last forward, not during that forward.
 
         Args:
             batch: tensors with the items in dimension 0, in nested dicts, lists and tuples. 0-dim tensors,
                 numbers and strings are passed to every part. A list without tensors is split if its length is
                 the number of items.
-            fn: `fn(part)` runs the forward and returns `(loss, count)`: the sum over the items of the part,
-                and their number. If `windows` reads counts ahead, `fn` returns only the loss or the dict of
-                losses. `fn` runs again after a failure, so it must not launch collectives or have lasting
-                side effects.
+            fn: `fn(part)` runs the forward and returns `(loss, count)`: the loss summed over the items of the
+                part, and the number of items. If `windows` reads counts ahead, `fn` returns only the loss or
+                the dict of losses. `fn` runs again after a failure, so it must not launch collectives or have
+                lasting side effects.
 
         Raises:
-            torch.OutOfMemoryError: a single item does not fit; every rank then raises at the window's
-                reduction, as after any exception in a micro-batch.
-            ValueError, TypeError: the batch cannot be split; `fn` returned a value of another form; the
+            torch.OutOfMemoryError: a single item does not fit; every rank then raises an error when the
+                window is reduced, as after any exception in a micro-batch.
+            ValueError, TypeError: the batch cannot be split; `fn` returned a value of the wrong form; the
                 model's forwards are collective (FSDP2, tensor and pipeline parallelism, SyncBatchNorm); or
                 the device is an XLA device.
 
@@ -391,8 +391,8 @@ class Sync:
 
         Cost: without a failure, copies of the module's buffers and of the generators' states. If `.grad`
         holds the sums, also memory for a second gradient of the model, and a pass that adds this gradient to
-        the sums. Communication starts after the window's last micro-batch has ended: if the last micro-batch
-        is known to fit, call `backward` for it to get overlap. The work of a failed attempt is lost.
+        the sums. Communication starts after the window's last micro-batch has ended. If that micro-batch is
+        known to fit, call `backward` for it to get overlap. The work of a failed attempt is lost.
 
         Example:
             >>> def train_micro_batch(part):  # doctest: +SKIP
@@ -490,12 +490,12 @@ class Sync:
         `.grad` then holds the mean over the window. `flush` does nothing if the window was already reduced.
 
         Raises:
-            RuntimeError: no window is open, or for a reason given in `step`.
+            RuntimeError: no window is open, or one of the errors of `step`.
         """
         self._engine.flush()
 
     def unscale_(self) -> None:
-        """Use the window's gradients without `step`; `.grad` already holds their unscaled mean.
+        """Use the window's gradients without `step`; `.grad` already contains their unscaled mean.
 
         Gradients that you do not zero are carried into the next window, as in a plain PyTorch loop. If `step`
         would be skipped, because of inf or nan or because a rank has dropped the window, the gradients
@@ -504,7 +504,7 @@ class Sync:
         next window's header.
 
         Raises:
-            RuntimeError: the reductions have not been launched, or for a reason given in `step`.
+            RuntimeError: the reductions have not been launched, or one of the errors of `step`.
         """
         self._engine.release_grads()
 
@@ -590,16 +590,16 @@ class Sync:
             TypeError: a limit or `norm_type` is not a number.
             ValueError: `max_norm` is negative or nan; `norm_type` is neither 2.0 nor inf; groups overlap, or
                 name a parameter that does not belong to this engine.
-            RuntimeError: the norm is not finite under `error_if_nonfinite`; raised on every rank. The
+            RuntimeError: `error_if_nonfinite` is set and the norm is not finite; raised on every rank. The
                 gradients are not clipped: `sync.step` skips the step, and `sync.abandon()` drops the window.
 
         Cost: the 2-norm was computed during the finite check; the inf-norm reads the gradients once. Clipping
-            takes one pass that reads and writes every gradient; there is no pass if the host sees that the
-            norm is within `max_norm`. With `per`, clipping takes one launch per parameter on an accelerator,
-            and reads and writes only clipped gradients on the host. If ranks hold different elements,
-            clipping needs one small all-reduce on every rank; on the host a header all-reduce precedes it.
-            The host leaves out both if a rank has dropped the window, because that rank does not clip.
-            `error_if_nonfinite` waits for the device.
+            takes one pass that reads and writes every gradient; this pass is left out if the host sees that
+            the norm is within `max_norm`. With `per`, clipping takes one launch per parameter on an
+            accelerator, and reads and writes only clipped gradients on the host. If ranks hold different
+            elements, clipping needs one small all-reduce on every rank; on the host a header all-reduce
+            precedes it. Both are left out if the host knows that a rank has dropped the window, because that
+            rank does not clip. `error_if_nonfinite` waits for the device.
         """
         limit: Any = max_norm
         is_tensor = isinstance(limit, Tensor) and limit.numel() == 1
@@ -645,8 +645,8 @@ class Sync:
     def clip_grad_value_(self, clip_value: float, foreach: bool | None = None) -> None:
         """Clip every element of the mean gradient to [-clip_value, clip_value].
 
-        Like `torch.nn.utils.clip_grad_value_`. The step is skipped for inf or nan whether or not it is
-        called.
+        Like `torch.nn.utils.clip_grad_value_`. A step with inf or nan is skipped whether or not values are
+        clipped.
 
         Args:
             clip_value: the largest allowed absolute value, the same on every rank.
@@ -676,10 +676,10 @@ class Sync:
     ) -> Tensor:
         """Step the optimizer with the window's gradients unless some rank has inf or nan.
 
-        The optimizer uses the current `.grad`: the mean over the window, including changes that you made. If
-        an engine has several optimizers, step them one after another. A gradient that no optimizer has used
-        and that was not cleared is carried into the next window, as in a plain PyTorch loop; all other
-        gradients start the next window from zero.
+        The optimizer uses the current `.grad`: the mean over the window, including your changes. If an engine
+        has several optimizers, step them one after another. A gradient that no optimizer has used and that
+        was not cleared is carried into the next window, as in a plain PyTorch loop; all other gradients start
+        the next window from zero.
 
         On an accelerator with a fused optimizer the device decides whether to skip the step, and the host
         does not wait. Then the scheduler's step, the StepRecord and errors follow later: when the next window
@@ -698,8 +698,8 @@ class Sync:
             TypeError: the optimizer or scheduler cannot be stepped.
             ValueError: a count is invalid on some rank, or the optimizer has a gradient that this engine does
                 not reduce.
-            RuntimeError: the reductions have not been launched, or ranks differ.
-            FloatingPointError: a gradient has inf or nan under nonfinite="raise".
+            RuntimeError: the reductions have not been launched, or ranks disagree.
+            FloatingPointError: with nonfinite="raise", a gradient has inf or nan.
 
         Cost: the optimizer's own step, and with `max_norm` the cost of `clip_grad_norm_`.
         """
@@ -780,7 +780,7 @@ class Sync:
 
         The first `warm_up` windows of a form (number of micro-batches, structure, shapes, dtypes) run without
         a graph. Then one window is captured, and later windows replay the graph. The graph contains forwards,
-        backwards, reductions, norm, clipping and optimizer steps, for the host cost of a single launch.
+        backwards, reductions, norm, clipping and optimizer steps, and costs the host a single launch.
         Results, records (except seconds by phase), skipped steps and checks between ranks are bitwise the
         same as without a graph. Windows of other lengths, and windows on ranks without data, run without a
         graph.
@@ -807,9 +807,9 @@ class Sync:
             ValueError: the windows of this engine cannot be captured; the error message gives the reasons.
 
         Warns:
-            UserWarning: windows of a form run without a graph. The warning names the operation that needs the
-                host, and its source line. A fused optimizer needs `capturable=True` if it has that option,
-                and a learning rate that changes has to be a tensor.
+            UserWarning: windows of some form run without a graph. The warning names the operation that
+                needs the host, and its source line. A fused optimizer needs `capturable=True` if it has that
+                option, and a learning rate that changes has to be a tensor.
 
         Cost: the graph keeps the memory of one window's activations. Two windows before the capture run under
         a `TorchDispatchMode`. On the host, a replayed window costs the copies of its inputs, the launch, and
@@ -899,12 +899,12 @@ class Sync:
         """Return the state of this rank's engine between two windows, as tensors and plain values.
 
         The state has the form `{"version", "window", "steps", "rank 0 of 2": (content,)}`. The last key
-        contains the rank, so that ranks differ in `torch.distributed.checkpoint`, which can save an engine as
-        a `Stateful`. `window` and `steps` are the numbers of completed windows and steps. The content of a
-        rank is the loss scale, the order of the buckets, gradients carried over, the state of metrics, the
-        residuals of the wire, and the states of the random generators. Save parameters, optimizer and
-        scheduler yourself, as usual. On an accelerator every rank must call this at the same point, like
-        `synchronize`.
+        contains the rank, so that ranks have different keys in `torch.distributed.checkpoint`, which can save
+        an engine as a `Stateful`. `window` and `steps` are the numbers of completed windows and steps. The
+        content of a rank is the loss scale, the order of the buckets, gradients carried over, the state of
+        metrics, the residuals of the wire, and the states of the random generators. Save parameters,
+        optimizer and scheduler yourself, as usual. On an accelerator every rank must call this at the same
+        point, like `synchronize`.
 
         Raises:
             RuntimeError: called inside a window. The sums of an open window cannot be saved, so a crashed run
@@ -998,7 +998,7 @@ _UNCOUNTED = (
 
 
 def _checked_order(norm_type: object) -> float:
-    """Return `norm_type` as 2.0 or inf; raise for every other norm."""
+    """Return `norm_type` as 2.0 or inf; raise an error for every other norm."""
     if norm_type == "inf":  # torch accepts this string, too
         return math.inf
     if not isinstance(norm_type, Real) or isinstance(norm_type, bool):
@@ -1016,7 +1016,7 @@ _CLIPPED_BY = {"max_norm": "clip_grad_norm_", "clip_value": "clip_grad_value_"}
 
 
 def _check_limit(name: str, value: object, more: str = "") -> None:
-    """Raise for a limit that would make gradients nan or change their sign."""
+    """Raise an error for a limit that would make gradients nan or change their sign."""
     if isinstance(value, Iterable) and not isinstance(value, str | Tensor):
         raise TypeError(
             f"leave the parameters out, sync.{_CLIPPED_BY[name]}(1.0): the engine clips its own; {name} is a "

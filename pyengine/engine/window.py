@@ -29,7 +29,7 @@ class Stepped:
 
 
 class Window:
-    """The state of one window on this rank; `Engine` has the methods, and the state across windows."""
+    """The state of one window on this rank; `Engine` has the methods and the state that outlives a window."""
 
     clock: Clock  # set by `Engine.begin`
 

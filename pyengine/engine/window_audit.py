@@ -70,7 +70,7 @@ class WindowAudit(WindowObserver):
         return window % self._every == 0
 
     def has_work_in(self, window: int) -> bool:
-        """Whether this window compares ranks, or reads the result of the previous check on the host."""
+        """Whether ranks are compared in this window, or the host reads the result of the previous check."""
         return self.is_due(window) or self.is_due(window - 1)
 
     def begin(self, window: int) -> None:

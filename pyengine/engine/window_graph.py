@@ -71,14 +71,15 @@ class DeviceGraph:
 class WindowGraph:
     """The device work of a window, from its first forward to its optimizer steps.
 
-    The tensors are in the graph's memory, and have the values of the last run until the next run.
+    The tensors are in the graph's memory, and keep the values of the last run until the next run.
     """
 
     work: DeviceGraph
     section: Section
     inputs: Sequence[Tensor]  # Static copies of the tensors of the window's micro-batches.
-    # The factors that multiplied the previous window's gradients, which ranks compare in the header. The
-    # factors are not in the graph's memory, which may be overwritten before the header reads them.
+    # The factors by which the previous window's gradients were multiplied. Ranks compare these factors in the
+    # header. The factors are not in the graph's memory, which may be overwritten before the header reads
+    # them.
     factors: list[Tensor]
     # ---- properties that must not change ----
     # Tensors that the optimizers' steps read or write (parameters, state, hyperparameters); the address of

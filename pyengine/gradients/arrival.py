@@ -29,9 +29,9 @@ class Watch:
 
     A hook on every parameter would cost about a microsecond per parameter. Therefore a single hook watches
     one parameter whose gradient has not arrived. When that gradient arrives, the hook moves to another
-    parameter without a gradient. If there is no such parameter, the set is complete. Because the parameters
-    are in backward order, the last parameter is watched first and the hook rarely moves. Frozen parameters
-    are ignored, because they get no gradient.
+    parameter without a gradient. If there is no such parameter, the set is complete. The parameters are in
+    backward order and the last parameter is watched first, so the hook rarely moves. Frozen parameters are
+    ignored, because they get no gradient.
 
     Args:
         params: the parameters, in the order in which a backward produces their gradients.
@@ -89,7 +89,7 @@ def watching(watches: Sequence[Watch]) -> Iterator[None]:
 
 
 class Arrivals:
-    """Records which gradients a backward accumulates, by a hook on every parameter.
+    """Records which gradients a backward accumulates, with a hook on every parameter.
 
     A hook costs about a microsecond, so only one backward is recorded.
     """
@@ -136,7 +136,7 @@ def may_nest(loss: Tensor) -> bool:
 
 
 def graph_leaves(roots: Sequence[Tensor | GradientEdge]) -> list[Tensor]:
-    """Return the leaf tensors to whose `.grad` a backward from `roots` may add."""
+    """Return the leaf tensors whose gradient a backward from `roots` may accumulate."""
     return [node.variable for node in _nodes(roots) if hasattr(node, "variable")]
 
 

@@ -52,15 +52,15 @@ class Residuals:
         return saved
 
     def load(self, saved: Mapping[str, Tensor], scale: Tensor | None) -> None:
-        """Overwrite all residuals, with zeros for parameters not in `saved`; `scale`: see `follow`."""
+        """Overwrite all residuals, with zeros for parameters not in `saved`. For `scale`, see `follow`."""
         self.follow(scale)
         for memory, key_of in self.owners:
             memory.load({key: saved[name] for name, key in key_of.items() if name in saved})
 
     def follow(self, scale: Tensor | None) -> None:
-        """Rescale the residuals from the previous loss scale to `scale`, the new loss scale, 0-dim.
+        """Rescale the residuals from the previous loss scale to the new loss scale `scale`, 0-dim.
 
-        With `scale=None` losses are not scaled. (`_scale` is updated in place, because a captured window
+        `scale` is None if losses are not scaled. (`_scale` is updated in place, because a captured window
         reads and writes its memory.)
         """
         if self._scale is None:
@@ -87,9 +87,9 @@ def not_reduced(details: str = "") -> RuntimeError:
 
 
 class Then(AbstractContextManager[None]):
-    """Context manager that calls `action` after the body unless the body raises.
+    """Context manager that calls `action` after the body unless the body raises an error.
 
-    `Then` is a class because a generator would cost four times as much.
+    `Then` is a class because a context manager from a generator would cost four times as much.
     """
 
     def __init__(self, action: Callable[[], None]) -> None:
@@ -120,14 +120,14 @@ class Reducer(ABC):
     # ---- properties of the owner ----
 
     # Whether `overlap` launches the reductions inside the window's last backward. If False, `reduce` is
-    # called after the last backward, when the header has been launched. A lazy device needs this because it
-    # records the program of a micro-batch without the header; exact sums under FSDP2 are complete only after
-    # the backward.
+    # called after the last backward, when the header has been launched. The value is False on a lazy device,
+    # which records the program of a micro-batch without the header, and for exact sums under FSDP2, which are
+    # complete only after the backward.
     overlaps = False
     # Whether every forward launches collectives. If True, all ranks must run the same number of forwards, and
     # a rank without data runs padding.
     has_collective_forwards = False
-    # Whether micro-batches between a window's first and last one launch collectives, too.
+    # Whether micro-batches other than a window's first and last also launch collectives.
     gathers_in_each_micro_batch = True
     # Per parameter, whether this rank includes the parameter's elements in the norm, so that every element is
     # included once over all ranks (see `ShardedNorm`). None if all ranks hold the same elements.
@@ -137,9 +137,9 @@ class Reducer(ABC):
     # The outermost FSDP2 module, whose DTensor parameters show which ranks share a shard. None if
     # `groups_of_params` returns the groups.
     model: Any = None
-    # The rounding errors of these gradients from a narrow wire, which are added to a later window.
+    # The rounding errors that a narrow wire has made in these gradients. They are added in a later window.
     residuals = Residuals([], FP32(), {})
-    # Bytes that this rank holds throughout a window in order to communicate less often.
+    # Bytes of memory that this rank keeps throughout a window in order to communicate less often.
     held_bytes = 0
     # Called in every window with this rank's sums of every bucket, before the all-reduce. None if the owner
     # has no local float sums (exact sums, FSDP2's units, or an XLA program).
@@ -181,7 +181,7 @@ class Reducer(ABC):
         """Return the model to its state between windows, after the window was dropped or used."""
 
     def begin(self) -> None:
-        """Start the first micro-batch: clear `.grad`, and let the next gradients overwrite the sums."""
+        """Start the first micro-batch: clear `.grad`; the next gradients overwrite the sums."""
         for bucket in self.buckets():
             bucket.begin()
 
@@ -189,7 +189,7 @@ class Reducer(ABC):
         """Accumulate the gradients that a micro-batch's backwards have added to `.grad`.
 
         The body is the last backward of the micro-batch; other backwards may have run before. Called once per
-        micro-batch. Launches no collective. If the body raises, the window is not used.
+        micro-batch. Launches no collective. If the body raises an error, the window is not used.
         """
         return Then(self.collect)
 
@@ -203,7 +203,8 @@ class Reducer(ABC):
     def collect(self) -> None:
         """Accumulate the gradients of a micro-batch after all its backwards have run.
 
-        Also accumulates gradients that `leave_in_grad` has left in `.grad`, without another micro-batch.
+        Can also be called without another micro-batch, to accumulate the gradients that `leave_in_grad` has
+        left in `.grad`.
         """
         for bucket in self.buckets():
             bucket.collect()
@@ -216,8 +217,8 @@ class Reducer(ABC):
     def has_used_all(self) -> bool:
         """Whether the accumulated micro-batches have used all parameters on this rank.
 
-        Also False if unknown. If the result is False on any rank, ranks all-reduce flags of the used
-        parameters.
+        The result is also False if this is unknown. If the result is False on any rank, all ranks all-reduce
+        flags of the used parameters.
         """
         return False
 
@@ -247,9 +248,9 @@ class Reducer(ABC):
 
     @abstractmethod
     def give_up(self) -> None:
-        """Launch the reductions that a failure in `reduce` or `overlap` has skipped, filled with nan.
+        """Launch the reductions that were skipped because `reduce` or `overlap` failed, filled with nan.
 
-        Because of the nan no rank uses the window; without these reductions other ranks would wait forever.
+        Because of the nan, no rank uses the window. Without these reductions, other ranks would wait forever.
         """
 
     @abstractmethod
@@ -257,7 +258,7 @@ class Reducer(ABC):
         """Wait for the reductions, write the mean to `.grad`, and set the results in `final`."""
 
     def blame(self) -> Callable[[int], list[int] | None]:
-        """Return a function from parameter index to micro-batches with a non-finite gradient.
+        """Return a function that maps a parameter index to the micro-batches with a non-finite gradient.
 
         The function returns None if micro-batches are not checked. The function remains valid after the
         window, and waits for the device.

@@ -28,9 +28,9 @@ from pyengine.ops.plan import BucketPlan
 from pyengine.ops.pointers import Pointers
 from pyengine.window.nonfinite import flagged_in
 
-# The bytes of a group of gradients. Gradients in a group of this size are still in the CPU's cache when they
-# are accumulated. With smaller groups the additional calls would cost more than the saved reads. On an
-# accelerator a launch costs as much as reading 20 MB, so the whole bucket is one group.
+# The size of a group of gradients, in bytes. Gradients in a group of this size are still in the CPU's cache
+# when they are accumulated. With smaller groups the additional calls would cost more than the saved reads. On
+# an accelerator a launch costs as much as reading 20 MB, so the whole bucket is one group.
 GROUP_BYTES = 2**20
 
 # The number of rows of flags per allocation. Several rows are allocated at once, because on an accelerator
@@ -74,14 +74,14 @@ class Bucket:
 
     def _reset(self) -> None:
         self.used = [False] * len(self.params)  # Whether this rank has a gradient in this window, by slot.
-        # Flags per micro-batch of this window, uint8 `[slots]`: 1 where the gradient was not finite. A report
-        # may read the flags after the next window has begun, so rows are not reused.
+        # Flags per micro-batch of this window, uint8 `[slots]`: 1 if the gradient of the slot was not finite.
+        # A report may read the flags after the next window has begun, so rows are not reused.
         self.flagged: list[Tensor] = []
         self._new_rows: Iterator[Tensor] = iter(())
         self._row: Tensor | None = None  # The flags of the micro-batch that is being accumulated.
         # The first row whose flags describe the sum instead of the gradients of one micro-batch, or None.
         self._first_row_of_sum: int | None = None
-        # Marks of gradients from earlier backwards of the micro-batch; None without such gradients.
+        # Marks of gradients from earlier backwards of the micro-batch; None if there are no such gradients.
         self._armed: list[Mark] | None = None
         self._set_first(True)
 
@@ -91,7 +91,7 @@ class Bucket:
         return self._groups[0].is_first
 
     def watches(self) -> list[Watch]:
-        """Return watches for the last backward of a micro-batch that is not the window's last micro-batch.
+        """Return watches for the last backward of any micro-batch except the window's last.
 
         Each watch accumulates a group of gradients as soon as the group is complete, while the gradients are
         in the cache. The bucket does not store the watches, to avoid a reference cycle.
@@ -201,7 +201,7 @@ class SlotGroup:
         pointers: Pointers | None = None
         if self._is_contiguous:
             # The native core checks a thousand gradients in 25 µs, so Python checks gradients only if the
-            # core raises because a gradient is sparse or strided.
+            # core raises an error because a gradient is sparse or strided.
             with suppress(ValueError):
                 pointers = self.plan.pointers(grads)
         if pointers is None:

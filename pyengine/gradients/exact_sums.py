@@ -30,10 +30,10 @@ class ExactOverRanks(ExactSum, Sum):
     """An exact sum of integers on one rank, and the collectives that add and round the sums of all ranks.
 
     Between hosts each rank sums and rounds one chunk of whole blocks: the integers are sent once, and the
-    rounded chunk is sent once as float32. In total, 1.5 times the bytes of a float32 all-reduce are sent. The
-    integers are all-reduced instead within one host, where sending bytes is cheaper than copying, and if the
-    transport has no all-to-all. If ranks reduce in shared memory, the sum is in that memory and is computed
-    in place.
+    rounded chunk is sent once as float32. Together these collectives send 1.5 times as many bytes as a
+    float32 all-reduce. In two cases the integers are all-reduced instead: within one host, where sending
+    bytes is cheaper than copying, and over a transport without an all-to-all. If ranks reduce in shared
+    memory, the sum is in that memory and is computed in place.
     """
 
     def __init__(self, plan: BucketPlan, *, terms: Terms, device: torch.device, comm: Comm) -> None:
@@ -56,11 +56,12 @@ class ExactOverRanks(ExactSum, Sum):
         collectives add the integers. `poison` makes the sum nan on every rank.
 
         Cost: an all-reduce of one byte per block. If W ranks exchange chunks, two all-to-alls of 4 bytes per
-        element and an all-gather of 4 bytes per element follow. These collectives send 1.5 times the bytes of
-        a float32 all-reduce, and hold 8 bytes of memory per element until they have completed; 8 bytes per
-        element are read, and 12 / W bytes are written. Within a host, an all-reduce of 8 bytes per element
-        follows; 8 bytes per element are read, and 4 bytes are written. Before the collectives, 2 bytes per
-        block are read. If the bin of a block grows, 4 bytes per element are read and 8 bytes are written.
+        element and an all-gather of 4 bytes per element follow. These collectives send 1.5 times as many
+        bytes as a float32 all-reduce, and use 8 bytes of memory per element until they have completed; 8
+        bytes per element are read, and 12 / W bytes are written. Within a host, an all-reduce of 8 bytes per
+        element follows; 8 bytes per element are read, and 4 bytes are written. Before the collectives, 2
+        bytes per block are read. If the bin of a block grows, 4 bytes per element are read and 8 bytes are
+        written.
         """
         return Staged(self._rounds(poison=poison), self._num_rounds, self.hi.device)
 
@@ -105,7 +106,7 @@ class _Form:
 
 
 class TermsOverRanks(ExactOverRanks):
-    """An exact sum of one float term per rank; the rank that sums a chunk converts terms to integers.
+    """An exact sum of one float term per rank; the rank that sums a chunk converts the terms to integers.
 
     Ranks therefore send no more bytes than in a float32 all-reduce, and the result has the same bits as with
     `ExactOverRanks`. If any rank has more than one term in a window, all ranks send integers.
@@ -113,9 +114,9 @@ class TermsOverRanks(ExactOverRanks):
     A finite term of 2^126 or more makes the sum nan, but the flags do not mark this term.
 
     The first collective, an all-reduce of one byte, determines whether any rank holds integers. If no rank
-    does, an all-to-all and an all-gather of 4 bytes per element follow, which send the bytes of a float32
-    all-reduce. Then 4 bytes per element are read, and with W ranks 8 / W bytes of the integers are read or
-    written. The sum takes 8.02 / W more bytes of memory per element than `ExactOverRanks`.
+    does, an all-to-all and an all-gather of 4 bytes per element follow, which together send as many bytes as
+    a float32 all-reduce. Then 4 bytes per element are read, and with W ranks 8 / W bytes of the integers are
+    read or written. The sum takes 8.02 / W bytes of memory per element more than `ExactOverRanks`.
     """
 
     def __init__(self, plan: BucketPlan, *, terms: Terms, device: torch.device, comm: Comm) -> None:

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 import torch
 
 # 64 elements are 128 bytes in a 2-byte communication dtype and 256 bytes in fp32. One offset therefore serves
-# both buffers of a bucket, and every slot starts on a cache-line pair (and on NCCL's 128-byte fast path).
+# both buffers of a bucket, and every slot starts at a pair of cache lines (and can use NCCL's 128-byte fast
+# path).
 ALIGN_ELEMENTS = 64
 
 
@@ -95,7 +96,8 @@ def build(
 
     Args:
         order: registration indices of the parameters to lay out; `backward_order`, or an observed order.
-        cap_bytes: a bucket is closed when it holds this many bytes of gradients; parameters are never split.
+        cap_bytes: a bucket is closed when it contains this many bytes of gradients; parameters are never
+            split.
         first_bytes: a smaller cap for the first bucket of each dtype and group. The buckets of a group must
             not depend on parameters of other groups, which may differ between the ranks of this group.
     """
@@ -120,7 +122,7 @@ def build(
 
 
 def first_difference(params: Sequence[Sequence[ParamSpec]], ranks: Sequence[int] = ()) -> str | None:
-    """Describe the first parameter that differs between the ranks `ranks`; None if they agree."""
+    """Describe the first parameter that differs between `ranks`; return None if all parameters are equal."""
     if all(specs is params[0] or specs == params[0] for specs in params):  # equal lists are often one object
         return None
     lengths = {rank: len(specs) for rank, specs in enumerate(params)}

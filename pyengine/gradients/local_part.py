@@ -15,7 +15,7 @@ class LocalPart:
     """The local tensor of a DTensor parameter, with the interface of a parameter.
 
     The `.grad` of a `LocalPart` is the local tensor of the DTensor's `.grad`. A backward may leave a gradient
-    in other placements than the parameter's, for example as partial sums. In that case a collective
+    whose placements differ from those of the parameter, for example partial sums. In that case a collective
     redistributes the gradient as soon as it has been accumulated, at the same point of the backward on every
     rank of the mesh.
     """

@@ -22,8 +22,8 @@ REMEDY = "call sync.backward(loss) in place of loss.backward(), and delete zero_
 class GradMarks:
     """Compares the gradients with the last gradients that the engine has recorded.
 
-    Compares the mean gradients in `.grad` from the reduction of a window to the next window's first
-    micro-batch. At other times compares the gradients that the engine accumulates.
+    Between the reduction of a window and the next window's first micro-batch, the object compares the mean
+    gradients in `.grad`. At other times it compares the gradients that the engine accumulates.
     """
 
     def __init__(self, reducer: Reducer, published: Published) -> None:

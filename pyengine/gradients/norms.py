@@ -43,8 +43,8 @@ class ReducedNorms:
 
         Args:
             sources: one entry per slot, `[slot.numel]`.
-            out: tensors for the scaled values, each in its own dtype; may be `sources`. None writes no
-                values.
+            out: tensors for the scaled values, each in its own dtype; may be `sources`. If None, no values
+                are written.
             scale: float32, 0-dim.
 
         Cost: one launch.

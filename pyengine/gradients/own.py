@@ -1,4 +1,4 @@
-"""Reduction of the engine's own buckets, from the arrival of gradients to `.grad`."""
+"""Reduction of the engine's own buckets, from the arrival of gradients to the mean in `.grad`."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ class Groups:
     """The transports of an engine for each group of ranks."""
 
     world: Comm
-    # The transport over the ranks of each group, by `ParamSpec.group`. `world` also counts the traffic of a
-    # group.
+    # The transport over the ranks of each group, by `ParamSpec.group`. `world` also counts the traffic of the
+    # groups.
     comms: Sequence[Comm]
     # Per parameter, whether this rank includes the parameter in the norm; None if all ranks hold the same
     # parameters.
@@ -106,8 +106,9 @@ class BucketReducer(Reducer):
         # The bucket order from the next window on: the order in which gradients arrived on rank 0, or the
         # order in a loaded state. None before the first reduction.
         self._agreed: list[int] | None = None
-        # Whether the bucket order is final: False until the second window. The order is final from the start
-        # with one rank, or if ranks have different parameters and cannot agree on an order.
+        # Whether the bucket order is final. With one rank, or if ranks have different parameters and cannot
+        # agree on an order, the order is final from the start. Otherwise it is final from the second window
+        # on.
         self._order_is_final = self._comm.world_size == 1 or not groups.are_alike
         # ---- arrival of gradients ----
         # The order of gradients in this rank's first backward; None before that backward.
@@ -174,7 +175,7 @@ class BucketReducer(Reducer):
         super().begin()
 
     def add(self) -> AbstractContextManager[None]:
-        """Accumulate inside the body where possible, while gradients are in the cache."""
+        """Accumulate inside the body if possible, while gradients are in the cache."""
         watches = [watch for bucket in self._accumulated_in_backward() for watch in bucket.watches()]
         return self._add(watches) if watches or self._arrivals is None else Then(self.collect)
 
@@ -347,7 +348,7 @@ class BucketReducer(Reducer):
         return dropped
 
     def _raise_if_late(self, transfers: Transfers[OwnBucket]) -> None:
-        """Raise if a bucket changed after its launch; from then on its launch follows the backward."""
+        """Raise an error if a bucket changed after its launch; later windows launch it after the backward."""
         complete = [transfer.bucket for transfer in transfers.all if transfer.is_complete]
         late = {bucket.indices[slot] for bucket in complete for slot in bucket.late()}
         if late:
@@ -388,9 +389,9 @@ class BucketReducer(Reducer):
 
 
 def _is_reduced_by_ddp(params: Sequence[Parameter]) -> bool:
-    """Whether a DDP that still reduces has any of the parameters; the search takes milliseconds."""
+    """Whether any of the parameters is in a DDP that still reduces; the search takes milliseconds."""
     mine = set(map(id, params))
-    # Compare types: `isinstance` reads the class from the object, which raises for dead weak proxies.
+    # Compare types: `isinstance` reads the class from the object, which fails for dead weak proxies.
     ddps: Iterator[Any] = (e for e in gc.get_objects() if issubclass(type(e), DistributedDataParallel))
     return any(
         ddp.require_backward_grad_sync and not mine.isdisjoint(map(id, ddp.parameters())) for ddp in ddps

@@ -105,7 +105,7 @@ class OwnBucket(SendableBucket):
         return self._versions.changed()
 
     def replaced_grads(self) -> list[int]:
-        """Return the slots whose gradient other code has replaced, which `changed_grads` may not report."""
+        """Return the slots whose gradient other code has replaced and that `changed_grads` may not report."""
         return []
 
     def follow_replaced_grads(self) -> None:
@@ -134,8 +134,8 @@ class OwnBucket(SendableBucket):
         """Write the reduced gradients to `.grad`, and compute their norms.
 
         A parameter that no rank has used also gets a `.grad` here; the reducer later sets it to None. Cost:
-        one read of the reduced buffer per element, and one write of `.grad` unless `.grad` shares that memory
-        and `scale` is None.
+        per element, one read of the reduced buffer and one write of `.grad`. The write is omitted if `.grad`
+        shares the memory of the buffer and `scale` is None.
         """
         is_published = self._slots is self._wire_slots and scale is None
         scale = self.one if scale is None else scale
@@ -192,7 +192,8 @@ class FlatBucket(OwnBucket):
         return self._all_reduce(self._over_wire, comm, inv_count, poison=poison)
 
     def sent_tensors(self) -> list[Tensor]:
-        # Allocate the flags on the current stream, where an error report reads them, not on the side stream.
+        # Allocate the flags on the current stream, because an error report reads them there, and not on the
+        # side stream.
         self._start_row()
         return [*super().sent_tensors(), self._sum.flat]
 
@@ -201,8 +202,8 @@ class ExactBucket(OwnBucket):
     """Gradients of any dtype, summed exactly as integers on a grid chosen from the largest values.
 
     The sum takes 8.02 bytes of memory per element, and bf16 or fp16 gradients take 2 bytes more. With fp32
-    gradients the first micro-batch moves 12 bytes per element and each later micro-batch moves 20 bytes.
-    `ExactOverRanks.rounds` gives the bytes sent. `.grad` of float32 parameters shares the memory of the sum.
+    gradients the first micro-batch moves 12 bytes per element and each later micro-batch moves 20 bytes. For
+    the bytes sent, see `ExactOverRanks.rounds`. `.grad` of float32 parameters shares the memory of the sum.
     """
 
     def __init__(self, spec: BucketSpec, params: Sequence[Parameter], *, terms: Terms, comm: Comm) -> None:
@@ -257,7 +258,7 @@ class InPlaceBucket(OwnBucket):
 
     def bind(self) -> None:
         super().bind()
-        self._shared: list[Tensor] | None = None  # like `_grads`, with the version counter of `_flat`
+        self._shared: list[Tensor] | None = None  # like `_grads`, but with the version counter of `_flat`
 
     def begin(self) -> None:
         super().begin()
@@ -391,14 +392,14 @@ class InPlaceBucket(OwnBucket):
         self.used = [used or begun != now for used, begun, now in slots]
 
     def _record_nonfinite(self) -> None:
-        """Record which slots hold non-finite values, if this bucket checks for them."""
+        """Record which slots contain non-finite values, if this bucket checks for them."""
         if self._is_watching:
             flags = torch.zeros(len(self.params), dtype=torch.uint8, device=self.device)
             self.plan.unscale_norm(self._slots, None, self.one, sumsq=self._sumsq, nonfinite=flags)
             self.flagged.append(flags)
 
     def _store_all(self) -> None:
-        """Store every gradient, even in a moved model, and give each view a separate version counter."""
+        """Store every gradient, even of a moved model, and give each view a separate version counter."""
         if not self._is_first:
             self._rebind_moved()
         self._store()

@@ -158,7 +158,7 @@ class Published:
                 grad.mul_(factor)
 
     def _copied(self, params: Sequence[Parameter]) -> list[Tensor | None]:
-        """Return gradients as plain float32 tensors on the device; raise if a gradient cannot be read."""
+        """Return gradients as plain float32 tensors on the device; raise ValueError if one cannot be read."""
         copies: list[Tensor | None] = []
         for param, grad in zip(params, local_grads(params), strict=True):
             if grad is not None and (keeps_elements_elsewhere(grad) or grad.numel() != local(param).numel()):
@@ -220,12 +220,12 @@ def _address(grad: Tensor) -> int:
 
 
 def local_grads(params: Sequence[Parameter]) -> list[Tensor | None]:
-    """Return this rank's local tensor of every gradient, or None."""
+    """Return this rank's local tensor of every gradient; None for a missing gradient."""
     return [None if param.grad is None else local(param.grad) for param in params]
 
 
 def _flat_grads(params: Sequence[Parameter]) -> list[Tensor | None]:
-    """Return this rank's local gradients, in storage order and 1-D where a gradient is not contiguous."""
+    """Return this rank's local gradients; those that are not contiguous become 1-D, in storage order."""
     return [
         grad if grad is None or (type(grad) is Tensor and grad.is_contiguous()) else _flat(local(grad))
         for grad in [param.grad for param in params]

@@ -17,7 +17,7 @@ from pyengine.wire.named import wire_problems
 
 # The dtypes of trained parameters. A new communication dtype does not extend this list.
 PARAM_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-# The dtype in which bf16 and fp16 gradients are summed, for each `accumulator` that has a dtype of its own.
+# The dtype in which bf16 and fp16 gradients are summed, for each `accumulator` that names a dtype.
 SUM_DTYPES = {"fp32": torch.float32}
 Accumulator = Literal["fp32", "native", "exact"]
 NonFinite = Literal["skip", "raise"]

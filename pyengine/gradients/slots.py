@@ -56,7 +56,7 @@ def views_of(flat: Tensor, params: Sequence[Parameter], plan: BucketPlan) -> lis
 
 
 def dense_strides(param: Tensor) -> tuple[int, ...]:
-    """Return the strides of a parameter; if its memory has gaps, dense strides in the same order."""
+    """Return the strides of a parameter, or dense strides in the same order if its memory has gaps."""
     if param.is_contiguous():
         sizes = [max(size, 1) for size in param.shape]
         return tuple(itertools.accumulate(sizes[:0:-1], operator.mul, initial=1))[::-1] if sizes else ()
@@ -64,17 +64,17 @@ def dense_strides(param: Tensor) -> tuple[int, ...]:
 
 
 def slot_gradient(param: Parameter) -> Tensor | None:
-    """Return `param.grad` in the order of the slot, or None.
+    """Return `param.grad` in the order of the slot; None if there is no gradient.
 
     The result is 1-D, or the gradient itself if it is contiguous. The result shares the memory of the
-    gradient and is valid until `.grad` is replaced. Gradients that are sparse, negated or have other strides
-    are copied.
+    gradient and is valid until `.grad` is replaced. A gradient is copied if it is sparse or lazily negated,
+    or if its strides differ from those of the parameter.
     """
     if param.grad is None:
         return None
     grad = dense(
         param.grad
-    ).resolve_neg()  # autograd negates lazily, for example for a conjugate's imaginary part
+    ).resolve_neg()  # autograd negates lazily, for example the imaginary part of a conjugate
     if grad.is_contiguous() and param.is_contiguous():
         return grad
     like = torch.empty_like(param.detach(), dtype=grad.dtype)

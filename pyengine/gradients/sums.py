@@ -21,7 +21,7 @@ class Sum(ABC):
     """A sum over the slots of a plan, in memory that this object owns."""
 
     def begin(self) -> None:
-        """Start a window without any gradient."""
+        """Start a window; its sum has no gradients yet."""
 
     @abstractmethod
     def over(self, plan: BucketPlan) -> Any:
@@ -37,8 +37,8 @@ class Sum(ABC):
 
         Args:
             first: whether to overwrite the sum, as for the first gradients of a window.
-            nonfinite: uint8 `[slots]`, OR-ed with 1 where a gradient is not finite, or is too large for an
-                exact sum (2^126).
+            nonfinite: uint8 `[slots]`, OR-ed with 1 for each slot whose gradient is not finite, or is too
+                large for an exact sum (2^126).
         """
 
 
@@ -93,7 +93,7 @@ class InPlaceSum(FlatSum):
 
 
 class Fp32Sum(FlatSum):
-    """bf16 or fp16 gradients summed in float32; a bf16 sum stops growing after 256 equal terms.
+    """bf16 or fp16 gradients summed in float32; a sum in bf16 would stop growing after 256 equal terms.
 
     `deposit_` moves 10 bytes per element, or 6 if `first`; `deposit_into_wire_` needs a single pass.
     """

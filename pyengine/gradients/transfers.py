@@ -58,8 +58,9 @@ class Transfer(Generic[B]):
         self.is_complete = False
         # Tensors kept alive while a side stream may read them for the reduction, and an event that marks the
         # last read. The allocator may reuse the memory on the backward's stream after this event, or after
-        # this stream has waited for the side stream's collective. `record_stream` is not used: it costs a
-        # microsecond per gradient, and for each gradient an event that the allocator has to query.
+        # this stream has waited for the side stream's collective. `record_stream` is not used, because it
+        # costs a microsecond per gradient and creates an event per gradient, which the allocator has to
+        # query.
         self.held: list[Tensor] = []
         self.is_read: torch.Event | None = None
 
@@ -70,10 +71,10 @@ class Transfers(Generic[B]):
     See [Note: order of collectives in a window] in engine/engine.py. Every rank launches its buckets in
     layout order, regardless of which bucket is complete first and of the bucket's group. A bucket may need
     several collectives. Each further collective is launched together with the next bucket, so that the
-    previous collective has had time to complete. Ranks with different buckets could then launch collectives
-    in different orders and deadlock. On such ranks the first collectives of all buckets are launched before
-    any second collective, and these before any third. A bucket is launched only after the header has arrived,
-    and only if ranks agree in the header.
+    previous collective has had time to complete. If ranks have different buckets, they could then launch
+    collectives in different orders and deadlock. Such ranks launch the first collectives of all buckets
+    before any second collective, and all second collectives before any third. A bucket is launched only after
+    the header has arrived, and only if ranks agree in the header.
     """
 
     def __init__(
@@ -113,7 +114,7 @@ class Transfers(Generic[B]):
             self._launch_later_rounds(self.all)
 
     def wait_in_order(self) -> Iterator[B]:
-        """Wait for each bucket in order and yield it; later reductions still run."""
+        """Wait for each bucket in order, and yield it while later reductions still run."""
         for index, transfer in enumerate(self.all[: self._next]):
             with span("wait for bucket", index):
                 transfer.work.wait()
@@ -156,7 +157,7 @@ class Transfers(Generic[B]):
         """Launch the next collective of each bucket that needs several collectives.
 
         The last bucket is launched first, so that its collective runs while the CPU sums the earlier buckets.
-        If a stream waits instead of the host, the last call also finishes the bucket on that stream.
+        If a stream and not the host waits, the last call also finishes the bucket on that stream.
         """
         staged = [(each.comm, each.work) for each in reversed(transfers) if isinstance(each.work, Staged)]
         with Unbroken(staged[0][0]) if staged else nullcontext():

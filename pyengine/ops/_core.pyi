@@ -112,13 +112,13 @@ class BucketPlan:
     def lists_are_apart(self, out: Table, tensors: Table, /) -> bool: ...
     def is_outside(self, tensors: Table, begin: int, end: int, /) -> bool: ...
 
-# Where the extension was built for Linux:
+# If the extension was built for Linux:
 
 class SharedBlock:  # with the protocol of buffers
-    def __init__(self) -> None: ...  # raises: SharedArena makes them
+    def __init__(self) -> None: ...  # raises an error, because `SharedArena` creates blocks
 
 class SharedJob:
-    def __init__(self) -> None: ...  # raises, likewise
+    def __init__(self) -> None: ...  # raises an error, because `SharedArena` creates jobs
 
 def shared_file_size(world_size: int, /) -> int: ...
 
@@ -134,8 +134,9 @@ class SharedArena:
     def missing(self, /) -> list[int]: ...
     def close(self, /) -> None: ...
 
-# Where the extension has CUDA kernels (`has_cuda`). On CUDA a stream, a cudaStream_t, precedes the arguments:
-# those of `codec_*_cuda` are otherwise as of `codec_*`, and those of an op of CudaPlan as of BucketPlan.
+# If the extension has CUDA kernels (`has_cuda`). On CUDA the first argument of an op is a stream
+# (cudaStream_t). The other arguments of `codec_*_cuda` are those of `codec_*`, and the other arguments of an
+# op of `CudaPlan` are those of the op of `BucketPlan`.
 
 INLINE_SLOTS: int
 MOST_INLINE_SLOTS: int

@@ -26,7 +26,7 @@ from pyengine.ops.trace import find_caller
 _READS = {"_local_scalar_dense", "equal", "is_nonzero", "masked_select", "nonzero", "_unique2", "bincount"}
 _READS |= {"unique_consecutive", "unique_dim"}
 
-# Dtypes of mask indices; the shape of the result depends on the number of nonzero elements.
+# Dtypes of indices that are masks. The shape of the result depends on the number of nonzero elements.
 _MASKS = {torch.bool, torch.uint8}
 
 
@@ -64,7 +64,7 @@ class Section:
     def find(
         self, values: Sequence[float], dtype: torch.dtype, device: torch.device, *, refills: bool
     ) -> Tensor:
-        """Return a device tensor that has these values when the graph runs, without a copy from the host."""
+        """Return a device tensor with these values when the graph runs, without a copy from the host."""
         if refills:
             self._num_taken += 1
             if self._num_taken <= len(self.inputs):

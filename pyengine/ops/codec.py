@@ -1,8 +1,8 @@
 """`Codec`: quantization of values to one or two bytes with one scale per block, and sums of quantized values.
 
 Each op is one pass over memory. An op either quantizes values, optionally with a residual for error feedback,
-or adds the payloads of several ranks and quantizes the sum. The results have the same bits on every
-instruction set, thread count and GPU, and in plain PyTorch.
+or adds the payloads of several ranks and quantizes the sum. The results have the same bits with every
+instruction set and thread count, on every GPU, and in plain PyTorch.
 
 A payload is a uint8 tensor: the float32 scales of all blocks, then one code per element, then zero padding to
 a multiple of four bytes. bf16 and fp16 have neither scales nor padding. The padding decodes to zeros.
@@ -41,8 +41,8 @@ class Codec:
     """A format that stores float32 values in one or two bytes each.
 
     Each block of `block` consecutive elements shares a float32 scale: the largest finite magnitude in the
-    block, divided by the largest value of a code. The table has the error bounds for a finite value x, its
-    decoded value x' and the scale s of its block:
+    block, divided by the largest value of a code. The table contains the error bounds for a finite value x,
+    its decoded value x' and the scale s of its block:
 
     | format | codes | to nearest, abs(x - x') is at most | stochastically |
     |---|---|---|---|
@@ -54,11 +54,11 @@ class Codec:
 
     Scales are at least 2^-110, or 0 for a block of zeros; smaller values are lost. A nonfinite element does
     not affect other elements: NaN stays NaN, and infinity becomes NaN if the format cannot represent it. A
-    finite element becomes infinite only in bf16 and fp16, where a cast would also make it infinite.
+    finite element becomes infinite only in bf16 and fp16, and only if a cast would also make it infinite.
 
     Stochastic rounding rounds up or down with probabilities that make x' unbiased, using a hash of the seed
-    and the element index. Equal seeds give equal bits. Two elements whose indices differ by 2^32 use the same
-    random bits.
+    and the element index. Equal seeds produce equal bits. Two elements whose indices differ by 2^32 use the
+    same random bits.
 
     Args:
         format: one of "int8", "e4m3", "e5m2", "bf16", "fp16".
@@ -127,9 +127,9 @@ class Codec:
         Args:
             payload: uint8 [num_bytes(n)], written.
             values: float32 [n], read.
-            residual: float32 [n], read, then overwritten with the rounding error x - x', with x = values +
-                residual and the decoded values x'; 0 where either is nonfinite.
-            seed: int64 seed of stochastic rounding. None rounds to nearest, ties to even.
+            residual: float32 [n], read, then overwritten with the rounding error x - x', where x is `values +
+                residual` and x' is the decoded value. The error is 0 if x or x' is nonfinite.
+            seed: int64 seed of stochastic rounding. If None, values are rounded to nearest, ties to even.
             offset: nonnegative index of the first element, used in the hash of the seed.
 
         Cost: the op reads 4 bytes and writes 1 byte per element (2 bytes for bf16 and fp16). A residual adds
@@ -173,11 +173,12 @@ class Codec:
         """Add W decoded payloads in float32, in order, and encode the sum.
 
         Args:
-            out: uint8 [W, num_bytes(n)], read: one row for the same n elements of each of W ranks, W at least
-            1; each row is contiguous.
+            out: uint8 [num_bytes(n)], written.
+            payloads: uint8 [W, num_bytes(n)], read: one contiguous row for the same n elements of each of W
+                ranks, W at least 1.
             numel: n, the number of elements.
-            residual: float32 [n], incremented by sum - x', where x' is the decoded `out`. Elements stay
-                unchanged where the sum or x' is nonfinite.
+            residual: float32 [n], incremented by sum - x', where x' is the decoded `out`. An element stays
+                unchanged if its sum or x' is nonfinite.
             seed, offset: see `encode_`.
 
         Cost: the op reads W bytes and writes 1 byte per element (twice as many for bf16 and fp16). A residual

@@ -1,7 +1,7 @@
 """Reference implementation of `Codec` in plain PyTorch. csrc/codec.h has the rules and their proofs.
 
-This implementation has the same bits as the native core. Builds without the core, and devices other than CPU
-and CUDA, use this implementation. `codec.py` has checked the arguments.
+This implementation produces the same bits as the native core. Builds without the core, and devices other than
+CPU and CUDA, use this implementation. `codec.py` has checked the arguments.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Layout:
         return codes if self.format.num_bytes == 1 else codes.view(torch.int16)
 
 
-# The key of the hash (None rounds to nearest, ties to even) and the index of the first element.
+# The key of the hash (None for rounding to nearest, ties to even) and the index of the first element.
 Chance: TypeAlias = tuple[tuple[int, int] | None, int]
 
 

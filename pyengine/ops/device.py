@@ -89,7 +89,7 @@ def _staged(values: Sequence[float], dtype: torch.dtype, device: torch.device) -
 
 
 def recorded_event(device: torch.device, *, enable_timing: bool) -> torch.Event:
-    """Record and return an event on the current stream of `device`, which need not be current."""
+    """Record and return an event on the current stream of `device`, which need not be the current device."""
     event = torch.Event(device, enable_timing=enable_timing)
     event.record(torch.accelerator.current_stream(device))
     return event

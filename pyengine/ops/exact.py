@@ -64,14 +64,14 @@ class ExactSum:
         device: device of the sum; "cuda" without an index is the current device. Sums on CPU and CUDA run in
             the native core, and sums on other devices in `exact_reference.py`.
         limbs: zeros, int32 [2 * numel] on `device`, used as the memory of the sum; this object takes
-            ownership. None allocates new memory.
+            ownership. If None, new memory is allocated.
 
     Attributes:
         limbs: int32 [2, numel], owned by this object: hi and lo.
         hi, lo: int32 [numel], the rows of `limbs`, which are zero outside of slots.
         bins: uint8 [numel // 64], owned by this object. 0 marks an empty block (no terms, zeros or
-            denormals). 255 marks an invalid ("poisoned") block, where a term had an inf, a NaN or a magnitude
-            of 2^126 or more. The limbs of empty and poisoned blocks are zero.
+            denormals). 255 marks an invalid ("poisoned") block, in which a term contained an inf, a NaN or a
+            magnitude of 2^126 or more. The limbs of empty and poisoned blocks are zero.
         width: number of bits of a limb (integer) that one term uses.
 
     Raises:
@@ -158,7 +158,7 @@ class ExactSum:
             tensors: one entry per slot, read. None adds nothing.
             first: True overwrites the sum with this term, so the sum need not be cleared. Slots without a
                 tensor become empty.
-            nonfinite: uint8 [n], OR-ed with 1 where this term makes a block invalid.
+            nonfinite: uint8 [n], OR-ed with 1 for each slot in which this term makes a block invalid.
 
         Cost: the op reads each gradient once, writes 8 bytes per element, and reads 8 bytes per element
         unless `first`. In total it moves 20 bytes for float32 (12 if `first`), and 18 bytes for bfloat16 (10
@@ -188,7 +188,8 @@ class ExactSum:
             bins: uint8 [numel // 64], read; at least `self.bins` in every block, usually the maximum over all
                 ranks. A block that is invalid on one rank is then invalid on all ranks.
 
-        Cost: the op reads 2 bytes per block. Where a bin grows, it reads 4 and writes 8 bytes per element.
+        Cost: the op reads 2 bytes per block. In each block whose bin grows, it reads 4 bytes and writes 8
+        bytes per element.
 
         Example:
             >>> total = ExactSum(BucketPlan([0], [3]), numel=64, terms=8, device=torch.device("cpu"))

@@ -1,7 +1,7 @@
 """Reference implementation of `ExactSum` in plain PyTorch. csrc/exact.h has the rules and their proofs.
 
-This implementation has the same bits as the native core. Builds without the core, and devices other than CPU
-and CUDA, use this implementation. `exact.py` has checked the arguments.
+This implementation produces the same bits as the native core. Builds without the core, and devices other than
+CPU and CUDA, use this implementation. `exact.py` has checked the arguments.
 """
 
 from collections.abc import Iterable
@@ -12,7 +12,7 @@ from torch import Tensor
 from pyengine.ops.reference import Slots
 
 BLOCK = 64  # Number of elements that share a bin.
-POISONED = 255  # Bin of a block where a term had an inf, a NaN or a magnitude of 2^126 or more.
+POISONED = 255  # Bin of a block in which a term had an inf, a NaN or a magnitude of 2^126 or more.
 _POISON_EXPONENT = 253
 
 
@@ -29,8 +29,8 @@ def deposit_(
     """Add the tensor of every slot to the sum, or overwrite the sum with the tensors.
 
     Here and in the ops below, `limbs` is a tuple of hi and lo, int32 [numel], and bins, uint8 [numel / 64].
-    One term uses `width` bits of a limb (integer). `nonfinite` is OR-ed with 1 where the term makes a block
-    invalid.
+    One term uses `width` bits of a limb (integer). `nonfinite` is OR-ed with 1 for each slot in which the
+    term makes a block invalid.
     """
     for slot, ((offset, numel), tensor) in enumerate(zip(slots, tensors, strict=True)):
         blocks = slice(offset // BLOCK, -(-(offset + numel) // BLOCK))

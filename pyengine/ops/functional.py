@@ -106,8 +106,7 @@ def accumulate_(
     Args:
         acc: float32 [at least the sum of numels], written; not read if `first`. An inf or nan stays in `acc`,
             so that `unscale_norm` finds it.
-        grads: any shapes, read. For None, the elements are zeroed if `first`, and
-            unchanged otherwise.
+        grads: any shapes, read. For None, the elements are zeroed if `first`, and otherwise unchanged.
         scale, like: see `flatten`.
         first: whether to overwrite `acc` instead of adding to it, so that `acc` need not be cleared.
 
@@ -257,7 +256,7 @@ def _flatten_(out: Tensor, tensors: TensorList, scale: Tensor, numels: Sequence[
 def _unflatten_(
     tensors: TensorList, flat: Tensor, scale: Tensor, numels: Sequence[int], slots: Sequence[int]
 ) -> None:
-    """Run `unflatten_`; `slots` has the index of each tensor in the list with None entries."""
+    """Run `unflatten_`; `slots` contains the index of each tensor in the list with None entries."""
     _plan(*numels).unpack_(_spread(tensors, slots, len(numels)), flat, scale)
 
 
@@ -297,8 +296,8 @@ def _unscale_by_dtype(tensors: TensorList, inv_scale: Tensor, *, is_written: boo
     ]
     if is_written and len(groups) > 1:
         check_in_place(plan, [("tensors", group) for group in groups], ("inv_scale", inv_scale))
-    # There is one element more than tensors, because a sum needs at least one element. The flags in
-    # `nonfinite` are not used, because a nonfinite total gives the same information.
+    # There is one element more than there are tensors, because a sum needs at least one element. The flags in
+    # `nonfinite` are not used, because a nonfinite total contains the same information.
     sumsq = torch.zeros(len(groups), len(tensors) + 1, dtype=torch.float64, device=device)
     nonfinite = torch.empty(len(tensors), dtype=torch.uint8, device=device)
     for row, group in zip(sumsq, groups, strict=True):

@@ -28,7 +28,7 @@ except ImportError as error:
 
 
 def hidden_installation() -> str:
-    """Name an imported source tree and the installed pyengine that it hides, or return an empty string."""
+    """Describe the imported source tree if it hides an installed pyengine; empty if it hides none."""
     here = FOLDER.resolve()
     tree = here.parents[1]
     if not (tree / "setup.py").is_file():  # pyengine is imported from an installation
@@ -70,7 +70,7 @@ def cuda_core() -> ModuleType | None:
     return None
 
 
-# Tensor subclasses may not store their elements at their address, so the core reads only these types.
+# Tensor subclasses may store their elements elsewhere, so the core reads only these types.
 _PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
 # Dispatch keys of tensors that store their elements unchanged at their address. Python checks tensors with
 # other keys (lazy negation, subclasses with custom dispatch, fake tensors).

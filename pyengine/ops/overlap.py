@@ -1,9 +1,9 @@
-"""Checks that the output of an op shares no memory with its inputs, except in place.
+"""Checks that the output of an op shares no memory with its inputs, unless the op works in place.
 
 Threads run in no fixed order, so an op whose output overlaps its input could read memory that the op has
-already overwritten. An op may work in place if the output is exactly the same slot, in the same dtype. The
-core checks all addresses in a microsecond; if the core finds a possible overlap, Python checks the addresses
-one by one and formats the error message.
+already overwritten. An op may work in place if its output is exactly the memory of the same slot, in the same
+dtype. The core checks all addresses in a microsecond; if the core finds a possible overlap, Python checks the
+addresses one by one and formats the error message.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from pyengine.ops.pointers import ADDRESSED, DTYPE_CODES, Pointers
 
-# The name of a tensor in error messages, with the tensor; or the name of a list, with one tensor per slot.
+# A tensor with its name in error messages, and a list of one tensor per slot with the name of the list.
 Named: TypeAlias = tuple[str, Tensor]
 NamedList: TypeAlias = tuple[str, Pointers]
 

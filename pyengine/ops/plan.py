@@ -2,9 +2,9 @@
 
 `functional.py` provides the same operations without a plan. A plan describes n *slots* (ranges) of a flat 1-D
 buffer. An op processes every slot in one call and one pass over memory. Ops on CPU and CUDA tensors run in
-the native core, and ops on other devices run in `reference.py`. Results have the same bits on every
-instruction set, thread count and GPU, except for the bits of a NaN. Autograd does not record ops: they only
-read and write data. `versions.py` has the public plan, which increments tensor versions.
+the native core, and ops on other devices run in `reference.py`. Results have the same bits with every
+instruction set and thread count and on every GPU, except for the bits of a NaN. Autograd does not record ops:
+they only read and write data. `versions.py` contains the public plan, which increments tensor versions.
 
 On CUDA an op is one kernel launch on the current stream for any number of slots, and does not wait. A list of
 more than 4000 tensors needs a second launch for its addresses unless the list is a `Pointers`. An op with two
@@ -51,11 +51,11 @@ class BucketPlan:
 
     Every list of tensors has one entry per slot. All tensors of a list have the same dtype (float32, bfloat16
     or float16) and device. Each tensor is contiguous and has the numel of its slot, at any alignment. `None`
-    stands for a parameter without a gradient. Pass `pointers(tensors)` instead of a list to check the list
+    represents a parameter without a gradient. Pass `pointers(tensors)` instead of a list to check the list
     only once. A tensor that an op writes must not share memory with a tensor that the op reads. The only
-    exception is an op in place, on exactly the memory of the same slot in the same dtype. Every scale is a
-    0-dim float32 tensor on the device of the other tensors; products are rounded to float32. The caller owns
-    all memory.
+    exception is an op in place, in which both tensors are exactly the same memory, for the same slot and in
+    the same dtype. Every scale is a 0-dim float32 tensor on the device of the other tensors; products are
+    rounded to float32. The caller owns all memory.
 
     Raises:
         ValueError, TypeError: from the constructor and every op, for invalid arguments; raised before
@@ -89,7 +89,7 @@ class BucketPlan:
 
         Args:
             tensors: one entry per slot. The result keeps the tensors alive. If a tensor gets new memory,
-                later ops use it.
+                later ops use the new memory.
 
         Cost: no device work, or one launch for more than 256 CUDA tensors.
 
@@ -110,7 +110,7 @@ class BucketPlan:
         *,
         only_if: Tensor | None = None,
     ) -> None:
-        """Write `cast(tensor * scale)` to every slot of `flat`, and zeros where the entry is None.
+        """Write `cast(tensor * scale)` to every slot of `flat`, or zeros if the entry is None.
 
         Args:
             flat: float32, bfloat16 or float16 [at least flat_numel], written.
@@ -178,7 +178,7 @@ class BucketPlan:
             grads: one entry per slot, read. For None, the slot is zeroed if `first`, and unchanged otherwise.
             scale: float32 [].
             first: whether to overwrite `acc`, as in the first micro-batch of a window.
-            nonfinite: uint8 [n], OR-ed with 1 where any `grad * scale` is inf or NaN.
+            nonfinite: uint8 [n], OR-ed with 1 for each slot in which any `grad * scale` is inf or NaN.
 
         Cost: the op reads each gradient once, writes 4 bytes per element, and reads 4 bytes per element
         unless `first`. In total it moves 10 bytes per bfloat16 element, or 6 if `first`.
@@ -218,10 +218,11 @@ class BucketPlan:
         Args:
             wire: float32, bfloat16 or float16 [at least flat_numel], written. May be `acc` itself.
             acc: float32 [at least flat_numel], read unless `first`.
-            grads: one entry per slot, read. None writes `acc * wire_scale`, or zeros if `first`.
+            grads: one entry per slot, read. For None, `acc * wire_scale` is written, or zeros if `first`.
             grad_scale, wire_scale: float32 [].
             first: whether the window has a single micro-batch, so that `acc` is not used.
-            nonfinite: uint8 [n], OR-ed with 1 where any value in `wire` is inf or NaN (float16 may overflow).
+            nonfinite: uint8 [n], OR-ed with 1 for each slot of `wire` that contains inf or NaN (float16 may
+                overflow).
 
         Cost: the op reads 4 bytes per element (0 if `first`), reads each gradient once, and writes `wire`
         once. In total it moves 8 bytes per bfloat16 element, or 4 if `first`.
@@ -270,12 +271,13 @@ class BucketPlan:
 
         Args:
             tensors: one entry per slot, read. The sum of a slot with None is 0.
-            out: None stores nothing. The same list works in place; another list receives y in its own dtype.
+            out: if None, y is not stored. If `out` is the list `tensors`, the op works in place. Another list
+                receives y in its own dtype.
             scale: float32 [].
             sumsq: float64 [n], overwritten with Σ y² of each slot, where y is the stored value (after the
                 cast to the dtype of `out`). The summation order is fixed, so the bits depend only on the
                 values.
-            nonfinite: uint8 [n], OR-ed with 1 where any y is inf or NaN.
+            nonfinite: uint8 [n], OR-ed with 1 for each slot in which any y is inf or NaN.
 
         Cost: one read per element, and one write if `out` is given.
 

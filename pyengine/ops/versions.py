@@ -25,7 +25,8 @@ _Op = TypeVar("_Op", bound=Callable[..., Any])
 def _incrementing(op: _Op, *written: str) -> _Op:
     """Return a method that runs `op` and then increments versions, like the in-place ops of PyTorch.
 
-    `written` has the names of arguments to which `op` writes, or of attributes if they start with a dot.
+    `written` contains the names of the arguments to which `op` writes. A name that starts with a dot is the
+    name of an attribute.
     """
     signature = inspect.signature(op)
 

@@ -22,8 +22,8 @@ class GradScaler(torch.amp.GradScaler):
     Assign it to `sync.scaler`, which also converts a torch GradScaler to this class. The engine then scales
     losses in `backward`, unscales gradients when it divides by the count, and updates the scale in `step`. In
     a `micro_batch` block the caller scales losses: `scaler.scale(loss).backward()`. Arguments and state are
-    the same as in torch. Equal gradients give bit-equal parameters with this scaler and with torch's scaler
-    (whose scales are powers of two).
+    the same as in torch. Equal gradients lead to bit-equal parameters with this scaler and with torch's
+    scaler (whose scales are powers of two).
 
     Attributes:
         has_scaled: whether the scaler has scaled a loss since the last reduction.
@@ -111,7 +111,7 @@ class GradScaler(torch.amp.GradScaler):
         self._final = self._counter = None
 
     def follow(self) -> None:
-        """Update the scale after a reduced window, depending on overflow; equal on every rank."""
+        """Update the scale after a reduced window, depending on `overflow`, equally on every rank."""
         if self._final is not None and self._scale is not None:
             assert self._growth_tracker is not None  # torch creates the tracker together with the scale
             torch._amp_update_scale_(
@@ -191,7 +191,7 @@ def taken_over(scaler: torch.amp.GradScaler) -> GradScaler:
 
 
 def copy_of(scaler: torch.amp.GradScaler) -> GradScaler:
-    """Return a copy of a scaler for one engine, for several engines that share a torch scaler."""
+    """Return a copy of a scaler, for one of several engines that share a torch scaler."""
     if type(scaler) not in (torch.amp.GradScaler, GradScaler):
         raise TypeError(
             f"the loss scaler is a {type(scaler).__name__}, whose behavior would be lost: need a "

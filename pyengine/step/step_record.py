@@ -37,7 +37,7 @@ class StepRecord:
         grad_norm: 2-norm of the mean gradient before clipping and without the loss scale. If the norm is inf
             or nan, the step was skipped.
         skipped: whether the step was skipped and the parameters left unchanged.
-        reason: why the step was skipped, or why a `pe.SpikePolicy` clipped it; empty otherwise.
+        reason: why the step was skipped, or why a `pe.SpikePolicy` clipped the gradients; empty otherwise.
         bytes_on_wire: bytes that this rank sent for the window.
         collectives: number of collectives that this rank launched for the window, including the header.
         backward_s: seconds inside the window's backwards.

@@ -1,4 +1,4 @@
-"""Optimizers over the gradients of an engine: the allowed parameters, and the time of a step."""
+"""Optimizers over the gradients of an engine: which parameters they may step, and when."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class WindowOptimizer(torch.optim.Optimizer):
     in the middle of a window.
 
     A copy (`copy.deepcopy`, `pickle`) contains a copy of the wrapped optimizer and belongs to no engine, so
-    its `step` raises. Use `sync.wrap(copy.optimizer)` instead.
+    its `step` raises an error. Use `sync.wrap(copy.optimizer)` instead.
 
     Attributes:
         optimizer: the wrapped optimizer.
@@ -107,7 +107,7 @@ class WindowOptimizer(torch.optim.Optimizer):
 
         Raises:
             RuntimeError: this is a copy; or a `loss.backward()` outside of any window has left gradients that
-                no step would use; or for a reason given in `sync.step`.
+                no step would use; or one of the errors of `sync.step`.
         """
         if self._sync is None:
             raise RuntimeError(
@@ -162,7 +162,7 @@ class OptimizerCheck:
     ) -> tuple[OptimizerStep, list[Tensor]]:
         """Return a description of the step, and copies of the hyperparameters on an accelerator.
 
-        The parameters of an optimizer are checked again only if they differ from its last step.
+        The parameters of an optimizer are checked again only if they differ from those of its last step.
         """
         ids = [id(param) for group in optimizer.param_groups for param in group["params"]]
         looked = self._looked.get(optimizer)

@@ -25,7 +25,7 @@ __all__ = ["JsonLines", "Listener", "Wandb", "chrome_trace", "numbers"]
 
 
 def numbers(record: StepRecord) -> dict[str, float]:
-    """Return the numbers of a record by name, without missing numbers; `skipped` is 0 or 1.
+    """Return the numbers of a record by name. Missing numbers are omitted, and `skipped` is 0 or 1.
 
     If a field has several numbers, their names have the form `grad_norms/<parameter>`.
 
@@ -167,10 +167,10 @@ class Wandb(Listener):
 def chrome_trace(path: str | os.PathLike[str], *, rank: int = 0) -> Iterator[None]:
     """Profile the body on one rank and write a trace for chrome://tracing and Perfetto.
 
-    In addition to PyTorch's events, the trace has `pyengine: backward`, `pyengine: exposed_sync`, `pyengine:
-    optimizer`, and for every bucket `pyengine: launch bucket <n>` and `pyengine: wait for bucket <n>` (except
-    under DDP, which waits itself). The process group adds the collectives as `gloo:all_reduce` or
-    `nccl:all_reduce`, in launch order after the header's all-reduce.
+    In addition to PyTorch's events, the trace contains `pyengine: backward`, `pyengine: exposed_sync`,
+    `pyengine: optimizer`, and for every bucket `pyengine: launch bucket <n>` and `pyengine: wait for bucket
+    <n>` (except under DDP, where DDP itself waits). The process group adds the collectives as
+    `gloo:all_reduce` or `nccl:all_reduce`, in launch order after the header's all-reduce.
 
     Args:
         path: the JSON file to write; compressed if the name ends in `.gz`.

@@ -102,7 +102,7 @@ class HeaderDigest:
         lanes[1::2] = pieces * pieces
 
     def describe(self) -> dict[str, str]:
-        """Return a description of each part, with the keys of `_PARTS`, for an error; reads device values."""
+        """Describe each part for an error message, with the keys of `_PARTS`; reads values on a device."""
         scale = "no loss scale" if self.scale is None else f"a loss scale of {float(self.scale):g}"
         factors = ", ".join(f"{float(factor):g}" for factor in self.use.factors)
         none = "the caller's own, by unscale_" if self.use.is_callers_own else "no step"

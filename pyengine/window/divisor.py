@@ -14,8 +14,8 @@ class Divisor:
 
     1/count is applied before the communication if the wire needs means (float16, to keep sums in range, or a
     wire with residuals), and otherwise in the pass that computes the norm of the reduced gradients. The
-    inverse loss scale (float64 0-dim) is always applied in this pass, because unscaled gradients would
-    underflow in a narrow communication dtype.
+    inverse loss scale (float64 0-dim) is always applied in that pass, because gradients without the loss
+    scale would underflow in a narrow communication dtype.
     """
 
     def __init__(self, inv_count: Callable[[], Tensor], wire: Wire, inv_scale: Tensor | None = None) -> None:

@@ -1,4 +1,4 @@
-"""Sums of a few scalars that do not depend on their order, grouping or the number of ranks.
+"""Sums of a few scalars, independent of the order, the grouping and the number of ranks.
 
 A float64 is split at fixed bit positions into 40-bit integers. Each integer is stored in a separate element
 (lane), so up to 2^13 integers can be added in float64 without rounding and in any order. The host combines
@@ -25,7 +25,7 @@ ROUNDED_LANE = 2  # `rounded` uses this lane, but any lane is possible
 
 
 def lanes(values: Tensor) -> Tensor:
-    """Return the sum of float64 `[n]` as `[NUM_LANES]` integers, to be added to those of other sums.
+    """Return the sum of float64 `[n]` as `[NUM_LANES]` integers, which can be added to those of other sums.
 
     Every bit of float32 values is kept; bits of other values below 2^-152 are dropped. The sum is exact for
     up to 8192 values in total.

@@ -65,7 +65,7 @@ class Faults(list[Fault]):
         return [fault.flag for fault in self if fault.flag is not None]
 
     def all_refusals(self) -> list[str]:
-        """Return all errors of this rank in the window. Reads flags, so only for error messages."""
+        """Return all errors of this rank in the window; only for error messages, because it reads flags."""
         return [
             fault.text
             for fault in self

@@ -39,8 +39,8 @@ class ShardedNorm:
 
         The flag is nan if any rank has dropped the window. The parts of the ranks are added in rank order,
         independent of the all-reduce algorithm. The bits are therefore equal on every rank, and a rank that
-        includes no element does not change them. A nonfinite sum that is not included also makes the flag
-        nan.
+        includes no element does not change them. The flag is also nan if a sum that its rank does not include
+        is nonfinite.
 
         Cost: waits for one all-reduce of 8 bytes, plus 8 bytes per rank, and 8 bytes per name after
         `add_names`.
@@ -72,7 +72,7 @@ class FinalPass:
     """The results of one pass over the reduced gradients: their norm, and whether they may be used.
 
     The pass multiplies each bucket by 1/count and by the inverse loss scale while later buckets are being
-    reduced. `.grad` therefore holds the mean, and all results refer to the mean.
+    reduced. `.grad` therefore contains the mean, and all results refer to the mean.
     """
 
     def __init__(self, num_params: int, device: torch.device, sharded: ShardedNorm | None = None) -> None:
@@ -118,7 +118,7 @@ class FinalPass:
         self._squares_before_clipping: Tensor | None = None
 
     def compute_norm(self, *, is_refused: bool = False) -> None:
-        """Compute the norm from `sumsq`, and whether to skip the step from the norm and `void`.
+        """Compute the norm from `sumsq`, and decide from the norm and `void` whether to skip the step.
 
         If ranks hold different elements, this method waits for one all-reduce, unless ranks disagreed in the
         header.
@@ -182,7 +182,7 @@ class FinalPass:
         return self._norm
 
     def guarding_norm(self, norm: Tensor) -> Tensor:
-        """Return `norm` for a step by the user; nan instead of a finite norm if the step is skipped."""
+        """Return `norm` for users who step themselves; a finite norm becomes nan if the step is skipped."""
         return torch.where((self.found_inf != 0) & norm.isfinite(), torch.nan, norm)
 
     def squares(self) -> Tensor:

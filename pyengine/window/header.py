@@ -1,9 +1,9 @@
 """The header: a short all-reduce per window in which ranks compare count, loss, position and errors.
 
 The header is launched just before the window's last backward, when its contents are known, so it overlaps
-with this backward. If ranks disagree, the header raises an error on every rank, instead of a hang or a wrong
-divisor. On the CPU no collective follows a header in which ranks disagree, because the buckets of another
-engine may have other sizes.
+with this backward. If ranks disagree, every rank raises an error, which prevents a hang or a wrong divisor.
+On the CPU no collective follows a header in which ranks disagree, because the buckets of another engine may
+have other sizes.
 """
 
 from __future__ import annotations
@@ -39,18 +39,17 @@ _LOSSES = _DIGEST + 2 * NUM_PIECES
 _SHARED = _LOSSES + exact_scalars.NUM_LANES
 # The last three elements are numbers of ranks: ranks with a loss scaler that have not scaled a loss, ranks
 # that have scaled a loss (a single rank may have all losses of a batch), and ranks that leave the count to
-# the counting rank. If any rank leaves its count, the lanes cannot be compared.
+# the counting rank. If any rank leaves its count to that rank, the lanes cannot be compared.
 _UNSCALED, _SCALED, _SILENT = -3, -2, -1
 
 Count = int | float | Tensor
 
 # The largest count of a micro-batch. Above it, float64 cannot represent every integer, and sums may overflow.
-# could overflow.
 MAX_COUNT = 2.0**53
 
 
 def checked_count(count: object) -> Count:
-    """Return a count that can be summed, or raise before any backward; the header checks its value."""
+    """Return a count that can be summed, or raise an error before any backward; the header checks it."""
     if type(count) is int and -MAX_COUNT < count < MAX_COUNT:
         return count  # this is the usual case
     if isinstance(count, Tensor):
@@ -175,7 +174,7 @@ class LocalWindow:
         self.is_silent = other.is_silent
 
     def counts_on(self, device: torch.device) -> Tensor:
-        """Return the counts as float64 `[micro-batches]` on `device`; the host reads no device count."""
+        """Return the counts as float64 `[micro-batches]` on `device`, without reading them from a device."""
         counts = send(
             [0.0 if isinstance(n, Tensor) else float(n) for n in self.counts], torch.float64, device
         )
@@ -201,14 +200,14 @@ class LocalWindow:
         return 0 <= count <= MAX_COUNT and (not self.is_exact or count == math.floor(count))
 
     def are_valid(self, counts: Tensor) -> Tensor:
-        """Return which counts on a device are valid: bool, of the shape of `counts`, which is float64."""
+        """Return which counts on a device are valid, as a bool tensor of the shape of `counts` (float64)."""
         valid = (counts >= 0) & (counts <= MAX_COUNT)
         return valid & (counts == counts.floor()) if self.is_exact else valid
 
     def nonfinite_losses(self) -> list[int]:
         """Return the indices of micro-batches whose loss is inf or nan.
 
-        Only for error messages, because it reads losses on a device.
+        Use this only for error messages, because it reads losses on a device.
         """
         losses = enumerate(self.losses)
         return [index for index, loss in losses if loss is not None and not math.isfinite(loss)]
@@ -249,7 +248,7 @@ class RunningWindow(LocalWindow):
 
 
 def _finite_where(is_nothing: Tensor | bool, losses: Tensor) -> Tensor:
-    """Return losses with inf and nan replaced by 0 where `is_nothing`, as the mean over no items is nan."""
+    """Replace inf and nan by 0 in losses without items (`is_nothing`): the mean over no items is nan."""
     return torch.where(~losses.isfinite() & is_nothing, 0.0, losses)
 
 
@@ -350,7 +349,7 @@ class Header:
         return self._work is None or self._comm.is_stream_ordered or self._work.is_completed()
 
     def is_refused(self) -> bool:
-        """Wait, and return whether ranks disagree, which forbids further collectives; False on a device."""
+        """Wait, and return whether ranks disagree, so that no collective may follow; False on a device."""
         return self._is_visible and (self.known_totals or self.totals()).differ
 
     @property

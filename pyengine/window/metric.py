@@ -15,7 +15,7 @@ from pyengine.window.observer import WindowObserver
 
 @dataclass(frozen=True)
 class MetricContext:
-    """The gradients over which metrics are computed."""
+    """The gradients from which metrics are computed."""
 
     names: Sequence[str]  # Parameter names of all ranks.
     is_trained: Sequence[bool]  # By name, whether the parameter requires a gradient.
@@ -50,7 +50,7 @@ class Metric(WindowObserver):
         raise NotImplementedError
 
     def record(self, numbers: Sequence[float], *, skipped: bool) -> Any:
-        """Return the value for the record; called once per step, in order, when the host has the numbers."""
+        """Return the value for the record; called once per step, in order, when the host knows them."""
         raise NotImplementedError
 
     # ---- saved state ----

@@ -29,7 +29,7 @@ class NoiseEstimate:
     Attributes:
         noise, signal: this window's unbiased estimates of tr(S) and ‖G‖²; either may be negative.
         scale: B_noise = tr(S) / ‖G‖² in samples, from averages over windows. None if the average of ‖G‖² is
-            not above 0: the gradient cannot yet be distinguished from 0.
+            not above 0, so that the gradient cannot be distinguished from 0 yet.
         spread: standard error of `scale`, estimated over windows; None in the first window.
         windows: number of windows in the averages.
     """

@@ -13,7 +13,7 @@ MAX_NAMED = 5
 
 @dataclass(frozen=True)
 class RankFindings:
-    """The information of one rank about a failed window."""
+    """What one rank knows about a failed window."""
 
     gave_up: str  # The exception in this rank's last backward; empty if there was none.
     losses: list[int]  # Micro-batches whose loss was inf or nan.

@@ -25,8 +25,8 @@ class Spike:
     Attributes:
         norm, median: norm of the mean gradient before clipping, and the running median.
         params: maps the name of each parameter that caused the spike to the ratio of the parameter's norm to
-            its running median. Contains the ratios above `factor`, or else only the parameter with the
-            largest norm.
+            its running median. Contains the ratios above `factor`; if there are none, only the parameter with
+            the largest norm.
     """
 
     norm: float
@@ -37,9 +37,9 @@ class Spike:
 class SpikePolicy(Metric):
     """Skip or clip windows whose gradient norm is above `factor` times a running median.
 
-    The decision is made on the device from the norm, whose bits are equal on every rank, so all ranks do the
-    same and no host waits. `StepRecord.spike` has the norm, the median, and the parameters that caused the
-    spike; `StepRecord.reason` describes them.
+    The decision is made on the device from the norm, whose bits are equal on every rank, so all ranks decide
+    alike and no host waits. `StepRecord.spike` contains the norm, the median, and the parameters that caused
+    the spike; `StepRecord.reason` describes them.
 
     No window is a spike while the median is 0, for example before a model starts to train.
 
@@ -58,9 +58,9 @@ class SpikePolicy(Metric):
     Raises (from `sync.measure`):
         ValueError: an argument is invalid, or the device is an XLA device.
 
-    Cost: memory for `window` times 8 bytes per parameter, which are sorted in every window. "clip" reads and
-    writes every gradient once more: on an accelerator in every window, on the CPU only in windows with a
-    spike.
+    Cost: memory for `window` norms of 8 bytes per parameter. These norms are sorted in every window. "clip"
+    reads and writes every gradient once more: on an accelerator in every window, on the CPU only in windows
+    with a spike.
 
     Example:
         >>> sync.measure(pe.SpikePolicy(factor=4, window=100))  # doctest: +SKIP

@@ -351,7 +351,7 @@ class VerdictQueue:
             self._has_warned = True
 
     def _last_of_all_ranks(self) -> Verdict | None:
-        """Return the outcome of the last window, without windows that are known to have been refused."""
+        """Return the outcome of the last window that is not known to have been refused."""
         return self._before if self._last is not None and self._last.was_refused else self._last
 
     def _count(self, _: Totals, skips: bool) -> None:

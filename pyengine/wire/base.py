@@ -19,7 +19,7 @@ class Encoding:
     """A quantization of values for communication."""
 
     codec: Codec
-    seed: int | None = None  # seed of stochastic rounding; None rounds to nearest
+    seed: int | None = None  # seed of stochastic rounding; if None, values are rounded to nearest
 
 
 class Spelled:
@@ -48,7 +48,7 @@ class Wire(ABC):
     def folds_count(self) -> bool:
         """Whether gradients are multiplied by 1/count before the cast to `dtype`.
 
-        Multiplying before the cast keeps sums in the range of float16, and makes residuals multiples of the
+        Multiplying before the cast keeps sums in the range of float16, and gives residuals the scale of the
         mean. If False, the engine multiplies after the sum.
         """
         return False
@@ -57,8 +57,8 @@ class Wire(ABC):
     def is_encoded(self) -> bool:
         """Whether the result only approximates the sum, so that a sum of zeros need not be 0.
 
-        A bucket of such a wire contains only gradients. Gradients that already have the wire's `dtype` are
-        also encoded. A wire that wraps another wire is encoded if either wire is encoded.
+        If the wire is encoded, a bucket contains only gradients. Gradients that already have the wire's
+        `dtype` are also encoded. A wire that wraps another wire is encoded if either wire is encoded.
         """
         return False
 
@@ -101,7 +101,7 @@ class Wire(ABC):
         return type(self).for_bucket is not Wire.for_bucket
 
     def for_bucket(self, memory: BucketMemory) -> Wire:
-        """Return the wire of one bucket for all windows; `self` if the wire keeps no state per bucket.
+        """Return the wire of one bucket for all windows, or `self` if the wire keeps no state per bucket.
 
         Args:
             memory: state that the returned wire may keep between windows; the owner of the bucket owns it.
@@ -118,7 +118,7 @@ class Wire(ABC):
             comm: transport.
 
         Returns:
-            A work that is complete when `flat` has the sum.
+            A work that is complete when `flat` contains the sum.
 
         Cost: every rank sends `bytes_on_wire` bytes.
         """
@@ -126,7 +126,7 @@ class Wire(ABC):
     def reduce_scatter(self, out: Tensor, parts: Tensor, comm: Comm) -> None:
         """Sum sharded gradients over all ranks, and keep this rank's part of the sum.
 
-        The host waits for the result; on an accelerator the current stream waits.
+        The host waits for the result. On an accelerator, the current stream waits instead.
 
         Args:
             out: output, `[n]`, of `dtype` or a wider dtype: this rank's part of the sum.

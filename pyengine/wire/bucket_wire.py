@@ -20,7 +20,7 @@ from pyengine.wire.memory import BucketMemory, BucketSlice
 
 _log = logging.getLogger("pyengine.wire")
 
-_TURNS = 2**20  # numbers for sums in a window; a bucket has fewer sums
+_TURNS = 2**20  # numbers reserved for the sums of a window; a bucket has fewer sums
 
 _W = TypeVar("_W", bound=Wire)
 
@@ -129,7 +129,7 @@ class WireMemory:
             memory.turn = self._turn
 
     def parts(self) -> dict[Hashable, Tensor]:
-        """Return the residuals by parameter, float32 `[numel]`; views of the wires' memory or copies."""
+        """Return the residuals by parameter, float32 `[numel]`, as views of the wires' memory or copies."""
         found = {key: memory.part(key) for key, memory in self._memory_of.items()}
         return self._loaded | {key: part for key, part in found.items() if part is not None}
 

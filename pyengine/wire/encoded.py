@@ -66,7 +66,7 @@ class _Encoded(Spelled, Wire):
     def bytes_on_wire(self, numel: int, world_size: int) -> int:
         """Return the bytes that one rank sends, for W parts of whole blocks.
 
-        A rank sends 2 (W - 1) / W bytes per element, and four times as many bytes per block.
+        A rank sends 2 (W - 1) / W bytes per element, and in addition 8 (W - 1) / W bytes per block.
         """
         return Parts(self._codec(), numel, world_size).bytes_sent
 
@@ -77,12 +77,12 @@ class Int8(_Encoded):
 
     The rounding error of a value is at most 0.50004 times the scale of its block, which is the largest
     magnitude in the block divided by 127. The sum is also rounded, with scales computed from the sum.
-    Elements much smaller than the largest element of their block become 0: see `ErrorFeedback`. inf and nan
-    become nan in the same element.
+    Elements much smaller than the largest element of their block become 0: see `ErrorFeedback`. An element
+    that is inf or nan becomes nan.
 
     Args:
         block: number of elements that share a scale: 32, 64, 128, 256, 512 or 1024.
-        rounding: "nearest"; or "stochastic", which rounds up or down at random, without bias, with twice the
+        rounding: "nearest", or "stochastic", which rounds up or down at random without bias and has twice the
             error bound.
         seed: seed of stochastic rounding.
     """

@@ -19,11 +19,11 @@ from pyengine.wire.memory import BucketMemory
 class ErrorFeedback(Wire):
     """Keep the rounding error of another wire, and add it to the values of the next window.
 
-    Every rank keeps one float32 residual per element: the rounding error of this rank's values, and in this
-    rank's part of a bucket also the rounding error of the sum (sums of sharded gradients are not rounded).
-    The sum of all results therefore differs from the sum of the true gradients by at most the current
-    residuals, which are the error of one window. Over n windows the error of the mean is n times smaller
-    (Seide et al. 2014, Karimireddy et al. 2019; for both roundings Tang et al. 2019).
+    Every rank keeps one float32 residual per element. It is the rounding error of this rank's values; in this
+    rank's part of a bucket it also includes the rounding error of the sum (sums of sharded gradients are not
+    rounded). The sum of all results therefore differs from the sum of the true gradients by at most the
+    current residuals, which are the error of one window. Over n windows the error of the mean is n times
+    smaller (Seide et al. 2014, Karimireddy et al. 2019; Tang et al. 2019 for both roundings).
 
     Values are multiplied by 1/count before the residual is added. Residuals therefore have the scale of the
     mean gradient, and windows may have any counts. A skipped window, for example with inf or nan, resets the
@@ -35,9 +35,9 @@ class ErrorFeedback(Wire):
     Raises:
         TypeError, ValueError: `wire` is not one of these wires.
 
-    Cost: memory for 4 bytes per element, which the encoding pass reads and writes. Under FSDP2 every rank has
-    a residual for each element of the unsharded gradients, for any world size. A further read and write of 4
-    bytes per element are needed for 1/count.
+    Cost: 4 bytes of memory per element, which the encoding pass reads and writes. Under FSDP2 every rank has
+    a residual for each element of the unsharded gradients, for any world size. Multiplying by 1/count reads
+    and writes another 4 bytes per element.
     """
 
     dtype: ClassVar[torch.dtype] = torch.float32

@@ -72,10 +72,11 @@ class Parts:
 class Rounding:
     """The rounding of values in one sum."""
 
-    # float32 `[numel]`, added to the values and overwritten with the rounding error; None discards the error.
+    # float32 `[numel]`, added to the values and overwritten with the rounding error. If None, the error is
+    # discarded.
     residual: Tensor | None = None
-    # The seeds of stochastic rounding, for the values of this rank and for the sum of its part; None rounds
-    # to nearest.
+    # The seeds of stochastic rounding, for the values of this rank and for the sum of its part. If a seed is
+    # None, rounding is to nearest.
     seeds: tuple[int | None, int | None] = (None, None)
 
     def residual_of(self, bounds: slice) -> Tensor | None:
@@ -131,9 +132,9 @@ def sum_encoded(
 
     Cost: each rank sends `Parts.bytes_sent` bytes. For a float32 bucket, encoding reads 4 bytes and writes a
     code per element; the sum reads W codes and writes one code for every W elements; decoding reads a code
-    and writes 4 bytes per element. `memory` has two codes per element. A bf16 or fp16 bucket is sent
-    unchanged: the sum reads W elements and writes one element for every W elements. `memory` then has a copy
-    of the bucket, and a second copy if W does not divide the bucket.
+    and writes 4 bytes per element. `memory` holds two codes per element. A bf16 or fp16 bucket is sent
+    unchanged: the sum reads W elements and writes one element for every W elements. `memory` then holds a
+    copy of the bucket, and a second copy if W does not divide the bucket.
     """
     if comm.world_size == 1:
         return Staged(iter(()), 0, flat.device)

@@ -33,11 +33,11 @@ class FromHook(Wire):
 
     Hooks run for one bucket after another, in the same order on every rank, and each hook completes before
     any other communication. If hooks overlapped, a hook that continues on threads of the backend, such as the
-    PowerSGD hook, would mix its collectives with the collectives of another bucket. If the host waits for the
-    backend, for example gloo, the backward therefore waits for each hook.
+    PowerSGD hook, would mix its collectives with the collectives of another bucket. Therefore, if the host
+    waits for the backend, as with gloo, the backward waits for each hook.
 
-    If a bucket has inf or nan on a rank, the hook gets zeros on this rank, so that the hook's state stays
-    finite; the result is nan on all ranks.
+    If a bucket contains inf or nan on a rank, the hook gets zeros on this rank, so that the hook's state
+    stays finite. The result is nan on all ranks.
 
     Args:
         hook: communication hook for dense buckets.
@@ -45,8 +45,8 @@ class FromHook(Wire):
             state, and is not rescaled when a loss scale changes. Use a separate state for each engine.
 
     Raises:
-        TypeError: `hook` is not callable; or the process group in `state` has a different number of ranks
-            than the engine, which raises on every rank when the engine is created.
+        TypeError: `hook` is not callable, or the process group in `state` has a different number of ranks
+            than the engine. The latter is raised on every rank when the engine is created.
 
     Cost: the hook, two passes over the bucket, and an all-reduce of one byte.
 

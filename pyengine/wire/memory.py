@@ -60,7 +60,7 @@ class PayloadMemory:
         return torch.zeros(num_bytes, dtype=torch.uint8, device=device) if kept is None else kept
 
     def free(self, **buffers: Tensor) -> None:
-        """Keep buffers for the next sum; no collective may use them anymore."""
+        """Keep buffers for the next sum; no collective may still use them."""
         for name, buffer in buffers.items():
             if not runs_ahead(buffer.device):
                 self._kept[name, buffer.numel()] = buffer
@@ -98,7 +98,7 @@ class BucketMemory:
 
     @property
     def residual(self) -> Tensor:
-        """Rounding error to be added to the next sum, float32 `[numel]`; owned and initially zero."""
+        """Rounding error to be added to the next sum, float32 `[numel]`; initially zero."""
         if self._residual is None:
             self._residual = torch.zeros(self._numel, dtype=torch.float32, device=self._device)
         return self._residual
@@ -109,7 +109,7 @@ class BucketMemory:
         return self.turn - 1
 
     def part(self, key: Hashable) -> Tensor | None:
-        """Return the residual of a parameter, float32 `[numel]`, as a view or a copy, or None."""
+        """Return a parameter's residual, float32 `[numel]`, as a view or a copy; None if there is none."""
         return None if self._residual is None else self._place_of[key].read(self._residual)
 
     def load(self, parts: Mapping[Hashable, Tensor]) -> None:

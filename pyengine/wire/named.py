@@ -28,7 +28,7 @@ WireName: TypeAlias = Literal[
 ]
 WireLike: TypeAlias = Wire | WireName | torch.dtype
 
-# Wires with a rounding error that each rank knows, which error feedback needs.
+# Wires whose rounding error is known on each rank, as error feedback requires.
 _FED_BACK: dict[str, Wire] = {
     "bf16-sum-fp32": BF16(sum="fp32"),
     "fp16-sum-fp32": FP16(sum="fp32"),

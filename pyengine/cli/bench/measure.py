@@ -28,7 +28,7 @@ WARM_UP = 2  # Rounds in which DDP rebuilds its buckets and optimizers create th
 # A bf16 sum of eight terms rounds eight times by up to 2^-8 of the partial sum. Communication in bf16 rounds
 # once more, so that the error is at most 3.5 %.
 _AGREEMENT = 0.04
-# The time that a rank that fails alone waits before it raises, while the other ranks wait in a collective.
+# If only one rank fails, it waits this long before it raises its error; the others wait in a collective.
 _TIMEOUT = timedelta(seconds=60)
 _ELSEWHERE = "it failed on another rank"
 
@@ -98,7 +98,7 @@ def measure(setting: Setting, on_round: Callable[[int], None]) -> Measurements:
             names = list(variants)
             if not names:
                 raise RuntimeError(f"no variant could be measured: {outcome.failed}")
-            turn = done % len(names)  # rotate the order, so that the predecessors of a variant change
+            turn = done % len(names)  # rotate the order, so that each variant follows different variants
             for name in names[turn:] + names[:turn]:
                 taken, why = _try(partial(_window, variants[name], device), flags)
                 if taken is None:

@@ -23,7 +23,7 @@ from pyengine.cli.noise import Range
 from pyengine.cli.report import add_numbers
 
 _BUSY = 0.3  # A larger spread means that another program is running.
-_ENOUGH = 5  # Minimum number of rounds; five rounds agree by chance once in 16 times.
+_ENOUGH = 5  # Minimum number of rounds; five rounds agree by chance in 1 of 16 cases.
 
 
 class BenchReport(report.Report):

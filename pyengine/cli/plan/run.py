@@ -242,7 +242,7 @@ def _fields(line: str) -> dict[str, Any]:
 
 
 def _other_batch(noise: Noise, batch: float, lr: float, from_batch: float) -> dict[str, float]:
-    """Return the cost of a global batch; `steps` and `samples` to the same loss are relative to the run."""
+    """Return the cost of a global batch: `steps` and `samples` for the same loss, relative to the run."""
     steps = [noise.steps(batch, scale) / noise.steps(noise.batch, scale) for scale in (noise.low, noise.high)]
     return {
         "global_batch": batch,

@@ -24,7 +24,7 @@ from pyengine.cli.study.grid import Cell
 
 _MARKERS = "osD^vPX*"
 _DPI = 130
-_ON_LIGHT = "#111111"  # ink on a light tile, which is light on dark pages too
+_ON_LIGHT = "#111111"  # text color on a light tile, which is also light on dark pages
 _DASHED, _DOTTED = (0, (5, 4)), (0, (1.5, 2))
 
 

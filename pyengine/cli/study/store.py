@@ -193,7 +193,7 @@ _LIMITS: tuple[tuple[tuple[str, ...], float, float], ...] = (
     (("sync_s", "wall_s"), 0, _YEARS_S),
     (("busy",), 0, 1),
     (("noise_spread",), 0, sys.float_info.max),
-    (("accuracy",), -1e100, 1e100),  # the metric is the user's own, and is plotted
+    (("accuracy",), -1e100, 1e100),  # the user chooses the metric, and it is plotted
 )
 
 

@@ -18,7 +18,7 @@ from pyengine.data.sampler import WindowSampler
 from pyengine.engine.grad_sync import GradSync
 
 _BATCH = 64  # Global batch size of the learning rates below.
-_WARM_UP = 0.1  # Share of the steps that are warm-up.
+_WARM_UP = 0.1  # Share of the steps in the warm-up.
 
 
 def gpt(study: StudyProbe) -> None:

@@ -24,7 +24,7 @@ from pyengine.comm.launching import launch, signals_blocked
 
 _POLL_S = 0.25  # Seconds between two checks of a run.
 _BUSY_S = 0.3  # Time for which the load of the machine is measured before a run.
-_START_S = 120.0  # Minimum limit for importing torch and joining the group, for any step limit.
+_START_S = 120.0  # Minimum time limit for importing torch and joining the group, whatever the step limit.
 
 # A progress callback, called with the number of steps and the last accuracy or None.
 Watch = Callable[[int, float | None], None]

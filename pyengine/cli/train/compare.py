@@ -65,7 +65,7 @@ def compare(task: Task, settings: TrainSettings) -> list[Row]:
 
 
 def _first_windows(task: Task, settings: TrainSettings, rank: int, num: int) -> list[list[Batch]]:
-    """Return this rank's windows for the comparison; they are equal in all modes, and new to the model."""
+    """Return this rank's windows for the comparison; they are equal in all modes and unused in training."""
     stream = train_modes.batches(task, settings, rank, seed=settings.seed + 1)
     return [list(itertools.islice(stream, settings.accumulate)) for _ in range(num)]
 

@@ -27,8 +27,8 @@ class Callbacks:
     """The callbacks on the futures that one DDP hook has returned.
 
     A callback that has not been freed keeps this object alive. A future completes before its callback is
-    freed, and the backend's thread needs the Python interpreter to free the callback. If the process already
-    exits at that time, it aborts.
+    freed, and the backend's thread needs the Python interpreter to free the callback. If the process is
+    already exiting at that time, it aborts.
     """
 
     def __init__(self) -> None:

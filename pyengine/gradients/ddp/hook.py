@@ -57,13 +57,13 @@ class HookState:
         process_group: the process group of the DDP; None is the default group.
         wire: how buckets are sent: `pe.wire.FP32()`, `BF16()`, `Int8()` and so on (docs/wires.md). A dtype is
             accepted for wires that only cast.
-        shared_memory: True reduces in shared memory between ranks of one host with gradients on the CPU
-            (docs/wires.md), from the first bucket until the state and its models are released. All ranks must
-            pass the same value.
+        shared_memory: True reduces gradients on the CPU in shared memory, between ranks of one host
+            (docs/wires.md). The memory is used from the first bucket until the state and its models are
+            released. All ranks must pass the same value.
 
     Raises:
-        TypeError, ValueError: an argument is not a process group, a wire or a bool. `shared_memory=True` with
-            gradients on another device than the CPU raises in the first backward.
+        TypeError, ValueError: an argument is not a process group, a wire or a bool. With gradients on a
+            device other than the CPU, `shared_memory=True` raises ValueError in the first backward.
 
     Example:
         >>> ddp_model.register_comm_hook(pe.HookState(wire=torch.bfloat16), pe.comm_hook)  # doctest: +SKIP
@@ -147,8 +147,8 @@ def comm_hook(state: HookState | dist.ProcessGroup | None, bucket: dist.GradBuck
     """Reduce one DDP bucket over `state.wire`.
 
     Args:
-        state: a `HookState`; or, as for PyTorch's own hooks, a process group, or None for the default group.
-            Without a `HookState`, a new state with the wire `FP32()` reduces each bucket.
+        state: a `HookState`. As with PyTorch's own hooks, it may also be a process group, or None for the
+            default group. Without a `HookState`, a new state with the wire `FP32()` reduces each bucket.
         bucket: DDP's bucket. The python_reducer of torch.compile passes a `(grad, param)` tuple, which is
             reduced in place.
 
@@ -157,8 +157,8 @@ def comm_hook(state: HookState | dist.ProcessGroup | None, bucket: dist.GradBuck
             buffer is DDP's own memory, in which DDP expects the result.
 
     Cost: an all-reduce of one element per gradient element, in the communication dtype. If this dtype differs
-    from the gradients' dtype, or the wire applies the division, also one read and one write per element
-    before and after the all-reduce.
+    from the gradients' dtype, or the wire applies the division, the cost also includes one read and one write
+    per element before and after the all-reduce.
     """
     if not isinstance(state, HookState):
         state = HookState(state)

@@ -51,7 +51,7 @@ def cap_mb_of(ddp: DistributedDataParallel) -> float:
 
 
 def problems_of_ddp(ddp: DistributedDataParallel) -> Iterator[str]:
-    """Report settings of DDP, or nested DDP modules, with which DDP's reductions cannot be disabled."""
+    """Yield the settings of DDP and of nested DDPs with which DDP's reductions cannot be disabled."""
     for each in _all_ddps(ddp):
         name = "ddp_model" if each is ddp else "a DistributedDataParallel inside ddp_model"
         if each._delay_all_reduce_params:
@@ -195,17 +195,17 @@ class DDPReducer(BucketReducer):
         self._release_ddp()
 
 
-# DDP references the autograd nodes that accumulate gradients, and so the stream on which DDP was created.
+# DDP references the autograd nodes that accumulate gradients, which use the stream on which DDP was made.
 _ON_ONE_STREAM = "make DDP and engine, and run windows, inside one `with torch.Stream(device):`"
 
 # ---- errors for forwards and copies that would not be synchronized ----
 
 
 class OnlyDDP:
-    """Forward pre-hook that raises for forwards through another DDP over the same parameters.
+    """Forward pre-hook that refuses forwards through another DDP over the same parameters.
 
-    Hooks of the other DDP would reduce the gradients a second time. Copies and pickles of the model contain a
-    hook that does nothing instead.
+    Hooks of the other DDP would reduce the gradients a second time. Copies and pickles of the model contain,
+    instead of this hook, a hook that does nothing.
     """
 
     def __init__(self, ddp: DistributedDataParallel) -> None:
@@ -259,7 +259,7 @@ def _ranks_of(ddp: DistributedDataParallel) -> list[int]:
 
 
 def _renew_reducer(ddp: DistributedDataParallel) -> None:
-    """Recreate DDP's reducer, as unpickling does, because the old reducer holds state of past backwards."""
+    """Recreate DDP's reducer, as unpickling does, because the old reducer has state of past backwards."""
     params, expects_sparse = ddp._build_params_for_reducer()
     if params:
         names = ddp._build_debug_param_to_name_mapping(params)

@@ -21,7 +21,7 @@ class Deferral:
     """The arguments of `attach` about deferring communication."""
 
     defer: Defer = "all"  # One mode for all units, or a dict by unit name (default "all").
-    budget_mb: float | None = None  # MiB per rank for deferred communication; None: use `defer`.
+    budget_mb: float | None = None  # MiB per rank for deferred communication; if None, `defer` is used.
 
     def __str__(self) -> str:
         given = self.defer if isinstance(self.defer, str) else dict(self.defer)
@@ -32,10 +32,10 @@ def choose(units: Sequence[Unit], deferral: Deferral) -> None:
     """Choose `mode` and `keeps` for every unit: when it reduces, and whether it stays unsharded.
 
     Within a budget, unsharded parameters have priority over unsharded sums. Over a window of A micro-batches,
-    unsharded parameters save 2A - 1 all-gathers, while unsharded sums save A - 1 reductions, for the same
-    bytes per element. The saving per byte is equal for all units, so the budget goes to the first units,
-    whose communication overlaps least. The first forward has to wait for the all-gather of these units, and
-    their gradients are complete only at the end of the backward.
+    unsharded parameters save 2A - 1 all-gathers, while unsharded sums save A - 1 reductions, with the same
+    number of bytes per element. The saving per byte is equal for all units, so the budget goes to the first
+    units, whose communication overlaps least. The first forward has to wait for the all-gather of these
+    units, and their gradients are complete only at the end of the backward.
     """
     if deferral.budget_mb is None:
         for unit in units:

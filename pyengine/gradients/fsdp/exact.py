@@ -32,7 +32,7 @@ from pyengine.wire import FP32
 class UnitBucket(SendableBucket):
     """The exact sum of the gradients of one FSDP2 unit, unsharded.
 
-    The sum takes 8.02 bytes per element on every rank, and 2 more for bf16 and fp16 parameters.
+    The sum takes 8.02 bytes per element on every rank, and 2 bytes more for bf16 and fp16 parameters.
     """
 
     def __init__(
@@ -121,7 +121,7 @@ class ExactFSDPReducer(ShardedReducer):
         final.sumsq = torch.where(self._reports_norm, final.sumsq, 0.0)
 
     def _launch_rest(self, *, poison: bool) -> None:
-        """Launch the missing collectives; the first collectives of all units precede all others."""
+        """Launch the missing collectives; the first collectives of all units precede the others."""
         if self._transfers is None:
             return
         self._transfers.launch_rest(poison=poison)

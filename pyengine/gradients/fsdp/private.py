@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.nn import Parameter
 
-# Public setters that a window needs, attributes that the setters replace, and attributes that are read.
+# Public setters that a window needs, attributes that the setters change, and attributes that are only read.
 _NEEDED = (
     "set_requires_gradient_sync",
     "set_requires_all_reduce",
@@ -79,8 +79,8 @@ def reduced_parameters(module: Any, waiting: Collection[int] = ()) -> list[Param
     """Return the sharded parameters whose gradients a unit reduces.
 
     A unit reduces parameters that a forward has unsharded and that either require a gradient or still hold a
-    gradient from before they were frozen. `waiting` holds the ids that `waiting_parameters` returned before
-    this backward.
+    gradient from before they were frozen. `waiting` contains the ids that `waiting_parameters` returned
+    before this backward.
     """
     return [
         managed.sharded_param
@@ -130,7 +130,7 @@ def has_run(module: Any) -> bool:
 
 
 def reduce_unused(module: Any) -> None:
-    """Let a unit reduce zeros for parameters without a gradient, because other ranks may have a gradient.
+    """Make a unit reduce zeros for parameters without a gradient, because other ranks may have one.
 
     torch before 2.13 has no setter for this behavior; `SavedSettings.restore` undoes the change.
     """
@@ -151,7 +151,7 @@ def _reduce_with_zeros(group: Any, post_backward: Callable[..., None], *unused: 
 
 
 def allow_unused_units(module: Any) -> None:
-    """Let a backward without reductions skip parameters that no forward has unsharded yet.
+    """Make a backward without reductions skip parameters that no forward has unsharded yet.
 
     Without this change torch (2.11 to 2.13) raises AttributeError for such parameters if the policy has a
     `reduce_dtype`. `SavedSettings.restore` undoes the change.
@@ -176,7 +176,7 @@ def reset_iter_state(module: Any) -> None:
     root = module._get_fsdp_state()
     shared, comm = root._state_ctx, root._comm_ctx
     stream, idle = root._device_handle.current_stream(), type(root._training_state).IDLE
-    # torch 2.11 runs one reduce-scatter at a time, torch 2.12 several.
+    # torch 2.11 runs one reduce-scatter at a time, and torch 2.12 runs several.
     scattered = [getattr(comm, "reduce_scatter_state", None), *getattr(comm, "reduce_scatter_states", [])]
     for left in [comm.all_gather_state, *scattered]:
         if left is not None and left.event is not None:

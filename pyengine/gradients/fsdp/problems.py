@@ -89,7 +89,7 @@ def _unit_problems(unit: Unit, settings: Settings) -> Iterator[str]:
 
 
 def _sum_problems(unit: Unit, settings: Settings) -> Iterator[str]:
-    """Yield messages if the policy of a unit sums in another dtype than the arguments request."""
+    """Yield messages if the policy of a unit sums in a different dtype than the arguments request."""
     dtype = reduce_dtype(unit.module)
     if dtype is None or settings.problems() or settings.kind == "exact":
         return  # FSDP does not reduce exact sums

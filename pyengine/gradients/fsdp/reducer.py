@@ -132,7 +132,7 @@ class ShardedReducer(Reducer):
         # Called by `release`, or when the engine is freed without `close`.
         self._give_back = finalize(self, _give_back, self.units, self.unsharded)
         self._give_back.atexit = False
-        self.is_clean = True  # whether FSDP holds no state of an unfinished window
+        self.is_clean = True  # whether FSDP has no state left from an unfinished window
         self._divisor: Divisor | None = None
         self._used_flags: UsedFlags | None = None
         self._has_warned = False
@@ -187,7 +187,7 @@ class ShardedReducer(Reducer):
                 param.grad = None
 
     def make_divisor(self, header: Header, wire: Wire) -> Divisor:
-        """Create the window's divisor; raise if ranks disagree in the header, because FSDP would hang."""
+        """Create the window's divisor; raise an error if ranks disagree in the header (FSDP would hang)."""
         if header.is_refused():
             check_agreement(header, header.totals(), self.comm)
         self._divisor = Divisor(header.inv_count, wire, header.inv_scale)
@@ -255,7 +255,7 @@ class FSDPReducer(ShardedReducer):
             self.unsharded.count_micro_batch()
 
     def give_up(self) -> None:
-        """Launch the flags of used parameters if the reduction has begun; FSDP cannot resume a backward."""
+        """If the reduction has begun, launch the flags of used parameters; FSDP cannot resume a backward."""
         self._gave_up = True
         self.padding.end()
         for unit in self.units:

@@ -100,7 +100,7 @@ def _device_of(model: nn.Module) -> torch.device:
 def _detached(value: Any) -> Any:
     """Detach tensors from their graph, including tensors inside lists, tuples and dicts."""
     if isinstance(value, Tensor):
-        detached = value.detach()  # `requires_grad_` raises under torch.func transforms
+        detached = value.detach()  # `requires_grad_` raises an error under torch.func transforms
         return detached.requires_grad_() if value.requires_grad else detached
     if isinstance(value, dict):
         return {name: _detached(item) for name, item in value.items()}

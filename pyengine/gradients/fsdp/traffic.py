@@ -27,10 +27,10 @@ def _run(comm: Comm, launch: Callable[[bool], Any], what: str, *, group: Any, is
 
 
 def is_slow(inner: Any, group: Any, tensor: Tensor) -> bool:
-    """Whether `inner` is a collective of torch's own that gloo runs slower than an exchange of parts.
+    """Whether `inner` is torch's own collective over gloo, which is slower than an exchange of parts.
 
-    gloo's reduce-scatter is an all-reduce, which sends twice as much. gloo's all-gather copies its input and
-    output, and sends before it receives (see `PointToPoint`).
+    gloo implements reduce-scatter as an all-reduce, which sends twice as many bytes. gloo's all-gather copies
+    its input and output, and sends before it receives (see `PointToPoint`).
     """
     if runs_ahead(tensor.device) or group.size() == 1:
         return False
@@ -84,7 +84,7 @@ class ShardWire:
         self._over: dict[Any, TorchDist] = {}
 
     def replaces(self, inner: Any, group: Any, parts: Tensor) -> bool:
-        """Whether the wire sums this input, instead of the unit's own reduce-scatter `inner`."""
+        """Whether the wire sums this input in place of `inner`, the unit's own reduce-scatter."""
         if parts.dtype != self.wire.dtype or self.wire.is_encoded:
             return True
         return self.wire.can_reduce_scatter and is_slow(inner, group, parts)
@@ -99,7 +99,7 @@ class ShardWire:
     def reduce_scatter(self, out: Tensor, parts: Tensor, group: Any, wire: Wire) -> None:
         """Reduce-scatter as in `Wire.reduce_scatter`; cast the values if the wire is narrower.
 
-        `parts` is overwritten if it is multiplied by a factor without a cast. `wire` is the wire of the unit.
+        If there is a factor but no cast, `parts` is overwritten. `wire` is the wire of the unit.
         """
         scale, wide = self.before(), parts
         if wide.dtype != self.wire.dtype:
@@ -149,8 +149,8 @@ class ReduceScatterOverWire:
     def _wire_of(self, parts: Tensor) -> Wire:
         """Return the wire of the unit, or a new wire if the parameters have changed.
 
-        The comparison uses parameters instead of sizes, because parameters that are trained in turn may have
-        equal sizes.
+        Parameters are compared by identity and not by size, because parameters that are trained in turn may
+        have equal sizes.
         """
         if not self._wire.wire.keeps_memory:
             return self._wire.wire

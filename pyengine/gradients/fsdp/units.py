@@ -43,8 +43,8 @@ class Unit:
     def __init__(self, name: str, module: Any) -> None:
         self.name, self.module = name, module  # The name of the model itself is empty.
         self.params = parameters_of(module)  # The sharded parameters.
-        # The number of data-parallel axes, which come first in the meshes of the parameters; the numbers of
-        # replicas and of shards of a parameter along these axes.
+        # The number of data-parallel axes, which are the first axes of the parameters' meshes; and the
+        # numbers of replicas and shards of a parameter along these axes.
         self.data_ndim = data_ndim(module)
         self.replicas, self.shards = replicas_and_shards(self.params, self.data_ndim)
         self._waiting: set[int] = set()  # ids of parameters with an old gradient to reduce
@@ -88,12 +88,12 @@ class Unit:
 
     @property
     def held_bytes(self) -> int:
-        """Bytes that a rank holds throughout a window because of `mode` and `keeps`."""
+        """Bytes of memory that a rank keeps throughout a window because of `mode` and `keeps`."""
         return (self.sum_bytes if self.mode == "all" else 0) + (self.gathered_bytes if self.keeps else 0)
 
     @property
     def gathers_in_each_micro_batch(self) -> bool:
-        """Whether micro-batches between a window's first and last one launch collectives of this unit."""
+        """Whether micro-batches other than a window's first and last launch collectives of this unit."""
         placed: Sequence[Any] = self.params
         is_tensor_parallel = any(param.device_mesh.ndim > self.data_ndim for param in placed)
         return is_tensor_parallel or self.mode != "all" or (self.is_sharded and not self.keeps)
@@ -164,7 +164,7 @@ class Unit:
 
 
 def units_of(model: nn.Module) -> list[Unit]:
-    """Return the units of a model, in module order; modules that share a unit yield it once."""
+    """Return the units of a model, in module order; a unit that several modules share appears once."""
     found: dict[int, Unit] = {}
     for name, module in model.named_modules():
         if is_unit(module):

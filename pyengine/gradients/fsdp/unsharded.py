@@ -51,12 +51,12 @@ class Unsharded:
         # this micro-batch for these parameters are hidden from FSDP.
         self._converted: set[int] = set()
         self._unconverted: dict[int, Tensor] = {}
-        # ---- flags: 1 where a gradient is not finite ----
+        # ---- flags: 1 if a gradient is not finite ----
         self._arriving: dict[int, Tensor] = {}  # flags of gradients that autograd is about to accumulate
         self._rows: list[Tensor] = []
         self._flags: dict[int, Tensor] = {}
         self._device = params[0].device
-        self.is_void = False  # Whether gradients are replaced by zeros and their parameters stay unused.
+        self.is_void = False  # Whether gradients are replaced by zeros and their parameters count as unused.
         self.has_arrived = False  # Whether any gradient was accumulated since the last reset.
         # Indices of parameters whose gradient was accumulated since the last clear; includes padding.
         self.arrived: set[int] = set()
@@ -136,7 +136,7 @@ class Unsharded:
                 param.grad_dtype = dtype
 
     def first_with_grad(self) -> int | None:
-        """Return the index of the first parameter that has an unsharded gradient, or None."""
+        """Return the index of the first parameter with an unsharded gradient; None if there is none."""
         return min((index for index, param in self._found.items() if param.grad is not None), default=None)
 
     def is_missing(self, index: int) -> bool:
@@ -145,7 +145,7 @@ class Unsharded:
         return param is None or not param.requires_grad
 
     def grad_holders(self) -> list[Any]:
-        """Return the unsharded parameters by index; None for a parameter without any forward so far."""
+        """Return the unsharded parameters by index; None for parameters that no forward has unsharded."""
         self._restore_unconverted()
         return [self._found.get(index) for index in range(len(self.used))]
 
