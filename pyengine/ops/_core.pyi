@@ -1,4 +1,4 @@
-"""Types of csrc/python.cpp: addresses and sizes in, never tensors; compared by tests/house/test_stubs.py."""
+"""Types of csrc/python.cpp, whose ops take addresses and sizes; compared by tests/house/test_stubs.py."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
