@@ -216,7 +216,7 @@ class Auditor:
         return LocalCheck(step, bits, has, samples, counted, hyper, numbers)
 
     def _bits(self) -> tuple[Tensor, list[tuple[bool, bool, bool]]]:
-        """Return the checksums of all audited tensors, int64 `[subjects, 3]`, and whether they exist."""
+        """Return checksums of all audited tensors, int64 `[subjects, 3]`, and which tensors exist."""
         states: dict[int, Any] = {
             id(param): state for optimizer in self.optimizers for param, state in optimizer.state.items()
         }

@@ -30,7 +30,7 @@ class SubjectEvidence:
 
 
 class Case:
-    """The observations of all ranks over which one gradient is summed."""
+    """What each rank has observed of one gradient that is summed over these ranks."""
 
     def __init__(self, evidence: Sequence[SubjectEvidence]) -> None:
         self.all, self.world = evidence, len(evidence)

@@ -58,7 +58,7 @@ class Staged:  # not a `Work`, because `isinstance` with a protocol is ten times
         return self._is_over or (is_last and self._work is not None and self._work.is_completed())
 
     def get_future(self) -> Future[Any]:
-        """Return a future that `step` or `wait` completes, or fails, after the last collective."""
+        """Return a future; `step` or `wait` sets its result or its exception after the last collective."""
         return self._future
 
     def _advance(self) -> None:

@@ -526,8 +526,9 @@ class PointToPoint:
     """Exchanges and small reductions among the ranks of one gloo group, by point-to-point operations.
 
     In gloo's own all-to-all and all-gather, a rank sends before it receives. A late rank therefore sends its
-    data before its notification that it can receive, over the same connection. The other rank sends nothing
-    until all of this data has arrived, so the link carries data in one direction at a time, at half its rate.
+    data first, and then, over the same connection, the notification that it can receive. The other rank sends
+    nothing until all of this data has arrived, so the link carries data in one direction at a time, at half
+    its rate.
     Point-to-point operations avoid this, because every rank gets ready to receive before it sends.
 
     Cost: a thread, started by the first operation, which waits for operations in launch order. The thread

@@ -79,8 +79,7 @@ class BatchPlan:
                 short.
 
         Raises:
-            TypeError, ValueError: an argument is invalid for `WindowSampler`, whose `num_windows` this method
-                returns.
+            TypeError, ValueError: an argument is invalid for `WindowSampler`.
 
         Example:
             >>> pe.plan_batch(global_batch=256, micro_batch=8, world_size=4).steps_per_epoch(50_000)

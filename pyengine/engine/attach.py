@@ -54,7 +54,7 @@ def attach(
 ) -> Sync:
     """Reduce the gradients of a DDP or FSDP2 model once per window.
 
-    Over DDP the gradients are in the engine's own buckets, as in `GradSync`. Until `close`, DDP runs its
+    With DDP the gradients are in the engine's own buckets, as in `GradSync`. Until `close`, DDP runs its
     forward and moves inputs, but does not reduce gradients. Over FSDP2 the engine decides when the FSDP2
     units reduce (docs/sharded.md).
 
@@ -87,7 +87,7 @@ def attach(
 
     Raises:
         TypeError: the model is neither DDP nor sharded by FSDP2.
-        RuntimeError: this version of FSDP2 is not supported. (FSDP2 of torch 2.11 is supported.)
+        RuntimeError: this version of FSDP2 is not supported; the version in torch 2.11 is.
         ValueError: `axes.groups` names a parameter that DDP reduces; DDP reduces outside its buckets or has a
             hook; a unit's policy, mesh or hook is not supported; or a sparse embedding is trained over FSDP2.
             Raised on every rank.

@@ -419,8 +419,8 @@ def meet_at_micro_batch(engine: Engine, *, last: bool) -> None:
 def _read(engine: Engine, source: Lookahead[Batch]) -> list[Batch]:
     """Read a window's micro-batches and one look-ahead micro-batch; check that all ranks could read.
 
-    Because of the additional read, an error of the loader is raised here, and not while other ranks wait in a
-    forward.
+    Because of the additional read, an error of the loader is raised here, and not while other ranks wait in
+    the forward of a sharded model.
     """
     try:
         ahead = source.peek(len(engine.counter.due) + 1)

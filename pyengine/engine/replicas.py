@@ -1,4 +1,4 @@
-"""Checks that ranks hold replicas: marks of sharded parameters, and parameters whose values differ."""
+"""Checks that ranks hold replicas, not parameters that are marked as shards or have different values."""
 
 from __future__ import annotations
 

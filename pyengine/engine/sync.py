@@ -185,7 +185,7 @@ class Sync:
         Raises:
             ValueError, TypeError: `count` returned an invalid count on some rank, or ranks count different
                 losses. Raised on every rank, before any forward.
-            RuntimeError: with `count`, some rank has dropped this window and opened it again.
+            RuntimeError: `count` is given, and some rank has dropped this window and opened it again.
         """
         self._begin_loop("windows")
         return Windows(self._engine, loader, count)

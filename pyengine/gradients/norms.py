@@ -59,5 +59,5 @@ class ReducedNorms:
         self.copy_flags_to(final.nonfinite)
 
     def copy_flags_to(self, flags: Tensor) -> None:
-        """Copy the flags of non-finite gradients to `flags`, uint8, by registration index."""
+        """Copy the flags of non-finite gradients to the uint8 tensor `flags`, by registration index."""
         flags.index_copy_(0, self._params, self._nonfinite)

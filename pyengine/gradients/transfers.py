@@ -57,10 +57,10 @@ class Transfer(Generic[B]):
         # Whether the running backward has accumulated every gradient of the bucket.
         self.is_complete = False
         # Tensors kept alive while a side stream may read them for the reduction, and an event that marks the
-        # last read. The allocator may reuse the memory on the backward's stream after this event, or after
-        # this stream has waited for the side stream's collective. `record_stream` is not used, because it
-        # costs a microsecond per gradient and creates an event per gradient, which the allocator has to
-        # query.
+        # last read. The allocator may reuse the memory for work on the backward's stream after this event, or
+        # after the backward's stream has waited for the collective on the side stream. `record_stream` is not
+        # used, because it costs a microsecond per gradient and creates an event per gradient, which the
+        # allocator has to query.
         self.held: list[Tensor] = []
         self.is_read: torch.Event | None = None
 

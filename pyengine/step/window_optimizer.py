@@ -160,7 +160,7 @@ class OptimizerCheck:
     def of(
         self, optimizer: torch.optim.Optimizer, *, is_handed_over: bool
     ) -> tuple[OptimizerStep, list[Tensor]]:
-        """Return a description of the step, and copies of the hyperparameters on an accelerator.
+        """Return a description of the step, and copies of hyperparameters that are on an accelerator.
 
         The parameters of an optimizer are checked again only if they differ from those of its last step.
         """

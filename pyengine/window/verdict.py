@@ -323,7 +323,7 @@ class VerdictQueue:
         return last.use if last is not None and last.is_good and not self._is_lazy else Use()
 
     def restart(self, steps_taken: int) -> None:
-        """Continue after a number of optimizer steps, and discard the outcomes of earlier windows."""
+        """Resume after `steps_taken` optimizer steps, and discard the outcomes of earlier windows."""
         self.steps_taken, self._last, self._before, self._skipped = steps_taken, None, None, 0
 
     def read_all(self) -> None:

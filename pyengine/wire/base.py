@@ -101,7 +101,7 @@ class Wire(ABC):
         return type(self).for_bucket is not Wire.for_bucket
 
     def for_bucket(self, memory: BucketMemory) -> Wire:
-        """Return the wire of one bucket for all windows, or `self` if the wire keeps no state per bucket.
+        """Return the wire that one bucket uses in every window, or `self` if it keeps no state per bucket.
 
         Args:
             memory: state that the returned wire may keep between windows; the owner of the bucket owns it.

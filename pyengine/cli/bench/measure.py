@@ -123,7 +123,8 @@ def _try(run: Callable[[], _Found], flags: dist.ProcessGroup) -> tuple[_Found | 
     """Call `run` on every rank; return the result, or None and the reason if any rank has failed.
 
     Raises:
-        Exception: the error of `run`, if only this rank failed while the other ranks wait in a collective.
+        Exception: the error that `run` raised, if only this rank failed and other ranks wait in a
+            collective.
     """
     failure: Exception | None = None
     found = None

@@ -33,8 +33,8 @@ class Curve:
     """The accuracy of one run over its training time."""
 
     steps: list[int]  # Optimizer steps before each evaluation.
-    # Training time before each evaluation, without the evaluations. For a stalled step, the median step time
-    # is used.
+    # Training time until each evaluation, without the time of evaluations. For a stalled step, the median
+    # step time is used.
     seconds: list[float]
     accuracy: list[float]
 
@@ -49,7 +49,7 @@ class Figures:
     speed_up: Range | None  # Ratio to the throughput of one worker; None if one worker was not measured.
     # Whether the throughput overlaps with the throughput of one worker, or either cell has only one run.
     is_within_noise: bool
-    efficiency: Range | None  # Speed-up over the number of workers.
+    efficiency: Range | None  # Speed-up divided by the number of workers.
     # The share of a step in which a worker waits for or computes the reduction, 0 to 1; mean over workers.
     sync_share: Range
     stalls: Range  # Number of stalled steps in a run.

@@ -138,7 +138,7 @@ def train(task: Task, settings: TrainSettings, report: TrainReport) -> int:
 
 
 def plot(task: Task, records: Sequence[StepRecord], trace: Path, report: TrainReport) -> None:
-    """Plot the gradient norms and the noise scale of a training run next to its trace file, on rank 0."""
+    """On rank 0, save a plot of a run's gradient norms and noise scale next to its trace file."""
     measured = [record for record in records if record.grad_norms is not None]
     if dist.get_rank() > 0 or not measured:
         return
