@@ -1,4 +1,4 @@
-"""Write the tables of docs/numbers.md, and plots of docs/, from the newest result files.
+"""Write the tables of whole windows and the plots in docs/ from the newest result files.
 
     python benchmarks/render_numbers.py
 
@@ -11,13 +11,14 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 from _ahead import LEAST_WINDOWS, Comparison, comparisons, explained
 from _peer_results import CONTROL, Measured, first, newest
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = ("docs/numbers.md",)
+PAGES = ("docs/numbers.md", "docs/wires.md", "docs/sharded.md", "docs/reproducible.md")
 _BLOCK = re.compile(r"(<!-- numbers:begin (\S+) -->\n)(.*?)(<!-- numbers:end -->)", re.DOTALL)
 _OVERVIEW = (
     *("ddp", "no_sync_view", "accelerate", "fabric", "trainer", "zero0", "zero1"),
@@ -54,9 +55,73 @@ TABLES = {
         "GPT bf16, 1 Gbit/s": ("gbit-gpt0-bf16",),
     },
 }
-_SHARDED_STATES = {
-    "window, loopback": ("sharded-states",),
-    "window, 1 Gbit/s": ("gbit-sharded-states",),
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column of a table: a figure of every variant.
+
+    Attributes:
+        launches: the first that measured a variant counts.
+        figure: "window", relative to the control; or a key of the rows of result files.
+    """
+
+    title: str
+    launches: tuple[str, ...]
+    figure: str = "window"
+
+
+# By block: the columns, and the variants with a row; without variants, those of the first column's launch.
+FIGURES: dict[str, tuple[tuple[Column, ...], tuple[str, ...]]] = {
+    "sharded-states": (
+        (
+            Column("window, loopback", ("sharded-states",)),
+            Column("window, 1 Gbit/s", ("gbit-sharded-states",)),
+            Column("sent MB", ("sharded-states",), "sent_mb"),
+            Column("collectives", ("sharded-states",), "collectives"),
+        ),
+        (),
+    ),
+    "wires": (
+        (
+            Column("window, 1 Gbit/s", ("gbit-wires",)),
+            Column("window, 100 Mbit/s", ("slow",)),
+            Column("sent MB", ("gbit-wires",), "sent_mb"),
+        ),
+        (),
+    ),
+    "shared-memory": (
+        (
+            Column("2 ranks", _LOOPBACK),
+            Column("4 ranks", ("workers-4",)),
+            Column("gradients alone, 2 ranks", ("gpt0",)),
+        ),
+        ("no_sync_view", "engine", "engine_shared", "attach", "attach_shared"),
+    ),
+    "sharded": (
+        (
+            Column("window, 2 ranks, 1 Gbit/s", ("gbit-sharded",)),
+            Column("sent MB, 2 ranks", ("gbit-sharded",), "sent_mb"),
+            Column("sent MB, 4 ranks", ("sharded-4",), "sent_mb"),
+        ),
+        (
+            "no_sync_view",
+            "fsdp2",
+            "fsdp2_deferred",
+            "attach_fsdp2_none",
+            "attach_fsdp2",
+            "attach_fsdp2_gathered",
+        ),
+    ),
+    "exact": (
+        (
+            Column("window, loopback", _LOOPBACK),
+            Column("window, 1 Gbit/s", ("gbit-wires",)),
+            Column("window, 100 Mbit/s", ("slow",)),
+            Column("peak MB", ("memory",), "peak_mb"),
+        ),
+        ("no_sync_view", "engine", "engine_exact_slots", "engine_exact"),
+    ),
 }
 # Launches that the page shows only in a plot.
 SIZES = {
@@ -102,7 +167,10 @@ def rendered(page: str, results: Results) -> str:
 
 
 def _made(name: str, results: Results) -> str:
-    lines = table(TABLES[name], results) if name in TABLES else BLOCKS[name](results)
+    if name in TABLES:
+        lines = table(TABLES[name], results)
+    else:
+        lines = figures(*FIGURES[name], results) if name in FIGURES else BLOCKS[name](results)
     return "\n".join([*lines, ""]) if lines else ""
 
 
@@ -180,21 +248,27 @@ def table(columns: Columns, results: Results) -> list[str]:
     return [*lines, _noise(columns, results)]
 
 
-def sharded_states(results: Results) -> list[str]:
-    """Return the windows, bytes and collectives of launches in which optimizer states are sharded."""
-    columns = {title: names for title, names in _SHARDED_STATES.items() if names[0] in results}
-    if not columns:
+def figures(columns: tuple[Column, ...], variants: tuple[str, ...], results: Results) -> list[str]:
+    """Return a table with different figures of each variant, and the files of its launches."""
+    launches = dict.fromkeys(name for column in columns for name in column.launches)
+    if not set(launches) <= set(results):
         return []
-    launches = [name for names in columns.values() for name in names]
-    one = results[launches[0]]
-    lines = _head("", *columns, "sent MB", "collectives")
-    for name, row in one.rows.items():
-        if name != CONTROL[1]:
-            windows = [_window(results, name, names) for names in columns.values()]
-            sent = f"{row['sent_mb']:.1f}" if "sent_mb" in row else NO
-            lines.append(_line(_label(one, name), *windows, sent, row.get("collectives", NO)))
+    lines = _head("", *(column.title for column in columns))
+    for name in variants or results[columns[0].launches[0]].rows:
+        one = first(results, name, [*launches])
+        if one is not None and name != CONTROL[1]:
+            lines.append(_line(_label(one, name), *(_figure(column, name, results) for column in columns)))
+    noise = [_noise_of(column.launches, results) if column.figure == "window" else NO for column in columns]
     links = ", ".join(_link(name, results[name]) for name in launches)
-    return [*lines, _noise(columns, results, NO, NO), "", f"Files: {links}."]
+    return [*lines, _line("noise", *noise), "", f"Files: {links}."]
+
+
+def _figure(column: Column, name: str, results: Results) -> str:
+    if column.figure == "window":
+        return _window(results, name, column.launches)
+    one = first(results, name, column.launches)
+    value = None if one is None else one.rows[name].get(column.figure)
+    return NO if value is None else f"{value:.1f}" if column.figure == "sent_mb" else f"{value:.0f}"
 
 
 def _window(results: Results, name: str, launches: tuple[str, ...]) -> str:
@@ -207,8 +281,11 @@ def _window(results: Results, name: str, launches: tuple[str, ...]) -> str:
 
 def _noise(columns: Columns, results: Results, *others: str) -> str:
     """Return the row of the noise: the largest noise of each column's launches, and the other cells."""
-    noise = [max(results[one].noise for one in names if one in results) for names in columns.values()]
-    return _line("noise", *(f"{each:.0%}" for each in noise), *others)
+    return _line("noise", *(_noise_of(names, results) for names in columns.values()), *others)
+
+
+def _noise_of(launches: tuple[str, ...], results: Results) -> str:
+    return f"{max(results[one].noise for one in launches if one in results):.0%}"
 
 
 def _link(title: str, one: Measured) -> str:
@@ -267,7 +344,6 @@ BLOCKS: dict[str, Callable[[Results], list[str]]] = {
     "plot": plot,
     "ahead": ahead,
     "sizes": sizes,
-    "sharded-states": sharded_states,
 }
 
 

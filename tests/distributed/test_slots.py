@@ -150,7 +150,7 @@ BY_RANK = {"slots": [24, 12, 12], "accumulate": [8, 24, 8]}
     [
         (5, {}, ["Exact(micro_batches=24, slots=5): slots need equally many", "slots=4 does"]),
         (36, {}, ["slots=36): slots need equally many", "slots=24 does"]),
-        (8, {}, ["slots=8) on 3 ranks", "dealt to 1, 2, 4, 8 ranks"]),
+        (8, {}, ["slots=8) on 3 ranks", "slots fit 1, 2, 4, 8 ranks"]),
         (0, {}, ["slots=0): need a whole number of slots"]),
         (2.5, {}, ["slots=2.5): need a whole number of slots"]),
         ("by rank", {}, ["rank 0 has", "slots=24)", "slots=12)"]),

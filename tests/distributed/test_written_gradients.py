@@ -129,7 +129,7 @@ def test_a_backward_behind_the_windows_last_one_is_refused(kind):
     model = Integers(torch.float32)
     sync, forward = engine(kind, model, accumulate=1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    message = "behind the window's end"
+    message = "after the window's end"
     for number, window in enumerate(sync.windows([integers(k) for k in range(2)])):
         if number == 0:
             with pytest.raises(RuntimeError, match=message):

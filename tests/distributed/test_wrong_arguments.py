@@ -78,7 +78,7 @@ SOURCES = {
     "not a leaf": (lambda m: [m.weight * 2], "ValueError: all ranks: parameter 'param0' is not a leaf"),
     "twice": (
         lambda m: [m.weight, m.bias, m.weight],
-        "ValueError: all ranks: parameter 'param2' is 'param0' once more",
+        "ValueError: all ranks: parameter 'param2' is the same as 'param0'",
     ),
 }
 

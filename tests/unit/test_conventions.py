@@ -66,7 +66,7 @@ def test_type_checkers_know_every_name_of_a_wire():
 
 def test_a_wire_that_is_no_subclass_is_named():
     wire = SimpleNamespace(dtype=torch.float32, all_reduce_=lambda flat, comm: None)
-    with pytest.raises(ValueError, match="SimpleNamespace is no subclass of pe.wire.Wire: make it one"):
+    with pytest.raises(ValueError, match="SimpleNamespace is not a subclass of pe.wire.Wire: make it one"):
         pe.GradSync(nn.Linear(1, 1), wire=wire)
 
 
