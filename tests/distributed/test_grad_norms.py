@@ -154,7 +154,7 @@ def test_ranks_that_clip_other_groups_are_found():
         ({}, ValueError, "need at least one group"),
         ({"a": "weight"}, TypeError, r"per\['a'\] is a str"),
         ({"a": []}, ValueError, r"per\['a'\] is empty"),
-        ({"a": ["wieght"]}, ValueError, "has 'wieght', which is not a parameter of this engine: need 'weight'"),
+        ({"a": ["wieght"]}, ValueError, "'wieght', which is not a parameter of this engine: need 'weight'"),
         ({"a": ["weight"], "b": ["weight"]}, ValueError, "'weight', which is in group 'a' already"),
     ],
 )
