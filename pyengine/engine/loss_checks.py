@@ -74,12 +74,12 @@ class LossChecks:
         reduction = reduction_of(loss)
         if reduction == "sum" and count is None:
             remedy = "pass the number of its items, count=, or let the loss be a mean"
-        elif reduction == "mean" and isinstance(count, int | float) and count > 1:
+        elif reduction == "mean" and count is not None and _is_above_1(count):
             remedy = "leave count= out, or let the loss be a sum (reduction='sum')"
         else:
             return
         self._warned.add("reduction")
-        how, size = ("without a count", "large") if count is None else (f"with count={count}", "small")
+        how, size = ("without a count", "large") if count is None else ("with a count", "small")
         warnings.warn(
             f"{remedy}: the loss is a {reduction}, as torch's loss function has returned it, {how}. The "
             f"engine divides by counts, so the gradient would be that many times too {size}",
@@ -102,6 +102,11 @@ class LossChecks:
             "mean loss weighs as much as one item of the others",
             stacklevel=3,
         )
+
+
+def _is_above_1(count: Count) -> bool:
+    """Whether a count is above 1; True for a count on a device, which the host does not read."""
+    return (isinstance(count, Tensor) and runs_ahead(count.device)) or float(count) > 1
 
 
 def is_scaled(loss: Tensor | GradientEdge, scaler: Tensor | None, *, by_any: bool) -> bool:

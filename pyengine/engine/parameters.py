@@ -153,12 +153,14 @@ class TrainedParameters:
             exchanged += [name for name, now, before in each if now != before]
         yield from in_backward_problems(zip(self._names, self._params, strict=True))
         if exchanged:
-            more = f" and {len(exchanged) - 1} more" if len(exchanged) > 1 else ""
+            one = f"parameter {exchanged[0]!r} has"
+            some = f"parameters {exchanged[0]!r} and {len(exchanged) - 1} more have"
             yield (
-                f"parameter {exchanged[0]!r}{more} has been replaced since the engine was made: call "
-                "sync.close(), then make a new engine and a new optimizer for the model as it is now. "
-                "Whatever replaces parameters (fully_shard, load_state_dict(assign=True), swap_tensors, "
-                "weight_norm and other parametrizations, a new layer) must come before both"
+                f"{some if len(exchanged) > 1 else one} been replaced since the engine was made: call "
+                "sync.close(), then make a new engine (by pe.attach after fully_shard) and a new optimizer "
+                "for the model as it is now. Whatever replaces parameters (fully_shard, "
+                "load_state_dict(assign=True), swap_tensors, weight_norm and other parametrizations, a new "
+                "layer) must come before both"
             )
 
     def notice_step(self, stepped: AbstractSet[int]) -> None:

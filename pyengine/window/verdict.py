@@ -425,7 +425,8 @@ def check_counts(totals: Totals, comm: Comm, *, local: LocalWindow) -> None:
         places = by_rank([texts for texts, _ in gathered])
         raise ValueError(
             f"count must be finite{', whole' if local.is_exact else ''} and not negative, and at most 2**53 "
-            f"(0 leaves a micro-batch out of the divisor), but {places}. Nothing was stepped; call "
+            f"(0 leaves a micro-batch out of the divisor), but {places}. Pass the number of items in the "
+            "loss of that micro-batch, for example (labels != -100).sum(). Nothing was stepped; call "
             "sync.abandon() and continue"
         )
 

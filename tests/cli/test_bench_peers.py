@@ -32,6 +32,8 @@ def test_a_launch_writes_its_file_and_is_not_run_again(tmp_path):
     assert f"{file.name} is there" in run("bench_peers.py", *launch)
 
     (tmp_path / "docs").mkdir()
+    for other in ("wires", "sharded", "reproducible"):
+        (tmp_path / "docs" / f"{other}.md").touch()
     page = tmp_path / "docs" / "numbers.md"
     page.write_text("<!-- numbers:begin windows -->\n<!-- numbers:end -->\n")
     run("render_numbers.py", "--results", str(results), "--root", str(tmp_path))

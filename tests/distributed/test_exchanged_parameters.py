@@ -137,11 +137,11 @@ HOOK = "a hook of register_post_accumulate_grad_hook has removed the gradient of
 @pytest.mark.parametrize(
     ("world", "door", "what", "accumulate", "changed", "says"),
     [
-        (1, "GradSync", ASSIGN, 2, -1, "parameter '0.weight' and 3 more has been replaced"),
+        (1, "GradSync", ASSIGN, 2, -1, "parameters '0.weight' and 3 more have been replaced"),
         (1, "attach", "a parameter", 2, -1, "parameter '1.weight' has been replaced"),
         (1, "GradSync", "weight_norm", 2, -1, "parameter '1.weight' has been replaced"),
-        (2, "fully_shard", ASSIGN, 1, -1, "parameter '0.weight' and 3 more has been replaced"),
-        (2, "GradSync", "fully_shard", 1, -1, "all ranks: parameter '0.weight' and 3 more has been replaced"),
+        (2, "fully_shard", ASSIGN, 1, -1, "parameters '0.weight' and 3 more have been replaced"),
+        (2, "GradSync", "fully_shard", 1, -1, "all ranks: parameters '0.weight' and 3 more have been"),
         (2, "GradSync", "swap_tensors", 1, 1, "rank 1: parameter '1.weight' has been replaced"),
         (2, "GradSync", "in the backward", 1, 0, "rank 0: parameter '0.weight' has an optimizer that steps"),
         (1, "GradSync", "step and clear", 1, -1, HOOK),

@@ -234,6 +234,8 @@ def test_other_losses_are_not_warned_of(name):
     [
         ("sum", None, "pass the number of its items, count="),
         ("mean", 3, "leave count= out"),
+        ("mean", torch.tensor(3), "leave count= out"),
+        ("mean", torch.tensor(1), ""),
         ("sum", 3, ""),
         ("mean", None, ""),
         ("mean", 1, ""),
