@@ -140,7 +140,7 @@ class NoSyncFP16(NoSyncView):
 
 
 class NoSyncPowerSGD(NoSyncView):
-    """DDP with `no_sync`, bucket views, and torch's PowerSGD hook of rank 1, from the second window on.
+    """DDP with `no_sync`, bucket views, and torch's PowerSGD hook of rank 1, from the third window on.
 
     A single bucket is used, because the hook launches its later collectives from the backend's threads. With
     several buckets, ranks would launch these collectives in different orders, and gloo would end the process.
