@@ -106,7 +106,7 @@ class LossChecks:
 
 def _is_above_1(count: Count) -> bool:
     """Whether a count is above 1; True for a count on a device, which the host does not read."""
-    return (isinstance(count, Tensor) and runs_ahead(count.device)) or float(count) > 1
+    return (isinstance(count, Tensor) and runs_ahead(count.device)) or bool(count > 1)
 
 
 def is_scaled(loss: Tensor | GradientEdge, scaler: Tensor | None, *, by_any: bool) -> bool:

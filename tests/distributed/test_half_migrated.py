@@ -248,6 +248,14 @@ def test_a_sum_without_its_count_and_a_mean_with_one_are_warned_of_once(reductio
     assert [text.startswith(says) for text in texts] == ([True] if says else [])
 
 
+def test_a_count_too_large_for_a_float_is_refused_as_a_count():
+    weight = nn.Parameter(torch.zeros(3))
+    with pe.GradSync([weight], accumulate=1) as sync, recorded_warnings():
+        with pytest.raises(ValueError, match="count of micro-batch 0 is inf"), sync.accumulate():
+            sync.backward(nn.functional.mse_loss(weight, torch.ones(3)), count=10**400)
+        sync.abandon()
+
+
 @pytest.mark.parametrize(
     ("counts", "is_warned"),
     [
