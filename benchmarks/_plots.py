@@ -332,7 +332,7 @@ def _growth(folder: Path) -> dict[str, Any]:
 
 
 def _paint_growth(figure: Any, figures: dict[str, Any]) -> None:
-    axis = ("million parameters", "million parameters", "micro-batches a window", "workers")
+    axis = ("million parameters", "million parameters", "micro-batches per window", "workers")
     looks = ((PEER, "s-"), (ORANGE, "D-"), (GREEN, "^-"), (OURS, "o-"), (OURS, "v:"))
     for axes, (title, lines), label in zip(figure.subplots(1, 4), figures.items(), axis, strict=True):
         for (name, points), (colour, look) in zip(lines.items(), looks, strict=True):

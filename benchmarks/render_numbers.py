@@ -27,34 +27,12 @@ _OVERVIEW = (
     *("engine_exact_slots", "engine_shared", "attach_shared"),
 )
 _ROWS = (
-    *("floor", "ddp", "accelerate", "megatron"),
+    *(CONTROL[0], "floor", "ddp", "accelerate", "megatron"),
     *("no_sync_bf16", "no_sync_powersgd", "engine", "attach", "engine_native_bf16", "attach_native_bf16"),
     *("engine_bf16", "attach_bf16", "engine_int8_ef", "engine_shared", "attach_shared"),
 )
 _LOOPBACK = ("base", "wires", "deepspeed")
 _GBIT = ("gbit", "gbit-wires", "gbit-deepspeed")
-# By block: the titles of the table's columns, and their launches. The first that measured a variant counts.
-TABLES = {
-    "networks": {
-        "2 workers, 1 Gbit/s": _GBIT,
-        "2 workers, 100 Mbit/s": ("slow",),
-        "4 workers, loopback": ("workers-4",),
-        "4 workers, 1 Gbit/s": ("gbit-workers-4",),
-    },
-    "windows": {
-        "1 micro-batch": ("every-1",),
-        "4 micro-batches": ("every-4",),
-        "8": _LOOPBACK,
-        "16": ("every-16",),
-    },
-    "models": {"CNN": ("cnn",), "1000 small parameters": ("small",)},
-    "machinery": {
-        "GPT fp32": ("gpt0",),
-        "1000 small fp32": ("small0",),
-        "GPT bf16": ("gpt0-bf16",),
-        "GPT bf16, 1 Gbit/s": ("gbit-gpt0-bf16",),
-    },
-}
 
 
 @dataclass(frozen=True)
@@ -62,7 +40,7 @@ class Column:
     """A column of a table: a figure of every variant.
 
     Attributes:
-        launches: the first that measured a variant counts.
+        launches: the first launch that measured a variant gives the figure.
         figure: "window", relative to the control; or a key of the rows of result files.
     """
 
@@ -71,58 +49,98 @@ class Column:
     figure: str = "window"
 
 
-# By block: the columns, and the variants with a row; without variants, those of the first column's launch.
-FIGURES: dict[str, tuple[tuple[Column, ...], tuple[str, ...]]] = {
-    "sharded-states": (
+@dataclass(frozen=True)
+class Table:
+    """A table with a row for each variant; without `variants`, for those of the first column's launch."""
+
+    columns: tuple[Column, ...]
+    variants: tuple[str, ...] = ()
+
+
+TABLES = {
+    "overview": Table(
+        (
+            Column("window, loopback", _LOOPBACK),
+            Column("window, 1 Gbit/s", _GBIT),
+            Column("sent MB", _LOOPBACK, "sent_mb"),
+            Column("peak MB", ("memory",), "peak_mb"),
+            Column("gradient error", ("truth",), "error"),
+        ),
+        _OVERVIEW,
+    ),
+    "networks": Table(
+        (
+            Column("2 workers, 1 Gbit/s", _GBIT),
+            Column("2 workers, 100 Mbit/s", ("slow",)),
+            Column("4 workers, loopback", ("workers-4",)),
+            Column("4 workers, 1 Gbit/s", ("gbit-workers-4",)),
+        ),
+        _ROWS,
+    ),
+    "windows": Table(
+        (
+            Column("1 micro-batch", ("every-1",)),
+            Column("4 micro-batches", ("every-4",)),
+            Column("8", _LOOPBACK),
+            Column("16", ("every-16",)),
+        ),
+        _ROWS,
+    ),
+    "models": Table((Column("CNN", ("cnn",)), Column("1000 small parameters", ("small",))), _ROWS),
+    "machinery": Table(
+        (
+            Column("GPT fp32", ("gpt0",)),
+            Column("1000 small fp32", ("small0",)),
+            Column("GPT bf16", ("gpt0-bf16",)),
+            Column("GPT bf16, 1 Gbit/s", ("gbit-gpt0-bf16",)),
+        ),
+        _ROWS,
+    ),
+    "sharded-states": Table(
         (
             Column("window, loopback", ("sharded-states",)),
             Column("window, 1 Gbit/s", ("gbit-sharded-states",)),
             Column("sent MB", ("sharded-states",), "sent_mb"),
             Column("collectives", ("sharded-states",), "collectives"),
-        ),
-        (),
+        )
     ),
-    "wires": (
+    "wires": Table(
         (
             Column("window, 1 Gbit/s", ("gbit-wires",)),
             Column("window, 100 Mbit/s", ("slow",)),
             Column("sent MB", ("gbit-wires",), "sent_mb"),
-        ),
-        (),
+        )
     ),
-    "shared-memory": (
+    "shared-memory": Table(
         (
             Column("2 ranks", _LOOPBACK),
             Column("4 ranks", ("workers-4",)),
             Column("gradients alone, 2 ranks", ("gpt0",)),
         ),
-        ("no_sync_view", "engine", "engine_shared", "attach", "attach_shared"),
+        (CONTROL[0], "engine", "engine_shared", "attach", "attach_shared"),
     ),
-    "sharded": (
+    "sharded": Table(
         (
             Column("window, 2 ranks, 1 Gbit/s", ("gbit-sharded",)),
             Column("sent MB, 2 ranks", ("gbit-sharded",), "sent_mb"),
             Column("sent MB, 4 ranks", ("sharded-4",), "sent_mb"),
         ),
         (
-            "no_sync_view",
-            "fsdp2",
-            "fsdp2_deferred",
-            "attach_fsdp2_none",
-            "attach_fsdp2",
-            "attach_fsdp2_gathered",
+            *(CONTROL[0], "fsdp2", "fsdp2_deferred"),
+            *("attach_fsdp2_none", "attach_fsdp2", "attach_fsdp2_gathered"),
         ),
     ),
-    "exact": (
+    "exact": Table(
         (
             Column("window, loopback", _LOOPBACK),
             Column("window, 1 Gbit/s", ("gbit-wires",)),
             Column("window, 100 Mbit/s", ("slow",)),
             Column("peak MB", ("memory",), "peak_mb"),
         ),
-        ("no_sync_view", "engine", "engine_exact_slots", "engine_exact"),
+        (CONTROL[0], "engine", "engine_exact_slots", "engine_exact"),
     ),
 }
+_FORMATS = {"sent_mb": ".1f", "peak_mb": ".0f", "collectives": ".0f", "error": ".0e"}
 # Launches that the page shows only in a plot.
 SIZES = {
     "5.1 M, loopback": "5m",
@@ -133,7 +151,6 @@ SIZES = {
 NO = "–"
 
 Results = dict[str, Measured]
-Columns = dict[str, tuple[str, ...]]
 
 
 def main() -> None:
@@ -167,10 +184,7 @@ def rendered(page: str, results: Results) -> str:
 
 
 def _made(name: str, results: Results) -> str:
-    if name in TABLES:
-        lines = table(TABLES[name], results)
-    else:
-        lines = figures(*FIGURES[name], results) if name in FIGURES else BLOCKS[name](results)
+    lines = table(TABLES[name], results) if name in TABLES else BLOCKS[name](results)
     return "\n".join([*lines, ""]) if lines else ""
 
 
@@ -189,7 +203,7 @@ def machine(results: Results) -> list[str]:
     cards = "; ".join([usual, *(f"{', '.join(launches[card])} on {card}" for card in others)])
     seconds = sum(one.content["seconds"] for one in results.values())
     taken = f"Taken on {' and '.join(dates)} in {seconds / 60:.0f} minutes; {cards}. "
-    return [taken + "One thread a worker. Other machines have other milliseconds."]
+    return [taken + "One thread per worker. Other machines have other milliseconds."]
 
 
 def _card(one: Measured) -> str:
@@ -202,89 +216,42 @@ def _card(one: Measured) -> str:
 # ---- tables ----
 
 
-def overview(results: Results) -> list[str]:
-    """Return the first table: windows, bytes, memory and errors of the base's variants."""
-    launches = (*_LOOPBACK, *_GBIT, "truth", "memory")
-    if not set(launches) <= set(results):
-        return []
-    columns = {"window, loopback": _LOOPBACK, "window, 1 Gbit/s": _GBIT}
-    lines = _head("", *columns, "sent MB", "peak MB", "gradient error")
-    for name in _OVERVIEW:
-        one = first(results, name, _LOOPBACK)
-        if one is None:
-            continue
-        windows = [_window(results, name, names) for names in columns.values()]
-        sent = one.rows[name].get("sent_mb")
-        lines.append(
-            _line(_label(one, name), *windows, NO if sent is None else f"{sent:.1f}", *_kept(results, name))
-        )
-    links = ", ".join(_link(name, results[name]) for name in launches)
-    return [*lines, _noise(columns, results, NO, NO, NO), "", f"Files: {links}."]
+def table(layout: Table, results: Results) -> list[str]:
+    """Return a table, and the files of its launches; columns without a file are left out.
 
-
-def _kept(results: Results, name: str) -> tuple[str, str]:
-    memory, truth = results["memory"].rows.get(name, {}), results["truth"].rows.get(name, {})
-    return (
-        f"{memory['peak_mb']:.0f}" if "peak_mb" in memory else NO,
-        f"{truth['error']:.0e}" if "error" in truth else NO,
-    )
-
-
-def table(columns: Columns, results: Results) -> list[str]:
-    """Return a table of the windows of several launches; columns without a file are left out.
-
-    A variant has a row if it was measured in at least half of the columns. The control has no row; the row of
-    the noise takes its place.
+    A variant has a row if it was measured in at least half of the columns with windows. The last row is the
+    largest noise of each column's launches.
     """
-    columns = {title: names for title, names in columns.items() if names[0] in results}
+    columns = [one for one in layout.columns if not results.keys().isdisjoint(one.launches)]
     if not columns:
         return []
-    lines = _head("", *(_link(title, results[names[0]]) for title, names in columns.items()))
-    for name in (CONTROL[0], *_ROWS):
-        found = first(results, name, [one for names in columns.values() for one in names])
-        cells = [_window(results, name, names) for names in columns.values()]
-        if found is not None and 2 * cells.count(NO) <= len(cells):
-            lines.append(_line(_label(found, name), *cells))
-    return [*lines, _noise(columns, results)]
-
-
-def figures(columns: tuple[Column, ...], variants: tuple[str, ...], results: Results) -> list[str]:
-    """Return a table with different figures of each variant, and the files of its launches."""
-    launches = dict.fromkeys(name for column in columns for name in column.launches)
-    if not set(launches) <= set(results):
-        return []
-    lines = _head("", *(column.title for column in columns))
-    for name in variants or results[columns[0].launches[0]].rows:
-        one = first(results, name, [*launches])
-        if one is not None and name != CONTROL[1]:
-            lines.append(_line(_label(one, name), *(_figure(column, name, results) for column in columns)))
-    noise = [_noise_of(column.launches, results) if column.figure == "window" else NO for column in columns]
+    launches = dict.fromkeys(name for one in columns for name in one.launches if name in results)
+    lines = _head("", *(one.title for one in columns))
+    for name in layout.variants or results[columns[0].launches[0]].rows:
+        cells = [_figure(one, name, results) for one in columns]
+        found = [cell for one, cell in zip(columns, cells, strict=True) if one.figure == "window"]
+        measured = first(results, name, [*launches])
+        if measured is not None and name != CONTROL[1] and 2 * found.count(NO) <= len(found):
+            lines.append(_line(_label(measured, name), *cells))
+    noise = [_noise(one.launches, results) if one.figure == "window" else NO for one in columns]
     links = ", ".join(_link(name, results[name]) for name in launches)
     return [*lines, _line("noise", *noise), "", f"Files: {links}."]
 
 
 def _figure(column: Column, name: str, results: Results) -> str:
-    if column.figure == "window":
-        return _window(results, name, column.launches)
-    one = first(results, name, column.launches)
-    value = None if one is None else one.rows[name].get(column.figure)
-    return NO if value is None else f"{value:.1f}" if column.figure == "sent_mb" else f"{value:.0f}"
-
-
-def _window(results: Results, name: str, launches: tuple[str, ...]) -> str:
-    """Return a window's time over the baseline's in the same launch; for the baseline, its time in ms."""
-    found = first(results, name, launches)
+    """Return a cell: a window's time relative to the control, in ms for the control; or another figure."""
+    found = first(results, name, column.launches)
     if found is None:
         return NO
-    return f"{found.median(name):.0f} ms" if name == CONTROL[0] else f"{found.ratio(name, CONTROL[0]):.2f}"
+    if column.figure == "window":
+        return (
+            f"{found.median(name):.0f} ms" if name == CONTROL[0] else f"{found.ratio(name, CONTROL[0]):.2f}"
+        )
+    value = found.rows[name].get(column.figure)
+    return NO if value is None else format(value, _FORMATS[column.figure])
 
 
-def _noise(columns: Columns, results: Results, *others: str) -> str:
-    """Return the row of the noise: the largest noise of each column's launches, and the other cells."""
-    return _line("noise", *(_noise_of(names, results) for names in columns.values()), *others)
-
-
-def _noise_of(launches: tuple[str, ...], results: Results) -> str:
+def _noise(launches: tuple[str, ...], results: Results) -> str:
     return f"{max(results[one].noise for one in launches if one in results):.0%}"
 
 
@@ -340,7 +307,6 @@ def plot(results: Results) -> list[str]:
 
 BLOCKS: dict[str, Callable[[Results], list[str]]] = {
     "machine": machine,
-    "overview": overview,
     "plot": plot,
     "ahead": ahead,
     "sizes": sizes,

@@ -1,7 +1,7 @@
 """The variants of the window benchmark, which train the same model on the same micro-batches.
 
 A window consists of the forward and backward of A micro-batches, the reduction, unscaling, clipping and the
-optimizer step. Every other library is used as its documentation recommends, with the loss divided by A.
+optimizer step. Other libraries are used as their documentation recommends, with the loss divided by A.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Variant:
     label: ClassVar[str]  # Name in tables.
     needs: ClassVar[str | None] = None  # Package that the variant requires, besides torch and pyengine.
     is_synced: ClassVar[bool] = True  # Whether all ranks end a window with the same gradient.
-    is_whole: ClassVar[bool] = True  # Whether this is the full gradient of the window, up to rounding.
+    is_whole: ClassVar[bool] = True  # Whether that gradient is the window's full gradient, up to rounding.
     is_ours: ClassVar[bool] = False  # Whether the variant is an engine of pyengine.
     grad_norm: Tensor  # Gradient norm of the last window, before clipping.
 
@@ -140,7 +140,7 @@ class NoSyncFP16(NoSyncView):
 
 
 class NoSyncPowerSGD(NoSyncView):
-    """DDP with `no_sync`, bucket views, and torch's PowerSGD hook of rank 1, from the third window on.
+    """DDP with `no_sync`, bucket views and, from the third window on, torch's rank-1 PowerSGD hook.
 
     A single bucket is used, because the hook launches its later collectives from the backend's threads. With
     several buckets, ranks would launch these collectives in different orders, and gloo would end the process.
@@ -165,7 +165,7 @@ class Accelerate(Variant):
         from accelerate.utils import GradientAccumulationPlugin
 
         for state in (AcceleratorState, GradientState, PartialState):
-            state._reset_state()  # noqa: SLF001 - no public call resets the state of an earlier one
+            state._reset_state()  # noqa: SLF001 - nothing public resets an earlier state
         plugin = GradientAccumulationPlugin(num_steps=len(self.micro_batches), sync_with_dataloader=False)
         self.accelerator = Accelerator(cpu=self.device.type == "cpu", gradient_accumulation_plugin=plugin)
         # Accelerate's prepared optimizer wraps `self.optimizer`. All variants step `self.optimizer` directly.
@@ -239,7 +239,7 @@ def _kinds(name: str, base: type[Engine]) -> dict[str, type[Variant]]:
     return {
         f"{name}_native_bf16": kind("native sums, bf16 wire", wire=WIRES["bf16"], accumulator="native"),
         f"{name}_exact": kind("exact sums", accumulator="exact"),
-        f"{name}_exact_slots": kind("exact sums, a slot a rank", _Slots),
+        f"{name}_exact_slots": kind("exact sums, one slot per rank", _Slots),
         f"{name}_shared": kind("shared memory", shared_memory=True),
     } | {
         f"{name}_{wire.replace('-', '_')}": kind(f"{wire} wire", wire=WIRES[wire])
