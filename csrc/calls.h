@@ -1,5 +1,5 @@
-// The ops and their arguments, which are the same on CPU and CUDA: addresses and dtypes that Python has
-// checked.
+// The ops and their arguments (addresses and dtypes that Python has checked), which are the same on CPU and
+// CUDA.
 #pragma once
 #include <cstdint>
 
@@ -13,7 +13,7 @@ namespace pyengine {
 struct Tensors {
   void* const* data;  // in host memory
   DType dtype;
-  void* const* on_device = nullptr;  // copy of `data` in CUDA memory; null: use kernel parameters
+  void* const* on_device = nullptr;  // copy of `data` in CUDA memory; null: pass `data` as kernel parameters
 };
 
 struct Flat {
@@ -25,7 +25,7 @@ struct PackCall {  // also used by unpack
   Flat flat;
   Tensors tensors;
   const float* scale;
-  const float* only_if = nullptr;  // if this is 0, nothing is written; null: always write
+  const float* only_if = nullptr;  // if the value is 0, nothing is written; null: always write
 };
 
 struct AccumulateCall {
@@ -47,9 +47,9 @@ struct AccumulateCastCall {
 
 struct UnscaleNormCall {
   Tensors tensors;
-  Tensors out;  // read-only if out.data is null
+  Tensors out;  // if out.data is null, nothing is written
   const float* scale;
-  double* partials;    // scratch: one per block
+  double* partials;    // scratch: one number per block
   double* sumsq;       // [num_slots]
   uint8_t* nonfinite;  // [num_slots]
   uint32_t* tickets = nullptr;  // [num_slots] CUDA scratch: zero before and after the call
@@ -95,7 +95,8 @@ struct SumCall {
   Payloads payloads;
 };
 
-// Every op: <op>_cpu(layout, call) in csrc/cpu, <op>_cuda(layout, stream, call) in csrc/cuda.
+// Every op has two functions, <op>_cpu(layout, call) in csrc/cpu and <op>_cuda(layout, stream, call) in
+// csrc/cuda.
 #define PYENGINE_OPS(OP)                  \
   OP(pack, PackCall)                      \
   OP(unpack, PackCall)                    \

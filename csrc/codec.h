@@ -46,7 +46,8 @@ struct Chance {
   uint32_t offset;  // index of element 0
 };
 
-// Anonymous namespace: the linker must not share these between files compiled for different instruction sets.
+// Anonymous namespace, so that the linker never shares this code between files compiled for different
+// instruction sets.
 namespace {
 
 constexpr uint32_t kMagnitude = 0x7fffffff, kFloatInfinity = 0x7f800000, kQuietNan = 0x7fc00000;
@@ -56,7 +57,8 @@ PYENGINE_EVERYWHERE inline uint32_t as_bits(float x) { return __builtin_bit_cast
 PYENGINE_EVERYWHERE inline float as_float(uint32_t bits) { return __builtin_bit_cast(float, bits); }
 PYENGINE_EVERYWHERE inline uint32_t least(uint32_t a, uint32_t b) { return a < b ? a : b; }
 
-// 32 random bits per element: Wellons' mixer "lowbias32", with half of the key mixed in before each product.
+// 32 random bits per element: Wellons' mixer "lowbias32", with one half of the key mixed in before each
+// multiplication.
 PYENGINE_EVERYWHERE inline uint32_t hashed(const Chance& chance, uint32_t element) {
   uint32_t x = (chance.offset + element) ^ chance.key[0];
   x = (x ^ (x >> 16)) * 0x7feb352du;
@@ -93,8 +95,7 @@ struct Int8 {
   }
 };
 
-// Floats with fewer bits. kCut is the number of additional mantissa bits of a float32; 2^-kShift is the
-// smallest denormal.
+// Floats with fewer bits. A float32 has kCut more mantissa bits; 2^-kShift is the smallest denormal.
 template <class CodeT, int kMantissa, int kBias, uint32_t kInfinity, uint32_t kNan>
 struct SmallFloat {
   using Code = CodeT;
@@ -105,7 +106,7 @@ struct SmallFloat {
   static constexpr uint32_t kMostBits = (kMost << kCut) + kRebias;
   static constexpr bool kHasScale = sizeof(Code) == 1, kHasInfinity = kInfinity != kNan;
   static constexpr float kLargest = __builtin_bit_cast(float, kMostBits);
-  // kLargest is 7/4 of this power of two.
+  // kLargest is 7/4 * 2^8 for e4m3 and 7/4 * 2^15 for e5m2, hence the divisors.
   static constexpr float kMaxScale = 0x1.249248p+127f / (kBias == 7 ? 0x1p8f : 0x1p15f);
   // bfloat16 has the exponent range of float32, so denormals need no special case.
   static constexpr uint32_t kNormal = kBias == 127 ? 0 : static_cast<uint32_t>(128 - kBias) << 23;
@@ -142,7 +143,7 @@ struct SmallFloat {
     const float x = as_float(magnitude);
     if constexpr (kStochastic)
       return (static_cast<uint32_t>(static_cast<int32_t>(x * power_of_two(kShift + kCut))) + (random >> (32 - kCut))) >> kCut;
-    // The sum with a power of two has no bits below the last place of that power, so the addition rounds.
+    // Adding a power of two discards all bits below that power's ulp, so the addition itself rounds x.
     return as_bits(x + power_of_two(23 - kShift)) - as_bits(power_of_two(23 - kShift));
   }
 };
@@ -188,7 +189,7 @@ void with_format(ValueFormat format, const Fn& fn) {
     case ValueFormat::bf16: return fn(Bf16{});
     case ValueFormat::fp16: return fn(Fp16{});
   }
-  throw std::invalid_argument("a value format that no op knows");
+  throw std::invalid_argument("unknown value format");
 }
 
 }  // namespace

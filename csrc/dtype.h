@@ -1,4 +1,4 @@
-// The core's element types as storage, and the bits of floats; no arithmetic.
+// The storage types of the core's elements, and the bits of floats. No arithmetic is defined here.
 #pragma once
 #include <cstdint>
 #include <stdexcept>
@@ -20,7 +20,8 @@ enum class DType : int { f32 = 0, bf16 = 1, fp16 = 2 };
 
 inline constexpr int64_t element_bytes(DType dtype) { return dtype == DType::f32 ? 4 : 2; }
 
-// Anonymous namespace: the linker must not share these between files compiled for different instruction sets.
+// Anonymous namespace, so that the linker never shares this code between files compiled for different
+// instruction sets.
 namespace {
 
 // The bits of infinity in each type; with the sign cleared, only NaN is larger.
@@ -41,7 +42,7 @@ void with_type(DType dtype, const Fn& fn) {
     case DType::bf16: return fn(bf16{});
     case DType::fp16: return fn(fp16{});
   }
-  throw std::invalid_argument("a dtype code that no op knows");
+  throw std::invalid_argument("unknown dtype code");
 }
 
 // The same for two dtype codes.

@@ -5,10 +5,11 @@
 // their order. With w bits per limb, bin b has units of 2^((b-1)w-125) for `hi` and 2^((b-2)w-125) for `lo`,
 // for magnitudes below 2^(bw-126). A term is split into
 //   hi = rint(x / unit of hi), lo = rint((x - hi · unit of hi) / unit of lo),
-// both at most 2^(w-1) in magnitude, so 2^(31-w) terms in any order stay within 2^30. In the sum's grid, a
-// block whose bin is one lower has hi = 0 and lo = its own hi; a block whose bin is two lower has zeros. So
-// limbs that were summed in a lower bin shift to the same values as if they had been summed in the higher
-// bin. All additions are integer additions, so the result does not depend on order or grouping.
+// both at most 2^(w-1) in magnitude, so 2^(31-w) terms in any order stay within 2^30. If a block's bin is one
+// lower than the sum's bin, the block has hi = 0 in the sum's grid, and its own hi becomes lo. If its bin is
+// two or more lower, both limbs are zero. So limbs that were summed in a lower bin shift to the same values
+// as if they had been summed in the higher bin. All additions are integer additions, so the result does not
+// depend on order or grouping.
 #pragma once
 #include <cstdint>
 

@@ -5,8 +5,8 @@
 
 namespace pyengine {
 
-// The order of a sum of squares is part of the result (equal bits on every instruction set and on CUDA), so
-// these numbers must not be tuned. Starting from the slot's first element:
+// The order in which squares are added affects the result, which must have the same bits on every instruction
+// set and on CUDA, so these numbers must not be tuned. Starting from the slot's first element:
 //   segment  256 elements: element i is added to double lane i % 16, in order;
 //   block    32 segments: their lanes are added lane by lane, in order; then the second half of the lanes is
 //            added to the first half until one lane is left;
@@ -17,7 +17,7 @@ inline constexpr int64_t kSegmentElements = 256;
 inline constexpr int64_t kBlockElements = 8192;
 inline constexpr int64_t kBlockLanes = 256;
 
-// A part of one slot: two blocks, whose sums run side by side. `begin` is the offset in elements from the
+// A part of one slot: two blocks, which are summed side by side. `begin` is the offset in elements from the
 // slot's first element.
 struct Chunk {
   int64_t slot, begin, count;
@@ -41,7 +41,7 @@ struct Layout {
   int64_t numel;               // sum of numels
 };
 
-// A chunk for CUDA kernels: all values that a CTA looks up, most of them with one access.
+// A chunk for CUDA kernels, with all values that a CTA looks up. The CTA reads most of them in one access.
 struct alignas(32) DeviceChunk {
   int32_t slot, count;        // elements
   int32_t index, num_chunks;  // index among its slot's chunks, and their number
@@ -62,8 +62,8 @@ class BucketPlan {
   BucketPlan(std::vector<int64_t> offsets, std::vector<int64_t> numels);
   Layout layout() const;
 
-  // The layout for CUDA kernels as one int64 array, to be copied to a device with an alignment of 32 bytes,
-  // and the DeviceLayout that points into such a copy.
+  // The layout for CUDA kernels as one int64 array, to be copied to device memory that is aligned to 32
+  // bytes, and the DeviceLayout that points into such a copy.
   int64_t num_words() const;
   void write_words(int64_t* words) const;
   DeviceLayout layout_at(const int64_t* words) const;

@@ -43,7 +43,7 @@ struct Table {
 
 DType checked(int code) {
   if (code < static_cast<int>(DType::f32) || code > static_cast<int>(DType::fp16))
-    throw std::invalid_argument("dtype code " + std::to_string(code) + "; needed 0 (float32), 1 (bfloat16) or 2 (float16)");
+    throw std::invalid_argument("dtype code " + std::to_string(code) + "; expected 0 (float32), 1 (bfloat16) or 2 (float16)");
   return static_cast<DType>(code);
 }
 
@@ -54,8 +54,8 @@ Table make_table(const std::vector<Address>& addresses, int dtype) {
   return table;
 }
 
-// Collects the addresses of a list of plain tensors in about 30 ns each; attribute access from Python would
-// take 400 ns. Returns None if Python has to check the tensors one by one and write the error message.
+// Collects the addresses of a list of plain tensors in about 30 ns per tensor; attribute access from Python
+// would take 400 ns. Returns None if Python has to check the tensors one by one and write the error message.
 std::optional<Table> gather(const BucketPlan& plan, const py::list& tensors) {
   const size_t n = plan.numels().size();
   if (tensors.size() != n) return std::nullopt;
@@ -110,8 +110,8 @@ constexpr CudaOps kCudaOps{};
 // A plan on a CUDA device. All of its addresses are in device memory, which Python owns.
 struct CudaPlan {
   DeviceLayout layout;
-  // Size of unscale_norm's scratch: two doubles per chunk, then one ticket per slot. Zero before the first
-  // call.
+  // Size of unscale_norm's scratch: two doubles per chunk, then one ticket per slot. Must be zero before
+  // the first call.
   int64_t scratch_bytes() const { return 16 * layout.num_chunks + 4 * layout.num_slots; }
 };
 
@@ -168,8 +168,8 @@ UnscaleNormCall unscale_norm_call(const Table& tensors, const Table* out, Addres
           at<double>(sumsq), at<uint8_t>(nonfinite)};
 }
 
-// Does not use def_op because of the scratch memory, which is allocated here on the CPU and by Python on
-// CUDA.
+// Does not use def_op, because the op needs scratch memory: for the CPU it is allocated here, and for CUDA by
+// Python.
 void bind_unscale_norm(Plans& plans) {
   plans.cpu.def("unscale_norm", [](const BucketPlan& plan, const Table& tensors, const Table* out, Address scale,
                                    Address sumsq, Address nonfinite) {
@@ -224,7 +224,7 @@ EncodeCall encode_call(const Codec& codec, Address payload, Address values, Addr
   return {codec, at<uint8_t>(payload), at<float>(values), at<float>(residual), chance_of(key, offset)};
 }
 
-// `shape` is the number of payloads and the size of each in bytes.
+// `shape` is the number of payloads and the distance between them in bytes.
 SumEncodeCall sum_encode_call(const Codec& codec, Address out, Address payloads, std::pair<int64_t, int64_t> shape,
                               Address residual, const Key& key, int64_t offset) {
   return {codec, at<uint8_t>(out), {at<uint8_t>(payloads), shape.first, shape.second}, at<float>(residual),
@@ -326,7 +326,8 @@ void bind_roof(py::module_& m) {
 }  // namespace
 
 PYBIND11_MODULE(PYENGINE_MODULE, m) {
-  if (!has_ops()) throw py::import_error("it was built on another machine for that one alone, with PYENGINE_NATIVE=1");
+  if (!has_ops())
+    throw py::import_error("it was built with PYENGINE_NATIVE=1 for an instruction set that this machine does not have");
   m.def("isa", [] { return ops().isa; });
   m.def("set_isa", &set_isa);
   m.attr("has_cuda") = kHasCuda;

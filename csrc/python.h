@@ -25,8 +25,8 @@ inline std::optional<DType> dtype_of_scalar_type(int32_t scalar_type) {
   }
 }
 
-// The tuple (Tensor, Parameter), the types that store their elements at their address; subclasses may not.
-// Set by learn_tensor_object and never freed.
+// The tuple (Tensor, Parameter) of the types that store their elements at their address; subclasses may store
+// them elsewhere. Set by learn_tensor_object and never freed.
 inline PyObject* plain_types = nullptr;
 
 // Whether an op may read the object's elements at its address.

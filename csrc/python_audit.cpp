@@ -48,7 +48,7 @@ std::pair<int64_t, int64_t> run_of(int64_t turn, int64_t n, int64_t run) {
 }
 
 WordWeights weights_of(Address weights, int64_t block) {
-  if (block < 1) throw std::invalid_argument("blocks of a word or more");
+  if (block < 1) throw std::invalid_argument("expected blocks of at least one word");
   return {at<int32_t>(weights), block};
 }
 
@@ -57,7 +57,8 @@ std::vector<std::optional<int64_t>> checksums_of(Address weights, int64_t block,
                                                  const std::vector<py::object>& tensors,
                                                  const std::vector<int64_t>& turns, int64_t run) {
   const WordWeights rule = weights_of(weights, block);
-  if (tensors.size() != turns.size() || run < 1) throw std::invalid_argument("a turn a tensor, and runs of a word or more");
+  if (tensors.size() != turns.size() || run < 1)
+    throw std::invalid_argument("expected one turn per tensor, and runs of at least one word");
   std::vector<std::optional<int64_t>> found(tensors.size());
   for (size_t i = 0; i < tensors.size(); ++i) {
     const std::optional<TensorFacts> facts = facts_on_host(tensors[i].ptr());
@@ -76,7 +77,7 @@ std::vector<std::optional<int64_t>> checksums_of(Address weights, int64_t block,
 struct Listener {
   Notes notes;
   int64_t index;
-  py::object owners;  // a tuple of tensors: while none has a gradient, the next gradient is the first
+  py::object owners;  // a tuple of tensors: while none has a gradient, the next gradient is the window's first
   py::object rest;
 
   void operator()(const py::object& grad) const {

@@ -17,7 +17,7 @@ using Job = py::class_<SharedJob, std::shared_ptr<SharedJob>>;
 using Arena = py::class_<SharedArena, std::shared_ptr<SharedArena>>;
 
 std::shared_ptr<SharedJob> submit(SharedArena& arena, Address data, int64_t numel, int kind) {
-  if (kind < 0 || kind >= kSharedKinds) throw std::invalid_argument("a kind of collective that no rank knows");
+  if (kind < 0 || kind >= kSharedKinds) throw std::invalid_argument("unknown kind of collective");
   return arena.submit(at<void>(data), numel, static_cast<SharedKind>(kind));
 }
 

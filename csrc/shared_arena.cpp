@@ -17,7 +17,7 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-// Spin for a microsecond or two; then yield the core to other threads.
+// Number of spins before the core is yielded to other threads; they take a microsecond or two.
 constexpr int kSpins = 50;
 constexpr double kTickSeconds = 0.25;
 // Data is copied to shared memory in pieces that stay in the caches (measured with 64 KiB to 64 MiB).
@@ -154,7 +154,7 @@ bool SharedArena::finish(SharedJob& job, const std::string& error) {
   return job.calls_back_;
 }
 
-// ---- meeting other ranks ----
+// ---- synchronization with other ranks ----
 
 void SharedArena::tell() {
   std::atomic<uint32_t>& changes = file_->control().changes;
@@ -177,7 +177,7 @@ void SharedArena::check_going() {
   if (has_failed_) throw std::runtime_error(failure());
   if (is_closed_) throw std::runtime_error("this rank has left the shared memory of its host");
   if (file_->control().broken.load(std::memory_order_acquire))
-    throw std::runtime_error("another rank of this host has given a collective in shared memory up");
+    throw std::runtime_error("another rank of this host has given up a collective in shared memory");
   for (int rank : missing())
     if (file_->place(rank).has_left.load(std::memory_order_acquire) && !have_arrived())
       throw std::runtime_error("another rank of this host has closed or dropped its engine");
@@ -240,7 +240,7 @@ void SharedArena::run(const SharedJob& job, const OnWait& on_wait) {
   post(job, block.get());
   meet(on_wait);
   if (!is_alike())
-    throw std::runtime_error("ranks of this host are in different collectives, of other sizes or types");
+    throw std::runtime_error("ranks of this host are in different collectives, or pass different sizes or types");
   bool is_in_place = true;
   for (int rank = 0; rank < world_size_; ++rank) is_in_place &= file_->place(rank).block >= 0;
   if (is_in_place)
@@ -265,7 +265,8 @@ void SharedArena::run_in_place(const SharedJob& job, SharedBlock& block, const O
 
 // For each piece, every rank copies the other ranks' shares of its buffer to its staging block, combines its
 // own share, and copies the other ranks' results. Pieces alternate between the two halves of the staging
-// block: a rank that reaches a piece has finished reading the previous piece.
+// block. When all ranks have met for a piece, they have finished reading the previous piece, so its half can
+// be overwritten.
 void SharedArena::run_staged(const SharedJob& job, const OnWait& on_wait) {
   if (!staging_) staging_ = std::make_shared<SharedBlock>(file_, 2 * kPieceBytes, world_size_);
   file_->place(rank_).staging = staging_->offset();

@@ -33,8 +33,8 @@ class SharedJob {
 
 class SharedArena {
  public:
-  // Called from time to time by the serving thread while it waits for other ranks, with the seconds it has
-  // waited.
+  // Called from time to time by the serving thread while it waits for other ranks. The argument is the number
+  // of seconds that it has waited.
   using OnWait = std::function<void(double)>;
   // Called by the serving thread when a job with a callback is done.
   using OnDone = std::function<void(const std::shared_ptr<SharedJob>&)>;

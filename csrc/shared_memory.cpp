@@ -91,7 +91,7 @@ int64_t SharedFile::next_offset(int64_t bytes) {
 
 int64_t SharedFile::take(int64_t bytes) {
   // Check before taking the lock, which another thread of the parent may have held at the fork.
-  if (!is_mine()) throw std::runtime_error("the region of shared memory is of the process that this one was forked from");
+  if (!is_mine()) throw std::runtime_error("this shared memory belongs to the process that this one was forked from");
   const int64_t offset = next_offset(bytes);
   // Allocate now: on first access, a lack of memory would raise a signal (SIGBUS).
   while (fallocate(descriptor_, 0, offset, bytes))
@@ -151,7 +151,7 @@ void SharedBlock::become_copy() {
   const auto size = static_cast<size_t>(mapping_.bytes);
   if (copy_ != MAP_FAILED)
     mremap(copy_, size, size, MREMAP_MAYMOVE | MREMAP_FIXED, mapping_.data);
-  else  // no memory for a copy: pages show the parent's writes until this process writes them
+  else  // no memory for a copy: pages show the parent's writes until this process writes to them
     mmap(mapping_.data, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_FIXED, file_->descriptor(), mapping_.offset);
   copy_ = MAP_FAILED;
   is_copy_ = true;

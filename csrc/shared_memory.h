@@ -74,8 +74,8 @@ class SharedMapping {
   void* const data;
 };
 
-// Memory of this process that other processes can map. A forked process has a copy of the content at the
-// fork.
+// Memory of this process that other processes can map. A forked process has a copy of the content at the time
+// of the fork.
 class SharedBlock {
  public:
   SharedBlock(std::shared_ptr<SharedFile> file, int64_t bytes, int world_size);

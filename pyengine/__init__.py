@@ -1,8 +1,8 @@
 """pyengine: gradient synchronization once per window.
 
-There are three entry points: `GradSync` for your own loop, `attach` (or only `comm_hook`) for a DDP model,
-and `python -m pyengine` on the command line. `pyengine.ops` contains the kernels, which can be used without
-an engine.
+There are three entry points: `GradSync` for your own loop, `attach` (or `comm_hook` alone) for a DDP or
+FSDP2 model, and `python -m pyengine` on the command line. `pyengine.ops` contains the kernels, which can be
+used without an engine.
 """
 
 import sys
@@ -80,11 +80,11 @@ __all__ = [
 
 # Removed names and their replacements, kept for one release.
 _REMOVED = {
-    "pyengine.Checkpoints": "save sync.state_dict() by torch.save and load it with weights_only=True, or use "
-    "torch.distributed.checkpoint (docs/reliability.md)",
-    "pyengine.Dealer": "pass the loader of a pe.WindowSampler; a slower rank may have a smaller accumulate=",
-    "pyengine.wire.Hierarchical": "NCCL reduces within hosts first by itself; over gloo pass "
-    "shared_memory=True, with which the ranks of a host together send a bucket once",
+    "pyengine.Checkpoints": "save sync.state_dict() with torch.save and load it with weights_only=True, or "
+    "use torch.distributed.checkpoint (docs/reliability.md)",
+    "pyengine.Dealer": "use a loader with a pe.WindowSampler; a slower rank may have a smaller accumulate=",
+    "pyengine.wire.Hierarchical": "NCCL itself reduces within each host first; over gloo, pass "
+    "shared_memory=True, so that the ranks of a host together send each bucket only once",
 }
 
 

@@ -69,7 +69,7 @@ void decode_kernel(float* __restrict sum, const typename Format::Code* __restric
   }
 }
 
-// The same for two ranks in turn, which keeps the sum in a register.
+// The same for two ranks, one after the other, which keeps the sum in a register.
 template <class Format, bool kAdds>
 void decode_two_kernel(float* __restrict sum, const typename Format::Code* __restrict codes,
                        const typename Format::Code* __restrict more, int64_t n, float scale, float more_scale) {

@@ -1,10 +1,10 @@
-// The ops as one table per instruction set, chosen at run time.
+// One table of all ops per instruction set; the table is chosen at run time.
 #pragma once
 #include "../calls.h"
 #include "../plan.h"
 #include "../shared_kind.h"
 
-// The instruction sets, best first; a build for one machine has only one of them. To add a set, add its name
+// The instruction sets, best first; a build for one machine has only one. To add a set, add its name
 // here, runs_<name> in dispatch.cpp, simd_<name>.h, and a line in CMakeLists.txt.
 #ifdef PYENGINE_X86
 #define PYENGINE_LEVELS(LEVEL) LEVEL(avx512) LEVEL(avx2) LEVEL(generic)

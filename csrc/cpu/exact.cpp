@@ -25,7 +25,7 @@ PYENGINE_INLINE inline void clear(const Block& sum, Access access) {
 }
 
 // Rarely called: a window's bins seldom grow after its first terms. Poisoned blocks get zero limbs; otherwise
-// their limbs would depend on the order.
+// their limbs would depend on the order of the terms.
 void raise_bin(const Block& sum, int bin) {
   constexpr int64_t kBytes = kExactBlock * sizeof(int32_t);
   if (bin == *sum.bin + 1) std::memcpy(sum.lo, sum.hi, kBytes);
@@ -67,7 +67,7 @@ PYENGINE_INLINE inline int largest_exponent(const Term* term, Access access) {
   return largest.exponent();
 }
 
-// Adds a block of a term whose bin is `bin`.
+// Adds one block of a term; `bin` is the bin of this block.
 template <bool kFirst, class Term, class Access>
 PYENGINE_INLINE inline void deposit_block(const Block& sum, const Term* term, int bin, int width, Access access) {
   if constexpr (kFirst) {
@@ -82,8 +82,9 @@ PYENGINE_INLINE inline void deposit_block(const Block& sum, const Term* term, in
   add_slices<kFirst>(sum, x, width, access);
 }
 
-// A block's slices depend on its largest element, the longest dependency chain. So find the largest elements
-// of a few blocks before the first is needed. The second read hits the L1 cache.
+// A block's slices depend on its largest element, and finding that element is the longest dependency chain.
+// So find the largest elements of a few blocks before the first of them is needed. The second read of a block
+// hits the L1 cache.
 constexpr int64_t kGroup = 4;
 
 // Adds at most kGroup blocks of a term; returns true if the term poisons one of them.
@@ -100,8 +101,8 @@ PYENGINE_INLINE inline bool deposit_group(const ExactSum& sum, int64_t first, co
   return largest == kPoisoned;
 }
 
-// Calls step(block, num_blocks, access) for [0, n) in groups: at two places at once (see step_full), or
-// streamed.
+// Calls step(block, num_blocks, access) for [0, n) in groups, either at two places at once (see step_full) or
+// with streaming stores.
 template <class Step>
 PYENGINE_INLINE inline void step_groups(int64_t n, bool streaming, const Step& step) {
   const int64_t half = streaming ? 0 : n / (2 * kGroup) * kGroup, whole = n / kGroup * kGroup;

@@ -1,4 +1,4 @@
-// Memory bandwidth of this machine on one thread, the reference for benchmarks.
+// Loops that measure the memory bandwidth of one thread, the reference for benchmarks.
 #include "chunks.h"
 
 namespace pyengine::PYENGINE_ISA {

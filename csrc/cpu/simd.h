@@ -1,9 +1,9 @@
 // Sixteen float lanes on every machine: one __m512, two __m256, or float[16].
 //
-// An op is written once over these types and compiled once per instruction set: PYENGINE_ISA names the set
-// and its namespace, PYENGINE_SIMD its header. Every set has the same functions, which give the same bits.
-// All code is in anonymous namespaces and uses no std templates, because the linker must never merge the code
-// of different sets.
+// An op is written once over these types and compiled once per instruction set. PYENGINE_ISA names the set
+// and its namespace, and PYENGINE_SIMD its header. Every set has the same functions, which give the same
+// bits. All code is in anonymous namespaces and uses no std templates, because the linker must never merge
+// the code of different sets.
 //
 // In every set, `Largest` keeps the bits of the largest magnitude seen, as an integer. If it is at least the
 // bits of infinity, a value was not finite. exponent() is the biased exponent of that magnitude.

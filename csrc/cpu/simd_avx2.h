@@ -50,7 +50,7 @@ inline __m256i round_bf16(__m256 x) {
 template <class T> Packed<T> pack(F32x16 x);
 template <> inline Packed<float> pack<float>(F32x16 x) { return {x}; }
 template <> inline Packed<bf16> pack<bf16>(F32x16 x) {
-  // packus works within 128-bit halves: put the quarters back in order.
+  // packus works within 128-bit halves, so put the quarters back in order.
   return {_mm256_permute4x64_epi64(_mm256_packus_epi32(round_bf16(x.lo), round_bf16(x.hi)), 0xD8)};
 }
 template <> inline Packed<fp16> pack<fp16>(F32x16 x) {
@@ -155,8 +155,8 @@ template <Rounding rounding>
 inline __m128 round_four(__m128i hi, __m128i lo, __m256d high_unit) {
   __m256d sum = _mm256_add_pd(_mm256_mul_pd(_mm256_cvtepi32_pd(hi), high_unit), _mm256_cvtepi32_pd(lo));
   if constexpr (rounding == Rounding::odd) {
-    // Clear the 29 bits that a float lacks, and make the result odd if one of them was set: the same neighbor
-    // as in to_float.
+    // Clear the 29 bits that a float lacks, and make the result odd if any of them was set. This gives the
+    // same neighbor as to_float.
     const __m256i bits = _mm256_castpd_si256(sum), last = _mm256_set1_epi64x((1 << 29) - 1);
     const __m256i none = _mm256_cmpeq_epi64(_mm256_and_si256(bits, last), _mm256_setzero_si256());
     const __m256i odd = _mm256_andnot_si256(none, _mm256_set1_epi64x(1 << 29));

@@ -88,7 +88,7 @@ inline __m256 round_eight(__m256i hi, __m256i lo, int width) {
   const __m512i high = _mm512_sll_epi64(_mm512_cvtepi32_epi64(hi), _mm_cvtsi32_si128(width));
   const __m512i sum = _mm512_add_epi64(high, _mm512_cvtepi32_epi64(lo));
   if constexpr (rounding == Rounding::nearest) return _mm512_cvtepi64_ps(sum);
-  // Truncate, and make the result odd if a bit was lost: the same neighbor as in to_float.
+  // Truncate, and make the result odd if a bit was lost. This gives the same neighbor as to_float.
   const __m256 cut = _mm512_cvt_roundepi64_ps(sum, _MM_FROUND_TO_ZERO | _MM_FROUND_NO_EXC);
   const __mmask8 inexact = _mm512_cmpneq_epi64_mask(_mm512_cvttps_epi64(cut), sum);
   const __m256i bits = _mm256_castps_si256(cut);

@@ -1,5 +1,5 @@
-// simd.h for any machine: loops of sixteen that the compiler may vectorize. The conversions give the same
-// bits as F16C and the AVX2 code.
+// Portable version of simd.h: loops over sixteen lanes that the compiler may vectorize. The conversions give
+// the same bits as F16C and the AVX2 code.
 #pragma once
 
 namespace pyengine::PYENGINE_ISA {
@@ -62,7 +62,7 @@ inline void pack_one(float x, bf16& out) {
 inline void pack_one(float x, fp16& out) {
   const uint32_t u = bits_of(x), sign = (u >> 16) & 0x8000u, magnitude = u & 0x7fffffffu;
   const uint32_t nan = 0x7e00u | ((magnitude >> 13) & 0x3ffu);
-  // The last place of 0.5f is 2^-24, the smallest fp16 number, so adding 0.5f rounds to a multiple of 2^-24.
+  // The ulp of 0.5f is 2^-24, the smallest fp16 number, so adding 0.5f rounds to a multiple of 2^-24.
   const uint32_t tiny = bits_of(float_of(magnitude) + 0.5f) - bits_of(0.5f);
   const uint32_t normal = (magnitude - (112u << 23) + 0xfffu + ((magnitude >> 13) & 1u)) >> 13;
   const uint32_t half = magnitude > 0x7f800000u    ? nan

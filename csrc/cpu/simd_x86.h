@@ -25,7 +25,7 @@ inline int exponent_of(fp16 magnitude) {
   return _mm_cvtsi128_si32(_mm_castps_si128(_mm_cvtph_ps(_mm_cvtsi32_si128(magnitude.bits)))) >> 23;
 }
 
-// The largest magnitude seen, for 16-bit types, without widening them.
+// The largest magnitude seen among 16-bit values, which are not widened.
 template <class T>
 class Largest {
  public:

@@ -28,7 +28,7 @@ struct Block {
   }
 };
 
-// A block that is only read, without a scale, to compute only a norm.
+// A block that is only read, without a scale, by a call that computes only a norm.
 template <class In>
 struct PlainBlock {
   const In* in;
@@ -47,9 +47,9 @@ PYENGINE_INLINE inline void add_segment(const B& block, int64_t begin, int64_t e
   sums = add(sums, segment);
 }
 
-// Adds the same segment of two blocks side by side, because a single segment would wait for its own
-// additions. The registers hold both segments, but not the sums of the blocks, which are updated only once
-// every sixteen steps.
+// Sums the same segment of two blocks in one interleaved loop: with a single segment, each addition would
+// have to wait for the previous one. The registers hold both segments, but not the sums of the blocks, which
+// are updated only once every sixteen steps.
 template <class B, class Access>
 PYENGINE_INLINE inline void add_segments(const B& first, const B& second, int64_t begin, Access access,
                                          F64x16& first_sums, F64x16& second_sums) {

@@ -14,8 +14,8 @@ namespace {
 // encoding. A block is split into runs; in each run a thread has four neighboring elements.
 constexpr int kWarp = 32;
 
-// Number of runs in a block: the fewest that `most_lanes` threads need, but at most four if four are enough
-// for a warp.
+// Number of runs in a block: as many as `most_lanes` threads need. If that is more than four, the number is
+// four, or the number of runs that a whole warp needs if that is larger.
 constexpr int runs_of(int block, int most_lanes) {
   const int wanted = block / (most_lanes * kEach), fewest = block / (kWarp * kEach);
   return wanted <= 1 ? 1 : wanted <= 4 ? wanted : fewest > 4 ? fewest : 4;
@@ -27,9 +27,9 @@ template <int kBlock, int kMostLanes, bool kWhole>
 struct Spot {
   static constexpr int kRuns = runs_of(kBlock, kMostLanes), kEachThread = kRuns * kEach;
   static constexpr unsigned kLanes = kBlock / kEachThread;  // threads per block
-  int lane;       // this thread's index among them
+  int lane;       // index among the threads of the block
   int64_t begin;  // first element of the thread's first run
-  int left;       // number of existing elements from `begin` on, at most kBlock; none if not positive
+  int left;       // number of existing elements from `begin` on, at most kBlock; <= 0 if there are none
 
   __device__ __forceinline__ explicit Spot(int64_t numel)
       : lane(static_cast<int>(threadIdx.x % kLanes)),
@@ -41,7 +41,7 @@ struct Spot {
   __device__ __forceinline__ int64_t block() const { return static_cast<uint64_t>(begin) / kBlock; }
   __device__ __forceinline__ static constexpr int step(int k) { return k * static_cast<int>(kLanes) * kEach; }
   __device__ __forceinline__ int64_t at(int k) const { return begin + step(k); }
-  // Number of existing elements from at(k) on; none exist if it is not positive. (If it is clamped to [0,
+  // Number of existing elements from at(k) on; zero or less if there are none. (If it is clamped to [0,
   // kEach], ptxas 13.0 takes the comparison with kEach from the wrong predicate on sm_90.)
   __device__ __forceinline__ int count(int k) const { return kWhole ? kEach : left - step(k); }
   __device__ __forceinline__ bool is_whole(int k) const { return count(k) >= kEach; }
@@ -302,8 +302,8 @@ __device__ __forceinline__ Values<Spot::kRuns> sum_block(const Spot& spot, const
   return sum;
 }
 
-// The kernel is limited by instructions, and work done once per thread, such as the block's scale, takes as
-// many as five elements. So fewer threads handle more elements each.
+// The kernel is limited by instructions, and the work done once per thread, such as the block's scale, takes
+// as many instructions as five elements. So fewer threads handle more elements each.
 template <class Format>
 constexpr int kSumEncodeLanes = kHasScale<Format> ? kWarp / 2 : kWarp;
 
@@ -360,7 +360,7 @@ void with_block(const Codec& codec, const Fn& fn) {
       case 512: return fn(Number<512>{});
       case 1024: return fn(Number<1024>{});
     }
-    throw std::invalid_argument("codec: a block of " + std::to_string(codec.block) + " elements; needed 32 to 1024");
+    throw std::invalid_argument("codec: a block of " + std::to_string(codec.block) + " elements; expected 32 to 1024");
   }
 }
 

@@ -1,5 +1,5 @@
-// Encodes and decodes four neighboring values at once: the same bits as codec.h (except for the bits of a
-// NaN) with fewer instructions. The codec's kernels are limited by integer instructions, not by
+// Encodes and decodes four neighboring values at once, with the same bits as codec.h (except for the bits of
+// a NaN) and fewer instructions. The codec's kernels are limited by integer instructions, not by
 // floating-point instructions or memory.
 #pragma once
 #include "../codec.h"
@@ -37,8 +37,8 @@ __device__ __forceinline__ unsigned gather_bytes(const unsigned* words) {
 
 // ---- hardware conversions ----
 
-// sm_89 and newer convert to eight-bit floats, rounding to nearest even and saturating at the largest finite
-// value, and widen eight-bit floats.
+// sm_89 and newer have instructions that convert to eight-bit floats (rounding to nearest even and saturating
+// at the largest finite value), and instructions that widen eight-bit floats.
 template <class Format>
 __device__ __forceinline__ unsigned pair_of(float low, float high);
 template <class Format>
@@ -79,7 +79,7 @@ constexpr bool kConverts = false;
 
 // ---- scales ----
 
-// scale_of without the special cases of a division: a correction by the remainder correctly rounds the
+// scale_of without the special cases of a division. A correction by the remainder correctly rounds the
 // quotient of a normal number and a constant, and quotients below the smallest scale are clamped.
 template <class Format>
 __device__ __forceinline__ float quick_scale_of(uint32_t largest) {
@@ -162,8 +162,9 @@ struct Four<Int8> {
 #pragma unroll
     for (int i = 0; i < kEach; ++i) {
       if constexpr (kStochastic) {
-        // In units of 2^-24: y + r rounded down, where r is a random number below 1. For a negative y, it is
-        // y - r rounded up, which equals y + (1 - r - 2^-24) rounded down, so the random bits are flipped.
+        // In units of 2^-24: y + r rounded down, where r is a random number below 1. For a negative y, the
+        // result is y - r rounded up, which equals y + (1 - r - 2^-24) rounded down, so the random bits are
+        // flipped.
         const float clamped = fminf(fmaxf(y.lane[i], -Int8::kLargest), Int8::kLargest);
         const unsigned flip = static_cast<unsigned>(static_cast<int>(as_bits(y.lane[i])) >> 31);
         const unsigned random = hashed(chance, element + i) ^ flip;

@@ -92,8 +92,8 @@ __device__ __forceinline__ void add_slices(Limbs<W>& limbs, const Packed<Term, W
   }
 }
 
-// Adds a chunk of a term to the sum, W elements per thread at a time. Missing elements of the last block are
-// zeros, and so is a missing first term.
+// Adds a chunk of a term to the sum, W elements per thread at a time. Missing elements of the last block
+// count as zeros, and so does a first term without a tensor.
 template <bool kFirst, class Term>
 struct Deposit {
   static constexpr int W = kLimbs;

@@ -31,7 +31,7 @@ int64_t load_kernels_cuda() {
     const cudaError_t error = cudaFuncGetAttributes(&attributes, kernel);
     if (error == cudaSuccess) continue;
     cudaGetLastError();  // clear the error: it is reported here, not by the next call
-    throw std::runtime_error(std::string("loading of the CUDA kernels failed: ") + cudaGetErrorString(error));
+    throw std::runtime_error(std::string("loading the CUDA kernels failed: ") + cudaGetErrorString(error));
   }
   return static_cast<int64_t>(kernels().size());
 }

@@ -34,7 +34,7 @@ struct SlotTable<kInlineSlots> {
   SlotTable(const Tensors& tensors, int64_t num_slots) : on_device(tensors.on_device) {
     if (on_device) return;
     if (num_slots > kInlineSlots)
-      throw std::invalid_argument(std::to_string(num_slots) + " addresses; needed at most " +
+      throw std::invalid_argument(std::to_string(num_slots) + " addresses; expected at most " +
                                   std::to_string(kInlineSlots) + ", or a list in device memory");
     if (num_slots > 0) std::memcpy(data, tensors.data, static_cast<size_t>(num_slots) * sizeof(void*));
   }
@@ -63,7 +63,7 @@ __device__ __forceinline__ T* in_tensor(const Table& tensors, int slot, int64_t 
   return data ? static_cast<T*>(data) + element : nullptr;
 }
 
-// Registers every launched kernel when the library is loaded.
+// Registers each kernel that is passed to `launch`; runs when the library is loaded.
 template <auto kKernel>
 const bool kIsKnown = know_kernel(reinterpret_cast<const void*>(kKernel));
 

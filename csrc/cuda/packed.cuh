@@ -1,6 +1,6 @@
-// N neighboring elements in registers: as stored (Packed) and as floats (Floats). With N = 1 an access is
-// scalar, eight bytes take one access, and any other N takes accesses of 16 bytes. The conversions give the
-// same bits as on the CPU (except for the bits of a NaN).
+// N neighboring elements in registers: as stored (Packed) and as floats (Floats). With N = 1, an access is
+// scalar. If the N elements have eight bytes in total, they take one access; otherwise they take accesses of
+// 16 bytes. The conversions give the same bits as on the CPU (except for the bits of a NaN).
 #pragma once
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -183,9 +183,9 @@ __device__ __forceinline__ Floats<N> operator+(Floats<N> x, const Floats<N>& y) 
   return x;
 }
 
-// Sets a slot's flag. Racing threads all read the same other bits and write the same value. Because of
-// volatile this is not a data race: PTX treats such accesses as relaxed atomics. (An atomicOr would access
-// four bytes, which may extend beyond the memory of the flags.)
+// Sets a slot's flag. Racing threads all read the same values of the other bits and write the same byte.
+// Because of volatile this is not a data race: PTX treats such accesses as relaxed atomics. (An atomicOr
+// would access four bytes, which may extend beyond the memory of the flags.)
 __device__ __forceinline__ void raise_flag(uint8_t* flag) {
   volatile uint8_t* shared = global(flag);
   *shared = *shared | 1;

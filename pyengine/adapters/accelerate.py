@@ -60,8 +60,8 @@ def prepare(
     Args:
         accelerator: an accelerator for a single process, DDP, or FSDP2
             (`FullyShardedDataParallelPlugin(fsdp_version=2)`), in fp32, bf16 or fp16; or the
-            `WindowAccelerator` that an earlier `prepare` returned. Its `gradient_accumulation_steps` must be
-            1 or equal to `accumulate`.
+            `WindowAccelerator` that an earlier `prepare` returned. The accelerator's
+            `gradient_accumulation_steps` must be 1 or equal to `accumulate`.
         objects: one model, its optimizers and schedulers, and its training loaders, in any order. The objects
             may already be prepared. The last window ends when its loader ends. For another model, call
             `prepare` again to get another accelerator.
@@ -70,7 +70,7 @@ def prepare(
 
     Returns:
         A `WindowAccelerator`, which replaces `accelerator` for this model, and then the prepared objects in
-        their order.
+        the order of the arguments.
 
     Raises:
         ValueError: an option is not supported, or the objects do not belong together.
@@ -104,34 +104,34 @@ def prepare(
     return (windows, *prepared) if isinstance(prepared, tuple) else (windows, prepared)
 
 
-_PREPARED_ALONE = "its result would step without this model's windows; pass its argument to prepare"
+_PREPARED_ALONE = "the result would not step with this model's windows; pass the object to prepare instead"
 _REFUSED = {
     "join_uneven_inputs": "windows do not need it; for ranks with different numbers of batches use "
     "`for window in accelerator.sync.windows(loader)`",
     "trigger_sync_in_backward": "windows do not need it; several forwards may precede a backward",
     "no_sync": "gradients are reduced in a window's last backward only; leave it out",
-    "lomo_backward": "it steps inside the backward, where no window has ended; choose another optimizer",
+    "lomo_backward": "it steps inside the backward, before the window has ended; choose another optimizer",
     "prepare_optimizer": _PREPARED_ALONE,
     "prepare_scheduler": _PREPARED_ALONE,
 }
 _REDUCES_ITSELF = {
     DistributedType.DEEPSPEED: "use FSDP2 or DDP",
     DistributedType.MEGATRON_LM: "use FSDP2 or DDP",
-    DistributedType.XLA: "pe.GradSync drives XLA replicas itself (docs/xla.md)",
+    DistributedType.XLA: "use pe.GradSync, which drives XLA replicas itself (docs/xla.md)",
 }
 
 
 def _refuse_sync_gradients(value: object) -> NoReturn:
     raise AttributeError(
-        f"sync_gradients={value}: a window ends when it is full, or with the loader; to end one "
-        "earlier, make its last micro-batch `with accelerator.sync.accumulate(last=True)`"
+        f"sync_gradients={value}: a window ends when it is full or when the loader ends; to end a window "
+        "earlier, run its last micro-batch inside `with accelerator.sync.accumulate(last=True):`"
     )
 
 
 def _refuse_no_sync() -> NoReturn:
     raise RuntimeError(
-        "leave LocalSGD out, and model.no_sync(): gradients are reduced in a window's last backward, and "
-        "every rank steps with their mean, so there are no local steps; for fewer reductions prepare with a "
+        "leave out LocalSGD and model.no_sync(): gradients are reduced in a window's last backward, and "
+        "every rank steps with their mean, so there are no local steps; for fewer reductions, prepare with a "
         "larger accumulate"
     )
 
@@ -159,7 +159,7 @@ class WindowAccelerator:
 
     @property
     def gradient_accumulation_steps(self) -> int:
-        """Micro-batches per full window; set it between windows, to the same value on every rank."""
+        """Micro-batches per full window; set this between windows, to the same value on every rank."""
         return self._settings.accumulate if self._model is None else self.sync.gradient_accumulation_steps
 
     @gradient_accumulation_steps.setter
@@ -179,7 +179,7 @@ class WindowAccelerator:
 
     @property
     def gradient_state(self) -> Any:
-        """Accelerate's `GradientState`; after `prepare` it marks the window ends of this model."""
+        """Accelerate's `GradientState`; after `prepare` it marks the ends of this model's windows."""
         state = self._accelerator.gradient_state
         return state if self._model is None else WindowBoundary(self.sync, state)
 
@@ -239,13 +239,13 @@ class WindowAccelerator:
         """Wrap one micro-batch, which ends the window if the window is full or the loader has ended."""
         if any(model is not self._model for model in models):
             raise ValueError(
-                "accumulate: got a model that this accelerator was not prepared with; every model has its "
-                "own: `with accelerator_a.accumulate(a), accelerator_b.accumulate(b):`"
+                "accumulate: got a model that this accelerator did not prepare; every model has its own "
+                "accelerator: `with accelerator_a.accumulate(a), accelerator_b.accumulate(b):`"
             )
         if not self._loaders:
             raise RuntimeError(
                 "accumulate: no loader was prepared, so the end of a short last window is unknown: pass the "
-                "loader to prepare, or set it yourself: `with accelerator.sync.accumulate(last=...)`"
+                "loader to prepare, or set the end yourself: `with accelerator.sync.accumulate(last=...):`"
             )
         state = self._accelerator.gradient_state
         running = [loader for loader in state.dataloader_references if loader is not None]
@@ -254,8 +254,8 @@ class WindowAccelerator:
         mine = [loader for loader in running if any(loader.dataset is each for each in datasets)]
         if running and not mine:
             raise RuntimeError(
-                "accumulate: pass the loader that this loop iterates to prepare of this accelerator, which "
-                "has prepared others only: the end of the loop's short last window is unknown"
+                "accumulate: this accelerator did not prepare the loader that this loop iterates over, so "
+                "the end of a short last window is unknown: pass that loader to this accelerator's prepare"
             )
         has_ended = any(loader.end_of_dataloader for loader in mine)
         return self.sync.accumulate(last=state.sync_with_dataloader and has_ended)
@@ -292,13 +292,13 @@ class WindowAccelerator:
             nn.utils.clip_grad_value_(clipped, clip_value)
 
     def unscale_gradients(self, optimizer: Any = None) -> None:
-        """Wait until `.grad` has the mean gradient, which may be read or changed before the step."""
+        """Wait until `.grad` holds the mean gradient, which may be read or changed before the step."""
         del optimizer  # an engine has one divisor for all optimizers
         self._check_end("unscale_gradients")
         self.sync.flush()
 
     def end_training(self) -> None:
-        """End all trackers; on an accelerator, first emit the record of the last step."""
+        """End all trackers; on an accelerator device, first emit the record of the last step."""
         if self._model is not None:
             self.sync.synchronize()
         self._accelerator.end_training()
@@ -314,7 +314,8 @@ class WindowAccelerator:
             self._settings = replace(self._settings, accumulate=sync.gradient_accumulation_steps)
             if sync.scaler is not None:  # the next engine starts from the scaler's state
                 self._accelerator.scaler.load_state_dict(sync.scaler.state_dict())
-                self._accelerator._custom_objects.remove(sync.scaler)  # noqa: SLF001 - register_for_checkpointing has no opposite
+                # No method undoes `register_for_checkpointing`.
+                self._accelerator._custom_objects.remove(sync.scaler)  # noqa: SLF001
             sync.close()
             del self.sync
         return self._accelerator.free_memory(*objects)
@@ -341,8 +342,8 @@ class WindowAccelerator:
         """Raise RuntimeError unless the window has ended, because gradients are incomplete until then."""
         if not self.sync_gradients:
             raise RuntimeError(
-                f"{call}: put it under `if accelerator.sync_gradients:`; this micro-batch is not its "
-                "window's last, and the gradients are incomplete sums of this rank alone"
+                f"{call}: put this call under `if accelerator.sync_gradients:`; this micro-batch is not the "
+                "last of its window, so the gradients are incomplete sums of this rank alone"
             )
 
     def _is_whole(self, params: Sequence[Tensor]) -> bool:
@@ -351,7 +352,7 @@ class WindowAccelerator:
         return {*map(id, params)} >= trained
 
     def _check_model(self, model: nn.Module, *, is_old: bool) -> None:
-        """Raise if a model was prepared for evaluation, because Accelerate does not wrap it in DDP later."""
+        """Raise RuntimeError for a model prepared for evaluation, which Accelerate would not wrap in DDP."""
         is_reduced = isinstance(model, DistributedDataParallel | FSDPModule)
         if is_old and self._accelerator.num_processes > 1 and not is_reduced:
             raise RuntimeError(
@@ -370,13 +371,14 @@ class WindowAccelerator:
         groups = [getattr(item, "param_groups", ()) for item in objects]
         stepped = [[param for group in each for param in group["params"]] for each in groups]
         remedy = (
-            "since one optimizer steps both, make one nn.Module that holds them, and prepare that"
+            "since one optimizer steps both models, put them into one nn.Module, and prepare that module"
             if any(len({owners[id(param)] for param in each if id(param) in owners}) > 1 for each in stepped)
-            else "call pyengine.adapters.accelerate.prepare once a model, with its own optimizers and "
-            "loaders; each call returns another accelerator"
+            else "call pyengine.adapters.accelerate.prepare once per model, with the model's own optimizers "
+            "and loaders; each call returns another accelerator"
         )
         raise ValueError(
-            f"prepare: got a second model ({type(models[1]).__name__}), and windows belong to one: {remedy}"
+            f"prepare: got a second model ({type(models[1]).__name__}), but prepare accepts only one model: "
+            f"{remedy}"
         )
 
     def _loader(self, prepared: Any) -> Any:
@@ -390,16 +392,16 @@ class WindowAccelerator:
             sampler = sampler.batch_sampler
         if isinstance(sampler, BatchSamplerShard) and not sampler.even_batches:
             raise ValueError(
-                "prepare: got a loader with even_batches=False, and this loop ends with its own rank's "
-                "batches, while others may still wait for it; leave even_batches True, which pads, or "
-                "prepare the loader with your own Accelerator and loop over `for window in "
-                "accelerator.sync.windows(loader)`, where ranks without data continue until all have ended"
+                "prepare: got a loader with even_batches=False, so a rank's loop can end while other ranks "
+                "still wait for it; leave even_batches=True, which pads the data, or prepare the loader with "
+                "your own Accelerator and loop over `for window in accelerator.sync.windows(loader)`, where "
+                "ranks without data continue until no rank has data"
             )
         self._loaders.append(prepared)
         return prepared
 
     def _optimizer(self, prepared: AcceleratedOptimizer) -> AcceleratedWindowOptimizer:
-        if prepared not in self._optimizers:  # Accelerate or a closed engine prepared it
+        if prepared not in self._optimizers:  # prepared by Accelerate, or for a closed engine
             prepared = AcceleratedWindowOptimizer(prepared.optimizer, self.sync)
             self._optimizers.append(prepared)
         ours: AcceleratedWindowOptimizer = prepared
@@ -427,7 +429,7 @@ class WindowAccelerator:
 
 
 class WindowBoundary:
-    """A `GradientState` that marks the window ends of one model; all other attributes are process-wide."""
+    """A `GradientState` that marks the ends of one model's windows; other attributes are process-wide."""
 
     adjust_scheduler = False
 
@@ -466,8 +468,8 @@ class AcceleratedWindowOptimizer(AcceleratedOptimizer):  # type: ignore[misc]  #
                 self._sync.refuse_bare_gradients()
             except RuntimeError as error:
                 raise RuntimeError(
-                    "call backward, accumulate and clip_grad_norm_ of the accelerator that prepare returned, "
-                    f"not of the one passed to it: {error}"
+                    "call backward, accumulate and clip_grad_norm_ on the accelerator that prepare returned, "
+                    f"not on the accelerator that was passed to prepare: {error}"
                 ) from None
         self._windows.step(closure)
 
@@ -491,40 +493,40 @@ def check_accelerator(accelerator: Accelerator, settings: Settings) -> None:
     kind, steps = accelerator.distributed_type, accelerator.gradient_accumulation_steps
     if kind in _REDUCES_ITSELF:
         raise ValueError(
-            f"accelerator: distributed_type is {kind.value}, which reduces its own gradients; need DDP, "
-            f"FSDP2 or one process: {_REDUCES_ITSELF[kind]}"
+            f"accelerator: distributed_type is {kind.value}, which reduces its own gradients; expected DDP, "
+            f"FSDP2 or a single process: {_REDUCES_ITSELF[kind]}"
         )
     config = accelerator.parallelism_config
     for name in () if config is None else ("tp_size", "cp_size", "sp_size"):
         if (size := getattr(config, name) or 1) > 1:
             raise ValueError(
-                f"accelerator: ParallelismConfig has {name}={size}, and those ranks share a batch, which has "
-                "to be counted once: Accelerate's loop counts it on each rank; use your own loop with "
+                f"accelerator: ParallelismConfig has {name}={size}, so several ranks share each batch, which "
+                "must be counted once, but Accelerate's loop counts it on each rank; use your own loop with "
                 "pe.GradSync(model, device_mesh=mesh, axes=pe.Axes(...)) (docs/mesh.md)"
             )
     if kind == DistributedType.FSDP and (problem := _plugin_problem(accelerator.state.fsdp_plugin, settings)):
         raise ValueError(f"accelerator: {problem}")
     if accelerator.scaler is not None and accelerator.mixed_precision != "fp16":
         raise ValueError(
-            f"accelerator: mixed_precision={accelerator.mixed_precision!r} has its own rules of loss "
+            f"accelerator: mixed_precision={accelerator.mixed_precision!r} has its own rules for loss "
             "scaling; use 'fp16', whose scaler the engine can replace, or 'bf16', which needs none"
         )
     if steps not in (1, settings.accumulate):
         raise ValueError(
-            f"accelerator has gradient_accumulation_steps={steps}, and accumulate={settings.accumulate}: "
-            "the first is for the process, the second for this model; leave the accelerator's out"
+            f"accelerator has gradient_accumulation_steps={steps}, but accumulate={settings.accumulate}: the "
+            "first applies to the process, the second to this model; leave out the accelerator's value"
         )
     if accelerator.gradient_state.plugin_kwargs.get("sync_each_batch"):
         raise ValueError(
-            "accelerator: sync_each_batch=True, but gradients are reduced once a window; leave it out"
+            "accelerator: sync_each_batch=True, but gradients are reduced once per window; leave it out"
         )
     hook = (
         DDPCommunicationHookType.NO if accelerator.ddp_handler is None else accelerator.ddp_handler.comm_hook
     )
     if hook != DDPCommunicationHookType.NO:
         raise ValueError(
-            f"accelerator: DistributedDataParallelKwargs has comm_hook={hook.name}, and the engine "
-            "registers its own; pass `wire` instead"
+            f"accelerator: DistributedDataParallelKwargs has comm_hook={hook.name}, but the engine "
+            "registers its own hook; pass `wire` instead"
         )
 
 
@@ -533,26 +535,26 @@ def _plugin_problem(plugin: Any, settings: Settings) -> str:
     where = "FullyShardedDataParallelPlugin"
     if plugin.fsdp_version != 2:
         return (
-            f"{where} has fsdp_version={plugin.fsdp_version}, and FSDP1 reduces gradients itself in every "
+            f"{where} has fsdp_version={plugin.fsdp_version}, but FSDP1 reduces gradients itself in every "
             "backward; pass fsdp_version=2"
         )
     if isinstance(plugin.cpu_offload, CPUOffloadPolicy):
-        return f"{where} has cpu_offload, and gradients are needed on the model's device; leave it out"
+        return f"{where} has cpu_offload, but gradients must be on the model's device; leave it out"
     policy = plugin.mixed_precision_policy
     dtype = None if policy is None else policy.reduce_dtype or policy.param_dtype
     if dtype is None or settings.problems() or settings.kind == "exact":  # exact sums bypass FSDP
         return ""
     if settings.kind == "fp32" and dtype.itemsize < torch.float32.itemsize:
         return (
-            f"{where} sums gradients in {dtype} (mixed_precision sets one dtype for everything), and "
-            f"accumulator='fp32' asks for float32: pass it mixed_precision_policy=MixedPrecisionPolicy("
-            f"param_dtype={policy.param_dtype}, reduce_dtype=torch.float32), or prepare accumulator='native' "
-            f"with wire={dtype}"
+            f"{where} sums gradients in {dtype} (mixed_precision sets one dtype for everything), but "
+            f"accumulator='fp32' requires float32: pass mixed_precision_policy=MixedPrecisionPolicy("
+            f"param_dtype={policy.param_dtype}, reduce_dtype=torch.float32) to the plugin, or "
+            f"accumulator='native' and wire={dtype} to prepare"
         )
     if dtype != settings.wire.dtype and dtype.itemsize <= settings.wire.dtype.itemsize:
         return (
-            f"{where} reduces in {dtype}, and wire={settings.wire}: need a wire of the dtype of its "
-            f"policy's reduce_dtype, or a narrower one; pass wire={dtype}, or a "
+            f"{where} reduces in {dtype}, but wire={settings.wire}; expected a wire with the dtype of its "
+            f"policy's reduce_dtype, or with a narrower dtype; pass wire={dtype}, or a "
             f"mixed_precision_policy with reduce_dtype={settings.wire.dtype}"
         )
     return ""

@@ -1,4 +1,4 @@
-"""Load an engine from a `torch.distributed.checkpoint` that another number of ranks has saved."""
+"""Load an engine from a `torch.distributed.checkpoint` saved by a different number of ranks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pyengine.engine.snapshot import PART
 
 
 class LoadPlanner(DefaultLoadPlanner):
-    """DCP's default planner, extended to load an engine that another number of ranks has saved.
+    """DCP's default planner, extended to load engines saved by a different number of ranks.
 
     With the same number of ranks, every rank reads its own entry, as with DCP's planner. With a different
     number of ranks, every rank reads the entry of rank 0; see `sync.load_state_dict`. Accepts the arguments
@@ -56,7 +56,7 @@ class LoadPlanner(DefaultLoadPlanner):
                 loaded = torch.load(value, map_location="cpu", weights_only=True)
         except Exception as error:
             found = re.search(r"GLOBAL ([\w.]+)", str(error))
-            what = f"it holds {found[1]}, which is no tensor and no plain value" if found else error
+            what = f"it holds {found[1]}, which is neither a tensor nor a plain value" if found else error
             raise ValueError(f"checkpoint entry {name!r} cannot be read: {what}") from error
         tree: Any = self.original_state_dict if self.flatten_state_dict else self.state_dict
         *outer, last = self.mappings[name] if self.flatten_state_dict else [name]

@@ -59,15 +59,15 @@ def engine_for(
         sync = attach(model, **options, defer=deferral.defer, defer_budget_mb=deferral.budget_mb)
     elif deferral != Deferral():
         raise TypeError(
-            f"{deferral}, and the prepared model is a {type(model).__name__}: both are for models sharded by "
-            "FSDP2; leave them out"
+            f"{deferral}, but the prepared model is a {type(model).__name__}: both arguments are for models "
+            "sharded by FSDP2; leave them out"
         )
     elif isinstance(model, DistributedDataParallel):
         sync = attach(model, **options)
     elif not is_bare and dist.is_initialized() and dist.get_world_size() > 1:
         raise TypeError(
-            f"the prepared model is a {type(model).__name__}: need a DistributedDataParallel, a model "
-            "sharded by FSDP2 (or one process). Compile the module before it is prepared; "
+            f"the prepared model is a {type(model).__name__}; with several processes, expected a "
+            "DistributedDataParallel or a model sharded by FSDP2. Compile the module before it is prepared; "
             "FSDP1 and DeepSpeed reduce gradients themselves"
         )
     else:
@@ -97,8 +97,8 @@ def allow_windows_of(sync: Sync, steps: int) -> None:
             sync.gradient_accumulation_steps = steps
         except ValueError as error:
             raise ValueError(
-                f"begin the training with the largest number of micro-batches a window, {steps}; callbacks "
-                f"may lower it later: {error}"
+                f"begin the training with the largest number of micro-batches per window, {steps}; callbacks "
+                f"can lower it later: {error}"
             ) from None
 
 
@@ -107,8 +107,8 @@ def backward(sync: Sync, loss: Tensor, *, count: Count | None, options: dict[str
     unknown = [name for name in options if name not in _OPTIONS]
     if unknown:
         raise ValueError(
-            f"backward: got {', '.join(unknown)}, need the loss, its count and options of torch's backward "
-            f"({', '.join(_OPTIONS)}): the engine runs it; leave the others out"
+            f"backward: unexpected arguments {', '.join(unknown)}. The engine runs the backward itself, so "
+            f"pass only the loss, its count, and options of torch's backward ({', '.join(_OPTIONS)})"
         )
     running = sync.running_micro_batch
     if running is None:
@@ -118,7 +118,7 @@ def backward(sync: Sync, loss: Tensor, *, count: Count | None, options: dict[str
     elif count is not None:
         raise ValueError(
             f"backward: got count={count} inside `with sync.micro_batch(count=...) as mb:`, which has one "
-            "count for all its backwards: pass it there, or set mb.count"
+            "count for all its backwards: pass the count to sync.micro_batch, or set mb.count"
         )
     else:
         running.backward(loss, **options)

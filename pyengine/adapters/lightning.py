@@ -1,4 +1,4 @@
-"""Lightning strategies over DDP and FSDP2 that train in pyengine windows.
+"""Lightning strategies for DDP and FSDP2 that train in pyengine windows.
 
 Lightning divides every loss by `accumulate_grad_batches`, even in a short last window, and DDP and FSDP
 average over ranks without weighting by item counts. With these strategies, the engine receives the undivided
@@ -77,9 +77,9 @@ class Windows(EngineSettings, _Mixed):
         if len(self.syncs) != 1:
             names = ", ".join(map(repr, self.syncs))
             raise RuntimeError(
-                f"sync: there are engines for {names}; need syncs[name]"
+                f"sync: there are engines for {names}; use syncs[name]"
                 if names
-                else "sync: there is no engine before Trainer.fit has set the strategy up"
+                else "sync: there is no engine before Trainer.fit has set up the strategy"
             )
         return next(iter(self.syncs.values()))
 
@@ -132,14 +132,14 @@ class Windows(EngineSettings, _Mixed):
         """
         if args:
             raise ValueError(
-                f"backward: got {len(args)} options by position; name them: manual_backward(loss, "
+                f"backward: got {len(args)} positional options; pass them by name: manual_backward(loss, "
                 "retain_graph=True)"
             )
         module, precision = self._module, self.precision_plugin
         if module.automatic_optimization:
             if kwargs:
                 raise ValueError(
-                    f"backward: got {[*kwargs]}, need the loss only: use manual optimization "
+                    f"backward: got {[*kwargs]}, expected only the loss: use manual optimization "
                     "(automatic_optimization=False) for other options"
                 )
             output, self._output = self._output, {}
@@ -150,7 +150,7 @@ class Windows(EngineSettings, _Mixed):
             if sync is None and len(self.syncs) > 1:
                 raise ValueError(
                     f"manual_backward: the strategy has engines for {', '.join(map(repr, self.syncs))}, and "
-                    "the loss belongs to one of them: pass it, self.manual_backward(loss, "
+                    "the loss belongs to one of them: pass that engine, self.manual_backward(loss, "
                     "sync=strategy.syncs[name])"
                 )
             loss = closure_loss
@@ -183,8 +183,8 @@ class Windows(EngineSettings, _Mixed):
     ) -> Any:
         if kwargs:
             raise ValueError(
-                f"optimizer_step: got {', '.join(kwargs)}, need the closure only: the engine steps, and "
-                "passes no arguments to optimizer.step"
+                f"optimizer_step: got {', '.join(kwargs)}, expected only the closure: the engine calls "
+                "optimizer.step, and passes no arguments to it"
             )
         if self._skips_backward:
             return closure()
@@ -200,7 +200,7 @@ class Windows(EngineSettings, _Mixed):
                 raise RuntimeError(
                     f"call self.manual_backward(loss) in place of loss.backward(): {error}"
                 ) from None
-        self.precision_plugin._after_closure(self._module, optimizer)  # noqa: SLF001 - its hooks before a step
+        self.precision_plugin._after_closure(self._module, optimizer)  # noqa: SLF001 - hooks before a step
         sync.step(optimizer)
         return result
 
@@ -217,9 +217,11 @@ class Windows(EngineSettings, _Mixed):
         owners = sorted({str(named.get(id(param))) for param in params if param.requires_grad})
         if len(owners) != 1 or owners[0] not in self.syncs:
             raise ValueError(
-                f"optimizer {index} ({type(optimizer).__name__}) holds parameters of {owners}, where 'None' "
-                f"has no engine: need each optimizer over one of {list(self.syncs)}, whose windows end "
-                "independently; name submodules in the strategy's `accumulate`, or pass one number for all"
+                f"optimizer {index} ({type(optimizer).__name__}) holds parameters from {owners} ('None' "
+                "means that no engine owns the parameter), but all its parameters must come from one of "
+                f"{list(self.syncs)}: each of these submodules has its own windows. Change which submodules "
+                "the strategy's `accumulate` names, or pass a single number to use one engine for the whole "
+                "module"
             )
         return owners[0]
 
@@ -238,16 +240,16 @@ class Windows(EngineSettings, _Mixed):
         if module.automatic_optimization and accumulate != 1:
             raise ValueError(
                 f"accumulate={accumulate!r} on the strategy is for manual optimization; with Lightning's own "
-                "loop it is Trainer(accumulate_grad_batches=...)"
+                "loop, use Trainer(accumulate_grad_batches=...)"
             )
         if isinstance(accumulate, Mapping):
             known = {name for name, _ in module.named_modules()}
             unknown = [name for name in accumulate if name not in known or not name]
             if unknown or not accumulate:
                 raise ValueError(
-                    f"accumulate={dict(accumulate)!r}: need names of submodules of {type(module).__name__}, "
-                    "each with its micro-batches a window"
-                    + (f"; it has no {unknown[0]!r}" if unknown else "")
+                    f"accumulate={dict(accumulate)!r}: expected a dict from names of submodules of "
+                    f"{type(module).__name__} to micro-batches per window"
+                    + (f"; there is no {unknown[0]!r}" if unknown else "")
                 )
 
     def _engine(self, name: str, accumulate: int) -> Sync:
@@ -255,14 +257,14 @@ class Windows(EngineSettings, _Mixed):
         raise NotImplementedError
 
     def _replace_scaler(self) -> None:
-        """Replace Lightning's loss scaler by the engine's scaler, which Lightning saves in checkpoints."""
+        """Replace Lightning's loss scaler with the engine's scaler, which Lightning saves in checkpoints."""
         precision = self.precision_plugin
         if not isinstance(precision, MixedPrecision) or precision.scaler is None:
             return
         if len(self.syncs) > 1:
             raise ValueError(
                 f"precision='16-mixed' with engines for {', '.join(map(repr, self.syncs))}: Lightning has "
-                "one loss scale, and each engine needs its own; use 'bf16-mixed', or one engine"
+                "one loss scale, but each engine needs its own; use 'bf16-mixed', or one engine"
             )
         precision.scaler = self.sync.scaler = copy_of(precision.scaler)
 
@@ -282,8 +284,8 @@ class WindowStrategy(Windows, DDPStrategy):
     Accepts the arguments of `DDPStrategy` and has the settings of `Windows`. `training_step` returns a mean
     loss, or `{"loss": summed, "count": items}`. Gradients have their final values in
     `on_before_optimizer_step` and when Lightning clips them. If the gradients of a window have inf or nan on
-    some rank, no rank steps. In "16-mixed" the engine scales the loss, and Lightning's checkpoints save the
-    scale as usual. Manual optimization uses `pe.GradSync` instead of DDP.
+    some rank, no rank steps. With `precision="16-mixed"` the engine scales the loss, and Lightning's
+    checkpoints save the scale as usual. Manual optimization uses `pe.GradSync` instead of DDP.
 
     Example:
         >>> trainer = Trainer(strategy=WindowStrategy(), accumulate_grad_batches=8)  # doctest: +SKIP
@@ -303,12 +305,12 @@ class WindowStrategy(Windows, DDPStrategy):
         given = [name for name in options if getattr(self, f"_{name}") is not None]
         if given:
             raise ValueError(
-                f"{', '.join(given)}: got one, and the engine registers its own hook; set `wire` instead"
+                f"{', '.join(given)}: not supported, as the engine registers its own hook; set `wire` instead"
             )
         unused = sorted({*self._ddp_kwargs} - {"find_unused_parameters"})
         if unused and not module.automatic_optimization:
             raise ValueError(
-                f"{', '.join(unused)}: an option of DDP, and manual optimization uses pe.GradSync instead, "
+                f"{', '.join(unused)}: an option of DDP, but manual optimization uses pe.GradSync instead, "
                 "which supports unused parameters; leave it out"
             )
         sharded = [name for name, part in module.named_modules() if is_unit(part)]
@@ -323,7 +325,7 @@ class WindowStrategy(Windows, DDPStrategy):
         model = self._module.get_submodule(name) if is_bare else self.model
         assert model is not None
         # A `BaseFinetuning` callback has already frozen layers, and unfreezes them during the fit.
-        callbacks: list[Callback] = self._module.trainer.callbacks  # type: ignore[attr-defined]  # set elsewhere
+        callbacks: list[Callback] = self._module.trainer.callbacks  # type: ignore[attr-defined]  # as above
         unfreezes = any(isinstance(each, BaseFinetuning) for each in callbacks)
         with _all_trained(model) if unfreezes else nullcontext():
             return engine_for(model, self._settings(accumulate), is_bare=is_bare)
@@ -334,7 +336,7 @@ class WindowStrategy(Windows, DDPStrategy):
 
 @contextmanager
 def _all_trained(model: nn.Module) -> Iterator[None]:
-    """Make all parameters require gradients inside the block, so that an engine can own them."""
+    """Make all parameters require gradients inside the block, so that an engine can own all gradients."""
     frozen = [param for param in model.parameters() if not param.requires_grad]
     for param in frozen:
         param.requires_grad_(True)
@@ -346,13 +348,13 @@ def _all_trained(model: nn.Module) -> Iterator[None]:
 
 
 class ShardedWindowStrategy(Windows, ModelParallelStrategy):
-    """FSDP2 strategy whose units reduce gradients once per window.
+    """FSDP2 strategy that reduces gradients once per window.
 
     Accepts the arguments of `ModelParallelStrategy`. The module calls `fully_shard` in `configure_model`; the
     last call must be on a module that contains all trained parameters. All ranks are data-parallel unless
     `data_parallel_size` is given. Losses, hooks, clipping and manual optimization work as in
     `WindowStrategy`. The set of trained parameters is fixed when the fit begins. The class adds the following
-    settings to `Windows`.
+    settings to those of `Windows`.
 
     Attributes:
         defer, defer_budget_mb: see `pe.attach`.
@@ -372,9 +374,9 @@ class ShardedWindowStrategy(Windows, ModelParallelStrategy):
             self._tensor_parallel_size = 1
         if self._tensor_parallel_size != 1:
             raise ValueError(
-                f"tensor_parallel_size={self._tensor_parallel_size}: those ranks share a batch, which counts "
-                "once, and no engine supports FSDP2 over tensor parallelism; leave it out (pe.GradSync with "
-                "a device_mesh supports tensor parallelism without FSDP2)"
+                f"tensor_parallel_size={self._tensor_parallel_size}: several ranks share each batch, which "
+                "must be counted once, and no engine supports FSDP2 with tensor parallelism; leave it out "
+                "(pe.GradSync with a device_mesh supports tensor parallelism without FSDP2)"
             )
         super().setup_environment()
 
@@ -385,9 +387,9 @@ class ShardedWindowStrategy(Windows, ModelParallelStrategy):
         for (name, param), was_trained in zip(self._module.named_parameters(), self._trained, strict=True):
             if param.requires_grad != was_trained:
                 raise RuntimeError(
-                    f"{name!r} was frozen or unfrozen (toggle_optimizer, or toggle_model with several), "
-                    "and FSDP2 fixes at a module's first forward which parameters get gradients: do it in "
-                    "configure_model, or use WindowStrategy"
+                    f"{name!r} was frozen or unfrozen (by toggle_optimizer, or by toggle_model with several "
+                    "optimizers), but FSDP2 fixes at a module's first forward which parameters get "
+                    "gradients: freeze parameters in configure_model, or use WindowStrategy"
                 )
         return super().backward(closure_loss, optimizer, *args, **kwargs)
 
@@ -395,9 +397,10 @@ class ShardedWindowStrategy(Windows, ModelParallelStrategy):
         super()._check(module)
         if isinstance(self.accumulate, Mapping):
             raise ValueError(  # noqa: TRY004 - another strategy accepts this type
-                f"accumulate={dict(self.accumulate)!r} under FSDP2, which fixes at a submodule's first "
-                "forward which parameters get gradients: toggle_optimizer could not exclude parameters of "
-                "other submodules; use WindowStrategy, which does not shard, or one number for all"
+                f"accumulate={dict(self.accumulate)!r} is not supported under FSDP2, which fixes at a "
+                "submodule's first forward which parameters get gradients: toggle_optimizer could not "
+                "exclude parameters of other submodules; use WindowStrategy, which does not shard, or one "
+                "number for all submodules"
             )
 
     def _engine(self, name: str, accumulate: int) -> Sync:
@@ -420,14 +423,14 @@ class LogSteps(Callback):
         strategy = trainer.strategy
         if isinstance(strategy, FSDPStrategy):
             raise TypeError(
-                "LogSteps: strategy is a FSDPStrategy, and FSDP1 reduces gradients itself in every "
+                "LogSteps: strategy is an FSDPStrategy, but FSDP1 reduces gradients itself in every "
                 "backward, which no engine supports: use ShardedWindowStrategy, and call fully_shard (FSDP2) "
                 "in configure_model"
             )
         if not isinstance(strategy, Windows):
             raise TypeError(
-                f"LogSteps: strategy is a {type(strategy).__name__}, need a WindowStrategy or a "
-                "ShardedWindowStrategy, which has steps to log"
+                f"LogSteps: strategy is a {type(strategy).__name__}; expected a WindowStrategy or a "
+                "ShardedWindowStrategy, which have steps to log"
             )
         for name, sync in strategy.syncs.items():
             sync.on_step(partial(_log, trainer, f"pyengine/{name}/" if name else "pyengine/"))
@@ -455,10 +458,11 @@ def sharded_part(module: LightningModule) -> nn.Module:
             inner.update(part.modules())
     kind = type(module).__name__
     if len(units) != 1:
-        found = f"{len(units)} separate modules ({', '.join(map(repr, units))})" if units else "none"
+        found = f"{len(units)} separate modules ({', '.join(map(repr, units))})" if units else "no module"
         raise TypeError(
-            f"fully_shard was called on {found} of {kind}, need one, whose forward training_step calls: call "
-            "it in configure_model, after those of the blocks, on a module with all trained parameters"
+            f"fully_shard was called on {found} of {kind}; expected one outermost module, whose forward "
+            "training_step calls: call fully_shard in configure_model, first on the blocks, and last on a "
+            "module with all trained parameters"
         )
     ((name, unit),) = units.items()
     inside = {id(param) for param in unit.parameters()}
@@ -467,7 +471,7 @@ def sharded_part(module: LightningModule) -> nn.Module:
     ]
     if outside:
         raise TypeError(
-            f"{outside[0]!r} of {kind} is trained, and is outside of {name!r}, which fully_shard was called "
-            "on: its gradient would not be reduced; shard a module that contains it, or freeze it"
+            f"{outside[0]!r} of {kind} is trained, but is outside of {name!r}, on which fully_shard was "
+            "called: its gradient would not be reduced; shard a module that contains it, or freeze it"
         )
     return unit

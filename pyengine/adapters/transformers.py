@@ -52,9 +52,10 @@ class Windows(EngineSettings, _Mixed):
     Only `average_tokens_across_devices` is ignored, because the gradient and the logged loss are always means
     over the items of all ranks. Items are labels other than -100, shifted if the model's loss shifts labels.
     Without labels every micro-batch has the same weight; if `loss_is_scaled_for_ga` is True, the loss must
-    then be divided for its whole window, as in the Trainer. A callback may change
-    `args.gradient_accumulation_steps` between windows. If the data end in the middle of a window, the window
-    is short. If a callback stops the epoch or the training in the middle of a window, the window is dropped.
+    then already be divided by the number of micro-batches in its window, as in the Trainer. A callback may
+    change `args.gradient_accumulation_steps` between windows. If the data ends in the middle of a window, the
+    window is short. If a callback stops the epoch or the training in the middle of a window, the window is
+    dropped.
 
     Attributes:
         wire, accumulator, nonfinite: see `pe.GradSync`.
@@ -79,18 +80,18 @@ class Windows(EngineSettings, _Mixed):
         args = self.args
         if args.n_gpu > 1:
             raise ValueError(
-                f"args: n_gpu={args.n_gpu} in one process is DataParallel; need one process a device: launch "
-                "with torchrun"
+                f"args: n_gpu={args.n_gpu} in one process means DataParallel; expected one process per "
+                "device: launch with torchrun"
             )
         if self.accelerator.num_processes > 1 and not self.accelerator.even_batches:
             raise ValueError(
-                "args: accelerator_config has even_batches=False, and the Trainer's loop ends with its own "
-                "rank's data, while others may still wait for it; leave it True"
+                "args: accelerator_config has even_batches=False, so the Trainer's loop on a rank can end "
+                "while other ranks still wait for it; leave even_batches=True"
             )
         if args.optim in (OptimizerNames.LOMO, OptimizerNames.ADALOMO) or "layerwise" in args.optim:
             raise ValueError(
-                f"args: optim={OptimizerNames(args.optim).value!r} steps inside the backward, where no "
-                "window has ended; choose another"
+                f"args: optim={OptimizerNames(args.optim).value!r} steps inside the backward, before the "
+                "window has ended; choose another optimizer"
             )
         settings = self._settings(args.gradient_accumulation_steps)
         deferral = Deferral(self.defer, self.defer_budget_mb)
@@ -137,8 +138,8 @@ class Windows(EngineSettings, _Mixed):
             size = self.sync.gradient_accumulation_steps
             raise RuntimeError(
                 "change args.gradient_accumulation_steps between windows, for example in on_step_end: it was "
-                f"set to {steps} in the middle of window {self.sync.window}, which began with at most {size} "
-                "micro-batches, and the Trainer's loop would now add more"
+                f"set to {steps} in the middle of window {self.sync.window}, which was opened for at most "
+                f"{size} micro-batches, and the Trainer's loop would now run more"
             )
 
     def _run_epoch(self, *args: Any, **options: Any) -> None:
@@ -220,14 +221,14 @@ class Trainer(Windows, transformers.Trainer):
 
 
 class _EpochSteps(int):
-    """Number of micro-batches in an epoch; compares equal to the number after which the data end.
+    """Number of micro-batches in an epoch; compares equal to the number after which the data ends.
 
     The Trainer's loop ends a short last window when the number of micro-batches equals `steps_in_epoch`. If
     the loader has no length, `steps_in_epoch` covers `max_steps` windows, and no epoch reaches this number.
     """
 
     def begin(self, done: int, *, num_fetches: int) -> None:
-        """Set the number of micro-batches before the checkpoint, and of fetches after it."""
+        """Set the number of micro-batches before the checkpoint, and the number of fetches after it."""
         self._fetched, self._fetches_left, self._end = done, num_fetches, int(self)
 
     def add(self, num: int, *, has_ended: bool) -> None:
@@ -279,9 +280,9 @@ class _Divisor(int):
                 continue
             if node in self.divided:
                 raise ValueError(
-                    "leave the division by args.gradient_accumulation_steps out of the loss (compute_loss or "
-                    "training_step): the engine divides by the items of the whole window, so with both the "
-                    f"gradient would be {int(self)} times too small"
+                    "do not divide the loss by args.gradient_accumulation_steps (in compute_loss or "
+                    "training_step): the engine already divides by the number of items in the whole window, "
+                    f"so dividing twice would make the gradient {int(self)} times too small"
                 )
             seen.add(node)
             nodes += [following for following, _ in node.next_functions]
@@ -292,8 +293,8 @@ class _TrainerAccelerator(WindowAccelerator):
 
     Attributes:
         items: number of items in the current micro-batch on this rank; None if unknown.
-        scale: factor from the loss to the mean over its micro-batch; not 1 if the Trainer's loss is already
-            divided for the whole window.
+        scale: factor that turns the loss into the mean over its micro-batch; not 1 if the Trainer's loss is
+            already divided by the number of micro-batches in the window.
         divisor: number of micro-batches per window, by which losses must not be divided; None outside of
             a training step.
         wraps_anew: whether the Trainer wraps the model again for each batch size that it tries.
@@ -339,10 +340,10 @@ class _TrainerAccelerator(WindowAccelerator):
         return super().free_memory(*objects) if self.wraps_anew else self._accelerator.free_memory(*objects)
 
     def backward(self, loss: Tensor, *, count: Count | None = None, **options: Any) -> None:
-        """Run the backward of a mean loss over `items`, converted to a sum."""
+        """Convert a mean loss over `items` to a sum, and run its backward."""
         if self.divisor is None:
             raise RuntimeError(
-                "list Windows in front of the class whose training_step runs the backward: `class "
+                "list Windows before the class whose training_step runs the backward: `class "
                 "Final(Windows, Mine)`, where `class Mine(Trainer)` has the training_step. This backward ran "
                 "outside of Windows.training_step, which opens the micro-batch"
             )
@@ -374,7 +375,7 @@ class _TrainerAccelerator(WindowAccelerator):
         except RuntimeError as error:
             raise RuntimeError(
                 "call self.accelerator.backward(loss) in training_step, in place of loss.backward(), and "
-                f"list Windows in front of its class, `class Final(Windows, Mine)`: {error}"
+                f"list Windows before its class, `class Final(Windows, Mine)`: {error}"
             ) from None
         with self.sync.accumulate(last=True) if is_window_new(self.sync) else nullcontext():
             pass  # this rank has no micro-batches in the window; other ranks may have some

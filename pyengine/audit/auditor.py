@@ -26,14 +26,16 @@ from pyengine.comm.base import Comm
 from pyengine.ops.device import HOST, Readback, runs_ahead
 
 TOLERANCE = 2**-5
-# Each check reads a short range of words from every gradient and every optimizer state tensor. In `_ROUND`
-# checks, each tensor is read completely once.
+# Each check reads a short range of words from every gradient and every optimizer state tensor. Over
+# `_ROUND` checks, each tensor is read completely once.
 _ROUND = 64
 _PARAMETER, _GRADIENT, _STATE = range(3)
 _KINDS = ("parameter", "gradient", "optimizer state")
 _MOST = 32  # Maximum number of tensors for which error information is gathered.
-_PROBES = 3  # Number of weighted sums over samples; a single sum could match by chance.
-_HEAD = 6  # Length of a vector's head: count, void, and four numbers for the hyperparameters' checksum.
+_PROBES = 3  # Number of weighted sums over the samples; a single sum could match by chance.
+# Length of the head of a vector from `_pack`: `count`, `void`, and four numbers for the checksum of the
+# hyperparameters.
+_HEAD = 6
 
 Numbers = list[tuple[str, float]]
 
@@ -50,8 +52,8 @@ class Finding:
             wrong, or if the wrong ranks are unknown.
         cause: the likely cause.
         step: the window in which the difference was found.
-        since: the earliest window in which the difference can have begun: the window after the last check
-            that found no difference.
+        since: the earliest window in which the difference can have begun, which is the window after the last
+            check that found no difference.
     """
 
     what: str
@@ -73,7 +75,7 @@ class AuditError(RuntimeError):
     """Raised on every rank if ranks differ, or if a reduced gradient does not match its inputs.
 
     Attributes:
-        findings: the differences, with the likeliest root cause first; equal on every rank.
+        findings: the differences, with the likeliest root cause first; the same on every rank.
     """
 
     def __init__(self, text: str, findings: Sequence[Finding]) -> None:
@@ -99,9 +101,10 @@ class Samples:
 
 @dataclass(frozen=True)
 class Counted:
-    """The item counts of a window from the training loop: float64 tensors, 0-dim except for `counts`."""
+    """The item counts of a window, from the training loop: float64 tensors, 0-dim except for `counts`."""
 
-    # The items in this rank's micro-batches, by subject, [subjects]; None if gradients are means over ranks.
+    # The items in this rank's micro-batches, by subject (of shape [subjects]); None if gradients are means
+    # over ranks.
     counts: Tensor | None = None
     count: Tensor | float = 0.0  # This rank's items; the sum over ranks must equal `claimed`.
     claimed: Tensor | float = math.nan  # The divisor of the sum over all ranks; nan if unknown.
@@ -109,7 +112,7 @@ class Counted:
 
 
 class Auditor:
-    """Compares values that must be equal on all ranks, in every `every`-th window.
+    """Compares values that must be equal on all ranks, once every `every` windows.
 
     Args:
         subjects: the audited tensors, in the same order on all ranks of a group.
@@ -137,7 +140,8 @@ class Auditor:
         self.probe = Probe(self._subjects, leaves, device)
         self.optimizers: list[Any] = []  # the optimizers whose state and hyperparameters are compared
         self._under_way: tuple[LocalCheck, list[Readback]] | None = None
-        self._checks, self._since = 0, 0  # `_since` is the window after the last check without a difference
+        # `_since`: the first window after the last check that found no difference.
+        self._checks, self._since = 0, 0
         self._listens_on = every == 1
 
     def begin(self) -> None:
@@ -216,7 +220,7 @@ class Auditor:
         return LocalCheck(step, bits, has, samples, counted, hyper, numbers)
 
     def _bits(self) -> tuple[Tensor, list[tuple[bool, bool, bool]]]:
-        """Return checksums of all audited tensors, int64 `[subjects, 3]`, and which tensors exist."""
+        """Return checksums of all audited tensors (int64 `[subjects, 3]`), and which tensors exist."""
         states: dict[int, Any] = {
             id(param): state for optimizer in self.optimizers for param, state in optimizer.state.items()
         }
@@ -244,7 +248,7 @@ class Auditor:
     # ---- comparison of all ranks ----
 
     def _pack(self, local: LocalCheck, group: int) -> Tensor:
-        """Return the vector for the sum over a group, float64: 48 bytes plus 160 bytes per tensor."""
+        """Return this rank's float64 vector for the sum over a group: 48 bytes plus 160 bytes per tensor."""
         came = local.samples.came
         head = torch.zeros(_HEAD, dtype=torch.float64, device=self.device)
         if group == 0:
@@ -252,7 +256,7 @@ class Auditor:
             head[2:] = pieces(local.hyper.reshape(1))[0]
         same = self._indices("replicas", group)
         summed = self._indices("summed", group)
-        # Weights for the sums over samples of a gradient, of magnitude at most 1: float64 [n, _PROBES].
+        # Weights for the sums over a gradient's samples: float64 [n, _PROBES], each of magnitude at most 1.
         places = torch.arange(came.shape[1] * _PROBES, dtype=torch.float64, device=came.device)
         weights = torch.cos(1 + 2.4 * places).reshape(-1, _PROBES)
         scale = came.abs().sum(1, keepdim=True)
@@ -324,10 +328,10 @@ class Auditor:
             for name in dict.fromkeys(name for names, _, _ in by_rank for name in names)
         ]
         if any(-1 in kinds for _, kinds, _ in by_rank):
-            text = f"{difference([numbers for _, _, numbers in by_rank])}: set it alike on every rank"
+            text = f"{difference([numbers for _, _, numbers in by_rank])}: set the same value on every rank"
             found.append(("hyperparameters", "", (), text))
         if any(-2 in kinds for _, kinds, _ in by_rank):
-            text = f"the sum was divided by {float(local.counted.claimed):g}, and {self._total:g} was counted"
+            text = f"the sum was divided by {float(local.counted.claimed):g}, but {self._total:g} was counted"
             found.append(("divisor", "", (), text))
         return _grouped(found, local.step, self._since)
 
@@ -398,8 +402,8 @@ def difference(by_rank: Sequence[Numbers]) -> str:
             values = "; ".join(f"rank {rank}: {value:g}" for rank, (_, value) in enumerate(row))
             return f"{row[0][0]} differs ({values})"
     if len({len(numbers) for numbers in by_rank}) > 1:
-        return "ranks have other param_groups"
-    return "a number on the device differs"
+        return "ranks have different param_groups"
+    return "a hyperparameter on the device differs"
 
 
 # ---- one check ----
@@ -414,7 +418,7 @@ class LocalCheck:
     has: Sequence[tuple[bool, bool, bool]]  # Which of these checksums exist.
     samples: Samples
     counted: Counted
-    hyper: Tensor  # int64 0-dim, a digest of the hyperparameters
+    hyper: Tensor  # a digest of the hyperparameters (0-dim int64)
     numbers: Numbers
 
 
@@ -433,13 +437,13 @@ def _finding_of(name: str, suspects: Sequence[SubjectEvidence | None]) -> _Raw:
     if "gradient" in kinds:
         return "gradient", name, odd(_GRADIENT), cause_of_gradient(evidence)
     if "optimizer state" in kinds:
-        cause = "gradients agree, and the optimizer's state does not: loaded or changed on some rank alone"
+        cause = "gradients agree, but the optimizer state does not: loaded or changed on only some ranks"
         return "optimizer state", name, odd(_STATE), cause
     cause = (
-        "a buffer that ranks have to hold alike has other bits"
+        "a buffer that must be equal on all ranks has different bits"
         if kind == "buffer"
-        else "gradients and optimizer state agree, and it has other bits: a flipped bit, a write or a step "
-        "on some rank alone"
+        else "gradients and optimizer state agree, but the parameter has different bits: a flipped bit, a "
+        "write or a step on only some ranks"
     )
     return kind, name, odd(_PARAMETER), cause
 

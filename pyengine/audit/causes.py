@@ -24,13 +24,13 @@ class SubjectEvidence:
     came: Tensor  # float64 [n], sampled elements of the gradients of this rank's micro-batches.
     last: Tensor  # The same elements for the last micro-batch alone.
     left: Tensor  # The same elements of the reduced gradient; 0 for elements on other ranks.
-    count: float  # Items counted by this rank's micro-batches; 0 if not known.
+    count: float  # Number of items in this rank's micro-batches; 0 if not known.
     arrivals: int  # Number of gradients that arrived.
     is_whole: bool  # Whether this rank has the whole gradient.
 
 
 class Case:
-    """What each rank has observed of one gradient that is summed over these ranks."""
+    """The observations of all ranks about one gradient that is summed over these ranks."""
 
     def __init__(self, evidence: Sequence[SubjectEvidence]) -> None:
         self.all, self.world = evidence, len(evidence)
@@ -41,7 +41,7 @@ class Case:
         self.last = torch.stack([e.last for e in self.all])
         left = torch.stack([e.left for e in self.all])
         self.left = left if self.is_whole else left.sum(0).expand_as(left)
-        # The expected reduced gradient, [n], and the contribution of the last micro-batches to it.
+        # The expected reduced gradient, of shape [n], and its part that comes from the last micro-batches.
         self.due, self.due_of_last = factor * self.came.sum(0), factor * self.last.sum(0)
         self._noise = _FITS * float((factor * self.came.abs().sum(0)).norm())
 
@@ -55,7 +55,7 @@ class Case:
         return float((self.left - wanted).norm(dim=1).max()) <= self._noise
 
     def ratios(self) -> tuple[list[float], bool]:
-        """Return the ratio of each rank's gradient to the expected one, and whether all directions agree."""
+        """Return the ratios of ranks' gradients to the expected gradient, and whether directions agree."""
         size = float(self.due @ self.due)
         if size**0.5 <= 2 * self._noise:
             return [], False
@@ -69,44 +69,44 @@ def cause_of_gradient(evidence: Sequence[SubjectEvidence]) -> str:
     """Return the first cause that explains why a gradient is wrong, from the observations of all ranks."""
     case = Case(evidence)
     if all(e.bits[1] is None for e in case.all):
-        return "no gradient anywhere, and micro-batches brought one"
+        return "missing on every rank, although micro-batches computed it"
     if any(e.bits[1] is None for e in case.all):
-        return "no gradient there, and one on other ranks"
+        return "missing there, although other ranks have it"
     # Possible factors of a rank's own part.
     shares = (1.0, case.factor, case.factor * case.world, 1 / case.world)
     if case.is_different_by_rank and any(case.fits(share * case.came) for share in shares):
-        return "not reduced: every rank holds what its own micro-batches brought"
+        return "not reduced: every rank has only the gradient of its own micro-batches"
     if case.has_earlier:
         earlier, due_of_earlier = case.came - case.last, case.due - case.due_of_last
         if case.is_whole and any(case.fits(share * earlier + case.due_of_last) for share in shares):
-            return "only the last micro-batch was reduced: what earlier ones left is each rank's own"
+            return "only the last micro-batch was reduced, and earlier micro-batches were not"
         if case.is_whole and any(case.fits(due_of_earlier + share * case.last) for share in shares):
-            return "the last micro-batch came after the reduction: that part is each rank's own"
+            return "the last micro-batch came after the reduction, so its part was not reduced"
         if case.fits(case.due_of_last):
-            return "only the last micro-batch is in it: earlier ones were lost"
+            return "contains only the last micro-batch: earlier micro-batches were lost"
         if case.fits(due_of_earlier):
-            return "what the last backward brought is not in it"
+            return "does not contain the gradient of the last backward"
     counts = torch.tensor([e.count for e in case.all], dtype=torch.float64, device=case.came.device)
     are_unequal = bool((counts > 0).all()) and not bool((counts == counts[0]).all())
     if are_unequal and case.fits((case.came / (case.world * counts.unsqueeze(1))).sum(0)):
-        return "each rank's part was divided by that rank's own count, not by the count of all"
+        return "each rank's part was divided by that rank's own count, not by the count of all ranks"
     if case.fits(case.due):
         return (
-            "reduced right, and not the same after the reduction: clipped or scaled by other numbers, or "
-            "written to, on some rank"
+            "reduced correctly, but no longer equal after the reduction: clipped or scaled by a different "
+            "factor, or written to, on some rank"
             if case.is_whole
-            else "not reduced over replicas: what each holds is of its own ranks' micro-batches"
+            else "not reduced over replicas: each replica has the gradient of its own micro-batches only"
         )
     ratios, is_all = case.ratios()
     if not is_all:
-        return _weighed(case) or "not what the ranks' micro-batches add up to"
+        return _weighed(case) or "not the sum over the ranks' micro-batches"
     if max(ratios) - min(ratios) > _FITS * max(map(abs, ratios)):
-        return "the same up to a factor, which differs by rank: clipped or scaled by other numbers"
+        return "equal up to a factor that differs between ranks: clipped or scaled differently"
     return f"scaled by {_spelled(ratios[0])}{_meaning(ratios[0], case)}"
 
 
 def _weighed(case: Case) -> str:
-    """Describe weights of the earlier and the last micro-batches; empty if no weights fit the gradient."""
+    """Describe the weights of earlier and last micro-batches; empty if no weights fit the gradient."""
     parts = torch.stack([case.due - case.due_of_last, case.due_of_last], 1)
     if not case.has_earlier or parts.shape[0] < 4:
         return ""
@@ -114,7 +114,7 @@ def _weighed(case: Case) -> str:
     if not case.fits((parts @ weights).squeeze(1)):
         return ""
     earlier, last = weights.flatten().tolist()
-    return f"earlier micro-batches count {_spelled(earlier)} times, the last one {_spelled(last)} times"
+    return f"earlier micro-batches have weight {_spelled(earlier)}, the last one has weight {_spelled(last)}"
 
 
 def _spelled(factor: float) -> str:
@@ -126,8 +126,8 @@ def _meaning(factor: float, case: Case) -> str:
     world, number = case.world, max(e.arrivals for e in case.all)
     known = {
         "the number of ranks": world,
-        "the micro-batches of a rank": number,
-        "the micro-batches of all ranks": world * number,
+        "the number of micro-batches per rank": number,
+        "the number of micro-batches of all ranks": world * number,
         "the square of the number of ranks": world**2,
     }
     found = []

@@ -1,10 +1,10 @@
-"""Checksums of a tensor's bits and their positions, in one read and without a host synchronization.
+"""Checksums of a tensor's bits and their positions, computed in one read without a host synchronization.
 
 Equal bits in equal positions give equal checksums in any order of summation, because integer arithmetic
 wraps. A change of a single word, such as a flipped sign or bit, is always detected. Swapped words are
-detected unless two weights happen to cancel, with a probability of 2^-31. `of` returns the checksum of words,
-int32 `[n]` (see `words_of`), as a 0-dim int64 tensor on the device, and `of_all` returns many checksums as
-int64 `[n]`. The host does not read the checksums.
+detected unless two weights happen to cancel, with a probability of 2^-31. `of` takes words (int32 `[n]`, see
+`words_of`), and returns their checksum as a 0-dim int64 tensor on the device. `of_all` returns many checksums
+as an int64 tensor of shape `[n]`. The host does not read the checksums.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Part(NamedTuple):
     turn: int | None = None
 
     def words(self) -> Tensor:
-        """Return the words to read, see `words_of`."""
+        """Return the words to read; see `words_of`."""
         words = words_of(self.tensor)
         room = words.numel() - _RUN
         if self.turn is None or room <= 0:
@@ -58,9 +58,9 @@ def checksums_on(device: torch.device, numel: int) -> BlockSums | LaneSums:
 
 
 class BlockSums:
-    """A 64-bit sum of words times odd weights, block by block, with a separate factor for every block.
+    """A 64-bit sum of words multiplied by odd weights, with a separate odd factor for every block of words.
 
-    The native core computes the same sum; the PyTorch operators below define the sum.
+    The native core computes the same sum; the PyTorch operators below define it.
 
     Cost: `of` reads 4 bytes per word. The weights take 4 KB.
     """
@@ -99,13 +99,14 @@ class BlockSums:
 
 
 class LaneSums:
-    """A 32-bit sum of words times odd numbers per lane, then a 64-bit sum of lanes times odd weights.
+    """A checksum in two stages: a 32-bit sum of words per lane, and a 64-bit sum over the lanes.
 
-    This method needs few kernel launches, no memory per word, and no 64-bit product per word. `numel` is the
-    number of elements in all tensors to read, and determines the length of a block.
+    In both stages the terms are multiplied by odd numbers. This scheme needs few kernel launches, no memory
+    per word, and no 64-bit product per word. `numel` is the number of elements in all tensors to read, and
+    determines the length of a block.
 
-    Cost: `of` reads 4 bytes per word. The lanes take 5 bytes each: 170 KB, or at most 1/64 byte per element
-    for 11 M elements or more.
+    Cost: `of` reads 4 bytes per word. The lanes take 5 bytes each: 170 KB in total, or at most 1/64 byte per
+    element if there are 11 M elements or more.
     """
 
     def __init__(self, device: torch.device, numel: int) -> None:
@@ -166,7 +167,8 @@ def words_of(tensor: Tensor) -> Tensor:
     flat = flat.int_repr() if flat.is_quantized else flat  # quantized memory has no other view
     flat = torch.view_as_real(flat.resolve_conj()) if flat.is_complex() else flat
     flat = flat.resolve_neg().contiguous()
-    flat = flat.as_strided((flat.numel(),), (1,), flat.storage_offset())  # one element may have any stride
+    # A contiguous tensor with one element may have any stride.
+    flat = flat.as_strided((flat.numel(),), (1,), flat.storage_offset())
     size = flat.element_size()
     if size >= 4:
         return flat.view(torch.int32)
@@ -178,10 +180,10 @@ def words_of(tensor: Tensor) -> Tensor:
 
 
 def pieces(checksums: Tensor) -> Tensor:
-    """Split checksums, int64 `[n]`, into numbers that float64 can sum exactly over ranks: `[n, 4]`.
+    """Split checksums (int64 `[n]`) into `[n, 4]` numbers that float64 can sum exactly over ranks.
 
-    A row contains two 20-bit integers, each followed by its square. On W ranks, up to 8192, an integer is
-    equal on all ranks if and only if W times the sum of its squares is the square of its sum.
+    A row contains two 20-bit integers, each followed by its square. On W ranks (at most 8192), an integer
+    is equal on all ranks if and only if W times the sum of its squares is the square of its sum.
     """
     mixed = _mixed(checksums)
     parts = torch.stack([mixed & _MASK, mixed >> 20 & _MASK], 1).double()
@@ -189,7 +191,7 @@ def pieces(checksums: Tensor) -> Tensor:
 
 
 def differ(summed: Tensor, world_size: int) -> Tensor:
-    """Return which checksums differ, bool `[n]`, from the sums of `pieces` over ranks, float64 `[n, 4]`."""
+    """Return which checksums differ (bool `[n]`), given sums of `pieces` over ranks (float64 `[n, 4]`)."""
     totals, squares = summed[:, 0::2], summed[:, 1::2]
     return (world_size * squares != totals * totals).any(1)
 

@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 
 def check_every(every: object) -> int:
     if not isinstance(every, int) or isinstance(every, bool):
-        raise TypeError(f"every={every!r} is a {type(every).__name__}: need a whole number of windows")
+        raise TypeError(f"every={every!r} is a {type(every).__name__}; expected a whole number of windows")
     if every < 1:
-        raise ValueError(f"every={every}: need at least 1, which audits every window")
+        raise ValueError(f"every={every}: expected at least 1, which audits every window")
     return every
 
 
@@ -32,8 +32,8 @@ def check_device(device: torch.device) -> None:
     """Raise RuntimeError if gradients on `device` cannot be read when they arrive."""
     if is_lazy(device):
         raise RuntimeError(
-            f"parameters on {device}: gradients of a recorded program cannot be looked at as they come, so "
-            "there is no audit on XLA devices; audit the same loop on processors"
+            f"parameters on {device}: gradients of a recorded program cannot be read when they arrive, so "
+            "there is no audit on XLA devices; audit the same loop on a CPU"
         )
 
 
@@ -48,8 +48,8 @@ def audit(
 ) -> Audit:
     """Audit any training loop: DDP, FSDP2, Accelerate, Megatron's `main_grad`, or your own loop.
 
-    Once every `every` windows, starting with the first, ranks check that values that must be equal are equal
-    on all ranks, and that the reduced gradients match the gradients of the micro-batches. A window ends with
+    Once every `every` windows, starting with the first, ranks check that they agree on all values that must
+    be equal, and that the reduced gradients match the gradients of the micro-batches. A window ends with
     the step of the (first) optimizer, and the check runs just before the step. Call this function on every
     rank after wrapping the model and creating the optimizer, and before the first backward.
 
@@ -77,8 +77,8 @@ def audit(
 
     Cost: a checked window needs one read of the parameters, one native hook call per parameter and
     micro-batch, and an all-reduce of 160 bytes per parameter; other windows need one hook call per step. Over
-    gloo, a process group is created. The audit needs 140 bytes of memory per parameter, plus 4 KB on a CPU,
-    or 170 KB or 1/64 byte per element on an accelerator.
+    gloo, a process group is created. The audit needs 140 bytes of memory per parameter. In addition, it needs
+    4 KB on a CPU, and 170 KB or 1/64 byte per element, whichever is more, on an accelerator.
 
     Example:
         >>> watch = pe.audit(ddp_model, optimizer, every=100)  # doctest: +SKIP
@@ -90,12 +90,10 @@ def audit(
         ...     optimizer.zero_grad()
     """
     if not isinstance(model, nn.Module):
-        raise TypeError(f"model is a {type(model).__name__}: need the module that the loop calls")
+        raise TypeError(f"model is a {type(model).__name__}; expected the module that the loop calls")
     optimizers = _innermost_of(optimizer)
     if not 0 <= tolerance:
-        raise ValueError(
-            f"tolerance={tolerance}: need a share, at least 0, of the gradients of micro-batches"
-        )
+        raise ValueError(f"tolerance={tolerance}: expected a relative error, at least 0")
     check_device(next(model.parameters()).device)
     inventory = Inventory(model, optimizers, group=process_group, groups=groups or {})
     leaves, every = Leaves(inventory.module), check_every(every)
@@ -112,7 +110,9 @@ def _innermost_of(optimizer: Any) -> list[Any]:
         while isinstance(inner := getattr(item, "optimizer", None), torch.optim.Optimizer):
             item = inner
         if not (hasattr(item, "param_groups") and hasattr(item, "register_step_pre_hook")):
-            raise TypeError(f"optimizer is a {type(item).__name__}: need a torch.optim.Optimizer, or several")
+            raise TypeError(
+                f"optimizer is a {type(item).__name__}; expected a torch.optim.Optimizer or a list of them"
+            )
         found.append(item)
     return found
 
@@ -128,7 +128,7 @@ class Audit:
         self._auditor, self._every = auditor, every
         self._names = [subject.name for subject in subjects]
         self.step = 0
-        self._reduced: tuple[Samples, Counted] | None = None  # the result of the last call of `reduced`
+        self._reduced: tuple[Samples, Counted] | None = None  # the result of the last call to `reduced`
         self._forget()
         self._handles = [
             optimizer.register_step_pre_hook(self._before_step),
@@ -223,8 +223,8 @@ class Audit:
                 raise
             except RuntimeError as error:
                 raise RuntimeError(
-                    f"audit: not every rank has come to optimizer.step() of window {self.step}, where each "
-                    "waits for the others: where one rank leaves out a step, let all of them leave it out: "
+                    f"audit: not every rank has reached optimizer.step() of window {self.step}, where ranks "
+                    "wait for each other; if one rank leaves out a step, all ranks must leave it out: "
                     f"{error}"
                 ) from error
 

@@ -78,8 +78,8 @@ class Inventory:
         for pattern, given in groups.items():
             if given is not None and not isinstance(given, dist.ProcessGroup):
                 raise TypeError(
-                    f"groups[{pattern!r}]={given!r} is a {type(given).__name__}: need a "
-                    "torch.distributed.ProcessGroup, or None for what ranks do not have in common"
+                    f"groups[{pattern!r}]={given!r} is a {type(given).__name__}; expected a "
+                    "torch.distributed.ProcessGroup, or None for tensors that ranks do not have in common"
                 )
         self._group, self._groups, self._device = group, groups, next(model.parameters()).device
         self.comms: list[Comm] = [comm_for(self._device, group)]
@@ -154,8 +154,8 @@ class Inventory:
                 here, there = next((a, b) for a, b in rows if a != b)
                 raise ValueError(
                     f"model differs between ranks: rank 0 has {_said(here)}, rank {rank} has {_said(there)}. "
-                    "Audit the same model and optimizer on every rank of the group; what ranks do not have "
-                    "in common goes into groups={pattern: None}"
+                    "Audit the same model and optimizer on every rank of the group; use "
+                    "groups={pattern: None} to exclude tensors that ranks do not have in common"
                 )
 
 
@@ -172,11 +172,11 @@ def buffers_of(module: nn.Module, index_of: Callable[[str], int | None]) -> list
 
 
 def _said(row: Any) -> str:
-    return "nothing more" if row is None else f"{row[0]!r} {row[2]} {row[1]}"
+    return "no further tensor" if row is None else f"{row[0]!r} {row[2]} {row[1]}"
 
 
 def _start_of(param: Any) -> int | None:
-    """Return the index of this rank's first DTensor element, or None if its elements are not contiguous."""
+    """Return the index of a DTensor's first local element, or None if its shard is not contiguous."""
     start, rows = 0, param.shape[0] if param.dim() else 1
     shards = [(axis, p) for axis, p in enumerate(param.placements) if not p.is_replicate()]
     if not shards:

@@ -1,8 +1,8 @@
 """Samples of a few elements of every gradient, before and after the reduction.
 
 Sampled elements of a reduced gradient must be equal to the sum of the same elements over all ranks and
-micro-batches, times one factor. The samples reveal gradients that were lost, not reduced, or multiplied by
-another factor.
+micro-batches, times a common factor. The samples reveal gradients that were lost, not reduced, or multiplied
+by a different factor.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ NUM_SAMPLES = 8
 
 
 class Probe:
-    """Samples of local gradients, recorded by hooks on the leaf tensors to which autograd accumulates.
+    """Samples of local gradients, recorded by hooks on the leaf tensors where autograd accumulates them.
 
     Attributes:
         sums: float32 `[subjects, NUM_SAMPLES]`, samples summed over this rank's micro-batches.
-        last: the same shape, samples of this rank's last micro-batch alone.
+        last: samples of this rank's last micro-batch alone, with the same shape.
 
-    Cost: 140 bytes per parameter. In a checked window, one hook call per parameter and micro-batch; otherwise
-    none.
+    Cost: 140 bytes per parameter. In a checked window, one hook call per parameter and micro-batch; in
+    other windows, none.
     """
 
     def __init__(self, subjects: Sequence[Subject], leaves: Leaves, device: torch.device) -> None:
@@ -60,7 +60,7 @@ class Probe:
         return bool(self._handles)
 
     def arm(self, turn: int) -> None:
-        """Begin a window: discard recorded samples, select other elements, and register hooks."""
+        """Begin a window: discard recorded samples, select new elements, and register hooks."""
         self._forget()
         for index, subject in enumerate(self._subjects):
             num = min(NUM_SAMPLES, subject.shard.numel)
@@ -107,7 +107,8 @@ class Probe:
     def reduced(self) -> Tensor:
         """Return the sampled elements of the current gradients, float64 `[subjects, NUM_SAMPLES]`.
 
-        The result is this rank's share: 0 for elements on other ranks, and 1/n of elements on n ranks.
+        The result is this rank's share: 0 for elements on other ranks, and 1/n of the value for
+        elements on n ranks.
         """
         found = torch.zeros_like(self.sums)
         rows = found.unbind()
@@ -126,7 +127,7 @@ class Probe:
         self._is_over[0] = 0
 
     def _listener(self, index: int, owners: tuple[Tensor, ...]) -> Callable[[Tensor], None]:
-        """Return a hook for a leaf tensor, see `MakeHook`.
+        """Return a hook for a leaf tensor; see `MakeHook`.
 
         The hook of the native core does the same for gradients that the core can read.
         """
@@ -185,7 +186,7 @@ class Probe:
 
 
 def _strided(grad: Tensor, start: int, stride: int, num: int) -> Tensor:
-    """Return `num` elements, every `stride`-th from `start` on, in the order of the elements."""
+    """Return `num` elements in row-major order: every `stride`-th element from `start` on."""
     if grad.layout is not torch.strided:
         grad = grad.to_dense()
     if not grad.is_contiguous():
@@ -204,7 +205,7 @@ MakeHook = Callable[[tuple[Tensor, ...]], Callable[[Tensor], None]]
 
 
 class Leaves:
-    """The leaf tensors of a model that FSDP2 may have sharded; a `model` of None means no sharding."""
+    """The leaf tensors of a model that FSDP2 may have sharded; `model=None` means no sharding."""
 
     def __init__(self, model: nn.Module | None) -> None:
         self._shown: dict[int, _Shown] = {}
@@ -215,7 +216,7 @@ class Leaves:
                     self._shown.setdefault(id(param), _Shown(param, module, name))
 
     def listen(self, param: Tensor, make_hook: MakeHook) -> LeafHook:
-        """Call the hook with the gradient of every backward, before the gradient is accumulated."""
+        """Register a hook that gets the gradient of every backward, before the gradient is accumulated."""
         hook, shown = LeafHook(param, make_hook), self._shown.get(id(param))
         if shown is None:
             hook.register(param)

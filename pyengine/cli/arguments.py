@@ -23,7 +23,7 @@ class Conflict(ValueError):
 
 
 def fill(settings: type[_Settings], options: argparse.Namespace, **values: Any) -> _Settings:
-    """Build a command's settings from `values`, and from the options for all other fields."""
+    """Build a command's settings from `values`, and take all other fields from the options."""
     names = [field.name for field in fields(settings) if field.name not in values]  # type: ignore[arg-type]
     return settings(**values, **{name: getattr(options, name) for name in names})
 
@@ -67,7 +67,7 @@ def each(defaults: Mapping[str, float]) -> str:
 
 
 def counts(parser: argparse.ArgumentParser, least: int = 1) -> Callable[..., argparse.Action]:
-    """Return `parser.add_argument` for whole numbers of at least `least`."""
+    """Return `parser.add_argument`, preset for whole numbers of at least `least`."""
     return partial(parser.add_argument, type=whole(least), metavar="N")
 
 
@@ -80,9 +80,9 @@ def whole(least: int) -> Callable[[str], int]:
         except ValueError:
             value = least - 1
         if value < least:
-            raise argparse.ArgumentTypeError(f"got {text}, need a whole number of at least {least}")
+            raise argparse.ArgumentTypeError(f"got {text}, expected a whole number of at least {least}")
         if value >= 2**63:
-            raise argparse.ArgumentTypeError(f"got {text}, need a whole number below 2**63")
+            raise argparse.ArgumentTypeError(f"got {text}, expected a whole number below 2**63")
         return value
 
     return parse
@@ -95,7 +95,7 @@ def above_zero(text: str) -> float:
     except ValueError:
         value = math.nan
     if not 0 < value < math.inf:
-        raise argparse.ArgumentTypeError(f"got {text}, need a finite number above 0")
+        raise argparse.ArgumentTypeError(f"got {text}, expected a finite number above 0")
     return value
 
 
@@ -106,7 +106,7 @@ def different_wholes(text: str) -> tuple[int, ...]:
     numbers = tuple(int(part) if part.isdecimal() and len(part) < 10 else 0 for part in parts)
     if min(numbers) < 1 or len(set(numbers)) < len(numbers):
         raise argparse.ArgumentTypeError(
-            f"got {text}, need different whole numbers of at least 1, for example 1,2,4"
+            f"got {text}, expected different whole numbers of at least 1, for example 1,2,4"
         )
     return numbers
 
@@ -117,7 +117,7 @@ def different_names(known: Collection[str]) -> Callable[[str], tuple[str, ...]]:
     def parse(text: str) -> tuple[str, ...]:
         names = tuple(text.split(","))
         if not set(names) <= set(known) or len(set(names)) < len(names):
-            raise argparse.ArgumentTypeError(f"got {text}, need different ones of {', '.join(known)}")
+            raise argparse.ArgumentTypeError(f"got {text}, expected different names from {', '.join(known)}")
         return names
 
     return parse

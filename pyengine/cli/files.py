@@ -1,4 +1,4 @@
-"""Write files of commands completely or not at all, and never through a link; see SECURITY.md."""
+"""Write a command's files completely or not at all, and never through a link; see SECURITY.md."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from typing import TextIO
 
 @contextmanager
 def written(path: Path) -> Iterator[Path]:
-    """Yield a temporary path; if the body succeeds, replace `path` by the file at the temporary path.
+    """Yield a temporary path; if the body succeeds, replace `path` with the file at that path.
 
-    The temporary path has the same name and is in a folder that only this user can enter, so that nobody else
-    can put a link in the folder. A link at `path` itself is replaced, not followed.
+    The temporary file has the same name and is in a folder that only this user can enter, so that nobody else
+    can place a link there. A link at `path` itself is replaced, not followed.
     """
     with tempfile.TemporaryDirectory(prefix=".pyengine-", dir=path.parent) as folder:
         part = Path(folder, path.name)
@@ -36,18 +36,18 @@ def regular(path: str, flags: int) -> int:
         raise
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
-        raise OSError(errno.EINVAL, "no regular file", path)
+        raise OSError(errno.EINVAL, "not a regular file", path)
     return descriptor
 
 
 def fresh(path: Path) -> TextIO:
-    """Replace a file by a new text file, which other processes may read while it grows."""
+    """Replace a file with a new text file, which other processes may read while it grows."""
     path.unlink(missing_ok=True)
-    return path.open("x", encoding="utf-8")  # "x" follows no link
+    return path.open("x", encoding="utf-8")  # "x" does not follow links
 
 
 def make_folder(path: Path) -> None:
-    """Create a missing folder inside a folder that the user named; raise OSError for a link."""
+    """Create a subfolder of a folder that the user named, if missing; raise OSError if it is a link."""
     path.mkdir(exist_ok=True)
     if path.is_symlink():
         raise OSError(errno.ELOOP, "a symbolic link, which is not followed", str(path))

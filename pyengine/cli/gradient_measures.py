@@ -14,7 +14,7 @@ from pyengine.step.step_record import StepRecord
 from pyengine.window.noise_scale import NoiseScale
 
 _MOST_LINES = 12  # maximum number of lines that a reader can distinguish in one panel
-_BARS = 25  # approximate number of error bars over the steps of a run
+_BARS = 25  # approximate number of error bars in the plot of a run
 
 
 def measure_noise_scale(sync: Sync, *, parts: int) -> None:
@@ -46,8 +46,8 @@ def _short(value: float) -> str:
 def layer_norms(norms: Sequence[Mapping[str, float]]) -> dict[str, list[float]]:
     """Return the norms of every step by parameter or, for more than 12 parameters, by layer.
 
-    A layer consists of all parameters whose names begin with the same components. The number of these
-    components is the largest number with at most 12 layers, but at least 1.
+    A layer consists of all parameters whose names begin with the same components. As many components are
+    compared as possible while there are at most 12 layers; at least one component is compared.
     """
     components = {name: name.split(".") for name in norms[0]}
     depth = max(map(len, components.values()))
@@ -66,7 +66,7 @@ def draw(records: Sequence[StepRecord], path: Path, *, unit: str) -> None:
     """Plot gradient norms over steps and, if known, the noise scale and the batch size.
 
     Args:
-        records: the records of steps with `grad_norms`.
+        records: step records that contain `grad_norms`.
         path: path of the PNG file.
         unit: unit of counts, for example "tokens".
     """
@@ -108,10 +108,10 @@ def draw_noise_scale(
     """Plot noise scales on a logarithmic axis, with their spreads as error bars.
 
     Args:
-        axes: axes of matplotlib.
+        axes: the matplotlib axes.
         xs: x coordinate of each estimate.
         estimates: pairs of scale and spread; the spread may be None.
-        look: more arguments of `Axes.errorbar`.
+        look: further keyword arguments for `Axes.errorbar`.
     """
     from matplotlib.ticker import LogFormatter
 

@@ -31,13 +31,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     options, unknown = parser.parse_known_args(argv)
     if options.command is None:
         if unknown:
-            parser.error(f"leave out {' '.join(unknown)}, or put a command and what it needs first")
+            parser.error(f"leave out {' '.join(unknown)}, or put a command and its arguments first")
         parser.print_help()
         return 0
     refuse: Callable[[str], NoReturn] = options.error
     if unknown:
         name, these = options.command, " ".join(unknown)
-        refuse(f"leave out {these}: {name} has only the arguments above, which {name} --help explains")
+        refuse(f"leave out {these}: {name} has only the arguments above; see {name} --help")
     if options.command not in _UNDER_TORCHRUN and dist.is_torchelastic_launched():
         refuse(f"{options.command} starts its own workers: run it with python, not with torchrun")
     kept = "nothing was saved"
@@ -70,29 +70,29 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         return failed
     except (KeyboardInterrupt, SystemExit) as stop:
-        return stopping.report(stop, f"every worker has ended, {kept}")
+        return stopping.report(stop, f"every worker has ended; {kept}")
     finally:
         terminal.show_cursor()
 
 
 # The summary and the arguments of each command; `run.py` in the command's folder runs the command.
 _COMMANDS: dict[str, tuple[str, Any]] = {
-    "train": ("train small models on this machine and compare with plain DDP", train),
+    "train": ("train small models on this machine and compare them with plain DDP", train),
     "verify": ("train on several world sizes and check that the runs are bitwise identical", verify),
-    "plan": ("show how a global batch is split over numbers of workers", plan),
-    "study": ("train over numbers of workers and batch sizes, and report the speed-up", study),
-    "bench": ("time whole windows beside plain DDP and Accelerate", bench),
+    "plan": ("show how a global batch is split over several numbers of workers", plan),
+    "study": ("train with several numbers of workers and batch sizes, and report the speed-up", study),
+    "bench": ("time whole windows, and compare them with plain DDP and Accelerate", bench),
     "doctor": ("check this machine and installation, and suggest remedies", doctor),
 }
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """Return the parser; the parsed options have an `error` that prints the command's usage and exits."""
+    """Return the parser; parsed options have a function `error` that prints the command's usage and exits."""
     parser = argparse.ArgumentParser(
         prog="python -m pyengine", description="Gradient synchronization and accumulation for PyTorch."
     )
     common = argparse.ArgumentParser(add_help=False)
-    common.add_argument("--json", action="store_true", help="print one JSON object a line instead of text")
+    common.add_argument("--json", action="store_true", help="print one JSON object per line instead of text")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     for name, (summary, about) in _COMMANDS.items():
         command = commands.add_parser(

@@ -23,7 +23,7 @@ class Range:
 
     @property
     def spread(self) -> float:
-        """The difference between largest and smallest value, divided by the median."""
+        """The difference between the largest and the smallest value, divided by the median."""
         return (self.high - self.low) / self.mid
 
     def over(self, divisor: float) -> Range:

@@ -34,9 +34,9 @@ STYLE: dict[Any, Any] = {  # Any, because the stubs of rc_context list every nam
     "ytick.color": INK,
     "text.color": INK,
     "svg.fonttype": "none",
-    "svg.hashsalt": "pyengine",  # the same figures give the same file
+    "svg.hashsalt": "pyengine",  # identical figures produce identical files
 }
-# The replacement of each color on a dark page. Other colors do not change.
+# The replacement for each color on a dark page. Other colors do not change.
 _DARK_GROUND = "#0d1117"
 _DARK = {INK: "#e6edf3", EDGE: "#7d8590", GRID: "#2d333b", SHADE: "#21262d", ABSENT: "#373e47"}
 _DARK |= {OURS: "#58a6ff", PEER: "#768390", ORANGE: "#f0883e", GREEN: "#3fb68b"}
@@ -45,12 +45,12 @@ _DARK |= dict(zip(RAMP, _DARK_RAMP, strict=True))
 
 
 def save_svg(figure: Any, path: Path, *, last_line: str = "") -> None:
-    """Write a figure as SVG with its own background, which is dark if the reader prefers dark pages.
+    """Write a figure as SVG with its own background, which is dark for readers who prefer dark pages.
 
-    Call this function inside `matplotlib.rc_context(STYLE)`. Equal figures give equal files.
+    Call this function inside `matplotlib.rc_context(STYLE)`. Identical figures produce identical files.
 
     Args:
-        figure: a figure of matplotlib.
+        figure: a matplotlib figure.
         path: path of the SVG file.
         last_line: an XML comment.
     """
@@ -65,7 +65,8 @@ def save_svg(figure: Any, path: Path, *, last_line: str = "") -> None:
 def _dark_rules(svg: str) -> str:
     """Return CSS that replaces the colors of an SVG on dark pages.
 
-    The rules select elements by the colors in `style` attributes, which a reader without CSS still sees.
+    The rules select elements by the colors in `style` attributes, which still apply in a viewer that ignores
+    the rules.
     """
     rules = [f"#ground path {{fill: {_DARK_GROUND} !important}}"]
     for light, dark in _DARK.items():

@@ -1,4 +1,4 @@
-"""The reports of commands, which one rank prints: tables and sentences, or JSON lines for programs."""
+"""Reports that one rank prints for a command: tables and sentences, or JSON lines for programs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from rich.table import Table
 
 from pyengine.cli.terminal import print_json
 
-_LEAST_WIDTH = 80  # minimum width of a wide table on any terminal, because rich would shorten its numbers
+# On narrow terminals, tables are not shrunk below this width, because rich would shorten their numbers.
+_LEAST_WIDTH = 80
 
 
 class _Console(Console):
@@ -22,7 +23,7 @@ class _Console(Console):
 
 
 class Report:
-    """Base class of the reports of commands: each method prints an event as text or JSON, unless silent."""
+    """Base class of reports; each method prints an event as text or JSON, unless the report is silent."""
 
     def __init__(self, *, as_json: bool = False, is_silent: bool = False) -> None:
         self._as_json, self._is_silent = as_json, is_silent
@@ -49,7 +50,7 @@ class Report:
             self._console.print(text, highlight=False, markup=False)
 
     def _make_progress(self, *columns: ProgressColumn, **options: Any) -> Progress:
-        """Return a live line with a description, a bar, a count and `columns`, shown only on terminals."""
+        """Return a live line (shown only on terminals) with a description, a bar, a count and `columns`."""
         is_shown = self._console.is_terminal and not self._console.quiet
         every = TextColumn("{task.description}"), BarColumn(bar_width=16), MofNCompleteColumn()
         return Progress(*every, *columns, console=self._console, disable=not is_shown, **options)

@@ -1,4 +1,4 @@
-"""SIGINT and SIGTERM end a command with one line on stderr and the exit code 128 + signal.
+"""SIGINT and SIGTERM end a command with one line on stderr and the exit code 128 + signal number.
 
 `pyengine/__init__.py` imports this module before slow imports, so this module itself imports little.
 """
@@ -18,7 +18,7 @@ _WORDS = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated"}
 
 
 def at_start() -> None:
-    """Make a signal end this process immediately, during its start.
+    """Make SIGINT and SIGTERM end this process immediately while it is starting.
 
     No exception is raised, because some unfinished imports would swallow the exception. Workers of torchrun
     end silently, even inside a collective, because torchrun reports the signal.
@@ -31,7 +31,8 @@ def at_start() -> None:
 def raised() -> Iterator[None]:
     """Raise KeyboardInterrupt or SystemExit in the body on a signal, and ignore further signals.
 
-    After the body, a process that has called `at_start` also ignores signals, because it only has to exit.
+    After the body, a process that has called `at_start` also ignores signals, because all that remains is to
+    exit.
     """
     if _is_torchrun_worker() or threading.current_thread() is not threading.main_thread():
         yield
@@ -47,7 +48,7 @@ def raised() -> Iterator[None]:
 
 
 def report(stop: KeyboardInterrupt | SystemExit, text: str) -> int:
-    """Print the signal that ended a command and return its exit code; raise `stop` if no signal ended it."""
+    """Print the signal that ended a command and return the exit code; raise `stop` if no signal ended it."""
     code = 128 + signal.SIGINT if isinstance(stop, KeyboardInterrupt) else stop.code
     if not isinstance(code, int) or code - 128 not in {*_WORDS, signal.SIGHUP, signal.SIGQUIT}:
         raise stop
@@ -79,7 +80,7 @@ def _print(number: signal.Signals, text: str) -> None:
 
 
 def _not_ignored() -> list[signal.Signals]:
-    """Return the signals that are not ignored; background jobs of a shell ignore SIGINT."""
+    """Return the signals that are not ignored; a shell's background jobs ignore SIGINT."""
     return [number for number in _WORDS if signal.getsignal(number) is not signal.SIG_IGN]
 
 

@@ -28,7 +28,7 @@ def _spelled(text: str) -> str:
     module, _, function = text.partition(":")
     if not module or not function:
         raise argparse.ArgumentTypeError(
-            f"got {text}, need MODULE:FUNCTION, for example mine:train for the function train of mine.py"
+            f"got {text}, expected MODULE:FUNCTION, for example mine:train for the function train in mine.py"
         )
     return text
 
@@ -42,8 +42,8 @@ def check(target: str) -> None:
         if error.name is None or not f"{module}.".startswith(f"{error.name}."):
             raise
         raise Conflict(
-            f"argument --train: got {target}, and there is no module {error.name} here: need one that "
-            f"`python -c 'import {module}'` finds in this folder"
+            f"argument --train: got {target}, but there is no module {error.name} here: "
+            f"`python -c 'import {module}'` must succeed in this folder"
         ) from None
     if not callable(found):
-        raise Conflict(f"argument --train: got {target}, and {module} has no function {function}")
+        raise Conflict(f"argument --train: got {target}, but {module} has no function {function}")

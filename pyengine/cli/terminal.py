@@ -1,4 +1,4 @@
-"""Terminal output: characters that cannot be encoded, JSON lines, and closed or full outputs."""
+"""Terminal output: unencodable characters, JSON lines, and outputs that are closed or have no space left."""
 
 from __future__ import annotations
 
@@ -23,9 +23,10 @@ _PLAIN = {"×": "x", "→": "->", "–": "-", "±": "+-", "√": "sqrt ", "Σ": 
 
 
 def prepare_output() -> None:
-    """Make stdout replace characters that it cannot encode by similar ones, such as `×` by `x`, or by `?`.
+    """Make stdout and stderr replace characters that they cannot encode.
 
-    If stdout is closed, nothing is printed. Every process that prints must call this function.
+    Each is replaced by a similar character (`x` for `×`) or by `?`. If stdout is closed, nothing is printed.
+    Every process that prints must call this function.
     """
     if sys.stdout is None:
         sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115 - for the rest of the process
@@ -53,7 +54,7 @@ def print_json(event: str, **values: Any) -> None:
 
 
 def read_json(text: str | bytes) -> Any:
-    """Parse the JSON of an untrusted file, and replace control characters by `?`.
+    """Parse the JSON of an untrusted file, and replace control characters with `?`.
 
     Control characters could move the cursor of a terminal.
 
@@ -76,12 +77,15 @@ def _printable(value: Any) -> Any:
 
 @contextmanager
 def ends_with_output() -> Iterator[None]:
-    """End this worker if its output is closed (by SIGPIPE, as for other programs) or has no space left."""
+    """End this worker if its output is closed or has no space left.
+
+    If the output is closed, SIGPIPE ends the worker, as it ends other programs.
+    """
     try:
         yield
     except OSError as error:
         if isinstance(error, BrokenPipeError) and not _is_closed(sys.stdout.fileno()):
-            raise  # the error is from another pipe
+            raise  # the error comes from another pipe
         code = exit_code(error)
         if code == _CLOSED:
             signal.signal(signal.SIGPIPE, signal.SIG_DFL)
@@ -92,14 +96,14 @@ def ends_with_output() -> Iterator[None]:
 
 
 def _is_closed(pipe: int) -> bool:
-    """Return whether a pipe has no reader anymore."""
+    """Return whether a pipe no longer has a reader."""
     poll = select.poll()
     poll.register(pipe, 0)
     return bool(poll.poll(0))
 
 
 def exit_code_of_worker(error: RuntimeError) -> int | None:
-    """Return the exit code if an error of `launch` says that a worker's output was closed, otherwise None."""
+    """Return the exit code if an error from `launch` says that a worker's output was closed, else None."""
     return exit_code(BrokenPipeError()) if "\nSignal 13 (SIGPIPE)" in str(error) else None
 
 

@@ -17,12 +17,12 @@ from pyengine.telemetry import Listener, Wandb
 
 
 def add_to(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--wandb", metavar="PROJECT", help="also log to this project of Weights & Biases")
-    parser.add_argument("--tensorboard", type=Path, metavar="FOLDER", help="also write event files there")
+    parser.add_argument("--wandb", metavar="PROJECT", help="also log to this Weights & Biases project")
+    parser.add_argument("--tensorboard", type=Path, metavar="FOLDER", help="also write event files here")
 
 
 class Run:
-    """A run in each tracker; writes nothing without trackers."""
+    """A run in each tracker; without trackers, nothing is logged."""
 
     def __init__(self) -> None:
         self.listeners: list[Listener] = []
@@ -56,7 +56,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Trackers:
-    """The trackers on the command line: a W&B project, and an absolute folder for event files."""
+    """The trackers that the user has chosen: a W&B project, and the absolute path of an event file folder."""
 
     project: str | None = None
     folder: Path | None = None

@@ -81,7 +81,7 @@ class MemoryOffer:
         descriptor = os.open(f"/proc/{self.process.pid}/fd/{self.descriptor}", os.O_RDWR | os.O_CLOEXEC)
         if os.pread(descriptor, _TOKEN_BYTES, 0) != self.token:
             os.close(descriptor)
-            raise OSError(f"/proc shows another process {self.process.pid} than that on {self.process.host}")
+            raise OSError(f"the process with pid {self.process.pid} in /proc is not {self.process}")
         return descriptor
 
 
@@ -91,7 +91,8 @@ class Arena:
     A thread runs the collectives in order, and otherwise sleeps. The thread ends when `close` is called, when
     this object is freed, or when the interpreter exits. `close` also closes the file descriptor.
 
-    Cost: a thread and a file descriptor, and 1 MiB after the first reduction of a tensor outside the arena.
+    Cost: a thread and a file descriptor, and 1 MiB of memory after the first reduction of a tensor outside
+    the arena.
     """
 
     def __init__(
@@ -104,8 +105,10 @@ class Arena:
     ) -> None:
         self._core = native._core.SharedArena(descriptor, place, len(processes))
         self._processes, self._me = list(processes), processes[place]
-        self._ranks, self._timeout_s = list(ranks), float("inf")  # Ranks as numbered in messages.
-        self._suspects: list[int] = []  # Ranks found dead once; if found dead again, the collective fails.
+        self._ranks, self._timeout_s = list(ranks), float("inf")  # Ranks are numbered as in messages.
+        # Places of the ranks that the last check found dead. If the next check finds one of them dead again,
+        # the collective fails.
+        self._suspects: list[int] = []
         self._works: dict[Any, SharedWork] = {}
         self._thread = threading.Thread(
             target=_serve,
@@ -117,10 +120,11 @@ class Arena:
         self._thread.start()
 
     def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Return zeros, `[numel]`, in memory that all ranks of the host can access; freed with the tensor.
+        """Return a tensor of zeros, of shape `[numel]`, in memory that all ranks of the host can access.
 
-        A forked process keeps the values from the time of the fork, and its writes are not visible in this
-        process. If no shared memory is left, the tensor is in ordinary memory, which a reduction copies.
+        The memory is freed together with the tensor. A forked process keeps the values from the time of the
+        fork, and its writes are not visible in this process. If no shared memory is left, the tensor is in
+        ordinary memory, which a reduction copies.
         """
         if numel > 0:
             try:
@@ -139,11 +143,11 @@ class Arena:
     def reduce(self, flat: Tensor, *, is_max: bool, timeout_s: float) -> SharedWork:
         """Launch a sum or a maximum over the ranks of the host, in place.
 
-        `supports` must accept the tensor, and the caller must not change it until the work has been waited
-        for. The collective fails if some rank has not launched it within `timeout_s` seconds.
+        `supports` must return True for the tensor, and the caller must not change the tensor until it has
+        waited for the work. The collective fails if any rank has not launched it within `timeout_s` seconds.
 
         Cost: a read and a write per element if `flat` was allocated by `allocate` on all ranks. Otherwise
-            `flat` is also copied through the caches.
+            `flat` is also copied to shared memory and back, in pieces that stay in the caches.
         """
         self._timeout_s = timeout_s
         kind = (_MAXIMA if is_max else _SUMS)[flat.dtype]
@@ -167,11 +171,16 @@ class Arena:
             self._core.fail(f"shared memory: {which}, has died")
         elif late and waited_s > self._timeout_s:
             which = listed([self._ranks[place] for place in late])
-            self._core.fail(f"shared memory: {which} launched no such collective in {self._timeout_s:g} s")
+            self._core.fail(
+                f"shared memory: {which} did not launch this collective within {self._timeout_s:g} s"
+            )
 
 
 class SharedWork(Work):
-    """A collective in progress, with the methods of `dist.Work`; keeps the tensor alive until completion."""
+    """A collective in progress, with the methods of `dist.Work`.
+
+    The tensor stays alive until the collective has completed.
+    """
 
     def __init__(self, works: dict[Any, SharedWork], core: Any, job: Any, flat: Tensor) -> None:
         self._works, self._core, self._job, self._flat = works, core, job, flat
@@ -186,13 +195,13 @@ class SharedWork(Work):
         end = float("inf") if timeout is None else time.monotonic() + timeout.total_seconds()
         while not self._core.wait(self._job, max(0.0, min(_LOOK_S, end - time.monotonic()))):
             if time.monotonic() > end:
-                raise RuntimeError("the collective in shared memory takes longer")
+                raise RuntimeError("timed out waiting for the collective in shared memory")
         self.complete()
         if error := self._core.error(self._job):
             raise RuntimeError(error)
 
     def get_future(self) -> torch.futures.Future[Any]:
-        """Return a future; the thread of the collective, or a waiting thread, completes it."""
+        """Return a future that is completed by the collectives' thread or by a thread in `wait`."""
         with self._lock:
             if self._future is not None:
                 return self._future
@@ -203,7 +212,7 @@ class SharedWork(Work):
         return future
 
     def complete(self) -> None:
-        """Complete the future, if any; called when the collective has completed."""
+        """Complete the future, if there is one, after the collective has completed."""
         self._works.pop(self._job, None)
         with self._lock:
             future, self._incomplete = self._incomplete, None

@@ -19,17 +19,17 @@ class Axes:
 
     Args:
         replicate: ranks along these axes hold the same parameters and have different data (or different parts
-            of it). Gradients are summed over these axes. Default: the axis of a mesh with one axis.
+            of it). Gradients are summed over these axes. Default: the only axis of a one-dimensional mesh.
         shard: ranks along these axes hold different plain parameters (the stages of a pipeline). Axes of
             DTensors need not be named, because their placements define them. Along an axis in neither
             `replicate` nor `shard`, ranks hold the same plain parameters and compute the same gradients for
             them (tensor parallelism).
         count: ranks along these axes count different items; ranks along all other axes share a batch, whose
-            count is added once. Default: the axes of `replicate`.
-        groups: maps a pattern of parameter names (as in `fnmatch`; the first match is used) to the axes over
-            which the gradients of these parameters are summed instead. An empty tuple means no axes. Without
-            a mesh, each value is a process group. Ranks of different groups hold different parameters, for
-            example experts.
+            count is added only once. Default: the axes of `replicate`.
+        groups: maps patterns of parameter names, as in `fnmatch`, to the axes over which the gradients of
+            these parameters are summed instead. The first matching pattern is used. An empty tuple means no
+            axes. Without a mesh, each value is a process group. Ranks of different groups hold different
+            parameters, for example experts.
 
     Example:
         >>> Axes(replicate=("dp", "cp"), count="dp")
@@ -45,7 +45,7 @@ class Axes:
 
 
 class MeshRanks:
-    """The ranks of a mesh, relative to this rank. The name of an axis without a name is its index."""
+    """The ranks of a mesh, relative to this rank. An axis without a name is identified by its index."""
 
     def __init__(self, mesh: DeviceMesh) -> None:
         self._ranks = mesh.mesh
@@ -53,8 +53,8 @@ class MeshRanks:
         coordinate: Any = mesh.get_coordinate()
         if coordinate is None:
             raise ValueError(
-                f"device_mesh: rank {dist.get_rank()} is not in it (it has {mesh.mesh.flatten().tolist()}); "
-                "make the engine only on ranks of the mesh"
+                f"device_mesh: rank {dist.get_rank()} is not in the mesh, which has the ranks "
+                f"{mesh.mesh.flatten().tolist()}; make the engine only on ranks of the mesh"
             )
         self.shape = dict(zip(names, mesh.mesh.shape, strict=True))
         self.coordinate: dict[str, int] = dict(zip(names, coordinate, strict=True))
@@ -99,12 +99,14 @@ def axes_problems(axes: Axes, shape: Mapping[str, int]) -> list[str]:
     for where, names in _named(axes):
         unknown = [name for name in names if name not in shape]
         if unknown:
-            found.append(f"axes.{where}={unknown[0]!r}: no axis of device_mesh, which has {known}")
+            found.append(f"axes.{where}={unknown[0]!r}: not an axis of device_mesh, which has {known}")
         if len(set(names)) < len(names):
-            found.append(f"axes.{where}={names!r}: an axis comes twice; name each once")
+            found.append(f"axes.{where}={names!r}: an axis is named twice; name each axis once")
     both = set(as_tuple(axes.replicate)) & set(as_tuple(axes.shard))
     if both:
-        found.append(f"axes: {min(both)!r} is in replicate and in shard; an axis holds one of them")
+        found.append(
+            f"axes: {min(both)!r} is in both replicate and shard; an axis can be in only one of them"
+        )
     return found
 
 
@@ -117,8 +119,8 @@ def process_groups(groups: Mapping[str, Any]) -> list[str]:
     """Describe the values of `Axes.groups` that are not process groups; used when there is no mesh."""
     return [
         (
-            f"axes.groups[{pattern!r}]={group!r}: need a torch.distributed.ProcessGroup of this rank; "
-            "axes have names in a device_mesh only"
+            f"axes.groups[{pattern!r}]={group!r}: expected a torch.distributed.ProcessGroup of this "
+            "rank; names of axes require a device_mesh"
         )
         for pattern, group in groups.items()
         if not isinstance(group, dist.ProcessGroup)
@@ -137,7 +139,10 @@ def _named(axes: Axes) -> Iterator[tuple[str, tuple[str, ...]]]:
 
 
 def num_ranks(group: Any) -> int | None:
-    """Return the size of `group`, or None if it is not a process group. `group=None` is the default group."""
+    """Return the size of `group`, or None if it is not a process group.
+
+    `group=None` means the default group.
+    """
     if isinstance(group, dist.ProcessGroup):
         return group.size()
     return dist.get_world_size() if group is None and dist.is_initialized() else None

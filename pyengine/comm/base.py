@@ -26,8 +26,8 @@ class Traffic:
     """The counters of one transport: collectives launched, and the bytes that this rank sends for them."""
 
     collectives: int = 0
-    # Bytes that a ring would send, in which each rank also forwards a broadcast. For small reductions over
-    # gloo, the bytes that are actually sent are counted.
+    # The bytes that this rank would send in a ring, where each rank also forwards broadcasts. For small
+    # reductions over gloo, the bytes that are actually sent are counted.
     bytes_sent: int = 0
 
     def count(self, num_bytes: int) -> None:
@@ -36,12 +36,15 @@ class Traffic:
 
 
 def ring_bytes(num_bytes: int, world_size: int) -> int:
-    """Return the bytes that one rank of W sends in a ring all-reduce: 2 (W - 1) / W times `num_bytes`."""
+    """Return the number of bytes that each rank sends in a ring all-reduce of `num_bytes`.
+
+    With W ranks, this is 2 (W - 1) / W times `num_bytes`.
+    """
     return 2 * (world_size - 1) * num_bytes // world_size
 
 
 def by_dtype(tensors: Iterable[T]) -> list[list[T]]:
-    """Group tensors by dtype, in order, because a collective or a kernel needs a single dtype."""
+    """Group tensors by dtype, keeping their order, because a collective or a kernel needs a single dtype."""
     found: dict[torch.dtype, list[T]] = {}
     for tensor in tensors:
         found.setdefault(tensor.dtype, []).append(tensor)
@@ -52,11 +55,11 @@ class Work(Protocol):
     """A collective in progress."""
 
     def wait(self) -> object:
-        """Block until the result is available; on an accelerator, the current stream waits for the result."""
+        """Block until the result is available; on an accelerator, the current stream waits instead."""
 
     def get_future(self) -> torch.futures.Future[Any]:
         """Return a future that completes together with the collective. By default, raise RuntimeError."""
-        raise RuntimeError(f"a {type(self).__name__} has no future: wait for it")
+        raise RuntimeError(f"a {type(self).__name__} has no future: call wait() instead")
 
     def is_completed(self) -> bool:
         """Whether `wait` would return without blocking; True by default."""
@@ -64,7 +67,7 @@ class Work(Protocol):
 
 
 class Done(Work):
-    """A collective that was complete when it was launched; its future has the value `result`."""
+    """A collective that was complete when it was launched; its future has the value `[result]`."""
 
     def __init__(self, result: Tensor) -> None:
         self._result = result
@@ -92,12 +95,12 @@ class Comm(ABC):
         rank, world_size: see Args.
         ranks: all ranks of the group, numbered as in the default group.
         backend: name of the backend, for example "nccl"; empty if there is no backend.
-        is_stream_ordered: whether the current stream (or a recorded program), and not the host, waits for
+        is_stream_ordered: whether the current stream (or a recorded program), rather than the host, waits for
             collectives.
         can_exchange: whether `all_to_all` and `all_gather` are implemented.
         can_or: whether `all_reduce_or` is implemented.
         has_own_memory: whether `allocate` returns memory in which reductions are faster than in other memory.
-        host_of: host of each rank of the group; empty until the engine's ranks have gathered their hosts.
+        host_of: host of each rank of the group; empty until it has been gathered from the ranks.
         engine_id: random number that is equal on every rank; None until the engine's ranks have agreed on it.
         traffic: the collectives launched and the bytes sent by this rank so far.
         roll_call: names the unresponsive ranks in the error of a failed collective.
@@ -126,7 +129,7 @@ class Comm(ABC):
 
         Args:
             flat: `[numel]`, of the same dtype on every rank. The caller keeps the tensor alive and unchanged
-                until the work has been waited for.
+                until it has waited for the work.
 
         Cost: with W ranks, every rank sends 2 (W - 1) / W times the bytes of `flat`, as in a ring. Over gloo,
         a rank sends at most 5 times the bytes of a small vector: see [Note: small reductions] in
@@ -135,15 +138,15 @@ class Comm(ABC):
 
     @abstractmethod
     def all_reduce_max(self, flat: Tensor) -> Work:
-        """Launch a maximum over all ranks, in place; otherwise the same as `all_reduce`."""
+        """Launch a maximum over all ranks, in place; otherwise like `all_reduce`."""
 
     def all_reduce_or(self, flat: Tensor) -> Work:
-        """Launch a bitwise OR of int64 over all ranks, in place; otherwise the same as `all_reduce`."""
+        """Launch a bitwise OR of int64 values over all ranks, in place; otherwise like `all_reduce`."""
         raise NotImplementedError(f"{type(self).__name__} has no all_reduce_or: can_or is False")
 
     @abstractmethod
     def all_gather_object(self, value: object) -> list[Any]:
-        """Gather picklable values from all ranks, and return them by rank.
+        """Gather a picklable value from each rank, and return the values in rank order.
 
         The caller must not change the values. This method waits for all ranks, and is meant for setup and
         errors.
@@ -153,7 +156,7 @@ class Comm(ABC):
         """Return the maximum of each value over all ranks; the call waits for all ranks.
 
         Args:
-            values: 64-bit integers; every rank passes equally many values.
+            values: 64-bit integers; every rank passes the same number of values.
         """
         return [max(each) for each in zip(*self.all_gather_object(values), strict=True)]
 
@@ -162,18 +165,18 @@ class Comm(ABC):
     ) -> tuple[list[list[Any]], list[int]]:
         """Return the results of `all_gather_object` for each value, and of `max_of` for the numbers.
 
-        This method waits for the results. By default it runs one collective after another.
+        This method waits for the results. The default implementation runs one collective after another.
         """
         gathered = [self.all_gather_object(value) for value in values]
         return gathered, self.max_of(*numbers) if numbers else []
 
     @abstractmethod
     def broadcast_(self, tensors: list[Tensor]) -> None:
-        """Overwrite tensors with the values of rank 0, and wait.
+        """Overwrite tensors with the values of rank 0, and wait for the collectives.
 
         Args:
-            tensors: tensors of any shapes and dtypes, which must be equal on every rank; overwritten in
-                place.
+            tensors: tensors to overwrite in place. They may have any shape and dtype, but each tensor must
+                have the same shape and dtype on every rank.
 
         Cost: rank 0 sends the bytes of `tensors` (XLA uses an all-reduce in float32 instead). Tensors that
         share a collective are copied.
@@ -208,16 +211,17 @@ class Comm(ABC):
     # ---- memory ----
 
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return zeros, `[numel]`, in the memory in which this transport reduces fastest.
+        """Return zeros of shape `[numel]`, in the memory in which this transport reduces fastest.
 
         The memory is freed together with the tensor. By default, torch allocates it.
         """
         return torch.zeros(numel, dtype=dtype, device=device)
 
     def reserve(self, sizes: Sequence[int]) -> None:
-        """Reserve one block of memory for the next buffers, which have `sizes` bytes on every rank.
+        """Reserve one block of memory for the next buffers; by default, do nothing.
 
-        By default this method does nothing.
+        Args:
+            sizes: sizes of the buffers in bytes, equal on every rank.
         """
 
     def unsupported_reason(self, dtype: torch.dtype) -> str:
@@ -228,23 +232,26 @@ class Comm(ABC):
     # ---- related transports ----
 
     def with_own_group(self) -> Comm:
-        """Return a transport over the same ranks whose collectives never match collectives of other code.
+        """Return a transport over the same ranks, for collectives that never match those of other code.
 
-        Every rank must call this. The result is released together with this transport. By default this
-        transport is returned.
+        Every rank must call this. The result is released together with this transport. The default
+        implementation returns this transport.
         """
         return self
 
     def between_hosts(self) -> Comm | None:
-        """Return a transport over the same ranks for tensors in host memory, which needs no device.
+        """Return a transport over the same ranks for tensors in host memory; it uses no device.
 
-        Every rank must call this. The result is released together with this transport. By default None is
-        returned: either the host waits for collectives anyway, or there is no backend for host memory.
+        Every rank must call this. The result is released together with this transport. None, the default,
+        means that the host waits for collectives anyway, or that there is no backend for host memory.
         """
         return None
 
     def join(self, other: Comm) -> None:
-        """Share the traffic counters and the stall watch of `other`, which also releases this transport."""
+        """Share the traffic counters, the stall watch and the hosts of `other`.
+
+        Releasing `other` also releases this transport.
+        """
         self.traffic, self.host_of = other.traffic, other.host_of
         self.roll_call.watch = other.roll_call.watch
         other._joined.append(self)
@@ -278,8 +285,8 @@ class Comm(ABC):
         """Run a collective of `torch.distributed` and wait for it.
 
         Args:
-            launch: function that starts the collective. With True, it returns the work, or waits and returns
-                None. With False, it waits.
+            launch: function that starts the collective. If called with True, it returns the work, or waits
+                for the collective and returns None. If called with False, it waits for the collective.
             what: description of the collective.
             group: process group of the collective; None means the process group of this transport.
 
@@ -289,7 +296,7 @@ class Comm(ABC):
         launch(False)
 
     def watch_stalls(self, after_s: float) -> None:
-        """Warn of collectives that a rank has not joined after `after_s` seconds; fail if a rank has died.
+        """Warn about collectives that a rank has not joined after `after_s` seconds; fail if a rank has died.
 
         Every rank of the group must call this, in the order in which engines are created. By default this
         method does nothing.
@@ -333,7 +340,7 @@ def is_interrupt(error: BaseException | None) -> bool:
 
 @dataclass(frozen=True)
 class Levels:
-    """The transports of a rank: over the ranks of its host, and over ranks of different hosts."""
+    """The two transports of a rank: one over the ranks of its own host, and one across hosts."""
 
     inside: Comm  # Transport over the ranks of this rank's host.
     # Transport over the ranks that have the same index on their hosts, or over this rank alone if a smaller

@@ -2,8 +2,8 @@
 
 [Note: an engine's own group]
 A backend matches the collectives of a group by their order on each rank. If the host waits for collectives,
-an engine launches its buckets when the window's header has arrived, which is earlier on one rank than on
-another. If the user (in the backward) or a second engine launched another collective on the same group, a
+an engine launches its buckets when the window's header has arrived, which happens earlier on some ranks than
+on others. If the user (in the backward) or a second engine launched another collective on the same group, a
 rank could match it with a bucket of another rank, and their values would be added together. To prevent this,
 every engine creates a group for its buckets that no other code uses, and destroys the group when the engine
 is closed or freed.
@@ -34,7 +34,7 @@ from pyengine.ops.device import HOST
 
 _log = logging.getLogger("pyengine.comm")
 
-_DESTROY_S = 1.0  # maximum time for which `destroy` waits
+_DESTROY_S = 1.0  # maximum time that `destroy` waits for its thread
 
 # ---- groups that several engines share ----
 
@@ -42,7 +42,7 @@ _DESTROY_S = 1.0  # maximum time for which `destroy` waits
 def group_of(ranks: Sequence[int], device: torch.device) -> dist.ProcessGroup | None:
     """Return a group of these ranks for tensors on a device, or None for the default group.
 
-    All of these ranks must call this function, and must call it in the same order for different groups.
+    All of these ranks must call this function. For several groups, they must call it in the same order.
     """
     if list(ranks) == list(range(dist.get_world_size())):
         return None
@@ -66,7 +66,7 @@ def find_or_make(
 ) -> dist.ProcessGroup:
     """Return the group that an earlier engine over these ranks has created, or create the group.
 
-    The same rules as for `group_of` apply. This function searches torch's list of groups. All these ranks
+    The same rules as for `group_of` apply. This function searches torch's list of groups. All of these ranks
     create their common groups together, so every rank finds the same groups.
     """
     for group in [*c10d._world.pg_map]:  # use a copy: a garbage collection may destroy a group
@@ -80,7 +80,7 @@ def find_or_make(
 
 
 def ranks_of(group: dist.ProcessGroup, what: str) -> tuple[int, ...]:
-    """Return the ranks of a group in which `what` is about to run; raise RuntimeError if it was destroyed."""
+    """Return the ranks of the group in which `what` will run; raise RuntimeError if it has been destroyed."""
     try:
         return tuple(dist.get_process_group_ranks(group))
     except KeyError:
@@ -95,7 +95,7 @@ def group_or_default(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
 
 
 def backend_of(group: dist.ProcessGroup | None, device: torch.device) -> Any:
-    """Return the backend of a group for a device. `group=None` is the default group."""
+    """Return the backend of a group for a device. `group=None` means the default group."""
     return group_or_default(group)._get_backend(device)
 
 
@@ -131,9 +131,10 @@ def make(
 ) -> dist.ProcessGroup:
     """Create a group of these ranks; all of these ranks must call this.
 
-    `dist.new_group` either must be called on every rank of the default group, or it names the group by the
-    number of groups on this rank, and hangs if this number differs between ranks. Therefore this function
-    chooses the name, with private functions of torch that were checked in torch 2.9 to 2.15.
+    By default, `dist.new_group` must be called on every rank of the default group. With
+    `use_local_synchronization=True` only the members call it, but torch then names the group by the number of
+    groups on this rank, and hangs if this number differs between ranks. Therefore this function chooses the
+    name, with private functions of torch that were checked in torch 2.9 to 2.15.
 
     Args:
         purpose: description that no other group of these ranks has ever had.
@@ -165,7 +166,10 @@ def make(
 
 
 def destroy(reference: weakref.ref[dist.ProcessGroup], pid: int) -> None:
-    """Destroy this rank's handle of a group, even in a garbage collection. See [Note: destroying a group]."""
+    """Destroy this rank's handle of a group; may be called during garbage collection.
+
+    See [Note: destroying a group].
+    """
     group = reference()
     if group is None or group not in c10d._world.pg_map or os.getpid() != pid:  # a fork has no such threads
         return
@@ -185,13 +189,13 @@ def destroy(reference: weakref.ref[dist.ProcessGroup], pid: int) -> None:
 
 
 class GroupHandle:
-    """A weak reference to a process group, which transports hold.
+    """A weak reference to a process group, for use by transports.
 
     A strong reference to a destroyed group would keep its threads alive.
 
     Args:
         is_own: whether the group belongs to an engine and is destroyed when this object is released or freed.
-        leader: handle of the group whose timeout is applied to this group. If None, this group keeps its
+        leader: handle of the group whose timeout is applied to this group. If None, this group keeps its own
             timeout.
     """
 
@@ -218,7 +222,7 @@ class GroupHandle:
         found = self._group()
         if found is None or (self._destroy is not None and not self._destroy.alive):
             raise RuntimeError(
-                f"make a new engine: the process group of its ranks {[*self.ranks]} has been destroyed "
+                f"make a new engine: the process group over ranks {[*self.ranks]} has been destroyed "
                 "(destroy_process_group, or sync.close())"
             )
         return found

@@ -1,4 +1,4 @@
-"""Run a function on every worker: on torchrun's workers, or on new processes of this machine.
+"""Run a function on every worker: either on torchrun's workers or on new processes on this machine.
 
 torch.distributed.elastic does not start the new workers, because its agent serves a store on every network
 interface and unpickles the data that it reads from this store.
@@ -33,9 +33,9 @@ from typing import Any, Literal, NoReturn, TypeVar
 import torch
 import torch.distributed as dist
 
-# `torch.distributed.nn.functional` has to be imported before a group exists. At its first import (for example
-# by an optimizer), the current default group becomes the default value of function arguments, which would
-# keep the threads of the group alive.
+# `torch.distributed.nn.functional` has to be imported before a group exists. When the module is first
+# imported (for example by an optimizer), the current default group becomes the default value of function
+# arguments, which would keep the threads of the group alive.
 import torch.distributed.nn.functional
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.elastic.multiprocessing.errors import record
@@ -50,8 +50,8 @@ T = TypeVar("T")
 _PROCESS = uuid.uuid4().hex  # in every key of this process, because torchrun's store outlives its workers
 _MAX_WORKERS_PER_CORE = 32
 _POLL_S = 0.1
-_TRACE_S = 1.0  # Time after the deadline for workers to write their stacks.
-_GRACE_S = 30.0  # Time after SIGTERM for workers to exit, for example to save a checkpoint.
+_TRACE_S = 1.0  # Time that workers have to write their stacks after the deadline.
+_GRACE_S = 30.0  # Time that workers have to exit after SIGTERM; they may save a checkpoint first.
 _WITHIN_S = 0.2  # Time to wait for a group's threads, which free their callbacks within milliseconds.
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 # Gloo and NCCL use this network interface, which no other machine can reach.
@@ -86,7 +86,7 @@ def launch(
             its stack and exits, and torchrun then terminates the other workers.
 
     Returns:
-        The results of `fn`, by rank, which must be picklable. Under torchrun every worker gets all results,
+        The results of `fn`, by rank; they must be picklable. Under torchrun every worker gets all results,
         so a script should print on only one rank, inside `fn`.
 
     Raises:
@@ -98,7 +98,7 @@ def launch(
             forked, but this process has an initialized device or a process group, which a fork cannot use;
             this process is a worker that already has a process group; or the other workers have not called
             `launch` within half an hour.
-        TimeoutError: workers still ran after `timeout_s`, and were terminated.
+        TimeoutError: workers were still running after `timeout_s`, and were terminated.
         KeyboardInterrupt: after Ctrl-C, when the workers have exited.
         SystemExit: after SIGTERM, when the workers have exited. The exit code is 128 + the signal number. Not
             raised if the caller has installed a handler for SIGTERM.
@@ -107,10 +107,11 @@ def launch(
         >>> pe.launch(train, workers=2, args=(config,))  # doctest: +SKIP
     """
     if not isinstance(workers, int) or isinstance(workers, bool) or workers < 1:
-        raise ValueError(f"workers={workers!r}: need a whole number of at least 1; 2 is a good start")
+        raise ValueError(f"workers={workers!r}: expected a whole number of at least 1; 2 is a good start")
     if timeout_s is not None and not 0 < timeout_s <= threading.TIMEOUT_MAX:
         raise ValueError(
-            f"timeout_s={timeout_s!r}: need seconds above 0 after which workers are ended; None for no limit"
+            f"timeout_s={timeout_s!r}: expected a positive number of seconds, after which workers are "
+            "terminated, or None for no limit"
         )
     if dist.is_torchelastic_launched():
         return _run_on_torchruns_workers(fn, args, workers, timeout_s)
@@ -138,24 +139,24 @@ def _run_on_torchruns_workers(
 ) -> list[T]:
     if dist.is_initialized():
         raise RuntimeError(
-            "this worker has a process group already: call fn itself, or leave dist.init_process_group() "
-            "to launch"
+            "this worker already has a process group: call fn directly, or let launch call "
+            "dist.init_process_group()"
         )
     try:
         agents_store, rank, world_size = next(dist.rendezvous("env://"))
     except ValueError as error:
         raise RuntimeError(
-            f"this process has inherited the environment of a worker that shares no store with it ({error}): "
-            "start what a worker of launch starts by `env -u TORCHELASTIC_RUN_ID`, which gives it workers "
-            "of its own"
+            f"this process has inherited the environment of a worker, but shares no store with it ({error}): "
+            "a worker must start processes that call launch with `env -u TORCHELASTIC_RUN_ID`, so that they "
+            "have their own workers"
         ) from None
     store = dist.PrefixStore("pyengine", agents_store)
     first = int(store.compare_set(f"workers/{_PROCESS}", "", str(workers)))
     if workers != first:
         raise ValueError(
-            f"workers={workers} after workers={first}: all calls run on the same {world_size} workers, as "
-            "torchrun has started them. A script that compares numbers of workers starts its own: run it "
-            "by python, not by torchrun"
+            f"workers={workers} after workers={first}: all calls run on the same {world_size} workers, which "
+            "torchrun has started. A script that compares numbers of workers starts its own workers: run it "
+            "with python, not with torchrun"
         )
     dist.init_process_group(store=_meet(store, rank, world_size), rank=rank, world_size=world_size)
     results: list[Any] = [None] * world_size
@@ -176,10 +177,11 @@ def _meet(
 ) -> dist.Store:
     """Return a store that all ranks share for this call, and that no earlier call has used.
 
-    torchrun's store keeps the keys of workers that have exited, for any world size, so a counter of calls
-    would continue the count of those workers. Therefore each call has a random name, and the name of rank 0's
-    call is the prefix of the shared store. Every rank registers its call in the store. Rank 0 sends its name
-    to each registered call, until the current call of that rank has confirmed the name.
+    torchrun's store keeps the keys of workers that have exited, whatever their world size was, so a counter
+    of calls would continue the count of those workers. Therefore each call has a random name, and the name of
+    rank 0's call is the prefix of the shared store. Every other rank registers its call in the store. Rank 0
+    sends the name of its own call to each registered call, until every other rank's current call has
+    confirmed the name.
     """
     call, absent = uuid.uuid4().hex, list(range(1, world_size))
     if rank == 0:
@@ -201,10 +203,10 @@ def _meet(
             store.set(f"{meeting}/came/{rank}", "")
     if absent:
         raise RuntimeError(
-            f"ranks {absent} of {world_size} have not come to this launch within "
-            f"{timeout.total_seconds():.0f} s: need as many calls on every worker of torchrun. A process "
-            "that a worker has started replaces that worker here, too: start it by `env -u "
-            "TORCHELASTIC_RUN_ID`, which gives it workers of its own"
+            f"ranks {absent} of {world_size} have not joined this launch within "
+            f"{timeout.total_seconds():.0f} s: every worker of torchrun must call launch the same number of "
+            "times. A process that a worker has started is mistaken for that worker here: start the process "
+            "with `env -u TORCHELASTIC_RUN_ID`, so that it has its own workers"
         )
     return dist.PrefixStore(meeting, store)
 
@@ -222,14 +224,14 @@ def check_number(workers: int) -> None:
     cores = num_cores()
     if workers > cores * _MAX_WORKERS_PER_CORE:
         raise ValueError(
-            f"workers={workers}: need at most {cores * _MAX_WORKERS_PER_CORE} on the {cores} cores of this "
-            f"machine, {_MAX_WORKERS_PER_CORE} a core: each is a process that holds torch and its threads; "
-            "for more, torchrun joins several machines"
+            f"workers={workers}: expected at most {cores * _MAX_WORKERS_PER_CORE} on the {cores} cores of "
+            f"this machine ({_MAX_WORKERS_PER_CORE} per core), because each worker is a process that holds "
+            "torch and its threads; for more workers, use torchrun on several machines"
         )
 
 
 def _start_method(fn: Callable[..., Any], args: tuple[Any, ...]) -> Literal["spawn", "fork"]:
-    """Return "fork" if `fn` or `args` need a `__main__` that a new process cannot import; else "spawn"."""
+    """Return "fork" if `fn` or `args` need a `__main__` that a new process cannot import, or else "spawn"."""
     main = sys.modules["__main__"]
     # multiprocessing uses the same condition; a script read from a pipe has the file name "<stdin>".
     importable = main.__spec__ is not None or Path(getattr(main, "__file__", "")).is_file()
@@ -238,13 +240,13 @@ def _start_method(fn: Callable[..., Any], args: tuple[Any, ...]) -> Literal["spa
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         if importable:
             raise ValueError(
-                f"fn={getattr(fn, '__qualname__', fn)!r} with its args cannot be sent to another process "
-                f"({error}): need a function at the top of an importable module, and picklable args"
+                f"fn={getattr(fn, '__qualname__', fn)!r} and its args cannot be sent to another process "
+                f"({error}): expected a function at the top level of an importable module, and picklable args"
             ) from None
         needs_main = True
     if importable or not needs_main:
         return "spawn"
-    instead = "put fn into a file of its own and import it: workers are new processes then"
+    instead = "put fn into a file of its own and import it, so that workers are new processes"
     if "fork" not in get_all_start_methods():
         raise RuntimeError(
             f"fn was defined interactively, and {sys.platform} cannot fork this process: {instead}"
@@ -278,7 +280,7 @@ class _Job:
     threads: int
     folder: Path
     timeout_s: float | None = None
-    deadline: float = math.inf  # time at which `timeout_s` expires, as in `time.time()`
+    deadline: float = math.inf  # time at which `timeout_s` expires, on the clock of `time.time()`
 
     def file(self, kind: Literal["result", "error", "trace"], rank: int) -> Path:
         return self.folder / f"{kind}-{rank}"
@@ -286,12 +288,12 @@ class _Job:
 
 @contextmanager
 def _sigterm_raises() -> Iterator[None]:
-    """Make SIGTERM raise SystemExit in the body, which ends the workers; an existing handler is kept."""
+    """Make SIGTERM raise SystemExit in the body, so that workers are ended; an existing handler is kept."""
 
     def end(number: int, frame: FrameType | None) -> NoReturn:
         raise SystemExit(128 + number)
 
-    is_main = threading.current_thread() is threading.main_thread()  # only this thread may set a handler
+    is_main = threading.current_thread() is threading.main_thread()  # only the main thread may set a handler
     if not is_main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
         yield
         return
@@ -306,8 +308,8 @@ def _sigterm_raises() -> Iterator[None]:
 def signals_blocked() -> Iterator[None]:
     """Block Ctrl-C and SIGTERM while processes are started; the new processes inherit the signal mask.
 
-    Without the block, Ctrl-C would print the traceback of an interrupted import from every worker, and could
-    leave behind a process that has been started but not recorded yet.
+    If the signals were not blocked, Ctrl-C would make every worker print the traceback of its interrupted
+    import, and could leave behind a process that has been started but not recorded yet.
     """
     resource_tracker.ensure_running()  # starting the tracker later would unblock the signals (in CPython)
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
@@ -326,8 +328,8 @@ def _start(job: _Job, method: str, processes: list[BaseProcess]) -> None:
             except OSError as error:
                 raise RuntimeError(
                     f"workers={job.workers}: worker {rank} could not be started ({error}): this machine or "
-                    "container allows no more processes, files or memory; need fewer workers, or a "
-                    "higher limit (`ulimit -a` names them)"
+                    "container allows no more processes, files or memory; use fewer workers, or raise "
+                    "the limit (`ulimit -a` lists the limits)"
                 ) from error
             processes += context.processes
 
@@ -348,15 +350,15 @@ def _wait(job: _Job, processes: Sequence[BaseProcess]) -> None:
         if time.time() > job.deadline + _TRACE_S:
             stacks = [f"worker {rank}: {_stack(job.file('trace', rank))}" for rank in running]
             head = (
-                f"timeout_s={job.timeout_s:g} is over, and {len(running)} of {job.workers} workers had not "
-                "ended; they have been ended. Their stacks:"
+                f"timeout_s={job.timeout_s:g} has expired, and {len(running)} of {job.workers} workers were "
+                "still running; they have been terminated. Their stacks:"
             )
             raise TimeoutError("\n".join([head, *stacks]))
         wait([process.sentinel for process in running.values()], _POLL_S)
 
 
 def _describe_failure(job: _Job, processes: Sequence[BaseProcess], failed: dict[int, int]) -> str:
-    """Describe which worker failed first, and the reason.
+    """Describe which worker failed first, and why it failed.
 
     A killed worker takes precedence over exceptions in other workers, because the other workers lose their
     connections to the killed worker. SIGABRT does not count as a kill, because a lost connection may abort a
@@ -371,9 +373,9 @@ def _describe_failure(job: _Job, processes: Sequence[BaseProcess], failed: dict[
     else:
         rank = (killed or list(failed))[0]
         code = failed[rank]
-        text = "it ended by itself, before or in fn; what it printed says why"
+        text = "it exited by itself, before or inside fn; its output shows why"
         if code < 0:
-            name = next((each.name for each in signal.Signals if each == -code), "of no name")
+            name = next((each.name for each in signal.Signals if each == -code), "unnamed")
             text = f"Signal {-code} ({name}) received by PID {processes[rank].pid}"
             text += "; the kernel sends it when memory runs out" if name == "SIGKILL" else ""
     return f"worker {rank} of {job.workers} failed (exit code {code})\n{text}"
@@ -392,7 +394,7 @@ def _stack(trace: Path) -> str:
 
 
 def _end(job: _Job, processes: Sequence[BaseProcess]) -> None:
-    """Terminate running workers with SIGTERM, so that they can save their state, and later kill them."""
+    """Terminate workers with SIGTERM, so that they can save their state, and kill workers that remain."""
     try:
         for rank, process in enumerate(processes):
             # A worker without a trace file is still importing, with signals blocked, and has nothing to save.
@@ -404,7 +406,7 @@ def _end(job: _Job, processes: Sequence[BaseProcess]) -> None:
         for process in processes:
             process.kill()
         for process in processes:
-            process.join(_GRACE_S)  # does not wait for a process in uninterruptible sleep
+            process.join(_GRACE_S)  # a process in uninterruptible sleep may not exit
 
 
 # --- In a worker ---
@@ -413,9 +415,9 @@ def _end(job: _Job, processes: Sequence[BaseProcess]) -> None:
 def _work(_: int, rank: int, job: _Job) -> None:
     """Run `fn` in the group of all workers, and write its result or the traceback of its exception."""
     for number in _SIGNALS:
-        # Ctrl-C reaches every process of the terminal. A worker then exits immediately, even inside a
-        # collective, and without a traceback. A forked process inherits the handlers of its parent. A
-        # background job of a shell ignores Ctrl-C.
+        # Ctrl-C reaches every process of the terminal. With the default handler, a worker then exits
+        # immediately, even inside a collective, and without a traceback. A forked process would otherwise
+        # keep the handlers of its parent. A background job of a shell ignores Ctrl-C, and so do its workers.
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, signal.SIG_DFL)
     # Kill this worker when the launcher exits. A background job ignores the SIGINT that torch requests for
@@ -430,7 +432,7 @@ def _work(_: int, rank: int, job: _Job) -> None:
             _set_environment(rank, job)
             result = pickle.dumps(_run_in_group(rank, job))
             job.file("result", rank).write_bytes(result)
-        except Exception:  # noqa: BLE001 - launch raises it, whatever it is
+        except Exception:  # noqa: BLE001 - `launch` reports any exception
             text = traceback.format_exc()
             job.file("error", rank).write_text(text, encoding="utf-8", errors="backslashreplace")
             sys.exit(1)
@@ -440,7 +442,7 @@ def _work(_: int, rank: int, job: _Job) -> None:
 
 
 def _set_environment(rank: int, job: _Job) -> None:
-    """Set the environment variables of torchrun, except for the port, because no port is used."""
+    """Set the environment variables that torchrun would set, except the port, because no port is used."""
     os.environ |= {
         **dict.fromkeys(("RANK", "LOCAL_RANK", "ROLE_RANK"), str(rank)),
         **dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE", "ROLE_WORLD_SIZE"), str(job.workers)),
@@ -453,7 +455,7 @@ def _set_environment(rank: int, job: _Job) -> None:
         "TORCHELASTIC_MAX_RESTARTS": "0",
     }
     for name in ("MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE"):
-        os.environ.pop(name, None)  # Another launcher may have set it, and its store must not be used.
+        os.environ.pop(name, None)  # may be set by another launcher, whose store must not be used
     # Groups that `fn` creates also use the loopback interface, unless the user has chosen an interface.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", _LOOPBACK)
     os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={_LOOPBACK}")

@@ -56,7 +56,7 @@ class ProcessId:
             letter, started = _stat(self.pid)
         except (FileNotFoundError, ProcessLookupError):
             return "dead"
-        except OSError:  # the process has no file descriptor or memory left
+        except OSError:  # this process has run out of file descriptors or memory
             return "unknown"
         return _STATES.get(letter, "running") if started == self.started else "dead"
 
@@ -82,5 +82,5 @@ def _space() -> str:
 def _stat(pid: int) -> tuple[str, str]:
     """Return the state letter and the start time of a process; raise OSError if they cannot be read."""
     text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
-    fields = text.rpartition(")")[2].split()  # the name, in brackets, may contain anything
+    fields = text.rpartition(")")[2].split()  # the process name, in parentheses, may contain anything
     return fields[0], fields[19]

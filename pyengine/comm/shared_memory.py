@@ -28,13 +28,13 @@ from pyengine.ops.device import runs_ahead
 _log = logging.getLogger("pyengine.comm")
 _Memory = TypeVar("_Memory", "Arena", "NcclPool")
 
-_GROUP = "through their process group, not in shared memory, which is slower"
+_GROUP = "through their process group, which is slower than shared memory"
 # torch's allocator rounds sizes up to a multiple of this number of bytes.
 _ALIGN_BYTES = 512
 
 
 class _WithMemory(TorchDist, Generic[_Memory]):
-    """A transport over one process group, with buffers in memory that `release` closes.
+    """A transport over one process group, with buffers in an arena or a pool, which `release` closes.
 
     After `release`, torch's allocator provides the buffers.
     """
@@ -62,10 +62,10 @@ class _WithMemory(TorchDist, Generic[_Memory]):
 class SharedMemory(_WithMemory[Arena]):
     """A transport for tensors on the CPU, over a process group whose ranks are on one host.
 
-    Reductions run in the shared memory (arena), where every rank sums its part of all ranks' buffers, in rank
-    order, and writes the sum to all buffers. 16-bit dtypes are summed in float32 and rounded once. All other
-    collectives and unsupported dtypes use the process group. After `release`, all reductions use the process
-    group.
+    Reductions run in the shared memory (arena), where every rank sums its part of the buffers of all ranks,
+    in rank order, and writes the sum to all buffers. 16-bit dtypes are summed in float32 and rounded once.
+    All other collectives and unsupported dtypes use the process group. After `release`, all reductions use
+    the process group.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class SharedMemory(_WithMemory[Arena]):
         """Launch a collective that completes a buffer to which each rank contributes a part.
 
         On each rank, the elements outside `part` are first set to 0. This collective is the second half of a
-        reduction, and the first half counts the bytes of both.
+        reduction, and the first half counts the bytes of both halves.
         """
         flat[: part.start].zero_()
         flat[part.stop :].zero_()
@@ -136,7 +136,7 @@ class SharedHosts(TorchDist):
 def wrong_choice(shared_memory: object) -> list[str]:
     if type(shared_memory) is bool:
         return []
-    need = "need True, to reduce in memory that the ranks of one host share, or False"
+    need = "expected True (reduce in memory that the ranks of one host share) or False"
     return [f"shared_memory={shared_memory!r}: {need}"]
 
 
@@ -146,14 +146,15 @@ def problems_of_sharing(comm: Comm, device: torch.device) -> list[str]:
         return []
     return [
         (
-            f"shared_memory=True, and parameters are on {device}: ranks share memory of the host, or, over "
-            "NCCL, of their GPUs; need parameters on the CPU, or a process group with NCCL; or leave it out"
+            f"shared_memory=True, but parameters are on {device}: ranks can share host memory or, over NCCL, "
+            "GPU memory; move the parameters to the CPU, use a process group with NCCL, or leave "
+            "shared_memory=True out"
         )
     ]
 
 
 def share_memory(comm: Comm) -> Comm:
-    """Return a transport over the same ranks that reduces in shared memory.
+    """Return a transport over the same ranks, with reductions in shared memory.
 
     Shared memory is host memory, or GPU memory that NCCL has registered. If no two ranks are on one host, or
     any rank cannot share memory, all ranks use `comm`, and rank 0 issues a warning with the reason. Every
@@ -190,7 +191,7 @@ def share_memory(comm: Comm) -> Comm:
         arena = Arena(descriptor, processes=processes, place=inside.rank, ranks=inside.ranks)
         inside = SharedMemory(inside.handle, inside.device, arena)
         inside.join(levels.inside)
-    else:  # one rank needs no arena
+    else:  # a single rank needs no arena
         os.close(descriptor)
     if inside.world_size == comm.world_size:
         return inside
@@ -201,7 +202,7 @@ def share_memory(comm: Comm) -> Comm:
 
 def _no_shared_host(offers: Sequence[MemoryOffer], hosts: Hosts) -> str:
     if len(hosts) == len(offers):
-        return "each is on another host, or in a container that does not see the other processes"
+        return "each is on a different host, or in a container that does not see the other processes"
     if any(len({offers[rank].process.pid for rank in host}) < len(host) for host in hosts):
         return "some of them are threads of one process"
     return ""
@@ -235,7 +236,7 @@ class NcclPool:
     """Memory that NCCL allocates and registers with one communicator, which must already exist.
 
     Every rank must create a pool and allocate the same sizes in the same order, because registration is a
-    collective. If registered memory is not supported, NCCL or torch raises an exception of any type.
+    collective. If registered memory is not supported, NCCL or torch raises an exception, whose type varies.
     """
 
     def __init__(self, comm: TorchDist) -> None:
@@ -244,7 +245,7 @@ class NcclPool:
         self._backend.register_mem_pool(self._pool, symm=True)
 
     def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Return zeros, `[numel]`."""
+        """Return a tensor of zeros, of shape `[numel]`."""
         with torch.cuda.use_mem_pool(self._pool, device=self._device):
             return torch.zeros(numel, dtype=dtype, device=self._device)
 
@@ -267,7 +268,7 @@ def can_register(comm: Comm) -> bool:
 
 
 def register_memory(comm: TorchDist) -> TorchDist:
-    """Return a transport over the same ranks whose buffers are in registered memory.
+    """Return a transport over the same ranks, with buffers in registered memory.
 
     If NCCL fails to register memory on any rank, all ranks use `comm`, and the first rank issues a warning
     with the reason. Every rank must call this; the result is released together with `comm`.

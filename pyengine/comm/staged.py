@@ -1,4 +1,7 @@
-"""A sequence of collectives as one work; each collective sends a result of the previous collective."""
+"""A sequence of collectives that is used like a single `Work`.
+
+Each collective sends a result of the previous collective.
+"""
 
 from __future__ import annotations
 
@@ -13,17 +16,17 @@ from pyengine.ops.device import has_events, recorded_event
 
 
 class Staged:  # not a `Work`, because `isinstance` with a protocol is ten times slower
-    """A sequence of collectives, and the computation after the last collective.
+    """A sequence of collectives, followed by a final computation.
 
-    The first collective is launched immediately; the caller continues with `step` or `wait`. Do not call
-    `step` or `wait` from a thread of the backend, because every rank must launch collectives in the same
-    order.
+    The first collective is launched immediately; the caller launches the next collectives by calling `step`
+    or `wait`. Do not call `step` or `wait` from a thread of the backend, because every rank must launch
+    collectives in the same order.
 
     Args:
         rounds: iterator that launches the next collective each time it is advanced. It is advanced when the
             previous collective has completed, and ends after the last collective.
         num_rounds: number of collectives in `rounds`. The attribute `rounds_left` counts the collectives that
-            are not launched yet.
+            have not been launched yet.
         device: device of the result.
     """
 
@@ -76,7 +79,7 @@ class Staged:  # not a `Work`, because `isinstance` with a protocol is ten times
             if (break_off := getattr(before, "break_off", None)) is not None:
                 break_off(error)
                 if self._error is None:  # an interrupt is raised once, but the error persists
-                    self._error = RuntimeError(f"{error!r} has left a reduction between its collectives")
+                    self._error = RuntimeError(f"{error!r} interrupted a reduction between two collectives")
             if self._error is not None:
                 self._future.set_exception(self._error)
             raise

@@ -61,8 +61,8 @@ _log = logging.getLogger("pyengine.comm")
 
 # Backends whose collectives the host waits for, on any device; for all other backends the stream waits.
 _HOST_ORDERED = {"gloo", "mpi"}
-# Broadcasts are split into pieces, as in DDP. A piece is large enough for any network, and small enough to
-# avoid a copy of the whole model.
+# Broadcasts are split into pieces, as in DDP. A piece is large enough to be efficient on any network, and
+# small enough to avoid a copy of the whole model.
 _PIECE_BYTES = 256 * 2**20
 _TAG = 0x70796567  # A tag that no other code uses; operations with the same tag are matched in posting order.
 # The tags of tree reductions: the first tag, and the number of tags after which the first tag is reused.
@@ -127,8 +127,8 @@ class SideStream:
 class TorchDist(Comm):
     """A transport over one process group for tensors on one device.
 
-    `group=None` is the default group. A group that an engine has created is passed as a `GroupHandle`, which
-    all transports over this group share.
+    `group=None` means the default group. A group that an engine has created is passed as a `GroupHandle`,
+    which all transports over this group share.
     """
 
     can_exchange = True
@@ -174,9 +174,10 @@ class TorchDist(Comm):
         return own
 
     def between_hosts(self) -> Comm | None:
-        """Return a transport over gloo; None if none is needed or the group has no gloo backend.
+        """Return a transport over gloo for tensors on the host, or None.
 
-        Only a stream-ordered transport needs a transport over gloo.
+        With one rank, return `Local`. Return None if this transport is not stream-ordered, and therefore
+        needs no other transport, or if the group has no gloo backend.
 
         Cost: a process group, unless an earlier engine over the same group has already created this gloo
         group.
@@ -191,7 +192,7 @@ class TorchDist(Comm):
         return hosts
 
     def split(self, hosts: Hosts) -> Levels:
-        """Return transports within a host and across hosts; this transport releases them.
+        """Return transports within a host and across hosts, which are released together with this transport.
 
         `hosts` lists the ranks of this transport by host; hosts may have different numbers of ranks.
         """
@@ -254,7 +255,7 @@ class TorchDist(Comm):
 
     @property
     def _host_watch(self) -> StallWatch | None:
-        """The stall watch that interrupts the wait of the host; None if the host does not wait."""
+        """The stall watch that can interrupt the host's wait, or None if the host does not wait."""
         return None if self.is_stream_ordered else self.roll_call.watch
 
     def _launching(self) -> AbstractContextManager[None]:
@@ -335,7 +336,7 @@ class TorchDist(Comm):
 
         Cost: an all-reduce of 40 bytes per value and 8 bytes per number. The all-reduce compares hashes,
         because the values are usually equal on all ranks. Each value that differs between ranks also needs an
-        all-gather of the longest pickle.
+        all-gather of pickles, which are padded to the longest pickle.
         """
         if self.world_size == 1:
             return [[value] for value in values], [*numbers]
@@ -398,7 +399,7 @@ class TorchDist(Comm):
 
 
 def _bytes_of(tensor: Tensor) -> Tensor:
-    """Return the elements of a tensor as bytes, uint8 `[nbytes]`; a view if the tensor is contiguous."""
+    """Return the bytes of a tensor as uint8 of shape `[nbytes]`; a view if the tensor is contiguous."""
     flat = tensor.detach().reshape(-1).contiguous()
     return flat.as_strided(flat.shape, (1,)).view(torch.uint8)  # a single element may have any stride
 
@@ -430,7 +431,7 @@ class SwapWork:
         self._rows = [torch.empty_like(flat), torch.empty_like(flat)]
         self._is_reduced = False
         self._lock = threading.Lock()  # The future completes on a gloo thread.
-        # Bypasses `dist.all_gather`, whose argument checks are not needed here.
+        # Bypass `dist.all_gather`, whose argument checks are not needed here.
         self._work = group_or_default(group).allgather([self._rows], [flat])
 
     def wait(self, timeout: timedelta | None = None) -> bool:
@@ -459,8 +460,8 @@ class SwapWork:
                 self._is_reduced = True
 
 
-# Posts and yields the point-to-point operations of each step; it is advanced when all operations of the
-# previous step have completed.
+# An iterator that posts and yields the point-to-point operations of each step. It is advanced when all
+# operations of the previous step have completed.
 Steps = Iterator[Sequence[dist.Work | None]]
 
 
@@ -472,7 +473,8 @@ class P2PWork:
     Args:
         works: operations of the first step, which have been posted.
         steps: operations of the subsequent steps.
-        timeout: timeout of each operation. gloo itself would use the timeout from the creation of its group.
+        timeout: timeout of each operation. gloo itself would use the timeout that was set when its group
+            was created.
     """
 
     def __init__(self, works: Sequence[dist.Work | None], steps: Steps, timeout: timedelta) -> None:
@@ -528,12 +530,11 @@ class PointToPoint:
     In gloo's own all-to-all and all-gather, a rank sends before it receives. A late rank therefore sends its
     data first, and then, over the same connection, the notification that it can receive. The other rank sends
     nothing until all of this data has arrived, so the link carries data in one direction at a time, at half
-    its rate.
-    Point-to-point operations avoid this, because every rank gets ready to receive before it sends.
+    its rate. Point-to-point operations avoid this, because every rank gets ready to receive before it sends.
 
-    Cost: a thread, started by the first operation, which waits for operations in launch order. The thread
-    ends when `close` is called, when this object is freed, or when the interpreter exits; each of these waits
-    at most a second for the thread.
+    Cost: a thread that waits for operations in launch order; the first operation starts it. The thread ends
+    when `close` is called, when this object is freed, or when the interpreter exits; each of these waits at
+    most a second for the thread.
     """
 
     def __init__(self, handle: GroupHandle) -> None:
@@ -547,7 +548,7 @@ class PointToPoint:
         first = self._rank * _FAN_OUT + 1
         self._children = [*self._ranks[first : first + _FAN_OUT]]
         self._parent = None if self._rank == 0 else self._ranks[(self._rank - 1) // _FAN_OUT]
-        # The number of other ranks that each receive one vector from this rank in `all_reduce`.
+        # The number of ranks to which this rank sends its vector or the result in `all_reduce`.
         self.num_neighbors = len(self._children) + (self._parent is not None)
 
     def all_to_all(self, received: Tensor, parts: Tensor) -> P2PWork:
@@ -559,9 +560,10 @@ class PointToPoint:
     def all_reduce(self, flat: Tensor, op: dist.ReduceOp.RedOpType) -> P2PWork:
         """Reduce over a tree, in place; see [Note: small reductions].
 
-        Every rank gets the same bits, and the result of an element does not depend on its position in `flat`.
+        Every rank gets the same bits, and the result for an element does not depend on its position in
+        `flat`.
 
-        Cost: the rank sends the bytes of `flat` to each of `num_neighbors` ranks.
+        Cost: this rank sends the bytes of `flat` to each of `num_neighbors` ranks.
         """
         return self._launch(self._reduce(flat, op))
 
@@ -579,7 +581,7 @@ class PointToPoint:
         if self._broken:
             raise RuntimeError(failure(self._broken))
         timeout = self._handle.timeout()  # Raises an error if the group has been destroyed.
-        # Receives that were not posted would shift the matches of later operations.
+        # If a receive were not posted, later operations would be matched with the wrong operations.
         self._broken = "this rank was interrupted while it posted an exchange"
         try:
             works = next(steps)

@@ -44,12 +44,12 @@ WAIT_S = 2.0
 _STORE_TIMEOUT = timedelta(seconds=5)
 
 _CAN_WARN = ("running", "unknown")  # States in which a process can print the warning.
-_LOOKS = 6  # Number of checks before a warning of a stall.
+_LOOKS = 6  # Number of checks before a stall warning.
 _LONGEST_TICK_S = 1.0
-_HEARTBEAT_S = 5.0  # interval between heartbeats of a rank that is not waiting
+_HEARTBEAT_S = 5.0  # longest interval between heartbeats
 
 
-# ---- collectives that this rank has launched and that have not completed ----
+# ---- pending collectives of this rank ----
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class Pending:
 
     @contextmanager
     def running(self, ranks: tuple[int, ...], what: str) -> Iterator[None]:
-        """Record the collective of the body as pending; the body launches it and waits for it."""
+        """Record a collective as pending while the body launches it and waits for it."""
         self.add(ranks, what, lambda: False)
         number = self.launched[ranks]
         try:
@@ -107,7 +107,7 @@ def listed(ranks: Sequence[int]) -> str:
 
 @dataclass(frozen=True)
 class Heartbeat:
-    """The state of one rank at the time of posting."""
+    """The state of one rank when it posted the heartbeat."""
 
     process: ProcessId
     beat: int  # Number of this heartbeat, from 1.
@@ -202,7 +202,7 @@ def line_of(thread: int) -> str:
 
 
 class Promise:
-    """A future that completes together with another future, unless `break_` fails it first; thread-safe."""
+    """A thread-safe future that completes together with another future, unless `break_` fails it first."""
 
     def __init__(self) -> None:
         self.future: Future[Any] = Future()
@@ -235,13 +235,15 @@ def failure(finding: str, error: object = None) -> str:
 
 
 class StallWatch:
-    """Watch the pending collectives of one engine, and warn of a stall after `after_s` seconds of waiting.
+    """A watch over the pending collectives of one engine.
+
+    It warns of a stall after `after_s` seconds of waiting.
 
     Ranks are numbered as in the default group.
 
-    Cost: a thread that wakes up once per second (or six times per `after_s`, if this is more often) for about
-    50 us, and sends about 300 bytes to the store every five seconds. The thread ends when `close` is called,
-    when this object is freed, or when the interpreter exits.
+    Cost: a thread that wakes up once per second or six times per `after_s`, whichever is more frequent, runs
+    for about 50 us each time, and sends about 300 bytes to the store at least every five seconds. The
+    thread ends when `close` is called, when this object is freed, or when the interpreter exits.
     """
 
     def __init__(self, store: dist.Store, rank: int, ranks: Sequence[int], after_s: float) -> None:
@@ -250,7 +252,7 @@ class StallWatch:
         self._me = ProcessId.own()
         self._thread = threading.get_ident()  # The training thread; heartbeats contain its current line.
         # Describes the position of this rank in training, for the watching thread.
-        self.position: Callable[[], str] = lambda: "making an engine"
+        self.position: Callable[[], str] = lambda: "the creation of an engine"
         self.pending = Pending()  # Pending collectives, which the transports add.
         self.verdict = ""  # If not empty, the error that every collective of this engine raises from now on.
         # Futures (promises) that fail when an error is published. A promise lives as long as the callback
@@ -401,7 +403,7 @@ class StallWatch:
             warnings.warn(self._describe(launch, beats), RuntimeWarning, stacklevel=1)
 
     def _describe(self, launch: Launch, beats: Mapping[int, Heartbeat]) -> str:
-        """Describe which ranks are missing, the position of each rank, and the pending collective."""
+        """Describe the missing ranks, the position of each rank, and the pending collective."""
         name = _name(launch.ranks)
         late = [r for r in launch.ranks if r not in beats or beats[r].launched.get(name, 0) < launch.number]
         came = [rank for rank in launch.ranks if rank not in late]
@@ -419,16 +421,16 @@ class StallWatch:
 
     def _describe_rank(self, rank: int, beat: Heartbeat | None) -> str:
         if beat is None:
-            return f"rank {rank} has not made this engine: it runs other code, or has died"
+            return f"rank {rank} has not created this engine: it is running other code, or has died"
         state = beat.process.state(self._me)
         held = {
             "stopped": ", is stopped (SIGSTOP, or a debugger), and was last",
             "dead": ", has died, and was last",
         }.get(state, "")
         if state == "unknown" and beat.beat == self._seen.get(rank):
-            held = ", has posted no heartbeat since: it has died, is stopped or disconnected, and was"
+            held = ", posted no heartbeat during this wait (it has died, is stopped or disconnected), and was"
         elif state == "running" and beat.beat == self._seen.get(rank):
-            held = ", runs and posts no heartbeat: native code holds Python's interpreter, and it was last"
+            held = ", is running but posts no heartbeat (native code holds the GIL), and was last"
         waits = f", waits in {beat.waits}" if beat.waits and not held else ""
         return f"rank {rank} ({beat.process}){held}{waits} at {beat.position}: {beat.line}"
 
@@ -457,7 +459,9 @@ def _end(stop: threading.Event, watcher: threading.Thread) -> None:
         watcher.join(1.0)
 
 
-# ---- roll call after a failed collective: backends name a port, but users need a rank ----
+# ---- roll call after a failed collective ----
+
+# The errors of backends name a port, but users need to know the rank.
 
 
 class RollCall:
@@ -467,11 +471,11 @@ class RollCall:
         self.watch: StallWatch | None = None  # the watch knows the dead ranks and the published error
 
     def named(self) -> AbstractContextManager[None]:
-        """Name the unresponsive ranks in an error of the body. By default, do nothing."""
+        """Name the unresponsive ranks in an error of the body. This base class does nothing."""
         return nullcontext()
 
     def break_off(self, error: BaseException) -> None:
-        """Prevent further collectives. By default, do nothing, because there are no other ranks."""
+        """Prevent further collectives. This base class does nothing."""
 
 
 class StoreRollCall(RollCall):
@@ -510,24 +514,25 @@ class StoreRollCall(RollCall):
             return
         if self._found is None:
             self._found = self._call() or (
-                f"all {len(self._ranks)} ranks answer, so one of them launched it later than the group's "
-                "timeout"
+                f"all {len(self._ranks)} ranks answer, so one of them launched the collective after the "
+                "group's timeout"
             )
         # A published error has the same text on all ranks, so the error of this rank's backend is not added.
         has_verdict = self.watch is not None and self.watch.verdict
         raise RuntimeError(failure(self._found, None if has_verdict else error)) from error
 
     def break_off(self, error: BaseException) -> None:
-        """Prevent further collectives after this rank failed to start a collective that others have started.
+        """Prevent further collectives of this rank.
 
-        Further collectives would be matched with the wrong collectives, and gloo aborts a process that
-        receives data of an unexpected size. If a stall watch runs, the collectives of the other ranks fail.
+        This rank failed to start a collective that other ranks have started. Further collectives would be
+        matched with the wrong collectives, and gloo aborts a process that receives data of an unexpected
+        size. If there is a stall watch, it makes the collectives of the other ranks fail.
         """
         if self._broken or "a collective failed" in str(error):
             self._broken = self._broken or str(error)
             return
         _log.debug("start no further collective in this group: %r", error)
-        finding = f"rank {self._rank} could not start one that the other ranks are in ({error!r})"
+        finding = f"rank {self._rank} could not start a collective that other ranks have started ({error!r})"
         self._broken = failure(finding)
         if self.watch is not None:
             with suppress(RuntimeError):  # if the store is gone, the other ranks see this process end
@@ -540,8 +545,8 @@ class StoreRollCall(RollCall):
             if not absent:
                 return ""
             found = (
-                f"{listed(absent)} of {len(self._ranks)} did not answer within {WAIT_S:g} s of it: dead, "
-                "hanging, or running other code"
+                f"{listed(absent)} of {len(self._ranks)} did not answer within {WAIT_S:g} s of the "
+                "failure (dead, hanging, or running other code)"
             )
             if self.watch is None:
                 return found
@@ -551,7 +556,10 @@ class StoreRollCall(RollCall):
             return STORE_IS_GONE
 
     def _absent(self) -> list[int]:
-        """Show other ranks that this rank responds; return the ranks that neither respond nor wait."""
+        """Tell other ranks that this rank responds, and return the absent ranks.
+
+        A rank is absent if it neither responds nor waits for a collective.
+        """
         self.store.set(f"pyengine/answer/{self._rank}", "here")
         end = time.monotonic() + WAIT_S
         absent = self._ranks

@@ -1,4 +1,4 @@
-"""A transport over torch_xla: collectives are recorded, and run as part of the recorded program.
+"""A transport over torch_xla: collectives are recorded, and then run as part of the recorded program.
 
 This module is written for torch_xla 2.9. Ranks are not read from `torch.distributed`, which returns the same
 rank for all replicas that are threads of one process.
@@ -26,7 +26,10 @@ _LIMB_BITS = 16
 
 
 class _Queued(Work):
-    """A collective of a recorded program, without a future; the program's launch produces its result."""
+    """A collective recorded in a program.
+
+    It has no future. Its result is available once the program has run.
+    """
 
     def __init__(self, comm: Xla) -> None:
         self._comm = comm
@@ -74,7 +77,7 @@ class Xla(Comm):
 
     def all_reduce_max(self, flat: Tensor) -> _Queued:
         """Raise RuntimeError: only exact sums need a maximum, and XLA does not support exact sums."""
-        raise RuntimeError("all_reduce_max on an XLA device: accumulator='exact' does not work there")
+        raise RuntimeError("all_reduce_max: accumulator='exact' is not supported on XLA devices")
 
     @torch.no_grad()
     def record(self) -> None:
@@ -95,8 +98,8 @@ class Xla(Comm):
             return [value]
         mine = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
         sizes = self._gather(torch.tensor([len(mine)], dtype=torch.int32, device=HOST)).tolist()
-        # A program is compiled for each length, so lengths are rounded up and similar pickles share a
-        # program.
+        # A program is compiled for each length, so lengths are rounded up to let pickles of similar lengths
+        # share a program.
         length = max(1024, 1 << (max(sizes) - 1).bit_length())
         padded = torch.zeros(length, dtype=torch.uint8, device=HOST)
         padded[: len(mine)] = mine
@@ -127,16 +130,16 @@ class Xla(Comm):
             xm.all_reduce(xm.REDUCE_SUM, group, pin_layout=False)
 
     def _scatter(self, vector: Tensor) -> Tensor:
-        """Return the float32 pieces of a float64 vector in the row of this replica, `[replicas, pieces, n]`.
+        """Split a float64 vector into float32 pieces, in this replica's row of a larger tensor.
 
-        The other rows are 0. XLA does not reduce 64-bit dtypes on TPUs, and one row per replica allows a sum
-        in rank order.
+        The result has the shape `[replicas, pieces, n]`, and its other rows are 0. XLA does not reduce 64-bit
+        dtypes on TPUs, and one row per replica allows a sum in rank order.
         """
         pieces = torch.stack(_pieces(vector))
         return torch.where(self._is_mine, pieces, self._zero)
 
     def _gather(self, tensor: Tensor) -> Tensor:
-        """Concatenate the tensors of all replicas on the host; runs a program and waits for its result."""
+        """Concatenate the tensors of all replicas on the host: run a program and wait for its result."""
         self.traffic.count((self.world_size - 1) * tensor.nbytes)
         gathered: Tensor = xm.all_gather(tensor.to(self._device), pin_layout=False)
         torch_xla.sync()
@@ -144,7 +147,7 @@ class Xla(Comm):
 
 
 def _pieces(tensor: Tensor) -> list[Tensor]:
-    """Split a tensor into float32 tensors of its shape that together contain all of its bits.
+    """Split a tensor into float32 tensors of the same shape, which together contain all of its bits.
 
     float64 values must be in the range of float32.
     """
@@ -155,8 +158,8 @@ def _pieces(tensor: Tensor) -> list[Tensor]:
         second = rest.float()
         return [first, second, (rest - second.double()).float()]
     if tensor.dtype in (torch.int32, torch.int64):
-        # Mask before shifting, because torch_xla shifts right by division, which rounds negative numbers
-        # toward 0. The last limb is signed.
+        # Mask before shifting, because torch_xla implements right shifts by division, which rounds negative
+        # numbers toward 0. The last limb is signed.
         *shifts, last = range(0, 8 * tensor.dtype.itemsize, _LIMB_BITS)
         limbs = [(tensor & (2**_LIMB_BITS - 1 << shift)) >> shift for shift in shifts]
         return [limb.float() for limb in (*limbs, (tensor & -(2**last)) >> last)]

@@ -25,7 +25,7 @@ _LARGEST_SHOWN = 32
 
 @dataclass(frozen=True, repr=False)
 class BatchPlan:
-    """The split of a global batch over ranks; made by `plan_batch`.
+    """The split of a global batch over ranks; created by `plan_batch`.
 
     Attributes:
         global_batch: samples per optimizer step, over all ranks.
@@ -48,13 +48,13 @@ class BatchPlan:
 
     @property
     def accumulate(self) -> int:
-        """Micro-batches per window on each rank, for `GradSync`.
+        """The value of `accumulate` for `GradSync`: micro-batches per window on each rank.
 
         Raises ValueError if the number differs between ranks (see `shares`).
         """
         if self.idle:
             raise ValueError(
-                f"accumulate: ranks have {min(self.shares)} or {max(self.shares)} micro-batches a window "
+                f"accumulate: ranks have {min(self.shares)} or {max(self.shares)} micro-batches per window "
                 f"({self.micro_batches} on world_size={self.world_size}): use shares[rank], or a "
                 "WindowSampler"
             )
@@ -67,7 +67,7 @@ class BatchPlan:
 
     @property
     def idle(self) -> int:
-        """Idle micro-batches per window: one for each rank that runs one micro-batch less than the others."""
+        """Idle micro-batches per window: one for each rank that runs one micro-batch fewer than others."""
         return self.world_size * max(self.shares) - self.micro_batches
 
     def steps_per_epoch(self, dataset_size: int, *, drop_last: bool = False) -> int:
@@ -109,7 +109,7 @@ def plan_batch(*, global_batch: int, micro_batch: int, world_size: int, uneven: 
         >>> plan = pe.plan_batch(global_batch=4096, micro_batch=8, world_size=64)
         >>> plan.accumulate, plan.micro_batches
         (8, 512)
-        >>> pe.plan_batch(global_batch=80, micro_batch=8, world_size=4, uneven=True).shares  # 2 ranks wait
+        >>> pe.plan_batch(global_batch=80, micro_batch=8, world_size=4, uneven=True).shares  # 2 have fewer
         (2, 3, 2, 3)
     """
     _positive(global_batch=global_batch, micro_batch=micro_batch, world_size=world_size)
@@ -119,7 +119,7 @@ def plan_batch(*, global_batch: int, micro_batch: int, world_size: int, uneven: 
     if num < world_size:
         raise ValueError(
             f"world_size={world_size} with global_batch={global_batch} in micro-batches of {micro_batch}: "
-            f"only {num} of the ranks would have a micro-batch; need world_size of at most {num}, or a "
+            f"only {num} of the ranks would have a micro-batch; use a world_size of at most {num}, or a "
             "smaller micro_batch"
         )
     shares = tuple(len(share(num, rank=rank, world_size=world_size)) for rank in range(world_size))
@@ -155,22 +155,22 @@ def scale_lr(lr: float, *, from_batch: int, to_batch: int, rule: Rule) -> float:
     _positive(from_batch=from_batch, to_batch=to_batch)
     _check_number("lr", lr)
     if not (0 < lr < math.inf):
-        raise ValueError(f"lr={lr}: need a finite number above 0")
+        raise ValueError(f"lr={lr}: expected a finite number above 0")
     if rule not in get_args(Rule):
-        raise ValueError(f"rule={rule!r}: need 'linear' (SGD) or 'sqrt' (Adam)")
+        raise ValueError(f"rule={rule!r}: expected 'linear' (SGD) or 'sqrt' (Adam)")
     factor = to_batch / from_batch
     if factor > _LARGEST_SHOWN:
         warnings.warn(
             f"to_batch={to_batch} is {factor:g} × from_batch={from_batch}; the papers behind the rules go "
-            f"up to × {_LARGEST_SHOWN}. Very large batches converge worse: compare with a smaller one "
-            "before relying on it (docs/batch.md)",
+            f"up to × {_LARGEST_SHOWN}. Very large batches converge worse: compare with a smaller "
+            "batch before relying on this one (docs/batch.md)",
             stacklevel=2,
         )
     return lr * (factor if rule == "linear" else math.sqrt(factor))
 
 
 def warm_up(after: LRScheduler, *, steps: int, start_factor: float) -> SequentialLR:
-    """Warm up the learning rate over the first optimizer steps, before another scheduler.
+    """Warm up the learning rate over the first optimizer steps, before another scheduler starts.
 
     This is the gradual warm-up of Goyal et al. 2017, §2.2: the learning rate grows linearly from the value
     for the small batch to the value for the large batch, over five epochs in the paper.
@@ -179,8 +179,8 @@ def warm_up(after: LRScheduler, *, steps: int, start_factor: float) -> Sequentia
         after: scheduler that starts after the warm-up, so its length does not include the warm-up steps;
             `ConstantLR(optimizer, factor=1.0)` keeps the learning rate.
         steps: optimizer steps of the warm-up, at least 1.
-        start_factor: factor of the learning rate in the first step, above 0 and at most 1. With the linear
-            rule, the factor `from_batch / to_batch` starts at the learning rate of the small batch.
+        start_factor: factor applied to the learning rate in the first step, above 0 and at most 1. With the
+            linear rule, the factor `from_batch / to_batch` starts at the learning rate of the small batch.
 
     Returns:
         A torch `SequentialLR`. Step it once per optimizer step: `sync.step(optimizer, scheduler)`.
@@ -197,10 +197,10 @@ def warm_up(after: LRScheduler, *, steps: int, start_factor: float) -> Sequentia
     """
     _positive(steps=steps)
     if not isinstance(after, LRScheduler):
-        raise TypeError(f"after is a {type(after).__name__}: need a scheduler of torch.optim.lr_scheduler")
+        raise TypeError(f"after is a {type(after).__name__}: expected a torch.optim.lr_scheduler scheduler")
     _check_number("start_factor", start_factor)
     if not 0 < start_factor <= 1:
-        raise ValueError(f"start_factor={start_factor}: need a number above 0 and at most 1")
+        raise ValueError(f"start_factor={start_factor}: expected a number above 0 and at most 1")
     ramp = LinearLR(after.optimizer, start_factor=start_factor, total_iters=steps)
     return SequentialLR(after.optimizer, [ramp, after], milestones=[steps])
 
@@ -217,15 +217,15 @@ def _positive(**values: Any) -> None:
     for name, value in values.items():
         if not isinstance(value, Integral) or isinstance(value, bool):
             raise TypeError(
-                f"{name}={value!r} is a {type(value).__name__}: need a whole number of at least 1"
+                f"{name}={value!r} is a {type(value).__name__}: expected a whole number of at least 1"
             )
         if value < 1:
-            raise ValueError(f"{name}={value}: need a whole number of at least 1")
+            raise ValueError(f"{name}={value}: expected a whole number of at least 1")
 
 
 def _check_number(name: str, value: object) -> None:
     if not isinstance(value, Real) or isinstance(value, bool):
-        raise TypeError(f"{name}={value!r} is a {type(value).__name__}: need a number")
+        raise TypeError(f"{name}={value!r} is a {type(value).__name__}: expected a number")
 
 
 def _not_even(global_batch: int, micro_batch: int, world_size: int) -> str:

@@ -32,10 +32,10 @@ def seed_everything(seed: int, *, deterministic: bool = False) -> int:
     Each generator is seeded by its own seed function. pyengine never calls `seed_everything` itself. The call
     does not initialize CUDA; CUDA's generators are seeded when CUDA is initialized later. numpy is seeded if
     it is installed (torch imports it in any case), and XLA if torch_xla has been imported. Seeding XLA opens
-    the XLA device, so with spawned processes call `seed_everything` in each process.
+    the XLA device, so if you spawn processes, call `seed_everything` in each of them.
 
     Args:
-        seed: 0 to 2**64 - 1. numpy has 32-bit seeds; a seed of 2**32 or more is passed as several words.
+        seed: 0 to 2**64 - 1. numpy's seeds have 32 bits, so numpy gets a larger seed as several words.
         deterministic: whether to restrict torch to deterministic algorithms until this process ends. True
             calls `torch.use_deterministic_algorithms(True)`, disables cuDNN benchmarking, and sets
             `CUBLAS_WORKSPACE_CONFIG=:4096:8` unless the variable is set. An op without a deterministic
@@ -77,7 +77,7 @@ def _use_deterministic_algorithms() -> None:
     if torch.cuda.is_initialized():
         warnings.warn(
             f"deterministic=True sets {name}=:4096:8, but CUDA has been initialised: matrix products stay "
-            "nondeterministic if one has run already. Call seed_everything before the first use of CUDA, or "
+            "nondeterministic if any has already run. Call seed_everything before the first use of CUDA, or "
             f"export {name}=:4096:8 before the process starts",
             RuntimeWarning,
             stacklevel=3,
@@ -135,14 +135,16 @@ def micro_batch_rng(seed: int, *, step: int, index: int) -> Iterator[None]:
         ...     assert torch.equal(mask, torch.rand(4))
     """
     key = whole(seed=seed, step=step, index=index)
-    capture.report("micro_batch_rng seeds on the host, once: leave it out of a captured window")
+    capture.report(
+        "micro_batch_rng seeds on the host, which a replay does not repeat: leave it out of a captured window"
+    )
     with _streams([*_host(), *_accelerator(), *_xla()], "micro_batch", key):
         yield
 
 
 @contextmanager
 def sample_rng(seed: int, *, epoch: int, index: int) -> Iterator[None]:
-    """Augment one sample with separate random streams, and restore the previous streams.
+    """Run the augmentation of one sample with separate random streams, and restore the previous streams.
 
     The previous streams are also restored after an exception. The context covers Python's random, numpy and
     torch's CPU generator. Use it in a dataset, with or without workers.
@@ -180,9 +182,9 @@ def worker_init(seed: int) -> Callable[[int], None]:
     """Return a picklable `worker_init_fn` that seeds the streams of a DataLoader worker.
 
     The streams depend on the seed, the rank and the worker's seed. Use this function for random numbers
-    outside `sample_rng`. Ranks, workers and epochs then draw different numbers, and a run is reproducible
-    after `seed_everything` (or with the DataLoader's `generator`). The world size determines which worker
-    loads a sample, so only `sample_rng` makes augmentation independent of the world size.
+    outside `sample_rng`. Different ranks, workers and epochs then get different numbers, and a run is
+    reproducible after `seed_everything` (or with the DataLoader's `generator`). The world size determines
+    which worker loads a sample, so only `sample_rng` makes augmentation independent of the world size.
 
     Args:
         seed: seed of the run. The rank is the rank in the default process group, or 0 without a group.
@@ -215,15 +217,17 @@ def rng_problem(states: dict[str, Any]) -> str:
     names = set(states)
     if not names.issuperset(_ALWAYS) or not names.issubset(_GENERATORS):
         return (
-            f"states of the generators {sorted(names)}, need {', '.join(_ALWAYS)} and others of "
-            f"{', '.join(_GENERATORS)}"
+            f"states of the generators {sorted(names)}, expected {', '.join(_ALWAYS)} and optionally others "
+            f"of {', '.join(_GENERATORS)}"
         )
     wrong = [name for name in states if not _GENERATORS[name](states[name])]
-    return f"rng[{wrong[0]!r}], which is no state of that generator: load another checkpoint" if wrong else ""
+    return (
+        f"rng[{wrong[0]!r}], which is not a state of that generator: load another checkpoint" if wrong else ""
+    )
 
 
 def rng_refusal(states: dict[str, Any]) -> str:
-    """Return why `set_rng_states` cannot restore `states`, or an empty string; changes no generator."""
+    """Return why `set_rng_states` cannot restore `states`, or an empty string; no generator is changed."""
     sources = [source for source in [*_host(), *_accelerator()] if source.name in states]
     before = [source.get() for source in sources]
     try:
@@ -256,7 +260,7 @@ def derive(purpose: str, generator: str, *key: int) -> int:
 
 def whole(**values: SupportsIndex) -> list[int]:
     """Return the values as ints; raise an error unless all are whole numbers from 0 to 2**64 - 1."""
-    need = "need a whole number from 0 to 2**64 - 1"
+    need = "expected a whole number from 0 to 2**64 - 1"
     for name, value in values.items():
         if not isinstance(value, Integral) or isinstance(value, bool):
             raise TypeError(f"{name}={value!r} is a {type(value).__name__}: {need}, for example 42")
@@ -309,12 +313,13 @@ def _seed_worker(seed: int, rank: int, worker_id: int) -> None:
 
 
 def _put(source: _Source, state: Any) -> None:
-    # map_location may have put a state on any device; generators read it from the host.
+    # map_location may have put a state on any device; generators expect it on the host.
     source.put(state.cpu() if isinstance(state, torch.Tensor) else state)
 
 
 _WORDS = 624  # Number of words in a Mersenne twister's state.
-_TORCH = struct.Struct(f"=QiiQ{_WORDS}Q3di4xfB3x")  # Seed, left, seeded, next, words, normal samples, flag.
+# The fields of torch's CPU state: seed, left, seeded, next, words, normal samples, flag.
+_TORCH = struct.Struct(f"=QiiQ{_WORDS}Q3di4xfB3x")
 
 
 def _is_from(value: Any, begin: int, end: int) -> bool:
@@ -322,7 +327,7 @@ def _is_from(value: Any, begin: int, end: int) -> bool:
 
 
 def _is_twister(words: Sequence[Any], at: Any) -> bool:
-    """Whether a Mersenne twister can have this state; too large a position would read out of bounds."""
+    """Whether a Mersenne twister can have this state; a larger position would cause out-of-bounds reads."""
     are_words = len(words) == _WORDS and all(_is_from(word, 0, 2**32) for word in words)
     return are_words and any(words) and _is_from(at, 0, _WORDS + 1)
 
@@ -357,7 +362,7 @@ def _is_torch(state: Any) -> bool:
     return _is_twister(words, at) and is_inside and seeded == 1 and flag in (0, 1)
 
 
-# The generators that `rng_states` may return, with a function that checks their state.
+# The generators whose states `rng_states` may return, each with a function that checks its state.
 _GENERATORS: dict[str, Callable[[Any], bool]] = {
     "random": _is_python,
     "numpy": _is_numpy,
@@ -393,7 +398,7 @@ def _numpy() -> list[_Source]:
 
 
 def _accelerator() -> list[_Source]:
-    """Return the generator of the current device; empty if its backend is not initialized yet."""
+    """Return the generator of the current device, or no generator if its backend is not initialized yet."""
     accelerator = torch.accelerator.current_accelerator()
     if accelerator is None:
         return []

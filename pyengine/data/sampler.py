@@ -20,16 +20,16 @@ class WindowSampler(Sampler[list[int]]):
 
     Use the sampler as a DataLoader's `batch_sampler`, in place of `DistributedSampler`. The order of samples
     depends only on the seed and the epoch. The samples are split into micro-batches, which are grouped into
-    windows of `micro_batches` = global_batch / micro_batch. Rank r of W gets the micro-batches [r *
-    micro_batches // W, (r + 1) * micro_batches // W) of every window. No sample is padded, repeated or
-    dropped: the last micro-batch and the last window of an epoch may be short, and `count` keeps the mean
-    correct.
+    windows. A full window has global_batch / micro_batch micro-batches (`micro_batches`). Rank r of W gets
+    the micro-batches [r * micro_batches // W, (r + 1) * micro_batches // W) of every window. Without
+    `drop_last` no sample is added, repeated or dropped: the last micro-batch and the last window of an epoch
+    may be short, and `count` keeps the mean correct.
 
-    In a short window each rank has the same indices as in full windows, so the last ranks may have fewer
-    micro-batches or none. `sync.windows` supports such windows, and all ranks run the same windows for any
-    world size and `micro_batches`. Each rank must pass its own `accumulate` to `GradSync`, because the value
-    differs between ranks if W does not divide `micro_batches`. With `sync.accumulate()` every rank needs the
-    same number of windows, which requires `drop_last` and W <= micro_batches.
+    A short window is split between ranks at the same indices as a full window, so the last ranks may get
+    fewer micro-batches, or none. `sync.windows` supports such windows, and all ranks run the same windows for
+    any world size and `micro_batches`. Each rank must pass its own `accumulate` to `GradSync`, because the
+    value differs between ranks if W does not divide `micro_batches`. With `sync.accumulate()` every rank
+    needs the same number of windows, which requires `drop_last` and W <= micro_batches.
 
     Args:
         dataset: the dataset, of which only the length is used; or the length itself, as a whole number.
@@ -40,7 +40,7 @@ class WindowSampler(Sampler[list[int]]):
             dataset's order.
         drop_last: whether to drop the samples at the end of an epoch that do not fill a window.
         num_replicas, rank: as in `DistributedSampler`, the number of loaders and the index of this loader.
-            None means size and rank of the default process group, or 1 and 0 without a group. Ranks that
+            None means the size and rank of the default process group, or 1 and 0 without a group. Ranks that
             share a batch (tensor parallelism) pass the size and rank of their data-parallel group. See
             `shard`.
 
@@ -82,7 +82,7 @@ class WindowSampler(Sampler[list[int]]):
         (self.seed,) = whole(seed=seed)
         self.micro_batch, global_batch = whole(micro_batch=micro_batch, global_batch=global_batch)
         if self.micro_batch < 1:
-            raise ValueError(f"micro_batch={micro_batch}: need 1 sample or more")
+            raise ValueError(f"micro_batch={micro_batch}: expected at least 1 sample")
         if global_batch < self.micro_batch or global_batch % self.micro_batch:
             lower = global_batch // self.micro_batch * self.micro_batch
             nearest = f"{lower} and {lower + self.micro_batch}" if lower else f"{self.micro_batch}"
@@ -95,7 +95,7 @@ class WindowSampler(Sampler[list[int]]):
         if self._kept == 0:
             raise ValueError(
                 f"dataset_size={self.dataset_size} gives no window of global_batch={global_batch} with "
-                f"drop_last={drop_last}: need {global_batch if drop_last else 1} samples or more"
+                f"drop_last={drop_last}: expected at least {global_batch if drop_last else 1} samples"
             )
         self.shuffle = shuffle
         self.num_windows = -(-self._kept // global_batch)
@@ -103,13 +103,13 @@ class WindowSampler(Sampler[list[int]]):
         self.set_epoch(0)
 
     def shard(self, *, rank: int, world_size: int) -> WindowSampler:
-        """Return the same sampler for another rank or world size.
+        """Return a copy of this sampler for another rank or world size.
 
         Use this method with your own process group, or to inspect another rank's samples.
         """
         whole(rank=rank, world_size=world_size)
         if rank >= world_size:
-            raise ValueError(f"rank={rank}: need 0 to {world_size - 1}, since world_size={world_size}")
+            raise ValueError(f"rank={rank}: expected 0 to {world_size - 1}, since world_size={world_size}")
         other = copy(self)
         other.rank, other.world_size = rank, world_size
         return other
@@ -127,8 +127,8 @@ class WindowSampler(Sampler[list[int]]):
         if window >= self.num_windows:
             raise ValueError(
                 f"window={window}: an epoch has {self.num_windows} windows, counted from 0 in each epoch; "
-                f"from a number over the whole run, as sync.window, take epoch, window = divmod({window}, "
-                f"{self.num_windows})"
+                "to convert a number counted over the whole run, such as sync.window, use epoch, window = "
+                f"divmod({window}, {self.num_windows})"
             )
         self.epoch, self.window = epoch, window
 
@@ -139,7 +139,7 @@ class WindowSampler(Sampler[list[int]]):
 
     @property
     def accumulate(self) -> int:
-        """The number of this rank's micro-batches in a full window, for `GradSync`.
+        """The value of `accumulate` for `GradSync`: this rank's micro-batches in a full window.
 
         The value is 1 on a rank without micro-batches, although the loader of this rank is empty.
         """
@@ -162,12 +162,12 @@ class WindowSampler(Sampler[list[int]]):
         return share(self.micro_batches, rank=self.rank, world_size=self.world_size)
 
     def _share(self, window: int) -> list[int]:
-        """This rank's micro-batches of a window, as indices in the epoch."""
+        """Return this rank's micro-batches of a window, as indices in the epoch."""
         begin, there_are = window * self.micro_batches, -(-self._kept // self.micro_batch)
         return [begin + index for index in self._own if begin + index < there_are]
 
     def _order(self) -> Tensor:
-        """The sample indices of the epoch in order, int64 [kept]."""
+        """Return the sample indices of the epoch in order, as an int64 tensor of shape `[kept]`."""
         if not self.shuffle:
             return torch.arange(self._kept, dtype=torch.int64, device=HOST)
         generator = torch.Generator().manual_seed(derive("epoch", "torch", self.seed, self.epoch) % 2**64)
@@ -179,11 +179,11 @@ def _size(dataset: Sized | int) -> int:
         (size,) = whole(dataset=dataset)
         return size
     try:
-        return len(dataset)  # type: ignore[arg-type]  # TypeError without a length
+        return len(dataset)  # type: ignore[arg-type]  # raises TypeError if it has no length
     except TypeError:
         raise TypeError(
-            f"dataset is a {type(dataset).__name__} without a length: need one that has it, or the number of "
-            "samples; an iterable one has no order that could be divided"
+            f"dataset is a {type(dataset).__name__} without a length: expected a dataset with a length, or "
+            "the number of samples; an iterable dataset has no order that could be divided"
         ) from None
 
 
@@ -196,10 +196,10 @@ def _place(rank: int | None, num_replicas: int | None) -> tuple[int, int]:
     )
     place, size = whole(rank=place, num_replicas=size)
     if size < 1:
-        raise ValueError(f"num_replicas={size}: need a whole number of at least 1")
+        raise ValueError(f"num_replicas={size}: expected a whole number of at least 1")
     if place >= size:
         raise ValueError(
-            f"rank={place}: need 0 to {size - 1}, since num_replicas={size}; the defaults are those of the "
-            f"default process group, here {own_rank} and {own_size}"
+            f"rank={place}: expected 0 to {size - 1}, since num_replicas={size}; the defaults come from "
+            f"the default process group, here {own_rank} and {own_size}"
         )
     return place, size

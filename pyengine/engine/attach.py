@@ -56,44 +56,44 @@ def attach(
 
     With DDP the gradients are in the engine's own buckets, as in `GradSync`. Until `close`, DDP runs its
     forward and moves inputs, but does not reduce gradients. Over FSDP2 the engine decides when the FSDP2
-    units reduce (docs/sharded.md).
+    units reduce their gradients (docs/sharded.md).
 
     Args:
-        ddp_model: the wrapped model, without a communication hook; or a module on which `fully_shard` or
-            `replicate` (from `replicate_with_fsdp`) was called as a whole, with or without inner units. The
+        ddp_model: the wrapped model, without a communication hook; or a module to which `fully_shard` or
+            `replicate` (from `replicate_with_fsdp`) was applied as a whole, with or without inner units. The
             model may be wrapped by `torch.compile` or by Lightning Fabric's `setup`.
         accumulate, wire, accumulator, nonfinite, stall_after_s, shared_memory: see `GradSync`. Over FSDP2 the
             arguments must match the dtype in which each unit's MixedPrecisionPolicy reduces, except
             accumulator="exact", which ignores the policy. With a narrower wire, gradients are
             reduce-scattered in the wire's dtype and summed in the policy's dtype. `shared_memory` is not
             supported over FSDP2.
-        defer: when the units of a sharded model reduce. "all" defers every reduction to the window's last
-            backward, and keeps unsharded sums; "outer" (HSDP) reduce-scatters in every micro-batch, and
-            all-reduces over replicas once; "none" reduces in every micro-batch. A dict from unit name to mode
-            sets the mode of each unit.
-        defer_budget_mb: alternative to `defer`: the MiB that a rank may use for unsharded sums and for
-            parameters that stay gathered during a window. With `math.inf` each unit gathers and reduces once
-            per window.
+        defer: when the units of a sharded model reduce gradients. "all" defers every reduction to the
+            window's last backward, and keeps unsharded sums; "outer" (HSDP) reduce-scatters in every
+            micro-batch, and all-reduces over replicas once; "none" reduces in every micro-batch. A dict from
+            unit names to modes sets the mode of each unit.
+        defer_budget_mb: an alternative to `defer`: how much memory, in MiB, a rank may use for unsharded sums
+            and for parameters that stay gathered during a window. With `math.inf` each unit gathers and
+            reduces once per window.
         device_mesh, axes: the mesh of all ranks, and the meaning of its axes, as for `GradSync`. Needed if
-            ranks outside DDP's group share batches with ranks of the group, or hold other pipeline stages
+            ranks outside DDP's group share batches with ranks in the group, or hold other pipeline stages
             (docs/mesh.md). DDP's group must be the group of `axes.replicate`. A parameter that DDP ignores,
             for example a parameter of an expert, is reduced over the group whose pattern in `axes.groups`
             matches its name, and is initialized from the first rank of that group. The caller reduces all
             other ignored parameters.
 
     Returns:
-        An engine with the interface of `GradSync`. Over DDP, buckets have DDP's bucket size, and buffers are
-        broadcast once per window if DDP's `broadcast_buffers` is set.
+        An engine with the same interface as `GradSync`. Over DDP, buckets have DDP's bucket size, and buffers
+        are broadcast once per window if DDP's `broadcast_buffers` is set.
 
     Raises:
-        TypeError: the model is neither DDP nor sharded by FSDP2.
-        RuntimeError: this version of FSDP2 is not supported; the version in torch 2.11 is.
-        ValueError: `axes.groups` names a parameter that DDP reduces; DDP reduces outside its buckets or has a
-            hook; a unit's policy, mesh or hook is not supported; or a sparse embedding is trained over FSDP2.
-            Raised on every rank.
+        TypeError: the model is neither wrapped in DDP nor sharded by FSDP2.
+        RuntimeError: this torch version's FSDP2 is not supported; torch 2.11 is supported.
+        ValueError: `axes.groups` names a parameter that DDP reduces; DDP reduces some gradients outside its
+            buckets, or has a hook; a unit's policy, mesh or hook is not supported; or a sparse embedding is
+            trained over FSDP2. Raised on every rank.
 
-    Cost: see `GradSync`. DDP's own buckets stay allocated but unused, which takes the memory of one more copy
-    of the gradients.
+    Cost: see `GradSync`. DDP's own buckets stay allocated although they are unused; they take as much memory
+    as one more copy of the gradients.
     """
     ddp_model = unwrapped(ddp_model)
     deferral = Deferral(defer, defer_budget_mb)
@@ -108,14 +108,14 @@ def attach(
     if is_unit(ddp_model):
         if device_mesh is not None or axes != Axes():
             raise TypeError(
-                "device_mesh and axes apply to DDP only, and ddp_model is sharded by FSDP2, which has its "
+                "device_mesh and axes apply to DDP only, but ddp_model is sharded by FSDP2, which has its "
                 "own mesh: leave them out"
             )
         return _attach_sharded(ddp_model, replace(settings, deferral=str(deferral)), deferral)
     if deferral != Deferral():
         raise TypeError(
-            f"{deferral}, and ddp_model is a {type(ddp_model).__name__}: both apply to FSDP2 only; DDP's "
-            "gradients are always deferred, at no cost"
+            f"{deferral}: both arguments apply to FSDP2 only, but ddp_model is a {type(ddp_model).__name__}; "
+            "DDP's gradients are always deferred, at no cost"
         )
     if not isinstance(ddp_model, DistributedDataParallel):
         raise TypeError(_not_ddp(ddp_model))
@@ -128,7 +128,7 @@ def attach(
 def _attach_ddp(
     ddp_model: DistributedDataParallel, settings: Settings, device_mesh: DeviceMesh | None, axes: Axes
 ) -> Sync:
-    """Make the engine of a DDP model; see `attach`."""
+    """Create the engine of a DDP model; see `attach`."""
     ignored = ignored_parameters(ddp_model)
     own = [(name, param) for name, param in ignored if has_group(name, axes)]
     others = {id(param): param for name, param in ignored if not has_group(name, axes)}
@@ -138,8 +138,8 @@ def _attach_ddp(
     device = params[0].device
     if is_lazy(device):
         raise ValueError(
-            f"ddp_model is on {device}: DDP reduces inside the backward, which does not work in a recorded "
-            "program; use pe.GradSync with the bare model"
+            f"ddp_model is on {device}: DDP reduces gradients during the backward, which does not work on a "
+            "lazily traced device; use pe.GradSync with the unwrapped model"
         )
     settings = replace(settings, bucket_cap_mb=cap_mb_of(ddp_model))
     ranks = EngineRanks(
@@ -167,19 +167,19 @@ def _attach_ddp(
 
 
 def _attach_sharded(model: nn.Module, settings: Settings, deferral: Deferral) -> Sync:
-    """Make the engine of a model on which `fully_shard` or `replicate` was called; see `attach`.
+    """Create the engine of a model on which `fully_shard` or `replicate` was called; see `attach`.
 
     Raises:
-        RuntimeError: FSDP2 of this torch version is not supported.
+        RuntimeError: this torch version's FSDP2 is not supported.
         ValueError: a policy, mesh or argument is not supported; raised on every rank.
     """
     check_version(model)
     units = units_of(model)
     for unit in units:
-        unit.module.reshard()  # the module then shows its sharded parameters
+        unit.module.reshard()  # so that the module holds its sharded parameters
     named, ignored = managed_parameters(model, units)
-    # Use a separate group: after an exception in a backward of this rank, other ranks wait in the group of
-    # FSDP2.
+    # Use a separate group, because after an exception in this rank's backward the other ranks still wait for
+    # a collective of FSDP2's group.
     comm = comm_for(next(model.parameters()).device, None).with_own_group()
 
     ranks = ShardedRanks(units, comm)
@@ -212,11 +212,11 @@ def _not_ddp(model: object) -> str:
         )
     if is_replicated(model):
         return (
-            f"ddp_model is a {type(model).__name__}: replicate of torch.distributed._composable hides its "
-            "DDP, so attach cannot use it; use DistributedDataParallel, or replicate of "
+            f"ddp_model is a {type(model).__name__}: replicate from torch.distributed._composable hides its "
+            "DDP, so attach cannot use it; use DistributedDataParallel, or replicate from "
             "torch.distributed._composable.replicate_with_fsdp"
         )
     return (
-        f"ddp_model is a {type(model).__name__}: need a DistributedDataParallel, or a model that "
-        "fully_shard or replicate was called on as a whole; for a bare model use pe.GradSync"
+        f"ddp_model is a {type(model).__name__}: expected a DistributedDataParallel, or a model to "
+        "which fully_shard or replicate was applied as a whole; for an unwrapped model use pe.GradSync"
     )

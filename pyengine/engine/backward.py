@@ -22,26 +22,30 @@ def checked_backward(
     """Return a function that runs the backward of the scaled loss; raise ValueError for invalid arguments."""
     if not isinstance(loss, Tensor) or (loss.dim() != 0 and gradient is None):
         shape = list(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
-        raise ValueError(f"loss: got {shape}, need a 0-dim tensor; reduce it with sum (count=items) or mean")
+        raise ValueError(
+            f"loss: expected a 0-dim tensor, got {shape}; reduce it with sum (count=items) or mean"
+        )
     if not loss.requires_grad:
         raise ValueError(
-            "loss: requires no gradient: it was detached or computed under no_grad, or every parameter "
-            "in it is frozen"
+            "loss does not require a gradient: it was detached or computed under no_grad, or every "
+            "parameter that it depends on is frozen"
         )
     if gradient is not None and gradient.shape != loss.shape:
         raise ValueError(
-            f"gradient has shape {list(gradient.shape)}, need that of the loss, {list(loss.shape)}"
+            f"gradient has shape {list(gradient.shape)}, expected the loss's shape, {list(loss.shape)}"
         )
     wanted = [inputs] if isinstance(inputs, Tensor) else inputs
     if wanted is not None and not (len(wanted) and all(item.requires_grad for item in wanted)):
-        raise ValueError("inputs: need at least one tensor, and all that require a gradient; or leave it out")
+        raise ValueError(
+            "inputs: expected at least one tensor, and only tensors that require a gradient; or leave it out"
+        )
     return lambda scaled: torch.autograd.backward(
         scaled, gradient, retain_graph=retain_graph, create_graph=create_graph, inputs=wanted
     )
 
 
 class BeforeBackward(TorchFunctionMode):
-    """Calls `action(roots)` before every backward in the body, on the thread of the backward."""
+    """Calls `action(roots)` before every backward in the body, on the calling thread."""
 
     def __init__(self, action: Callable[[Sequence[Tensor | GradientEdge]], None]) -> None:
         super().__init__()

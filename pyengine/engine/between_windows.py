@@ -1,4 +1,4 @@
-"""Calls with collectives that every rank makes between two windows."""
+"""Collective calls that every rank makes between two windows."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from pyengine.window.verdict import check_agreement, check_stage
 def check_ranks_agree(
     engine: Engine, *, stage: str = "has ended its loop", problems: Sequence[str] = ()
 ) -> None:
-    """Raise an error on every rank unless all ranks are at the same `stage`, agree, and have no problem.
+    """Raise an error on every rank unless all ranks agree, are at the same `stage`, and have no problem.
 
-    Ranks agree if they have used the gradients of the last window in the same way. Usually ranks compare the
-    use of a window in the header of the next window. No header follows the last window, so this call is
-    needed. Ranks may also call this function after opening a window. If a rank has dropped its window and
-    reopens it while other ranks are in the middle of the window, its header is paired with their window
-    header, and all ranks raise an error.
+    Ranks agree if they have used the gradients of the last window in the same way. Usually ranks compare this
+    in the header of the next window. No header follows the last window of a loop, so this call is needed.
+    Ranks may also call this function after opening a window. If a rank has dropped its window and reopens it
+    while other ranks are in the middle of the window, its header is paired with their window headers, and all
+    ranks raise an error.
 
     Cost: one all-reduce of 184 bytes, for which the host waits; nothing on a lazy device or with one rank.
     """
@@ -40,10 +40,11 @@ def check_ranks_agree(
 
 
 def check_same_call(engine: Engine, what: str) -> None:
-    """Raise an error on every rank unless all ranks make this call with equal `what`, at any position.
+    """Raise an error on every rank unless all ranks make this call with the same `what`.
 
-    Used before collectives of another size than a header: if some ranks launched such a collective while
-    other ranks launched a header, gloo would abort the processes.
+    The positions of ranks in their loops are not compared. Used before collectives whose size differs from a
+    header's: if some ranks launched such a collective while other ranks launched a header, gloo would abort
+    the processes.
 
     Cost: one all-reduce of 184 bytes, for which the host waits; nothing on a lazy device or with one rank.
     """
@@ -69,7 +70,9 @@ def resize(engine: Engine, accumulate: int) -> None:
 
 
 def metric_context(engine: Engine) -> MetricContext:
-    """Return the context for norms by parameter name, which later windows keep; all ranks call this together.
+    """Return the context for norms by parameter name; all ranks call this together.
+
+    The context is created once and used by all later windows.
 
     Cost: if ranks have different parameters, one `all_gather_object` of names in the first call.
     """
@@ -94,18 +97,20 @@ def measure(engine: Engine, metrics: Sequence[Any]) -> None:
     problems = []
     if not engine.is_closed:
         problems.append(
-            f"measure in the middle of window {engine.counter.index}: call it between windows, for example "
-            "before the loop"
+            f"measure was called in the middle of window {engine.counter.index}: call it between windows, "
+            "for example before the loop"
         )
     context, kinds = metric_context(engine), {type(each) for each in engine.metrics}
     for each in metrics:
         if not isinstance(each, Metric):
-            problems.append(f"measure: got a {type(each).__name__}; need pe.GradNorms() or another measure")
+            problems.append(
+                f"measure: expected pe.GradNorms() or another metric, got a {type(each).__name__}"
+            )
             continue
         if type(each) in kinds:
-            problems.append(f"measure: got a second {type(each).__name__}: give each kind once")
+            problems.append(f"measure: got a second {type(each).__name__}: pass each kind at most once")
         elif each.is_bound:
-            problems.append(f"measure: {each!r} was given to another engine: make one for each engine")
+            problems.append(f"measure: {each!r} was given to another engine: create one for each engine")
         kinds.add(type(each))
         problems += each.problems(context)
     mine = repr([*metrics])
@@ -114,7 +119,7 @@ def measure(engine: Engine, metrics: Sequence[Any]) -> None:
     if len(set(texts)) > 1:
         raise_problems(
             [
-                [f"measure got {text}, which differs between ranks: pass the same on every rank"]
+                [f"measure got {text}, which differs between ranks: pass the same metrics on every rank"]
                 for text in texts
             ]
         )

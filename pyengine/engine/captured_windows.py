@@ -1,4 +1,4 @@
-"""Capture of a window as a CUDA graph; later windows of equal shapes replay the graph."""
+"""Capture of a window as a CUDA graph; later windows with the same shapes replay the graph."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ from pyengine.window.verdict import Verdict
 
 _log = logging.getLogger("pyengine.engine")
 
-# The number of windows of the same form (equal shapes) that run before the capture. The first window reduces
-# its buckets in the order of parameter registration. The next two windows are recorded and compared.
+# The minimum number of windows of the same form (equal shapes) that run before the capture. The first window
+# reduces its buckets in the order of parameter registration. The next two windows are recorded and compared.
 MIN_WARM_UP = 3
 MAX_FORMS = 64  # the maximum number of forms; each form keeps its recorded windows and possibly a graph
 
 
 @dataclass
 class _Form:
-    """Windows that share a graph: their micro-batches have equal number, structure, shapes and dtypes."""
+    """Windows that share a graph: their micro-batches agree in number, structure, shapes and dtypes."""
 
     num_run: int = 0
     rehearsals: list[Rehearsal] = field(default_factory=list)  # recordings of the last two windows
@@ -74,7 +74,7 @@ class CapturedWindows:
 
     @property
     def problems(self) -> list[str]:
-        """The reasons why windows of some form run without a graph; empty if there are none."""
+        """The reasons why windows of some forms run without a graph; empty if there are none."""
         return [form.problem for form in self._forms.values() if form.problem]
 
     def __call__(self, window: Iterable[Any]) -> StepRecord | None:
@@ -86,14 +86,14 @@ class CapturedWindows:
 
         Raises:
             ValueError: the counts of the window were read ahead.
-            RuntimeError: `train_window` has not called `sync.step`, or one of the errors of `sync.step`.
+            RuntimeError: `train_window` did not call `sync.step`; also for the same reasons as in that call.
         """
         engine, batches = self._engine_of(), list(window)
         if engine.window.denominators is not None:
             raise ValueError(
-                "with count= of sync.windows the host reads a window's totals in advance, and a captured "
-                "window would repeat the totals of another window: pass each count to sync.backward, as a "
-                "tensor"
+                "with count= in sync.windows the host reads a window's totals in advance, but a captured "
+                "window would reuse the totals of another window: pass each count to sync.backward instead, "
+                "as a tensor"
             )
         leaves, structure = tree_flatten(batches)
         key = structure, tuple(map(_kind_of, leaves))
@@ -145,7 +145,7 @@ class CapturedWindows:
         """Run, record and compare one of the last two windows before the capture."""
         section, layout = form.section, _buckets_of(engine).layout
         section.rewind()
-        leaves = _on(engine.device, leaves)  # copy here, because recording reports copies
+        leaves = _on(engine.device, leaves)  # copy before the recording, which reports copies
         with capture.running(section, is_capture=False), Rehearsal(_is_on_device) as rehearsal:
             self._run(engine, leaves, structure)
         if _buckets_of(engine).layout is not layout:
@@ -157,12 +157,12 @@ class CapturedWindows:
         for index, (was, now) in enumerate(zip(before, form.counts, strict=False)):
             if not _is_unread(now) and (_is_unread(was) or float(now) != float(was)):
                 found.append(
-                    f"count of micro-batch {index} is {float(now):g} on the host, and was different in the "
-                    "previous window: give it as a tensor on the device"
+                    f"count of micro-batch {index} is {float(now):g} on the host, but was different in the "
+                    "previous window: pass it as a tensor on the device"
                 )
         for index, loss in enumerate(engine.window.counts.losses):
             if loss is not None and not _is_unread(loss):
-                found.append(f"loss of micro-batch {index} is on the host: give it as a tensor on the device")
+                found.append(f"loss of micro-batch {index} is on the host: pass it as a tensor on the device")
         if len(form.rehearsals) == 2 and not found and (text := difference(*form.rehearsals)):
             found = [text]
         if found:
@@ -183,7 +183,7 @@ class CapturedWindows:
         if torch.is_autocast_enabled(engine.device.type) and torch.is_autocast_cache_enabled():
             self._give_up(
                 form,
-                ["autocast is enabled around it, and its cache would become stale: enter autocast inside"],
+                ["autocast around train_window would reuse a stale cache: enter autocast inside it"],
             )
             self._run(engine, leaves, structure)
             return
@@ -222,7 +222,7 @@ class CapturedWindows:
         self.unused = [name for name, grad in named if grad is None]
 
     def _is_stale(self, graph: WindowGraph, engine: Engine) -> bool:
-        """Whether the model, the sums or the optimizers have changed memory or values that the graph uses."""
+        """Whether memory or values that the graph uses have changed in the model, sums or optimizers."""
         if not graph.fits(_memory_of(graph.stepped, engine)):
             _log.debug("memory of the captured window has changed: capture again")
             return True
@@ -235,9 +235,9 @@ class CapturedWindows:
                     (name, value), (_, was) = next((new, old) for new, old in pairs if new != old)
                     # A graph keeps the value that a Python number had during the capture.
                     warnings.warn(
-                        f"sync.capture: {name} of {step.done.name} is {value}, and was {was} in the captured "
-                        "window, which is captured again. If a number changes often, make it a tensor: "
-                        f"{name}=torch.tensor({was}, device=...), to which schedulers write",
+                        f"sync.capture: {name} of {step.done.name} is {value} but was {was} in the captured "
+                        "window, so the window is captured again. If a number changes often, make it a "
+                        f"tensor, {name}=torch.tensor({was}, device=...), which schedulers change in place",
                         stacklevel=4,
                     )
                 return True
@@ -252,19 +252,19 @@ class CapturedWindows:
 
 
 def capture_problems(engine: Engine) -> Iterator[str]:
-    """Yield the reasons why windows of an engine cannot be captured; equal on all ranks."""
+    """Yield the reasons why windows of an engine cannot be captured; they are the same on all ranks."""
     yield from DeviceGraph.problems(engine.device)
     if isinstance(engine.reducer, BucketReducer):
         yield from engine.reducer.capture_problems
     else:
         owner = type(engine.reducer).__name__
-        yield f"gradients that {owner} owns are not captured: use pe.GradSync, or attach a DDP"
+        yield f"gradients owned by {owner} cannot be captured: use pe.GradSync, or attach to a DDP model"
     if engine.metrics:
-        yield f"with sync.measure the host reads every window: leave out {engine.metrics}"
+        yield f"with sync.measure the host reads values in every window: leave out {engine.metrics}"
     if engine.raises:
-        yield "with nonfinite='raise' the host waits for every window: need 'skip'"
+        yield "with nonfinite='raise' the host waits for every window: use 'skip'"
     if engine.window.slots.size > 1:
-        yield "accumulator=pe.Exact(slots=...) needs micro-batches one by one: leave slots out"
+        yield "accumulator=pe.Exact(slots=...) requires reading micro-batches one by one: leave slots out"
 
 
 def _buckets_of(engine: Engine) -> BucketReducer:
@@ -273,7 +273,7 @@ def _buckets_of(engine: Engine) -> BucketReducer:
 
 
 def _keep(engine: Engine, graph: WindowGraph) -> None:
-    """Store the objects of the window that later replays need; called inside the capture."""
+    """Store those objects of the window that later replays need; called inside the capture."""
     window, verdict = engine.window, engine.window.verdict
     if engine.counter.state is not State.USED or window.header is None or verdict is None:
         raise CaptureError(_NOT_STEPPED)
@@ -416,6 +416,6 @@ def _kind_of(leaf: object) -> object:
 
 
 _NOT_STEPPED = (
-    "train_window returned without sync.step(optimizer): it must run the backward of every micro-batch, and "
-    "step"
+    "train_window returned without calling sync.step(optimizer): it must run the backward of every "
+    "micro-batch, then call sync.step"
 )

@@ -17,26 +17,26 @@ own group ("engine") and on the groups over which gradients are summed ("buckets
  5. buckets  each bucket's reduction, in the order of the layout; if a bucket has several collectives, each
              subsequent collective is launched when the next bucket starts. Under FSDP2 buckets follow the
              order of the FSDP units in the backward.
- 6. buckets  the flags of used parameters (`UsedAnywhere.all_reduce`), on a group of the hosts if there is
-             such a group; left out if the header says that every rank has used all of its parameters. Then
-             the broadcast of DDP's buffers.
+ 6. buckets  the flags of used parameters (`UsedAnywhere.all_reduce`), on a separate group for the
+             hosts if there is one; left out if the header says that every rank has used all of its
+             parameters. Then the broadcast of DDP's buffers.
  7. engine   once in an engine's life, the order in which gradients arrived.
  8. engine   in `wait`: the norm, if ranks hold different elements (`ShardedNorm`); the sums of
              `sync.measure`; the audit's checksums; the gathers of error texts, if the window failed.
- 9. engine   in each call that clips or returns norms by name, if ranks hold different elements: a header (on
-             the host only), and the norm again (`Engine.renew_norm`).
+ 9. engine   in each call that clips or returns norms by name, if ranks hold different elements: the norm
+             again (`Engine.renew_norm`), preceded by a header unless the host runs ahead of the device.
 
 The order is the same on every rank for two reasons. First, on the engine's group every collective is launched
-at a point of the program that all ranks reach, and conditions depend only on reduced numbers or on arguments
-that ranks have compared. Second, buckets are launched in the order of the layout, and not in the order in
-which they are completed, which depends on autograd. If the host waits for collectives, a bucket is launched
-only after the header has arrived, which is earlier on some ranks than on others, so buckets have a separate
-process group (`Comm.with_own_group`). If a stream waits, no host has to read the header, and a single group
-keeps the order.
+at a point of the program that all ranks reach, and whether it is launched depends only on reduced numbers or
+on arguments that ranks have compared. Second, buckets are launched in the order of the layout rather than the
+order in which they are completed, which depends on autograd. If the host waits for collectives, a bucket is
+launched only after the header has arrived, which happens earlier on some ranks than on others, so buckets
+have a separate process group (`Comm.with_own_group`). If a stream waits instead, no host has to read the
+header, and a single group keeps the order.
 
 After an exception `Reducer.give_up` launches the missing collectives with values that make the window invalid
 on every rank. If the host knows without waiting for a device that headers differ between ranks, it launches
-no further collective, because the buckets of another engine would have other sizes.
+no further collective, because the buckets of another engine would have different sizes.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ from pyengine.window.verdict import (
 
 _log = logging.getLogger("pyengine.engine")
 
-# The stage of a rank in its window, as the stall report prints it.
+# The stage of a rank that sends a window, for the error of ranks that disagree.
 _SENDS = "sends a window"
 
 
@@ -156,11 +156,11 @@ class Engine:
         if reducer.counted is not None:  # ranks may hold different parameters
             held = f"parts of a model on {comm.world_size} ranks"
         # ---- identity and configuration ----
-        # The name of the engine, equal on all of its ranks.
+        # The name of the engine, the same on all of its ranks.
         self.name = f"{held} (engine {split.engine_id % 2**32:08x})"
         self.device = device = params[0].device
         self.reducer, self.comm = reducer, comm
-        # The module that contains the parameters; None if the engine was made from parameters.
+        # The module that contains the parameters; None if the engine was created from parameters.
         self.module = module
         # The batch that this rank shares with other ranks; None if every rank has a separate batch.
         self.batch = batch
@@ -189,7 +189,7 @@ class Engine:
         # The states of random generators from a loaded state. The next window restores them when it opens; a
         # loop without a window restores them at its end.
         self.rng_due: dict[str, Any] = {}
-        # A lock that each running micro-batch holds, in any thread.
+        # A lock that the running micro-batch holds, in whichever thread it runs.
         self._running = Lock()
 
         # ---- gradients and parameters ----
@@ -237,7 +237,7 @@ class Engine:
         return self.window
 
     def open(self) -> None:
-        """Open a window; the previous one must have been used."""
+        """Open a window; the previous window must have been used."""
         self.close_window()
         self.opened_at = self.counter.index
         window = self.new_window()
@@ -256,7 +256,7 @@ class Engine:
             self.rng_due = {}
 
     def next_micro_batch(self, place: int, *, last: bool, has_more: bool) -> None:
-        """Record that the loop gets a micro-batch of data.
+        """Record that the loop receives a micro-batch of data.
 
         `last`: whether the micro-batch ends the window. `has_more`: whether the loader has data for another
         window.
@@ -265,7 +265,7 @@ class Engine:
         self.window.has_more, self.window.is_padding = has_more, False
 
     def pad(self, *, last: bool) -> None:
-        """Record that the loop gets a padding micro-batch, because other ranks run a micro-batch."""
+        """Record that the loop receives a padding micro-batch, because other ranks run a micro-batch."""
         assert self.reducer.padding is not None
         self.end_slot()
         self.counter.pad(last=last)
@@ -273,7 +273,7 @@ class Engine:
         self.reducer.padding.begin()
 
     def end_micro_batches(self) -> None:
-        """Record that the loop gets no further micro-batch; pending backwards may still follow.
+        """Record that the loop receives no further micro-batch; pending backwards may still follow.
 
         If no micro-batch is pending, for example in an empty window, wait for the reductions here, so that
         `.grad` is the mean on this rank, too.
@@ -311,16 +311,17 @@ class Engine:
     def micro_batch(
         self, count: Count, *, is_stated: bool, may_replace: bool, loss: Tensor | None = None
     ) -> Iterator[MicroBatch]:
-        """Run the body as one micro-batch, in which the caller runs the backwards; then accumulate.
+        """Run the body as one micro-batch, in which the caller runs the backwards; then accumulate gradients.
 
         Launch the reductions of the window if this is its last micro-batch and no backward was marked as the
-        last. `may_replace`: see `begin`. `loss` is for the record and may be set later.
+        last. `may_replace`: see `begin`. `loss` is used in the step record and in error messages, and may be
+        set later.
         """
         if not self._running.acquire(blocking=False):
             raise RuntimeError(
                 "backward while another backward of this engine is running, in another thread or around this "
-                "one: a window's micro-batches run one after the other; in `with sync.micro_batch():` call "
-                "loss.backward() itself; give each thread its own engine, or add the losses"
+                "call: a window's micro-batches run one after another. In `with sync.micro_batch():` call "
+                "loss.backward() itself; with several threads, create an engine per thread or add the losses"
             )
         try:
             window = self.window
@@ -360,8 +361,8 @@ class Engine:
             except BaseException as error:
                 if self.counter.state is State.OPEN:
                     window.faults.refuse(
-                        f"micro-batch {micro_batch.index} was left by an exception ({error!r}), and its "
-                        "gradient may not be whole"
+                        f"micro-batch {micro_batch.index} was left by an exception ({error!r}), so its "
+                        "gradient may be incomplete"
                     )
                 raise
             finally:
@@ -406,7 +407,7 @@ class Engine:
             micro_batch.add_to(window.counts)
 
     def end_slot(self) -> None:
-        """Accumulate the micro-batches of the open slot; the slot gets no further micro-batch."""
+        """Accumulate the gradients of the open slot; the slot gets no further micro-batch."""
         if self.window.slots.is_open:
             self.reducer.collect()
             self.window.slots.end()
@@ -418,7 +419,7 @@ class Engine:
         self.check_idle("flush")
         if self.counter.state is State.IDLE:
             raise RuntimeError(
-                "flush outside a window: there is nothing to send; open one with sync.windows(loader)"
+                "flush outside a window: there is nothing to send; open a window with sync.windows(loader)"
             )
         if self.counter.state is State.OPEN:
             self.begin()
@@ -466,7 +467,7 @@ class Engine:
     def launch_header_all_reduce(self, counts: LocalWindow, *, has_more: bool, stage: str) -> Header:
         """Launch an all-reduce of this rank's position and counts, and of values that ranks must agree on.
 
-        A header has 184 bytes, or 232 bytes if ranks share batches.
+        A header takes 184 bytes, or 232 bytes if ranks share batches.
         """
         return Header(
             self.comm,
@@ -504,13 +505,13 @@ class Engine:
             self.reducer.residuals.follow(self.loss_scale())
 
     def loss_scale(self) -> Tensor | None:
-        """Return the factor by which losses are scaled, 0-dim, or None without a scaler."""
+        """Return the factor by which losses are scaled, as a 0-dim tensor; None without a scaler."""
         return None if self.scaler is None else self.scaler.current_scale()
 
     # ---- wait ----
 
     def wait(self) -> Verdict:
-        """Wait for the reductions, write the mean to `.grad`, and decide on the device whether to use it.
+        """Wait for the reductions, write the mean to `.grad`, and let the device decide whether it is used.
 
         Repeated calls in a window do nothing. Unless the device runs asynchronously, the host reads the
         outcome of the window here.
@@ -531,7 +532,7 @@ class Engine:
                 else "call sync.backward(loss) in a window first"
             )
             raise RuntimeError(
-                f"{remedy}: no synchronised gradients: {counter.state.value} "
+                f"{remedy}: no synchronised gradients, because {counter.state.value} "
                 f"({counter.done} of {counter.accumulate} backwards done)"
             )
         verdict = window.verdict
@@ -577,7 +578,7 @@ class Engine:
                 for observer in self.observers:
                     observer.check(reduced)
             except AuditError as error:
-                remedy = "Nothing was stepped; call sync.abandon(), or restore a checkpoint"
+                remedy = "No optimizer has stepped; call sync.abandon(), or restore a checkpoint"
                 window.faults.note(FaultKind.UNUSABLE, f"{error}. {remedy}")
                 raise
         if changed:
@@ -587,7 +588,7 @@ class Engine:
         return verdict
 
     def _conclude(self, reduced: ReducedWindow, *, has_gradient: bool) -> Verdict:
-        """Decide on the device whether the window may be used, and keep a report for the error message."""
+        """Determine on the device whether the window is usable, and keep a report for the error message."""
         window, header = self.window, reduced.header
         self.final.forbid(header.forbids())
         observers = [] if header.is_refused() else [*self.observers]
@@ -631,8 +632,8 @@ class Engine:
             done = replace(done, params=())  # Parameters differ between pipeline stages.
         if self.is_late and self.reducer.stepper.needs_host(optimizer):  # Otherwise `wait` read the outcome.
             report_uncapturable(
-                f"the step of {type(optimizer).__name__} waits for the host, which decides whether to skip: "
-                "create it with fused=True, and with capturable=True if it has that option"
+                f"the step of {type(optimizer).__name__} waits for the host, which decides whether to skip "
+                "it: create the optimizer with fused=True, and with capturable=True if it has that option"
             )
             self.reach_verdicts()
         for observer in self.observers:
@@ -641,7 +642,7 @@ class Engine:
         try:
             with span("optimizer"):
                 self.reducer.stepper.step(optimizer, self.final)
-            self.foreign.written.forget()  # this optimizer and further optimizers may write
+            self.foreign.written.forget()  # this and later optimizers may write to parameters
         except BaseException:
             # The optimizer may have changed parameters before the exception. Record the step, so that other
             # ranks notice if this rank repeats the step.
@@ -670,7 +671,7 @@ class Engine:
     def call_once_known(
         self, verdict: Verdict, scheduler: Any, record: Callable[[Totals, bool], None] | None
     ) -> None:
-        """Step the scheduler and make the record as soon as the host knows the window's outcome.
+        """Step the scheduler and create the record as soon as the host knows the window's outcome.
 
         The gradients count as used even if the scheduler or a callback raises an exception.
         """
@@ -683,7 +684,7 @@ class Engine:
             call_all(actions)
 
     def record_of(self, verdict: Verdict, norm: Tensor) -> Callable[[Totals, bool], None]:
-        """Return a function that makes the record of the window and passes it to the callbacks."""
+        """Return a function that creates the record of the window and passes it to the callbacks."""
         return self.records.of(
             self.window,
             verdict,
@@ -694,7 +695,7 @@ class Engine:
         )
 
     def release_grads(self) -> None:
-        """Leave the gradients to the caller; gradients that are not zeroed stay for the next window."""
+        """Leave the gradients to the caller; nonzero gradients are carried into the next window."""
         verdict = self.wait()
         self._refuse_written()
         self.foreign.written.forget()
@@ -725,7 +726,7 @@ class Engine:
             self.refuse_written_past()
             raise RuntimeError(
                 f"window {counter.index} was left after {counter.done} backwards and never sent: call "
-                "sync.flush() and sync.step to use it, or sync.abandon() to drop it"
+                "sync.flush() and sync.step() to use it, or sync.abandon() to drop it"
             )
         failure = self.window.faults.first(FaultKind.NOT_REDUCED)
         if failure and self.comm.world_size > 1:
@@ -756,7 +757,7 @@ class Engine:
         window = self.window
         if waits:
             self.check_idle("abandon")
-            # After a header in which ranks disagree, no collective follows.
+            # No collective follows a header in which ranks disagree.
             is_over = window.header is not None and bool(window.header.disagreement)
             if self.counter.state is State.SENT and not is_over:
                 try:
@@ -786,7 +787,7 @@ class Engine:
     def is_void(self) -> bool:
         """Whether the host knows that some rank has dropped this window.
 
-        A rank that has dropped the window may make other calls than the remaining ranks. Therefore no
+        A rank that has dropped the window may make different calls from the remaining ranks. Therefore no
         collective follows, and the norm stays nan.
         """
         return not self.is_late and bool(self.final.void != 0)
@@ -794,13 +795,13 @@ class Engine:
     def renew_norm(self, stage: str, *, has_changed: bool = False) -> None:
         """Compute the norm again if gradients were changed or replaced after the last computation.
 
-        If ranks hold different elements, this is a collective; on the host, a header all-reduce precedes it.
-        If a rank has already left the window, it sends the header of the next window instead, and all ranks
-        raise an error.
+        If ranks hold different elements, this is a collective, preceded by a header all-reduce unless the
+        host runs ahead of the device. If a rank has already left the window, it sends the header of the next
+        window instead, and all ranks raise an error.
 
         Args:
             stage: the purpose of the collective, for error messages.
-            has_changed: True treats the gradients as changed even if their versions are the same.
+            has_changed: whether to treat the gradients as changed even if their versions are the same.
         """
         if self.is_void:
             return
@@ -814,7 +815,7 @@ class Engine:
             self.final.renew_norm(was_read=has_changed)
 
     def renew_norm_alone(self) -> None:
-        """Compute the norm again, like `renew_norm`, if this rank needs no collective for it."""
+        """Recompute the norm as `renew_norm` does, but only if this rank can do so without a collective."""
         if not self.final.is_shared:
             self.renew_norm("reads the norm")
         elif self.reducer.holds_all and not self.is_void and self.published.has_changed():
@@ -832,7 +833,7 @@ class Engine:
     # ---- outside of the loop ----
 
     def whereabouts(self) -> str:
-        """Describe the engine's position in its loop, from any thread."""
+        """Describe the engine's position in its loop; any thread may call this."""
         counter, gave_up = self.counter, self.window.faults.first(FaultKind.GAVE_UP)
         left = f", left by {gave_up}" if gave_up else ""
         return (
@@ -845,8 +846,8 @@ class Engine:
         counter = self.counter
         if counter.state is State.OPEN and counter.done:
             warnings.warn(
-                f"close: {counter.done} micro-batches of window {counter.index} had been accumulated and "
-                "were never stepped; sync.flush() and sync.step(optimizer) use them",
+                f"close: {counter.done} micro-batches of window {counter.index} were accumulated but never "
+                "stepped; to use them, call sync.flush() and sync.step(optimizer) before close",
                 stacklevel=3,
             )
         if self.is_late:
@@ -867,18 +868,18 @@ class Engine:
         """Raise RuntimeError if a micro-batch is running."""
         if self._running.locked():  # in any thread
             raise RuntimeError(
-                f"{what} while a micro-batch of this engine is running: leave the block of sync.micro_batch "
+                f"{what} while a micro-batch of this engine is running: leave the sync.micro_batch block "
                 "first"
             )
 
     def refuse(self, text: str) -> None:
-        """Raise this error on every rank for this window, or only on this rank if the header was launched."""
+        """Make every rank raise an error for this window, or only this rank if the header was launched."""
         if self.counter.state is State.OPEN:
             self.window.faults.refuse(text)
             return
         text = (
-            f"{text}. This rank cannot use the window: repair this, then call sync.abandon() on every rank. "
-            "(A rank without this error may have stepped; the next window reports it)"
+            f"{text}. This rank cannot use the window: fix this, then call sync.abandon() on every rank. "
+            "(A rank without this error may have stepped; the next window reports that)"
         )
         self.window.faults.note(FaultKind.UNUSABLE, text)
         raise RuntimeError(text)
@@ -901,12 +902,12 @@ class Engine:
             found = self.foreign.between_windows()
             text = found[0] if found is not None and (found[1] is None or bool(found[1])) else ""
         if text:
-            raise RuntimeError(f"{text}. Nothing was stepped")
+            raise RuntimeError(f"{text}. sync.step has not used these gradients")
 
     def _refuse_written(self) -> None:
         """Raise RuntimeError if other code has written to parameters between the reduction and the step."""
         for problem in self.foreign.of_parameters():
-            text = f"{problem}. Nothing was stepped here"
+            text = f"{problem}. No optimizer has stepped on this rank"
             self.window.faults.note(FaultKind.UNUSABLE, text)
             raise RuntimeError(text)
 
@@ -935,7 +936,7 @@ class Engine:
         text = (
             f"micro-batches of window {counter.index} were read before the backwards of earlier "
             "micro-batches had run, and accumulator=pe.Exact(slots=...) sums the micro-batches of a slot in "
-            "order: run the backward of each micro-batch before the next one is read, and `with "
+            "order: run the backward of each micro-batch before the next is read, and use `with "
             "sync.micro_batch(count=0): pass` for a micro-batch without a backward"
         )
         if text not in self.window.faults.refusals():
@@ -955,8 +956,8 @@ class Engine:
             return  # another rank may have the losses: see `Totals.is_unscaled`
         if scaler is not None and not scaler.has_scaled and (micro_batch.has_last or has_new):
             self.refuse(
-                f"the losses of micro-batch {micro_batch.index} were not scaled, and sync.scaler is set: "
-                "call sync.scaler.scale(loss).backward(), or sync.backward(loss), which scales"
+                f"the losses of micro-batch {micro_batch.index} were not scaled, but sync.scaler is set: "
+                "call sync.scaler.scale(loss).backward(), or sync.backward(loss), which scales the loss"
             )
 
     # ---- counts ----
@@ -976,8 +977,8 @@ class Engine:
             )
         if counter.state is State.OPEN and counter.done >= counter.handed:
             raise RuntimeError(
-                f"backward after the backwards of all {counter.handed} micro-batches that were read, and "
-                "each micro-batch is counted once: add several losses, or pass them as a dict"
+                f"backward was called more often than micro-batches were read ({counter.handed}); call it "
+                "once per micro-batch: add up the losses of a micro-batch, or pass them as a dict"
             )
         return known.take(counter.done, handed=counter.handed)
 

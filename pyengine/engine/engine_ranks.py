@@ -1,4 +1,4 @@
-"""The ranks of an engine, from a mesh or process group, and the group that sums each gradient."""
+"""The ranks of an engine, taken from a mesh or process group, and the ranks that sum each gradient."""
 
 from __future__ import annotations
 
@@ -43,10 +43,10 @@ class Membership:
 
     described: str  # Description of the mesh and its axes, the same on every rank.
     groups: tuple[Sequence[int], ...]  # The ranks that sum a gradient, indexed by `ParamSpec.group`.
-    batch: SharedBatch  # The batch that this rank computes.
+    batch: SharedBatch  # The batch that this rank processes.
     num_batches: int  # The number of batches over all ranks.
-    unmatched: tuple[str, ...] = ()  # Patterns of `Axes.groups` that match no parameter here.
-    # By parameter, whether this rank includes it in the norm. None if all ranks have the same parameters.
+    unmatched: tuple[str, ...] = ()  # Patterns of `Axes.groups` that match no parameter of this rank.
+    # For each parameter, whether this rank includes it in the norm; None if ranks have the same parameters.
     counted: tuple[bool, ...] | None = None
 
     @property
@@ -65,12 +65,12 @@ def memberships_differ(memberships: Sequence[Membership], specs: Sequence[Sequen
     described = [membership.described for membership in memberships]
     if len(set(described)) > 1:
         values = "; ".join(f"rank {rank} has {text or 'no mesh'}" for rank, text in enumerate(described))
-        return f"ranks have different meshes or axes: {values}. Pass the same ones on every rank"
+        return f"ranks have different meshes or axes: {values}. Pass the same mesh and axes on every rank"
     for pattern in memberships[0].unmatched:
         if all(pattern in membership.unmatched for membership in memberships):
             return (
-                f"axes.groups[{pattern!r}] matches no parameter on any rank (the first is "
-                f"{specs[0][0].name!r}): a pattern must match the whole name, as in fnmatch"
+                f"axes.groups[{pattern!r}] matches no parameter on any rank (the first parameter "
+                f"is {specs[0][0].name!r}): a pattern must match the whole name, as in fnmatch"
             )
     members: dict[Sequence[int], dict[int, list[ParamSpec]]] = {}
     in_group: dict[tuple[int, int], list[ParamSpec]] = {}  # ranks with equal specs share a list
@@ -96,8 +96,8 @@ def _difference(ranks: Sequence[int], have: dict[int, list[ParamSpec]]) -> str:
     if missing:
         first, others = next(iter(have)), ", ".join(map(str, missing))
         return (
-            f"rank {first} sums gradients over ranks {list(ranks)}, and rank {others} of them does not: pass "
-            "the same group on every rank of the group"
+            f"rank {first} sums gradients over ranks {list(ranks)}, but the following ranks do not: "
+            f"{others}. Pass the same group on every rank of the group"
         )
     difference = first_difference([have[rank] for rank in ranks], ranks)
     if difference is None:
@@ -134,11 +134,12 @@ class EngineRanks:
         self.takes_dtensors = self._mesh is not None
         if self._mesh is not None:
             group = group_of(self._mesh.all_ranks(), device)
-        self.comm = comm_for(device, group)  # over all ranks
+        self.comm = comm_for(device, group)  # connects all ranks of the engine
         self._ranks = self.comm.ranks
         self.membership = Membership.plain(rank=self.comm.rank, world_size=self.comm.world_size)
-        # The group of every parameter, by name, and the patterns of `Axes.groups` with their groups.
+        # The index of each parameter's group, by parameter name.
         self._group_of = dict.fromkeys((name for name, _ in named), 0)
+        # The patterns of `Axes.groups`, each with the index of its group.
         self._patterns: list[tuple[int, str]] = []
         # Problems with the arguments of this rank. If there are any, only `comm` may be used.
         self.problems = list(self._problems(mesh, axes))
@@ -158,7 +159,7 @@ class EngineRanks:
         return Groups(self.comm, comms, self.membership.counted, are_alike)
 
     def for_buckets(self, comm: Comm) -> Comm:
-        """Return a transport for gradients over the ranks of `comm`; all of these ranks must call this.
+        """Return a transport that sums gradients on the ranks of `comm`; all of these ranks must call this.
 
         All other data is sent over `comm` itself, in program order.
         """
@@ -168,11 +169,11 @@ class EngineRanks:
         return share_memory(comm) if self._shared_memory else comm
 
     def broadcast(self, named: Sequence[tuple[str, Tensor]], groups: Groups) -> None:
-        """Copy the tensors of each group's first rank to the other ranks, and warn of tensors that differ.
+        """Copy the tensors of each group's first rank to the other ranks, and warn if tensors differ.
 
-        Also warns of tensors whose values cannot be copied. Raises ValueError, on every rank and before any
-        write, if the ranks of a group do not hold replicas: names, shapes or dtypes differ, or the values of
-        a parameter that is marked as sharded differ.
+        Also warns about tensors whose values cannot be copied. Raises ValueError, on every rank and before
+        any write, if the ranks of a group do not hold replicas: names, shapes or dtypes differ, or the values
+        of a parameter that is marked as sharded differ.
         """
         stored = {name: _stored_in(local(tensor)) for name, tensor in named}
         of_group = [
@@ -200,7 +201,7 @@ class EngineRanks:
             more = f" (and {len(kept) - 1} more)" if len(kept) > 1 else ""
             warnings.warn(
                 f"load {name!r}{more} with the same values on every rank: the values of {_kind(tensor)} "
-                "cannot be copied from rank 0, so every rank keeps its own",
+                "cannot be copied from rank 0, so every rank keeps its own values",
                 stacklevel=2,
             )
 
@@ -212,7 +213,8 @@ class EngineRanks:
         if narrow and settings.kind == "native":
             yield (
                 f"parameter {narrow[0]!r} is a DTensor of a narrow dtype, and accumulator='native' would sum "
-                "it in that dtype, which autograd cannot do in the engine's buffer: use accumulator='fp32'"
+                "its gradient in that dtype, which autograd cannot do in the engine's buffer: use "
+                "accumulator='fp32'"
             )
 
     def problems_under_ddp(self, named: Named, group: dist.ProcessGroup) -> Iterator[str]:
@@ -224,13 +226,13 @@ class EngineRanks:
         elsewhere = next((name for name, _ in named if self.group_named(name)), None)
         if summed != mine:
             yield (
-                f"ddp_model reduces over ranks {summed}, and axes.replicate means {mine}: pass DDP the "
-                "group of those axes, process_group=mesh['dp'].get_group()"
+                f"ddp_model reduces over ranks {summed}, but axes.replicate means ranks {mine}: pass DDP the "
+                "group of those axes, for example process_group=mesh['dp'].get_group()"
             )
         elif elsewhere is not None:
             yield (
-                f"axes.groups gives {elsewhere!r} a separate group, and DDP sums it over all of DDP's ranks: "
-                "make DDP ignore it, by "
+                f"axes.groups gives {elsewhere!r} a separate group, but DDP sums it over all of DDP's ranks: "
+                "make DDP ignore it, by calling "
                 "DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, names) before "
                 "DDP is created"
             )
@@ -238,21 +240,21 @@ class EngineRanks:
             yield "ddp_model has DTensor parameters, which its buckets cannot hold: use pe.GradSync"
 
     def group_named(self, name: str) -> int:
-        """Return the group of a tensor, for example a buffer, by its name."""
+        """Return the index of the group to which the parameter or buffer with this name belongs."""
         return next((index for index, pattern in self._patterns if fnmatchcase(name, pattern)), 0)
 
     def _problems(self, mesh: Any, axes: Any) -> Iterator[str]:
         if mesh is not None and self._mesh is None:
             yield (
-                f"device_mesh is a {type(mesh).__name__}: need a torch.distributed.device_mesh.DeviceMesh, "
-                "for example from init_device_mesh"
+                f"device_mesh is a {type(mesh).__name__}: expected a "
+                "torch.distributed.device_mesh.DeviceMesh, for example from init_device_mesh"
             )
         elif not isinstance(axes, Axes):
-            yield f"axes is a {type(axes).__name__}: need a pe.Axes(replicate=...)"
+            yield f"axes is a {type(axes).__name__}: expected a pe.Axes(replicate=...)"
         elif self._mesh is not None:
             yield from _mesh_problems(mesh, self._mesh, axes, self.device)
         elif axes.replicate or axes.shard or axes.count is not None:
-            yield f"axes={axes} without device_mesh: only a mesh has axes; pass device_mesh=, too"
+            yield f"axes={axes} without device_mesh: only a mesh has axes; pass device_mesh= too"
         elif found := process_groups(axes.groups):
             yield from found
         else:
@@ -261,14 +263,14 @@ class EngineRanks:
                 if other:
                     yield (
                         f"axes.groups[{pattern!r}] has rank {min(other)}, which is not in the engine's "
-                        "process group: need a part of that group"
+                        "process group: expected a subset of that group"
                     )
 
     def _join(self, named: Named, axes: Axes) -> None:
         """Determine the membership of this rank and the group of every parameter."""
         mesh, wrong = self._mesh, list[str]()
         batch, num_batches = self.membership.batch, self.membership.num_batches
-        group_along: Mapping[str, Any] = axes.groups  # from pattern to a process group or axes of the mesh
+        group_along: Mapping[str, Any] = axes.groups  # maps each pattern to a process group or to mesh axes
         if mesh is None:
             described, everywhere = _described(axes), self._ranks
             along = {p: tuple(sorted(dist.get_process_group_ranks(g))) for p, g in group_along.items()}
@@ -289,7 +291,7 @@ class EngineRanks:
         for name, param in named:
             same = self._held_by(name, param, groups[self._group_of[name]], axes, wrong)
             counted.append(not same or min(same) == dist.get_rank())
-        self.problems += wrong[:1]  # report one problem, because most DTensors share it
+        self.problems += wrong[:1]  # report only the first problem, which most DTensors share
         unmatched = [p for p in along if not any(fnmatchcase(name, p) for name, _ in named)]
         holds_parts = len(groups) > 1 or len(everywhere) < len(self._ranks)
         self.membership = Membership(
@@ -356,12 +358,12 @@ def _mesh_problems(mesh: DeviceMesh, ranks: MeshRanks, axes: Axes, device: torch
     elif not _replicate(axes, ranks):
         names = ", ".join(map(repr, ranks.shape))
         yield (
-            f"device_mesh has axes {names}, and axes.replicate names none: name those along which ranks have "
-            "the same parameters and different data, axes=pe.Axes(replicate='dp')"
+            f"device_mesh has axes {names}, but axes.replicate names none: name the axes along which ranks "
+            "have the same parameters and different data, for example axes=pe.Axes(replicate='dp')"
         )
     if mesh.device_type != device.type:
         yield (
-            f"device_mesh is of {mesh.device_type}, and parameters are on {device}: use the same kind of "
+            f"device_mesh is on {mesh.device_type}, but the parameters are on {device}: use the same kind of "
             "device"
         )
 
@@ -375,13 +377,14 @@ def _dtensor_problem(
             "does not have: pass the mesh from which both were sliced"
         )
     if placement.is_partial():
-        return f"parameter {name!r} is a DTensor of partial sums ({placement}): need Shard or Replicate"
+        return f"parameter {name!r} is a DTensor of partial sums ({placement}): expected Shard or Replicate"
     if axis in summed_over and mesh.shape[axis] > 1:
         return (
             f"parameter {name!r} is a DTensor on axis {axis!r}, over which its gradient is to be summed "
-            "(axes.replicate): parameters that are sharded or replicated there reduce their own gradients; "
-            "name only axes that its mesh does not have (for tensor parallelism alone one of size 1: a mesh "
-            f"of shape (1, {mesh.shape[axis]})), or use pe.attach for a model under fully_shard"
+            "(axes.replicate): DTensors that are sharded or replicated there reduce their own gradients; "
+            "name only axes that the parameter's mesh does not have (with tensor parallelism alone, an axis "
+            f"of size 1: a mesh of shape (1, {mesh.shape[axis]})), or use pe.attach for a model under "
+            "fully_shard"
         )
     return ""
 
@@ -394,7 +397,7 @@ def _spec(name: str, param: Parameter, group: int) -> ParamSpec:
 
 
 def _stored_in(tensor: Tensor) -> list[Tensor]:
-    """Return dense tensors that together contain a tensor's values once; empty if there are none."""
+    """Return dense tensors that together contain each value of a tensor once; empty if there are none."""
     if is_traceable_wrapper_subclass(tensor):
         names, _ = tensor.__tensor_flatten__()
         parts = [_stored_in(getattr(tensor, name)) for name in names]
@@ -402,7 +405,7 @@ def _stored_in(tensor: Tensor) -> list[Tensor]:
     if tensor.layout is not torch.strided or tensor.is_quantized or keeps_elements_elsewhere(tensor):
         return []
     for dim, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
-        if size > 1 and stride == 0:  # an expanded tensor stores one element
+        if size > 1 and stride == 0:  # only one element is stored along an expanded dimension
             tensor = tensor.detach().narrow(dim, 0, 1)
     return [tensor]
 
@@ -427,17 +430,17 @@ def _kind(tensor: Tensor) -> str:
 
 
 class ShardedRanks:
-    """The ranks of an engine over a sharded model.
+    """The ranks of an engine for a sharded model.
 
     A parameter under tensor parallelism is on a mesh of all ranks: the data axes, followed by the axes along
-    which ranks share a batch. Other parameters, for example of normalization layers, are on a mesh that has
-    only the data axes; their values are equal on all ranks that share a batch.
+    which ranks share a batch. Other parameters, for example those of normalization layers, are on a mesh that
+    has only the data axes; their values are equal on all ranks that share a batch.
     """
 
     takes_dtensors = True
 
     def __init__(self, units: Sequence[Unit], comm: Comm) -> None:
-        self.comm = comm  # over all ranks
+        self.comm = comm  # connects all ranks of the engine
         self.membership = Membership.plain(rank=comm.rank, world_size=comm.world_size)
         meshes = [(unit, param.device_mesh) for unit in units for param in _dtensors_of(unit)]
         cut = [(mesh, unit.data_ndim) for unit, mesh in meshes if mesh.ndim > unit.data_ndim]
@@ -446,7 +449,7 @@ class ShardedRanks:
         if self._is_cut:
             mesh, data_ndim = cut[0]
             everywhere = mesh.mesh
-            # The ranks along the data axes through this rank; each of these ranks has a separate batch.
+            # The ranks that differ from this rank only along the data axes; each has a separate batch.
             data = everywhere[(..., *mesh.get_coordinate()[data_ndim:])]
         self._problems = [
             text
@@ -454,7 +457,9 @@ class ShardedRanks:
             for text in _unit_problems(unit, mesh, everywhere if mesh.ndim > unit.data_ndim else data)
         ]
         if self._is_cut and sorted(everywhere.flatten().tolist()) != list(range(comm.world_size)):
-            self._problems.append(f"ddp_model is on ranks {everywhere.tolist()}: need all {comm.world_size}")
+            self._problems.append(
+                f"ddp_model is on ranks {everywhere.tolist()}: expected all {comm.world_size} ranks"
+            )
         if self._is_cut and not self._problems:
             self.membership = _sharing(self.membership, *cut[0])
 
@@ -472,7 +477,7 @@ class ShardedRanks:
             )
 
     def counted(self, units: Sequence[Unit]) -> dict[int, bool]:
-        """Return, by `id` of a parameter, whether this rank includes its elements in the norm.
+        """Return, by the `id` of each parameter, whether this rank includes its elements in the norm.
 
         Exactly one rank includes each element.
         """
@@ -493,8 +498,8 @@ def _unit_problems(unit: Unit, mesh: Any, wanted: Tensor) -> Iterator[str]:
     if sorted(ranks) != sorted(needed):
         where = f"FSDP unit {unit.name!r}" if unit.name else "ddp_model"
         yield (
-            f"{where} is on a mesh of ranks {ranks}: need a mesh of {needed}: all ranks of the default "
-            "process group, or under tensor parallelism the ranks with the same part"
+            f"{where} is on a mesh of ranks {ranks}: expected a mesh of ranks {needed}, which are all ranks "
+            "of the default process group, or under tensor parallelism the ranks with the same part"
         )
 
 

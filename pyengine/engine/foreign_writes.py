@@ -19,9 +19,9 @@ from pyengine.ops.device import is_lazy
 class ForeignWrites:
     """Compares gradients and parameters with their state after the last write by the engine.
 
-    Detects a bare backward, a `zero_grad`, an `optimizer.step()` or a hook inside a window, and a model whose
-    parameters were replaced. The methods return error texts, or an empty result; `Engine` decides whether to
-    raise them.
+    Detects a bare backward, a `zero_grad`, an `optimizer.step()` or a write by a hook inside a window, and a
+    model whose parameters were replaced. The methods return error texts, or an empty result; `Engine` decides
+    whether to raise them.
     """
 
     def __init__(
@@ -30,7 +30,7 @@ class ForeignWrites:
         self._reducer, self._published, self._kept_grads = reducer, published, kept_grads
         self._is_lazy = is_lazy(reducer.params[0].device)
         self.marks = GradMarks(reducer, published)
-        # Whether the model still trains the parameters of the engine.
+        # Checks whether the model still trains the parameters of the engine.
         self.trained = TrainedParameters(reducer.names, reducer.params, module)
         # Detects writes to parameters inside a window by code outside the engine.
         self.written = WrittenParameters(reducer.params)
@@ -64,7 +64,7 @@ class ForeignWrites:
         return [self.marks.describe(replaced, "between micro-batches")] if replaced else []
 
     def between_windows(self) -> tuple[str, Tensor | None] | None:
-        """Describe gradients written since the previous window, which the next window would lose.
+        """Describe gradients that were written to between windows and that the next window would lose.
 
         Returns None, or an error text and an optional flag: a 0-dim bool tensor that is not read here. If the
         flag is False, all these gradients are zero. Zero gradients are allowed between windows, so the error
@@ -118,8 +118,9 @@ def _listed(names: Sequence[str]) -> str:
 
 def _written_text(names: Sequence[str]) -> str:
     return (
-        f"delete optimizer.step(), since sync.step steps: {_listed(names)} was written to inside the window, "
-        "between its first backward and its step, and may differ between ranks now: load a checkpoint. "
+        f"delete optimizer.step(), since sync.step already steps the optimizer: {_listed(names)} was written "
+        "to inside the window, between its first backward and its step, and may differ between ranks now: "
+        "load a checkpoint. "
         "(load_state_dict, averaged weights, a clamp or any other write must come after sync.step)"
     )
 
@@ -127,6 +128,6 @@ def _written_text(names: Sequence[str]) -> str:
 def _stranger_text(names: Sequence[str]) -> str:
     return (
         f"call sync.close() and make a new engine, or freeze {names[0]!r} again: {_listed(names)} was frozen "
-        "or did not exist when the engine was made, and has a gradient that nobody reduces. (Or make the "
+        "or did not exist when the engine was made, and has a gradient that no engine reduces. (Or make the "
         "engine while all parameters are trainable, and freeze them afterwards)"
     )

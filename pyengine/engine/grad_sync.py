@@ -29,11 +29,11 @@ from pyengine.wire.named import WireLike, as_wire
 
 
 class GradSync(Sync):
-    """Own the gradients of a model in flat buckets, and reduce each bucket once per window.
+    """An engine that owns a model's gradients in flat buckets and reduces each bucket once per window.
 
-    Every rank creates an engine with the same parameters. Rank 0's parameters (and a module's buffers) are
-    copied to the other ranks, with a warning if values differed. An error is raised for parameters that other
-    packages have sharded.
+    Every rank creates an engine with the same parameters. Rank 0's parameters, and the buffers of a
+    module, are copied to the other ranks, with a warning if values differ. An error is raised for parameters
+    that other packages have sharded.
 
     Args:
         params_or_module: a module, its parameters, or `(name, parameter)` pairs. Include all parameters that
@@ -41,8 +41,8 @@ class GradSync(Sync):
         accumulate: micro-batches per window, on each rank.
         wire: how a bucket is sent: `pe.wire.FP32()`, `BF16()`, `Int8()` and so on (docs/wires.md); or a name,
             for example "bf16" or "int8-ef"; or torch.float32, torch.bfloat16, torch.float16.
-        accumulator: "fp32", or torch.float32, sums in fp32 for parameters of any type; "native" sums in the
-            parameters' type; "exact" produces the same bits for every world size (docs/reproducible.md), and
+        accumulator: "fp32", or torch.float32, sums in fp32 for parameters of any dtype; "native" sums in the
+            parameters' dtype; "exact" produces the same bits for every world size (docs/reproducible.md), and
             requires the fp32 wire and integer counts. Use `pe.Exact(micro_batches=...)` for exact sums if the
             window's size is not the sum of `accumulate` over ranks, and
             `pe.Exact(micro_batches=..., slots=...)` to sum exactly only over slots (groups of micro-batches),
@@ -53,17 +53,17 @@ class GradSync(Sync):
             (docs/mesh.md); DTensor parameters have their own meshes. `axes` also names parameters that are
             reduced over separate groups, for example experts.
         bucket_cap_mb: size of a bucket in MiB of gradients. The default is 25 on the CPU, and 100 on CUDA and
-            other accelerators with streams. The bucket that is sent first has about one MiB, so that
-            communication begins early. On an XLA device all gradients of a type form one bucket.
+            other accelerators with streams. The bucket that is sent first is about one MiB, so that
+            communication begins early. On an XLA device all gradients of the same dtype form one bucket.
         nonfinite: "skip" skips the optimizer step if a gradient has inf or nan; "raise" raises
             FloatingPointError on every rank, and checks every micro-batch so that the message can name the
             micro-batch.
-        stall_after_s: seconds of waiting for other ranks after which a warning names the missing ranks and
-            the position of every rank (docs/reliability.md). If a rank dies, all other ranks raise an error
-            within seconds. None or 0 disables both features and starts no monitoring thread.
-        shared_memory: with True, ranks of one host whose parameters are on the CPU reduce gradients in shared
-            memory. Ranks with GPUs over NCCL use memory registered with NCCL, which GPUs access without
-            copies (docs/wires.md). With False, the process group is used.
+        stall_after_s: how many seconds a rank waits for other ranks before a warning names the missing ranks
+            and the position of every rank (docs/reliability.md). If a rank dies, all other ranks raise an
+            error within seconds. None or 0 disables both features and starts no monitoring thread.
+        shared_memory: if True, ranks on the same host whose parameters are on the CPU reduce gradients in
+            shared memory. Ranks whose GPUs communicate over NCCL use memory registered with NCCL, which GPUs
+            access without copies (docs/wires.md). If False, the process group is used.
 
     Raises:
         ValueError: an argument is invalid, or the ranks' parameters differ; raised on every rank.
@@ -124,12 +124,12 @@ class GradSync(Sync):
 
 
 def _named(source: Any) -> tuple[list[tuple[str, nn.Parameter]], list[tuple[str, Tensor]]]:
-    """Return parameters and buffers by name; repeated names, for example from two modules, get a number."""
+    """Return parameters and buffers by name; repeated names, for example from two modules, get a suffix."""
     if isinstance(source, nn.Module):
         return list(source.named_parameters()), list(source.named_buffers())
     if isinstance(source, Tensor) or not isinstance(source, Iterable):
         raise TypeError(
-            f"params_or_module is a {type(source).__name__}: need a module, its parameters, or (name, "
+            f"params_or_module is a {type(source).__name__}: expected a module, its parameters, or (name, "
             "parameter) pairs"
         )
     pairs = []
@@ -137,8 +137,8 @@ def _named(source: Any) -> tuple[list[tuple[str, nn.Parameter]], list[tuple[str,
         pair = item if isinstance(item, tuple) else (f"param{index}", item)
         if len(pair) != 2 or not isinstance(pair[0], str) or not isinstance(pair[1], Tensor):
             raise TypeError(
-                f"params_or_module: got a {type(item).__name__} at index {index}; need parameters or (name, "
-                "parameter) pairs: for example model.parameters(), not a state_dict or param_groups"
+                f"params_or_module: got a {type(item).__name__} at index {index}; expected parameters or "
+                "(name, parameter) pairs, for example model.parameters(), not a state_dict or param_groups"
             )
         pairs.append(pair)
     given, seen = {name for name, _ in pairs}, Counter[str]()

@@ -1,4 +1,4 @@
-"""The comparison of settings between ranks at construction; a problem on one rank raises an error on all."""
+"""Comparison of settings between ranks at construction; any rank's problem raises an error on every rank."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ def agree(
     """Raise an error on every rank if any rank has a problem or ranks differ.
 
     Returns how a full window is divided among ranks, and the identity of the engine. With exact sums this
-    function also records, in this transport and its sub-transports, which ranks share a host.
+    function also records, in `comm` and its sub-transports, which ranks share a host.
     """
     problems = [*settings.problems(), *problems]
     # These objects are usually equal on all ranks, so the transport sends hashes and gathers only objects
-    # that differ. Invalid arguments and wires may not be picklable, so `shared` contains their text instead.
+    # that differ. Invalid arguments and wires are not always picklable, so `shared` contains their text.
     sent = None if problems else (settings.accumulate, settings.shared())
     is_plain = membership == Membership.plain(rank=comm.rank, world_size=comm.world_size)
     # Host names differ between ranks, so send them only for exact sums, the only feature that needs them.
@@ -69,20 +69,21 @@ def agree(
         comm.host_of = {rank: its_host for rank, (its_host, _) in zip(comm.ranks, places, strict=True)}
     if len(set(shared)) > 1:
         values = "; ".join(f"rank {rank} has {text}" for rank, text in enumerate(shared))
-        raise ValueError(f"ranks have different settings: {values}. Pass the same ones on every rank")
+        raise ValueError(f"ranks have different settings: {values}. Pass the same settings on every rank")
     batches = [member.batch.index for member in members]
     first_of = {batch: rank for rank, batch in reversed([*enumerate(batches)])}
     first = [first_of[batch] for batch in range(members[0].num_batches)]
     unlike = [r for r, batch in enumerate(batches) if windows[r] != windows[first[batch]]]
     if unlike:
         raise ValueError(
-            f"accumulate={windows} by rank, and rank {first[batches[unlike[0]]]} shares its batch with rank "
-            f"{unlike[0]}: pass the same on both"
+            f"accumulate={windows} by rank, but rank {first[batches[unlike[0]]]} shares its batch with rank "
+            f"{unlike[0]}: pass the same accumulate on both ranks"
         )
     if max(windows) - min(windows) > 1 and comm.rank == 0 and not isinstance(settings.accumulator, Exact):
         warnings.warn(
-            f"accumulate={windows} by rank: a window ends on each rank after that rank's own number, and the "
-            "mean is over all micro-batches; if this is not intended, pass the same accumulate on every rank",
+            f"accumulate={windows} by rank: a window ends on each rank after that rank's own number of "
+            "micro-batches, and the mean is over all of them; if this is not intended, pass the same "
+            "accumulate on every rank",
             stacklevel=5,
         )
     names = [spec.name for spec in specs_of[0]]
@@ -113,13 +114,13 @@ class WindowSplit:
 
     # The indices of each rank's micro-batches in the window, by rank; if ranks share batches, by batch.
     places: list[range]
-    micro_batches: int  # Micro-batches over all ranks; ranks that share a batch count as one.
+    micro_batches: int  # Number of micro-batches over all ranks; ranks that share a batch count as one.
     by_rank: list[int]  # `accumulate` by rank; by batch if ranks share batches.
     engine_id: int  # 62 random bits that all ranks of this engine share.
-    batches: list[int]  # By rank, the index of its batch in `places` and `by_rank`.
+    batches: list[int]  # For each rank, the index of its batch in `places` and `by_rank`.
     are_alike: bool  # Whether the parameters have the same names on all ranks.
-    slot_size: int  # Micro-batches that a rank sums before it accumulates; see `Slots`.
-    parts: int  # Terms of the sum per gradient from ranks that share a batch.
+    slot_size: int  # Number of micro-batches that a rank sums as one term; see `Slots`.
+    parts: int  # Number of terms that ranks sharing a batch contribute to the sum of a gradient.
 
     def of(self, rank: int) -> range:
         return self.places[self.batches[rank]]
@@ -142,8 +143,8 @@ def resized(split: WindowSplit, accumulate: int, *, is_exact: bool) -> WindowSpl
     if is_exact:
         raise ValueError(
             f"gradient_accumulation_steps={accumulate}: accumulator='exact' was made for "
-            f"{split.micro_batches} micro-batches a window over all ranks, on which its bits depend; "
-            "make a new engine"
+            f"{split.micro_batches} micro-batches per window over all ranks, and its bits depend on this "
+            "number; make a new engine"
         )
     by_rank = [accumulate] * len(split.by_rank)
     return replace(split, places=_places(by_rank, sum(by_rank)), micro_batches=sum(by_rank), by_rank=by_rank)
@@ -152,14 +153,14 @@ def resized(split: WindowSplit, accumulate: int, *, is_exact: bool) -> WindowSpl
 def _checked_total(settings: Settings, by_rank: Sequence[int], parts: int) -> int:
     """Return the number of micro-batches in a full window, over all ranks.
 
-    Raises ValueError if exact sums do not support this number of terms.
+    Raises ValueError if exact sums do not support the resulting number of terms.
     """
     if isinstance(settings.accumulator, Exact):
         total, origin = settings.accumulator.micro_batches, f"accumulator={settings.accumulator}"
         if max(by_rank) > total:
             raise ValueError(
-                f"{origin} with accumulate={max(by_rank)}: need at least as many micro-batches in the "
-                "window over all ranks as on one of them"
+                f"{origin} with accumulate={max(by_rank)}: expected at least as many micro-batches per "
+                "window over all ranks as on a single rank"
             )
     else:
         total, origin = sum(by_rank), f"accumulate={by_rank} by rank"
@@ -167,8 +168,8 @@ def _checked_total(settings: Settings, by_rank: Sequence[int], parts: int) -> in
     if settings.kind == "exact" and not 1 <= slots * parts <= MAX_TERMS:
         cut = "" if parts == 1 else f" in {parts} parts each, on ranks that share a batch"
         raise ValueError(
-            f"{origin} makes {slots} {what} a window over all ranks{cut}: accumulator='exact' takes 1 to "
-            f"{MAX_TERMS}; make micro-batches larger or windows shorter"
+            f"{origin} means {slots} {what} per window over all ranks{cut}, but accumulator='exact' supports "
+            f"1 to {MAX_TERMS}; use larger micro-batches or shorter windows"
         )
     # Every rank gets the same number of complete slots.
     run, world_size = settings.run, len(by_rank)
@@ -176,19 +177,22 @@ def _checked_total(settings: Settings, by_rank: Sequence[int], parts: int) -> in
         fits = ", ".join(str(n) for n in range(1, slots + 1) if slots % n == 0)
         raise ValueError(
             f"{origin} on {world_size} ranks with separate batches: each slot is summed on one rank, so the "
-            f"number of ranks must divide slots; {slots} slots fit {fits} ranks"
+            f"number of ranks must divide slots; {slots} slots can be divided among {fits} ranks"
         )
     mine = slots // world_size * run
     if run > 1 and any(accumulate != mine for accumulate in by_rank):
         raise ValueError(
             f"{origin} with accumulate={list(by_rank)} by rank: every rank gets {slots // world_size} whole "
-            f"slots of {run} micro-batches, so need accumulate={mine}, which is WindowSampler's"
+            f"slots of {run} micro-batches, so pass accumulate={mine}, the value of WindowSampler.accumulate"
         )
     return total
 
 
 def _places(by_rank: Sequence[int], total: int) -> list[range]:
-    """Divide micro-batches like `WindowSampler` if all ranks have equally many, otherwise in rank order."""
+    """Divide micro-batches as `WindowSampler` does if each rank then gets its number in `by_rank`.
+
+    Otherwise divide them in rank order.
+    """
     world_size = len(by_rank)
     even = [share(total, rank=rank, world_size=world_size) for rank in range(world_size)]
     if [max(1, len(places)) for places in even] == list(by_rank):
@@ -202,20 +206,20 @@ def problems_of(
 ) -> Iterator[str]:
     """Report parameters that this engine does not support; `takes_shards` allows DTensors."""
     if not named:
-        yield "params_or_module: got no parameter; pass a module or its parameters (a generator only once)"
+        yield "params_or_module: got no parameters; pass a module or its parameters (a generator only once)"
         return
     trained = [(name, p) for name, p in named if p.requires_grad]
     if not trained:
         yield (
             "pass trainable parameters to params_or_module, or make no engine if nothing is trained: none of "
-            f"{len(named)} parameters requires a gradient"
+            f"the {len(named)} parameters requires a gradient"
         )
     devices = sorted({str(p.device) for _, p in named})
     if len(devices) > 1:
         on = ", ".join(devices)
         yield (
-            f"params_or_module: parameters on {on}; need one device per engine: make an engine for each "
-            "device"
+            f"params_or_module has parameters on {on}, but an engine supports only one device: make an "
+            "engine for each device"
         )
     plain = [(name, p) for name, p in named if not (takes_shards and is_dtensor(p))]
     yield from shard_problems(named)
@@ -225,8 +229,8 @@ def problems_of(
     if other:
         known = ", ".join(str(dtype).removeprefix("torch.") for dtype in PARAM_DTYPES)
         yield (
-            f"parameter {other[0][0]!r} is {other[0][1]}{_and_more(other)}: need one of {known}; convert it "
-            "or freeze it"
+            f"parameter {other[0][0]!r} is {other[0][1]}{_and_more(other)}: expected one of {known}; convert "
+            "it or freeze it"
         )
     for name, p in plain:
         if p.requires_grad and p.is_leaf and getattr(p, "grad_dtype", p.dtype) not in (p.dtype, None):
@@ -238,7 +242,7 @@ def problems_of(
         for name, p in [(name, p) for name, p in trained if p.dtype.itemsize < 4][:1]:
             yield (
                 f"accumulator={settings.accumulator}, and parameter {name!r} is {p.dtype}: PyTorch would add "
-                f"up the {settings.run} micro-batches of a slot in that type; keep float32 parameters, for "
+                f"up the {settings.run} micro-batches of a slot in that dtype; keep float32 parameters, for "
                 "example under torch.autocast, or leave slots out"
             )
 
@@ -260,14 +264,14 @@ def _repeated(named: Sequence[tuple[str, nn.Parameter]]) -> Iterator[str]:
     first: dict[int, str] = {}
     for name, param in named:
         if not param.is_leaf:
-            why = "it is computed from others, and gets no .grad"
-            yield f"parameter {name!r} is not a leaf: {why}; pass those"
+            why = "it is computed from other tensors and gets no .grad"
+            yield f"parameter {name!r} is not a leaf: {why}; pass those tensors instead"
         if first.setdefault(id(param), name) != name:
             yield f"parameter {name!r} is the same as {first[id(param)]!r}: pass each parameter once"
 
 
 def _not_plain(named: Sequence[tuple[str, nn.Parameter]]) -> Iterator[str]:
-    """Report trained parameters that are wrapper tensors, and DTensor parameters, trained or frozen.
+    """Report trained parameters that are wrapper tensors, and all DTensors, whether trained or frozen.
 
     Frozen DTensors are included because their shards differ between ranks, and a broadcast would overwrite
     them.
@@ -279,8 +283,8 @@ def _not_plain(named: Sequence[tuple[str, nn.Parameter]]) -> Iterator[str]:
     ]
     if odd:
         yield (
-            f"use pe.attach(model) where fully_shard or replicate was called on the model: parameter "
-            f"{odd[0][0]!r} is a {odd[0][1]}{_and_more(odd)}, and a GradSync without a mesh needs plain "
+            f"use pe.attach(model) if fully_shard or replicate was called on the model: parameter "
+            f"{odd[0][0]!r} is a {odd[0][1]}{_and_more(odd)}, but a GradSync without a mesh needs plain "
             "tensors. Under tensor parallelism give it the mesh of all ranks: pe.GradSync(model, "
             "device_mesh=mesh, axes=pe.Axes(replicate='dp'))"
         )
@@ -294,14 +298,14 @@ _FSDP1 = ("FullyShardedDataParallel", "XlaFullyShardedDataParallel")
 
 
 def problems_of_source(source: object) -> Iterator[str]:
-    """Report modules given to `GradSync` in a wrapper that shards parameters or reduces gradients."""
+    """Report wrappers that shard parameters or reduce gradients, in a module given to `GradSync`."""
     modules = list(source.named_modules()) if isinstance(source, nn.Module) else []
     # The names include wrappers of torch_xla and fairscale. Compare class names: importing FSDP is slow.
     kinds = [(name, kind.__name__) for name, module in modules for kind in type(module).__mro__]
-    for name, kind in [each for each in kinds if each[1] in _FSDP1][:1]:  # parameters may not reveal sharding
+    for name, kind in [each for each in kinds if each[1] in _FSDP1][:1]:  # a shard can look like a parameter
         where = f" at {name!r}" if name else ""
         yield (
-            f"params_or_module has a {kind}{where}, and FSDP1 works with neither GradSync nor attach: use "
+            f"params_or_module has a {kind}{where}, but FSDP1 works with neither GradSync nor attach: use "
             "fully_shard, then pe.attach(model)"
         )
     for _, module in modules:
@@ -309,20 +313,20 @@ def problems_of_source(source: object) -> Iterator[str]:
             unwrap = "pass ddp_model.module, or keep the wrapper and use pe.attach(ddp_model)"
             yield (
                 f"params_or_module holds a {type(module).__name__}, which reduces gradients by itself, so "
-                "that they would be summed twice: "
+                "they would be summed twice: "
                 f"{'do not call replicate on it' if is_replicated(module) else unwrap}"
             )
 
 
 def group_problems(process_group: Any, device_mesh: Any) -> Iterator[str]:
-    """Report that a group and a mesh were both given, or that the group is not a process group."""
+    """Report that a group and a mesh were both given, or that `process_group` has the wrong type."""
     is_none = process_group is None or process_group is dist.GroupMember.NON_GROUP_MEMBER
     if process_group is not None and device_mesh is not None:
         why = "each defines the ranks to sum over"
-        yield f"process_group and device_mesh were both given, and {why}; pass one"
+        yield f"process_group and device_mesh were both given, but {why}; pass only one"
     elif not is_none and not isinstance(process_group, dist.ProcessGroup):
         yield (
-            f"process_group={process_group!r} is a {type(process_group).__name__}: need a "
+            f"process_group={process_group!r} is a {type(process_group).__name__}: expected a "
             "torch.distributed.ProcessGroup (of a DeviceMesh: mesh.get_group()), or None for the default "
             "group"
         )
@@ -332,8 +336,8 @@ def sparse_modules(model: nn.Module, reduced: Sequence[tuple[str, nn.Parameter]]
     """Report modules that produce sparse gradients for parameters that FSDP2 reduces."""
     trained = {id(param) for _, param in reduced if param.requires_grad}
     return [
-        f"{name or type(module).__name__} has sparse=True, and no sparse gradient fits into the buffers of "
-        "FSDP2. Build it with sparse=False, or use pe.GradSync, which sums sparse gradients densely"
+        f"{name or type(module).__name__} has sparse=True, but sparse gradients do not fit into FSDP2's "
+        "buffers. Build it with sparse=False, or use pe.GradSync, which sums sparse gradients densely"
         for name, module in model.named_modules()
         if getattr(module, "sparse", False) and id(getattr(module, "weight", None)) in trained
     ]

@@ -31,7 +31,7 @@ class KeptGrads:
         self.clear()
 
     def clear(self) -> None:
-        self._used: set[int] | None = None  # Used parameters; None if the last window was unused.
+        self._used: set[int] | None = None  # Indices of used gradients; None before the window is used.
         self._found_inf: Tensor | None = None  # The `found_inf` flag of the step that used the window.
         self._kept: dict[int, Tensor] = {}  # Gradients carried into this window, by parameter index.
         self._is_added = False

@@ -28,7 +28,7 @@ _NEVER = -1  # means that a rank never had any batch
 
 
 class Lookahead(Generic[Batch]):
-    """An iterator that knows whether a next item exists, and that can return items in advance."""
+    """An iterator that knows whether it has a next item, and that can return items in advance."""
 
     def __init__(self, items: Iterable[Batch]) -> None:
         self._items = iter(items)
@@ -60,8 +60,8 @@ class Lookahead(Generic[Batch]):
                 self._is_over = True
                 if self._error:
                     warnings.warn(
-                        f"the loader has ended after it had raised {self._error}, as a generator does: this "
-                        "rank has no further data. Leave the loop over sync.windows on every rank, or make "
+                        f"the loader has ended after raising {self._error}, as a generator does: this rank "
+                        "has no further data. Leave the loop over sync.windows on every rank, or make "
                         "the loader continue after an error",
                         RuntimeWarning,
                         stacklevel=2,
@@ -76,8 +76,8 @@ class Lookahead(Generic[Batch]):
 def sum_over_ranks(engine: Engine, numbers: Sequence[float]) -> list[float]:
     """Return the sums of numbers over all ranks, as float64, with the same bits on every rank.
 
-    Ranks that share a batch contribute its numbers once. Launches one all-reduce of 8 bytes per number, for
-    which the host waits.
+    Ranks that share a batch contribute the batch's numbers once. Launches one all-reduce of 8 bytes per
+    number, for which the host waits.
     """
     if engine.batch is not None and not engine.batch.is_counting:
         numbers = [0.0] * len(numbers)  # another rank counts this batch
@@ -88,7 +88,7 @@ def sum_over_ranks(engine: Engine, numbers: Sequence[float]) -> list[float]:
 
 # ---- counts ----
 
-# A function that returns the number of items in each loss of a micro-batch; a number for a single loss.
+# A function that returns the number of items in a micro-batch: a number, or a dict of numbers by loss name.
 CountOf = Callable[[Any], Count | Mapping[str, Count]]
 
 _COUNTING = "with counts read ahead (sync.windows with count=)"
@@ -104,8 +104,8 @@ class Counting:
         )
         if is_lazy(engine.device):
             raise ValueError(
-                f"count= on {engine.device}: the host would have to read the totals before it records a "
-                "window, and wait for the device. Pass each count to sync.backward"
+                f"count= on {engine.device}: the host would have to wait for the device and read the totals "
+                "before it records a window. Pass each count to sync.backward"
             )
         self._engine, self._count = engine, count
         self._names: list[str] = []
@@ -113,7 +113,7 @@ class Counting:
     def begin(self, batches: Sequence[Any]) -> None:
         """Count the items of a newly opened window, and sum the counts over all ranks.
 
-        `batches` are the batches that this rank will compute in the window; this function keeps no reference
+        `batches` are the batches that this rank will process in the window; this function keeps no reference
         to them. Launches the collectives of `check_ranks_agree` and `sum_over_ranks`, and in the first window
         of a loop a gather of names.
         """
@@ -146,7 +146,7 @@ def _agree(engine: Engine, names: list[str]) -> list[str]:
     agreed = next(iter(named.values()), [])
     if any(set(theirs) != set(agreed) for theirs in named.values()):
         listed = "; ".join(f"rank {rank} counts {theirs}" for rank, theirs in named.items())
-        raise ValueError(f"count: {listed}. Let the function give the same names on every rank")
+        raise ValueError(f"count: {listed}. Let the function return the same names on every rank")
     return agreed
 
 
@@ -156,7 +156,7 @@ def count_ahead(
     """Count the items of a window's micro-batches.
 
     `local` determines which counts are valid; `names` is empty in the first window. Returns the names of the
-    losses, the counts by micro-batch, and problems by micro-batch. Counts that are tensors are stacked on
+    losses, the counts by micro-batch, and the problems found. Counts that are tensors are stacked on
     `device` and read together.
     """
     names = list(names)
@@ -167,16 +167,16 @@ def count_ahead(
         all_given.append({})
         try:
             given = count(batch)
-        except Exception as error:  # noqa: BLE001 - the other ranks wait for this one
+        except Exception as error:  # noqa: BLE001 - the other ranks wait for this rank
             problems.append(f"count {where}: the function raised {error!r}")
             continue
         named = given if isinstance(given, Mapping) else {ONLY: given}
         names = names or list(named)
         if not named or not all(isinstance(name, str) for name in named):
-            problems.append(f"count {where} has the names {list(named)}: need strings, at least one")
+            problems.append(f"count {where} has the names {list(named)}: expected one or more strings")
         elif named.keys() != set(names):
             problems.append(
-                f"count {where} has {list(named)}, and {names} elsewhere: need the same names in every "
+                f"count {where} has {list(named)}, but {names} elsewhere: expected the same names in every "
                 "micro-batch, with 0 for a name without items"
             )
         for name, value in named.items():
@@ -192,8 +192,7 @@ def count_ahead(
     ]
     whole = ", whole" if local.is_exact else ""
     problems += [
-        f"{_what(name)} of micro-batch {index} is {value}: need a finite{whole} number of at least 0 "
-        "and at most 2**53"
+        f"{_what(name)} of micro-batch {index} is {value}: expected a finite{whole} number from 0 to 2**53"
         for index, read in enumerate(counts)
         for name, value in read.items()
         if not local.is_valid(value)
@@ -209,7 +208,7 @@ def _what(name: object) -> str:
 
 
 class MicroBatches(Iterator[Batch]):
-    """The micro-batches of one window; using it as a batch raises an error that explains the nested loops."""
+    """An iterator over a window's micro-batches; used as a batch, it raises an error about nested loops."""
 
     def __init__(self, micro_batches: Iterator[Batch], counter: WindowCounter) -> None:
         self._micro_batches, self._counter, self._index = micro_batches, counter, counter.index
@@ -235,15 +234,15 @@ class MicroBatches(Iterator[Batch]):
 
 
 _NOT_A_BATCH = (
-    "iterate the window: `for window in sync.windows(loader): for batch in window:`. sync.windows yields "
-    "iterators of micro-batches, not batches"
+    "iterate over the window: `for window in sync.windows(loader): for batch in window:`. sync.windows "
+    "yields iterators of micro-batches, not batches"
 )
 
 
 class Windows(Iterator[MicroBatches[Batch]]):
     """The windows of one loop over a loader, returned by `Sync.windows`.
 
-    `len` returns the number of windows for a progress bar or a scheduler: the largest number of any rank.
+    `len` returns the number of windows for a progress bar or a scheduler: the largest number on any rank.
     """
 
     def __init__(self, engine: Engine, loader: Iterable[Batch], count: CountOf | None) -> None:
@@ -257,8 +256,8 @@ class Windows(Iterator[MicroBatches[Batch]]):
     def __len__(self) -> int:
         """Return the largest number of windows on any rank, including a short last window.
 
-        Every rank must call `len` at the same point; `tqdm` calls it on every rank on which it wraps the
-        loop. The number assumes that the length of windows does not change.
+        Every rank must call `len` at the same point; `tqdm` calls it on each rank where it wraps the
+        loop. The result assumes that the length of windows does not change.
 
         Raises:
             TypeError: the loader of some rank has no length; raised on every rank.
@@ -291,8 +290,8 @@ def _num_windows(engine: Engine, loader: Iterable[Any]) -> int:
         most, has_none = engine.comm.max_of(mine, has_none)
     if has_none:
         raise TypeError(
-            f"len(sync.windows(loader)): {reason or 'the loader of another rank has no length'}. Give a "
-            "progress bar total=, or loop without a length"
+            f"len(sync.windows(loader)): {reason or 'the loader of another rank has no length'}. Pass "
+            "total= to a progress bar, or loop without a length"
         )
     return most
 
@@ -309,7 +308,7 @@ def _windows(
         yield from _cut_padded(engine, Lookahead(loader), counting)
     else:
         yield from _cut(engine, loader, counting)
-    engine.restore_rng()  # needed if the loop had no windows (state of an epoch's last window)
+    engine.restore_rng()  # needed if no window has opened: the state is from an epoch's last window
     check_ranks_agree(engine)
     engine.is_between_loops = True
 
@@ -354,7 +353,7 @@ def single_micro_batch(engine: Engine, *, last: bool) -> Iterator[None]:
         if ends:
             engine.end_micro_batches()
     except (Exception, KeyboardInterrupt):
-        with suppress(RuntimeError):  # the first error caused the missing reductions
+        with suppress(RuntimeError):  # raise the original error instead
             engine.abandon()
         raise
     except BaseException:  # the process is about to end, so do not wait for other ranks
@@ -375,8 +374,8 @@ def _micro_batches(engine: Engine, source: Lookahead[Batch]) -> Iterator[Batch]:
 
 
 _NO_SHARE = (
-    "loader has micro-batches on a rank that gets none, since there are more ranks than micro-batches in a "
-    "window: pass the loader of this rank's WindowSampler, which is empty"
+    "loader has micro-batches on a rank that should have none, since a window has fewer micro-batches than "
+    "there are ranks: pass the loader of this rank's WindowSampler, which is empty"
 )
 
 
@@ -386,9 +385,10 @@ _NO_SHARE = (
 def _cut_padded(
     engine: Engine, source: Lookahead[Batch], counting: Counting | None
 ) -> Iterator[Iterator[Batch]]:
-    """Split a loader into windows with equally many micro-batches on every rank, until no rank has data left.
+    """Split a loader into windows that have the same number of micro-batches on every rank.
 
-    Launches two small all-reduces per window, for which the host waits.
+    Continues until no rank has data left. Launches two small all-reduces per window, for which the host
+    waits.
     """
     rank, world_size = engine.comm.rank, engine.comm.world_size
     old: list[Batch] = []
@@ -396,7 +396,7 @@ def _cut_padded(
         engine.open()
         ahead, due = _read(engine, source), len(engine.counter.due)
         mine = min(len(ahead), due) or (0 if old else _NEVER)
-        first = world_size - rank if mine > 0 else 0  # the maximum belongs to the first rank with data
+        first = world_size - rank if mine > 0 else 0  # the maximum gives the first rank with data
         most, minus_fewest, first = engine.comm.max_of(mine, -mine, first)
         if most <= 0:
             engine.counter.close(completed=False)  # keep the caller's gradients in `.grad`
@@ -417,10 +417,10 @@ def meet_at_micro_batch(engine: Engine, *, last: bool) -> None:
 
 
 def _read(engine: Engine, source: Lookahead[Batch]) -> list[Batch]:
-    """Read a window's micro-batches and one look-ahead micro-batch; check that all ranks could read.
+    """Read one micro-batch more than the window has; check that all ranks could read their loaders.
 
-    Because of the additional read, an error of the loader is raised here, and not while other ranks wait in
-    the forward of a sharded model.
+    The additional read makes an error of the loader appear here rather than while other ranks wait in the
+    forward of a sharded model.
     """
     try:
         ahead = source.peek(len(engine.counter.due) + 1)
@@ -447,16 +447,16 @@ def _borrowed(engine: Engine, old: list[Batch], ahead: Sequence[Batch], *, sende
         try:
             pickle.dumps(ahead[0])
             sent = ahead[0], "", False
-        except Exception as error:  # noqa: BLE001 - the other ranks wait for this one
+        except Exception as error:  # noqa: BLE001 - the other ranks wait for this rank
             sent = None, repr(error), False
     gathered: Sequence[tuple[Any, str, bool]] = engine.comm.all_gather_object(sent)
     batch, error_text, _ = gathered[sender]
     if error_text:
         without = ", ".join(str(rank) for rank, (*_, has_none) in enumerate(gathered) if has_none)
         raise ValueError(
-            f"rank {without} has no micro-batch, and needs a copy of another rank's, because the forwards of "
-            f"a sharded model are collective; the micro-batch of rank {sender} cannot be pickled "
-            f"({error_text}): give every rank at least one"
+            f"rank {without} has no micro-batch, and needs a copy of another rank's micro-batch, because the "
+            f"forwards of a sharded model are collective; but the micro-batch of rank {sender} cannot be "
+            f"pickled ({error_text}): give every rank at least one micro-batch"
         )
 
     def moved(tensor: Tensor) -> Tensor:
@@ -469,7 +469,7 @@ def _borrowed(engine: Engine, old: list[Batch], ahead: Sequence[Batch], *, sende
 def _handed_out(
     engine: Engine, source: Lookahead[Batch], old: list[Batch], *, mine: int, fewest: int, most: int
 ) -> Iterator[Batch]:
-    """Yield `mine` micro-batches, then repeat the last micro-batch, `old`, up to `most` in total.
+    """Yield `mine` micro-batches, then repeat the last micro-batch (in `old`), up to `most` in total.
 
     `fewest` and `most` are the smallest and the largest number of micro-batches on any rank.
     """
@@ -480,10 +480,10 @@ def _handed_out(
         if index >= fewest and counter.done < counter.handed:
             # Padding would look like an earlier micro-batch. Every rank raises this error.
             raise RuntimeError(
-                f"{counter.handed} micro-batches of window {counter.index} have been handed out and "
-                f"{counter.done} backwards run, where a rank has run out of data and repeats its last batch: "
-                "run the backward of every micro-batch before the next one's forward, or give every rank as "
-                "many micro-batches"
+                f"{counter.handed} micro-batches of window {counter.index} have been handed out but only "
+                f"{counter.done} backwards have run, and a rank without further data repeats its last batch: "
+                "run the backward of every micro-batch before the next forward, or give every rank the same "
+                "number of micro-batches"
             )
         if index and not runs_ahead(engine.device) and (last or engine.reducer.gathers_in_each_micro_batch):
             meet_at_micro_batch(engine, last=last)

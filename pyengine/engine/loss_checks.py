@@ -1,4 +1,4 @@
-"""Checks of the autograd graph for losses with a wrong scale, divisor or reduction."""
+"""Detection of losses with a wrong scale, divisor or reduction, from the autograd graph."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class LossChecks:
         self._warned: set[str] = set()
 
     def refuse_scaled(self, loss: Tensor | GradientEdge, scaler: GradScaler | None) -> None:
-        """Raise ValueError if a loss was already multiplied by a loss scale, because `backward` scales it."""
+        """Raise ValueError if a loss was already multiplied by a loss scale: only `backward` may do so."""
         is_first = self.is_first_window
         if (scaler is None and not is_first) or not is_scaled(
             loss, None if scaler is None else scaler.scale_tensor, by_any=is_first
@@ -41,16 +41,16 @@ class LossChecks:
             raise ValueError(
                 "assign the loss scaler, sync.scaler = scaler, and give sync.backward the loss itself, "
                 "without scaler.scale: a GradScaler that the engine does not know has scaled this loss, and "
-                "nobody would unscale the gradients"
+                "nothing would unscale the gradients"
             )
         raise ValueError(
-            "give sync.backward (or mb.backward) the loss itself, without scaler.scale: it was scaled "
-            "already, and with sync.scaler set the engine scales it once more. In a micro_batch block call "
+            "give sync.backward (or mb.backward) the loss itself, without scaler.scale: it was already "
+            "scaled, and with sync.scaler set the engine scales it again. In a micro_batch block call "
             "sync.scaler.scale(loss).backward()"
         )
 
     def warn_of_division(self, loss: Tensor, count: object) -> None:
-        """Warn once, in the first window, of a loss divided by the number of micro-batches in a window."""
+        """Warn once, in the first window, about a loss divided by the number of micro-batches in a window."""
         accumulate = self._counter.accumulate
         if not self.is_first_window or accumulate == 1 or "division" in self._warned:
             return
@@ -58,14 +58,15 @@ class LossChecks:
         if divisor is not None:
             self._warned.add("division")
             warnings.warn(
-                f"leave the division by {divisor} out of the loss, if it stands for accumulate={accumulate}: "
-                "the engine divides by what all micro-batches count, and with both the gradient is that much "
-                "too small. (Where it is something else, such as the size of a batch, the loss is right.)",
+                f"leave the division by {divisor} out of the loss if it accounts for "
+                f"accumulate={accumulate}: the engine already divides by the counts of all micro-batches, "
+                "and dividing twice makes the gradient too small. (If the divisor is something else, such as "
+                "the size of a batch, the loss is right.)",
                 stacklevel=3,
             )
 
     def warn_of_reduction(self, loss: Tensor, count: Count | None) -> None:
-        """Warn once, in the first window, of a sum without a count or a mean with a count.
+        """Warn once, in the first window, about a sum without a count or a mean with a count.
 
         Not called if counts were read ahead.
         """
@@ -81,13 +82,14 @@ class LossChecks:
         self._warned.add("reduction")
         how, size = ("without a count", "large") if count is None else ("with a count", "small")
         warnings.warn(
-            f"{remedy}: the loss is a {reduction}, as torch's loss function has returned it, {how}. The "
-            f"engine divides by counts, so the gradient would be that many times too {size}",
+            f"{remedy}: the loss is a {reduction}, as torch's loss function returned it, {how}. The "
+            f"engine divides by counts, so the gradient would be too {size} by a factor equal to the number "
+            "of items",
             stacklevel=3,
         )
 
     def warn_of_mixed_counts(self, counts: LocalWindow) -> None:
-        """Warn once of a window in which some micro-batches have a count above 1, and others no count."""
+        """Warn once if a window has micro-batches without a count and micro-batches with a count above 1."""
         is_left_out = counts.batch is not None and not counts.batch.is_counting
         if not counts.has_uncounted or is_left_out or "mixed counts" in self._warned:
             return
@@ -99,7 +101,7 @@ class LossChecks:
         warnings.warn(
             "pass count= in every micro-batch of a window or in none: a micro-batch without a count counts "
             f"as 1 item (this window's counts: {listed}{', ...' if len(counts.counts) > 8 else ''}), so its "
-            "mean loss weighs as much as one item of the others",
+            "mean loss weighs as much as a single item of another micro-batch",
             stacklevel=3,
         )
 
@@ -114,8 +116,8 @@ def is_scaled(loss: Tensor | GradientEdge, scaler: Tensor | None, *, by_any: boo
 
     Args:
         scaler: the scale of the engine's own loss scaler; None if the engine has no loss scaler.
-        by_any: whether to search for other scalers, too. If a float32 0-dim tensor multiplies the loss, the
-            search takes milliseconds.
+        by_any: whether to search for other scalers as well. If the loss is multiplied by a 0-dim float32
+            tensor, the search takes milliseconds.
     """
     left, seen = [loss.grad_fn if isinstance(loss, Tensor) else loss.node], 0
     while left and seen < _MAX_TERMS:
@@ -140,7 +142,7 @@ _MAX_TERMS = 64
 
 
 def _belongs_to_scaler(scale: Tensor) -> bool:
-    """Whether a tensor is the scale of some GradScaler; a Python number, which becomes float64, is not."""
+    """Whether a tensor is a GradScaler's scale; False for a Python number, which is saved as float64."""
     if scale.dtype is not torch.float32:
         return False
     # `isinstance` asks each object for its class, and a dead weak proxy would raise an error.
@@ -155,7 +157,7 @@ def divided_by(loss: Tensor, divisors: Collection[int], count: object) -> int | 
     """Return the divisor of a mean, or of a loss with a count, if it is in `divisors`; otherwise None.
 
     The divisor is found in the graph. A division is ignored in three cases: a later multiplication undoes it
-    (unless the factor is `count`, which turns a mean into a sum); the divisor is 2, which may average two
+    (unless the factor is `count`, which turns a mean into a sum); the divisor is 2, as in the average of two
     losses; or the loss is a sum without a count, which may be divided by the number of items in a batch.
     """
     node, product, found = loss.grad_fn, 1.0, None
@@ -195,7 +197,7 @@ def _saved(node: Any, *names: str) -> Tensor | None:
 
 
 def _factor(node: Any) -> float | None:
-    """Return the factor of a multiplication node in the graph; None if it is not a number on the host."""
+    """Return the factor by which a node multiplies its input; None unless it is a number on the host."""
     is_product = node.name() == "MulBackward0"
     other = _saved(node, "other", "self") if is_product else _saved(node, "other")
     if other is None or other.dim() or runs_ahead(other.device):

@@ -30,9 +30,9 @@ def make_engine(
     source: object,
     problems: Sequence[str],
 ) -> Engine:
-    """Make an engine; if any rank has a problem, raise an error on every rank and change nothing.
+    """Create an engine; if any rank has a problem, raise an error on every rank and change nothing.
 
-    After all ranks have agreed, `make_reducer` makes the reducer, which owns the gradients. `source` is the
+    After all ranks have agreed, `make_reducer` creates the reducer, which owns the gradients. `source` is the
     module that contains the parameters, or None. `problems` are additional problems of this rank.
     """
     comm = ranks.comm

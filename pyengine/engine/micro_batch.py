@@ -18,10 +18,10 @@ from pyengine.window.header import Count, LocalWindow, checked_count
 
 
 class MicroBatch:
-    """One micro-batch of a window, while its backwards run; made by `sync.micro_batch`.
+    """One micro-batch of a window, while its backwards run; created by `sync.micro_batch`.
 
     The gradient of the micro-batch is the sum of the gradients of all backwards in the block. A block without
-    a backward contributes zero gradient, but the micro-batch's count is still added.
+    a backward contributes a zero gradient, but the micro-batch's count is still added.
     """
 
     def __init__(
@@ -39,14 +39,16 @@ class MicroBatch:
         counter.check_backward()
         self._window, self._scaler, self._checks = window, scaler, loss_checks
         self._last_backward = last_backward
-        # The index among the micro-batches of this rank, and whether this micro-batch is the window's last.
+        # `index`: the index among this rank's micro-batches. `syncs`: whether this is the window's last.
         self.index, self.syncs = counter.done, counter.next_backward_syncs
-        # Whether gradients are accumulated after this micro-batch, because it is the last one of its slot.
+        # Whether this micro-batch is the last of its slot (or padding), so that the gradients in `.grad` are
+        # added to the window's sum after it.
         self.ends_slot = self.syncs or window.is_padding or window.slots.ends_at(counter.latest)
         self._count: Count = count
         self.is_stated = is_stated or window.denominators is not None
         self._loss: Tensor | None = None if loss is None else loss.detach()
-        # Whether a backward was marked as the last, and whether only code of the engine runs in the block.
+        # `has_last`: whether a backward was marked as the last. `has_only`: whether only the engine's code
+        # runs in the block.
         self.has_last = self.has_only = False
 
     @property
@@ -62,7 +64,8 @@ class MicroBatch:
         self._check_open("count")
         if self._window.denominators is not None:
             raise ValueError(
-                "mb.count: this window's counts were read ahead by sync.windows(loader, count=...): leave it"
+                "mb.count: this window's counts were read ahead by sync.windows(loader, count=...); do not "
+                "set it"
             )
         self._count, self.is_stated = checked_count(count), True
 
@@ -70,7 +73,7 @@ class MicroBatch:
     def loss(self) -> Tensor | None:
         """Sum of the losses for the `StepRecord`: a 0-dim tensor, or None.
 
-        May be set until the last backward begins. The loss is stored detached. If any micro-batch of a window
+        May be set until the last backward begins. The stored loss is detached. If any micro-batch of a window
         has no loss, the loss in the record is None.
         """
         return self._loss
@@ -83,9 +86,11 @@ class MicroBatch:
         elif isinstance(loss, int | float) and not isinstance(loss, bool):
             value = torch.tensor(loss, dtype=torch.float64, device=HOST)
         else:
-            raise TypeError(f"mb.loss = a {type(loss).__name__}: need a 0-dim tensor, a number or None")
+            raise TypeError(f"mb.loss is a {type(loss).__name__}: expected a 0-dim tensor, a number or None")
         if value is not None and value.dim() != 0:
-            raise ValueError(f"mb.loss has shape {list(value.shape)}, need a 0-dim tensor: use loss.sum()")
+            raise ValueError(
+                f"mb.loss has shape {list(value.shape)}, expected a 0-dim tensor: use loss.sum()"
+            )
         self._loss = None if value is None else value.detach()
         self._window.has_backward |= value is not None
 
@@ -129,8 +134,8 @@ class MicroBatch:
 
         In the window's last micro-batch, the window's counts are sent before the body, and the reduction of
         each bucket is launched as soon as the body has completed the bucket. In an earlier micro-batch,
-        gradients are accumulated during the backward, while they are in the cache. Therefore set `count` and
-        `loss` before this call; no gradient may arrive after the body.
+        gradients are accumulated during the backward, while they are still in the cache. Therefore set
+        `count` and `loss` before this call; no gradient may arrive after the body.
 
         Args:
             roots: the tensors from which the body's backward starts (the scaled losses, or any tensors with
@@ -138,11 +143,11 @@ class MicroBatch:
 
         Raises:
             RuntimeError: a backward of the block was already marked, or a gradient arrived a second time,
-                after its bucket may have been sent.
+                when its bucket may already have been sent.
         """
         if self.has_last:
             raise RuntimeError(
-                "mb.last_backward: the second one of this micro-batch, whose gradients have been "
+                "mb.last_backward was called a second time in this micro-batch, whose gradients have been "
                 "accumulated: mark the last backward only"
             )
         for root in roots:

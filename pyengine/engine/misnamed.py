@@ -52,8 +52,8 @@ def _answer(signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[st
     for name in kwargs.keys() - {*positional, *named}:
         close = [_ELSEWHERE[name]] if name in _ELSEWHERE else get_close_matches(name, named, 1)
         if close and close[0] in named:
-            return f"{name}={kwargs[name]!r}: this argument is {close[0]}= here"
-        return f"{name}={kwargs[name]!r}: there is no such argument; there are {', '.join(named)}"
+            return f"{name}={kwargs[name]!r}: here this argument is called {close[0]}="
+        return f"{name}={kwargs[name]!r}: there is no such argument; the arguments are {', '.join(named)}"
     return ""
 
 
@@ -74,7 +74,7 @@ def answer_to_setting(kind: type, name: str, value: object) -> str:
         return ""
     if name in _FIXED or _ELSEWHERE.get(name) in _FIXED:
         fixed = name if name in _FIXED else _ELSEWHERE[name]
-        return f"pass {fixed}={value!r} to the engine when it is made: an engine keeps its {fixed}"
+        return f"pass {fixed}={value!r} when you create the engine: its {fixed} cannot change later"
     member = None if name.startswith("_") else getattr(kind, name, None)
     if callable(member):
         return f"call sync.{name}(...): {name} is a method, not a setting"
@@ -86,4 +86,4 @@ def answer_to_setting(kind: type, name: str, value: object) -> str:
 def check_function(name: str, value: object, of: str) -> None:
     """Raise TypeError if an argument is not callable; `of` describes the required function."""
     if not callable(value):
-        raise TypeError(f"{name} is a {type(value).__name__}: need a function {of}")
+        raise TypeError(f"{name} is a {type(value).__name__}: expected a function {of}")

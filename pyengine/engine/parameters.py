@@ -44,8 +44,8 @@ class Ownership:
     def follow(self) -> None:
         """Accumulate gradients on the current stream from now on, if the stream has changed.
 
-        The stream changes if a loop trains or captures a graph on a separate stream. Autograd nodes that a
-        live forward graph or DDP references keep their stream.
+        The stream changes if a loop trains or captures a graph on a separate stream. Autograd nodes that
+        are still referenced, by a live forward graph or by DDP, keep their stream.
         """
         is_same = not self._params or current_stream(self._params[0].device) == self._stream
         if is_same or not all(param.requires_grad for param in self._params):
@@ -55,9 +55,9 @@ class Ownership:
         self._mark()
 
     def _mark(self) -> None:
-        # autograd accumulates a parameter's gradient on the stream that was current when its node was made.
-        # While the nodes are alive they share that stream, and autograd makes it wait for the streams of each
-        # backward.
+        # autograd accumulates a parameter's gradient on the stream that was current when the parameter's node
+        # was created. While the nodes are alive they share that stream, and autograd makes the stream wait
+        # for the streams of each backward.
         self._nodes = nodes_of(self._params)
         self._stream = current_stream(self._params[0].device) if self._params else None
         for node in self._nodes:
@@ -157,14 +157,14 @@ class TrainedParameters:
             some = f"parameters {exchanged[0]!r} and {len(exchanged) - 1} more have"
             yield (
                 f"{some if len(exchanged) > 1 else one} been replaced since the engine was made: call "
-                "sync.close(), then make a new engine (by pe.attach after fully_shard) and a new optimizer "
-                "for the model as it is now. Whatever replaces parameters (fully_shard, "
+                "sync.close(), then make a new engine (with pe.attach after fully_shard) and a new optimizer "
+                "for the model as it is now. Anything that replaces parameters (fully_shard, "
                 "load_state_dict(assign=True), swap_tensors, weight_norm and other parametrizations, a new "
                 "layer) must come before both"
             )
 
     def notice_step(self, stepped: AbstractSet[int]) -> None:
-        """Warn once if a parameter has no gradient for several steps in which other parameters have one.
+        """Warn once if a parameter has no gradient for several steps while other parameters have gradients.
 
         Not needed if the module is known, because `problems` then detects replaced parameters.
         """
@@ -192,7 +192,11 @@ class TrainedParameters:
 
     def _remember(self) -> None:
         modules = [] if self._module is None else [*self._module.modules()]
-        self._dicts = [each for module in modules for each in (module._parameters, module._modules)]  # noqa: SLF001 - the dicts themselves
+        self._dicts = [
+            each
+            for module in modules
+            for each in (module._parameters, module._modules)  # noqa: SLF001 - the dicts themselves
+        ]
         self._tree = self._members()
 
     def _members(self) -> list[object]:
@@ -213,7 +217,7 @@ class TrainedParameters:
     def strangers(self) -> list[str]:
         """Return the names of unfrozen or added parameters that have a gradient but belong to no engine.
 
-        Cost: reads `.grad` of each parameter that was frozen or missing when the engine was made.
+        Cost: reads `.grad` of each parameter that was frozen or missing when the engine was created.
         """
         if not (self._frozen or self._added):
             return []
@@ -225,8 +229,8 @@ class TrainedParameters:
 class WrittenParameters:
     """Detects writes to trained parameters by code outside the engine since the last `record`.
 
-    A write usually changes the version of a parameter. A write to `.data` does not change the version. On the
-    host, a write to `.data` is detected by comparing the bits of one element.
+    A write usually changes the version of a parameter, but a write to `.data` does not. On the host, writes
+    to `.data` are detected by comparing the bits of one element of each parameter.
 
     Cost: 0.2 µs per parameter and check, with three checks per window.
     """
@@ -237,8 +241,9 @@ class WrittenParameters:
         # Whether the host compares elements; False for parameters on an accelerator and for shards.
         is_plain = all(type(param) is Parameter and param.layout is torch.strided for param in params)
         self._is_read = is_plain and params[0].device.type == HOST.type
-        # The addresses of parameters, and the middle element of each parameter, read with ctypes.
+        # The address of each parameter.
         self._addresses: list[int] = []
+        # The middle element of each parameter, read with ctypes.
         self._elements: list[Any] = []
 
     def record(self) -> None:
@@ -249,7 +254,7 @@ class WrittenParameters:
         self._then = None
 
     def written(self) -> list[int]:
-        """Return the indices of parameters that were written to since `record`; empty without a `record`."""
+        """Return the indices of parameters that were written to since `record`; empty without a record."""
         if self._then is None or (now := self._look()) == self._then:
             return []
         pairs = enumerate(zip(*now, *self._then, strict=True))
@@ -285,6 +290,6 @@ def in_backward_problems(named: Iterable[tuple[str, Parameter]]) -> list[str]:
     names = [name for name, param in named if hasattr(param, "_in_backward_optimizers")]
     return [
         f"parameter {name!r} has an optimizer that steps inside the backward (_apply_optimizer_in_backward), "
-        "before gradients are reduced: leave that out, and step all parameters by sync.step(optimizer)"
+        "before gradients are reduced: leave that out, and step all parameters with sync.step(optimizer)"
         for name in names[:1]
     ]

@@ -15,7 +15,7 @@ from pyengine.ops.device import is_lazy
 # ---- marks that other packages set ----
 
 # Attributes are compared by name, because importing these packages is slow or fails. In a sharded model,
-# replicated parameters lack the attribute, or it is False.
+# replicated parameters lack the attribute or have it set to False.
 _OF_SHARDS = {
     "_is_sharded": "torch_xla's or fairscale's FSDP",
     "_fsdp_flattened": "FSDP1 (FullyShardedDataParallel)",
@@ -41,7 +41,7 @@ def shard_problems(named: Iterable[tuple[str, Any]]) -> Iterator[str]:
             yield (
                 f"params_or_module: give the engine the model before {owner} shards it, or call fully_shard "
                 f"(FSDP2) on it and pe.attach(model): parameter {name!r} is a shard ({by}), and every rank "
-                "holds a different one"
+                "holds a different shard"
             )
             return
 
@@ -98,7 +98,7 @@ def differing(
             pairs = zip([*other, None], [*wanted, None], strict=False)
             one, two = next(pair for pair in pairs if pair[0] != pair[1])
             return [], (
-                f"build the same model on every rank: rank {rank} has {_shown(one)}, and rank {ranks[0]} "
+                f"build the same model on every rank: rank {rank} has {_shown(one)}, but rank {ranks[0]} has "
                 f"{_shown(two)}, among parameters and buffers that would get the values of rank {ranks[0]}"
             )
     names = [name for name, parts in stored.items() for _ in parts]
@@ -123,11 +123,11 @@ def warn_of_changed(changed: Sequence[Differing]) -> None:
     name, rank, root = changed[0]
     more = f" and {len(changed) - 1} more tensors" if len(changed) > 1 else ""
     warnings.warn(
-        "seed every rank alike before the model is made, or load it on every rank, unless all ranks should "
-        f"get rank {root}'s values: rank {rank} had other values of {name!r}{more}, which have been "
-        "replaced, as DDP does. Ranks that hold different parts of a model (shards, stages, experts) need "
-        "the group of the ranks that hold the same part: process_group=, or device_mesh= and axes= "
-        "(docs/mesh.md)",
+        "use the same seed on every rank before you create the model, or load it on every rank, unless all "
+        f"ranks should get rank {root}'s values: rank {rank} had different values of {name!r}{more}, which "
+        "have been replaced, as DDP does. Ranks that hold different parts of a model (shards, stages, "
+        "experts) need the group of the ranks that hold the same part: process_group=, or device_mesh= and "
+        "axes= (docs/mesh.md)",
         stacklevel=3,
     )
 

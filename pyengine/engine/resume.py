@@ -53,7 +53,7 @@ def take_snapshot(engine: Engine) -> Snapshot:
 
 
 def load_state(engine: Engine, state: object) -> None:
-    """Continue from this rank's snapshot, or, with another world size, from the snapshot of any rank.
+    """Continue from this rank's snapshot, or, with a different world size, from the snapshot of any rank.
 
     Raises ValueError on every rank, without any change, if a state does not fit its engine or the states of
     other ranks.
@@ -65,7 +65,10 @@ def load_state(engine: Engine, state: object) -> None:
     raise_problems([texts for texts, _ in gathered])
     if len({each for _, each in gathered}) > 1:
         listed = "; ".join(f"rank {rank} got {each}" for rank, (_, each) in enumerate(gathered))
-        raise ValueError(f"pass every rank its own state of the same save; states differ: {listed}")
+        raise ValueError(
+            f"the ranks' states are from different saves: {listed}. Load states from one save on all ranks: "
+            "each rank its own state or, on a different number of ranks, rank 0's state"
+        )
     assert snapshot is not None
     # All checks have passed, so from here on all ranks make the same calls.
     if snapshot.order:
@@ -86,8 +89,8 @@ def _resume(engine: Engine, part: Snapshot) -> None:
         metric.load(part.measured.get(metric.field))
     if lost := part.measured.keys() - {metric.field for metric in engine.metrics}:
         warnings.warn(
-            f"load_state_dict: the state has {sorted(lost)} of earlier windows, and this engine does not "
-            "measure them: they are lost; call sync.measure before load_state_dict",
+            f"load_state_dict: the state has {sorted(lost)} of earlier windows, but this engine does not "
+            "measure them, so they are lost; call sync.measure before load_state_dict",
             stacklevel=3,
         )
     if engine.reducer.residuals.is_kept:
@@ -96,8 +99,8 @@ def _resume(engine: Engine, part: Snapshot) -> None:
         engine.reducer.residuals.load(part.residuals, known)
     elif part.residuals:
         warnings.warn(
-            "load_state_dict: the state has residuals of a wire with error feedback, and this engine's wire "
-            "has no error feedback: the residuals are lost",
+            "load_state_dict: the state has residuals of a wire with error feedback, but this engine's wire "
+            "has no error feedback, so the residuals are lost",
             stacklevel=3,
         )
     engine.foreign.marks.record_published()
@@ -121,7 +124,7 @@ class _Described:
 
     def __str__(self) -> str:
         scaler = f", loss scaler {dict(self.scaler)}" if self.scaler else ""
-        return f"one of {self.world_size} ranks at (windows, steps) = {self.position}{scaler}"
+        return f"the state of one of {self.world_size} ranks at (windows, steps) = {self.position}{scaler}"
 
     @classmethod
     def of(cls, snapshot: Snapshot) -> _Described:
@@ -133,7 +136,7 @@ def _prepare(engine: Engine, state: object) -> tuple[list[str], Snapshot | None]
     """Read and check a state, without changing the engine.
 
     Returns a list of problems, and the snapshot or None. Problems are not raised here, because other ranks
-    wait.
+    wait for the answer of this rank.
     """
     try:
         if not engine.is_closed:
@@ -144,7 +147,7 @@ def _prepare(engine: Engine, state: object) -> tuple[list[str], Snapshot | None]
         found = list(_misfits(engine, snapshot))
         if not found and (refusal := rng_refusal(snapshot.rng)):
             found = [f"state of {snapshot.owner} has {refusal}"]
-    except Exception as error:  # noqa: BLE001 - the others would wait for this rank's answer
+    except Exception as error:  # noqa: BLE001 - other ranks wait for this rank's answer
         found = [str(error) if isinstance(error, ValueError) else f"state cannot be read: {error!r}"]
     return (found, None) if found else ([], snapshot)
 
@@ -152,7 +155,7 @@ def _prepare(engine: Engine, state: object) -> tuple[list[str], Snapshot | None]
 def _misfits(engine: Engine, snapshot: Snapshot) -> Iterator[str]:
     """Report why a snapshot does not fit an engine, or cannot come from any engine."""
     if snapshot.rank >= snapshot.world_size:
-        yield f"state of {snapshot.owner}: need a rank below the number of ranks"
+        yield f"state of {snapshot.owner}: expected a rank below the number of ranks"
     elif text := _misplaced(engine, snapshot) or _other(snapshot.identity, engine.identity):
         yield text
     else:
@@ -168,7 +171,7 @@ def _misplaced(engine: Engine, snapshot: Snapshot) -> str:
         return "" if snapshot.rank == rank else f"pass each rank its own state: {here}"
     if engine.holds_parts and (engine.batch is not None or engine.reducer.model is None):
         return (
-            f"start as many ranks as there were, on a mesh of the same shape: {here}, where ranks hold other "
+            f"start as many ranks as before, on a mesh of the same shape: {here}, and ranks hold different "
             "parameters or share batches"
         )
     if snapshot.carry and _holds_shards(engine):
@@ -177,8 +180,8 @@ def _misplaced(engine: Engine, snapshot: Snapshot) -> str:
 
 
 _UNUSED = (
-    "step every optimizer, or set .grad to None, before sync.state_dict(), or start as many ranks as there "
-    "were, sharded as they were"
+    "step every optimizer, or set .grad to None, before sync.state_dict(), or start as many ranks as "
+    "before, with the same sharding"
 )
 
 
@@ -194,9 +197,10 @@ def _other(theirs: Identity, ours: Identity) -> str:
     if kinds[0] != kinds[1]:
         (their_number, their_slots), (number, slots) = _window_of(theirs), _window_of(ours)
         return (
-            f"state of accumulator={theirs.accumulator!r} with {their_number} micro-batches a "
-            f"window{their_slots}, this is accumulator={ours.accumulator!r} with {number}{slots}: make "
-            "the engine as it was (pe.Exact(micro_batches=...) keeps the window on any world size)"
+            f"state of accumulator={theirs.accumulator!r} with {their_number} micro-batches per "
+            f"window{their_slots}, but this engine has accumulator={ours.accumulator!r} with "
+            f"{number}{slots}: make the engine as it was (pe.Exact(micro_batches=...) keeps the window on "
+            "any world size)"
         )
     pairs = zip(theirs.params, ours.params, strict=False)
     changed = next((f"{a} in the state, {b} here" for a, b in pairs if a != b), "")
@@ -214,13 +218,13 @@ def _window_of(identity: Identity) -> tuple[str, str]:
 def _numbers(engine: Engine, s: Snapshot) -> Iterator[str]:
     trained = {name for name, *_ in engine.identity.params}
     if not {index for index, name in enumerate(engine.reducer.names) if name in trained}.issuperset(s.order):
-        yield f"order={s.order}, need indices of parameters that are trained"
+        yield f"order={s.order}, expected indices of parameters that are trained"
     if problem := rng_problem(s.rng):
         yield problem
     if engine.scaler is not None and s.scaler:
         needed = engine.scaler.state_dict().keys()
         if s.scaler.keys() != needed:
-            yield f"{sorted(s.scaler)} of the loss scaler, need {sorted(needed)}"
+            yield f"{sorted(s.scaler)} of the loss scaler, expected {sorted(needed)}"
         yield from state_problems(s.scaler)
 
 
@@ -250,14 +254,14 @@ def _measured(engine: Engine, s: Snapshot) -> Iterator[str]:
 
 
 def _unlike(what: str, parts: dict[str, Tensor], needed: dict[str, _Like]) -> Iterator[str]:
-    """Report tensors that have an unknown parameter, a wrong dtype, a wrong shape, or nonfinite values."""
+    """Report tensors with an unknown name, a wrong dtype, a wrong shape, or nonfinite values."""
     for name, tensor in parts.items():
         if name not in needed:
-            yield f"{what}[{name!r}], which is no parameter here"
+            yield f"{what}[{name!r}], which is not a parameter here"
             continue
         dtype, shape = needed[name]
         if (tensor.dtype, tuple(tensor.shape)) != (dtype, shape):
             got = f"{tensor.dtype} {list(tensor.shape)}"
-            yield f"{what}[{name!r}] of {got}, need {dtype} {list(shape)}".replace("torch.", "")
+            yield f"{what}[{name!r}] of {got}, expected {dtype} {list(shape)}".replace("torch.", "")
         elif not bool(tensor.isfinite().all()):
-            yield f"{what}[{name!r}] that is not finite, so that no step could use it"
+            yield f"{what}[{name!r}] that is not finite, so no step could use it"

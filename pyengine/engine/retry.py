@@ -1,20 +1,20 @@
 """Retry of micro-batches that run out of memory, in smaller parts within the same window.
 
 [Note: an attempt leaves no trace]
-The forward and backward of a part may run out of memory at any operation, and then run again with fewer
+The forward and backward of a part may run out of memory at any operation; they are then repeated with fewer
 items. Therefore `.grad` does not contain the sums of the window during an attempt. The sums so far are set
 aside, autograd writes to new tensors, and after the backward the new tensors are added to the sums. This
 works for every reducer that reads gradients from `.grad`:
 
- - own buckets that sum in place: the views of the bucket are set aside. Nothing writes to the bucket's memory
-   before the attempt has succeeded. The in-place add then increments the versions of the views, like
-   autograd's own add.
- - other own buckets, and slots: either the gradients of the micro-batch's earlier parts or the sums that
-   autograd keeps in `.grad` are set aside.
+ - the engine's own buckets, if they sum in place: the views of each bucket are set aside. Nothing writes to a
+   bucket's memory before the attempt has succeeded. The in-place add then increments the versions of the
+   views, like autograd's own add.
+ - the engine's other buckets, and slots: either the gradients of the micro-batch's earlier parts or the sums
+   that autograd keeps in `.grad` are set aside.
 
 An attempt launches no collective. All parts are in one `micro_batch` block without `last_backward`, so the
-header and all buckets are launched after the last part. Models with collective forwards raise an error. After
-a failure the values of random generators and of the module's buffers are restored.
+header and all buckets are launched after the last part. For models with collective forwards, an error is
+raised. After a failure the states of random generators and the module's buffers are restored.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from pyengine.ops.capture import report as report_uncapturable
 from pyengine.ops.device import is_lazy, runs_ahead
 from pyengine.window.header import Count, checked_count
 
-# Texts of out-of-memory errors that are not a torch.OutOfMemoryError: CPU allocator and cuBLAS.
+# Texts of out-of-memory errors from the CPU allocator and cuBLAS, which raise a plain RuntimeError.
 _TEXTS = ("DefaultCPUAllocator", "CUBLAS_STATUS_ALLOC_FAILED")
 
 # The types of values that are passed unchanged to every part of a batch.
@@ -52,20 +52,20 @@ class Items:
         strange = [leaf for leaf in self._leaves if not isinstance(leaf, (Tensor, list, *_PLAIN))]
         if strange:
             raise TypeError(
-                f"batch holds a {type(strange[0]).__name__}: need tensors, numbers and strings, in dicts, "
-                "lists and tuples; pass dict(batch) of a mapping, and let fn use other objects from outside "
-                "the batch"
+                f"batch holds a {type(strange[0]).__name__}: expected tensors, numbers and strings, in "
+                "dicts, lists and tuples; for a mapping pass dict(batch), and let fn use other objects from "
+                "outside the batch"
             )
         if len(sizes) != 1:
-            found = f"of sizes {sizes} in dimension 0" if sizes else "without dimensions, or none"
+            found = f"tensors of sizes {sizes} in dimension 0" if sizes else "no tensor with a dimension 0"
             raise ValueError(
-                f"batch holds tensors {found}: need the same number of items in all of them; let fn use "
-                "other tensors from outside the batch"
+                f"batch holds {found}: expected tensors with the same number of items in dimension 0; let fn "
+                "use other tensors from outside the batch"
             )
         self.num = sizes[0]
 
     def part(self, start: int, stop: int) -> Any:
-        """Return the part of a batch with the items from `start` to `stop`; its tensors are views."""
+        """Return the part of the batch with the items from `start` to `stop`; its tensors are views."""
         return tree_unflatten([self._of(leaf, start, stop) for leaf in self._leaves], self._structure)
 
     def _of(self, leaf: Any, start: int, stop: int) -> Any:
@@ -90,9 +90,9 @@ class Retries:
         self._error = ""  # the first line of the error of the last attempt
 
     def run(self, micro_batch: MicroBatch, items: Items, fn: Callable[[Any], Any]) -> None:
-        """Run forward and backward of a micro-batch in parts of at most `engine.part_size` items."""
+        """Run the forward and backward of a micro-batch in parts of at most `engine.part_size` items."""
         report_uncapturable(
-            "sync.retry_smaller repeats what ran out of memory, which a graph cannot do: call sync.backward"
+            "sync.retry_smaller repeats what ran out of memory, which a graph cannot do: use sync.backward"
         )
         engine = self._engine
         losses: list[Tensor] = []
@@ -112,15 +112,15 @@ class Retries:
                 torch.get_device_module(engine.device).empty_cache()
             if num <= 1:
                 raise torch.OutOfMemoryError(
-                    f"retry_smaller: {num} item of a micro-batch does not fit into memory: need memory for "
-                    "the forward and backward of one item; make items shorter, checkpoint activations, or "
-                    f"free memory; then call sync.abandon(). ({self._error})"
+                    f"retry_smaller: {num} item of a micro-batch does not fit into memory: the forward and "
+                    "backward of one item must fit; make items shorter, checkpoint activations, or free "
+                    f"memory; then call sync.abandon(). ({self._error})"
                 )
             engine.part_size = -(-num // 2)
             engine.window.num_retries += 1
             warnings.warn(
-                f"{num} items of a micro-batch have run out of memory on rank {engine.comm.rank}: from here "
-                f"on parts have at most {engine.part_size} (sync.part_size)",
+                f"{num} items of a micro-batch ran out of memory on rank {engine.comm.rank}: from now on "
+                f"parts have at most {engine.part_size} items (sync.part_size)",
                 stacklevel=3,
             )
         micro_batch.loss = (
@@ -156,7 +156,7 @@ class Retries:
                 each()
             self._error = (str(error) or repr(error)).splitlines()[0]
             return None
-        # From here on dense gradients need no new memory, so that the additions cannot fail partway.
+        # From here on dense gradients need no new memory, so the additions cannot fail partway.
         dense: list[tuple[Tensor, Tensor]] = []
         for param, (grad, rest) in zip(self._params, grads, strict=True):
             param.grad = grad
@@ -173,14 +173,14 @@ class Retries:
         if totals is not None:
             if isinstance(returned, tuple):
                 raise TypeError(
-                    "fn returned a tuple, and this window's counts were read ahead by sync.windows(loader, "
-                    "count=...): need the loss, or the dict of losses, alone"
+                    "fn returned a tuple, but this window's counts were read ahead by sync.windows(loader, "
+                    "count=...): expected only the loss, or the dict of losses"
                 )
             return totals.weigh(returned, self._engine.device), 0
         if not (isinstance(returned, tuple) and len(returned) == 2):
             raise TypeError(
-                f"fn returned a {type(returned).__name__}: need (loss, count), the sum of a part's losses "
-                "and the number of its items; means of parts do not add up to the mean of the whole"
+                f"fn returned a {type(returned).__name__}: expected (loss, count), the sum of a part's "
+                "losses and the number of its items; means of parts do not add up to the mean of the whole"
             )
         return returned[0], checked_count(returned[1])
 
@@ -197,14 +197,15 @@ class Retries:
             for module, name, buffer, values in kept:
                 setattr(module, name, buffer)
                 if values is not None:
-                    # An earlier forward may have saved the buffer; a write through `.data` keeps its version.
+                    # Autograd may have saved the buffer in an earlier forward; a write through `.data` does
+                    # not bump its version counter.
                     buffer.data.copy_(values)
 
         return undo
 
 
 def _merged(old: Tensor | None, new: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-    """Return the new value of `.grad`, and the tensor to be added to it in place, or None."""
+    """Return the new value of `.grad`, and a tensor (or None) that is to be added to it in place."""
     if old is None or new is None:
         return (new if old is None else old), None
     if old.layout is torch.strided:
@@ -227,7 +228,7 @@ def _problems(engine: Engine) -> Iterator[str]:
     """Yield the reasons why a rank cannot repeat a forward without the other ranks."""
     if is_lazy(engine.device):
         yield f"on {engine.device} the host does not learn that memory ran out: make micro-batches smaller"
-    remedy = "which other ranks would not run again: make micro-batches small enough for every rank"
+    remedy = "and other ranks would not run them again: make micro-batches small enough for every rank"
     if engine.reducer.has_collective_forwards:
         yield f"the forwards of a model that is sharded by FSDP2 are collective, {remedy}"
     elif engine.batch is not None or engine.reducer.counted is not None:

@@ -25,7 +25,7 @@ PART = re.compile(r"rank (0|[1-9]\d{0,17}) of ([1-9]\d{0,17})")
 
 @dataclass(frozen=True)
 class Identity:
-    """The properties of an engine that must be equal in a snapshot that it loads."""
+    """The properties of an engine that must be equal in every snapshot that it loads."""
 
     accumulator: str
     # For exact sums, the number of terms in a full window over all ranks, which determines the sum's grid;
@@ -49,8 +49,8 @@ class Snapshot:
     # Gradients that are carried into the next window: the tensors of this rank, by parameter name.
     carry: dict[str, Tensor] = field(default_factory=dict)
     scaler: dict[str, Any] = field(default_factory=dict)  # Empty without a loss scaler.
-    # The rounding errors of narrow wires on this rank, which are added to a later window: by parameter name,
-    # float32 `[numel]`, in the parameter's storage order.
+    # The rounding errors of narrow wires on this rank, which are added to a later window, by parameter name.
+    # Each is a float32 tensor of shape `[numel]`, in the parameter's storage order.
     residuals: dict[str, Tensor] = field(default_factory=dict)
     # The state that metrics carry from window to window, by field of the `StepRecord`.
     measured: dict[str, Tensor] = field(default_factory=dict)
@@ -70,12 +70,12 @@ class Snapshot:
     def read(cls, state: Any) -> Snapshot:
         """Read a state dict that `to_dict` has returned; raise ValueError for any other object."""
         if not isinstance(state, dict):
-            raise ValueError(f"state is a {type(state).__name__}: {_NEED}")  # noqa: TRY004 - of a file
+            raise ValueError(f"state is a {type(state).__name__}: {_NEED}")  # noqa: TRY004 - from a file
         version = state.get("version")
         if type(version) is int and version in (1, 2):
             raise ValueError(
                 "start the engine without this state, after loading parameters and optimizer: the state is "
-                f"from an earlier pyengine (version {version}), which saved other values"
+                f"from an earlier pyengine (version {version}), which saved different values"
             )
         if version != VERSION:
             raise ValueError(f"state is version {reprlib.repr(version)}: {_NEED}")
@@ -92,12 +92,12 @@ class Snapshot:
             raise ValueError(f"state has {name!r}, a {type(part).__name__}: {_NEED}")  # noqa: TRY004
         if differ := sorted(_CONTENT.keys() ^ content.keys(), key=str):
             texts = [
-                f"{reprlib.repr(key)} {'is too much' if key in content else 'is missing'}" for key in differ
+                f"{reprlib.repr(key)} {'is unexpected' if key in content else 'is missing'}" for key in differ
             ]
-            raise ValueError(f"state is not whole ({', '.join(texts[:5])}): {_NEED}")
+            raise ValueError(f"state has the wrong contents ({', '.join(texts[:5])}): {_NEED}")
         values = {**content, **{key: state[key] for key in _POSITION}}
         wrong = [
-            f"state has {key}={reprlib.repr(values[key])}, need {need}"
+            f"state has {key}={reprlib.repr(values[key])}, expected {need}"
             for key, (is_one, need) in (_POSITION | _CONTENT).items()
             if not is_one(values[key])
         ]
@@ -108,7 +108,7 @@ class Snapshot:
         return cls(**values, rank=int(match[1]), world_size=int(match[2]))
 
 
-_NEED = f"need what sync.state_dict() returned, version {VERSION}"
+_NEED = f"expected what sync.state_dict() returned, version {VERSION}"
 
 
 def identify(
@@ -174,7 +174,7 @@ _Kind = tuple[Callable[[Any], bool], str]
 _TENSORS: _Kind = (lambda value: _is_dict_of(value, _is_dense), "tensors by name")
 _POSITION: dict[str, _Kind] = dict.fromkeys(("window", "steps"), (_is_whole, "a whole number"))
 _CONTENT: dict[str, _Kind] = {
-    "identity": (_is_identity, "what describes the engine"),
+    "identity": (_is_identity, "a description of the engine"),
     "is_between_loops": (lambda value: type(value) is bool, "True or False"),
     "order": (
         lambda value: _is_list_of(value, _is_whole) and len(set(value)) == len(value),

@@ -48,7 +48,7 @@ ClipPer = Literal["parameter"] | Mapping[str, Iterable[str | Parameter]] | None
 
 
 class Sync:
-    """The windows, counts and optimizer steps of one engine; made by `GradSync` and `attach`.
+    """The windows, counts and optimizer steps of one engine; created by `GradSync` and `attach`.
 
     Example:
         >>> for window in sync.windows(loader):                      # doctest: +SKIP
@@ -66,7 +66,7 @@ class Sync:
         # Parameter indices on the device, by the groups of `clip_grad_norm_(per=...)`.
         self._clip_groups: dict[tuple[tuple[int, ...], ...], list[Tensor]] = {}
         self._running: MicroBatch | None = None
-        self._retries: Retries | None = None  # Set by the first `retry_smaller`.
+        self._retries: Retries | None = None  # Set by the first call to `retry_smaller`.
         # The flag that `no_sync` sets; None if `windows` or `accumulate` determines the last micro-batch.
         self._requires_sync: bool | None = None
 
@@ -75,7 +75,7 @@ class Sync:
 
         Later calls on this engine raise an error. Gradients that belong to the caller (after `unscale_`) stay
         in `.grad`, in separate memory; every other `.grad` becomes None. The model is then as it was before
-        the engine was made, and a new engine may own it. No collective is launched, and a second call does
+        the engine was created, and a new engine may own it. No collective is launched, and a second call does
         nothing. `with pe.GradSync(...) as sync:` closes the engine at the end of the block, even after an
         exception.
 
@@ -117,7 +117,7 @@ class Sync:
     @property
     def _engine(self) -> Engine:
         if self._open_engine is None:
-            raise RuntimeError("this engine has been closed: make a new one for the model")
+            raise RuntimeError("this engine has been closed: make a new engine for the model")
         return self._open_engine
 
     @property
@@ -130,7 +130,7 @@ class Sync:
         reducer = self._engine.reducer
         if isinstance(reducer, BucketReducer | XlaReducer):
             return reducer.layout
-        raise AttributeError("sync.layout: need GradSync or attach over DDP; here torch owns the layout")
+        raise AttributeError("sync.layout requires GradSync, or attach over DDP; here torch owns the layout")
 
     @property
     def scaler(self) -> GradScaler | None:
@@ -147,8 +147,8 @@ class Sync:
         if scaler is not self._scaler and engine.counter.is_accumulating:
             raise RuntimeError(
                 f"sync.scaler was set in the middle of window {engine.counter.index}, whose losses have been "
-                "scaled by the old one: set it after sync.step, or discard the window with sync.abandon() "
-                "first"
+                "scaled by the old scaler: set it after sync.step, or discard the window with "
+                "sync.abandon() first"
             )
         ours = None if scaler is None else taken_over(scaler)
         enabled = ours if ours is not None and ours.is_enabled() else None
@@ -180,7 +180,7 @@ class Sync:
             An iterator of windows, each an iterator of micro-batches. Every micro-batch that the iterator
             yields is counted. The backward of a micro-batch may run after further forwards; a micro-batch
             without a backward contributes nothing. If every rank's loader has a length, `len` returns the
-            number of windows over all ranks; every rank must call it.
+            largest number of windows on any rank; every rank must call it.
 
         Raises:
             ValueError, TypeError: `count` returned an invalid count on some rank, or ranks count different
@@ -248,14 +248,14 @@ class Sync:
         if not isinstance(requires_gradient_sync, bool):
             raise TypeError(
                 f"requires_gradient_sync={requires_gradient_sync!r} is a "
-                f"{type(requires_gradient_sync).__name__}: need True for a window's last micro-batch, else "
-                "False"
+                f"{type(requires_gradient_sync).__name__}: expected True for a window's last micro-batch, "
+                "otherwise False"
             )
         engine = self._engine
         if engine.counter.has_micro_batch_out:
             raise RuntimeError(
                 "no_sync or set_requires_gradient_sync inside a micro-batch of sync.windows or "
-                "sync.accumulate, which already know the window's last micro-batch: leave it out"
+                "sync.accumulate, which already know the window's last micro-batch: leave this call out"
             )
         self._requires_sync = requires_gradient_sync
 
@@ -263,7 +263,7 @@ class Sync:
 
     @contextmanager
     def micro_batch(self, *, count: Count | None = None) -> Iterator[MicroBatch]:
-        """Run the body as one micro-batch, with any number of backwards and any arguments.
+        """Run the body as one micro-batch, with any number of backwards, each with any arguments.
 
         The gradients of these backwards are accumulated when the body ends. In the window's last micro-batch
         the buckets are reduced when the body ends, or during the backward that `mb.last_backward()` marks.
@@ -337,7 +337,7 @@ class Sync:
         if totals is not None:
             one = totals.weigh(loss, engine.device)
         elif not isinstance(loss, Tensor) and isinstance(loss, Mapping):
-            raise TypeError(f"loss: got a dict of {list(loss)}, and {_UNCOUNTED}")
+            raise TypeError(f"loss: got a dict of {list(loss)}, but {_UNCOUNTED}")
         run = checked_backward(
             one, gradient=gradient, retain_graph=retain_graph, create_graph=create_graph, inputs=inputs
         )
@@ -360,7 +360,7 @@ class Sync:
                     run(scaled)
 
     def retry_smaller(self, batch: Any, fn: Callable[[Any], tuple[Tensor, Count] | Loss]) -> None:
-        """Run forward and backward of one micro-batch, and retry with smaller parts if memory runs out.
+        """Run the forward and backward of one micro-batch, with retries in smaller parts if memory runs out.
 
         A part that does not fit in memory is halved until it fits, on this rank alone, without a collective.
         All parts form one micro-batch, with the sum of their losses and counts. The window's gradient equals
@@ -423,12 +423,12 @@ class Sync:
     @part_size.setter
     def part_size(self, size: int | None) -> None:
         if size is not None and (type(size) is not int or size < 1):
-            raise ValueError(f"part_size={size!r}: need a whole number of items, at least 1, or None for all")
+            raise ValueError(f"part_size={size!r}: expected a whole number of items, at least 1, or None")
         self._engine.part_size = size
 
     @property
     def totals(self) -> dict[str, float]:
-        """The counts of the window by loss, summed over all ranks and micro-batches.
+        """The counts of the window for each loss, summed over all ranks and micro-batches.
 
         The totals are available before the window's first forward. If the count function returns plain
         numbers, the only key is "count". The dict is empty if no counts were read ahead.
@@ -437,7 +437,10 @@ class Sync:
         return {} if known is None else dict(known.totals)
 
     def weigh(self, losses: Mapping[str, Tensor | float]) -> Tensor:
-        """Combine several losses into one, as `backward` does: the sum of loss × divisor / total over losses.
+        """Combine several losses into one, as `backward` does.
+
+        The result is the sum of the losses, each multiplied by divisor / total. The total is the loss's entry
+        in `totals`, and the divisor is the count by which the engine later divides the window's gradient.
 
         Args:
             losses: see `backward`.
@@ -459,8 +462,8 @@ class Sync:
         """Let `windows` or `accumulate` determine which micro-batch is the last."""
         if self._requires_sync is False:
             raise RuntimeError(
-                f"{name} while gradient sync is off: it knows the window's last micro-batch itself; leave "
-                "no_sync out, or call set_requires_gradient_sync(True) first"
+                f"{name} while gradient sync is off: {name} determines the window's last micro-batch itself; "
+                "leave no_sync out, or call set_requires_gradient_sync(True) first"
             )
         self._requires_sync = None
 
@@ -476,9 +479,9 @@ class Sync:
         due = counter.due if counter.state is State.OPEN else counter.share
         if not self._requires_sync and len(due) == 1:
             raise RuntimeError(
-                f"backward without sync in the last micro-batch of window {counter.index}, by "
-                f"accumulate={counter.accumulate}: sync in it, or make the engine with the number of "
-                "micro-batches of your longest window"
+                f"backward without sync in the last micro-batch of window {counter.index} "
+                f"(accumulate={counter.accumulate}): sync in this micro-batch, or make the engine with the "
+                "number of micro-batches of your longest window"
             )
         return single_micro_batch(engine, last=self._requires_sync)
 
@@ -490,7 +493,7 @@ class Sync:
         `.grad` then holds the mean over the window. `flush` does nothing if the window was already reduced.
 
         Raises:
-            RuntimeError: no window is open, or one of the errors of `step`.
+            RuntimeError: no window is open; also for the same reasons as in `step`.
         """
         self._engine.flush()
 
@@ -504,7 +507,7 @@ class Sync:
         next window's header.
 
         Raises:
-            RuntimeError: the reductions have not been launched, or one of the errors of `step`.
+            RuntimeError: the reductions have not been launched; also for the same reasons as in `step`.
         """
         self._engine.release_grads()
 
@@ -517,7 +520,8 @@ class Sync:
         Returns:
             A 0-dim float64 tensor on the gradients' device.
 
-        Cost: a check of every `.grad`. If any was written to after the reduction, all gradients are read.
+        Cost: a check of every `.grad`. If any of them was written to after the reduction, all gradients are
+        read.
         """
         engine = self._engine
         engine.wait()
@@ -591,15 +595,16 @@ class Sync:
             ValueError: `max_norm` is negative or nan; `norm_type` is neither 2.0 nor inf; groups overlap, or
                 name a parameter that does not belong to this engine.
             RuntimeError: `error_if_nonfinite` is set and the norm is not finite; raised on every rank. The
-                gradients are not clipped: `sync.step` skips the step, and `sync.abandon()` drops the window.
+                gradients are then not clipped: `sync.step` skips the step, and `sync.abandon()` drops the
+                window.
 
         Cost: the 2-norm was computed during the finite check; the inf-norm reads the gradients once. Clipping
             takes one pass that reads and writes every gradient; this pass is left out if the host sees that
-            the norm is within `max_norm`. With `per`, clipping takes one launch per parameter on an
-            accelerator, and reads and writes only clipped gradients on the host. If ranks hold different
-            elements, clipping needs one small all-reduce on every rank; on the host a header all-reduce
-            precedes it. Both are left out if the host knows that a rank has dropped the window, because that
-            rank does not clip. `error_if_nonfinite` waits for the device.
+            the norm is within `max_norm`. With `per`, clipping takes one kernel launch per parameter on an
+            accelerator; on a CPU it reads and writes only the gradients that it clips. If ranks hold
+            different elements, clipping needs one small all-reduce on every rank; on a CPU a header
+            all-reduce precedes it. Both are left out if the host knows that a rank has dropped the window,
+            because that rank does not clip. `error_if_nonfinite` waits for the device.
         """
         limit: Any = max_norm
         is_tensor = isinstance(limit, Tensor) and limit.numel() == 1
@@ -608,7 +613,7 @@ class Sync:
         order = _checked_order(norm_type)
         engine = self._engine
         if per is not None and order != 2.0:
-            raise ValueError(f"norm_type={norm_type!r} with per={per!r}: need 2.0, or leave per out")
+            raise ValueError(f"norm_type={norm_type!r} with per={per!r}: use 2.0, or leave per out")
         verdict, final = engine.wait(), engine.final
         groups = None if per is None else self._groups_of(per)
         engine.renew_norm(f"clips to a {order:g}-norm{'' if per is None else ' of each parameter or group'}")
@@ -618,7 +623,7 @@ class Sync:
             engine.reach_verdicts()
             # As in torch. The norm is equal on all ranks.
             if not math.isfinite(number := float(norm)):
-                why = verdict.reason or "it leaves the range of its type"
+                why = verdict.reason or "it exceeds the range of its dtype"
                 raise RuntimeError(
                     f"the gradients' norm of order {order:g} is {number}, and error_if_nonfinite is set "
                     f"({why}): nothing was clipped; call sync.step, which skips this step on every rank, or "
@@ -682,8 +687,8 @@ class Sync:
         the next window from zero.
 
         On an accelerator with a fused optimizer the device decides whether to skip the step, and the host
-        does not wait. Then the scheduler's step, the StepRecord and errors follow later: when the next window
-        is sent, when the loop over `windows` ends, or in `synchronize()`, whichever comes first.
+        does not wait for it. The scheduler's step, the StepRecord and errors then come later: when the next
+        window is sent, when the loop over `windows` ends, or in `synchronize()`, whichever comes first.
 
         Args:
             optimizer: an optimizer over parameters of this engine.
@@ -728,7 +733,7 @@ class Sync:
         """Return an optimizer whose `step` and `zero_grad` do nothing except at the end of a window.
 
         A scheduler passed here is stepped together with the optimizer, unless the step was skipped. If you
-        make a scheduler from the returned optimizer, step it yourself when `is_sync_step` is True.
+        create a scheduler from the returned optimizer, step it yourself when `is_sync_step` is True.
         """
         return WindowOptimizer(self, optimizer, scheduler)
 
@@ -781,21 +786,21 @@ class Sync:
         The first `warm_up` windows of a form (number of micro-batches, structure, shapes, dtypes) run without
         a graph. Then one window is captured, and later windows replay the graph. The graph contains forwards,
         backwards, reductions, norm, clipping and optimizer steps, and costs the host a single launch.
-        Results, records (except seconds by phase), skipped steps and checks between ranks are bitwise the
-        same as without a graph. Windows of other lengths, and windows on ranks without data, run without a
-        graph.
+        Results and records (except the seconds per phase) are bitwise the same as without a graph; skipped
+        steps and checks between ranks are the same, too. Windows of other lengths, and windows on ranks
+        without data, run without a graph.
 
-        DDP accumulates gradients on the stream that was current when DDP was made: make DDP and the engine,
-        and run the loop, inside `with torch.cuda.stream(torch.cuda.Stream())`.
+        DDP accumulates gradients on the stream that was current when DDP was created: create DDP and the
+        engine, and run the loop, inside `with torch.cuda.stream(torch.cuda.Stream())`.
 
         Args:
             train_window: `train_window(batches)` runs the backwards of a window's micro-batches, clips, and
                 calls `sync.step(optimizer)`. The tensors in `batches` are on the device. Python runs this
-                function only before and during the capture, so it must not depend on state of the host, read
+                function only before and during the capture, so it must not depend on host state, read
                 from the device (`loss.item()`), or copy tensors from the host. Enter autocast inside this
                 function.
             warm_up: number of windows of each form before the capture; at least 3. The last two of these
-                windows are recorded and compared. Over DDP the first capture follows after 11 windows, as
+                windows are recorded and compared. Over DDP the first capture comes after 11 windows, as
                 torch requires.
 
         Returns:
@@ -826,7 +831,9 @@ class Sync:
         """
         check_function("train_window", train_window, "of a window's batches")
         if type(warm_up) is not int or warm_up < MIN_WARM_UP:
-            raise TypeError(f"warm_up={warm_up!r}: need a whole number of windows, at least {MIN_WARM_UP}")
+            raise TypeError(
+                f"warm_up={warm_up!r}: expected a whole number of windows, at least {MIN_WARM_UP}"
+            )
         if problems := list(capture_problems(self._engine)):
             raise ValueError(f"capture: {'; '.join(problems)}")
         return CapturedWindows(lambda: self._engine, train_window, warm_up=warm_up)
@@ -889,7 +896,7 @@ class Sync:
 
     @property
     def due(self) -> list[int]:
-        """Indices of this rank's micro-batches that the window has not run yet; see `place`."""
+        """Indices of the micro-batches that this rank has not started in the window; see `place`."""
         counter = self._engine.counter
         return list(counter.due if counter.state is State.OPEN else counter.share)
 
@@ -936,7 +943,7 @@ class Sync:
         `pe.sample_rng`.) Use `pe.micro_batch_rng` for random numbers that must not depend on the world size.
 
         Raises:
-            ValueError: a state is damaged or does not fit this engine, or ranks load states of different
+            ValueError: a state is damaged or does not fit this engine, or ranks load states from different
                 saves. Raised on every rank, without any change.
             RuntimeError: some rank is at another point of its loop. Raised on every rank.
 
@@ -964,7 +971,7 @@ class Sync:
             module: a module whose buffers are compared too; not needed under `attach`.
 
         Returns:
-            A handle, whose `remove()` ends the audit.
+            A handle; its `remove()` method ends the audit.
 
         Raises:
             TypeError, ValueError: an argument is invalid.
@@ -975,7 +982,7 @@ class Sync:
                 found, and the likely cause. The optimizer is not stepped. On an accelerator the error is
                 raised when the next window begins.
 
-        Cost: in checked windows as for `pe.audit`; no cost in other windows.
+        Cost: in checked windows, the same as for `pe.audit`; in other windows, none.
         """
         engine = self._engine
         check_device(engine.device)
@@ -993,7 +1000,7 @@ class Sync:
 
 _UNCOUNTED = (
     "no counts of this window were read ahead: loop over sync.windows(loader, count=...), whose function "
-    "gives a count for each loss"
+    "returns a count for each loss"
 )
 
 
@@ -1002,11 +1009,11 @@ def _checked_order(norm_type: object) -> float:
     if norm_type == "inf":  # torch accepts this string, too
         return math.inf
     if not isinstance(norm_type, Real) or isinstance(norm_type, bool):
-        raise TypeError(f"norm_type={norm_type!r} is a {type(norm_type).__name__}: need 2.0 or inf")
+        raise TypeError(f"norm_type={norm_type!r} is a {type(norm_type).__name__}: expected 2.0 or inf")
     order = float(norm_type)
     if order not in (2.0, math.inf):
         raise ValueError(
-            f"norm_type={norm_type!r}: need 2.0 or inf; for another norm call "
+            f"norm_type={norm_type!r}: expected 2.0 or inf; for another norm call "
             "torch.nn.utils.clip_grad_norm_ over the parameters, at the same place"
         )
     return order
@@ -1019,13 +1026,13 @@ def _check_limit(name: str, value: object, more: str = "") -> None:
     """Raise an error for a limit that would make gradients nan or change their sign."""
     if isinstance(value, Iterable) and not isinstance(value, str | Tensor):
         raise TypeError(
-            f"leave the parameters out, sync.{_CLIPPED_BY[name]}(1.0): the engine clips its own; {name} is a "
-            f"{type(value).__name__}, need a number of at least 0"
+            f"leave the parameters out, as in sync.{_CLIPPED_BY[name]}(1.0): the engine clips its own "
+            f"parameters; {name} is a {type(value).__name__}, expected a non-negative number"
         )
     if not isinstance(value, Real) or isinstance(value, bool):
-        raise TypeError(f"{name}={value!r} is a {type(value).__name__}: need a number of at least 0")
+        raise TypeError(f"{name}={value!r} is a {type(value).__name__}: expected a non-negative number")
     if not float(value) >= 0:
-        raise ValueError(f"{name}={value!r}: need a number of at least 0{more}")
+        raise ValueError(f"{name}={value!r}: expected a non-negative number{more}")
 
 
 def _checked_groups(
@@ -1043,16 +1050,16 @@ def _checked_groups(
     """
     if not isinstance(per, Mapping):
         raise TypeError(
-            f'per={per!r}: need "parameter", or a dict with the names or parameters of each group, '
+            f'per={per!r}: expected "parameter", or a dict with the names or parameters of each group, '
             'for example {"head": model.head.parameters()}'
         )
     if not per:
-        raise ValueError("per={}: need at least one group; leave per out to clip all parameters together")
+        raise ValueError("per={}: expected at least one group; leave per out to clip all parameters together")
     group_of: dict[int, str] = {}
     for group, members in per.items():
         if isinstance(members, str | Parameter) or not isinstance(members, Iterable):
             raise TypeError(
-                f"per[{group!r}] is a {type(members).__name__}: need a list of names or parameters"
+                f"per[{group!r}] is a {type(members).__name__}: expected a list of names or parameters"
             )
         indices = []
         for member in members:
@@ -1062,12 +1069,12 @@ def _checked_groups(
                 what = repr(member) if isinstance(member, str) else f"a {type(member).__name__}"
                 some = ", ".join(map(repr, [*index_of][:3]))
                 raise ValueError(
-                    f"per[{group!r}] has {what}, which is not a parameter of this engine: need {some}, ..."
+                    f"per[{group!r}] has {what}, which is not one of the engine's parameters: {some}, ..."
                 )
             if index in group_of:
                 raise ValueError(
-                    f"per[{group!r}] has {name!r}, which is in group {group_of[index]!r} already: need "
-                    "groups without a common parameter"
+                    f"per[{group!r}] has {name!r}, which is already in group {group_of[index]!r}: expected "
+                    "disjoint groups"
                 )
             group_of[index] = group
             indices.append(index)

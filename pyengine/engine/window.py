@@ -37,7 +37,7 @@ class Window:
         # ---- accumulated values ----
         # Counts and losses, with one entry per micro-batch.
         self.counts = counts
-        # Errors on this rank, which the header, the error messages and the next loop read.
+        # Errors on this rank, for the header, the error messages and the next loop.
         self.faults = counts.faults
         # The slots: groups of consecutive micro-batches whose gradients are accumulated together.
         self.slots = slots
@@ -57,7 +57,7 @@ class Window:
         self.has_more = False
         # The header, which sums counts over ranks; None until it is launched.
         self.header: Header | None = None
-        # Whether the window's last backward or its reduction is being run.
+        # Whether the window's last backward or its reduction is running.
         self.is_launching = False
 
         # ---- the outcome ----

@@ -22,7 +22,7 @@ from pyengine.window.observer import ReducedWindow, WindowObserver
 
 
 class WindowAudit(WindowObserver):
-    """The audit of an engine's windows; made by `sync.audit`."""
+    """The audit of an engine's windows; created by `sync.audit`."""
 
     def __init__(
         self,
@@ -114,7 +114,7 @@ class WindowAudit(WindowObserver):
 def _inventory(
     reducer: Reducer, comm: Comm, module: nn.Module | None
 ) -> tuple[list[Subject], list[Comm], Leaves]:
-    """Return the tensors to compare between ranks, their transports, and where gradients arrive."""
+    """Return the tensors to compare between ranks, their transports, and the leaves that get gradients."""
     if reducer.model is not None:
         inventory = Inventory(reducer.model, [], group=None, groups={})
         return inventory.subjects, inventory.comms, Leaves(inventory.module)

@@ -22,7 +22,7 @@ class CaptureStream:
     """The stream for captures: the caller's stream, or a new stream instead of the default stream.
 
     The default stream cannot be captured. The windows before a capture also run on the capture stream,
-    because autograd keeps using one stream.
+    because autograd keeps accumulating gradients on the same stream.
     """
 
     def __init__(self) -> None:
@@ -44,7 +44,7 @@ class CaptureStream:
 
 
 class DeviceGraph:
-    """Work of a CUDA device, recorded once and replayed any number of times."""
+    """Work on a CUDA device, recorded once and replayed any number of times."""
 
     def __init__(self) -> None:
         self._graph = torch.cuda.CUDAGraph()
@@ -97,7 +97,7 @@ class WindowGraph:
     bytes_sent: int = 0
 
     def copy_factors(self, use: Use) -> None:
-        """Copy the previous window's factors to the tensor from which the graph's header reads them."""
+        """Copy the previous window's factors to the tensors from which the graph's header reads them."""
         for mine, factor in zip(self.factors, use.factors, strict=True):
             if mine is not factor:
                 mine.copy_(factor)
@@ -108,7 +108,7 @@ class WindowGraph:
             mine.copy_(given, non_blocking=True)
 
     def fits(self, memory: tuple[Sequence[Tensor], Sequence[tuple[int, bool]], object]) -> bool:
-        """Whether the parameters and optimizers still have the memory that the graph uses."""
+        """Whether the parameters and optimizers still use the same memory as the graph."""
         (tensors, addresses, layout), (tensors_now, addresses_now, layout_now) = self.memory, memory
         are_same = len(tensors) == len(tensors_now) and all(map(is_, tensors, tensors_now))
         return are_same and addresses == addresses_now and layout is layout_now

@@ -1,4 +1,4 @@
-"""The records of windows; a record is made when the host has read the results of its window."""
+"""The records of windows; a record is created when the host has read the results of its window."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from pyengine.window.verdict import Verdict, call_all
 
 
 class WindowRecords:
-    """Makes the `StepRecord` of every window with an optimizer step, and passes it to the callbacks."""
+    """Creates the `StepRecord` of every window with an optimizer step, and passes it to the callbacks."""
 
     def __init__(self) -> None:
-        # Callbacks that receive the records, by id.
+        # The callbacks that receive the records, by id.
         self.callbacks: OrderedDict[int, StepCallback] = OrderedDict()
-        # Function that makes the record of the last step whose results the host has read.
+        # A function that creates the record of the last step whose results the host has read.
         self.make_last: Callable[[], StepRecord] | None = None
 
     def of(
@@ -36,22 +36,22 @@ class WindowRecords:
         traffic: Traffic,
         held_bytes: int,
     ) -> Callable[[Totals, bool], None]:
-        """Stop the window's clock, and return a function that makes the record and runs callbacks.
+        """Stop the window's clock, and return a function that creates the record and runs callbacks.
 
         Args:
             window: the window that was stepped.
             verdict: the outcome of the window.
-            norm: the norm of the window's gradients before clipping, 0-dim.
+            norm: the norm of the window's gradients before clipping, as a 0-dim tensor.
             metrics: the metrics of the window.
             traffic: the numbers of collectives and bytes that the engine has sent.
-            held_bytes: the value of `held_bytes` for the record.
+            held_bytes: the value of the record's field `held_bytes`.
 
         Returns:
             A function that takes the sums over all ranks, and whether the step was skipped.
         """
         clock, num_retries = window.clock, window.num_retries
         collectives, bytes_sent = window.traffic(traffic)
-        # Read back even without callbacks, because all ranks must run the same programs.
+        # Read back the norm and metrics even without callbacks, because all ranks must run the same programs.
         index, grad_norm = verdict.report.index, Readback(norm.reshape(1))
         unread = [(metric, Readback(metric.numbers())) for metric in metrics]
         clock.stop()

@@ -16,7 +16,8 @@ from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge
 from torch.nn import Parameter
 
-# The hooks of `register_post_accumulate_grad_hook`, by id, or None. torch has no public attribute for them.
+# The hooks registered with `register_post_accumulate_grad_hook`, by id; None if there are none. torch has no
+# public attribute for these hooks.
 post_accumulate_hooks = attrgetter("_post_accumulate_grad_hooks")
 
 # Autograd functions that torch itself defines in Python, for torch.compile and for module hooks. These
@@ -25,7 +26,7 @@ _KNOWN = {"CompiledFunctionBackward", "BackwardHookFunctionBackward"}
 
 
 class Watch:
-    """Call a function when all gradients of a set have arrived.
+    """Calls a function when all gradients of a set have arrived.
 
     A hook on every parameter would cost about a microsecond per parameter. Therefore a single hook watches
     one parameter whose gradient has not arrived. When that gradient arrives, the hook moves to another
@@ -35,9 +36,9 @@ class Watch:
 
     Args:
         params: the parameters, in the order in which a backward produces their gradients.
-        has_arrived: returns whether the running backward has accumulated the gradient of the given slot;
-            `first` is the slot of `params[0]`.
+        has_arrived: returns whether the running backward has accumulated the gradient of the given slot.
         on_complete: called at most once between `start` and `stop`, inside the backward.
+        first: the slot of `params[0]`.
     """
 
     def __init__(
@@ -78,7 +79,7 @@ class Watch:
 
 @contextmanager
 def watching(watches: Sequence[Watch]) -> Iterator[None]:
-    """Run the watches during the body, which is a backward."""
+    """Run the watches during the body, which runs a backward."""
     try:
         for watch in watches:
             watch.start()
@@ -113,14 +114,14 @@ class Arrivals:
 
     @property
     def order(self) -> list[int]:
-        """Parameter indices in the order in which their gradients were complete."""
+        """Parameter indices in the order in which their gradients became complete."""
         return list(dict.fromkeys(reversed(self._seen)))[::-1]
 
     @property
     def repeated(self) -> set[int]:
         """Indices of parameters whose gradient was accumulated more than once in this backward.
 
-        Autograd sums the gradients of all uses of a parameter before accumulating them once. A second
+        Autograd sums the gradients from all uses of a parameter, and accumulates the sum once. A second
         accumulation occurs only if a nested backward runs, for example in reentrant activation checkpointing.
         """
         return {index for index, times in Counter(self._seen).items() if times > 1}

@@ -26,7 +26,7 @@ from pyengine.wire.bucket_wire import WireMemory
 class Residuals:
     """The residuals (rounding errors) that wires keep between windows, for one or more owners of buckets.
 
-    Residuals are scaled by the loss scale of the last window, like gradients.
+    Residuals are multiplied by the loss scale of the last window, just as that window's gradients are.
     """
 
     def __init__(
@@ -40,11 +40,11 @@ class Residuals:
         # Number of elements of each parameter's residual, by name.
         self.numels = dict(numels)
         self.is_kept = wire.keeps_residual
-        # The loss scale of the residuals, float32, 0-dim; None until there is a loss scale.
+        # The loss scale of the residuals, a 0-dim float32 tensor; None until there is a loss scale.
         self._scale: Tensor | None = None
 
     def save(self) -> dict[str, Tensor]:
-        """Return copies of the residuals by name, float32 `[numel]` in storage order."""
+        """Return float32 copies of the residuals by name, each of shape `[numel]` in storage order."""
         saved = {}
         for memory, key_of in self.owners:
             parts = memory.parts()
@@ -52,13 +52,13 @@ class Residuals:
         return saved
 
     def load(self, saved: Mapping[str, Tensor], scale: Tensor | None) -> None:
-        """Overwrite all residuals, with zeros for parameters not in `saved`. For `scale`, see `follow`."""
+        """Overwrite all residuals; parameters not in `saved` get zeros. For `scale`, see `follow`."""
         self.follow(scale)
         for memory, key_of in self.owners:
             memory.load({key: saved[name] for name, key in key_of.items() if name in saved})
 
     def follow(self, scale: Tensor | None) -> None:
-        """Rescale the residuals from the previous loss scale to the new loss scale `scale`, 0-dim.
+        """Rescale the residuals from the previous loss scale to `scale`, a 0-dim tensor.
 
         `scale` is None if losses are not scaled. (`_scale` is updated in place, because a captured window
         reads and writes its memory.)
@@ -82,14 +82,14 @@ def not_reduced(details: str = "") -> RuntimeError:
     """Return the error that `finish` raises after a collective has failed on this rank."""
     return RuntimeError(
         f"gradients were not reduced: a collective failed on this rank{details}. This rank does not step, "
-        "and other ranks may have stepped: restart all ranks from a checkpoint"
+        "but other ranks may have stepped: restart all ranks from a checkpoint"
     )
 
 
 class Then(AbstractContextManager[None]):
     """Context manager that calls `action` after the body unless the body raises an error.
 
-    `Then` is a class because a context manager from a generator would cost four times as much.
+    `Then` is a class because a generator-based context manager would cost four times as much.
     """
 
     def __init__(self, action: Callable[[], None]) -> None:
@@ -103,8 +103,9 @@ class Then(AbstractContextManager[None]):
 class Reducer(ABC):
     """Owner of an engine's gradients: accumulates them over a window and reduces them at its end.
 
-    There is one subclass per owner: the engine's flat buckets, FSDP2's units, and sums on a lazy device.
-    Methods that a subclass does not need have a default implementation.
+    There is one direct subclass for each place where gradients are accumulated: the engine's flat buckets,
+    FSDP2's units, and sums on a lazy device. Methods that a subclass does not need have a default
+    implementation.
 
     All tensors are on the parameters' device. `.grad` has the shape and dtype of its parameter. The reducer
     owns the memory of `.grad`, which holds the mean after `finish` and may be overwritten after the next
@@ -113,8 +114,9 @@ class Reducer(ABC):
 
     # ---- attributes that every reducer sets ----
 
-    # In registration order. Every parameter index below refers to this order.
+    # The parameters in registration order. Every parameter index below refers to this order.
     params: Sequence[Parameter]
+    # The names of the parameters, in the same order.
     names: Sequence[str]
 
     # ---- properties of the owner ----
@@ -127,7 +129,7 @@ class Reducer(ABC):
     # Whether every forward launches collectives. If True, all ranks must run the same number of forwards, and
     # a rank without data runs padding.
     has_collective_forwards = False
-    # Whether micro-batches other than a window's first and last also launch collectives.
+    # Whether the micro-batches between a window's first and last also launch collectives.
     gathers_in_each_micro_batch = True
     # Per parameter, whether this rank includes the parameter's elements in the norm, so that every element is
     # included once over all ranks (see `ShardedNorm`). None if all ranks hold the same elements.
@@ -137,12 +139,12 @@ class Reducer(ABC):
     # The outermost FSDP2 module, whose DTensor parameters show which ranks share a shard. None if
     # `groups_of_params` returns the groups.
     model: Any = None
-    # The rounding errors that a narrow wire has made in these gradients. They are added in a later window.
+    # The rounding errors that a narrow wire has caused in these gradients. They are added in a later window.
     residuals = Residuals([], FP32(), {})
     # Bytes of memory that this rank keeps throughout a window in order to communicate less often.
     held_bytes = 0
-    # Called in every window with this rank's sums of every bucket, before the all-reduce. None if the owner
-    # has no local float sums (exact sums, FSDP2's units, or an XLA program).
+    # Functions that are called in every window with this rank's sums of each bucket, before the all-reduce.
+    # None if the owner has no local float sums (as with exact sums, FSDP2's units, or an XLA program).
     observers: list[Observer] | None = None
     # Runs padding: micro-batches that only other ranks need. None if no forward launches collectives.
     padding: Padding | None = None
@@ -158,7 +160,7 @@ class Reducer(ABC):
         return PlainStepper()
 
     def local_params(self) -> Sequence[Parameter]:
-        """Return `params`, with this rank's local tensor for each DTensor that FSDP2 does not shard."""
+        """Return `params`, with the local tensor in place of each DTensor that FSDP2 does not shard."""
         return self.params
 
     def groups_of_params(self) -> tuple[Sequence[Comm], Sequence[int]]:
@@ -169,7 +171,10 @@ class Reducer(ABC):
         raise NotImplementedError
 
     def buckets(self) -> Iterable[Bucket]:
-        """Return the buckets that hold the sums of earlier micro-batches, for the default methods."""
+        """Return the buckets that hold the sums of earlier micro-batches.
+
+        The default implementations of the methods below use these buckets.
+        """
         return ()
 
     # ---- the life of a window, in the order of calls ----
@@ -178,7 +183,7 @@ class Reducer(ABC):
         """Open a window, before any forward of the window."""
 
     def abandon(self) -> None:
-        """Return the model to its state between windows, after the window was dropped or used."""
+        """Put the model back into its state between windows, after the window was dropped or used."""
 
     def begin(self) -> None:
         """Start the first micro-batch: clear `.grad`; the next gradients overwrite the sums."""
@@ -188,8 +193,8 @@ class Reducer(ABC):
     def add(self) -> AbstractContextManager[None]:
         """Accumulate the gradients that a micro-batch's backwards have added to `.grad`.
 
-        The body is the last backward of the micro-batch; other backwards may have run before. Called once per
-        micro-batch. Launches no collective. If the body raises an error, the window is not used.
+        The body is the last backward of the micro-batch; other backwards may have run before it. Called once
+        per micro-batch. Launches no collective. If the body raises an error, the window is not used.
         """
         return Then(self.collect)
 
@@ -203,8 +208,8 @@ class Reducer(ABC):
     def collect(self) -> None:
         """Accumulate the gradients of a micro-batch after all its backwards have run.
 
-        Can also be called without another micro-batch, to accumulate the gradients that `leave_in_grad` has
-        left in `.grad`.
+        Can also be called between micro-batches, to accumulate the gradients that `leave_in_grad` has left
+        in `.grad`.
         """
         for bucket in self.buckets():
             bucket.collect()
@@ -226,15 +231,15 @@ class Reducer(ABC):
         """Accumulate the last micro-batch, and launch reductions inside its backward.
 
         Called instead of `add`, only if `overlaps` is True. The body is the last backward of the micro-batch;
-        other backwards may have run before.
+        other backwards may have run before it.
 
         Args:
             header: see `reduce`.
-            roots: tensors from which the body's backward starts; only the graph is read. If `roots` is empty,
-                less communication may overlap.
+            roots: tensors from which the body's backward starts; only their graph is read. If `roots` is
+                empty, less communication may overlap.
 
         Raises:
-            RuntimeError: a gradient arrived after its bucket may have been reduced.
+            RuntimeError: a gradient arrived when its bucket may already have been reduced.
         """
         raise NotImplementedError
 
@@ -248,7 +253,7 @@ class Reducer(ABC):
 
     @abstractmethod
     def give_up(self) -> None:
-        """Launch the reductions that were skipped because `reduce` or `overlap` failed, filled with nan.
+        """Launch, with nan as input, the reductions that a failed `reduce` or `overlap` has skipped.
 
         Because of the nan, no rank uses the window. Without these reductions, other ranks would wait forever.
         """
@@ -288,4 +293,4 @@ class Reducer(ABC):
 
     @abstractmethod
     def release(self, *, keeps_grad: bool) -> None:
-        """Restore the original state of the parameters; `keeps_grad` keeps `.grad`, in separate memory."""
+        """Restore the parameters' original state; with `keeps_grad`, keep `.grad` in separate memory."""

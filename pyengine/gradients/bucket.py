@@ -1,8 +1,7 @@
 """Buckets: parameters whose gradients are summed and reduced together.
 
-All gradient owners use `Bucket`, which moves gradients from `.grad` into a `Sum`, one micro-batch at a time.
-The owner determines how the sum is reduced and where the result is stored; see own_buckets.py and
-fsdp/exact.py.
+`Bucket` moves gradients from `.grad` into a `Sum`, one micro-batch at a time. The owner determines how
+the sum is reduced and where the result is stored; see own_buckets.py and fsdp/exact.py.
 """
 
 from __future__ import annotations
@@ -38,9 +37,10 @@ GROUP_BYTES = 2**20
 _ROWS = 16
 
 # Called with this rank's sums of a bucket before the bucket's all-reduce. The arguments are the indices of
-# the bucket's parameters; one tensor `[numel]` per parameter in the communication dtype, valid only during
-# the call; and the scale by which the tensors have been multiplied (float32 0-dim; None for 1). The observer
-# runs on the stream that launches the all-reduce, for most buckets inside the last backward.
+# the bucket's parameters; one tensor of shape `[numel]` per parameter, in the communication dtype and valid
+# only during the call; and the scale by which the tensors have been multiplied, a 0-dim float32 tensor or
+# None for 1. The observer runs on the stream that launches the all-reduce, and for most buckets inside the
+# last backward.
 Observer = Callable[[Sequence[int], Sequence[Tensor], Tensor | None], None]
 
 # The identity and version of a `.grad`; None if there is no gradient.
@@ -51,8 +51,7 @@ class Bucket:
     """Parameters whose gradients are accumulated in one `Sum`.
 
     Call `begin` at the start of each window, before any other method. In every micro-batch call `watches`
-    before the last backward and `collect` after the last backward; for gradients outside of `.grad`, call
-    only `deposit`.
+    before the last backward and `collect` after it; for gradients outside of `.grad`, call only `deposit`.
 
     Args:
         params: one or more parameters on the same device, in slot order.
@@ -74,12 +73,13 @@ class Bucket:
 
     def _reset(self) -> None:
         self.used = [False] * len(self.params)  # Whether this rank has a gradient in this window, by slot.
-        # Flags per micro-batch of this window, uint8 `[slots]`: 1 if the gradient of the slot was not finite.
+        # Flags per micro-batch of this window, each uint8 `[slots]`: 1 if the slot's gradient was not finite.
         # A report may read the flags after the next window has begun, so rows are not reused.
         self.flagged: list[Tensor] = []
         self._new_rows: Iterator[Tensor] = iter(())
         self._row: Tensor | None = None  # The flags of the micro-batch that is being accumulated.
-        # The first row whose flags describe the sum instead of the gradients of one micro-batch, or None.
+        # The first row whose flags describe the sum instead of the gradients of one micro-batch; None if
+        # there is no such row.
         self._first_row_of_sum: int | None = None
         # Marks of gradients from earlier backwards of the micro-batch; None if there are no such gradients.
         self._armed: list[Mark] | None = None
@@ -94,7 +94,7 @@ class Bucket:
         """Return watches for the last backward of any micro-batch except the window's last.
 
         Each watch accumulates a group of gradients as soon as the group is complete, while the gradients are
-        in the cache. The bucket does not store the watches, to avoid a reference cycle.
+        still in the cache. The bucket does not store the watches, to avoid a reference cycle.
         """
         self.arm()
         return self._watches()
@@ -132,7 +132,7 @@ class Bucket:
         return self.used[slot] or self.params[slot].grad is not None
 
     def deposit(self, grads: Sequence[Tensor | None]) -> None:
-        """Accumulate gradients that are not in `.grad`, one `[numel]` per slot; the caller updates `used`."""
+        """Accumulate gradients outside of `.grad`, one 1-D tensor per slot; the caller updates `used`."""
         self.total.deposit_(grads, first=self.is_empty, nonfinite=self._start_row())
         self._set_first(False)
         self._row = None
@@ -186,7 +186,7 @@ class SlotGroup:
         mine = slice(self.start, self.stop)
         self.plan = BucketPlan(plan.offsets[mine], plan.numels[mine])
         self.total = total.over(self.plan)
-        self.is_first = True  # whether these slots have no gradient of this window yet
+        self.is_first = True  # whether these slots have not received a gradient in this window yet
         self._is_contiguous = all(param.is_contiguous() for param in self.params)
 
     def pop(self, used: list[bool]) -> Pointers:
@@ -201,7 +201,7 @@ class SlotGroup:
         pointers: Pointers | None = None
         if self._is_contiguous:
             # The native core checks a thousand gradients in 25 µs, so Python checks gradients only if the
-            # core raises an error because a gradient is sparse or strided.
+            # core raises an error because a gradient is sparse or not contiguous.
             with suppress(ValueError):
                 pointers = self.plan.pointers(grads)
         if pointers is None:

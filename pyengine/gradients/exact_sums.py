@@ -29,11 +29,11 @@ class Terms:
 class ExactOverRanks(ExactSum, Sum):
     """An exact sum of integers on one rank, and the collectives that add and round the sums of all ranks.
 
-    Between hosts each rank sums and rounds one chunk of whole blocks: the integers are sent once, and the
-    rounded chunk is sent once as float32. Together these collectives send 1.5 times as many bytes as a
-    float32 all-reduce. In two cases the integers are all-reduced instead: within one host, where sending
-    bytes is cheaper than copying, and over a transport without an all-to-all. If ranks reduce in shared
-    memory, the sum is in that memory and is computed in place.
+    If ranks span several hosts, each rank sums and rounds one chunk of whole blocks. The integers are sent
+    once, and the rounded chunk is sent once as float32. Together these collectives send 1.5 times as many
+    bytes as a float32 all-reduce. In two cases the integers are all-reduced instead: within one host, where
+    sending bytes is cheaper than copying, and over a transport without an all-to-all. If ranks reduce in
+    shared memory, the sum is in that memory and is computed in place.
     """
 
     def __init__(self, plan: BucketPlan, *, terms: Terms, device: torch.device, comm: Comm) -> None:
@@ -44,8 +44,8 @@ class ExactOverRanks(ExactSum, Sum):
         self._comm = comm
         self._exchanges = can_exchange(comm) and spans_hosts(comm)
         self._num_rounds = 3 if self._exchanges else 2
-        # Float32 `[numel]`, in the memory of `hi`. Holds the rounded sum after `rounds`, until the next
-        # deposit, which must have `first=True`.
+        # A float32 tensor of shape `[numel]`, in the memory of `hi`. It holds the rounded sum after `rounds`,
+        # until the next deposit, which must have `first=True`.
         self.rounded: Tensor = self.hi.view(torch.float32)
         self._merged_bins = comm.allocate(self.bins.numel(), torch.uint8, device)
 
@@ -100,7 +100,7 @@ class ExactOverRanks(ExactSum, Sum):
 
 @dataclass
 class _Form:
-    """Whether the sum of a window is a single float term or integers."""
+    """The form of a window's sum: a single float term, or integers."""
 
     is_integers: bool = False
 
@@ -111,12 +111,12 @@ class TermsOverRanks(ExactOverRanks):
     Ranks therefore send no more bytes than in a float32 all-reduce, and the result has the same bits as with
     `ExactOverRanks`. If any rank has more than one term in a window, all ranks send integers.
 
-    A finite term of 2^126 or more makes the sum nan, but the flags do not mark this term.
+    A finite term of 2^126 or more makes the sum nan, but is not flagged.
 
     The first collective, an all-reduce of one byte, determines whether any rank holds integers. If no rank
     does, an all-to-all and an all-gather of 4 bytes per element follow, which together send as many bytes as
     a float32 all-reduce. Then 4 bytes per element are read, and with W ranks 8 / W bytes of the integers are
-    read or written. The sum takes 8.02 / W bytes of memory per element more than `ExactOverRanks`.
+    read or written. The sum takes 8.02 / W more bytes of memory per element than `ExactOverRanks`.
     """
 
     def __init__(self, plan: BucketPlan, *, terms: Terms, device: torch.device, comm: Comm) -> None:

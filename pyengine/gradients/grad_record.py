@@ -20,7 +20,7 @@ class GradRecord:
         self._versions.record()
 
     def changed(self) -> list[int]:
-        """Return the indices of gradients that were written to or replaced since `record`.
+        """Return the indices of gradients that have been written to or replaced since `record`.
 
         If several gradients share a version counter, the result includes all gradients that may have been
         written to.
@@ -30,16 +30,16 @@ class GradRecord:
     def replaced(self) -> list[int]:
         """Return the indices of gradients replaced between the micro-batches of this window.
 
-        The result includes only gradients that code outside the engine replaced and that `changed` may not
-        detect.
+        The result includes only gradients that were replaced by code outside the engine, and only if
+        `changed` may miss them.
         """
         return []
 
     def follow_replaced(self) -> None:
-        """Accept gradients that this micro-batch's backwards have replaced, with create_graph=True."""
+        """Accept gradients that this micro-batch's backwards have replaced because of create_graph=True."""
 
     def outside(self) -> Sequence[int]:
-        """Return the indices of gradients that were written outside of `.grad` since `clear_outside`."""
+        """Return the indices of gradients that have been written outside of `.grad` since `clear_outside`."""
         return ()
 
     def clear_outside(self) -> None:

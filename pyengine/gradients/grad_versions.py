@@ -16,11 +16,11 @@ _grad, _version, _call = attrgetter("grad"), attrgetter("_version"), methodcalle
 class GradVersions:
     """The identities and versions of the parameters' `.grad` at the last call of `record`.
 
-    PyTorch increments the version of a tensor in every write. The native core writes by address, which does
+    PyTorch increments the version of a tensor on every write. The native core writes by address, which does
     not change the version. This object does not keep gradients alive.
 
-    Cost: about 0.4 µs per parameter with a gradient and 0.1 µs per parameter without a gradient, in `record`
-    and in `changed`. Nothing is read from the device.
+    Cost: about 0.4 µs per parameter with a gradient and 0.1 µs per parameter without a gradient, per call
+    of `record` or `changed`. Nothing is read from the device.
     """
 
     def __init__(self, params: Sequence[Parameter]) -> None:
@@ -34,7 +34,7 @@ class GradVersions:
         return grads
 
     def changed(self) -> list[int]:
-        """Return the indices of gradients that were replaced or written to since `record`."""
+        """Return the indices of gradients that have been replaced or written to since `record`."""
         indices, grads = self._grads()
         kept = list(map(_call, self._refs))
         versions = list(map(_version, grads))

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import torch
 
 # 64 elements are 128 bytes in a 2-byte communication dtype and 256 bytes in fp32. One offset therefore serves
-# both buffers of a bucket, and every slot starts at a pair of cache lines (and can use NCCL's 128-byte fast
-# path).
+# both buffers of a bucket, and every slot is aligned to a pair of cache lines (and can use NCCL's 128-byte
+# fast path).
 ALIGN_ELEMENTS = 64
 
 
@@ -30,7 +30,7 @@ class ParamSpec:
     # of its elements in the bucket; empty for contiguous parameters.
     strides: tuple[int, ...] = ()
     group: int = 0  # Index of the group of ranks that sums the gradient.
-    stored: str = ""  # Storage of a frozen parameter that is not a plain tensor, as text.
+    stored: str = ""  # How a frozen parameter that is not a plain tensor is stored, as text.
 
     @classmethod
     def of(cls, name: str, param: torch.nn.Parameter) -> ParamSpec:
@@ -95,7 +95,8 @@ def build(
     """Assign parameters to buckets in the order of their gradients.
 
     Args:
-        order: registration indices of the parameters to lay out; `backward_order`, or an observed order.
+        order: registration indices of the parameters to lay out: the result of `backward_order`, or an
+            observed order.
         cap_bytes: a bucket is closed when it contains this many bytes of gradients; parameters are never
             split.
         first_bytes: a smaller cap for the first bucket of each dtype and group. The buckets of a group must
@@ -104,7 +105,7 @@ def build(
     first_cap = cap_bytes if first_bytes is None else min(cap_bytes, first_bytes)
     open_slots: dict[_Kind, list[Slot]] = {}
     closed: list[tuple[_Kind, list[Slot]]] = []
-    begun: set[_Kind] = set()  # dtypes and groups that have a closed bucket
+    begun: set[_Kind] = set()  # combinations of dtype and group that have a closed bucket
     for index in order:
         spec = params[index]
         kind = spec.dtype, spec.group
@@ -123,7 +124,7 @@ def build(
 
 def first_difference(params: Sequence[Sequence[ParamSpec]], ranks: Sequence[int] = ()) -> str | None:
     """Describe the first parameter that differs between `ranks`; return None if all parameters are equal."""
-    if all(specs is params[0] or specs == params[0] for specs in params):  # equal lists are often one object
+    if all(specs is params[0] or specs == params[0] for specs in params):  # often the same object
         return None
     lengths = {rank: len(specs) for rank, specs in enumerate(params)}
     for index in range(max(lengths.values())):

@@ -71,7 +71,7 @@ class LocalPart:
 
 
 def is_dtensor(param: Any) -> bool:
-    # Importing DTensor's module takes a second.
+    # `isinstance` would require importing DTensor's module, which takes about a second.
     return hasattr(param, "to_local")
 
 
@@ -108,12 +108,12 @@ def _redistribute_grad(param: Any) -> None:
 
 
 def in_placements(grad: Any, param: Any) -> Any:
-    """Return a gradient in the placements of its parameter; redistribute it if they differ."""
+    """Return a gradient with the placements of its parameter, redistributed if necessary."""
     if not is_dtensor(param):
         return grad
     if not is_dtensor(grad):
         raise TypeError(
-            f"a DTensor parameter of shape {list(param.shape)} got a plain tensor as its gradient: need a "
+            f"the gradient of a DTensor parameter of shape {list(param.shape)} is a plain tensor: expected a "
             "DTensor on the same mesh"
         )
     if grad.placements == param.placements:

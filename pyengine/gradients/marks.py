@@ -20,9 +20,9 @@ REMEDY = "call sync.backward(loss) in place of loss.backward(), and delete zero_
 
 
 class GradMarks:
-    """Compares the gradients with the last gradients that the engine has recorded.
+    """Compares the gradients with those that the engine recorded last.
 
-    Between the reduction of a window and the next window's first micro-batch, the object compares the mean
+    Between the reduction of a window and the next window's first micro-batch, this object compares the mean
     gradients in `.grad`. At other times it compares the gradients that the engine accumulates.
     """
 
@@ -32,7 +32,7 @@ class GradMarks:
         self._handles: list[Any] = []
 
     def record(self) -> None:
-        """Record the gradients while a window accumulates."""
+        """Record the gradients while a window accumulates them."""
         self._reducer.grad_record.record()
 
     def changed(self) -> list[int]:
@@ -58,8 +58,8 @@ class GradMarks:
         # the engine alive.
         call = WeakMethod(refuse)
         found: list[str] = []
-        # Versions of parameters just before their gradient is accumulated. For sharded parameters, these are
-        # the versions at the start of the window, because FSDP2 calls their hooks after its reduction.
+        # Versions of parameters just before their gradients are accumulated. For sharded parameters, these
+        # are the versions at the start of the window, because FSDP2 calls their hooks after its reduction.
         versions: dict[str, int] = {}
 
         def note(name: str, param: Tensor, grad: Tensor) -> None:
@@ -75,13 +75,13 @@ class GradMarks:
                 what += "clears the gradient): remove the hook"
             elif versions[name] != param._version:
                 what = f"written to {name!r} (it steps an optimizer): remove the hook, load the parameters "
-                what += "again, which are this rank's alone now"
+                what += "again (they now differ from those of other ranks)"
             else:
                 return
             found.append(name)
             own(
-                f"a hook of register_post_accumulate_grad_hook has {what}, and call sync.step(optimizer), "
-                "since gradients are reduced at the window's end",
+                f"a hook registered with register_post_accumulate_grad_hook has {what}, and call "
+                "sync.step(optimizer), because gradients are reduced at the window's end",
                 param,
             )
 
@@ -100,12 +100,12 @@ class GradMarks:
         self._handles = []
 
     def any_nonzero(self, indices: Sequence[int]) -> Tensor | None:
-        """Return whether any of these gradients is nonzero, bool 0-dim; None if there is no gradient."""
+        """Return whether any of these gradients is nonzero, as a 0-dim bool; None if there is no gradient."""
         grads = [grad for grad in (self._params[index].grad for index in indices) if grad is not None]
         return torch.stack([dense(local(grad)).any() for grad in grads]).any() if grads else None
 
     def describe(self, indices: Sequence[int], when: str) -> str:
-        """Return an error message about gradients that changed; `when` describes the time."""
+        """Return an error message about gradients that changed; `when` says when they changed."""
         more = f" and {len(indices) - _MAX_NAMED} more" if len(indices) > _MAX_NAMED else ""
         names = ", ".join(repr(self._names[index]) for index in indices[:_MAX_NAMED])
         outside = self._reducer.grad_record.outside()
@@ -113,10 +113,10 @@ class GradMarks:
         remedy = "delete zero_grad" if gone else REMEDY
         found = "removed" if gone else "written to"
         if len(indices) > 1 and not gone:
-            more += " (one of them at least)"  # several gradients may share a version counter
+            more += " (at least one of them)"  # several gradients may share a version counter
         return (
-            f"{remedy}: the gradient of {names}{more} was {found} {when}, by neither sync.backward nor a "
-            "micro_batch (a bare loss.backward(), zero_grad, a write to .grad). "
+            f"{remedy}: the gradient of {names}{more} was {found} {when}, outside of sync.backward and "
+            "sync.micro_batch (by a bare loss.backward(), by zero_grad, or by a write to .grad). "
             "Put several backwards into `with sync.micro_batch():`. Every window starts from zero gradients. "
-            "With Accelerate call accelerator.backward, with Lightning self.manual_backward"
+            "With Accelerate, call accelerator.backward; with Lightning, call self.manual_backward"
         )

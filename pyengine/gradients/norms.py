@@ -1,4 +1,4 @@
-"""The norms and finite flags of reduced gradients, computed in one pass."""
+"""The norms and non-finite flags of reduced gradients, computed in one pass."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from pyengine.window.final_pass import FinalPass
 
 
 class ReducedNorms:
-    """The sums of squares and the finite flags of several buckets.
+    """The sums of squares and the non-finite flags of several buckets.
 
     Each bucket is read separately, as soon as its reduction has completed.
 
     Args:
         buckets: for each bucket, its slots and the registration indices of their parameters.
 
-    Cost: on an accelerator, one launch per bucket and three per window.
+    Cost: on an accelerator, one launch per bucket, and three more launches per window.
     """
 
     def __init__(self, buckets: Sequence[tuple[BucketPlan, Sequence[int]]], device: torch.device) -> None:

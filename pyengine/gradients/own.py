@@ -40,11 +40,11 @@ FIRST_BUCKET_BYTES = 2**20
 
 @dataclass(frozen=True)
 class Groups:
-    """The transports of an engine for each group of ranks."""
+    """The transports of an engine: one over all of its ranks, and one per group of ranks."""
 
     world: Comm
-    # The transport over the ranks of each group, by `ParamSpec.group`. `world` also counts the traffic of the
-    # groups.
+    # The transport over the ranks of each group, indexed by `ParamSpec.group`. `world` also counts the
+    # traffic of the groups.
     comms: Sequence[Comm]
     # Per parameter, whether this rank includes the parameter in the norm; None if all ranks hold the same
     # parameters.
@@ -76,7 +76,7 @@ class BucketGradRecord(GradRecord):
 
 
 class BucketReducer(Reducer):
-    """Gradients in flat buckets that the engine owns.
+    """Reducer that keeps gradients in flat buckets that the engine owns.
 
     Every rank launches reductions in bucket order, regardless of which bucket is complete first, so that
     collectives always match. The first window uses the reverse of the registration order. Rank 0 records the
@@ -157,7 +157,7 @@ class BucketReducer(Reducer):
         plans = [(bucket.plan, bucket.indices) for bucket in buckets]
         self._norms = ReducedNorms(plans, self.params[0].device)
         self.grad_record = BucketGradRecord(buckets)
-        # The index of each parameter's bucket, by registration index and in bucket order.
+        # For each parameter's registration index, the index of its bucket. The entries are in bucket order.
         self._bucket_of = {index: bucket.spec.index for bucket in buckets for index in bucket.indices}
 
     def local_params(self) -> Sequence[Parameter]:
@@ -175,7 +175,7 @@ class BucketReducer(Reducer):
         super().begin()
 
     def add(self) -> AbstractContextManager[None]:
-        """Accumulate inside the body if possible, while gradients are in the cache."""
+        """Accumulate gradients inside the body if possible, while they are in the cache."""
         watches = [watch for bucket in self._accumulated_in_backward() for watch in bucket.watches()]
         return self._add(watches) if watches or self._arrivals is None else Then(self.collect)
 
@@ -189,7 +189,7 @@ class BucketReducer(Reducer):
         return self._record_arrivals_once()
 
     def _accumulated_in_backward(self) -> list[OwnBucket]:
-        """Return the buckets that can be accumulated inside the backward of an earlier micro-batch.
+        """Return the buckets that can be accumulated inside the backward of any micro-batch before the last.
 
         An exact sum has room for one term per micro-batch. Therefore an exact bucket is accumulated inside
         the backward only if each gradient is known to arrive once.
@@ -203,7 +203,7 @@ class BucketReducer(Reducer):
 
     def is_used(self, index: int) -> bool:
         if index not in self._bucket_of:
-            return False  # the parameter was frozen when the engine was made
+            return False  # the parameter was frozen when the engine was created
         bucket = self._buckets[self._bucket_of[index]]
         return bucket.is_used(bucket.indices.index(index))
 
@@ -254,17 +254,17 @@ class BucketReducer(Reducer):
 
     @property
     def capture_problems(self) -> list[str]:
-        """Reasons why a window of these gradients cannot be captured as a graph; empty if it can."""
+        """Reasons why a window of these gradients cannot be captured as a graph; may be empty."""
         comm, problems = self._comm, []
         if not comm.is_stream_ordered and (comm.world_size > 1 or comm.backend):
             backend = comm.backend or type(comm).__name__
-            problems.append(f"the host waits for collectives over {backend}: need NCCL, or a single rank")
+            problems.append(f"the host waits for collectives over {backend}: use NCCL, or a single rank")
         if self.observers:
             problems.append("an observer of this rank's own sums is called by the host in every window")
         return problems
 
     def run_again(self) -> None:
-        """Launch the collectives that are not part of the window's graph, after each replay."""
+        """After each replay, launch the collectives that are not part of the window's graph."""
         for group, used in self._used.items():
             if used.on_hosts:  # ranks that run this window without a graph wait for these flags
                 used.all_reduce([each for bucket in self._buckets_of(group) for each in bucket.used])
@@ -308,9 +308,9 @@ class BucketReducer(Reducer):
             transfers.drop()
 
     def launch_rest(self, *, poison: bool = False) -> None:
-        """Launch the buckets that the backward has not launched, then the flags of used parameters.
+        """Launch the buckets that the backward has not launched, and all-reduce the flags of used parameters.
 
-        After this call either all ranks or no ranks have reduced their first window.
+        After this call, either all ranks have reduced their first window or no rank has.
         """
         if self._transfers is None:
             return
@@ -321,7 +321,7 @@ class BucketReducer(Reducer):
         with Unbroken(self._comm):
             self._launch_used_flags(header, poison=poison)
             if not self._has_launched and not self._order_is_final:
-                # After the collectives of the buckets all ranks are at the same point in this engine.
+                # After the collectives of the buckets, all ranks are at the same point in this engine.
                 seen = backward_order(self._specs) if self._arrivals is None else self._arrivals.order
                 self._agreed = self._comm.all_gather_object(seen)[0]
             self._has_launched = True
@@ -355,24 +355,25 @@ class BucketReducer(Reducer):
             names = ", ".join(repr(self.names[param]) for param in sorted(late)[:5])
             if all(self.params[param].grad is None for param in late):
                 raise RuntimeError(
-                    f"the gradient of {names} was set to None inside the backward, after its bucket may have "
-                    "been launched (by an optimizer in a hook, or by .grad = None): remove that, and call "
-                    "sync.step(optimizer). This rank cannot use the window: call sync.abandon() on every "
-                    "rank and continue"
+                    f"the gradient of {names} was set to None inside the backward (by an optimizer in a "
+                    "hook, or by .grad = None), when its bucket may already have been launched: remove this "
+                    "code, and call sync.step(optimizer). This rank cannot use the window: call "
+                    "sync.abandon() on every rank and continue"
                 )
             self._repeated |= late
             if _is_reduced_by_ddp([self.params[param] for param in late]):
                 raise RuntimeError(
-                    "call the model itself, or make the engine by pe.attach(ddp_model): a "
-                    f"DistributedDataParallel around it reduces the gradient of {names} in the backward, "
-                    "too. This rank cannot use the window: call sync.abandon() on every rank"
+                    "call the model itself, or make the engine with pe.attach(ddp_model): a "
+                    "DistributedDataParallel around the model also reduces the gradient of "
+                    f"{names} in the backward. This rank cannot use the window: call sync.abandon() on every "
+                    "rank"
                 )
             raise RuntimeError(
                 f"the gradient of {names} was accumulated again after its bucket may have been launched: a "
                 "backward ran inside the backward (reentrant checkpointing, a hook, a custom Function), "
-                "which no earlier backward had done. This rank cannot use the window: call sync.abandon() "
+                "unlike in earlier backwards. This rank cannot use the window: call sync.abandon() "
                 "on every rank and continue; from now on these buckets wait for the end of the backward. "
-                "(A rank on which this did not happen may have stepped; the next window reports it)"
+                "(A rank on which this did not happen may have stepped; the next window reports this)"
             )
 
     def _record_arrivals_once(self) -> AbstractContextManager[None]:
@@ -384,12 +385,12 @@ class BucketReducer(Reducer):
         arrivals = Arrivals({index: self.params[index] for index in backward_order(self._specs)})
         with arrivals.recorded():
             yield
-        self._arrivals = arrivals  # a failed backward does not set it
+        self._arrivals = arrivals  # not set if the backward fails
         self._repeated |= arrivals.repeated
 
 
 def _is_reduced_by_ddp(params: Sequence[Parameter]) -> bool:
-    """Whether any of the parameters is in a DDP that still reduces; the search takes milliseconds."""
+    """Whether a DDP that still reduces gradients has any of the parameters; the search takes milliseconds."""
     mine = set(map(id, params))
     # Compare types: `isinstance` reads the class from the object, which fails for dead weak proxies.
     ddps: Iterator[Any] = (e for e in gc.get_objects() if issubclass(type(e), DistributedDataParallel))

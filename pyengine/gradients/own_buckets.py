@@ -35,13 +35,13 @@ class OwnBucket(SendableBucket):
 
     The sum and `.grad` are valid until the next window's first backward overwrites them.
 
-    In the window's earlier micro-batches the order of calls is the same as for `Bucket`. In the last
+    Until the window's last micro-batch, the order of calls is the same as for `Bucket`. In the last
     micro-batch, call `arm` before the backward, `has_arrived` and `seal` during the backward, `send` when the
     bucket is complete, and `from_wire` when the sum over ranks has arrived.
 
     Args:
         wire_buffer: buffer in the communication dtype, for the sum over ranks.
-        result: buffer in the parameters' dtype that `.grad` views; may be `wire_buffer`.
+        result: buffer in the parameters' dtype that backs `.grad`; may be `wire_buffer`.
     """
 
     observers: Sequence[Observer] | None = None  # functions that receive the local sums
@@ -101,18 +101,21 @@ class OwnBucket(SendableBucket):
         self._versions.record()
 
     def changed_grads(self) -> list[int]:
-        """Return the slots whose gradients were written to or replaced since `record_grads`."""
+        """Return the slots whose gradients have been written to or replaced since `record_grads`."""
         return self._versions.changed()
 
     def replaced_grads(self) -> list[int]:
-        """Return the slots whose gradient other code has replaced and that `changed_grads` may not report."""
+        """Return the slots with gradients that other code has replaced and that `changed_grads` may miss."""
         return []
 
     def follow_replaced_grads(self) -> None:
-        """Accept gradients that the backwards of this micro-batch may have replaced."""
+        """Treat gradients replaced so far as replaced by this micro-batch's backwards.
+
+        From now on `replaced_grads` does not report them.
+        """
 
     def seal(self) -> None:
-        """Record the gradients when the last backward, which may still run, has accumulated all of them."""
+        """Record the gradients once the last backward, which may still be running, has accumulated them."""
         self._sealed = grad_marks(self.params)
 
     def late(self) -> list[int]:
@@ -155,11 +158,12 @@ class OwnBucket(SendableBucket):
 
 
 class FlatBucket(OwnBucket):
-    """bf16 or fp16 gradients, summed in a buffer of a wider dtype.
+    """Gradients that are copied from `.grad` into a flat sum, for example bf16 gradients into an fp32 sum.
 
     With an fp32 sum, the first micro-batch moves 6 bytes per element (it stores the sum without zeroing the
-    buffer first), and each later micro-batch moves 10 bytes. If the communication dtype is narrower than the
-    sum, the last micro-batch sums, scales, casts and checks in a single pass that moves 8 bytes per element.
+    buffer first), and each later micro-batch moves 10 bytes. If the communication dtype is narrower than that
+    of the sum, the last micro-batch's gradients are added, scaled, cast and checked in a single pass, which
+    moves 8 bytes per element.
 
     Args:
         dtype: dtype of the sum.
@@ -192,8 +196,8 @@ class FlatBucket(OwnBucket):
         return self._all_reduce(self._over_wire, comm, inv_count, poison=poison)
 
     def sent_tensors(self) -> list[Tensor]:
-        # Allocate the flags on the current stream, because an error report reads them there, and not on the
-        # side stream.
+        # Allocate the flags on the current stream instead of the side stream, because an error report reads
+        # them on the current stream.
         self._start_row()
         return [*super().sent_tensors(), self._sum.flat]
 
@@ -201,7 +205,7 @@ class FlatBucket(OwnBucket):
 class ExactBucket(OwnBucket):
     """Gradients of any dtype, summed exactly as integers on a grid chosen from the largest values.
 
-    The sum takes 8.02 bytes of memory per element, and bf16 or fp16 gradients take 2 bytes more. With fp32
+    The sum takes 8.02 bytes of memory per element, plus 2 bytes for bf16 or fp16 gradients. With fp32
     gradients the first micro-batch moves 12 bytes per element and each later micro-batch moves 20 bytes. For
     the bytes sent, see `ExactOverRanks.rounds`. `.grad` of float32 parameters shares the memory of the sum.
     """
@@ -220,28 +224,29 @@ class ExactBucket(OwnBucket):
         return self._exact.rounds(poison=poison)
 
     def sent_tensors(self) -> list[Tensor]:
-        self._start_row()  # `FlatBucket.sent_tensors` explains this
+        self._start_row()  # see `FlatBucket.sent_tensors`
         return [*super().sent_tensors(), *self._exact.round_tensors()]
 
 
 class InPlaceBucket(OwnBucket):
-    """Gradients summed in their own dtype, in the buffer that `.grad` views.
+    """Gradients summed in their own dtype, in the buffer that backs `.grad`.
 
-    The gradients of the first micro-batch are stored inside the backward, about a megabyte at a time, while
-    they are still in the cache; the buffer is not zeroed first. From then on `.grad` views the sum and
-    autograd adds in place. The sum is reduced in place if it has the communication dtype. Otherwise the sum
-    is multiplied by 1/count, cast into a communication buffer, and cast back after the reduction.
+    During the backward of the first micro-batch, gradients are copied into the buffer about a megabyte at a
+    time, while they are still in the cache; the buffer is not zeroed first. From then on `.grad` is a view of
+    the sum, and autograd adds to it in place. The sum is reduced in place if it has the communication dtype.
+    Otherwise the sum is multiplied by 1/count, cast into a communication buffer, and cast back after the
+    reduction.
 
     Autograd's in-place add increments the version of a view. In the last backward each view has a separate
     version counter, which shows whether the gradient of its slot has arrived. Before the last backward, the
     views of slots that the first micro-batch has used share the version counter of the buffer, so that a
     single number shows whether code outside the engine has written to a gradient between micro-batches. Other
-    code may also replace a gradient by another tensor. After every micro-batch one slot is checked for a
+    code may also replace a gradient with another tensor. After every micro-batch one slot is checked for a
     replaced gradient. All slots are checked before and after a block of the caller's backwards, and before
     the last backward.
 
     With `watch`, every micro-batch is checked for non-finite gradients so that a report can name the
-    micro-batch. The check costs one more read per micro-batch.
+    micro-batch. The check reads the sum once more per micro-batch.
     """
 
     def __init__(
@@ -263,23 +268,22 @@ class InPlaceBucket(OwnBucket):
     def begin(self) -> None:
         super().begin()
         self._is_first = True
-        # The tensors in `.grad` after the first micro-batch is stored, unless autograd or a hook has replaced
-        # them.
+        # The tensors in `.grad` once the gradients of the first micro-batch are stored, unless autograd or a
+        # hook has replaced them.
         self._views = list(self._grads)
         self._is_sharing = False  # Whether the views of used slots come from `_shared`.
         # Slots that `record_grads` checks in addition to the version of `_flat`; None for all slots.
         self._watched: list[int] | None = None
         self._first_row_of_sum = 0  # Every row of flags describes the sum, not a single micro-batch.
-        # Versions of the views. `_begun` has the versions from the start of the window, or from the creation
-        # of the views. `_stored` has the versions before the last backward, and later the versions at the
-        # time when the last backward has completed the bucket.
+        # Versions of the views at the start of the window, or at the time when the views were created.
         self._begun = self._own_versions()
+        # Versions of the views before the last backward; `seal` updates them.
         self._stored = self._begun
         self._is_sealed = self._is_sent = False
 
     def record_grads(self) -> None:
         if self._is_sent:
-            return  # `_stored` has the versions
+            return  # `_stored` holds the versions
         if self._watched is None:
             super().record_grads()
         else:
@@ -321,7 +325,7 @@ class InPlaceBucket(OwnBucket):
         self._is_sharing = True
         if any(
             map(is_not, map(_grad, self.params), itertools.repeat(None))
-        ):  # earlier backwards of the block have left gradients
+        ):  # earlier backwards of this micro-batch have left gradients
             self._store()
             return []
         return self._watches()
@@ -399,7 +403,7 @@ class InPlaceBucket(OwnBucket):
             self.flagged.append(flags)
 
     def _store_all(self) -> None:
-        """Store every gradient, even of a moved model, and give each view a separate version counter."""
+        """Store every gradient, even if the model was moved, and give each view its own version counter."""
         if not self._is_first:
             self._rebind_moved()
         self._store()
@@ -411,7 +415,7 @@ class InPlaceBucket(OwnBucket):
         self._stored = self._own_versions()
 
     def _store(self) -> None:
-        """Store every gradient in the sum, and make `.grad` view the sum."""
+        """Store every gradient in the sum, and make `.grad` a view of the sum."""
         if self._is_first:
             for group in self._groups:
                 if group.is_first:
@@ -432,7 +436,7 @@ class InPlaceBucket(OwnBucket):
             param.grad = view
 
     def _shared_views(self) -> list[Tensor]:
-        """Return views of the slots that share the version counter of the whole buffer."""
+        """Return one view per slot; all views share the version counter of the buffer."""
         if self._shared is None:
             with torch.no_grad():
                 slots = zip(self._grads, self.plan.offsets, strict=True)
@@ -459,7 +463,7 @@ class InPlaceBucket(OwnBucket):
             param.grad = view
 
     def _rebind_moved(self) -> None:
-        """Recreate the views of slots that a cast or move of the model has copied."""
+        """Recreate the views of slots that were copied when the model was cast or moved."""
         if list(map(Tensor.data_ptr, self._views)) == self._addresses:
             return
         moved, self._stored = self._views, self._own_versions()
@@ -482,7 +486,7 @@ def own_bucket(
     terms: Terms,
     comm: Comm,
 ) -> OwnBucket:
-    """Create one bucket of the layout, which `wire` reduces."""
+    """Create the bucket that `spec` describes, to be reduced over `wire`."""
     if settings.kind == "exact":
         return ExactBucket(spec, params, terms=terms, comm=comm)
     dtype = sum_dtype(settings.kind, spec.dtype)
@@ -499,7 +503,7 @@ def plan_of(spec: BucketSpec) -> BucketPlan:
 
 
 def _flat(spec: BucketSpec, dtype: torch.dtype, device: torch.device, comm: Comm | None = None) -> Tensor:
-    """Return a flat buffer of zeros, which `comm` allocates unless it is None."""
+    """Return a flat buffer of zeros, allocated by `comm` unless `comm` is None."""
     if comm is None:
         return torch.zeros(spec.numel, dtype=dtype, device=device)
     return comm.allocate(spec.numel, dtype, device)

@@ -1,4 +1,4 @@
-"""Padding: micro-batches without data that a rank runs because a forward launches collectives."""
+"""Padding: micro-batches without data, which a rank runs because every forward launches collectives."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ class Padding(ABC):
 
     @abstractmethod
     def preserve_grads(self, roots: Sequence[Tensor | GradientEdge]) -> None:
-        """Prevent a padding backward, from `roots` if they are known, from changing any `.grad`.
+        """Prevent a padding backward from changing any `.grad`.
 
-        Also preserves `.grad` of parameters that the engine does not reduce, and of other leaves of the
-        graphs of `roots`.
+        This includes the `.grad` of parameters that the engine does not reduce, and of other leaves of the
+        graphs of `roots`. These are the tensors from which the backward starts; if they are unknown, `roots`
+        is empty.
         """

@@ -28,8 +28,8 @@ from pyengine.window.nonfinite import is_not_finite
 class Published:
     """The gradients in `.grad` of an engine's parameters, as they are at the time of each call.
 
-    The user may have written to the gradients or replaced them by other tensors. These methods read and scale
-    the tensors that an optimizer step would use.
+    The user may have written to the gradients or replaced them with other tensors. These methods read and
+    scale the tensors that an optimizer step would use.
     """
 
     def __init__(self, names: Sequence[str], params: Sequence[Parameter]) -> None:
@@ -38,7 +38,7 @@ class Published:
         self._is_lazy = is_lazy(device)
         self._one = torch.ones((), dtype=torch.float32, device=device)
         self._index = {id(param): place for place, param in enumerate(params)}
-        self._groups: list[list[Parameter]] = []  # Parameters in the fused calls, by dtype.
+        self._groups: list[list[Parameter]] = []  # Parameters that the fused calls cover, by dtype.
         # On a lazy device there are no fused calls, because tensors have no addresses for the native core.
         self._rest = [] if is_lazy(device) else [param for param in params if param.dtype in DTYPE_CODES]
         self._then = GradVersions(self._params)
@@ -47,7 +47,7 @@ class Published:
         self.record()
 
     def _lay_out(self, params: Sequence[Parameter]) -> None:
-        """Add parameters to the fused calls; frozen parameters are added when they have a gradient."""
+        """Add parameters to the fused calls; frozen parameters are added once they have a gradient."""
         self._groups = by_dtype([*itertools.chain(*self._groups), *params])
         plans = [aligned([local(param).numel() for param in group], 1) for group in self._groups]
         indices = [[self._index[id(param)] for param in group] for group in self._groups]
@@ -66,7 +66,8 @@ class Published:
         grads = self._then.record()
         if self._dtensors:
             self._local_versions = self._local_versions_now()
-        # An assignment to `.grad.data` replaces the memory but keeps the version, so compare addresses.
+        # An assignment to `.grad.data` replaces the memory but keeps the version, so addresses are compared
+        # too.
         self._addresses = self._addresses_of(grads)
 
     def has_any(self) -> bool:
@@ -74,7 +75,7 @@ class Published:
         return any(map(_has_grad, self._params))
 
     def has_changed(self) -> bool:
-        """Whether gradients were written to or replaced since `record`."""
+        """Whether gradients have been written to or replaced since `record`."""
         if self._then.changed():
             return True
         if self._dtensors and self._local_versions != self._local_versions_now():
@@ -83,16 +84,16 @@ class Published:
         return self._addresses != self._addresses_of(grads)
 
     def changed(self) -> list[int]:
-        """Return the indices of gradients that were written to or replaced since `record`."""
+        """Return the indices of gradients that have been written to or replaced since `record`."""
         return self._then.changed()
 
     def _local_versions_now(self) -> list[int]:
-        """Return the versions of DTensors' local tensors, which differ from the versions of the DTensors."""
+        """Return the versions of DTensors' local tensors, which are separate from those of the DTensors."""
         return [param.grad.to_local()._version for param in self._dtensors if param.grad is not None]
 
     @torch.no_grad()
     def read(self, final: FinalPass, scale: Tensor | None = None) -> None:
-        """Write norms and finite flags to `final`, and multiply the gradients by `scale`, float32, 0-dim.
+        """Write norms and non-finite flags to `final`; multiply the gradients by `scale` (float32, 0-dim).
 
         Cost: one read per element, and with `scale` one write. Tensors that the native core cannot address
         are copied.
@@ -109,7 +110,9 @@ class Published:
         self._norms.copy_to(final)
 
     def flags(self) -> Tensor:
-        """Return flags of the gradients that contain inf or nan, uint8 `[parameters]`; not on a lazy device.
+        """Return uint8 flags of shape `[parameters]`: 1 for each gradient that contains inf or nan.
+
+        Not supported on a lazy device.
 
         Cost: one read per element.
         """
@@ -133,7 +136,7 @@ class Published:
 
     @torch.no_grad()
     def scale_(self, scale: Tensor) -> None:
-        """Multiply every gradient by `scale`, float32, 0-dim."""
+        """Multiply every gradient by `scale` (float32, 0-dim)."""
         if self._is_lazy:  # the compiler fuses this with the next use of the gradients
             for param in self._params:
                 if param.grad is not None:
@@ -141,7 +144,8 @@ class Published:
             return
         for place, grads in enumerate(self._grouped()):
             try:
-                self._norms.read(place, grads, grads, scale)  # The next `read` resets the norms and flags.
+                # Only the scaling matters here: `_read` resets the norms and flags before it uses them.
+                self._norms.read(place, grads, grads, scale)
             except (TypeError, ValueError):  # The core cannot address a replaced .grad.
                 for grad in grads:
                     if grad is not None:
@@ -149,24 +153,28 @@ class Published:
 
     @torch.no_grad()
     def scale_each_(self, factors: Tensor) -> None:
-        """Multiply each gradient by its factor, float32 `[parameters]`.
+        """Multiply each gradient by its factor in `factors`, float32 `[parameters]`.
 
-        Cost: on an accelerator one launch per parameter; on the host nothing for a factor of 1.
+        Cost: on an accelerator, one launch per parameter. On the host, a factor of 1 costs nothing.
         """
         for grad, factor in zip(local_grads(self._params), factors.unbind(), strict=True):
             if grad is not None and (runs_ahead(self._device) or float(factor) != 1):
                 grad.mul_(factor)
 
     def _copied(self, params: Sequence[Parameter]) -> list[Tensor | None]:
-        """Return gradients as plain float32 tensors on the device; raise ValueError if one cannot be read."""
+        """Return copies of gradients, as plain float32 tensors on the device.
+
+        Raises:
+            ValueError: a gradient cannot be read.
+        """
         copies: list[Tensor | None] = []
         for param, grad in zip(params, local_grads(params), strict=True):
             if grad is not None and (keeps_elements_elsewhere(grad) or grad.numel() != local(param).numel()):
                 name = self._names[self._index[id(param)]]
                 raise ValueError(
-                    f"set the .grad of {name!r} to a plain tensor of {local(param).numel()} elements before "
-                    f"its norm is computed: it is a {type(param.grad).__name__} of {grad.numel()} on this "
-                    "rank"
+                    f"the .grad of {name!r} is a {type(param.grad).__name__} with {grad.numel()} elements on "
+                    f"this rank: replace it with a plain tensor of {local(param).numel()} elements before "
+                    "its norm is computed"
                 )
             wide = None if grad is None else dense(grad).to(self._device, torch.float32)
             copies.append(None if wide is None else wide.clone(memory_format=torch.contiguous_format))
@@ -183,7 +191,7 @@ class Published:
 
     @torch.no_grad()
     def largest(self) -> Tensor:
-        """Return the largest absolute value of this rank's gradients, float64 0-dim.
+        """Return the largest absolute value in this rank's gradients, as a 0-dim float64 tensor.
 
         The result is nan if a gradient contains nan, and 0 if there are no gradients.
         """
@@ -194,7 +202,7 @@ class Published:
 
     @torch.no_grad()
     def norms(self) -> Tensor:
-        """Return the 2-norm of every local gradient, float64 `[parameters]`; 0 for a missing gradient.
+        """Return the 2-norm of every local gradient as float64 `[parameters]`; 0 for a missing gradient.
 
         Cost: one read per element, and a copy in float64.
         """
@@ -225,7 +233,7 @@ def local_grads(params: Sequence[Parameter]) -> list[Tensor | None]:
 
 
 def _flat_grads(params: Sequence[Parameter]) -> list[Tensor | None]:
-    """Return this rank's local gradients; those that are not contiguous become 1-D, in storage order."""
+    """Return this rank's local gradients; non-contiguous gradients become 1-D, in storage order."""
     return [
         grad if grad is None or (type(grad) is Tensor and grad.is_contiguous()) else _flat(local(grad))
         for grad in [param.grad for param in params]

@@ -1,4 +1,4 @@
-"""The arguments of every engine, and checks of their values."""
+"""The arguments common to all engines, and checks of their values."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pyengine.wire import FP32, Wire
 from pyengine.wire.base import Spelled
 from pyengine.wire.named import wire_problems
 
-# The dtypes of trained parameters. A new communication dtype does not extend this list.
+# The supported dtypes of trained parameters. A new communication dtype does not extend this list.
 PARAM_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # The dtype in which bf16 and fp16 gradients are summed, for each `accumulator` that names a dtype.
 SUM_DTYPES = {"fp32": torch.float32}
@@ -36,14 +36,14 @@ class Exact(Spelled):
         micro_batches: number of micro-batches in a full window, over all ranks.
         slots: number of slots in a window. Each slot is a group of consecutive micro-batches, and all slots
             have the same length. PyTorch sums the gradients of a slot in `.grad`, on one rank and in order;
-            the sum over slots is exact. The bits therefore depend on the number of slots, and are the same
-            for every number of ranks that divides it. The exact sum costs one addition per slot instead of
-            one per micro-batch. Parameters narrower than float32 are not supported, because PyTorch would sum
-            their gradients in their own dtype. With None every micro-batch is a slot, and any rank may
-            compute any micro-batch.
+            the sum over slots is exact. The bits therefore depend on the number of slots, but are the same
+            for every number of ranks that divides the number of slots. The exact sum costs one addition per
+            slot instead of one per micro-batch. Parameters narrower than float32 are not supported, because
+            PyTorch would sum their gradients in their own dtype. With `slots=None`, every micro-batch
+            is a slot, and any rank may compute any micro-batch.
 
-    The exact sum has 1 to 4096 slots. The number of slots determines the grid of the sum, so two runs have
-    the same bits only with the same number of slots.
+    An exact sum can have 1 to 4096 slots. The number of slots determines the grid of the sum, so two runs
+    have the same bits only with the same number of slots.
     """
 
     micro_batches: int
@@ -93,7 +93,7 @@ class Settings:
 
     @property
     def raises(self) -> bool:
-        """Whether gradients of every micro-batch are checked, and inf or nan raises an error."""
+        """Whether the gradients of every micro-batch are checked, and an inf or nan raises an error."""
         return self.nonfinite == "raise"
 
     @property
@@ -103,7 +103,7 @@ class Settings:
 
     @property
     def watches_stalls(self) -> bool:
-        """Whether a collective that stalls causes a warning."""
+        """Whether a stalled collective causes a warning."""
         seconds = self.stall_after_s
         is_number = isinstance(seconds, Real) and not isinstance(seconds, bool)
         return is_number and 0 < seconds < math.inf  # type: ignore[operator]
@@ -123,34 +123,32 @@ class Settings:
         found += wrong_window
         if self.kind not in KINDS:
             found.append(
-                f"accumulator={self.accumulator!r}: need one of {', '.join(map(repr, KINDS))}, or "
+                f"accumulator={self.accumulator!r}: expected one of {', '.join(map(repr, KINDS))}, or "
                 "torch.float32 for 'fp32'"
             )
         elif self.kind == "exact" and not wire_problems(self.wire) and self.wire != FP32():
             found.append(
-                f"wire={self.wire}: need wire.FP32() with accumulator='exact', whose sums travel as "
-                "integers of their own"
+                f"wire={self.wire}: expected wire.FP32() with accumulator='exact', whose sums are sent as "
+                "integers and not in the format of a wire"
             )
         if str(self.nonfinite) == "drop_micro_batch":
             found.append(
                 "use nonfinite='skip' or 'raise': 'drop_micro_batch' has been removed; the report still "
-                "names rank and micro-batch of an inf or nan"
+                "names the rank and the micro-batch of an inf or nan"
             )
         elif not isinstance(self.nonfinite, str) or self.nonfinite not in NONFINITE_POLICIES:
             found.append(
-                f"nonfinite={self.nonfinite!r}: need one of {', '.join(map(repr, NONFINITE_POLICIES))}"
+                f"nonfinite={self.nonfinite!r}: expected one of {', '.join(map(repr, NONFINITE_POLICIES))}"
             )
         if not self.watches_stalls and self.stall_after_s is not None and not _is_zero(self.stall_after_s):
             found.append(
-                f"stall_after_s={self.stall_after_s!r}: need seconds of waiting after which a stalled sync "
-                "is reported, above 0 and finite; or None, or 0, for no report"
+                f"stall_after_s={self.stall_after_s!r}: expected the number of seconds after which a stalled "
+                "sync is reported, finite and above 0; or None, or 0, for no report"
             )
         found += wrong_choice(self.shared_memory)
         size = self.bucket_cap_mb
         if not isinstance(size, Real) or isinstance(size, bool) or not 0 < size * 2**20 < math.inf:
-            found.append(
-                f"bucket_cap_mb={size!r}: need a size above 0, in MiB, and a finite one; 25 is a good start"
-            )
+            found.append(f"bucket_cap_mb={size!r}: expected a finite size above 0 in MiB, for example 25")
         return found
 
 
@@ -158,22 +156,22 @@ def _exact_problems(exact: Exact) -> list[str]:
     """Return error messages for invalid arguments of `Exact`."""
     num, slots = exact.micro_batches, exact.slots
     if type(num) is not int:
-        return [f"accumulator={exact}: need a whole number of micro-batches"]
+        return [f"accumulator={exact}: expected a whole number of micro-batches"]
     if slots is None:
         return []
     if type(slots) is not int or slots < 1:
         return [
             (
-                f"accumulator={exact}: need a whole number of slots, at least 1, or None for one slot per "
-                "micro-batch"
+                f"accumulator={exact}: expected a whole number of slots, at least 1, or None for one slot "
+                "per micro-batch"
             )
         ]
     if num < slots or num % slots:
         lower = max((n for n in range(1, min(slots, num) + 1) if num % n == 0), default=1)
         return [
             (
-                f"accumulator={exact}: slots need equally many micro-batches, so their number has to divide "
-                f"micro_batches; slots={lower} does"
+                f"accumulator={exact}: all slots need the same number of micro-batches, so slots must "
+                f"divide micro_batches; slots={lower} does"
             )
         ]
     return []

@@ -18,7 +18,7 @@ from pyengine.ops.plan import BucketPlan
 
 
 def local(tensor: Any) -> Tensor:
-    """Return the local tensor of this rank, in the same memory."""
+    """Return this rank's local tensor of a DTensor, in the same memory; return other tensors unchanged."""
     part: Tensor = tensor.detach().to_local() if hasattr(tensor, "to_local") else tensor
     return part
 
@@ -29,7 +29,7 @@ def dense(grad: Tensor) -> Tensor:
 
 
 def as_gradient(part: Tensor, param: Any) -> Tensor:
-    """Return a local gradient, as a DTensor if `param` is a DTensor."""
+    """Return a local gradient, wrapped in a DTensor if `param` is a DTensor."""
     if not hasattr(param, "to_local"):
         return part
     whole: Tensor = type(param).from_local(
@@ -39,7 +39,7 @@ def as_gradient(part: Tensor, param: Any) -> Tensor:
 
 
 def slots_of(flat: Tensor, plan: BucketPlan) -> list[Tensor]:
-    """Return the slots of a flat buffer as views `[slot.numel]`."""
+    """Return the slots of a flat buffer as views of shape `[slot.numel]`."""
     slots = zip(plan.offsets, plan.numels, strict=True)
     return [flat[offset : offset + numel] for offset, numel in slots]
 

@@ -25,7 +25,7 @@ class Sum(ABC):
 
     @abstractmethod
     def over(self, plan: BucketPlan) -> Any:
-        """Return the sum over some slots of the flat buffer, in the memory of this sum."""
+        """Return this sum, restricted to the slots of `plan`, in the same memory."""
 
     def scalars(self) -> list[Tensor]:
         """Return the tensors that `deposit_` reads in addition to the gradients and the sum."""
@@ -33,17 +33,17 @@ class Sum(ABC):
 
     @abstractmethod
     def deposit_(self, grads: TensorList | Pointers, /, *, first: bool, nonfinite: Tensor) -> None:
-        """Add the gradients of a micro-batch, one per slot, `[slot.numel]`; None adds nothing.
+        """Add the gradients of a micro-batch, one of shape `[slot.numel]` per slot; None adds nothing.
 
         Args:
-            first: whether to overwrite the sum, as for the first gradients of a window.
+            first: whether these are the first gradients of the window, which overwrite the sum.
             nonfinite: uint8 `[slots]`, OR-ed with 1 for each slot whose gradient is not finite, or is too
-                large for an exact sum (2^126).
+                large for an exact sum (2^126 or more).
         """
 
 
 class FlatSum(Sum):
-    """A sum in one flat buffer, `[numel]`, which this object owns from now on."""
+    """A sum in one flat buffer of shape `[numel]`; this object takes ownership of the buffer."""
 
     def __init__(self, plan: BucketPlan, flat: Tensor) -> None:
         self._plan, self.flat = plan, flat
@@ -66,7 +66,7 @@ class FlatSum(Sum):
         first: bool,
         nonfinite: Tensor,
     ) -> None:
-        """Write the sum plus the gradients, times `scale`, to a communication buffer.
+        """Write the sum including the gradients, multiplied by `scale`, to a communication buffer.
 
         Args:
             wire: buffer in the communication dtype, `[numel]`; may be `flat` itself.
@@ -81,7 +81,7 @@ class FlatSum(Sum):
 
 
 class InPlaceSum(FlatSum):
-    """The buffer that `.grad` views; autograd adds to the buffer from the second micro-batch on.
+    """The buffer that backs `.grad`; autograd adds to the buffer from the second micro-batch on.
 
     `deposit_` writes the first gradients, which have the dtype of the buffer and are not checked.
     """

@@ -27,7 +27,7 @@ class SendableBucket(Bucket):
     """A bucket whose sum `Transfers` reduces over ranks."""
 
     def seal(self) -> None:
-        """Record that the last backward, which may still run, has accumulated every gradient."""
+        """Record that the last backward, which may still be running, has accumulated every gradient."""
 
     @abstractmethod
     def send(self, inv_count: Tensor | None, comm: Comm, *, poison: bool) -> Work:
@@ -56,12 +56,12 @@ class Transfer(Generic[B]):
         self.bucket, self.comm = bucket, comm
         # Whether the running backward has accumulated every gradient of the bucket.
         self.is_complete = False
-        # Tensors kept alive while a side stream may read them for the reduction, and an event that marks the
-        # last read. The allocator may reuse the memory for work on the backward's stream after this event, or
-        # after the backward's stream has waited for the collective on the side stream. `record_stream` is not
-        # used, because it costs a microsecond per gradient and creates an event per gradient, which the
-        # allocator has to query.
+        # Tensors kept alive while a side stream may read them for the reduction. The allocator may reuse the
+        # memory for work on the backward's stream after the event `is_read`, or after the backward's stream
+        # has waited for the collective on the side stream. `record_stream` is not used, because it costs a
+        # microsecond per gradient and creates an event per gradient, which the allocator has to query.
         self.held: list[Tensor] = []
+        # An event that marks the last read of these tensors on the side stream.
         self.is_read: torch.Event | None = None
 
 
@@ -72,9 +72,9 @@ class Transfers(Generic[B]):
     layout order, regardless of which bucket is complete first and of the bucket's group. A bucket may need
     several collectives. Each further collective is launched together with the next bucket, so that the
     previous collective has had time to complete. If ranks have different buckets, they could then launch
-    collectives in different orders and deadlock. Such ranks launch the first collectives of all buckets
-    before any second collective, and all second collectives before any third. A bucket is launched only after
-    the header has arrived, and only if ranks agree in the header.
+    collectives in different orders and deadlock. To avoid this, such ranks launch the first collectives of
+    all buckets before any second collective, and all second collectives before any third. A bucket is
+    launched only after the header has arrived, and only if ranks agree in the header.
     """
 
     def __init__(
@@ -122,7 +122,7 @@ class Transfers(Generic[B]):
                 yield transfer.bucket
 
     def drop(self) -> None:
-        """Release the buckets of an abandoned window; collectives may still use their tensors."""
+        """Release the buckets of an abandoned window, even if collectives are still using their tensors."""
         for transfer in self.all[: self._next]:
             if transfer.held:
                 with transfer.comm.side_stream(transfer.held):
@@ -157,7 +157,7 @@ class Transfers(Generic[B]):
         """Launch the next collective of each bucket that needs several collectives.
 
         The last bucket is launched first, so that its collective runs while the CPU sums the earlier buckets.
-        If a stream and not the host waits, the last call also finishes the bucket on that stream.
+        If a stream waits instead of the host, the last call also finishes the bucket on that stream.
         """
         staged = [(each.comm, each.work) for each in reversed(transfers) if isinstance(each.work, Staged)]
         with Unbroken(staged[0][0]) if staged else nullcontext():

@@ -1,6 +1,6 @@
 """Flags of the parameters that any rank has used in a window.
 
-The `.grad` of a parameter is set to None if no rank has used it.
+If no rank has used a parameter, its `.grad` is set to None.
 
 Whether a parameter is unused depends on the flags of all ranks, which the host has to read.
 """
@@ -19,8 +19,8 @@ from pyengine.ops.capture import is_capturing
 from pyengine.ops.device import HOST, Readback, send
 
 # Flags that hosts exchange are padded to a multiple of this length. Without padding, ranks in windows of
-# different engines (which the header reports) would all-reduce different numbers of flags, and gloo aborts a
-# process that receives more bytes than it expects.
+# different engines (an error that the header reports) would all-reduce different numbers of flags, and gloo
+# aborts a process that receives more bytes than it expects.
 _LENGTH = 4096
 _BITS = 64
 
@@ -29,20 +29,22 @@ class UsedFlags:
     """The flags of used parameters in one window, while `work` reduces them over ranks.
 
     `flags` is uint8 `[params]`, or int64 with 64 flags per element and trailing zeros. With `on_stream`, a
-    stream waits for `work`, and the host does not.
+    stream, not the host, waits for `work`.
     """
 
     def __init__(self, mine: Sequence[bool], flags: Tensor, work: Work, *, on_stream: bool) -> None:
         self._mine, self._flags, self._work, self._on_stream = list(mine), flags, work, on_stream
 
     def drop_unused(self, params: Sequence[Parameter], *, waits: bool = False) -> list[int]:
-        """Set `.grad` of unused parameters to None, and return their indices. `params` is in flag order.
+        """Set `.grad` of unused parameters to None, and return their indices.
+
+        `params` has the order of the flags.
 
         With `waits`, a rank that has left the window always waits for its collective, because ranks that are
         still in the window do not send their flags.
 
-        Work that is captured as a graph reads no flags. In such work a parameter counts as unused on all
-        ranks if this rank has not used it.
+        While a graph is captured, the flags are not read, and a parameter that this rank has not used counts
+        as unused on all ranks.
 
         Cost: a rank that has not used a parameter waits for the flags of all ranks. If devices exchange the
         flags, this rank waits for all work queued on its device. Other ranks do not wait.

@@ -37,13 +37,13 @@ def problems_of_device(device: torch.device, comm: Comm, settings: Settings) -> 
     if settings.kind == "exact":
         found.append(
             "accumulator='exact' sums integers in memory that it addresses directly, which XLA does not "
-            "allow: use 'fp32' on an XLA device, whose result is the same on every replica but depends on "
+            "allow: on an XLA device use 'fp32', whose result is the same on every replica but depends on "
             "the number of replicas"
         )
     if settings.wire.needs_exchange and not comm.can_exchange:
         found.append(
-            f"wire={settings.wire}: it exchanges chunks of a bucket between ranks, for which XLA "
-            "programs have no collective here; use wire.BF16() or wire.FP32()"
+            f"wire={settings.wire}: this wire exchanges chunks of a bucket between ranks, for which the "
+            "engine has no collective in XLA programs; use wire.BF16() or wire.FP32()"
         )
     elif reason := comm.unsupported_reason(settings.wire.dtype):
         found.append(f"wire={settings.wire}: {reason}; use wire.FP32()")
@@ -51,9 +51,9 @@ def problems_of_device(device: torch.device, comm: Comm, settings: Settings) -> 
 
 
 class XlaReducer(Reducer):
-    """Gradients in sums that the engine owns: one tensor per parameter, in the parameter's shape.
+    """Gradients in sums that the engine owns: one tensor per parameter, of the parameter's shape.
 
-    The tensors have the dtype of the sum. `.grad` is set from the reduction to the step. The XLA compiler
+    The tensors have the dtype of the sum. `.grad` is set by the reduction, for the step. The XLA compiler
     schedules each program and determines what overlaps. One operation reduces all gradients of one dtype,
     regardless of the bucket size. Frozen parameters are left unchanged.
     """
@@ -168,18 +168,21 @@ class XlaReducer(Reducer):
             self.params[index].grad = None
 
     def _sumsq(self, grads: Sequence[Tensor | None]) -> Tensor:
-        """Return the sum of squares of each gradient, float64 `[num_params]`; 0 for None."""
+        """Return the sum of squares of each gradient, as float64 `[num_params]`; 0 for None."""
         return torch.stack([self._zero if g is None else g.double().square().sum() for g in grads])
 
     def _usage_here(self) -> Tensor:
-        """Return float32 flags of the parameters that this replica has used; copied only when they change."""
+        """Return float32 flags of the parameters that this replica has used.
+
+        The flags are copied to the device only when they change.
+        """
         if self._usage is None or self._usage[0] != self._used:
             self._usage = self._used, send(self._used, torch.float32, self._device)
         return self._usage[1]
 
 
 def flagged(sumsq: Tensor) -> Tensor:
-    """Return uint8 flags of the gradients that contain inf or nan, computed from their sums of squares.
+    """Return uint8 flags, 1 for each gradient with inf or nan, computed from the sums of squares.
 
     In float64, neither the square of a float32 number nor a sum of such squares overflows. On devices where
     float64 has the range of float32, a finite gradient may be flagged. Its norm is then infinite, and the

@@ -1,6 +1,6 @@
 """Fused ops that read memory once, and properties of devices.
 
-The public API contains the ops that need no engine (`functional.py`), and the plans of their buffers.
+The public API consists of the ops that need no engine (`functional.py`), and of `BucketPlan` and `ExactSum`.
 """
 
 from pyengine.ops.functional import accumulate_, flatten, unflatten_, unscale_norm, unscale_norm_

@@ -114,7 +114,7 @@ class BucketPlan:
 
 # If the extension was built for Linux:
 
-class SharedBlock:  # with the protocol of buffers
+class SharedBlock:  # implements the buffer protocol
     def __init__(self) -> None: ...  # raises an error, because `SharedArena` creates blocks
 
 class SharedJob:

@@ -3,7 +3,7 @@
 A graph repeats only the device work of the section, so the host must neither read values in the section nor
 send values that change between runs. All values of the engine go through `ops.device.send` and `Readback`,
 which call `section()`. A rehearsal also stores the sent values on the device. The capture uses the stored
-values, and values that are read back stay on the device until the graph has run.
+values. A value that is read back stays on the device until the graph has run.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from pyengine.ops.trace import find_caller
 _READS = {"_local_scalar_dense", "equal", "is_nonzero", "masked_select", "nonzero", "_unique2", "bincount"}
 _READS |= {"unique_consecutive", "unique_dim"}
 
-# Dtypes of indices that are masks. The shape of the result depends on the number of nonzero elements.
+# Index dtypes that act as masks. The shape of the result depends on the number of nonzero elements in a mask.
 _MASKS = {torch.bool, torch.uint8}
 
 
@@ -38,7 +38,7 @@ class Section:
     """A section of device work, which is rehearsed unless `is_capture` is set.
 
     Attributes:
-        is_own_copy: whether the engine itself is copying between host and device. These copies are not
+        is_own_copy: whether the engine itself is copying between host and device. Such copies are not
             reported.
         problems: operations that cannot be captured, added by `report`.
         inputs: tensors that the host fills before every run, one per `send(..., refills=True)`.
@@ -55,7 +55,7 @@ class Section:
         self._constants: dict[object, Tensor] = {}
 
     def rehearse(self, values: Sequence[float], made: Tensor, *, refills: bool) -> None:
-        """Keep a device copy of the values that the host has sent."""
+        """Keep a device copy of the values that the host has sent, or memory for values that it refills."""
         if refills:
             self.inputs.append(torch.empty_like(made))
         else:
@@ -64,7 +64,7 @@ class Section:
     def find(
         self, values: Sequence[float], dtype: torch.dtype, device: torch.device, *, refills: bool
     ) -> Tensor:
-        """Return a device tensor with these values when the graph runs, without a copy from the host."""
+        """Return a device tensor that has these values when the graph runs, without copying from the host."""
         if refills:
             self._num_taken += 1
             if self._num_taken <= len(self.inputs):
@@ -72,8 +72,8 @@ class Section:
         elif (constant := self._constants.get(_key(values, dtype, device))) is not None:
             return constant.clone()
         raise CaptureError(
-            f"the engine sends {len(values)} values of {dtype} that it had not sent in the windows before: "
-            "let all windows of a length run the same code"
+            f"the engine sends {len(values)} values of {dtype} that it did not send in earlier windows: all "
+            "windows of the same length must run the same code"
         )
 
     def rewind(self) -> None:
@@ -85,8 +85,8 @@ def _key(values: Sequence[float], dtype: torch.dtype, device: torch.device) -> o
     return tuple(values), dtype, device
 
 
-# The section that is being run, if any. The list is not thread-local, because autograd launches device work
-# on its own threads.
+# The section that is currently running, if any. The list is not thread-local, because autograd launches
+# device work on its own threads.
 _entered: list[Section] = []
 
 
@@ -96,7 +96,7 @@ def section() -> Section | None:
 
 
 def is_capturing() -> bool:
-    """Whether device work is being captured and does not run, so that events and values cannot be read."""
+    """Whether device work is being captured instead of run, so that events and values cannot be read."""
     return bool(_entered) and _entered[0].is_capture
 
 
@@ -112,7 +112,7 @@ def report(problem: str) -> None:
 def running(entered: Section, *, is_capture: bool) -> Iterator[None]:
     """Run the body as a section of device work, which is rehearsed or captured."""
     if _entered:
-        raise CaptureError("a section is being captured already: capture one window at a time")
+        raise CaptureError("another section is already being captured: capture one window at a time")
     entered.is_capture = is_capture
     _entered.append(entered)
     try:
@@ -123,7 +123,7 @@ def running(entered: Section, *, is_capture: bool) -> Iterator[None]:
 
 @contextlib.contextmanager
 def own_copy() -> Iterator[None]:
-    """Mark copies between host and device in the body as copies of the engine itself."""
+    """Mark the copies that the body makes between host and device as the engine's own."""
     for entered in _entered:
         entered.is_own_copy = True
     try:
@@ -134,16 +134,16 @@ def own_copy() -> Iterator[None]:
 
 
 class Rehearsal(TorchDispatchMode):
-    """Records the operations of a section, and reports operations that a graph cannot repeat.
+    """A dispatch mode that records the operations of a section, and reports those that a graph cannot repeat.
 
-    Reports operations for which the host waits, and copies between host and device, each with its source
-    line.
+    The reported operations are those that make the host wait, and those that copy between host and device.
+    Each report contains the source line.
 
     Args:
-        is_on_device: returns whether a tensor is on the device whose work is captured.
+        is_on_device: function that returns whether a tensor is on the device whose work is captured.
 
     Attributes:
-        operations: for each operation its name, the shapes and numbers of its arguments, and its line.
+        operations: for each operation, its name, its arguments (tensors as shapes) and its source line.
     """
 
     def __init__(self, is_on_device: Callable[[Tensor], bool]) -> None:
@@ -176,7 +176,7 @@ class Rehearsal(TorchDispatchMode):
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         indices = {"index": tensors[1:], "index_put_": tensors[1:-1]}.get(name, [])
         if name in _READS or any(index.dtype in _MASKS for index in indices):
-            report(f"{line}: {name} lets the host wait for a value of the device")
+            report(f"{line}: {name} makes the host wait for a value on the device")
         elif name in ("_to_copy", "copy_") and not all(map(self._is_on_device, [*tensors, result])):
             ends = "to the device" if self._is_on_device(result) else "to the host"
             report(f"{line}: {name} copies {ends}")
@@ -195,27 +195,27 @@ def _plain(leaf: Any) -> Any:
 
 
 def difference(one: Rehearsal, other: Rehearsal) -> str:
-    """Describe the first operation in which two rehearsals of a section differ; empty if they are equal."""
+    """Describe the first difference between two rehearsals; return an empty string if they are equal."""
     for first, second in zip(one.operations, other.operations, strict=False):
         if first[:2] == second[:2]:
             continue
         if first[0] != second[0]:
-            return f"{second[2]}: {second[0]} where the window before ran {first[0]} ({first[2]})"
+            return f"{second[2]}: {second[0]} where the previous window ran {first[0]} ({first[2]})"
         changed = [(a, b) for a, b in zip(first[1], second[1], strict=False) if a != b]
         was, now = changed[0] if changed else (first[1], second[1])
-        what = "a shape" if isinstance(now, tuple) else "a number of the host"
-        return f"{second[2]}: {what} of {second[0]} is {now}, and was {was} in the window before"
+        what = "a shape" if isinstance(now, tuple) else "a host value"
+        return f"{second[2]}: {what} in {second[0]} is {now}, but was {was} in the previous window"
     longer = max(one.operations, other.operations, key=len)
     short = min(len(one.operations), len(other.operations))
     if len(longer) == short:
         return ""
     name, _, line = longer[short]
-    return f"{line}: {name} ran in one of two windows of the same length only"
+    return f"{line}: {name} ran in only one of two windows of the same length"
 
 
 def _line_of_caller() -> str:
-    """Return file and line of the user's frame, or of the innermost frame in this package."""
-    frame, ours = find_caller(sys._getframe(1))  # noqa: SLF001 - `inspect` reads source files
+    """Return the file and line of the user's frame, or of the innermost frame in this package."""
+    frame, ours = find_caller(sys._getframe(1))  # noqa: SLF001 - `inspect` would read source files
     if frame is None:
         frame = next((each for each in ours if each.f_code.co_filename != __file__), None)
     return "" if frame is None else f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"

@@ -5,7 +5,8 @@ or adds the payloads of several ranks and quantizes the sum. The results have th
 instruction set and thread count, on every GPU, and in plain PyTorch.
 
 A payload is a uint8 tensor: the float32 scales of all blocks, then one code per element, then zero padding to
-a multiple of four bytes. bf16 and fp16 have neither scales nor padding. The padding decodes to zeros.
+a multiple of four bytes. The padding decodes to zeros. bf16 and fp16 payloads have neither scales nor
+padding.
 """
 
 from __future__ import annotations
@@ -41,10 +42,10 @@ class Codec:
     """A format that stores float32 values in one or two bytes each.
 
     Each block of `block` consecutive elements shares a float32 scale: the largest finite magnitude in the
-    block, divided by the largest value of a code. The table contains the error bounds for a finite value x,
-    its decoded value x' and the scale s of its block:
+    block, divided by the largest value of a code. The table contains error bounds, in which x is a finite
+    value, x' is its decoded value, and s is the scale of its block:
 
-    | format | codes | to nearest, abs(x - x') is at most | stochastically |
+    | format | codes | maximum of abs(x - x') if rounded to nearest | if rounded stochastically |
     |---|---|---|---|
     | int8 | -127 to 127, and NaN | s (2^-1 + 2^-15) | s (1 + 2^-14) |
     | e4m3 | up to 448, and NaN | max(abs(x), s 2^-6) (2^-4 + 2^-21) | twice as much |
@@ -52,9 +53,10 @@ class Codec:
     | bf16 | bfloat16 | max(abs(x), 2^-126) 2^-8 | twice as much |
     | fp16 | float16 | max(abs(x), 2^-14) 2^-11 | twice as much |
 
-    Scales are at least 2^-110, or 0 for a block of zeros; smaller values are lost. A nonfinite element does
-    not affect other elements: NaN stays NaN, and infinity becomes NaN if the format cannot represent it. A
-    finite element becomes infinite only in bf16 and fp16, and only if a cast would also make it infinite.
+    Scales are at least 2^-110, so tiny values are lost; the scale of a block of zeros is 0. A nonfinite
+    element does not affect other elements. NaN stays NaN, and infinity becomes NaN if the format cannot
+    represent it. A finite element becomes infinite only in bf16 and fp16, and only if a cast would also make
+    it infinite.
 
     Stochastic rounding rounds up or down with probabilities that make x' unbiased, using a hash of the seed
     and the element index. Equal seeds produce equal bits. Two elements whose indices differ by 2^32 use the
@@ -63,12 +65,12 @@ class Codec:
     Args:
         format: one of "int8", "e4m3", "e5m2", "bf16", "fp16".
         block: number of elements that share a scale: 32, 64, 128, 256, 512 or 1024; 1 for bf16 and fp16,
-            which have no scales. A chunk of a bucket that begins at a multiple of `block` has the same codes
-            and scales as in the whole bucket.
+            which have no scales. If a chunk of a bucket begins at a multiple of `block`, its codes and scales
+            are the same as in the whole bucket.
 
-    All tensors, and each of several payloads, must be contiguous and on the same device. A tensor that is
-    written must not share memory with other tensors. A payload begins at a multiple of four bytes (two for
-    bf16 and fp16). The caller owns all memory.
+    All tensors must be contiguous and on the same device (a matrix of payloads needs only contiguous rows). A
+    tensor that is written must not share memory with other tensors. A payload must begin at a multiple of
+    four bytes (two for bf16 and fp16). The caller owns all memory.
 
     Raises:
         ValueError, TypeError: from the constructor and every method, for invalid arguments; raised before
@@ -89,16 +91,19 @@ class Codec:
 
     def __post_init__(self) -> None:
         if self.format not in FORMATS:
-            raise ValueError(f"format={self.format!r}; needed one of {', '.join(map(repr, FORMATS))}")
+            raise ValueError(f"format={self.format!r}; expected one of {', '.join(map(repr, FORMATS))}")
         if self._has_scales and self.block not in _BLOCKS:
             raise ValueError(
-                f"block={self.block!r}; needed {', '.join(map(str, _BLOCKS))}: the elements of a scale"
+                f"block={self.block!r}; expected one of {', '.join(map(str, _BLOCKS))}, the number of "
+                "elements that share a scale"
             )
         if not self._has_scales and self.block != 1:
-            raise ValueError(f"block={self.block!r}; {self.format} has no scales, so leave block away")
+            raise ValueError(f"block={self.block!r}; {self.format} has no scales, so do not pass block")
 
     def num_bytes(self, numel: int) -> int:
-        """Return the size in bytes of a payload of `numel` elements, 0 to 2**40; the last block may be short.
+        """Return the size in bytes of a payload of `numel` elements, which may end with a short block.
+
+        `numel` is 0 to 2**40.
 
         Example:
             >>> Codec("int8", block=256).num_bytes(257)
@@ -108,7 +113,7 @@ class Codec:
         """
         numel = operator.index(numel)
         if not 0 <= numel <= MAX_NUMEL:
-            raise ValueError(f"numel={numel}; needed 0 to 2**40")
+            raise ValueError(f"numel={numel}; expected 0 to 2**40")
         if not self._has_scales:
             return 2 * numel
         return 4 * (-(-numel // self.block) + -(-numel // 4))
@@ -133,8 +138,8 @@ class Codec:
             offset: nonnegative index of the first element, used in the hash of the seed.
 
         Cost: the op reads 4 bytes and writes 1 byte per element (2 bytes for bf16 and fp16). A residual adds
-            a read and a write of 4 bytes per element. Each block also has a scale of 4 bytes. A CUDA graph
-            repeats the seed of its capture.
+            a read and a write of 4 bytes per element. Each block also has a scale of 4 bytes. Every
+            replay of a CUDA graph uses the seed that was passed during the capture.
 
         Example:
             >>> codec, values, residual = Codec("int8", block=32), torch.tensor([127.0, 0.6]), torch.zeros(2)
@@ -170,15 +175,15 @@ class Codec:
         seed: int | None = None,
         offset: int = 0,
     ) -> None:
-        """Add W decoded payloads in float32, in order, and encode the sum.
+        """Decode W payloads, add them in float32 in order, and encode the sum.
 
         Args:
             out: uint8 [num_bytes(n)], written.
-            payloads: uint8 [W, num_bytes(n)], read: one contiguous row for the same n elements of each of W
-                ranks, W at least 1.
+            payloads: uint8 [W, num_bytes(n)], read; W is at least 1. Each contiguous row is the payload of
+                one rank for the same n elements.
             numel: n, the number of elements.
-            residual: float32 [n], incremented by sum - x', where x' is the decoded `out`. An element stays
-                unchanged if its sum or x' is nonfinite.
+            residual: float32 [n], to which the rounding error is added: the sum minus x', where x' is the
+                decoded `out`. An element stays unchanged if its sum or x' is nonfinite.
             seed, offset: see `encode_`.
 
         Cost: the op reads W bytes and writes 1 byte per element (twice as many for bf16 and fp16). A residual
@@ -212,11 +217,11 @@ class Codec:
         runner("codec_sum_encode", _native(layout), *addresses, key, offset)
 
     def sum_(self, out: Tensor, payloads: Tensor) -> None:
-        """Add W decoded payloads in float32, in order.
+        """Decode W payloads, and add them in float32 in order.
 
         Args:
             out: float32, bfloat16 or float16 [n], written; 16-bit dtypes receive the sum rounded to nearest.
-            payloads: uint8 [W, num_bytes(n)], read, W at least 1.
+            payloads: uint8 [W, num_bytes(n)], read; W is at least 1.
 
         Cost: the op reads W bytes per element (2 W for bf16 and fp16), and writes `out` once.
 
@@ -272,16 +277,16 @@ class Codec:
         check_tensor(name, payload, (torch.uint8,), 0, device)
         if payload.numel() != self.num_bytes(numel):
             raise ValueError(
-                f"{name} has {payload.numel()} bytes; needed {self.num_bytes(numel)}: num_bytes({numel}) of "
-                f"{self}"
+                f"{name} has {payload.numel()} bytes; expected {self.num_bytes(numel)}, which is "
+                f"num_bytes({numel}) of {self}"
             )
         check_aligned(name, payload, self._alignment)
 
     def _check_rows(self, payloads: Tensor, num_bytes: int, device: torch.device) -> Tensor:
-        """Check the payloads, and return a view of the memory from the first payload to the last payload."""
+        """Check the payloads, and return a view of the memory from the first to the last payload."""
         span = check_rows("payloads", payloads, torch.uint8, num_bytes, device)
         check_aligned("payloads", payloads, self._alignment)
-        if payloads.shape[0] > 1:  # rows are equally spaced, so two rows suffice
+        if payloads.shape[0] > 1:  # rows are equally spaced, so checking two is enough
             check_aligned("payloads[1]", payloads[1], self._alignment)
         return span
 
@@ -312,9 +317,9 @@ def _checked_key(seed: int | None) -> tuple[int, int] | None:
     if seed is None:
         return None
     if isinstance(seed, bool) or not isinstance(seed, int):
-        raise TypeError(f"seed is a {type(seed).__name__}; needed an int, or None to round to nearest")
+        raise TypeError(f"seed must be an int, or None to round to nearest; got {type(seed).__name__}")
     if not -(2**63) <= seed < 2**63:
-        raise ValueError(f"seed={seed}; needed an int64, -2**63 to 2**63 - 1")
+        raise ValueError(f"seed={seed}; expected an int64, from -2**63 to 2**63 - 1")
     key = mixed(seed)
     return key & 0xFFFFFFFF, key >> 32
 
@@ -332,6 +337,6 @@ def _checked_offset(offset: int, numel: int) -> int:
     offset = operator.index(offset)
     if not 0 <= offset <= MAX_NUMEL - numel:
         raise ValueError(
-            f"offset={offset}; needed 0 to {MAX_NUMEL - numel}, so that the last index is below 2**40"
+            f"offset={offset}; expected 0 to {MAX_NUMEL - numel}, so that the last index is below 2**40"
         )
     return offset

@@ -56,13 +56,13 @@ class Layout:
         return 0 if self.format.max_scale is None else -(-self.numel // self.block)
 
     def scales(self, payload: Tensor) -> Tensor:
-        """Return the scales, a view: float32 [num_blocks]."""
+        """Return a view of the scales, as float32 `[num_blocks]`."""
         if self.num_blocks == 0:  # a payload of two-byte codes may be misaligned for float32
             return payload.new_empty(0, dtype=torch.float32)
         return payload[: 4 * self.num_blocks].view(torch.float32)
 
     def codes(self, payload: Tensor) -> Tensor:
-        """Return the codes, a view: uint8 [numel] or int16 [numel]."""
+        """Return a view of the codes, as uint8 or int16 `[numel]`."""
         first = 4 * self.num_blocks
         codes = payload[first : first + self.numel * self.format.num_bytes]
         return codes if self.format.num_bytes == 1 else codes.view(torch.int16)
@@ -85,7 +85,7 @@ def encode_(layout: Layout, payload: Tensor, values: Tensor, residual: Tensor | 
 def sum_encode_(
     layout: Layout, out: Tensor, payloads: Tensor, residual: Tensor | None, chance: Chance
 ) -> None:
-    """Encode the sum of payloads [W, num_bytes] into `out`, and add the error to `residual`."""
+    """Encode the sum of all payloads into `out`, and add the error to `residual`."""
     error = _encode(layout, out, _total(layout, payloads), chance)
     if residual is not None:
         residual.add_(error)
@@ -127,7 +127,7 @@ def _total(layout: Layout, payloads: Tensor) -> Tensor:
 
 
 def hashed(key: tuple[int, int], offset: int, numel: int, device: torch.device) -> Tensor:
-    """Return 32 random bits per element, int64 [numel].
+    """Return 32 random bits per element, as int64 `[numel]`.
 
     The hash is Wellons' lowbias32, with one half of the key mixed in before each multiplication.
     """
@@ -195,7 +195,7 @@ def _floats(form: ValueFormat, y: Tensor, random: Tensor | None) -> Tensor:
     shift = form.bias + form.mantissa - 1  # the smallest denormal is 2^-shift
     if random is None:
         codes = (normal + ((1 << (cut - 1)) - 1) + ((bits >> cut) & 1)) >> cut
-        # Adding a power of two whose last place is 2^-shift rounds y, because the sum has no smaller bits.
+        # Adding a power of two whose ulp is 2^-shift rounds y, because the sum has no smaller bits.
         tiny = (y + 2.0 ** (23 - shift)).view(torch.int32).to(torch.int64) - ((150 - shift) << 23)
     else:
         chance = random >> (32 - cut)

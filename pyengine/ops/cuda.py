@@ -1,4 +1,4 @@
-"""The ops of a plan on CUDA: they use the current stream and allocate the device memory that they need.
+"""The ops of a plan on CUDA, which use the current stream and allocate the device memory that they need.
 
 Only the first op of a plan on a device waits for the device, because it copies the plan to the device.
 """
@@ -36,15 +36,16 @@ class CudaPlan:
     """A native plan on one device, with the methods of `core.BucketPlan`.
 
     Calls run on the current stream. The plan owns device memory for its offsets and chunks, and scratch
-    memory for norms on each stream. Addresses passed to an op point to memory on the same device, which the
-    caller owns and keeps alive until the op has run.
+    memory for norms on each stream. Addresses passed to an op point to memory on the same device; the caller
+    owns this memory, and keeps it alive until the op has run.
 
     Args:
         plan: the native plan; its layout is copied.
         device: a CUDA device with an index.
 
-    Cost: one launch per op. A plan needs 32 bytes per chunk (up to 16384 elements of a slot), copied once.
-    Each stream that computes norms needs 4 bytes per slot and 16 bytes per chunk. The first plan on a device
+    Cost: one launch per op. A plan needs 32 bytes of device memory per chunk (a chunk is up to 16384 elements
+    of a slot); they are copied to the device once. Each stream that computes norms needs 4 bytes per slot and
+    16 bytes per chunk. The first plan on a device
     loads all kernels (a few megabytes), because CUDA would otherwise load each kernel at its first launch,
     possibly during a graph capture.
 
@@ -57,14 +58,14 @@ class CudaPlan:
             if torch.cuda.is_current_stream_capturing():
                 raise RuntimeError(
                     f"the plan's first op on {device} ran during a CUDA graph capture, which cannot contain "
-                    "the copy of the plan to the device; run one op of this plan there once before the "
+                    "the copy of the plan to the device; run one op of this plan on that device before the "
                     "capture"
                 )
             _load_kernels(device)
         words = torch.empty(plan.num_words, dtype=torch.int64, device=HOST)
         plan.write_words(words.data_ptr())
         self._device = device
-        self._words = words.to(device)  # the copy blocks, so any stream may read it afterwards
+        self._words = words.to(device)  # the copy blocks the host, so any stream may read it now
         self._plan = native._core.CudaPlan(plan, self._words.data_ptr())
         self._streams: set[int] = set()
         self._scratch: dict[int, Tensor] = {}
@@ -102,7 +103,7 @@ class CudaPlan:
         if not captures and stream in self._scratch:
             return self._scratch[stream]
         scratch = torch.zeros(self._plan.scratch_bytes, dtype=torch.uint8, device=self._device)
-        if not captures:  # the graph owns captured memory, because a replay may overlap other calls
+        if not captures:  # memory of a capture belongs to the graph, because a replay may overlap other calls
             self._scratch[stream] = scratch
         return scratch
 
@@ -113,7 +114,7 @@ _on_devices: WeakValueDictionary[Any, CudaPlan] = WeakValueDictionary()
 def plan_on(
     device: torch.device, plan: native._core.BucketPlan, layout: tuple[tuple[int, ...], tuple[int, ...]]
 ) -> CudaPlan:
-    """Return a plan on a CUDA device with an index; plans with equal offsets and numels share one object."""
+    """Return a plan on `device`, which must have an index; plans with equal layouts share one object."""
     found = _on_devices.get((device, layout))
     if found is None:
         found = _on_devices[device, layout] = CudaPlan(plan, device)
@@ -129,7 +130,7 @@ def run(device: torch.device, function: str, *arguments: Any) -> None:
 
 
 def _current(device: torch.device) -> AbstractContextManager[object]:
-    """Make a device current in the body; cheap if it is the current device already."""
+    """Make a device current in the body; cheap if it is already the current device."""
     return _NOTHING if torch.cuda.current_device() == device.index else torch.cuda.device(device)
 
 
@@ -146,10 +147,11 @@ def _stream_of(device: torch.device) -> int:
 
 
 def uploaded(pointers: Pointers, device: torch.device) -> Pointers:
-    """Return the pointers of `gather` with addresses that kernels can read in many calls on a device.
+    """Return the pointers from `gather`, with addresses that kernels can read in many calls on a device.
 
-    Cost: nothing for up to `core.INLINE_SLOTS` (256) addresses, which are kernel parameters. More addresses
-    are written in one launch to int64 [n] on the device, which the result owns.
+    Cost: nothing for up to `core.INLINE_SLOTS` (256) addresses, which are passed as kernel parameters. A
+    longer list of addresses is written to an int64 tensor on the device, with one launch per 4000 addresses.
+    The result owns this tensor.
     """
     core = _core_for(pointers, device)
     if core is None or len(pointers.numels) <= core.INLINE_SLOTS:
@@ -171,9 +173,9 @@ def for_one_call(pointers: Pointers, device: torch.device, *, two_lists: bool = 
         two_lists: whether the op has a second list of tensors.
 
     Cost: nothing for up to `core.MOST_INLINE_SLOTS` (4000) addresses, or 256 in each of two lists, which are
-    kernel parameters. More addresses are written to int64 [n] on the device, with one more launch for every
-    4000 addresses. The result owns this memory. The memory may be freed after the launch, because its later
-    users run later on the same stream.
+    passed as kernel parameters. A longer list of addresses is written to an int64 tensor on the device, with
+    one more launch for every 4000 addresses. The result owns this tensor. The tensor may be freed after the
+    launch, because anything that reuses its memory runs later on the same stream.
     """
     if pointers.upload is not None:
         pointers.upload.wait()

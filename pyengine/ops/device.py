@@ -41,8 +41,8 @@ def has_events(device: torch.device) -> bool:
 def bucket_cap_mb(device: torch.device) -> float:
     """Return the default size of a gradient bucket in MiB.
 
-    Between GPUs a collective needs about 64 MiB to reach the bandwidth of the links, and every bucket costs
-    kernel launches. Between hosts 25 MiB are enough, and smaller buckets overlap with more of the backward.
+    Between GPUs, a collective needs about 64 MiB to reach the bandwidth of the links, and every bucket costs
+    kernel launches. Between hosts, 25 MiB are enough, and smaller buckets overlap with more of the backward.
     """
     return 100 if has_events(device) else 25
 
@@ -60,10 +60,10 @@ def is_on_default_stream(device: torch.device) -> bool:
 def send(
     values: Sequence[float], dtype: torch.dtype, device: torch.device, *, refills: bool = False
 ) -> Tensor:
-    """Return host values as a new tensor on `device`, ordered with the other work of the device.
+    """Copy host values to a new tensor on `device`, in order with the other work of the device.
 
     If the work is captured as a graph and `refills` is set, the caller fills the tensor before every run
-    (`refill`). Without `refills` the values have to be the same in every window.
+    (`refill`). Without `refills`, the values have to be the same in every window.
 
     Cost: one small copy, from pinned memory if the device supports it; the host does not wait.
     """
@@ -80,7 +80,7 @@ def send(
 
 
 def refill(tensor: Tensor, values: Sequence[float]) -> None:
-    """Overwrite a tensor that `send` returned in a capture, ordered with the other work of its device."""
+    """Overwrite a tensor that `send` returned in a capture, in order with the other work of its device."""
     tensor.copy_(_staged(values, tensor.dtype, tensor.device), non_blocking=True)
 
 

@@ -23,19 +23,20 @@ MAX_TERMS = 4096
 def _check(plan: BucketPlan, numel: int, terms: int) -> None:
     if not 1 <= terms <= MAX_TERMS:
         raise ValueError(
-            f"terms={terms}; needed 1 to {MAX_TERMS}, the micro-batches of a window over all ranks: add "
-            "several micro-batches of a rank in float32 and deposit their sum as one term"
+            f"terms={terms}; expected 1 to {MAX_TERMS}, the number of micro-batches in a window over all "
+            "ranks: if there are more, add several micro-batches of a rank in float32 and deposit their sum "
+            "as one term"
         )
     if numel % BLOCK or numel < plan.flat_numel:
         raise ValueError(
-            f"numel={numel}; needed a multiple of {BLOCK}, at least flat_numel={plan.flat_numel}; nearest is "
-            f"{-(-max(numel, plan.flat_numel) // BLOCK) * BLOCK}"
+            f"numel={numel}; expected a multiple of {BLOCK}, at least flat_numel={plan.flat_numel}; the "
+            f"nearest is {-(-max(numel, plan.flat_numel) // BLOCK) * BLOCK}"
         )
     for slot, offset in enumerate(plan.offsets):
         if offset % BLOCK:
             raise ValueError(
-                f"slot {slot} has offset {offset}; needed a multiple of {BLOCK}, so that no block has two "
-                "slots"
+                f"slot {slot} has offset {offset}; expected a multiple of {BLOCK}, so that no block contains "
+                "elements of two slots"
             )
 
 
@@ -58,18 +59,18 @@ class ExactSum:
     Args:
         plan: plan of the slots; every offset must be a multiple of 64.
         numel: number of elements of the flat buffer, a multiple of 64 and at least `plan.flat_numel`.
-        terms: the maximum number of terms in one sum, over all ranks that will be merged; 1 to 4096. More
-            terms leave fewer bits for each term: `width` is 31 - ceil(log2 terms). The sum can overflow with
-            more than `terms` terms, so the caller has to count them.
+        terms: the maximum number of terms in one sum, over all ranks whose sums will be merged; 1 to 4096.
+            More terms leave fewer bits for each term: `width` is 31 - ceil(log2 terms). The sum can overflow
+            with more than `terms` terms, so the caller has to count them.
         device: device of the sum; "cuda" without an index is the current device. Sums on CPU and CUDA run in
             the native core, and sums on other devices in `exact_reference.py`.
-        limbs: zeros, int32 [2 * numel] on `device`, used as the memory of the sum; this object takes
-            ownership. If None, new memory is allocated.
+        limbs: int32 [2 * numel] on `device`, filled with zeros. This object takes ownership, and uses it as
+            the memory of the sum. If None, new memory is allocated.
 
     Attributes:
         limbs: int32 [2, numel], owned by this object: hi and lo.
         hi, lo: int32 [numel], the rows of `limbs`, which are zero outside of slots.
-        bins: uint8 [numel // 64], owned by this object. 0 marks an empty block (no terms, zeros or
+        bins: uint8 [numel // 64], owned by this object. 0 marks an empty block (no terms, or only zeros and
             denormals). 255 marks an invalid ("poisoned") block, in which a term contained an inf, a NaN or a
             magnitude of 2^126 or more. The limbs of empty and poisoned blocks are zero.
         width: number of bits of a limb (integer) that one term uses.
@@ -144,7 +145,7 @@ class ExactSum:
         """
         if start % BLOCK or stop % BLOCK or not 0 <= start <= stop <= self.hi.numel():
             raise ValueError(
-                f"start={start}, stop={stop}; needed multiples of {BLOCK} from 0 to {self.hi.numel()}"
+                f"start={start}, stop={stop}; expected multiples of {BLOCK} from 0 to {self.hi.numel()}"
             )
         other = copy(self)
         plan, blocks = BucketPlan([0], [stop - start]), slice(start // BLOCK, stop // BLOCK)
@@ -152,7 +153,7 @@ class ExactSum:
         return other
 
     def deposit_(self, tensors: TensorList | Pointers, *, first: bool, nonfinite: Tensor) -> None:
-        """Add one term to the sum: a tensor for every slot.
+        """Add one term, which has one tensor per slot, to the sum.
 
         Args:
             tensors: one entry per slot, read. None adds nothing.
@@ -161,8 +162,8 @@ class ExactSum:
             nonfinite: uint8 [n], OR-ed with 1 for each slot in which this term makes a block invalid.
 
         Cost: the op reads each gradient once, writes 8 bytes per element, and reads 8 bytes per element
-        unless `first`. In total it moves 20 bytes for float32 (12 if `first`), and 18 bytes for bfloat16 (10
-        if `first`). Each block adds one byte.
+        unless `first`. In total it moves 20 bytes per float32 element (12 if `first`), and 18 bytes per
+        bfloat16 element (10 if `first`). In addition, it moves one byte per block.
 
         Example:
             >>> plan, flags = BucketPlan([0], [3]), torch.zeros(1, dtype=torch.uint8)
@@ -207,7 +208,7 @@ class ExactSum:
 
         Args:
             other: a sum over the same elements with the same `terms`; both sums together must not have more
-                than `terms` terms. `other` is aligned with this sum.
+                than `terms` terms. The method also aligns `other`, in place.
 
         Cost: the op reads 16 bytes and writes 8 bytes per element, and aligns both sums.
 
@@ -223,7 +224,9 @@ class ExactSum:
             100000000.0
         """
         if (self.width, self.limbs.shape) != (other.width, other.limbs.shape):
-            raise ValueError(f"other is {other} of {other.limbs.shape[1]} elements; needed one like {self}")
+            raise ValueError(
+                f"other is {other} of {other.limbs.shape[1]} elements; expected a sum like {self}"
+            )
         bins = torch.maximum(self.bins, other.bins)
         self.align_(bins)
         other.align_(bins)
@@ -270,14 +273,14 @@ class ExactSum:
     def _check_place(self, out: Tensor) -> None:
         """Check that `out` either does not overlap the limbs or starts exactly at the limbs.
 
-        Threads run in no fixed order, so writes to a shifted `out` could overwrite limbs that are still to be
-        read.
+        Threads run in no fixed order, so writes to a shifted `out` could overwrite limbs that have not been
+        read yet.
         """
         for name, limb in (("hi", self.hi), ("lo", self.lo)):
             ahead = out.data_ptr() - limb.data_ptr()
             overlaps = -out.nbytes < ahead < limb.nbytes
             if overlaps and not (ahead == 0 and out.dtype == torch.float32):
                 raise ValueError(
-                    f"out is {out.dtype} and begins {ahead} bytes into {name}; needed memory of its own, or "
-                    f"float32 from the first element of {name} on: {name}.view(torch.float32)"
+                    f"out is {out.dtype} and begins {ahead} bytes into {name}; expected memory of its own, "
+                    f"or float32 memory that begins where {name} begins: {name}.view(torch.float32)"
                 )

@@ -28,9 +28,9 @@ def deposit_(
 ) -> None:
     """Add the tensor of every slot to the sum, or overwrite the sum with the tensors.
 
-    Here and in the ops below, `limbs` is a tuple of hi and lo, int32 [numel], and bins, uint8 [numel / 64].
-    One term uses `width` bits of a limb (integer). `nonfinite` is OR-ed with 1 for each slot in which the
-    term makes a block invalid.
+    Here and in the ops below, `limbs` is the tuple (hi, lo, bins): hi and lo are int32 `[numel]`, and bins is
+    uint8 `[numel / 64]`. One term uses `width` bits of a limb (integer). `nonfinite` is OR-ed with 1 for each
+    slot in which the term makes a block invalid.
     """
     for slot, ((offset, numel), tensor) in enumerate(zip(slots, tensors, strict=True)):
         blocks = slice(offset // BLOCK, -(-(offset + numel) // BLOCK))
@@ -48,9 +48,10 @@ def deposit_(
 
 @torch.no_grad()
 def align_(limbs: tuple[Tensor, Tensor, Tensor], bins: Tensor) -> None:
-    """Shift limbs to larger bins, uint8 [numel / 64].
+    """Shift limbs to larger bins.
 
-    A shift by one bin moves the bits of hi to lo; a larger shift leaves zeros.
+    `bins` is uint8 `[numel / 64]`. A shift by one bin moves the bits of hi to lo; a larger shift leaves
+    zeros.
     """
     hi, lo = (limb.view(-1, BLOCK) for limb in limbs[:2])
     _raise_bins((hi, lo, limbs[2]), bins.to(torch.int32))
@@ -58,9 +59,9 @@ def align_(limbs: tuple[Tensor, Tensor, Tensor], bins: Tensor) -> None:
 
 @torch.no_grad()
 def round_(limbs: tuple[Tensor, Tensor, Tensor], out: Tensor, width: int) -> None:
-    """Round hi · 2^width + lo, in units of lo, to `out`: 0 for empty blocks, NaN for invalid blocks.
+    """Round hi · 2^width + lo, in units of lo, and write it to `out`.
 
-    A float32 `out` may share the memory of hi.
+    Empty blocks become 0, and invalid blocks become NaN. A float32 `out` may share the memory of hi.
     """
     hi, lo = (limb.view(-1, BLOCK).to(torch.int64) for limb in limbs[:2])
     bins = limbs[2].to(torch.int32).unsqueeze(1)

@@ -1,16 +1,16 @@
-"""The fused operations without an engine or a plan: `pe.ops.accumulate_(acc, grads)`.
+"""The fused operations for use without an engine or a plan, for example `pe.ops.accumulate_(acc, grads)`.
 
 A list contains contiguous float32, bfloat16 or float16 tensors of any shape on one device; all functions
-except the norms need a single dtype. In a flat buffer the tensors follow each other without gaps. A list with
-None entries (parameters without a gradient) needs `like`: tensors of the same numels, for example the
-parameters. A scale is a number, or a float32 [] tensor on the same device, which the host does not read;
-products are rounded to float32. Results and costs are the same as with a `BucketPlan`. The functions are not
-differentiable. A write increments the version of the tensor, as in PyTorch, so autograd detects writes to
-saved tensors.
+except the norms require a single dtype. In a flat buffer the tensors follow each other without gaps. A list
+with None entries (parameters without a gradient) needs `like`: tensors with the same numels, for example the
+parameters. A scale is a number or a 0-dim float32 tensor on the same device; the host does not read the
+tensor. Products are rounded to float32. Results and costs are the same as with a `BucketPlan`. The functions
+are not differentiable. A write increments the version of the tensor, as in PyTorch, so autograd detects
+writes to saved tensors.
 
-On CUDA only the first call with a given list of sizes waits for the device. `torch.compile` traces through
-every call, and keeps the calls outside of its CUDA graphs. To capture calls in your own CUDA graph, create
-and keep a `BucketPlan`.
+On CUDA, only the first call with a particular combination of tensor sizes waits for the device.
+`torch.compile` traces through every call, and keeps the calls outside of its CUDA graphs. To capture calls in
+your own CUDA graph, create and keep a `BucketPlan`.
 
 All functions raise ValueError or TypeError for invalid arguments before they write anything.
 """
@@ -54,7 +54,7 @@ def flatten(
         dtype: dtype of a new result: float32, bfloat16 or float16. None means the dtype of the tensors.
         out: float32, bfloat16 or float16 [at least the sum of numels], written and returned instead of a new
             tensor.
-        like: tensors of the same numels, needed if any entry is None.
+        like: tensors with the same numels as `tensors`; required if any entry of `tensors` is None.
 
     Cost: one read and one write per element.
 
@@ -65,11 +65,15 @@ def flatten(
     entries, numels = _slots("tensors", tensors, like)
     first = next((tensor for tensor in entries if tensor is not None), out)
     if first is None:
-        raise ValueError("tensors holds no tensor, so the result's dtype and device are unknown; pass out=")
+        raise ValueError(
+            "tensors contains no tensor, so the result's dtype and device are unknown; pass out="
+        )
     if out is None:
         out = torch.empty(sum(numels), dtype=dtype or first.dtype, device=first.device)
     elif dtype is not None:
-        raise ValueError(f"dtype={dtype} and out are given; needed one of them, since out has a dtype")
+        raise ValueError(
+            f"dtype={dtype} and out are both given; pass only one of them, because out already has a dtype"
+        )
     _flatten_(out, entries, _scalar("scale", scale, _tensor("out", out)), numels)
     return out
 
@@ -136,8 +140,8 @@ def unscale_norm(tensors: Tensors, inv_scale: Scale = 1.0) -> tuple[Tensor, Tens
         inv_scale: float32 [] or a number: 1 / loss scale, 1 / count, or their product.
 
     Returns:
-        norm: float32 [], the root of a float64 sum in a fixed order, rounded once.
-        float32 [], 1 if any `tensor * inv_scale` is inf or nan, otherwise 0.
+        norm: float32 [], the square root of a float64 sum in a fixed order, rounded once.
+        found_inf: float32 [], 1 if any `tensor * inv_scale` is inf or nan, otherwise 0.
 
     Cost: one read per element.
 
@@ -151,7 +155,7 @@ def unscale_norm(tensors: Tensors, inv_scale: Scale = 1.0) -> tuple[Tensor, Tens
 
 @torch.no_grad()
 def unscale_norm_(tensors: Tensors, inv_scale: Scale = 1.0) -> tuple[Tensor, Tensor]:
-    """Multiply every tensor by `inv_scale` in place; return norm and found_inf of the results.
+    """Multiply every tensor by `inv_scale` in place; return the norm and found_inf of the results.
 
     This single pass replaces `GradScaler.unscale_` and the norm of `clip_grad_norm_`. To clip, multiply the
     gradients by `(max_norm / (norm + 1e-6)).clamp(max=1.0)` in the next pass.
@@ -172,21 +176,21 @@ def unscale_norm_(tensors: Tensors, inv_scale: Scale = 1.0) -> tuple[Tensor, Ten
     for slot, tensor in zip(slots, present, strict=True):
         if isinstance(tensor, torch.nn.Parameter):
             raise TypeError(
-                f"tensors[{slot}] is a Parameter; needed its gradient: pass [p.grad for p in params]"
+                f"tensors[{slot}] is a Parameter; expected its gradient: pass [p.grad for p in params]"
             )
     return _unscale_norm_(present, _scalar("inv_scale", inv_scale, *present), slots)
 
 
 def _tensor(name: str, tensor: object, remedy: str = "") -> Tensor:
     if not isinstance(tensor, Tensor):
-        raise TypeError(f"{name} is {type(tensor).__name__}; needed a torch.Tensor{remedy}")
+        raise TypeError(f"{name} is {type(tensor).__name__}; expected a torch.Tensor{remedy}")
     return tensor
 
 
 def _slots(name: str, tensors: Tensors, like: Tensors | None) -> tuple[TensorList, list[int]]:
     entries = list(tensors)
     sizes_name, sizes = (name, entries) if like is None else ("like", list(like))
-    remedy = f": where {name} hold None, pass like=, tensors of the same numels such as the parameters"
+    remedy = f": if {name} has None entries, pass like= with tensors of the same numels, e.g. the parameters"
     return entries, [_tensor(f"{sizes_name}[{i}]", size, remedy).numel() for i, size in enumerate(sizes)]
 
 
@@ -204,27 +208,27 @@ def _scalar(name: str, scale: Scale, *beside: Tensor) -> Tensor:
     if isinstance(scale, Tensor):
         return scale
     if not isinstance(scale, Real):
-        raise TypeError(f"{name} is {type(scale).__name__}; needed a real number, or float32 []")
+        raise TypeError(f"{name} is {type(scale).__name__}; expected a real number or a 0-dim float32 tensor")
     if _LARGEST < abs(scale) < math.inf:
-        raise ValueError(f"{name}={reprlib.repr(scale)}; needed a number in the range of float32")
+        raise ValueError(f"{name}={reprlib.repr(scale)}; expected a number in the range of float32")
     device = beside[0].device if beside else None
     return torch.full((), scale, dtype=torch.float32, device=device)
 
 
-# ---- the functions as operators `torch.ops.pyengine`: one node each in graphs of `torch.compile` ----
+# ---- the operators in `torch.ops.pyengine`: one node per call in graphs of `torch.compile` ----
 
 # Compiled code calls the functions through torch's dispatcher. Other code calls the functions directly,
-# because the dispatcher takes several times as long as a kernel call for a list of hundreds of tensors.
+# because for a list of hundreds of tensors the dispatcher takes several times as long as a kernel call.
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
-# The operators are unsafe in CUDA graphs: the cache may drop a plan whose memory a graph still reads.
+# The operators are unsafe in CUDA graphs, because the cache may drop a plan whose memory a graph still reads.
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.cudagraph_unsafe)
 
 
 def _operator(
     schema: str, fake: Callable[..., object] = lambda *arguments: None
 ) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
-    """Register a function as `torch.ops.pyengine.<its name without _>`, used in compiled code."""
+    """Register a function as `torch.ops.pyengine.<its name without _>`, which compiled code calls."""
 
     def register(run: Callable[_P, _R]) -> Callable[_P, _R]:
         public = run.__name__[1:]
@@ -245,7 +249,7 @@ def _operator(
 
 @_operator("(Tensor(a!) out, Tensor?[] tensors, Tensor scale, SymInt[] numels) -> ()")
 def _flatten_(out: Tensor, tensors: TensorList, scale: Tensor, numels: Sequence[int]) -> None:
-    """Run `flatten`. In all operators `numels` has one number per entry, including None entries."""
+    """Run `flatten`. In all operators, `numels` has one number per entry, including None entries."""
     check_flat("out", out, sum(numels), out.device)
     _plan(*numels).pack_(out, tensors, scale)
 
@@ -296,8 +300,8 @@ def _unscale_by_dtype(tensors: TensorList, inv_scale: Tensor, *, is_written: boo
     ]
     if is_written and len(groups) > 1:
         check_in_place(plan, [("tensors", group) for group in groups], ("inv_scale", inv_scale))
-    # There is one element more than there are tensors, because a sum needs at least one element. The flags in
-    # `nonfinite` are not used, because a nonfinite total contains the same information.
+    # Each row of `sumsq` has one element more than there are tensors, because a sum needs at least one
+    # element. The flags in `nonfinite` are not used, because a nonfinite total contains the same information.
     sumsq = torch.zeros(len(groups), len(tensors) + 1, dtype=torch.float64, device=device)
     nonfinite = torch.empty(len(tensors), dtype=torch.uint8, device=device)
     for row, group in zip(sumsq, groups, strict=True):
@@ -314,7 +318,7 @@ def _spread(tensors: TensorList, slots: Sequence[int], num_slots: int | None = N
     return spread
 
 
-# Each call passes its layout as an argument. The cache is small, because a model has few layouts.
+# Plans are cached by layout. The cache is small, because a model has few layouts.
 @functools.lru_cache(maxsize=32)
 def _plan(*numels: int) -> BucketPlan:
     return BucketPlan([*itertools.accumulate(numels, initial=0)][:-1], numels)

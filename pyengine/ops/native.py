@@ -6,7 +6,7 @@ import warnings
 from pathlib import Path
 from types import ModuleType
 
-import torch  # needed before _core, which looks up torch's thread pool by name
+import torch  # imported before _core, which looks up torch's thread pool by name
 
 from pyengine.ops.device import HOST
 
@@ -14,10 +14,10 @@ __all__ = ["FOLDER", "LEAVE", "_core", "can_gather", "core", "cuda_core", "hidde
 
 FOLDER = Path(__file__).parent
 _BUILD = (
-    "Build it with `pip install .` (needs a C++20 compiler) and PYENGINE_NO_EXT unset, and use it outside of "
-    "the clone, whose sources Python would import."
+    "Unset PYENGINE_NO_EXT, build the core with `pip install .` (needs a C++20 compiler), and run Python "
+    "outside of the clone; inside, Python would import the clone's sources."
 )
-LEAVE = "Leave that folder (cd ..), or take it from PYTHONPATH"
+LEAVE = "Leave that folder (cd ..), or remove it from PYTHONPATH"
 
 try:
     from pyengine.ops import _core
@@ -28,7 +28,7 @@ except ImportError as error:
 
 
 def hidden_installation() -> str:
-    """Describe the imported source tree if it hides an installed pyengine; empty if it hides none."""
+    """Describe the imported source tree if it hides an installed pyengine; otherwise return ""."""
     here = FOLDER.resolve()
     tree = here.parents[1]
     if not (tree / "setup.py").is_file():  # pyengine is imported from an installation
@@ -46,8 +46,8 @@ def core() -> ModuleType | None:
     if _core is None:
         hidden = hidden_installation()
         warnings.warn(
-            f"pyengine runs without its native core ({hidden or _missing}): results are the same, ops are "
-            f"slower. {LEAVE + '.' if hidden else _BUILD}",
+            f"pyengine runs without its native core ({hidden or _missing}): results are the same, but "
+            f"ops are slower. {LEAVE + '.' if hidden else _BUILD}",
             RuntimeWarning,
             stacklevel=3,
         )
@@ -62,8 +62,8 @@ def cuda_core() -> ModuleType | None:
         return found
     warnings.warn(
         "pyengine's native core was built without CUDA, so ops on CUDA tensors run in plain PyTorch: results "
-        "are the same except for the rounding of norms; ops are slower. Build it with `PYENGINE_CUDA=1 pip "
-        "install .` (needs nvcc).",
+        "are the same except for the rounding of norms, but ops are slower. Build it with `PYENGINE_CUDA=1 "
+        "pip install .` (needs nvcc).",
         RuntimeWarning,
         stacklevel=3,
     )
@@ -79,7 +79,7 @@ _PLAIN_KEYS = ("CPU", "CUDA", "ADInplaceOrView", "AutogradCPU", "AutogradCUDA", 
 
 @functools.cache
 def can_gather() -> bool:
-    """Return whether the core can read tensor objects directly, without Python attributes."""
+    """Return whether the core can read tensor objects directly, without attribute access in Python."""
     if _core is None:
         return False
     plain = 0

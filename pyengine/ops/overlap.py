@@ -17,8 +17,9 @@ from torch import Tensor
 
 from pyengine.ops.pointers import ADDRESSED, DTYPE_CODES, Pointers
 
-# A tensor with its name in error messages, and a list of one tensor per slot with the name of the list.
+# A tensor, and its name in error messages.
 Named: TypeAlias = tuple[str, Tensor]
+# A list with one tensor per slot, and the name of the list in error messages.
 NamedList: TypeAlias = tuple[str, Pointers]
 
 
@@ -44,9 +45,10 @@ class _Span(NamedTuple):
 
 
 def check_into_flat(plan: Plan, flat: Named, tensors: NamedList, *others: Named) -> None:
-    """Check an op that writes the slots of `flat` and reads `tensors`, one per slot, and `others`.
+    """Check an op that writes the slots of `flat`, and reads `tensors` (one per slot) and `others`.
 
-    `others` are scales, float32 [], or buffers with the same slots as `flat`, float32 [at least flat_numel].
+    `others` are 0-dim float32 scales, or float32 buffers of at least flat_numel elements with the same slots
+    as `flat`.
     """
     (_, target), (_, sources) = flat, tensors
     if _has_no_addresses(plan, sources):
@@ -64,7 +66,7 @@ def check_into_flat(plan: Plan, flat: Named, tensors: NamedList, *others: Named)
 
 
 def check_out_of_flat(plan: Plan, tensors: NamedList, flat: Named, *scales: Named) -> None:
-    """Check an op that writes `tensors`, one per slot, and reads `flat` and 0-dim scales."""
+    """Check an op that writes `tensors` (one per slot), and reads `flat` and 0-dim scales."""
     (_, targets), (_, source) = tensors, flat
     if _has_no_addresses(plan, targets):
         return
@@ -181,8 +183,8 @@ def _refuse(spans: list[_Span]) -> None:
             if span.written == other.written or not span.is_in_place_of(other):
                 one, two = (span, other) if span.written else (other, span)
                 raise ValueError(
-                    f"{one.name} shares memory with {two.name}, {abs(one.begin - two.begin)} bytes from its "
-                    f"beginning, and {one.name} is written; needed memory of its own, or exactly that of "
-                    "its slot in the same dtype: pass a clone() of one of them"
+                    f"{one.name} shares memory with {two.name} (they begin {abs(one.begin - two.begin)} "
+                    f"bytes apart), and {one.name} is written; expected memory of its own, or exactly the "
+                    "memory of the same slot in the same dtype: pass a clone() of one of them"
                 )
         near.append(span)

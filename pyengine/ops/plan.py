@@ -6,11 +6,11 @@ the native core, and ops on other devices run in `reference.py`. Results have th
 instruction set and thread count and on every GPU, except for the bits of a NaN. Autograd does not record ops:
 they only read and write data. `versions.py` contains the public plan, which increments tensor versions.
 
-On CUDA an op is one kernel launch on the current stream for any number of slots, and does not wait. A list of
-more than 4000 tensors needs a second launch for its addresses unless the list is a `Pointers`. An op with two
-different lists of more than 256 tensors also needs a second launch. The ops of a plan can be captured in CUDA
-graphs after one op of the plan, with any dtypes, has run on the device. Keep the plan, the `Pointers` and the
-tensors alive as long as the graph.
+On CUDA, an op is one kernel launch on the current stream for any number of slots, and the host does not wait
+for it. A list of more than 4000 tensors needs further launches for its addresses, unless the list is a
+`Pointers`; so does an op with two different lists of more than 256 tensors. The ops of a plan can be captured
+in CUDA graphs after one op of the plan, with any dtypes, has run on the device. Keep the plan, the `Pointers`
+and the tensors alive as long as the graph.
 """
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ class BucketPlan:
             written.
 
     Every list of tensors has one entry per slot. All tensors of a list have the same dtype (float32, bfloat16
-    or float16) and device. Each tensor is contiguous and has the numel of its slot, at any alignment. `None`
-    represents a parameter without a gradient. Pass `pointers(tensors)` instead of a list to check the list
-    only once. A tensor that an op writes must not share memory with a tensor that the op reads. The only
-    exception is an op in place, in which both tensors are exactly the same memory, for the same slot and in
-    the same dtype. Every scale is a 0-dim float32 tensor on the device of the other tensors; products are
-    rounded to float32. The caller owns all memory.
+    or float16) and device. Each tensor is contiguous and has the numel of its slot; its alignment is
+    arbitrary. `None` represents a parameter without a gradient. Pass `pointers(tensors)` instead of a list to
+    check the list only once. A tensor that an op writes must not share memory with a tensor that the op
+    reads. The only exception is an in-place op, in which both tensors occupy exactly the same memory, for the
+    same slot and in the same dtype. Every scale is a 0-dim float32 tensor on the device of the other tensors;
+    products are rounded to float32. The caller owns all memory.
 
     Raises:
         ValueError, TypeError: from the constructor and every op, for invalid arguments; raised before
@@ -91,14 +91,14 @@ class BucketPlan:
             tensors: one entry per slot. The result keeps the tensors alive. If a tensor gets new memory,
                 later ops use the new memory.
 
-        Cost: no device work, or one launch for more than 256 CUDA tensors.
+        Cost: no device work, except for lists of more than 256 CUDA tensors: one launch per 4000 tensors.
 
         Example:
             >>> plan = BucketPlan([0], [2])
             >>> plan.pointers([torch.ones(2)]).dtype
             torch.float32
         """
-        # Copy the list, because the caller could remove a tensor from the list and thereby free the tensor.
+        # Copy the list, because the caller could remove a tensor from the list and thereby free it.
         pointers = gather("tensors", [*tensors], self.numels, self._native)
         return pointers if pointers.device is None else cuda.uploaded(pointers, pointers.device)
 
@@ -116,7 +116,7 @@ class BucketPlan:
             flat: float32, bfloat16 or float16 [at least flat_numel], written.
             tensors: one entry per slot, read.
             scale: float32 [].
-            only_if: float32 []; if 0, nothing is written. The host does not read this tensor.
+            only_if: float32 []; if its value is 0, nothing is written. The host does not read this tensor.
 
         Cost: one read and one write per element (non-temporal stores above 8 MiB).
 
@@ -148,7 +148,7 @@ class BucketPlan:
             tensors: one entry per slot, written.
             flat: float32, bfloat16 or float16 [at least flat_numel], read.
             scale: float32 [].
-            only_if: float32 []; if 0, nothing is written. The host does not read this tensor.
+            only_if: float32 []; if its value is 0, nothing is written. The host does not read this tensor.
 
         Cost: one read and one write per element.
 
@@ -270,9 +270,9 @@ class BucketPlan:
         """Compute the sum of squares of `y = tensor * scale`, flag inf and NaN, and optionally store y.
 
         Args:
-            tensors: one entry per slot, read. The sum of a slot with None is 0.
-            out: if None, y is not stored. If `out` is the list `tensors`, the op works in place. Another list
-                receives y in its own dtype.
+            tensors: one entry per slot, read. For None, the sum is 0.
+            out: if None, y is not stored. If `out` is the list `tensors`, the op works in place. If it is
+                a different list, y is stored in that list's dtype.
             scale: float32 [].
             sumsq: float64 [n], overwritten with Σ y² of each slot, where y is the stored value (after the
                 cast to the dtype of `out`). The summation order is fixed, so the bits depend only on the
@@ -316,10 +316,10 @@ class BucketPlan:
         *,
         two_lists: bool = False,
     ) -> Pointers:
-        """Check that a list is on the same device as the named tensor `beside`, and collect its addresses."""
+        """Collect the addresses of a list, which must be on the same device as the named tensor `beside`."""
         pointers, device = gather(name, tensors, self.numels, self._native), device_of(*beside)
         if pointers.device is not None and pointers.device != device:
-            raise ValueError(f"{name} are on {pointers.device}; needed {device}, like the other tensors")
+            raise ValueError(f"{name} are on {pointers.device}; expected {device}, like the other tensors")
         return cuda.for_one_call(pointers, device, two_lists=two_lists)
 
     def _runner(self, device: torch.device) -> native._core.BucketPlan | cuda.CudaPlan | None:

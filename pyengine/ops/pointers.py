@@ -13,12 +13,12 @@ from pyengine.ops import native
 
 DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _DTYPES = tuple(DTYPE_CODES)
-# Devices on which a tensor stores its elements at its address.
+# Device types on which `data_ptr()` is the address of a tensor's elements.
 ADDRESSED = ("cpu", "cuda")
 MAX_NUMEL = 2**40
 
 TensorList = Sequence[torch.Tensor | None]
-# The `__torch_dispatch__` of classes that do not override this method.
+# The value of `__torch_dispatch__` in classes that do not override it.
 _NO_DISPATCH = torch._C._disabled_torch_dispatch_impl
 
 
@@ -26,21 +26,21 @@ _NO_DISPATCH = torch._C._disabled_torch_dispatch_impl
 class Upload:
     """The addresses of a long list of tensors, copied to device memory on one stream."""
 
-    memory: torch.Tensor  # int64 [n], owned; `record_stream` is called for each waiting stream.
+    memory: torch.Tensor  # int64 [n], owned; `record_stream` is called for each stream that waits.
     stream: torch.cuda.Stream | None  # Stream of the write; None if the list is for a single call.
     written: torch.cuda.Event | None  # Recorded after the write; None if the list is for a single call.
-    captured: bool = False  # Whether only the replay of a CUDA graph writes the addresses.
+    captured: bool = False  # Whether the addresses are written only by the replay of a CUDA graph.
 
     def wait(self) -> None:
         with torch.cuda.device(self.memory.device):
             current, captures = torch.cuda.current_stream(), torch.cuda.is_current_stream_capturing()
         if self.captured and not captures:
             raise RuntimeError(
-                f"Pointers of {self.memory.numel()} tensors were made during a CUDA graph capture, which "
-                "writes their addresses only when it is replayed; make them before the capture, or again "
-                "for use outside of it"
+                f"Pointers of {self.memory.numel()} tensors were created during a CUDA graph capture, so "
+                "their addresses are written only when the graph is replayed; create them before the "
+                "capture, or create new ones for use outside of the graph"
             )
-        # A graph capture cannot wait for work outside the capture. Waiting is not needed, because torch
+        # A graph capture cannot wait for work outside the capture. It does not need to, because torch
         # synchronizes the device before a capture begins.
         if current != self.stream and not captures:
             assert self.written is not None
@@ -69,13 +69,16 @@ def check_layout(offsets: tuple[int, ...], numels: tuple[int, ...]) -> int:
     """Check the slots of a plan; return the number of elements that a flat buffer needs."""
     if len(offsets) != len(numels):
         raise ValueError(
-            f"offsets has {len(offsets)} entries and numels {len(numels)}; needed one of each a slot"
+            f"offsets has {len(offsets)} entries and numels {len(numels)}; expected one offset and one numel "
+            "per slot"
         )
     for index, (offset, numel) in enumerate(zip(offsets, numels, strict=True)):
         if offset < 0 or numel < 0:
-            raise ValueError(f"slot {index} has offset {offset} and numel {numel}; needed both at least 0")
+            raise ValueError(
+                f"slot {index} has offset {offset} and numel {numel}; expected both to be at least 0"
+            )
         if not numel and offset > MAX_NUMEL:
-            raise ValueError(f"slot {index} begins at element {offset}; needed at most 2**40")
+            raise ValueError(f"slot {index} begins at element {offset}; expected at most 2**40")
     filled = sorted(
         (offset, numel, index)
         for index, (offset, numel) in enumerate(zip(offsets, numels, strict=True))
@@ -90,7 +93,7 @@ def check_layout(offsets: tuple[int, ...], numels: tuple[int, ...]) -> int:
     end = filled[-1][0] + filled[-1][1] if filled else 0
     if end > MAX_NUMEL:
         raise ValueError(
-            f"slot {filled[-1][2]} ends at element {end}; needed at most 2**40, which is 4 TiB of float32"
+            f"slot {filled[-1][2]} ends at element {end}; expected at most 2**40, which is 4 TiB of float32"
         )
     return end
 
@@ -103,40 +106,40 @@ def _describe(tensor: object) -> str:
 
 
 def check_dense(name: str, tensor: torch.Tensor) -> None:
-    """Check that a tensor's elements are contiguous at its address."""
+    """Check that a tensor's elements are stored contiguously, starting at its address."""
     if native.can_gather() and native._core.is_plain(tensor):
         return  # the core has done all checks below, in a fifth of the time
     if not isinstance(tensor, torch.Tensor):
-        raise TypeError(f"{name} is {_describe(tensor)}; needed a torch.Tensor")
+        raise TypeError(f"{name} is {_describe(tensor)}; expected a torch.Tensor")
     if tensor.layout != torch.strided or not tensor.is_contiguous():
         raise ValueError(
-            f"{name} is {_describe(tensor)}; needed a dense contiguous tensor: "
+            f"{name} is {_describe(tensor)}; expected a dense contiguous tensor: "
             "pass tensor.contiguous(), or to_dense() if it is sparse"
         )
     if tensor.is_neg() or tensor.is_conj() or tensor._is_zerotensor():
         raise ValueError(
-            f"{name} is {_describe(tensor)}, a lazily negated, conjugated or zero view; needed its "
-            "elements in memory: pass tensor.resolve_neg().resolve_conj().clone()"
+            f"{name} is {_describe(tensor)}, a lazily negated, conjugated or all-zero view; expected a "
+            "tensor whose values are stored in memory: pass tensor.resolve_neg().resolve_conj().clone()"
         )
     if tensor.device.type not in ADDRESSED or tensor.numel() == 0:
         return
     if keeps_elements_elsewhere(tensor):
         raise ValueError(
             f"{name} is a {type(tensor).__name__}, which does not store its elements at its address; "
-            "needed a plain tensor: for example `.to_local()` of a DTensor"
+            "expected a plain tensor, for example `.to_local()` of a DTensor"
         )
     held = tensor.untyped_storage().nbytes()
     needed = (tensor.storage_offset() + tensor.numel()) * tensor.element_size()
     if held < needed:
         raise ValueError(
-            f"{name} is {_describe(tensor)}, whose storage holds {held} bytes; needed {needed}: the storage "
-            "was resized (FSDP frees parameters and gradients like this), so call the op while it has its "
-            "memory"
+            f"{name} is {_describe(tensor)}, whose storage holds {held} bytes; expected at least {needed}: "
+            "the storage was resized (FSDP frees parameters and gradients this way), so call the op while "
+            "the tensor has its memory"
         )
     if tensor.data_ptr() % tensor.element_size():
         raise ValueError(
-            f"{name} is {_describe(tensor)}, which begins between two elements of its type (torch.frombuffer "
-            "with an odd offset does that); needed an address that is a multiple of "
+            f"{name} is {_describe(tensor)}, whose address is not aligned to its elements (torch.frombuffer "
+            "with an odd offset creates such tensors); expected an address that is a multiple of "
             f"{tensor.element_size()} bytes: pass tensor.clone()"
         )
 
@@ -149,25 +152,27 @@ def keeps_elements_elsewhere(tensor: torch.Tensor) -> bool:
 def device_of(name: str, tensor: torch.Tensor) -> torch.device:
     """Return the device of a tensor that has not been checked yet."""
     if not isinstance(tensor, torch.Tensor):
-        raise TypeError(f"{name} is {_describe(tensor)}; needed a torch.Tensor")
+        raise TypeError(f"{name} is {_describe(tensor)}; expected a torch.Tensor")
     return tensor.device
 
 
 def check_tensor(
     name: str, tensor: torch.Tensor, dtypes: tuple[torch.dtype, ...], numel: int, device: torch.device
 ) -> None:
-    """Check that a 1-D tensor is contiguous, of one of `dtypes` [at least numel], and on `device`."""
+    """Check that a 1-D tensor is contiguous, on `device`, large enough, and has one of `dtypes`."""
     check_dense(name, tensor)
     if tensor.dtype not in dtypes:
-        raise TypeError(f"{name} is {_describe(tensor)}; needed dtype {' or '.join(map(str, dtypes))}")
+        raise TypeError(f"{name} is {_describe(tensor)}; expected dtype {' or '.join(map(str, dtypes))}")
     if tensor.dim() != 1 or tensor.numel() < numel:
-        raise ValueError(f"{name} is {_describe(tensor)}; needed one dimension of at least {numel} elements")
+        raise ValueError(
+            f"{name} is {_describe(tensor)}; expected one dimension with at least {numel} elements"
+        )
     if tensor.device != device:
-        raise ValueError(f"{name} is {_describe(tensor)}; needed {device}, where the other tensors are")
+        raise ValueError(f"{name} is {_describe(tensor)}; expected {device}, like the other tensors")
 
 
 def check_flat(name: str, tensor: torch.Tensor, numel: int, device: torch.device) -> None:
-    """Check that a flat buffer is contiguous float32, bfloat16 or float16 [at least numel] on `device`."""
+    """Check a flat buffer on `device`: contiguous, large enough, and float32, bfloat16 or float16."""
     check_tensor(name, tensor, _DTYPES, numel, device)
 
 
@@ -179,29 +184,34 @@ def check_each(
     device: torch.device,
     of: str = "slot",
 ) -> None:
-    """Check that a contiguous 1-D tensor on `device` has [numel] elements, one per `of`."""
+    """Check that a contiguous 1-D tensor on `device` has exactly `numel` elements.
+
+    `of` says in the error message what has one element each, for example "slot".
+    """
     check_tensor(name, tensor, (dtype,), numel, device)
     if tensor.numel() != numel:
-        raise ValueError(f"{name} has {tensor.numel()} elements; needed {numel}, one a {of}")
+        raise ValueError(f"{name} has {tensor.numel()} elements; expected {numel}, one per {of}")
 
 
 def check_rows(
     name: str, tensor: torch.Tensor, dtype: torch.dtype, numel: int, device: torch.device
 ) -> torch.Tensor:
-    """Check that a 2-D tensor on `device`, [rows, numel], has contiguous rows and at least one row.
+    """Check that a matrix `[rows, numel]` on `device` has at least one row and that its rows are contiguous.
 
     Returns a 1-D view of the memory from the first to the last element.
     """
     span = tensor
     is_matrix = isinstance(tensor, torch.Tensor) and tensor.layout == torch.strided and tensor.dim() == 2
-    if is_matrix and not tensor.is_contiguous() and tensor.stride(1) == 1:  # contiguous rows may have gaps
+    if is_matrix and not tensor.is_contiguous() and tensor.stride(1) == 1:  # rows may have gaps between them
         length = (tensor.shape[0] - 1) * tensor.stride(0) + tensor.shape[1]
         span = tensor.as_strided((length,), (1,))
     check_dense(name, span)
     if tensor.dtype != dtype or tensor.device != device:
-        raise TypeError(f"{name} is {_describe(tensor)}; needed {dtype} on {device}, where the others are")
+        raise TypeError(
+            f"{name} is {_describe(tensor)}; expected {dtype} on {device}, where the other tensors are"
+        )
     if tensor.dim() != 2 or tensor.shape[0] < 1 or tensor.shape[1] != numel:
-        raise ValueError(f"{name} is {_describe(tensor)}; needed [W, {numel}], W at least 1")
+        raise ValueError(f"{name} is {_describe(tensor)}; expected [W, {numel}], with W at least 1")
     return span
 
 
@@ -215,17 +225,19 @@ def check_aligned(name: str, tensor: torch.Tensor, num_bytes: int) -> None:
     for begin in (tensor.data_ptr(), tensor.storage_offset() * tensor.element_size()):
         if begin % num_bytes:
             raise ValueError(
-                f"{name} begins {begin % num_bytes} bytes after a multiple of {num_bytes}; needed a "
-                "multiple: begin at one in the buffer, or pass a clone()"
+                f"{name} begins {begin % num_bytes} bytes after a multiple of {num_bytes}; expected a "
+                "multiple: choose an aligned offset in the buffer, or pass a clone()"
             )
 
 
 def check_scale(name: str, scale: torch.Tensor, device: torch.device) -> None:
     if not isinstance(scale, torch.Tensor):
-        raise TypeError(f"{name} is {_describe(scale)}; needed a 0-dim tensor: torch.tensor({scale!r})")
+        raise TypeError(
+            f"{name} is {_describe(scale)}; expected a 0-dim tensor: pass torch.tensor({scale!r})"
+        )
     check_dense(name, scale)
     if scale.dim() != 0 or scale.dtype != torch.float32 or scale.device != device:
-        raise ValueError(f"{name} is {_describe(scale)}; needed a 0-dim torch.float32 on {device}")
+        raise ValueError(f"{name} is {_describe(scale)}; expected a 0-dim torch.float32 tensor on {device}")
 
 
 def check_scalars(
@@ -241,9 +253,9 @@ def check_scalars(
 def _check_slots(
     name: str, tensors: TensorList, numels: tuple[int, ...]
 ) -> tuple[torch.dtype, torch.device | None]:
-    """Check slot by slot and raise an error that names the invalid tensor."""
+    """Check the tensors slot by slot; raise an error that names the first invalid tensor."""
     if len(tensors) != len(numels):
-        raise ValueError(f"{name} has {len(tensors)} tensors; needed {len(numels)}, one (or None) a slot")
+        raise ValueError(f"{name} has {len(tensors)} tensors; expected {len(numels)}, one (or None) per slot")
     first = None
     for index, (tensor, numel) in enumerate(zip(tensors, numels, strict=True)):
         if tensor is None:
@@ -251,14 +263,18 @@ def _check_slots(
         entry = f"{name}[{index}]"
         check_dense(entry, tensor)
         if tensor.dtype not in DTYPE_CODES:
-            raise TypeError(f"{entry} is {_describe(tensor)}; needed dtype {' or '.join(map(str, _DTYPES))}")
+            raise TypeError(
+                f"{entry} is {_describe(tensor)}; expected dtype {' or '.join(map(str, _DTYPES))}"
+            )
         if tensor.numel() != numel:
-            raise ValueError(f"{entry} has {tensor.numel()} elements; needed {numel}, the numel of its slot")
+            raise ValueError(
+                f"{entry} has {tensor.numel()} elements; expected {numel}, the numel of its slot"
+            )
         first = tensor if first is None else first
         if tensor.dtype != first.dtype or tensor.device != first.device:
             raise ValueError(
-                f"{entry} is {tensor.dtype} on {tensor.device}; needed {first.dtype} on {first.device} like "
-                "the tensors before it: make one plan for each dtype and device"
+                f"{entry} is {tensor.dtype} on {tensor.device}; expected {first.dtype} on {first.device}, "
+                "like the tensors before it: use one plan per dtype and device"
             )
     return (torch.float32, None) if first is None else (first.dtype, first.device)
 
@@ -273,9 +289,9 @@ def gather(
 
     Args:
         name: name of the list in error messages.
-        tensors: one entry per slot: contiguous float32, bfloat16 or float16 tensors of any shape, all of one
-            dtype and device, or None. A `Pointers` is returned unchanged unless the memory of a tensor has
-            moved.
+        tensors: one entry per slot, which is None or a contiguous float32, bfloat16 or float16 tensor of any
+            shape. All tensors have the same dtype and device. A `Pointers` is returned unchanged unless the
+            memory of a tensor has moved.
         numels: int [n], number of elements of each slot.
         native_plan: the core's plan of these slots; None without the core.
 
@@ -283,7 +299,7 @@ def gather(
     """
     if isinstance(tensors, Pointers):
         if tensors.numels is not numels and tensors.numels != numels:
-            raise ValueError(f"{name} is a Pointers of another plan; make it with this plan's pointers()")
+            raise ValueError(f"{name} is a Pointers of another plan; create it with this plan's pointers()")
         table = tensors.table if native.can_gather() else None
         if native_plan and table and native_plan.first_moved(table, tensors.tensors) < 0:
             return tensors  # every tensor still has its recorded memory and numel
@@ -294,7 +310,7 @@ def gather(
         table = native._core.gather(native_plan, tensors)
         if table is not None:
             # The checks below would pass, because the core accepts only one dtype and one CPU or CUDA device.
-            kind, index = table.device  # Kind is a c10::DeviceType; negative if there is no tensor.
+            kind, index = table.device  # `kind` is a c10::DeviceType; negative if there is no tensor.
             found = torch.device("cuda", index) if kind == 1 else torch.device("cpu")
             return Pointers(tensors, numels, _DTYPES[table.dtype], None if kind < 0 else found, table)
     dtype, device = _check_slots(name, tensors, numels)

@@ -35,7 +35,7 @@ def _flag(nonfinite: Tensor, slot: int, values: Tensor) -> None:
 
 
 def _write(target: Tensor, values: Tensor, only_if: Tensor | None) -> None:
-    """Cast `values` to `target` unless `only_if` is 0; the host does not read `only_if`."""
+    """Write `values` to `target`, with a cast, unless `only_if` is 0, which the host does not read."""
     if only_if is not None:
         values = torch.where(only_if != 0, values.to(target.dtype), target)
     target.copy_(values)

@@ -1,4 +1,7 @@
-"""torch's loss scaler, with finite check and unscaling in the engine's pass over the gradients."""
+"""torch's loss scaler, except that the engine checks for inf and nan and unscales the gradients.
+
+The engine does both in its own pass over the gradients.
+"""
 
 from __future__ import annotations
 
@@ -22,8 +25,8 @@ class GradScaler(torch.amp.GradScaler):
     Assign it to `sync.scaler`, which also converts a torch GradScaler to this class. The engine then scales
     losses in `backward`, unscales gradients when it divides by the count, and updates the scale in `step`. In
     a `micro_batch` block the caller scales losses: `scaler.scale(loss).backward()`. Arguments and state are
-    the same as in torch. Equal gradients lead to bit-equal parameters with this scaler and with torch's
-    scaler (whose scales are powers of two).
+    the same as in torch. Given equal gradients, this scaler and torch's scaler (with scales that are powers
+    of two) produce bit-equal parameters.
 
     Attributes:
         has_scaled: whether the scaler has scaled a loss since the last reduction.
@@ -41,43 +44,44 @@ class GradScaler(torch.amp.GradScaler):
         """
         if self._final is not None and self._final is not final:
             raise ValueError(
-                "scaler belongs to another engine, whose overflows it follows: make one GradScaler per engine"
+                "scaler belongs to another engine, whose overflows it follows: create one GradScaler per "
+                "engine"
             )
         self._final, self._counter = final, counter
         if self._enabled and self._scale is None:
             self._lazy_init_scale_growth_tracker(final.sumsq.device)
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
-        """Unscale like torch's scaler.
+        """Unscale gradients as torch's scaler does.
 
         Raises:
             RuntimeError: the scaler belongs to an engine, which unscales the gradients.
         """
-        self._check_free("unscale_", "leave it out, since .grad is unscaled from the window's end on")
+        self._check_free("unscale_", "leave it out, because .grad is unscaled once the window has ended")
         super().unscale_(optimizer)
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
-        """Step like torch's scaler.
+        """Step the optimizer as torch's scaler does.
 
         Raises:
             RuntimeError: the scaler belongs to an engine, which decides whether to skip the step.
         """
-        self._check_free("step", "call sync.step(optimizer) in place of scaler.step")
+        self._check_free("step", "call sync.step(optimizer) instead")
         return super().step(optimizer, *args, **kwargs)
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
-        """Update the scale like torch's scaler.
+        """Update the scale as torch's scaler does.
 
         Raises:
             RuntimeError: the scaler belongs to an engine, and `new_scale` is None or a window is in progress.
         """
         if new_scale is None:
-            self._check_free("update", "leave it out, since sync.step(optimizer) updates")
+            self._check_free("update", "leave it out, because sync.step(optimizer) updates the scale")
         self._check_between("scaler.update")
         super().update(new_scale)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state like torch's scaler.
+        """Load a state as torch's scaler does.
 
         Raises:
             RuntimeError: a window is in progress.
@@ -85,22 +89,25 @@ class GradScaler(torch.amp.GradScaler):
         """
         self._check_between("scaler.load_state_dict")
         if wrong := list(state_problems(state_dict)):
-            raise ValueError(f"load another state, this one has {wrong[0]}")
+            raise ValueError(f"load another state: this one has {wrong[0]}")
         super().load_state_dict(state_dict)
 
     def _check_between(self, what: str) -> None:
         if self._counter is not None and self._counter.is_accumulating:
             raise RuntimeError(
-                f"{what} in the middle of window {self._counter.index}, some of whose losses are scaled "
-                "already: call it after sync.step, or discard the window with sync.abandon() first"
+                f"{what} in the middle of window {self._counter.index}, some of whose losses have "
+                "already been scaled: call it after sync.step(), or first discard the window with "
+                "sync.abandon()"
             )
 
     def _check_free(self, what: str, instead: str) -> None:
         if self._final is not None:
-            raise RuntimeError(f"{instead}: scaler.{what} is the engine's part since `sync.scaler = scaler`")
+            raise RuntimeError(
+                f"{instead}: the engine does the work of scaler.{what} after `sync.scaler = scaler`"
+            )
 
     def scale(self, outputs: Any) -> Any:
-        """Scale losses like torch's scaler."""
+        """Scale losses as torch's scaler does."""
         self.has_scaled = True
         if isinstance(outputs, list | tuple):  # torch's scaler would use a copy of the scale
             return type(outputs)(map(self.scale, outputs))
@@ -111,7 +118,7 @@ class GradScaler(torch.amp.GradScaler):
         self._final = self._counter = None
 
     def follow(self) -> None:
-        """Update the scale after a reduced window, depending on `overflow`, equally on every rank."""
+        """Update the scale after a reduced window, depending on `overflow`, in the same way on every rank."""
         if self._final is not None and self._scale is not None:
             assert self._growth_tracker is not None  # torch creates the tracker together with the scale
             torch._amp_update_scale_(
@@ -125,11 +132,11 @@ class GradScaler(torch.amp.GradScaler):
 
     @property
     def scale_tensor(self) -> Tensor | None:
-        """The tensor by which losses are multiplied, or None before its creation."""
+        """The tensor by which losses are multiplied, or None if it has not been created yet."""
         return self._scale
 
     def current_scale(self) -> Tensor:
-        """Return a copy of the scale as a 0-dim float32 tensor, without a host read."""
+        """Return a copy of the scale as a 0-dim float32 tensor, without synchronizing with the device."""
         assert self._scale is not None
         return self._scale.clone()
 
@@ -141,18 +148,18 @@ class GradScaler(torch.amp.GradScaler):
         )
 
     def inv_scale(self) -> Tensor:
-        """Return 1 / scale as a 0-dim float64 tensor, without a host read."""
+        """Return 1 / scale as a 0-dim float64 tensor, without synchronizing with the device."""
         return self.current_scale().double().reciprocal()
 
     def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:
-        # The scale is sent from the host, because values created on a lazy device would be constants of its
-        # first program.
+        # Send the scale from the host: a value created on a lazy (XLA) device would be baked into the first
+        # compiled program as a constant.
         self._scale = send([self._init_scale], torch.float32, dev).reshape(())
         self._growth_tracker = send([self._init_growth_tracker], torch.int32, dev).reshape(())
 
 
-# Valid numbers in the state of a scaler. The scale is a float32 and the tracker an int32; torch's setters
-# accept more factors than its constructor.
+# Valid numbers in the state of a scaler. The scale is a float32 and the growth tracker an int32. The
+# ranges of the factors are those of torch's setters, which are wider than those of the constructor.
 _NUMBERS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "scale": (lambda value: 2.0**-149 <= value <= (2 - 2**-23) * 2.0**127, "a float32 above 0"),
     "growth_factor": (lambda value: 1 <= value < math.inf, "a finite number of at least 1"),
@@ -174,7 +181,7 @@ def state_problems(state: Mapping[str, Any]) -> Iterator[str]:
         value = state.get(name, 1)
         is_wide = isinstance(value, int) and abs(value) >= 2**63  # torch rejects such an int, even as a scale
         if name in state and (is_wide or not is_one(value)):
-            yield f"scaler[{name!r}]={reprlib.repr(value)}, need {need}"
+            yield f"scaler[{name!r}]={reprlib.repr(value)}, expected {need}"
 
 
 def taken_over(scaler: torch.amp.GradScaler) -> GradScaler:
@@ -184,8 +191,8 @@ def taken_over(scaler: torch.amp.GradScaler) -> GradScaler:
         scaler.__class__ = GradScaler
     if not isinstance(scaler, GradScaler):
         raise TypeError(
-            f"scaler is a {type(scaler).__name__}: need a torch.amp.GradScaler, which the engine takes over, "
-            "or a pyengine.GradScaler; the behavior of another class would be lost"
+            f"scaler is a {type(scaler).__name__}: expected a torch.amp.GradScaler, which the engine takes "
+            "over, or a pyengine.GradScaler; the behavior of another class would be lost"
         )
     return scaler
 
@@ -194,9 +201,9 @@ def copy_of(scaler: torch.amp.GradScaler) -> GradScaler:
     """Return a copy of a scaler, for one of several engines that share a torch scaler."""
     if type(scaler) not in (torch.amp.GradScaler, GradScaler):
         raise TypeError(
-            f"the loss scaler is a {type(scaler).__name__}, whose behavior would be lost: need a "
+            f"the loss scaler is a {type(scaler).__name__}, whose behavior would be lost: expected a "
             "torch.amp.GradScaler, which the engine takes over, or a pyengine.GradScaler"
         )
-    ours = GradScaler(scaler._device, enabled=scaler.is_enabled())  # noqa: SLF001 - torch has no public name for it
+    ours = GradScaler(scaler._device, enabled=scaler.is_enabled())  # noqa: SLF001 - torch has no public name
     ours.load_state_dict(scaler.state_dict())
     return ours

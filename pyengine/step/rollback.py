@@ -17,7 +17,8 @@ from torch.optim import Adadelta, Optimizer
 from pyengine.window.final_pass import FinalPass
 
 _LET_THE_HOST_READ = (
-    "make the engine with nonfinite='raise', where the host reads every window, or use another optimizer"
+    "make the engine with nonfinite='raise', so that the host reads the outcome of every window, or use "
+    "another optimizer"
 )
 _ON_THE_HOST = "on the host, where a step that the device skips cannot be undone"
 
@@ -27,13 +28,14 @@ class RollbackStepper:
 
     In a window that must not be used, all parameters are restored. In any window, a parameter that no rank
     used is also restored, because its gradient is zeros instead of None. State that a skipped step has
-    created is removed; therefore the host waits in the first step of a parameter without state, and in a
-    later step that creates or replaces state. A step frees the gradients of the optimizer.
+    created is removed; therefore the host waits for the outcome in the first step of a parameter without
+    state, and in a later step that creates or replaces state. A step frees the gradients of the optimizer's
+    parameters.
 
     Args:
         index: maps `id(parameter)` to the parameter's index in `FinalPass.used`; other parameters have no
             gradient.
-        always_waits: whether every step waits for the host, so that no rollback is needed.
+        always_waits: whether the host waits for the outcome in every step, so that no rollback is needed.
 
     Cost: a step that can be rolled back copies the parameters and their state before the step, and reads and
     writes both once more after the step.
@@ -127,14 +129,14 @@ def _tensors(param: Parameter, state: Mapping[str, Any]) -> list[Tensor]:
 
 
 def _check_state(optimizer: Optimizer, mine: list[Parameter]) -> None:
-    """Raise ValueError if a step changes a value on the host."""
+    """Raise ValueError if a step would change a value on the host."""
     name = type(optimizer).__name__
     groups = optimizer.param_groups
     has_capturable = not isinstance(optimizer, Adadelta)  # torch rejects capturable=True on XLA
     if not has_capturable:
         raise ValueError(
-            f"{_LET_THE_HOST_READ}: {name} counts its steps {_ON_THE_HOST}, and torch has no "
-            "capturable=True for this optimizer here"
+            f"{_LET_THE_HOST_READ}: {name} counts its steps {_ON_THE_HOST}, and torch does not "
+            "support capturable=True for this optimizer here"
         )
     if any(group.get("capturable") is False for group in groups):
         # On XLA devices torch has no fused steps, and rejects most foreach steps with capturable=True.

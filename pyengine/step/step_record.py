@@ -40,15 +40,15 @@ class StepRecord:
         reason: why the step was skipped, or why a `pe.SpikePolicy` clipped the gradients; empty otherwise.
         bytes_on_wire: bytes that this rank sent for the window.
         collectives: number of collectives that this rank launched for the window, including the header.
-        backward_s: seconds inside the window's backwards.
-        exposed_sync_s: seconds in which this rank only waited for the reductions or worked on them.
+        backward_s: seconds spent in the window's backward passes.
+        exposed_sync_s: seconds in which this rank did nothing but wait for the reductions or work on them.
         step_s: seconds from the window's first backward to the end of the optimizer step.
         held_bytes: for a sharded model, bytes that this rank holds throughout a window to reduce
             communication: unsharded sums, and parameters that stay gathered (docs/sharded.md).
         num_retries: number of parts of this rank's micro-batches that ran out of memory and were repeated in
             smaller parts (`sync.retry_smaller`).
-        grad_norms: norms like `grad_norm`, per parameter by name; None without
-            `sync.measure(pe.GradNorms())`.
+        grad_norms: norms of the individual parameters' gradients, by name, measured like `grad_norm`; None
+            without `sync.measure(pe.GradNorms())`.
         noise_scale: the gradient noise scale; None without `sync.measure(pe.NoiseScale())` and for a window
             that cannot be measured.
         spike: the spike for which a `pe.SpikePolicy` skipped or clipped the window, or None.
@@ -100,13 +100,13 @@ class StepHandle(RemovableHandle):
 class Clock:
     """Measures the phases of one window, with device events if possible and otherwise on the host.
 
-    Phases of work that is captured as a graph are not measured and count 0 seconds.
+    Phases of work that is captured as a graph are not measured and count as 0 seconds.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._has_events = device, has_events(device)
         self.phases: list[tuple[str, Any, Any]] = []  # Name, start and stop; `now` gives the times.
-        # Records the time at which all work so far has run.
+        # Records the time at which all work so far has completed.
         self.now: Callable[[], Any] = self._event if self._has_events else time.perf_counter
         self._start = self._stop = self.now()
 
@@ -129,7 +129,7 @@ class Clock:
         return self._between(self._start, self._stop)
 
     def _event(self) -> Any:
-        """Return a recorded device event, or None in a capture."""
+        """Return a recorded device event, or None during a capture."""
         return None if is_capturing() else recorded_event(self._device, enable_timing=True)
 
     def _between(self, start: Any, stop: Any) -> float:
@@ -142,7 +142,10 @@ class Clock:
 
 
 class _Phase(AbstractContextManager[None]):
-    """Measures its body; a class, because a generator costs twice as much in every micro-batch."""
+    """Measures the time of its body.
+
+    This is a class, because a generator would cost twice as much in every micro-batch.
+    """
 
     def __init__(self, clock: Clock, name: str) -> None:
         self._clock, self._name = clock, name

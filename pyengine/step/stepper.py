@@ -25,7 +25,7 @@ _log = logging.getLogger("pyengine.step")
 
 class Stepper(Protocol):
     def needs_host(self, optimizer: Optimizer) -> bool:
-        """Whether `step` waits for the outcome of the window; equal on every rank."""
+        """Whether the host waits in `step` for the outcome of the window; equal on every rank."""
 
     def step(self, optimizer: Optimizer, final: FinalPass) -> None:
         """Step with the current gradients, unless `final` forbids the use of the window."""
@@ -35,7 +35,8 @@ class PlainStepper:
     """Skips steps on the device: fused optimizers skip their own step, and other steps are undone.
 
     A step can be undone only for torch's own optimizers; for any other optimizer the host waits for the
-    decision. The host also waits if a step would create state, so that a skipped step leaves no state behind.
+    outcome of the window. The host also waits for it if a step would create state, so that a skipped step
+    leaves no state behind.
 
     Cost: a check of every parameter and its state. A step that may be undone also needs two launches per
     dtype, which read the skip flag, and read and write parameters and state only if the flag is set. During
@@ -45,7 +46,7 @@ class PlainStepper:
     def __init__(self) -> None:
         # For each optimizer, the tensors to which its last step wrote, as a list and as targets of a copy.
         self._seen: WeakKeyDictionary[Optimizer, tuple[list[Any], _Targets | None]] = WeakKeyDictionary()
-        # For each optimizer, the settings of its parameter groups in its last step that created no state.
+        # For each optimizer, `found` (in `_has_state`) when its state was last seen to be complete.
         self._complete: WeakKeyDictionary[Optimizer, tuple[Any, ...]] = WeakKeyDictionary()
 
     def needs_host(self, optimizer: Optimizer) -> bool:
@@ -55,7 +56,7 @@ class PlainStepper:
         name, found_inf = type(optimizer).__name__, final.found_inf
         # torch's fused SGD does not initialize the momentum that it creates in a skipped step.
         if skips_on_device(optimizer) and self._has_state(optimizer):
-            _log.debug("step %s, which skips by itself", name)
+            _log.debug("step %s, which reads found_inf and skips the step itself", name)
             fused: Any = optimizer
             fused.found_inf = found_inf
             try:
@@ -66,7 +67,7 @@ class PlainStepper:
         is_undone = runs_ahead(found_inf.device) and not runs_user_code(optimizer)
         targets = self.targets(optimizer) if is_undone else None
         if targets is not None and (copies := allocate(targets)) is not None:
-            _log.debug("step %s, undone on the device where the step is skipped", name)
+            _log.debug("step %s; the device undoes the step if it must be skipped", name)
             with undoing(targets, copies, found_inf):
                 optimizer.step()
         elif not bool(found_inf):
@@ -74,7 +75,7 @@ class PlainStepper:
             optimizer.step()
 
     def _has_state(self, optimizer: Optimizer) -> bool:
-        """Whether a step would create no state; checks every state only if something has changed."""
+        """Whether a step would create no state; every state is checked only if something has changed."""
         groups, state = optimizer.param_groups, optimizer.state
         found = (
             id(state),
@@ -90,14 +91,14 @@ class PlainStepper:
         return is_complete
 
     def targets(self, optimizer: Optimizer) -> _Targets | None:
-        """Return the tensors to which a step writes, with a plan per dtype; None if it cannot be undone.
+        """Return the tensors that a step writes, with a plan per dtype; None if the step cannot be undone.
 
         The result is equal on every rank, and is known only for torch's own optimizers. A first step cannot
         be undone, because it creates state. A step with `capturable=False` cannot be undone either, because
         it counts steps on the host.
 
-        Cost: a check of every parameter; the tensors are checked again only if they differ from the last
-            step.
+        Cost: a check of every parameter; the tensors are checked again only if they differ from those
+            of the last step.
         """
         if not is_torchs(optimizer) or not all(g.get("capturable", True) for g in optimizer.param_groups):
             return None
@@ -136,14 +137,14 @@ _Targets = Sequence[tuple[BucketPlan, Pointers]]
 
 
 def is_torchs(optimizer: Optimizer) -> bool:
-    """Whether an optimizer has one of torch's own classes; a subclass may do more in its step."""
+    """Whether the class of an optimizer is one of torch's own; a subclass may do more in its step."""
     return f"{type(optimizer).__module__}.".startswith("torch.optim.")
 
 
 def runs_user_code(optimizer: Optimizer) -> bool:
     """Whether user code runs inside the optimizer's step and could read values that are later undone."""
     replaced = vars(optimizer).get("step")
-    # A learning-rate scheduler replaces `step` by a wrapper that counts calls.
+    # A learning-rate scheduler replaces `step` with a wrapper that counts calls.
     is_replaced = replaced is not None and getattr(replaced, "__wrapped__", None) is not type(optimizer).step
     hooks: Any = optimizer
     return is_replaced or any(
@@ -185,7 +186,7 @@ _WITH_LATE_MOMENTUM = SGD, Muon
 
 
 def _written(optimizer: Optimizer) -> list[Any] | None:
-    """Return the parameters that a step changes, each with its state; None if it would create state."""
+    """Return the parameters that a step changes, each with its state; None if the step would create state."""
     tensors: list[Any] = []
     state_of = optimizer.state
     has_late_momentum = type(optimizer) in _WITH_LATE_MOMENTUM
@@ -228,6 +229,6 @@ def _flat(tensor: Any) -> Tensor | None:
     part: Any = tensor.detach()
     if hasattr(part, "to_local"):
         part = part.to_local()
-    if not part.is_contiguous():  # channels_last, for example, has the same memory in another order
+    if not part.is_contiguous():  # for example channels_last: dense, but with the dimensions in another order
         part = part.permute(sorted(range(part.dim()), key=part.stride, reverse=True))
     return part if part.is_contiguous() else None

@@ -1,4 +1,4 @@
-"""Optimizers over the gradients of an engine: which parameters they may step, and when."""
+"""Optimizers that use the gradients of an engine: which parameters they may step, and when."""
 
 from __future__ import annotations
 
@@ -19,36 +19,39 @@ from pyengine.window.digest import OptimizerStep
 
 
 def check_step(optimizer: Any, scheduler: Any) -> None:
-    """Raise TypeError if the optimizer or scheduler cannot be stepped, before any step."""
+    """Raise TypeError if the optimizer or scheduler cannot be stepped; called before either is stepped."""
     if getattr(optimizer, "steps_with_windows", False):
         raise TypeError(
-            "optimizer is wrapped already, and steps when its window ends: call optimizer.step(), or pass "
+            "optimizer is already wrapped, and steps when its window ends: call optimizer.step(), or pass "
             "the plain optimizer, optimizer.optimizer"
         )
     if not (hasattr(optimizer, "param_groups") and callable(getattr(optimizer, "step", None))):
-        raise TypeError(f"optimizer is a {type(optimizer).__name__}: need a torch.optim.Optimizer")
+        raise TypeError(f"optimizer is a {type(optimizer).__name__}: expected a torch.optim.Optimizer")
     if isinstance(optimizer, torch.optim.LBFGS):
         raise TypeError(
-            "optimizer is an LBFGS, whose step runs forward and backward again by a closure, and a window "
-            "has one gradient: use one that steps with a given gradient, torch.optim.AdamW for example"
+            "optimizer is an LBFGS, whose step() runs forward and backward again through a closure, but a "
+            "window has only one gradient: use an optimizer that steps with a given gradient, for example "
+            "torch.optim.AdamW"
         )
     if isinstance(optimizer, torch.optim.SparseAdam):
         raise TypeError(
-            "optimizer is a SparseAdam, which takes sparse gradients only, and an engine sums densely: use "
-            "torch.optim.Adam for these parameters"
+            "optimizer is a SparseAdam, which accepts only sparse gradients, but an engine sums dense "
+            "gradients: use torch.optim.Adam for these parameters"
         )
     if getattr(optimizer, "_overlap_with_ddp", False):
         raise TypeError(
-            f"optimizer is a {type(optimizer).__name__} with overlap_with_ddp=True, which steps in DDP's "
-            "communication hook and not in step: leave overlap_with_ddp out"
+            f"optimizer is a {type(optimizer).__name__} with overlap_with_ddp=True, which updates "
+            "parameters in DDP's communication hook instead of in step(): leave overlap_with_ddp out"
         )
     if isinstance(scheduler, ReduceLROnPlateau):
         raise TypeError(
-            "scheduler is a ReduceLROnPlateau, whose step takes a metric: leave it out, and call "
+            "scheduler is a ReduceLROnPlateau, whose step() takes a metric: leave it out, and call "
             "scheduler.step(metric) yourself"
         )
     if scheduler is not None and not callable(getattr(scheduler, "step", None)):
-        raise TypeError(f"scheduler is a {type(scheduler).__name__}: need one with a step(), or None")
+        raise TypeError(
+            f"scheduler is a {type(scheduler).__name__}: expected an object with a step() method, or None"
+        )
 
 
 def _of_the_wrapped(name: str) -> Any:
@@ -99,7 +102,10 @@ class WindowOptimizer(torch.optim.Optimizer):
 
     @property
     def step_was_skipped(self) -> bool:
-        """Whether the last step at the end of a window was skipped; waits on an accelerator."""
+        """Whether the last step at the end of a window was skipped.
+
+        On an accelerator, reading this property blocks the host.
+        """
         return self._stepped is not None and not bool(self._stepped)
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]  # no return value
@@ -178,24 +184,24 @@ class OptimizerCheck:
             looked = self._looked[optimizer] = _Looked(ids, indices, foreign)
         if ids and not any(looked.indices) and any(key not in self._ignored for key in ids):
             raise ValueError(
-                "optimizer has none of this engine's parameters, so its step would change nothing: make the "
-                "optimizer from model.parameters(), after everything that replaces parameters (fully_shard, "
-                "replicate, a move to another device)"
+                "optimizer has none of this engine's parameters, so its step would change nothing: create "
+                "the optimizer from model.parameters(), after everything that replaces parameters "
+                "(fully_shard, replicate, a move to another device)"
             )
         for param in looked.foreign:
             if param.grad is None:
                 continue
             if id(param) not in self._ignored:
                 raise ValueError(
-                    f"optimizer has a parameter of shape {list(param.shape)} with a gradient that this "
-                    "engine does not reduce (added, replaced or unfrozen after it was made): make the "
-                    "GradSync after the model is complete"
+                    f"optimizer has a parameter of shape {list(param.shape)} whose gradient this engine does "
+                    "not reduce, because the parameter was added, replaced or unfrozen after the engine was "
+                    "made: make the GradSync after the model is complete"
                 )
             if any(looked.indices) and not is_handed_over:
                 raise ValueError(
                     f"optimizer has a parameter of shape {list(param.shape)} that DDP ignores: its gradient "
-                    "is a sum over this rank's micro-batches, which contains the loss scale, and other "
-                    "gradients are means. Use a separate optimizer for such parameters, or call "
+                    "is a sum over this rank's micro-batches, which includes the loss scale, whereas "
+                    "other gradients are means. Use a separate optimizer for such parameters, or call "
                     "sync.unscale_() first and scale their gradients yourself"
                 )
         numbers, tensors = hyperparameters(optimizer)
@@ -215,7 +221,7 @@ class _Looked:
 def hyperparameters(
     optimizer: torch.optim.Optimizer,
 ) -> tuple[tuple[tuple[str, float | str], ...], list[Tensor]]:
-    """Return the numbers and strings of every group, learning rate first, and tensors on an accelerator.
+    """Return the numbers and strings of every group, learning rate first, and the tensors on accelerators.
 
     A group may have keys without a default in its optimizer, such as timm's `lr_scale` or `initial_lr`.
     """
@@ -231,7 +237,7 @@ def hyperparameters(
                     tensors.append(item)
                 elif isinstance(item, int | float | Tensor | Real):  # test the most frequent types first
                     numbers.append((name, float(item)))
-                elif isinstance(value, str):  # Muon's adjust_lr_fn, for example; skips lists of names
+                elif isinstance(value, str):  # for example Muon's adjust_lr_fn; lists of names are skipped
                     numbers.append((name, value))
     return tuple(numbers), tensors
 

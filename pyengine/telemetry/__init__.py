@@ -48,10 +48,10 @@ def _is_number(value: object) -> bool:
 
 
 class Listener(ABC):
-    """A callback for `sync.on_step` that writes on one rank only.
+    """A callback for `sync.on_step` that writes records on one rank only.
 
     Args:
-        rank: the rank that writes, in the default group; 0 if there is no group.
+        rank: the rank that writes the records, in the default group; 0 if there is no group.
     """
 
     def __init__(self, *, rank: int) -> None:
@@ -71,32 +71,32 @@ def _is_own(rank: int) -> bool:
     own, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     if type(rank) is not int or not 0 <= rank < world_size:
         raise ValueError(
-            f"rank={rank!r}: need the rank that writes, a whole number from 0 to {world_size - 1}"
+            f"rank={rank!r}: expected the rank that writes, a whole number from 0 to {world_size - 1}"
         )
     return rank == own
 
 
 def _check_folder(path: str | os.PathLike[str]) -> None:
-    """Raise FileNotFoundError if the folder of `path` does not exist, before anything is measured."""
+    """Raise FileNotFoundError before anything is measured if the folder of `path` does not exist."""
     folder = Path(path).absolute().parent
     if not folder.is_dir():
-        raise FileNotFoundError(f"path={os.fspath(path)!r}: there is no folder {folder}; make it first")
+        raise FileNotFoundError(f"path={os.fspath(path)!r}: there is no folder {folder}; create it first")
 
 
 class JsonLines(Listener):
     """Append one JSON object per step to a file.
 
-    The object has the fields of `StepRecord` and `time`, the seconds since 1970. The file is closed between
+    The object has the fields of `StepRecord`, and `time` in seconds since 1970. The file is closed between
     steps. New lines are appended to an existing file; a line that a crash has truncated stays a separate
-    line. If several lines have the same `step` after resuming, the last line is valid. Inf and nan, which
+    line. If several lines have the same `step` after resuming, the last of them is valid. Inf and nan, which
     JSON does not support, are written as null.
 
     Args:
         path: the file, in an existing folder.
-        rank: the rank that writes.
+        rank: the rank that writes the file.
 
     Raises:
-        FileNotFoundError: the folder does not exist; raised on the rank that writes.
+        FileNotFoundError: the folder does not exist; raised on the rank that writes the file.
         ValueError: the rank does not exist.
 
     Example:
@@ -137,8 +137,8 @@ class Wandb(Listener):
     Your own `run.log` calls keep their steps. Offline and resumed runs are supported.
 
     Args:
-        run: the run that `wandb.init` returned on the rank that writes; other ranks may pass None.
-        rank: the rank that writes.
+        run: the run that `wandb.init` returned on the rank that writes to wandb; other ranks may pass None.
+        rank: the rank that writes to wandb.
 
     Example:
         >>> run = wandb.init(project="gpt", mode="offline")  # doctest: +SKIP
@@ -150,7 +150,8 @@ class Wandb(Listener):
         self._run = run
         if self.writes and run is None:
             raise ValueError(
-                f"run: got None on rank {rank}, which writes; need the run that wandb.init returned"
+                f"run: got None on rank {rank}, the rank that writes to wandb; expected the run that "
+                "wandb.init returned"
             )
         if self.writes:
             run.define_metric("pyengine/step")
@@ -169,8 +170,8 @@ def chrome_trace(path: str | os.PathLike[str], *, rank: int = 0) -> Iterator[Non
 
     In addition to PyTorch's events, the trace contains `pyengine: backward`, `pyengine: exposed_sync`,
     `pyengine: optimizer`, and for every bucket `pyengine: launch bucket <n>` and `pyengine: wait for bucket
-    <n>` (except under DDP, where DDP itself waits). The process group adds the collectives as
-    `gloo:all_reduce` or `nccl:all_reduce`, in launch order after the header's all-reduce.
+    <n>` (except under DDP, where DDP itself waits). The process group adds its collectives as
+    `gloo:all_reduce` or `nccl:all_reduce`: the header's all-reduce, then the buckets' in launch order.
 
     Args:
         path: the JSON file to write; compressed if the name ends in `.gz`.

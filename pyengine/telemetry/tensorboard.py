@@ -11,7 +11,7 @@ try:
     from torch.utils.tensorboard import SummaryWriter
 except ImportError as error:
     raise ImportError(
-        "pyengine.telemetry.tensorboard needs tensorboard, which is not installed: pip install "
+        "pyengine.telemetry.tensorboard needs tensorboard, which is not installed: run pip install "
         "'.[telemetry]' in a clone of pyengine"
     ) from error
 
@@ -23,7 +23,7 @@ class TensorBoard(Listener):
 
     Args:
         log_dir: folder for the event files; a resumed run adds another file.
-        rank: the rank that writes.
+        rank: the rank that writes the event files.
 
     Example:
         >>> from pyengine.telemetry.tensorboard import TensorBoard  # doctest: +SKIP

@@ -1,9 +1,9 @@
-"""The counter of micro-batches, which determines the backward in which a window synchronizes.
+"""The counter of micro-batches, which determines in which backward a window synchronizes.
 
-A micro-batch has started (is *handed out*) when the loop receives it, and is *done* after its backward has
-run. After the last micro-batch has started, the window synchronizes in the backward that completes all
-started micro-batches. Several forwards may therefore run before their backwards. A micro-batch without a
-backward prevents the overlap of communication, but never changes the result.
+A micro-batch starts (is *handed out*) when the loop receives it, and is *done* once its backward has run.
+After the last micro-batch has started, the window synchronizes in the backward that completes all started
+micro-batches. Several forwards may therefore run before their backwards. A micro-batch without a backward
+prevents communication from overlapping with the backward, but never changes the result.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ class State(Enum):
 class WindowCounter:
     """The position in the current window of one engine.
 
-    The *place* of a micro-batch is its index in the window over all ranks. The places show other ranks which
-    micro-batches are done.
+    The *place* of a micro-batch is its index among the window's micro-batches of all ranks. From the places,
+    other ranks can tell which micro-batches are done.
     """
 
     def __init__(self, accumulate: int, *, share: Sequence[int] | None = None) -> None:
-        self.accumulate = accumulate  # Micro-batches of a full window, per rank.
-        # This rank's places (micro-batch indices) in a full window; empty if there are more ranks than
-        # places.
+        self.accumulate = accumulate  # Number of micro-batches in a full window, per rank.
+        # This rank's places (micro-batch indices) in a full window. There may be none if there are more ranks
+        # than places.
         self.share = range(accumulate) if share is None else share
         self.index = 0  # number of windows completed, the same on every rank
         self.state = State.IDLE
@@ -48,7 +48,7 @@ class WindowCounter:
         self.state = State.OPEN
 
     def go_to(self, index: int) -> None:
-        """Discard an open window, and set the number of completed windows to `index`."""
+        """Discard any open window, and set the number of completed windows to `index`."""
         self.close(completed=False)
         self.index = index
 
@@ -83,7 +83,7 @@ class WindowCounter:
 
     @property
     def is_sent(self) -> bool:
-        """Whether the reduction of the current window's gradients was launched."""
+        """Whether the reduction of the current window's gradients has been launched."""
         return self.state not in (State.IDLE, State.OPEN)
 
     @property
@@ -93,7 +93,7 @@ class WindowCounter:
 
     @property
     def ends(self) -> bool:
-        """Whether the window gets no further micro-batch."""
+        """Whether the window receives no further micro-batches."""
         return self.is_sent or (self.state is State.OPEN and (self.is_complete or self.is_exhausted))
 
     @property
@@ -109,13 +109,13 @@ class WindowCounter:
             raise RuntimeError(
                 "backward outside a window: iterate `for window in sync.windows(loader): for batch in "
                 "window:` or put the micro-batch into `with sync.accumulate():`. As with DDP, all "
-                "micro-batches except the window's last may instead be inside `with sync.no_sync():`, or "
+                "micro-batches except the window's last may instead run inside `with sync.no_sync():`, or "
                 "after sync.set_requires_gradient_sync(False)"
             )
         raise RuntimeError(
             f"backward after window {self.index} was sent: put several backwards of one micro-batch into "
-            "`with sync.micro_batch():`, or add their losses for one sync.backward. (The next window comes "
-            "after sync.step)"
+            "`with sync.micro_batch():`, or add up their losses and call sync.backward once. (The next "
+            "window begins after sync.step)"
         )
 
     def count_backward(self) -> None:
@@ -138,7 +138,7 @@ class WindowCounter:
 
 
 class Slots:
-    """The slots ("runs") of this rank in a window: groups of consecutive micro-batches, from `pe.Exact`.
+    """The slots ("runs") of this rank in a window: groups of consecutive micro-batches, set by `pe.Exact`.
 
     The public name of a run is "slot". Elsewhere in this package a slot is the range of a parameter in a
     bucket. Autograd sums the gradients of a run, and the sum is accumulated once. Nonfinite flags are
@@ -157,7 +157,7 @@ class Slots:
         return (place + 1) % self.size == 0
 
     def add(self, *, ends: bool) -> None:
-        """Count a micro-batch; with `ends`, it is the last of its run."""
+        """Count a micro-batch; `ends` marks the last micro-batch of its run."""
         self._run_of.append(self._num_ended)
         self._num_ended += ends
         self.is_open = not ends
@@ -167,7 +167,7 @@ class Slots:
         self.is_open = False
 
     def blame(self, by_run: Callable[[int], list[int] | None]) -> Callable[[int], list[int] | None]:
-        """Return a function that maps the runs of `by_run` to micro-batches; None stays None."""
+        """Return a version of `by_run` that returns micro-batches instead of runs; None stays None."""
         run_of = self._run_of
 
         def by_micro_batch(param: int) -> list[int] | None:
@@ -177,15 +177,15 @@ class Slots:
         return by_run if self.size == 1 else by_micro_batch
 
 
-MAX_ACCUMULATE = 2**20  # limited, because a list stores all places
+MAX_ACCUMULATE = 2**20  # a limit is needed because a list stores all places
 
 
 def check_accumulate(accumulate: object) -> list[str]:
     if type(accumulate) is int and 1 <= accumulate <= MAX_ACCUMULATE:
         return []
-    kind = "" if type(accumulate) is int else f", and not a {type(accumulate).__name__}"
-    need = f"accumulate={accumulate!r}: need a whole number of micro-batches a window, an int from 1 to 2**20"
+    kind = "" if type(accumulate) is int else f", got a {type(accumulate).__name__}"
+    need = f"accumulate={accumulate!r}: expected micro-batches per window, as an int from 1 to 2**20"
     if isinstance(accumulate, str) and accumulate == "auto":
         how = "give each rank its share of the batch at once: accumulate=1, and sync.retry_smaller(share, fn)"
-        return [f"{need}. To find the micro-batch that fits into memory, {how}"]
-    return [f"{need}{kind}; 1 synchronises after every backward"]
+        return [f"{need}. To find a micro-batch size that fits in memory, {how}"]
+    return [f"{need}{kind}; 1 synchronizes after every backward"]

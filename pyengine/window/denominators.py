@@ -1,7 +1,8 @@
 """Several losses in one window that are means over different items: tokens, sequences, prompts.
 
-The window has a single divisor, and all totals are known before the first backward. A loss with a different
-total is multiplied by the ratio of the divisor to its total, so that one division is correct for all losses.
+The window has a single divisor, and the total count of each loss is known before the first backward. A loss
+with a different total is multiplied by the ratio of the divisor to this total, so that one division is
+correct for all losses.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ def base_of(totals: Mapping[str, float]) -> str:
 
 @dataclass
 class Denominators:
-    """The counts by which the losses of a window are divided, over all ranks."""
+    """The counts by which a window's losses are divided: per micro-batch, and in total over all ranks."""
 
     # The count of each loss over all ranks and micro-batches, in the order in which losses are added. Empty
     # if no rank has data.
@@ -37,28 +38,29 @@ class Denominators:
         self._has_several_out = False
 
     def take(self, done: int, *, handed: int) -> float:
-        """Return the count that the next micro-batch adds to the divisor: 0 for padding."""
+        """Return the count that the next micro-batch adds to the divisor; 0 for padding."""
         self._has_several_out |= handed - done > 1
         return self.counts[done][self.base] if done < len(self.counts) else 0.0
 
     def problems(self, done: int, *, handed: int) -> list[str]:
-        """Describe why a window that has ended cannot be divided by its counts."""
+        """Return the reasons why a completed window's gradient cannot be divided by its counts."""
         counted = len(self.counts)
         why = ""
         if len(self.totals) > 1 and done < counted:
             why = (
-                f"the losses were weighed by totals that count {counted} micro-batches of this rank. Run the "
-                "backward of each, with a loss of 0 to leave a micro-batch out"
+                f"the losses were weighed by totals that count {counted} micro-batches of this rank. Run a "
+                "backward for each of them; to leave a micro-batch out, use a loss of 0"
             )
         elif self._has_several_out and done < handed:
             why = (
                 f"{handed} micro-batches were handed out, several of them before their backwards, so it "
-                "is not known whose counts to leave out. Run every backward, of a loss times 0 if need be"
+                "is not known whose counts to leave out. Run every backward; to leave a micro-batch out, "
+                "multiply its loss by 0"
             )
         return [f"window ended after {done} backwards, and {why}"] if why else []
 
     def weigh(self, losses: Loss, device: torch.device) -> Tensor:
-        """Return Σ loss × (divisor / total of the loss), 0-dim.
+        """Return the weighted sum of the losses as a 0-dim tensor: Σ loss × (divisor / total of the loss).
 
         After the division the result is the sum of the mean losses. A loss with a total of 0 is left out,
         whatever its value, so no backward runs through its graph.
@@ -69,8 +71,8 @@ class Denominators:
         if not isinstance(losses, Mapping):
             if len(self.totals) > 1:
                 raise ValueError(
-                    f"loss: got a single loss, and this window counts {self._names}: need a dict with a loss "
-                    "for each name, and 0 for a name without items"
+                    f"loss: got a single loss, but this window has counts for {self._names}; expected a dict "
+                    "with one loss per name (0 for a name with no items)"
                 )
             return losses
         self._check(losses)
@@ -92,14 +94,14 @@ class Denominators:
     def _check(self, losses: Mapping[str, Tensor | float]) -> None:
         if losses.keys() != self.totals.keys():
             raise ValueError(
-                f"loss: got {', '.join(map(repr, losses)) or 'an empty dict'}, and this window counts "
-                f"{self._names}: need a loss for each name, and 0 for a name without items"
+                f"loss: got {', '.join(map(repr, losses)) or 'an empty dict'}, but this window has counts "
+                f"for {self._names}; expected a dict with one loss per name (0 for a name with no items)"
             )
         for name, loss in losses.items():
             if got := _unlike_loss(loss):
                 raise ValueError(
-                    f"loss[{name!r}]: got {got}, need a 0-dim tensor of a floating type, summed over the "
-                    "items that were counted; or 0 where there are none"
+                    f"loss[{name!r}]: got {got}, expected a 0-dim floating-point tensor, summed over the "
+                    "items that were counted, or 0 if there are none"
                 )
 
     @property
@@ -108,7 +110,7 @@ class Denominators:
 
 
 def _unlike_loss(loss: object) -> str:
-    """Describe an object that is not a loss; empty if it is a valid loss or 0."""
+    """Describe an object that is not a loss; return an empty string for a valid loss or 0."""
     if isinstance(loss, Tensor):
         is_floating = loss.is_floating_point()
         return str(list(loss.shape)) if loss.dim() else "" if is_floating else str(loss.dtype)

@@ -1,4 +1,4 @@
-"""The digest in a header, which checks that engine, loss scale and last steps are equal on every rank.
+"""The digest in a header, which checks that all ranks have the same engine, loss scale and last steps.
 
 Ranks would silently diverge if they ran windows of different engines, used different loss scales or clipping
 factors, or stepped with different learning rates. The digest combines all of these into one 60-bit number.
@@ -18,7 +18,7 @@ from torch import Tensor
 from pyengine.ops.device import runs_ahead
 
 # A header compares integers by their sum and sum of squares in float64, which is exact up to 2^53. The digest
-# therefore has 20-bit integers, which can be added over 8192 ranks.
+# therefore consists of 20-bit integers, which can be summed over up to 8192 ranks.
 PIECE_BITS = 20
 NUM_PIECES = 3
 _PIECE = 2**PIECE_BITS
@@ -31,7 +31,7 @@ class OptimizerStep:
     """A description of one optimizer step."""
 
     name: str  # Class name of the optimizer.
-    params: tuple[tuple[int, ...], ...]  # Per group, the registration indices of parameters.
+    params: tuple[tuple[int, ...], ...]  # Per group, the registration indices of its parameters.
     numbers: tuple[tuple[str, float | str], ...]  # Hyperparameters of all groups, in order.
 
     def __str__(self) -> str:
@@ -50,7 +50,7 @@ class Use:
 
     steps: list[OptimizerStep] = field(default_factory=list)  # Optimizer steps, in order.
     # The factor by which gradients were multiplied in each step, and hyperparameters on an accelerator.
-    # Factors are 0-dim tensors on the host or on a device, and have not been read yet.
+    # These values are 0-dim tensors on the host or on a device, and have not been read yet.
     factors: list[Tensor] = field(default_factory=list)
     is_handed_over: bool = False  # whether `unscale_` gave the gradients to the caller
 
@@ -65,16 +65,16 @@ class HeaderDigest:
     """The values in a header that must be equal on every rank, combined into one number."""
 
     stage: str  # Purpose of the header.
-    engine: str  # Description of the engine, and the identity from its creation.
+    engine: str  # Description of the engine, and the identity assigned at its creation.
     scaler: str = ""  # Settings of the loss scaler; empty without one.
-    scale: Tensor | None = None  # Loss scale, 0-dim; None without a scaler or if it cannot be read.
+    scale: Tensor | None = None  # Loss scale (0-dim); None without a scaler or if the scale cannot be read.
     use: Use = field(default_factory=Use)  # Use of the previous window's gradients.
     accumulate: int = 0  # Value on this rank, only for error messages; it may differ between ranks.
-    micro_batches: int = 0  # Number in a full window, over all ranks.
+    micro_batches: int = 0  # Number of micro-batches in a full window, over all ranks.
     kept: tuple[int, ...] = ()  # Parameters with gradients from earlier windows.
 
     def pieces(self) -> list[int]:
-        """Return the digest as 20-bit integers, without values on an accelerator; see `add_to`."""
+        """Return the digest, except for values on an accelerator, as 20-bit integers; see `add_to`."""
         steps = [(step.name, _described(step.params), step.numbers) for step in self.use.steps]
         use = steps, len(self.use.factors), self.use.is_callers_own
         text = repr((self.stage, self.engine, self.scaler, use, self.micro_batches, self.kept)).encode()
@@ -102,10 +102,10 @@ class HeaderDigest:
         lanes[1::2] = pieces * pieces
 
     def describe(self) -> dict[str, str]:
-        """Describe each part for an error message, with the keys of `_PARTS`; reads values on a device."""
+        """Describe each part for an error message, with the keys of `_PARTS`; waits for device values."""
         scale = "no loss scale" if self.scale is None else f"a loss scale of {float(self.scale):g}"
         factors = ", ".join(f"{float(factor):g}" for factor in self.use.factors)
-        none = "the caller's own, by unscale_" if self.use.is_callers_own else "no step"
+        none = "sync.unscale_() without sync.step()" if self.use.is_callers_own else "no step"
         steps = "; ".join(map(str, self.use.steps)) or none
         return {
             "engine": self.engine,
@@ -128,47 +128,50 @@ def difference(described: Sequence[dict[str, str]]) -> str:
         if len(set(texts)) > 1:
             listed = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(texts))
             return f"{what}: {listed}. {remedy}"
-    return "ranks differ in a value whose description is the same on all: restore all from one checkpoint"
+    return (
+        "ranks differ in a value whose description is the same on all ranks: restore all ranks from one "
+        "checkpoint"
+    )
 
 
 _PARTS = {
     "engine": (
         "ranks have sent windows of different engines",
         (
-            "Call the engines in the same order on every rank. Nothing was stepped; call sync.abandon() on "
-            "all of them and continue"
+            "Call the engines in the same order on every rank. No optimizer has stepped; call "
+            "sync.abandon() on all ranks and continue"
         ),
     ),
     "stage": (
         "ranks are at different points of their loops",
         (
-            "Make such a call on every rank or on none, and let every rank leave its loop over sync.windows "
-            "where the others do. Restore all ranks from one checkpoint"
+            "Make these calls on every rank or on none, and leave the loop over sync.windows at the same "
+            "point on every rank. Restore all ranks from one checkpoint"
         ),
     ),
     "scaler": (
         "ranks have different loss scales",
-        "Give sync.scaler the same arguments and state on every rank. Nothing was stepped",
+        "Give sync.scaler the same arguments and state on every rank. No optimizer has stepped",
     ),
     "use": (
         "ranks have used the last window differently",
         (
-            "Clip, step and set the learning rate alike on every rank. Parameters differ now: restore all "
-            "from one checkpoint"
+            "Clip, step and set the learning rate in the same way on every rank. Parameters now differ: "
+            "restore all ranks from one checkpoint"
         ),
     ),
     "length": (
         "ranks have full windows of different lengths",
         (
-            "Set sync.gradient_accumulation_steps to the same number on every rank. Nothing was stepped; "
-            "call sync.abandon() on all of them and continue"
+            "Set sync.gradient_accumulation_steps to the same number on every rank. No optimizer has "
+            "stepped; call sync.abandon() on all ranks and continue"
         ),
     ),
     "kept": (
         "ranks keep different gradients of the previous window, which no optimizer has used",
         (
-            "Clear .grad of the same parameters on every rank. Nothing was stepped; call sync.abandon() on "
-            "all of them and continue"
+            "Clear .grad of the same parameters on every rank. No optimizer has stepped; call "
+            "sync.abandon() on all ranks and continue"
         ),
     ),
 }

@@ -1,4 +1,4 @@
-"""Multiplication of gradients by 1/count and the inverse loss scale, before user code can read them."""
+"""Scaling of gradients by 1/count and the inverse loss scale, before user code can read the gradients."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from pyengine.wire import Wire
 
 
 class Divisor:
-    """1/count and the inverse loss scale of one window.
+    """The factors of one window's gradients: 1/count and the inverse loss scale.
 
     1/count is applied before the communication if the wire needs means (float16, to keep sums in range, or a
     wire with residuals), and otherwise in the pass that computes the norm of the reduced gradients. The
-    inverse loss scale (float64 0-dim) is always applied in that pass, because gradients without the loss
-    scale would underflow in a narrow communication dtype.
+    inverse loss scale (a 0-dim float64 tensor) is always applied in that pass, because gradients without the
+    loss scale would underflow in a narrow communication dtype.
     """
 
     def __init__(self, inv_count: Callable[[], Tensor], wire: Wire, inv_scale: Tensor | None = None) -> None:
@@ -23,11 +23,11 @@ class Divisor:
         self._is_folded = wire.folds_count
 
     def before_wire(self) -> Tensor | None:
-        """Return the factor for gradients before they are sent, float32 0-dim, or None for 1."""
+        """Return the factor for gradients that will be sent, as a 0-dim float32 tensor, or None for 1."""
         return self._inv_count() if self._is_folded else None
 
     def after_wire(self) -> Tensor | None:
-        """Return the factor for reduced gradients, float32 0-dim, or None for 1."""
+        """Return the factor for reduced gradients, as a 0-dim float32 tensor, or None for 1."""
         inv_count = None if self._is_folded else self._inv_count()
         if self._inv_scale is None:
             return inv_count

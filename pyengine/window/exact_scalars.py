@@ -1,8 +1,8 @@
 """Sums of a few scalars, independent of the order, the grouping and the number of ranks.
 
 A float64 is split at fixed bit positions into 40-bit integers. Each integer is stored in a separate element
-(lane), so up to 2^13 integers can be added in float64 without rounding and in any order. The host combines
-the lanes once.
+(lane), so up to 2^13 integers can be added in float64 without rounding and in any order. In the end, the host
+combines the lanes into one number.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ _BITS = 40
 # float32 only enlarge the first lane.
 _UNITS = [2.0**exponent for exponent in range(88, -153, -_BITS)]
 NUM_LANES = len(_UNITS)
-ROUNDED_LANE = 2  # `rounded` uses this lane, but any lane is possible
+ROUNDED_LANE = 2  # `rounded` uses this lane, but any lane would do
 
 
 def lanes(values: Tensor) -> Tensor:
-    """Return the sum of float64 `[n]` as `[NUM_LANES]` integers, which can be added to those of other sums.
+    """Return the sum of `values` (float64 `[n]`) as `NUM_LANES` integers, which can be added to other lanes.
 
     Every bit of float32 values is kept; bits of other values below 2^-152 are dropped. The sum is exact for
     up to 8192 values in total.
@@ -42,7 +42,7 @@ def lanes(values: Tensor) -> Tensor:
 
 
 def lanes_of(values: Iterable[float]) -> list[float]:
-    """Return the lanes of numbers on the host; inf and nan are added to the first lane."""
+    """Return the lanes of a sum of numbers on the host; inf and nan are added to the first lane."""
     summed = [0.0] * NUM_LANES
     for value in values:
         if not math.isfinite(value):
@@ -56,7 +56,7 @@ def lanes_of(values: Iterable[float]) -> list[float]:
 
 
 def rounded(value: Tensor) -> Tensor:
-    """Return an already rounded sum, float64 0-dim, as the value of lane `ROUNDED_LANE`."""
+    """Return the value of lane `ROUNDED_LANE` for a sum that is already rounded (0-dim float64)."""
     return value / _UNITS[ROUNDED_LANE]
 
 

@@ -1,4 +1,4 @@
-"""The errors of one window on this rank (its faults), in one list."""
+"""The errors (faults) of one window on this rank."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from torch import Tensor
 
 
 class FaultKind(Enum):
-    """Kinds of faults, by how other ranks learn of the fault and how it is handled."""
+    """Kinds of faults, which differ in how other ranks learn of a fault and in how the fault is handled."""
 
-    # This rank has found an error (refuses the window). The header reports it, and every rank raises the
-    # error.
+    # This rank has found an error and refuses the window. The header reports the error, and every rank
+    # raises it.
     REFUSED = "refused"
     # An exception ended the last backward after the header was launched. The missing reductions were filled
     # with nan, so every rank skips the step.
@@ -28,11 +28,11 @@ class FaultKind(Enum):
 
 @dataclass(frozen=True)
 class Fault:
-    """One error of a window.
+    """One error in a window.
 
     Attributes:
-        flag: bool 0-dim tensor, not read yet; the fault applies only if it is True. None if the fault always
-            applies.
+        flag: a 0-dim bool tensor, not read yet; the fault applies only if the flag is True. None if the fault
+            always applies.
         error: for a fault on which ranks have agreed, the exception that every rank raises.
     """
 
@@ -46,7 +46,7 @@ class Faults(list[Fault]):
     """The faults of one window, in the order in which they were found."""
 
     def refuse(self, text: str, flag: Tensor | None = None) -> None:
-        """Make all ranks raise an error; with `flag`, an unread 0-dim bool tensor, only if it is True."""
+        """Make all ranks raise an error; with `flag`, an unread 0-dim bool tensor, only if `flag` is True."""
         self.append(Fault(FaultKind.REFUSED, text, flag))
 
     def note(self, kind: FaultKind, text: str, error: Exception | None = None) -> None:

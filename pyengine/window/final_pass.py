@@ -1,4 +1,4 @@
-"""The norm and the finite check of a window's mean gradients, and the decision to skip the step."""
+"""The norm of a window's mean gradients, the check for inf and nan, and the decision to skip the step."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ CLIP_EPSILON = 1e-6  # the same as in torch.nn.utils.clip_grad_norm_
 class ShardedNorm:
     """The norm of gradients over ranks that hold different elements, computed with one all-reduce.
 
-    Every element is included once over all ranks. If several ranks hold an element, as a replica or a shared
-    shard, exactly one of these ranks includes it.
+    Every element is counted exactly once over all ranks. If several ranks hold an element, as a replica or in
+    a shared shard, exactly one of these ranks counts it.
     """
 
     def __init__(self, counted: Sequence[bool], comm: Comm, device: torch.device) -> None:
@@ -31,19 +31,19 @@ class ShardedNorm:
         self._num_names = 0
 
     def add_names(self, name_indices: Tensor, num_names: int) -> None:
-        """Make `whole` also return sums by name, for 8 more bytes per name in the same all-reduce."""
+        """Make `whole` also return sums by name, which adds 8 bytes per name to its all-reduce."""
         self.name_indices, self._num_names = name_indices, num_names
 
     def whole(self, sumsq: Tensor, void: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return the sum over all ranks, a flag for an invalid window, and sums by name.
 
         The flag is nan if any rank has dropped the window. The parts of the ranks are added in rank order,
-        independent of the all-reduce algorithm. The bits are therefore equal on every rank, and a rank that
-        includes no element does not change them. The flag is also nan if a sum that its rank does not include
-        is nonfinite.
+        independently of the all-reduce algorithm. The bits are therefore equal on every rank, and a rank that
+        counts no element does not change them. The flag is also nan if any rank has a nonfinite sum that it
+        does not count.
 
-        Cost: waits for one all-reduce of 8 bytes, plus 8 bytes per rank, and 8 bytes per name after
-        `add_names`.
+        Cost: the wait for one all-reduce of 8 bytes, plus 8 bytes per rank and, after `add_names`, 8 bytes
+        per name.
         """
         counted = torch.where(self._counted, sumsq, 0.0)
         uncounted = torch.where(self._counted, 0.0, sumsq)
@@ -77,17 +77,16 @@ class FinalPass:
 
     def __init__(self, num_params: int, device: torch.device, sharded: ShardedNorm | None = None) -> None:
         self._sharded = sharded
-        # For each parameter, in registration order: the sum of squares of the mean gradient, and a flag that
-        # is 1 if the gradient has inf or nan.
+        # The sum of squares of each parameter's mean gradient, in registration order.
         self.sumsq = torch.zeros(num_params, dtype=torch.float64, device=device)
+        # One flag per parameter, in the same order: 1 if the mean gradient has inf or nan.
         self.nonfinite = torch.zeros(num_params, dtype=torch.uint8, device=device)
         self._one = torch.ones((), dtype=torch.float64, device=device)
         self._none = torch.zeros((), dtype=torch.float64, device=device)
         self._zero = torch.zeros((), dtype=torch.float32, device=device)
         self._yes = torch.ones((), dtype=torch.float32, device=device)
-        # Whether sums by name are needed, and the last sums by name if ranks hold different elements.
-        self._has_names = False
-        self._squares = self.sumsq
+        self._has_names = False  # Whether sums by name are needed.
+        self._squares = self.sumsq  # The last sums by name, if ranks hold different elements.
         self.reset()
 
     def add_names(self, name_indices: Sequence[int], num_names: int) -> None:
@@ -95,23 +94,23 @@ class FinalPass:
         self._has_names = True
         if self._sharded is not None:
             self._sharded.add_names(send(list(name_indices), torch.int64, self.sumsq.device), num_names)
-            # Sums are nan until the norm is computed; it is not computed if a rank has dropped the window.
+            # Sums are nan until the norm is computed, which does not happen if a rank has dropped the window.
             self._squares = self.sumsq.new_full((num_names,), torch.nan)
 
     def reset(self) -> None:
         """Reset the results without device work: the next window overwrites sums and flags."""
-        # Three flags, float32 0-dim. `overflow` is 1 if a gradient has inf or nan, and controls the loss
+        # Three 0-dim float32 flags. `overflow` is 1 if a gradient has inf or nan, and controls the loss
         # scale. `found_inf` is 1 if the step must be skipped for any reason. `void` is nan if a rank has
         # dropped the window, and 0 otherwise.
         self.overflow = self.found_inf = self.void = self._zero
-        # float64 0-dim: 1 if a metric has skipped or clipped the window.
+        # 1 if a metric has skipped or clipped the window (0-dim float64).
         self.acted = self._none
-        # float64 0-dim: the product of the clipping factors so far, each averaged over names. Ranks compare
+        # The product of the clipping factors so far, each averaged over names (0-dim float64). Ranks compare
         # this product.
         self.clipped = self._one
-        # float64 0-dim or `[num_params]`: the product of the clipping factors since `sumsq` was computed.
+        # The product of the clipping factors since `sumsq` was computed (float64, 0-dim or `[num_params]`).
         self._clipped_since = self._one
-        # bool `[num_params]`: the parameters that any rank has used; None if `.grad is None` marks unused
+        # The parameters that any rank has used (bool `[num_params]`); None if `.grad is None` marks unused
         # parameters.
         self.used: Tensor | None = None
         self._before_clipping: Tensor | None = None
@@ -126,7 +125,7 @@ class FinalPass:
         Args:
             is_refused: whether ranks disagreed in the header.
         """
-        total = add_up(self.sumsq)  # registration order does not depend on buckets and threads
+        total = add_up(self.sumsq)  # registration order does not depend on buckets or threads
         if self._sharded is not None and not is_refused:
             total, void, self._squares = self._sharded.whole(self.sumsq, self.void)
             self.void = void.float()
@@ -141,7 +140,7 @@ class FinalPass:
             self.nonfinite.index_fill_(0, index, 0)
 
     def forbid(self, flag: Tensor) -> None:
-        """Skip the step if `flag` (bool, 0-dim, on the device) is set."""
+        """Skip the step if `flag`, a 0-dim bool tensor on the device, is True."""
         self.found_inf = torch.where(flag, self._yes, self.found_inf)
 
     @property
@@ -150,10 +149,10 @@ class FinalPass:
         return self._sharded is not None
 
     def renew_norm(self, *, was_read: bool) -> None:
-        """Compute the norm again after gradients may have changed; the decision to skip stays unchanged.
+        """Recompute the norm, because gradients may have changed, but keep the decision whether to skip.
 
-        If ranks hold different elements, this waits for one all-reduce, and every rank has to call it at the
-        same point.
+        If ranks hold different elements, this method waits for one all-reduce, and every rank must call it at
+        the same point.
 
         Args:
             was_read: whether `sumsq` was just computed from the changed gradients.
@@ -169,7 +168,7 @@ class FinalPass:
             self._norm = add_up(self.sumsq).sqrt()
 
     def renew_norm_alone(self) -> None:
-        """Compute the norm again, without a collective, from a new `sumsq` over all elements.
+        """Recompute the norm, without a collective, from a new `sumsq` over all elements.
 
         Norms by name keep their last reduced values.
         """
@@ -178,41 +177,41 @@ class FinalPass:
         self._norm = add_up(self.sumsq).sqrt()
 
     def grad_norm(self) -> Tensor:
-        """Return the 2-norm of the current gradients, float64 0-dim."""
+        """Return the 2-norm of the current gradients as a 0-dim float64 tensor."""
         return self._norm
 
     def guarding_norm(self, norm: Tensor) -> Tensor:
-        """Return `norm` for users who step themselves; a finite norm becomes nan if the step is skipped."""
+        """Return `norm`, or nan if it is finite but the step is skipped; for users who step themselves."""
         return torch.where((self.found_inf != 0) & norm.isfinite(), torch.nan, norm)
 
     def squares(self) -> Tensor:
-        """Return the squared norm of the current gradients by name, float64 `[names]`; needs `add_names`."""
+        """Return squared norms of the current gradients by name (float64 `[names]`); needs `add_names`."""
         if self._sharded is not None:
             return self._squares
         return self.sumsq * self._clipped_since.square()
 
     def norm_before_clipping(self) -> Tensor:
-        """Return the 2-norm at the end of the window, before any clipping, float64 0-dim."""
+        """Return the 2-norm at the end of the window, before any clipping, as a 0-dim float64 tensor."""
         return self._norm if self._before_clipping is None else self._before_clipping
 
     def norms_before_clipping(self) -> Tensor:
-        """Return the 2-norms by name at the end of the window, before any clipping, float64 `[names]`."""
+        """Return the 2-norms by name at the end of the window, before any clipping (float64 `[names]`)."""
         kept = self._squares_before_clipping
         return (self.squares() if kept is None else kept).sqrt()
 
     def keep_norm(self) -> None:
-        """Store the norms before the first clipping."""
+        """Store the current norms as the norms before clipping, unless these are already stored."""
         if self._before_clipping is None:
             self._before_clipping = self._norm
             if self._has_names:
                 self._squares_before_clipping = self.squares()
 
     def inf_norm(self, largest: Tensor) -> Tensor:
-        """Return the maximum of `largest` over all ranks, float64 0-dim, with equal bits on every rank."""
+        """Return the maximum of `largest` over all ranks (0-dim float64), with equal bits on every rank."""
         return largest if self._sharded is None else self._sharded.largest(largest)
 
     def clip(self, max_norm: float | Tensor, norm: Tensor) -> Tensor:
-        """Return the factor min(1, max_norm / (norm + 1e-6)), float64 0-dim; the caller applies it."""
+        """Return min(1, max_norm / (norm + 1e-6)) as a 0-dim float64 tensor, which the caller applies."""
         self.keep_norm()
         factor = (max_norm / (norm + CLIP_EPSILON)).clamp(max=1.0)
         self._norm = self._norm * factor
@@ -226,8 +225,8 @@ class FinalPass:
 
         Args:
             max_norm: the maximum norm of each group.
-            groups: the indices of the names in each group, int64, disjoint; other parameters get a factor of
-                1. With None every name is a separate group.
+            groups: for each group, the indices of its names, as an int64 tensor; groups must be disjoint.
+                Other parameters get a factor of 1. If None, every name is a separate group.
 
         Returns:
             float64 `[num_params]`, with the same bits on every rank; the caller applies the factors.
@@ -249,6 +248,6 @@ class FinalPass:
         return of_params
 
     def _note_clipping(self, compared: Tensor, factor: Tensor) -> None:
-        # Skip products with 1, because each product would launch a kernel.
+        # Skip multiplications by 1, because each of them would launch a kernel.
         self.clipped = compared if self.clipped is self._one else self.clipped * compared
         self._clipped_since = factor if self._clipped_since is self._one else self._clipped_since * factor

@@ -1,9 +1,9 @@
-"""The header: a short all-reduce per window in which ranks compare count, loss, position and errors.
+"""The header: a short all-reduce per window in which ranks exchange counts, losses, positions and errors.
 
 The header is launched just before the window's last backward, when its contents are known, so it overlaps
 with this backward. If ranks disagree, every rank raises an error, which prevents a hang or a wrong divisor.
 On the CPU no collective follows a header in which ranks disagree, because the buckets of another engine may
-have other sizes.
+have different sizes.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ _DIGEST = _POSITIONS + 4
 _LOSSES = _DIGEST + 2 * NUM_PIECES
 # If ranks share batches, the lanes of `SharedBatch` follow. Their sums must be 0.
 _SHARED = _LOSSES + exact_scalars.NUM_LANES
-# The last three elements are numbers of ranks: ranks with a loss scaler that have not scaled a loss, ranks
-# that have scaled a loss (a single rank may have all losses of a batch), and ranks that leave the count to
-# the counting rank. If any rank leaves its count to that rank, the lanes cannot be compared.
+# The last three elements count ranks: ranks with a loss scaler that have not scaled a loss, ranks that have
+# scaled a loss (a single rank may have all losses of a batch), and ranks that leave the count to the counting
+# rank. If any rank leaves its count to that rank, the lanes cannot be compared.
 _UNSCALED, _SCALED, _SILENT = -3, -2, -1
 
 Count = int | float | Tensor
@@ -49,21 +49,24 @@ MAX_COUNT = 2.0**53
 
 
 def checked_count(count: object) -> Count:
-    """Return a count that can be summed, or raise an error before any backward; the header checks it."""
+    """Return a count that can be summed, or raise an error before any backward; the header checks values."""
     if type(count) is int and -MAX_COUNT < count < MAX_COUNT:
         return count  # this is the usual case
     if isinstance(count, Tensor):
         if count.numel() != 1:
             raise ValueError(
-                f"count: got a tensor of shape {list(count.shape)}, need one number; use count.sum()"
+                f"count: expected one number, got a tensor of shape {list(count.shape)}; use count.sum()"
             )
         if count.dtype is torch.bool or count.is_complex():
-            raise TypeError(f"count: got a tensor of {count.dtype}, need a real number of items")
+            raise TypeError(
+                "count: expected the number of items as an integer or floating-point tensor, got dtype "
+                f"{count.dtype}"
+            )
         return count
     if not isinstance(count, Real) or isinstance(count, bool):
         raise TypeError(
-            f"count={count!r} is a {type(count).__name__}: need the number of items in the loss, or a 0-dim "
-            "tensor of it; leave it out where the loss is a mean"
+            f"count={count!r} is a {type(count).__name__}; expected the number of items in the loss, as a "
+            "number or a 0-dim tensor; leave count out if the loss is a mean"
         )
     try:
         value = float(count)
@@ -88,9 +91,9 @@ class SharedBatch:
     def lanes(self, numbers: Tensor) -> Tensor:
         """Return integers whose sum over all ranks is 0 if the ranks of each batch have equal numbers.
 
-        The result is float64 `[NUM_PIECES]`: 20-bit integers times at most `num_ranks`. If `numbers` (float64
-        `[n]`) differ between ranks, all sums are 0 with probability 2^-60. Every batch is hashed differently,
-        so differences in two batches do not cancel.
+        The result (float64 `[NUM_PIECES]`) contains 20-bit integers multiplied by at most `num_ranks`. If
+        `numbers` (float64 `[n]`) differ between ranks, all sums are still 0 with probability 2^-60. Every
+        batch is hashed differently, so differences in two batches do not cancel.
         """
         mixed = torch.full((), self.index + 1, dtype=torch.int64, device=numbers.device) * _GOLDEN
         for bits in numbers.contiguous().view(torch.int64):
@@ -116,11 +119,11 @@ class LocalWindow:
     max_micro_batches: float = math.inf  # Limit over all ranks; inf for no limit.
     # The number of items in each loss, as numbers or as 0-dim tensors that stay on their device.
     counts: list[Count] = field(default_factory=list)
-    losses: list[Tensor | None] = field(default_factory=list)  # Detached, 0-dim; None if unknown.
+    losses: list[Tensor | None] = field(default_factory=list)  # Detached 0-dim tensors; None if unknown.
     faults: Faults = field(default_factory=Faults)  # Other errors in the window on this rank.
     batch: SharedBatch | None = None  # The batch that this rank shares with other ranks.
     is_silent: bool = False  # Whether this rank leaves a count to the counting rank.
-    has_uncounted: bool = False  # Whether a micro-batch was given no count, and counts as 1.
+    has_uncounted: bool = False  # Whether a micro-batch was given no count, so that it counts as 1.
     # Whether this rank had used all of its parameters when the header was launched.
     has_used_all: bool = False
     # Whether this rank had scaled its losses when the header was launched. None without a loss scaler or a
@@ -174,7 +177,7 @@ class LocalWindow:
         self.is_silent = other.is_silent
 
     def counts_on(self, device: torch.device) -> Tensor:
-        """Return the counts as float64 `[micro-batches]` on `device`, without reading them from a device."""
+        """Return the counts on `device` (float64 `[micro-batches]`), without reading them on the host."""
         counts = send(
             [0.0 if isinstance(n, Tensor) else float(n) for n in self.counts], torch.float64, device
         )
@@ -184,40 +187,40 @@ class LocalWindow:
         return counts
 
     def problems(self) -> list[str]:
-        """Describe the invalid counts for an error message; reads counts on a device."""
+        """Describe the invalid counts for an error message; waits for counts on a device."""
         wrong = [(i, n) for i, n in enumerate(map(float, self.counts)) if not self.is_valid(n)]
-        more = [f"those of {len(wrong) - 1} more micro-batches are invalid, too"] if len(wrong) > 1 else []
+        more = [f"counts of {len(wrong) - 1} more micro-batches are invalid, too"] if len(wrong) > 1 else []
         return [f"count of micro-batch {index} is {count}" for index, count in wrong[:1]] + more
 
     def described(self) -> str:
-        """Describe the counts and their batch for an error message; reads counts on a device."""
+        """Describe the counts and their batch for an error message; waits for counts on a device."""
         counts = ", ".join(f"{float(count):g}" for count in self.counts[:8])
         more = ", ..." if len(self.counts) > 8 else ""
         batch = 0 if self.batch is None else self.batch.index
-        return f"batch {batch}: {len(self.counts)} micro-batches of counts [{counts}{more}]"
+        return f"batch {batch}: {len(self.counts)} micro-batches with counts [{counts}{more}]"
 
     def is_valid(self, count: float) -> bool:
         return 0 <= count <= MAX_COUNT and (not self.is_exact or count == math.floor(count))
 
     def are_valid(self, counts: Tensor) -> Tensor:
-        """Return which counts on a device are valid, as a bool tensor of the shape of `counts` (float64)."""
+        """Return which `counts` (float64, on a device) are valid, as a bool tensor of the same shape."""
         valid = (counts >= 0) & (counts <= MAX_COUNT)
         return valid & (counts == counts.floor()) if self.is_exact else valid
 
     def nonfinite_losses(self) -> list[int]:
         """Return the indices of micro-batches whose loss is inf or nan.
 
-        Use this only for error messages, because it reads losses on a device.
+        Use this only for error messages: it copies losses to the host, which synchronizes with the device.
         """
         losses = enumerate(self.losses)
         return [index for index, loss in losses if loss is not None and not math.isfinite(loss)]
 
 
 class RunningWindow(LocalWindow):
-    """The window of a lazy device, which sums losses and counts as they arrive.
+    """A window on a lazy device, which sums losses and counts as they arrive.
 
-    Every micro-batch records the same operations, for any number of micro-batches. `zeros` are four 0-dim
-    float64 tensors on the device, each in separate memory; they are never written.
+    Every micro-batch records the same operations, regardless of the number of micro-batches. `zeros` are four
+    0-dim float64 tensors on the device, each in separate memory; they are never written.
     """
 
     def __init__(self, is_exact: bool, max_micro_batches: float, zeros: Sequence[Tensor]) -> None:
@@ -248,14 +251,14 @@ class RunningWindow(LocalWindow):
 
 
 def _finite_where(is_nothing: Tensor | bool, losses: Tensor) -> Tensor:
-    """Replace inf and nan by 0 in losses without items (`is_nothing`): the mean over no items is nan."""
+    """Replace inf and nan with 0 in losses without items (`is_nothing`): the mean over no items is nan."""
     return torch.where(~losses.isfinite() & is_nothing, 0.0, losses)
 
 
 def make_local_window(
     device: torch.device, *, is_exact: bool, max_micro_batches: float, batch: SharedBatch | None
 ) -> Callable[[], LocalWindow]:
-    """Return a function that creates the counts and losses of a new window, with no micro-batch yet."""
+    """Return a function that creates a `LocalWindow` without micro-batches."""
     if not is_lazy(device):
         return partial(LocalWindow, is_exact, max_micro_batches, batch=batch)
     zeros = [torch.zeros((), dtype=torch.float64, device=device) for _ in range(4)]
@@ -270,7 +273,7 @@ class Totals:
     loss: float  # Sum of the window's known losses, rounded once.
     micro_batches: int  # Number of micro-batches in the window.
     more: int  # Number of ranks that have another window.
-    invalid_counts: int  # Number of micro-batches with an invalid count, plus errors on ranks.
+    invalid_counts: int  # Number of micro-batches with an invalid count, plus number of errors on ranks.
     unknown_losses: int  # Number of micro-batches whose loss is unknown.
     not_used_all: int  # Number of ranks that had unused parameters when they launched the header.
     differ: bool  # Whether ranks have different positions or digests.
@@ -313,11 +316,12 @@ class Header:
         digest: HeaderDigest,
         inv_scale: Tensor | None = None,
     ) -> None:
-        self.inv_scale = inv_scale  # inverse loss scale of the window, float64 0-dim; None without a scaler
+        self.inv_scale = inv_scale  # inverse loss scale of the window (0-dim float64); None without a scaler
         self._comm, self._max_micro_batches = comm, local.max_micro_batches
         self.position, self.digest = position, digest
-        # The numbers that the host knows, and the device memory to which they were sent; see `again`.
+        # The numbers that the host knows; see `again`.
         self._numbers = _numbers(local, position, has_more, digest)
+        # The device memory to which these numbers were sent.
         self._sent = send(self._numbers, torch.float64, device, refills=True)
         self._vector = _with_device_values(self._sent, local, digest)
         _log.debug("window %d: launch header of %d micro-batches", position[0], len(local.counts))
@@ -345,11 +349,11 @@ class Header:
         refill(self._sent, self._numbers)
 
     def is_ready(self) -> bool:
-        """Whether the host can use the totals without waiting; always True if a stream waits."""
+        """Whether the host can use the totals without waiting; always True if a stream waits instead."""
         return self._work is None or self._comm.is_stream_ordered or self._work.is_completed()
 
     def is_refused(self) -> bool:
-        """Wait, and return whether ranks disagree, so that no collective may follow; False on a device."""
+        """Wait, and return whether ranks disagree, so no collective may follow; False on an accelerator."""
         return self._is_visible and (self.known_totals or self.totals()).differ
 
     @property
@@ -360,7 +364,7 @@ class Header:
     def all_used(self) -> bool:
         """Wait, and return whether every rank had used all of its parameters when it launched the header.
 
-        Returns False on a device.
+        Returns False on an accelerator.
         """
         return self._is_visible and self.totals().not_used_all == 0
 
@@ -371,7 +375,7 @@ class Header:
         return self.known_totals
 
     def inv_count(self) -> Tensor:
-        """Wait, and return 1 / total count, float32 0-dim on the device; 0 if the total is 0."""
+        """Wait, and return 1 / total count as a 0-dim float32 tensor on the device; 0 if the total is 0."""
         vector = self.vector()
         if self._inv_count is None and self._is_visible:
             total = self.totals().count
@@ -382,7 +386,7 @@ class Header:
         return self._inv_count
 
     def forbids(self) -> Tensor:
-        """Return whether the window must not be used, bool 0-dim on the device; `Totals` has the reason."""
+        """Return whether the window must not be used (0-dim bool on the device); `Totals` has the reason."""
         if self._is_visible:
             return torch.tensor(self.totals().forbid(self._max_micro_batches), dtype=torch.bool, device=HOST)
         vector = self.vector()
@@ -397,7 +401,7 @@ class Header:
         return found
 
     def vector(self) -> Tensor:
-        """Wait, and return the reduced numbers, float64 `[23]`, or `[29]` if ranks share batches."""
+        """Wait, and return the reduced numbers: float64 `[23]`, or `[29]` if ranks share batches."""
         if self._work is not None:
             self._work.wait()
             self._work = None
@@ -413,7 +417,7 @@ def _host_may_look(device: torch.device) -> bool:
 def _numbers(
     local: LocalWindow, position: tuple[int, int], has_more: bool, digest: HeaderDigest
 ) -> list[float]:
-    """Return the numbers of a header that the host knows."""
+    """Return the numbers of a header, as far as the host knows them."""
     known, losses = local.known(local.counts), local.known(local.losses)
     valid = [count for count in known if local.is_valid(count)]
     invalid = len(known) - len(valid) + (_num_refusals(local) if local.faults else 0)
@@ -426,7 +430,7 @@ def _numbers(
 
 
 def _num_refusals(local: LocalWindow) -> float:
-    """Return the number of errors on this rank, without errors that depend on a flag on a device."""
+    """Return the number of errors on this rank, except errors that depend on a flag on a device."""
     faults = local.faults
     return len(faults.refusals()) + sum(local.known(faults.flags()))
 
@@ -447,7 +451,7 @@ def _with_device_values(vector: Tensor, local: LocalWindow, digest: HeaderDigest
 
 
 def stacked(values: Sequence[Tensor], device: torch.device) -> Tensor:
-    """Return one-element tensors of any real dtypes and devices as float64 `[n]` on `device`."""
+    """Stack one-element tensors of any real dtypes and devices into one float64 tensor on `device`."""
     if len({(value.dtype, value.device) for value in values}) > 1:
         values = [value.to(device, torch.float64, non_blocking=True) for value in values]
     scalars = torch.stack([value.reshape(()) for value in values]).detach()

@@ -40,17 +40,17 @@ class Metric(WindowObserver):
         return []
 
     def bind(self, measured: MetricContext) -> None:
-        """Compute the metric from the next window on."""
+        """Bind the metric to an engine, which computes it from the next window on."""
         self._measured, self.is_bound = measured, True
 
     # ---- after the reduction ----
 
     def numbers(self) -> Tensor:
-        """Return the numbers that the host has to read for a step, float64 `[n]`."""
+        """Return the numbers that the host must read in each step (float64 `[n]`)."""
         raise NotImplementedError
 
     def record(self, numbers: Sequence[float], *, skipped: bool) -> Any:
-        """Return the value for the record; called once per step, in order, when the host knows them."""
+        """Return the value for the record; called once per step, in order, when the host knows `numbers`."""
         raise NotImplementedError
 
     # ---- saved state ----
@@ -61,7 +61,7 @@ class Metric(WindowObserver):
 
     def load_problems(self, state: Tensor) -> list[str]:
         """Return reasons why a saved state cannot be loaded."""
-        return [f"measured[{self.field!r}], which {self!r} does not keep"]
+        return [f"measured[{self.field!r}], but {self!r} keeps no state"]
 
     def load(self, state: Tensor | None) -> None:
         """Continue from a valid state, or start without earlier windows if `state` is None."""

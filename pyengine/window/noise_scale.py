@@ -19,7 +19,7 @@ from pyengine.ops.plan import BucketPlan, add_up
 from pyengine.window.metric import Metric, MetricContext
 from pyengine.window.observer import ReducedWindow
 
-_SUMS = 8  # a state has sums of: weights, squared weights, windows, x, y, x², xy, y²
+_SUMS = 8  # a state has the sums of weights, squared weights, windows, x, y, x², xy and y²
 
 
 @dataclass(frozen=True)
@@ -56,24 +56,26 @@ class NoiseScale(Metric):
     parts, with the optimal weights for normal noise). For equal counts they are the estimates of the paper. A
     part with a count of 0 is left out. `scale` is the ratio of the exponential averages of both estimates
     over windows, not an average of ratios. `spread` is the standard error of a ratio of means, sqrt(E(x - R
-    y)² / (m - 1)) / ‖y‖, where m = (Σ w)² / Σ w² is the effective number of windows.
+    y)² / (m - 1)) / |y|, where m = (Σ w)² / Σ w² is the effective number of windows.
 
     Samples have to be independent and identically distributed on every rank. SGD steps are most efficient
     with a batch size near B_noise: see `python -m pyengine plan --from steps.jsonl`.
 
     A window is not measured (None in its record) if its step is skipped, if fewer than two parts have a
-    count, or if gradients of an earlier window were kept. With one rank it is also not measured if a
-    micro-batch has several backwards or ran before a state was loaded. Rounding in the communication adds its
-    error to T, so the noise is underestimated with an 8-bit wire.
+    nonzero count, or if gradients of an earlier window were kept. With one rank, a window is also not
+    measured if a micro-batch has several backwards or ran before a state was loaded. Rounding in the
+    communication adds an error to T, so the noise is underestimated with an 8-bit wire.
 
     Args:
-        decay: decay of the averages per window, from 0 to below 1; 0.99 averages about 200 windows.
+        decay: decay of the averages per window, in [0, 1); 0.99 averages over about 200 windows.
 
     Raises (from `sync.measure`):
-        the engine uses exact sums, FSDP2 or an XLA device, or ranks hold different elements or share batches.
+        ValueError: the engine uses exact sums, FSDP2 or an XLA device, or ranks hold different elements or
+            share batches.
 
     Cost: one read of this rank's sums when they are cast or sent, and one all-reduce of 16 bytes. With one
-    rank instead: one hook per parameter, and one read of each micro-batch's gradients in the backward.
+    rank, the cost is instead one hook per parameter, and one read of each micro-batch's gradients in the
+    backward.
 
     Example:
         >>> sync.measure(pe.NoiseScale())  # doctest: +SKIP
@@ -95,13 +97,13 @@ class NoiseScale(Metric):
     def problems(self, measured: MetricContext) -> list[str]:
         decay = self._decay
         if not isinstance(decay, Real) or isinstance(decay, bool) or not 0 <= decay < 1:
-            return [f"NoiseScale(decay={decay!r}): need a number from 0 to below 1, for example 0.99"]
+            return [f"NoiseScale(decay={decay!r}): expected a number in [0, 1), for example 0.99"]
         if measured.holds_parts:
-            why = "no rank has a gradient of its own samples alone; need data parallelism only"
+            why = "no rank has a gradient of its own samples alone; only data parallelism is supported"
             return [f"NoiseScale over ranks that hold different elements or share batches: {why}"]
         if measured.owner.observers is None:
             what = "float sums of this rank alone that could be read before they are reduced over ranks"
-            return [f"NoiseScale: {type(measured.owner).__name__} has no {what}; leave it out"]
+            return [f"NoiseScale: {type(measured.owner).__name__} has no {what}; leave the metric out"]
         return []
 
     def bind(self, measured: MetricContext) -> None:
@@ -111,9 +113,9 @@ class NoiseScale(Metric):
         self._one = torch.ones((), dtype=torch.float32, device=self._device)
         # The sum of squares of this rank's gradient sum, per parameter.
         self._squares = torch.zeros_like(final.sumsq)
-        # With one rank: the sums of squares per micro-batch, and the parameters seen in the current
-        # micro-batch.
+        # With one rank: the sums of squares of each micro-batch.
         self._rows: list[Tensor] = []
+        # With one rank: the parameters that have already received a gradient in the current micro-batch.
         self._seen: set[int] = set()
         self._is_whole = True
         if self._comm.world_size == 1:
@@ -153,7 +155,7 @@ class NoiseScale(Metric):
         self._rows[-1][index] = torch.linalg.vector_norm(grad.detach(), dtype=torch.float64).square()
 
     def wait(self, window: ReducedWindow) -> None:
-        """Sum over the parts with one all-reduce of 16 bytes; the host waits only on the CPU."""
+        """Sum the parts with one all-reduce of 16 bytes; the host waits only if the device is the CPU."""
         counts = window.local.counts_on(self._device)
         if self._comm.world_size == 1:
             is_whole = window.is_whole and self._is_whole and len(self._rows) == len(counts)
@@ -197,12 +199,10 @@ class NoiseScale(Metric):
 
     def load_problems(self, state: Tensor) -> list[str]:
         if state.dtype != torch.float64 or state.shape != (_SUMS,) or not bool(state.isfinite().all()):
-            return [
-                f"measured['noise_scale'] of shape {list(state.shape)}: need {_SUMS} finite float64 numbers"
-            ]
+            return [f"measured['noise_scale'] of shape {list(state.shape)}; expected {_SUMS} finite float64s"]
         weight, squared, windows, *_ = state.tolist()
         if not (0 <= squared <= weight <= windows < 2**53 and (weight > 0) == (squared > 0) == (windows > 0)):
-            return ["measured['noise_scale'] with weights that no windows have"]
+            return ["measured['noise_scale'] with weights that no number of windows can have"]
         return []
 
     def load(self, state: Tensor | None) -> None:
@@ -210,7 +210,7 @@ class NoiseScale(Metric):
 
 
 def _hooks(params: Sequence[Tensor], read: Callable[[int, Tensor], None]) -> list[Any]:
-    """Call `read` with the index and gradient of a parameter in every backward that reaches it.
+    """Register hooks that call `read(index, gradient)` when a backward reaches a parameter.
 
     Returns the handles of the hooks. `read` must be a method.
     """

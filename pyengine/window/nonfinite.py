@@ -24,7 +24,7 @@ class RankFindings:
 
 
 def is_not_finite(norms: Tensor) -> Tensor:
-    """Return which norms, or sums of squares, are inf or nan."""
+    """Return which norms or sums of squares are inf or nan."""
     # One comparison suffices, because norms cannot be -inf. On a lazy device `isfinite` takes four
     # operations.
     return ~(norms < math.inf)
@@ -33,19 +33,19 @@ def is_not_finite(norms: Tensor) -> Tensor:
 def describe(findings: Sequence[RankFindings], *, is_exact: bool = False) -> str:
     """Describe which parameters had nonfinite gradients and where they came from.
 
-    Names no parameter if only the mean is nonfinite.
+    The text names no parameter if only the mean is nonfinite.
     """
     names = list(dict.fromkeys(name for f in findings for name in f.blamed))
     quitters = [
-        f"rank {rank} gave the window up: {f.gave_up}" for rank, f in enumerate(findings) if f.gave_up
+        f"rank {rank} gave up the window: {f.gave_up}" for rank, f in enumerate(findings) if f.gave_up
     ]
     if quitters:
         return "; ".join(quitters)
     if not names:
         return (
             "finite sums leave the range of the gradients' dtype when they are multiplied by 1/count or the "
-            "inverse loss scale, or when kept gradients are added: count is the number of items that the "
-            "losses were summed over"
+            "inverse loss scale, or when kept gradients are added; count must be the number of items that "
+            "the losses were summed over"
         )
     sources = [
         f"rank {rank}, micro-batch {index} (its loss)"
@@ -57,13 +57,13 @@ def describe(findings: Sequence[RankFindings], *, is_exact: bool = False) -> str
         known = {index for places in f.blamed.values() for index in places or []}
         blamed |= {f"rank {rank}, micro-batch {index}" for index in known - set(f.losses)}
     sources += sorted(blamed)
-    limit = "; or a finite value of 2**126 (8.5e37) or more, which accumulator='exact' cannot hold"
+    limit = "; or from a finite value of 2**126 (8.5e37) or more, which accumulator='exact' cannot represent"
     origin = _origin(sources, findings) + limit * is_exact
     return f"inf or nan in the gradient of {listed([repr(name) for name in names])}, from {origin}"
 
 
 def listed(what: Sequence[str]) -> str:
-    """Join the first texts, and append the number of remaining texts."""
+    """Join the first `MAX_NAMED` texts, and append the number of remaining texts."""
     more = f" and {len(what) - MAX_NAMED} more" if len(what) > MAX_NAMED else ""
     return ", ".join(what[:MAX_NAMED]) + more
 
@@ -73,8 +73,8 @@ def _origin(sources: list[str], findings: Sequence[RankFindings]) -> str:
         return "; ".join(sources[:MAX_NAMED])
     if any(None in f.blamed.values() for f in findings):
         return (
-            "a backward whose loss was finite, or from the sum over ranks; nonfinite='raise' watches every "
-            "micro-batch and names it"
+            "a backward whose loss was finite, or from the sum over ranks; nonfinite='raise' checks every "
+            "micro-batch and names the one with inf or nan"
         )
     return "the sum: every rank's own gradients were finite"
 

@@ -23,8 +23,8 @@ class ReducedWindow:
 class WindowObserver:
     """Base class of the objects that observe an engine's windows.
 
-    The methods follow the order in which the engine calls them in a window. Every rank calls them at the same
-    points. The default methods do nothing.
+    The methods are listed in the order in which the engine calls them in a window. Every rank calls them at
+    the same points. The default implementations do nothing.
     """
 
     def has_work_in(self, window: int) -> bool:
@@ -45,27 +45,27 @@ class WindowObserver:
     def sample(self, loss_scale: Callable[[], Tensor | None]) -> None:
         """Read the reduced gradients before any other code changes them.
 
-        `loss_scale` returns the loss scale of the gradients, 0-dim, or None for 1.
+        `loss_scale` returns the loss scale of the gradients as a 0-dim tensor, or None for a scale of 1.
         """
 
     def wait(self, window: ReducedWindow) -> Tensor | None:
-        """Measure the reduced gradients before the user clips; not called if ranks disagree in the header.
+        """Measure the reduced gradients before any clipping; not called if ranks disagree in the header.
 
         This method may launch collectives. `FinalPass.found_inf` is 1 if the window cannot be used. Returns
-        None, or the norm to which the gradients should be clipped, float64 0-dim.
+        None, or the norm to which the gradients should be clipped, as a 0-dim float64 tensor.
         """
         del window
         return None
 
     def check(self, window: ReducedWindow) -> None:
-        """Compare ranks, after all metrics; raise AuditError on every rank if they differ.
+        """Compare ranks after all metrics are computed; raise AuditError on every rank if they differ.
 
         After this check only the collectives about failed windows (`Verdict.reach`) follow; see [Note: order
         of collectives in a window] in engine/engine.py.
         """
 
     def reason(self) -> str:
-        """Describe how the observer has changed the window if `FinalPass.acted` is 1; the host waits."""
+        """Describe how the observer changed the window if `FinalPass.acted` is 1; waits for the device."""
         return ""
 
     def step(self, optimizer: Any) -> None:

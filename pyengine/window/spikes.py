@@ -37,9 +37,9 @@ class Spike:
 class SpikePolicy(Metric):
     """Skip or clip windows whose gradient norm is above `factor` times a running median.
 
-    The decision is made on the device from the norm, whose bits are equal on every rank, so all ranks decide
-    alike and no host waits. `StepRecord.spike` contains the norm, the median, and the parameters that caused
-    the spike; `StepRecord.reason` describes them.
+    The decision is made on the device from the norm, whose bits are equal on every rank, so all ranks make
+    the same decision and no host waits. `StepRecord.spike` contains the norm, the median, and the parameters
+    that caused the spike; `StepRecord.reason` describes them.
 
     No window is a spike while the median is 0, for example before a model starts to train.
 
@@ -51,9 +51,10 @@ class SpikePolicy(Metric):
     Args:
         factor: ratio of the norm to the median above which a window is a spike; above 1.
         window: number of windows in the running median, at least 1.
-        action: "skip" leaves the parameters unchanged, as with inf and nan, and does not change a loss scale
-            (it does not stop an optimizer that you step yourself after `sync.unscale_()`); "clip" scales the
-            gradients so that their norm is `factor` times the median, before your own clipping.
+        action: "skip" leaves the parameters unchanged, as a window with inf or nan does, but does not change
+            the loss scale. It cannot stop an optimizer that you step yourself after `sync.unscale_()`. "clip"
+            scales the gradients so that their norm is `factor` times the median; your own clipping comes
+            afterwards.
 
     Raises (from `sync.measure`):
         ValueError: an argument is invalid, or the device is an XLA device.
@@ -77,21 +78,21 @@ class SpikePolicy(Metric):
     def problems(self, measured: MetricContext) -> list[str]:
         found, factor, window = [], self._factor, self._window
         if not isinstance(factor, Real) or isinstance(factor, bool) or not factor > 1:
-            found.append(f"SpikePolicy(factor={factor!r}): need a number above 1, for example 4")
+            found.append(f"SpikePolicy(factor={factor!r}): expected a number above 1, for example 4")
         if type(window) is not int or window < 1:
-            found.append(f"SpikePolicy(window={window!r}): need a whole number of windows, at least 1")
+            found.append(f"SpikePolicy(window={window!r}): expected a whole number of windows, at least 1")
         if self._action not in get_args(SpikeAction):
-            found.append(f'SpikePolicy(action={self._action!r}): need "skip" or "clip"')
+            found.append(f'SpikePolicy(action={self._action!r}): expected "skip" or "clip"')
         if is_lazy(measured.final.sumsq.device):
-            found.append("SpikePolicy on an XLA device, which records what is measured: leave it out")
+            found.append("SpikePolicy does not support XLA devices: leave the metric out")
         return found
 
     def bind(self, measured: MetricContext) -> None:
         super().bind(measured)
-        # The total norm and the norms by name of the last windows, with one row per window, and the number of
-        # windows so far.
+        # The total norm and the norms by name of the last windows, with one row per window.
         shape, device = (self._window, 1 + len(measured.names)), measured.final.sumsq.device
         self._history = torch.full(shape, torch.inf, dtype=torch.float64, device=device)
+        # The number of windows recorded so far.
         self._seen = torch.zeros((), dtype=torch.int64, device=device)
         self._rows = torch.arange(self._window, dtype=torch.int64, device=device)
 
@@ -122,7 +123,7 @@ class SpikePolicy(Metric):
         return self._spike(numbers) if numbers[0] else None
 
     def reason(self) -> str:
-        """Describe the spike of the window, which the host has to read from the device."""
+        """Describe the spike of the window; waits for the device."""
         spike = self._spike(self._numbers.tolist())
         named = [f"{name!r} ({times:.3g} times its median)" for name, times in spike.params.items()]
         did = "skipped" if self._action == "skip" else "clipped"
@@ -149,11 +150,11 @@ class SpikePolicy(Metric):
     def load_problems(self, state: Tensor) -> list[str]:
         numbers = 1 + self._history.numel()
         if state.dtype != torch.float64 or state.shape != (numbers,):
-            kept = f"{self!r} over these parameters keeps {numbers}: make it with the window of the state"
-            return [f"measured['spike'] of {list(state.shape)} numbers, and {kept}"]
+            kept = f"{self!r} over these parameters keeps {numbers}: pass the same window as in the state"
+            return [f"measured['spike'] of {list(state.shape)} numbers, but {kept}"]
         seen, norms = float(state[0]), state[1:]
         if not (0 <= seen < 2**53 and seen.is_integer() and bool((norms >= 0).all())):
-            return ["measured['spike'] that is no number of windows and their norms"]
+            return ["measured['spike'] that is not a number of windows with their norms"]
         return []
 
     def load(self, state: Tensor | None) -> None:

@@ -1,4 +1,4 @@
-"""The outcomes of reduced windows (verdicts), with errors that are equal on every rank."""
+"""The outcomes of reduced windows (verdicts), with errors that are the same on every rank."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ def call_all(actions: Sequence[Callable[[], object]]) -> None:
 
 @dataclass(frozen=True)
 class WindowReport:
-    """The counts, errors and names that one rank knows about its window."""
+    """What one rank knows about its window: counts, errors and parameter names."""
 
     index: int  # Index of the window.
     local: LocalWindow  # Counts, losses and errors of this rank.
     names: Sequence[str]  # Parameter names, in registration order.
     blame: Blame
-    acted: Callable[[], str] = str  # Describes how a metric has changed the window; empty if none has.
+    acted: Callable[[], str] = str  # Returns how a metric changed the window, as text; '' if none did.
     is_scaled: bool = False  # Whether the window's losses were scaled.
     has_backward: bool = False  # Whether a backward is known to have run in the window.
     has_gradient: bool = True  # Whether any parameter has a gradient, as far as the host knows.
@@ -54,14 +54,14 @@ class WindowReport:
 class Outcome:
     """Device tensors that describe a reduced window."""
 
-    # float64: the reduced header, and three flags: the step is skipped, the norm is 0, a metric has skipped
-    # or clipped the window.
+    # The reduced header (float64), followed by three flags: the step is skipped, the norm is 0, and a metric
+    # has skipped or clipped the window.
     numbers: Tensor
-    nonfinite: Tensor  # uint8 `[parameters]`: a copy, so that the next window may overwrite the flags
+    nonfinite: Tensor  # uint8 `[parameters]`: a copy, so that the next window can overwrite the flags
 
     @classmethod
     def of(cls, header: Header, final: FinalPass) -> Outcome:
-        # If the norm is exactly 0, ranks gather whether any rank has a gradient.
+        # If the norm is exactly 0, `reach` gathers from all ranks whether any rank has a gradient.
         is_zero = (final.grad_norm() == 0).double()
         flags = [final.found_inf.double().view(1), is_zero.view(1), final.acted.view(1)]
         return cls(torch.cat([header.vector(), *flags]), final.nonfinite.clone())
@@ -80,7 +80,7 @@ class Verdict:
         self, header: Header, outcome: Outcome, report: WindowReport, *, comm: Comm, raises: bool
     ) -> None:
         self.totals: Totals | None = None  # Sums over all ranks; None until read.
-        # The reason why the step was skipped or clipped; empty otherwise.
+        # The reason why the window was skipped or clipped; empty otherwise.
         self.reason = ""
         self.outcome, self.report = outcome, report
         self._header, self._comm, self._raises = header, comm, raises
@@ -93,7 +93,7 @@ class Verdict:
         self.use = Use()  # How this rank has used the gradients of the window.
 
     def then(self, action: Callable[[Totals, bool], None], *, awaits: bool = True) -> None:
-        """Call `action(totals, skipped)` when ranks have agreed on the outcome, or now if they have.
+        """Call `action(totals, skipped)` when ranks have agreed on the outcome, or now if they already have.
 
         Args:
             action: the callback.
@@ -165,18 +165,18 @@ class Verdict:
         return totals
 
     def read(self) -> Totals:
-        """Wait for the numbers on this rank, without a collective and without agreement of ranks."""
+        """Wait for this rank's numbers without a collective; the ranks have not agreed on them yet."""
         totals = self._look()
         call_all(self._pop_waiting_to_know())
         return totals
 
     def warn_of_skip(self, in_a_row: int) -> None:
-        """Warn that the step was skipped, with the reason."""
+        """Warn that the step was skipped, and state the reason."""
         which = "the step was" if in_a_row == 1 else f"the last {in_a_row} steps were"
-        stops = "" if self._has_acted else "; nonfinite='raise' stops at the first"
+        stops = "" if self._has_acted else "; nonfinite='raise' raises an error at the first"
         warnings.warn(
             f"window {self.report.index}: {which} skipped on every rank: {self.reason}. sync.on_step "
-            f"reports every one{stops}",
+            f"reports every skipped step{stops}",
             stacklevel=2,
         )
 
@@ -210,9 +210,9 @@ class Verdict:
         most = report.local.max_micro_batches
         if totals.micro_batches > most:
             raise ValueError(
-                f"window of {totals.micro_batches} micro-batches over all ranks, and accumulator='exact' "
-                f"was made for {most}: its integers may overflow. Nothing was stepped; name the window's "
-                f"size: pe.Exact(micro_batches={totals.micro_batches})"
+                f"window of {totals.micro_batches} micro-batches over all ranks, but accumulator='exact' was "
+                f"created for at most {most}, so its integers may overflow. No optimizer has stepped; pass "
+                f"the size of the window: pe.Exact(micro_batches={totals.micro_batches})"
             )
         if totals.count == 0:
             self.reason = "count is 0 on every rank: nothing to average over"
@@ -222,20 +222,20 @@ class Verdict:
             raise FloatingPointError(f"window {self.report.index}: {self.reason}")
 
     def _refuse_empty(self) -> None:
-        """Raise RuntimeError if any backward has run and no rank has a gradient."""
+        """Raise RuntimeError if any backward has run, but no rank has a gradient."""
         mine = self.report.has_backward, self.report.has_gradient
         backwards, gradients = zip(*self._comm.all_gather_object(mine), strict=True)
         if any(backwards) and not any(gradients):
             raise RuntimeError(
-                f"window {self.report.index}: no rank has any gradient, so nothing was trained. Make the "
-                "engine (and the optimizer) from the parameters that the loss depends on, after whatever "
-                "replaces them (load_state_dict(assign=True), swap_tensors, a parametrization), and remove "
-                "what clears gradients inside the backward (an optimizer in a hook, .grad = None, another "
-                "engine or accelerator). Call sync.abandon() on all ranks and continue"
+                f"window {self.report.index}: no rank has any gradient, so nothing was trained. Create the "
+                "engine (and the optimizer) from the parameters that the loss depends on, after any code "
+                "that replaces them (load_state_dict(assign=True), swap_tensors, a parametrization), and "
+                "remove any code that clears gradients inside the backward (an optimizer in a hook, "
+                ".grad = None, another engine or accelerator). Call sync.abandon() on all ranks and continue"
             )
 
     def _why_not_finite(self) -> str:
-        """Gather the information of every rank, and describe where inf and nan came from.
+        """Gather the findings of every rank, and describe where inf and nan came from.
 
         Raises:
             ValueError: a rank sent inf or nan on purpose, because it found an error after the header.
@@ -306,7 +306,7 @@ class VerdictQueue:
         self.steps_taken, self._new_steps = self.steps_taken + self._new_steps, 0
 
     def reach_earlier(self, window: int) -> None:
-        """Read earlier outcomes; on a lazy device only if needed or after `MAX_UNREAD` windows."""
+        """Read earlier outcomes; on a lazy device, only if needed or once every `MAX_UNREAD` windows."""
         if not self._is_lazy or window % MAX_UNREAD == 0:
             self.reach_all()
         elif any(verdict.is_awaited for verdict in self._unread):
@@ -315,7 +315,7 @@ class VerdictQueue:
                 self._reach_next()
 
     def last_use(self) -> Use:
-        """Return how this rank used the previous window, if it was valid; empty on a lazy device.
+        """Return how this rank used the previous window; empty for an invalid window or a lazy device.
 
         Call this after `reach_earlier`, so that all ranks know whether the window was valid.
         """
@@ -327,7 +327,7 @@ class VerdictQueue:
         self.steps_taken, self._last, self._before, self._skipped = steps_taken, None, None, 0
 
     def read_all(self) -> None:
-        """Read the outcome of every reduced window on this rank without a collective, and step schedulers."""
+        """Read the outcomes of all reduced windows, without a collective, and step this rank's schedulers."""
         for verdict in self._unread:
             verdict.read()
 
@@ -337,10 +337,10 @@ class VerdictQueue:
         return last is not None and last.read().more > 0
 
     def _reach_next(self) -> None:
-        """Agree on the earliest outcome, and warn of skipped steps.
+        """Agree on the earliest outcome, and warn about skipped steps.
 
-        Warns of the first skipped step, unless a loss scale may have caused it, and of the 10th, 100th, ...
-        consecutive skipped step.
+        Warns about the first skipped step, unless a loss scale may have caused it, and about the 10th,
+        100th, ... consecutive skipped step.
         """
         verdict = self._unread.pop(0)
         verdict.reach()
@@ -375,8 +375,8 @@ def _disagreement(header: Header, comm: Comm) -> str:
     if len({digest["engine"] for digest in described}) == 1 and len(set(positions)) > 1:
         places = "; ".join(f"rank {r}: {w} windows, {s} steps" for r, (w, s) in enumerate(positions))
         return (
-            f"ranks are not at the same place ({places}): some rank abandoned a window that was already "
-            f"reduced, or stepped without the others. Restore all ranks from one checkpoint{unlike}"
+            f"ranks are not at the same place ({places}): a rank abandoned a window that was already "
+            f"reduced, or stepped without the other ranks. Restore all ranks from one checkpoint{unlike}"
         )
     return difference(described) + unlike
 
@@ -408,16 +408,16 @@ def check_counts(totals: Totals, comm: Comm, *, local: LocalWindow) -> None:
         gathered = comm.all_gather_object(local.described())
         listed = [f"rank {rank}, {text}" for rank, text in enumerate(gathered)]
         raise ValueError(
-            f"ranks that share a batch have counted differently: {'; '.join(listed)}. Give each of them the "
-            "same micro-batches with the same counts (a sampler's rank and number of ranks are those along "
-            "the axes that count), or name the axes along which each counts its own: pe.Axes(count=...). "
-            "Nothing was stepped; call sync.abandon() and continue"
+            f"ranks that share a batch have different counts: {'; '.join(listed)}. Give each of these ranks "
+            "the same micro-batches with the same counts (create the sampler with the rank and the number of "
+            "ranks along the axes that count), or name the axes along which each rank counts its own items: "
+            "pe.Axes(count=...). No optimizer has stepped; call sync.abandon() on all ranks and continue"
         )
     if totals.is_unscaled:
         raise ValueError(
-            "call sync.scaler.scale(loss).backward(), or mb.backward(loss), which scales, on the rank that "
-            "has the loss: sync.scaler is set, and no rank that shares a batch has scaled one. Nothing was "
-            "stepped; call sync.abandon() on all ranks and continue"
+            "sync.scaler is set, but no rank that shares a batch has scaled a loss: on the rank that has the "
+            "loss, call sync.scaler.scale(loss).backward(), or mb.backward(loss), which scales the loss. "
+            "No optimizer has stepped; call sync.abandon() on all ranks and continue"
         )
     if totals.invalid_counts:
         gathered = comm.all_gather_object((local.problems(), local.faults.all_refusals()))
@@ -426,8 +426,8 @@ def check_counts(totals: Totals, comm: Comm, *, local: LocalWindow) -> None:
         raise ValueError(
             f"count must be finite{', whole' if local.is_exact else ''} and not negative, and at most 2**53 "
             f"(0 leaves a micro-batch out of the divisor), but {places}. Pass the number of items in the "
-            "loss of that micro-batch, for example (labels != -100).sum(). Nothing was stepped; call "
-            "sync.abandon() and continue"
+            "loss of that micro-batch, for example (labels != -100).sum(). No optimizer has stepped; call "
+            "sync.abandon() on all ranks and continue"
         )
 
 
@@ -435,13 +435,13 @@ def raise_refusals(gathered: Sequence[Sequence[str]]) -> None:
     """Raise ValueError if any rank has an error for this window; `gathered` has the errors by rank."""
     if refusals := by_rank(gathered):
         raise ValueError(
-            f"{refusals}. Nothing was stepped: repair this, then call sync.abandon() on all ranks. (What is "
-            "not repaired comes back in the next window)"
+            f"{refusals}. No optimizer has stepped: fix this, then call sync.abandon() on all ranks. "
+            "(Otherwise the error recurs in the next window)"
         )
 
 
 def by_rank(gathered: Sequence[Sequence[str]]) -> str:
-    """Join the texts of all ranks; a text shared by several ranks appears once, after their numbers."""
+    """Join the texts of all ranks; a text shared by several ranks appears once, after these ranks."""
     ranks_of: dict[str, list[int]] = {}
     for rank, texts in enumerate(gathered):
         for text in dict.fromkeys(texts):

@@ -32,11 +32,12 @@ class Spelled:
 
 
 class Wire(ABC):
-    """Base class of communication formats (wires): how a flat bucket is summed over ranks.
+    """Base class of communication formats (wires), which define how a flat bucket is summed over ranks.
 
     A wire implements `dtype`, `all_reduce_` and `bytes_on_wire`. All other methods and attributes have
     defaults for a wire that sends every element unchanged and keeps no state between windows. Define a
-    subclass as a frozen dataclass in a module, because ranks send wires to each other and compare their repr.
+    subclass as a frozen dataclass at module level, because ranks send wires to each other and compare their
+    repr.
     """
 
     @property
@@ -57,19 +58,19 @@ class Wire(ABC):
     def is_encoded(self) -> bool:
         """Whether the result only approximates the sum, so that a sum of zeros need not be 0.
 
-        If the wire is encoded, a bucket contains only gradients. Gradients that already have the wire's
-        `dtype` are also encoded. A wire that wraps another wire is encoded if either wire is encoded.
+        Gradients that already have the wire's `dtype` are also encoded. A wire that wraps another wire is
+        encoded if either wire is encoded.
         """
         return False
 
     @property
     def encoding(self) -> Encoding | None:
-        """How values are encoded, if each rank knows its rounding error; see `ErrorFeedback`."""
+        """The encoding of values, or None if ranks do not know their rounding errors; see `ErrorFeedback`."""
         return None
 
     @property
     def keeps_residual(self) -> bool:
-        """Whether `for_bucket` keeps the rounding error of a window and adds it to the next window."""
+        """Whether a bucket's wire keeps the rounding error of a window and adds it to the next window."""
         return False
 
     @property
@@ -114,11 +115,12 @@ class Wire(ABC):
         """Launch the sum of a bucket over all ranks, in place; every rank gets the same bits.
 
         Args:
-            flat: bucket of `dtype`, `[numel]`; the engine keeps it alive until the work has been waited for.
+            flat: bucket of `numel` elements of `dtype`; the engine keeps it alive until it has waited for the
+                work.
             comm: transport.
 
         Returns:
-            A work that is complete when `flat` contains the sum.
+            A `Work` that is complete when `flat` contains the sum.
 
         Cost: every rank sends `bytes_on_wire` bytes.
         """

@@ -20,7 +20,7 @@ from pyengine.wire.memory import BucketMemory, BucketSlice
 
 _log = logging.getLogger("pyengine.wire")
 
-_TURNS = 2**20  # numbers reserved for the sums of a window; a bucket has fewer sums
+_TURNS = 2**20  # numbers reserved for the sums of a window; a bucket has fewer sums in a window
 
 _W = TypeVar("_W", bound=Wire)
 
@@ -54,7 +54,7 @@ class OfBucket(Wire, Generic[_W]):
 
 @dataclass(frozen=True)
 class BucketWire(OfBucket[Wire]):
-    """The wire of one bucket that exchanges parts, with an optional residual for error feedback."""
+    """The wire of one bucket, which exchanges parts and can keep a residual for error feedback."""
 
     encodes_as: Encoding
 
@@ -74,11 +74,13 @@ class BucketWire(OfBucket[Wire]):
         return Rounding(self.memory.residual if is_kept else None, seeds)
 
     def _seed(self, rank: int, stage: int) -> int | None:
-        """Return a seed unique to this rank, bucket, window and encoding; None to round to nearest."""
+        """Return a seed unique to this rank, bucket, window and encoding, or None to round to nearest."""
         seed = self.encodes_as.seed
         if seed is None:
             return None
-        capture.report("a stochastic wire draws other numbers in every window, by a seed of the host")
+        capture.report(
+            "a stochastic wire draws different random numbers in every window, from a seed on the host"
+        )
         for word in (self.memory.turn, self.memory.number, rank, stage):
             seed = mixed(seed ^ word)
         return seed - 2**63
@@ -87,8 +89,9 @@ class BucketWire(OfBucket[Wire]):
 def without_memory(wire: Wire) -> RuntimeError:
     """Return the error for a wire that keeps state per bucket but has no memory for it."""
     return RuntimeError(
-        f"wire={wire}: it keeps state for every bucket between windows, and was given no memory for it: a "
-        "wire that wraps it also needs for_bucket(memory), and must use the wire that for_bucket returns"
+        f"wire={wire}: this wire keeps state per bucket between windows, but has no memory for it. A wire "
+        "that wraps this one must also implement for_bucket(memory), and use the wire that this wire's "
+        "for_bucket(memory) returns"
     )
 
 
@@ -123,25 +126,28 @@ class WireMemory:
         return wire.for_bucket(memory)
 
     def begin(self, window: int) -> None:
-        """Start a window, and give its sums numbers that no other window uses."""
+        """Start a window, and reserve numbers for its sums that no other window uses."""
         self._turn = window * _TURNS
         for memory in self._memories():
             memory.turn = self._turn
 
     def parts(self) -> dict[Hashable, Tensor]:
-        """Return the residuals by parameter, float32 `[numel]`, as views of the wires' memory or copies."""
+        """Return the residual of each parameter, float32 `[numel]`: a view of a wire's memory, or a copy."""
         found = {key: memory.part(key) for key, memory in self._memory_of.items()}
         return self._loaded | {key: part for key, part in found.items() if part is not None}
 
     def load(self, parts: Mapping[Hashable, Tensor]) -> None:
-        """Overwrite all residuals, with zeros for parameters not in `parts`; tensors are copied or kept."""
+        """Overwrite all residuals with copies of `parts`, or with zeros for parameters not in `parts`.
+
+        For parameters that are not in a bucket yet, the tensors themselves are kept.
+        """
         _log.debug("load the residuals of %d parameters", len(parts))
         self._loaded = {key: part for key, part in parts.items() if key not in self._memory_of}
         for memory in self._memories():
             memory.load(parts)
 
     def drop(self, is_bad: Tensor) -> None:
-        """Set all residuals to zero if `is_bad`, 0-dim, is not 0; see `BucketMemory.drop`."""
+        """Set all residuals to zero if the 0-dim `is_bad` is not 0; see `BucketMemory.drop`."""
         for memory in self._memories():
             memory.drop(is_bad)
         if self._loaded and (runs_ahead(is_bad.device) or bool(is_bad != 0)):
@@ -154,7 +160,7 @@ class WireMemory:
         self._memory_of[key].drop(is_bad)
 
     def scale_(self, factor: Tensor) -> None:
-        """Multiply all residuals by `factor`, 0-dim."""
+        """Multiply all residuals by the 0-dim `factor`."""
         for memory in self._memories():
             memory.scale_(factor)
         if self._loaded and (runs_ahead(factor.device) or float(factor) != 1):

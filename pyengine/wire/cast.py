@@ -38,17 +38,17 @@ class _Cast(Spelled, Wire):
         torch.sum(received.view(comm.world_size, -1), 0, dtype=out.dtype, out=out)
 
     def bytes_on_wire(self, numel: int, world_size: int) -> int:
-        """Return the bytes that one rank sends in a ring all-reduce: 2 (W - 1) / W times the bucket.
+        """Return the number of bytes that one rank sends in a ring all-reduce.
 
-        Over gloo, three or more ranks reduce a bucket of at most 32 KiB over a tree, in which a rank sends
-        the bucket to up to five other ranks.
+        It is 2 (W - 1) / W times the size of the bucket. Over gloo, three or more ranks reduce a bucket of at
+        most 32 KiB over a tree, in which a rank sends the bucket to up to five other ranks.
         """
         return ring_bytes(numel * self.dtype.itemsize, world_size)
 
 
 @dataclass(frozen=True, repr=False)
 class FP32(_Cast):
-    """Send and sum in float32: 8 (W - 1) / W bytes per element. 1/count is applied after the sum."""
+    """Send and sum float32 values, with 8 (W - 1) / W bytes per element. The sum is multiplied by 1/count."""
 
     dtype: ClassVar[torch.dtype] = torch.float32
 
@@ -69,8 +69,8 @@ class _Narrow(_Cast):
     def __post_init__(self) -> None:
         if self.sum not in _SUMS:
             raise ValueError(
-                f"sum={self.sum!r}: need 'wire', an all-reduce in the dtype of the wire, or 'fp32', which "
-                "sums in float32"
+                f"sum={self.sum!r}: expected 'wire' (all-reduce in the wire's dtype) or 'fp32' (sum in "
+                "float32)"
             )
 
     @property
@@ -89,7 +89,10 @@ class _Narrow(_Cast):
         return sum_encoded(flat, comm, encoding.codec, memory=PayloadMemory())
 
     def bytes_on_wire(self, numel: int, world_size: int) -> int:
-        """Return the bytes that one rank sends: 4 (W - 1) / W per element, in whole parts if `sum="fp32"`."""
+        """Return the number of bytes that one rank sends: 4 (W - 1) / W per element.
+
+        With `sum="fp32"`, the bucket is padded to W equal parts.
+        """
         encoding = self.encoding
         if encoding is None:
             return super().bytes_on_wire(numel, world_size)
@@ -98,7 +101,7 @@ class _Narrow(_Cast):
 
 @dataclass(frozen=True, repr=False)
 class BF16(_Narrow):
-    """Send in bfloat16, with half the bytes and the same range as float32.
+    """Send buckets in bfloat16, with half the bytes of float32 and the same range.
 
     The relative rounding error is at most 2^-8. The sum is multiplied by 1/count.
 
@@ -113,7 +116,7 @@ class BF16(_Narrow):
 
 @dataclass(frozen=True, repr=False)
 class FP16(_Narrow):
-    """Send in float16, with half the bytes of float32.
+    """Send buckets in float16, with half the bytes of float32.
 
     The relative rounding error is at most 2^-11, and the range is 6e-8 to 65504 (use a GradScaler). Gradients
     are multiplied by 1/count before the cast, which keeps sums in range.

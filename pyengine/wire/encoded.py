@@ -36,9 +36,9 @@ class _Encoded(Spelled, Wire):
 
     def __post_init__(self) -> None:
         if self.rounding not in _ROUNDINGS:
-            raise ValueError(f"rounding={self.rounding!r}: need 'nearest' or 'stochastic'")
+            raise ValueError(f"rounding={self.rounding!r}: expected 'nearest' or 'stochastic'")
         if type(self.seed) is not int or not 0 <= self.seed < 2**63:
-            raise ValueError(f"seed={self.seed!r}: need a whole number of at least 0 and below 2**63")
+            raise ValueError(f"seed={self.seed!r}: expected an int from 0 to 2**63 - 1")
         self._codec()  # `_codec` checks the other arguments
 
     @property
@@ -55,7 +55,7 @@ class _Encoded(Spelled, Wire):
         return sum_encoded(flat, comm, self._codec(), memory=PayloadMemory())
 
     def reduce_scatter(self, out: Tensor, parts: Tensor, comm: Comm) -> None:
-        """Exchange encoded parts, and sum them in the dtype of `out`, with one rounding."""
+        """Exchange encoded parts, and sum them in the dtype of `out`; each value is rounded once."""
         if self.rounding == "stochastic":
             raise without_memory(self)
         scatter_sum(out, parts, comm, self._codec())
@@ -64,7 +64,7 @@ class _Encoded(Spelled, Wire):
         raise NotImplementedError
 
     def bytes_on_wire(self, numel: int, world_size: int) -> int:
-        """Return the bytes that one rank sends, for W parts of whole blocks.
+        """Return the number of bytes that one rank sends, for W parts of whole blocks.
 
         A rank sends 2 (W - 1) / W bytes per element, and in addition 8 (W - 1) / W bytes per block.
         """
@@ -77,8 +77,8 @@ class Int8(_Encoded):
 
     The rounding error of a value is at most 0.50004 times the scale of its block, which is the largest
     magnitude in the block divided by 127. The sum is also rounded, with scales computed from the sum.
-    Elements much smaller than the largest element of their block become 0: see `ErrorFeedback`. An element
-    that is inf or nan becomes nan.
+    Elements much smaller than the largest element of their block become 0 (see `ErrorFeedback`). An
+    element that is inf or nan becomes nan.
 
     Args:
         block: number of elements that share a scale: 32, 64, 128, 256, 512 or 1024.
@@ -100,7 +100,7 @@ class FP8(_Encoded):
     e4m3 and by 57344 for e5m2. The sum is also rounded, with scales computed from the sum.
 
     Args:
-        format: "e4m3", or "e5m2" with a wider range and coarser steps.
+        format: "e4m3", or "e5m2", which has a wider range and coarser steps.
         block, rounding, seed: see `Int8`.
     """
 
@@ -108,7 +108,7 @@ class FP8(_Encoded):
 
     def __post_init__(self) -> None:
         if self.format not in ("e4m3", "e5m2"):
-            raise ValueError(f"format={self.format!r}: need 'e4m3' or 'e5m2'")
+            raise ValueError(f"format={self.format!r}: expected 'e4m3' or 'e5m2'")
         super().__post_init__()
 
     def _codec(self) -> Codec:

@@ -26,8 +26,8 @@ class ErrorFeedback(Wire):
     smaller (Seide et al. 2014, Karimireddy et al. 2019; Tang et al. 2019 for both roundings).
 
     Values are multiplied by 1/count before the residual is added. Residuals therefore have the scale of the
-    mean gradient, and windows may have any counts. A skipped window, for example with inf or nan, resets the
-    residuals to zero.
+    mean gradient, and windows may have different counts. A skipped window, for example with inf or nan,
+    resets the residuals to zero.
 
     Args:
         wire: `Int8(...)`, `FP8(...)`, `BF16(sum="fp32")` or `FP16(sum="fp32")`.
@@ -35,7 +35,7 @@ class ErrorFeedback(Wire):
     Raises:
         TypeError, ValueError: `wire` is not one of these wires.
 
-    Cost: 4 bytes of memory per element, which the encoding pass reads and writes. Under FSDP2 every rank has
+    Cost: 4 bytes of memory per element, which the encoding pass reads and writes. Under FSDP2, every rank has
     a residual for each element of the unsharded gradients, for any world size. Multiplying by 1/count reads
     and writes another 4 bytes per element.
     """
@@ -50,13 +50,13 @@ class ErrorFeedback(Wire):
     def __post_init__(self) -> None:
         if isinstance(self.wire, BF16 | FP16) and self.wire.encoding is None:
             raise ValueError(
-                f"wire={self.wire!r}: its all-reduce rounds on every rank, where the error is not known; "
-                f"use {type(self.wire).__name__}(sum='fp32')"
+                f"wire={self.wire!r}: its all-reduce rounds on every rank, so no rank knows its rounding "
+                f"error; use {type(self.wire).__name__}(sum='fp32')"
             )
         if not isinstance(self.wire, Wire) or self.wire.encoding is None:
             raise TypeError(
-                f"wire={self.wire!r}: need a wire whose rounding error is known on its rank: Int8(), FP8(), "
-                "BF16(sum='fp32') or FP16(sum='fp32')"
+                f"wire={self.wire!r}: expected a wire whose rounding error is known on each rank: Int8(), "
+                "FP8(), BF16(sum='fp32') or FP16(sum='fp32')"
             )
 
     def for_bucket(self, memory: BucketMemory) -> Wire:
@@ -70,5 +70,5 @@ class ErrorFeedback(Wire):
         raise without_memory(self)
 
     def bytes_on_wire(self, numel: int, world_size: int) -> int:
-        """Return the bytes that one rank sends, which are the same as for the wrapped wire."""
+        """Return the number of bytes that one rank sends, which is the same as for the wrapped wire."""
         return self.wire.bytes_on_wire(numel, world_size)

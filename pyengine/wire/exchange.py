@@ -1,4 +1,4 @@
-"""Sums in two exchanges: an all-to-all of parts, of which every rank sums one, and an all-gather of the sums.
+"""Sums in two exchanges: an all-to-all, after which every rank sums one part, and an all-gather of the sums.
 
 With two exchanges, values may be sent in any encoding, each part is summed in float32 in rank order, and all
 ranks get the same bytes.
@@ -25,7 +25,7 @@ _ROUNDS = 2  # an all-to-all and an all-gather
 
 @dataclass(frozen=True)
 class Parts:
-    """The split of a bucket into one part of whole blocks per rank; the last parts may be short or empty."""
+    """The split of a bucket into parts of whole blocks, one per rank; the last may be short or empty."""
 
     codec: Codec
     numel: int  # number of elements in the bucket
@@ -39,7 +39,7 @@ class Parts:
 
     @property
     def num_bytes(self) -> int:
-        """Number of bytes of an encoded part."""
+        """Number of bytes in an encoded part."""
         return self.codec.num_bytes(self.size)
 
     @property
@@ -55,7 +55,7 @@ class Parts:
         bounds = self.bounds(rank)
         return int(bounds.stop - bounds.start)
 
-    # The methods below return views of a buffer of payloads, uint8 `[world_size * num_bytes]`.
+    # The methods below return views of `rows`, a buffer of payloads: uint8 `[world_size * num_bytes]`.
 
     def padded_payload(self, rows: Tensor, rank: int) -> Tensor:
         return rows[rank * self.num_bytes :][: self.num_bytes]
@@ -64,7 +64,7 @@ class Parts:
         return self.padded_payload(rows, rank)[: self.codec.num_bytes(self.numel_of(rank))]
 
     def payloads_of(self, rows: Tensor, rank: int) -> Tensor:
-        """Return the payloads of one part from all ranks, uint8 `[world_size, bytes]`."""
+        """Return the payloads of one part from all ranks, as uint8 `[world_size, bytes]`."""
         return rows.view(self.world_size, -1)[:, : self.codec.num_bytes(self.numel_of(rank))]
 
 
@@ -109,7 +109,7 @@ class Exchange:
         return comm.all_to_all(self.received, self.sent)
 
     def send_round(self, flat: Tensor, comm: Comm) -> Iterator[Work]:
-        """All-gather this rank's payload in `sent`, decode all parts to `flat`, and free the buffers."""
+        """All-gather this rank's payload in `sent`, decode all parts into `flat`, and free the buffers."""
         yield comm.all_gather(self.received, self.parts.padded_payload(self.sent, comm.rank))
         for rank in range(comm.world_size):
             self.parts.codec.decode_(flat[self.parts.bounds(rank)], self.parts.payload(self.received, rank))
@@ -134,7 +134,7 @@ def sum_encoded(
     code per element; the sum reads W codes and writes one code for every W elements; decoding reads a code
     and writes 4 bytes per element. `memory` holds two codes per element. A bf16 or fp16 bucket is sent
     unchanged: the sum reads W elements and writes one element for every W elements. `memory` then holds a
-    copy of the bucket, and a second copy if W does not divide the bucket.
+    copy of the bucket, and a second copy if `numel` is not a multiple of W.
     """
     if comm.world_size == 1:
         return Staged(iter(()), 0, flat.device)

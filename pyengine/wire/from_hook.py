@@ -32,9 +32,9 @@ class FromHook(Wire):
     methods of `dist.GradBucket`.
 
     Hooks run for one bucket after another, in the same order on every rank, and each hook completes before
-    any other communication. If hooks overlapped, a hook that continues on threads of the backend, such as the
-    PowerSGD hook, would mix its collectives with the collectives of another bucket. Therefore, if the host
-    waits for the backend, as with gloo, the backward waits for each hook.
+    any other communication starts. If hooks overlapped, a hook that continues on threads of the backend, such
+    as the PowerSGD hook, would mix its collectives with the collectives of another bucket. Therefore, if the
+    host waits for the backend, as with gloo, the backward waits for each hook.
 
     If a bucket contains inf or nan on a rank, the hook gets zeros on this rank, so that the hook's state
     stays finite. The result is nan on all ranks.
@@ -46,7 +46,7 @@ class FromHook(Wire):
 
     Raises:
         TypeError: `hook` is not callable, or the process group in `state` has a different number of ranks
-            than the engine. The latter is raised on every rank when the engine is created.
+            than the engine. In the second case, every rank raises the error when the engine is created.
 
     Cost: the hook, two passes over the bucket, and an all-reduce of one byte.
 
@@ -66,8 +66,8 @@ class FromHook(Wire):
     def __post_init__(self) -> None:
         if not callable(self.hook):
             raise TypeError(
-                f"hook is a {type(self.hook).__name__}: need a DDP communication hook, a function of (state, "
-                "bucket)"
+                f"hook is a {type(self.hook).__name__}: expected a DDP communication hook, which is a "
+                "function of (state, bucket)"
             )
 
     def __repr__(self) -> str:
@@ -78,19 +78,19 @@ class FromHook(Wire):
     def prepare(self, comm: Comm) -> list[str]:
         """Compare the sizes of the process groups of the hook and the engine."""
         if self.state is None and not getattr(self.hook, "__module__", "").startswith("torch."):
-            return []  # the hook has its own group or no group
+            return []  # the hook has its own process group or none
         number = num_ranks(getattr(self.state, "process_group", self.state))
         if number in (None, comm.world_size):
             return []
         return [
             (
-                f"wire={self}: the hook takes the mean over {number} ranks, and gradients are summed over "
-                f"{comm.world_size}: give its state the process group of the engine"
+                f"wire={self}: the hook averages over {number} ranks, but gradients are summed over "
+                f"{comm.world_size}: pass a state that uses the engine's process group"
             )
         ]
 
     def for_bucket(self, memory: BucketMemory) -> Wire:
-        """Return the wire of one bucket, because a hook needs the parameters in the bucket."""
+        """Return the wire of one bucket, which gives the hook the bucket's parameters."""
         return _HookedBucket(self, memory)
 
     def all_reduce_(self, flat: Tensor, comm: Comm) -> Work:
@@ -120,7 +120,7 @@ class _HookedBucket(OfBucket[FromHook]):
         found = found if isinstance(found, Tensor) else found[0]
         if found is not flat:
             flat.copy_(found.reshape(flat.shape))
-        for place in self.memory.places:  # excludes the padding, because no window overwrites padding
+        for place in self.memory.places:  # excludes the padding, which no window overwrites
             place.of(flat).masked_fill_(bad != 0, float("nan"))
         yield from ()
 

@@ -24,7 +24,7 @@ class BucketSlice:
     param: Tensor | None = None  # parameter or this rank's shard; None for padding
 
     def read(self, flat: Tensor) -> Tensor:
-        """Return the residual of the parameter, `[numel]` in storage order; a view or a copy."""
+        """Return the parameter's residual as `[numel]`, in storage order; the result is a view or a copy."""
         return flat[self.offset : self.offset + self.numel]
 
     def write(self, flat: Tensor, part: Tensor) -> None:
@@ -43,8 +43,8 @@ class PayloadMemory:
     """The buffers of one bucket for the collectives of a sum.
 
     A sum allocates buffers, and frees them after its last collective. If a sum fails, its buffers are never
-    freed, because a collective may still use them; the next sum then gets new memory. On an accelerator no
-    buffers are kept, because the allocator caches freed memory by stream and there are no page faults.
+    freed, because a collective may still use them; the next sum then gets new memory. On an accelerator, no
+    buffers are kept, because the allocator caches freed memory per stream and there are no page faults.
     """
 
     def __init__(self) -> None:
@@ -60,7 +60,7 @@ class PayloadMemory:
         return torch.zeros(num_bytes, dtype=torch.uint8, device=device) if kept is None else kept
 
     def free(self, **buffers: Tensor) -> None:
-        """Keep buffers for the next sum; no collective may still use them."""
+        """Keep buffers for the next sum; no collective may still be using them."""
         for name, buffer in buffers.items():
             if not runs_ahead(buffer.device):
                 self._kept[name, buffer.numel()] = buffer
@@ -121,9 +121,9 @@ class BucketMemory:
                 place.write(self.residual, parts[key])
 
     def drop(self, is_bad: Tensor) -> None:
-        """Set the residual to zero if `is_bad`, 0-dim, is not 0.
+        """Set the residual to zero if the 0-dim `is_bad` is not 0.
 
-        Cost: on an accelerator a read and a write of the residual; on the host nothing if `is_bad` is 0.
+        Cost: on an accelerator, one read and one write of the residual; on the CPU, nothing if `is_bad` is 0.
         """
         if self._residual is None:
             return
@@ -133,6 +133,6 @@ class BucketMemory:
             self._residual.zero_()
 
     def scale_(self, factor: Tensor) -> None:
-        """Multiply the residual by `factor`, 0-dim."""
+        """Multiply the residual by the 0-dim `factor`."""
         if self._residual is not None and (runs_ahead(self._device) or float(factor) != 1):
             self._residual.mul_(factor)

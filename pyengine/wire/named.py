@@ -63,7 +63,7 @@ def wire_problems(wire: Any) -> list[str]:
         return [f"wire={wire!r}: {type(wire).__name__} is not a subclass of pe.wire.Wire: make it one"]
     return [
         (
-            f"wire={wire!r}: need a wire, for example pe.wire.BF16() or "
+            f"wire={wire!r}: expected a wire, for example pe.wire.BF16() or "
             f"pe.wire.ErrorFeedback(pe.wire.Int8()); one of the names {', '.join(WIRES)}; or torch.float32, "
             "torch.bfloat16 or torch.float16"
         )

@@ -52,7 +52,7 @@ def _train(bug: str) -> tuple[str, int]:
     [
         ("", "", WINDOWS),
         ("a flipped bit", "parameter of '0.weight', at step 1: gradients and optimizer state agree", 1),
-        ("never reduced", "not reduced: every rank holds what its own micro-batches brought", 0),
+        ("never reduced", "not reduced: every rank has only the gradient of its own micro-batches", 0),
     ],
 )
 def test_an_audited_loop_of_accelerate(ranks, bug, said, at):

@@ -177,7 +177,7 @@ def test_gradient_accumulation_steps_are_not_changed_in_the_middle_of_a_window()
                 if index == 0:
                     with pytest.raises(RuntimeError, match="in the middle of window 0"):
                         accelerator.gradient_accumulation_steps = 4
-                with pytest.raises(ValueError, match="gradient_accumulation_steps=0: need a whole number"):
+                with pytest.raises(ValueError, match="gradient_accumulation_steps=0: expected micro-batches"):
                     accelerator.gradient_accumulation_steps = 0
                 optimizer.step()
                 if index == 1:
@@ -343,13 +343,13 @@ def _strange_loader(model, optimizer):
 
 
 _REFUSED = {
-    "leave LocalSGD out": _local_sgd,
-    "pass the loader that this loop iterates to prepare": _strange_loader,
+    "leave out LocalSGD": _local_sgd,
+    "did not prepare the loader that this loop iterates over": _strange_loader,
     "sync_gradients=True: a window ends when": _sets_sync_gradients_of_the_state,
-    "backward: got learning_rate, need the loss": _options_of_backward,
-    "clip_grad_norm_: put it under `if accelerator.sync_gradients:`": _clips_early("clip_grad_norm_"),
-    "clip_grad_value_: put it under `if accelerator.sync_gradients:`": _clips_early("clip_grad_value_"),
-    "unscale_gradients: put it under `if accelerator.sync_gradients:`": _clips_early(
+    "backward: unexpected arguments learning_rate": _options_of_backward,
+    "clip_grad_norm_: put this call under `if accelerator.sync_gradients:`": _clips_early("clip_grad_norm_"),
+    "clip_grad_value_: put this call under `if accelerator.sync_gradients": _clips_early("clip_grad_value_"),
+    "unscale_gradients: put this call under `if accelerator.sync_gradients:`": _clips_early(
         "unscale_gradients", None
     ),
     "no_sync: gradients are reduced in a window's last backward only": _asks_for("no_sync"),
@@ -359,26 +359,26 @@ _REFUSED = {
     "sync_gradients=True: a window ends": _sets_sync_gradients,
     "comm_hook=BF16": _prepares(_comm_hook),
     "was prepared for evaluation only": _evaluated_first,
-    "call pyengine.adapters.accelerate.prepare once a model": _two,
-    "since one optimizer steps both, make one nn.Module that holds them": _two_under_one_optimizer,
+    "call pyengine.adapters.accelerate.prepare once per model": _two,
+    "since one optimizer steps both models, put them into one nn.Module": _two_under_one_optimizer,
     "pass the Accelerator first: prepare(accelerator, model, optimizer": lambda *both: prepare(
         *both, accumulate=2
     ),
-    "call backward, accumulate and clip_grad_norm_ of the accelerator that prepare": _old_accelerator,
+    "call backward, accumulate and clip_grad_norm_ on the accelerator that prepare": _old_accelerator,
     "call sync.backward(loss) in place of loss.backward()": _old_backward,
     "no loader was prepared": _without_a_loader,
     "gradient_accumulation_steps=8": _prepares(lambda: Accelerator(cpu=True, gradient_accumulation_steps=8)),
     "sync_each_batch=True": _prepares(_every_batch),
-    "has its own rules of loss scaling": _prepares(_scaled),
+    "has its own rules for loss scaling": _prepares(_scaled),
     "no model has been prepared": lambda _, optimizer: prepare(
         Accelerator(cpu=True), optimizer, accumulate=2
     ),
-    "was not prepared with": _stranger,
+    "a model that this accelerator did not prepare": _stranger,
     "a scheduler without its optimizer": _strange_scheduler,
     "got a closure": _closure,
     "backward outside a window": _outside,
     "distributed_type is DEEPSPEED": _prepares(_sharded),
-    "need a DistributedDataParallel": _prepares(_bare),
+    "expected a DistributedDataParallel": _prepares(_bare),
     "join_uneven_inputs: windows do not need it": _join,
 }
 

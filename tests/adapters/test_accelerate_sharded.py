@@ -249,14 +249,14 @@ def _refuses(make_plugin=plugin, sizes: dict[str, int] | None = None, mixed_prec
 
 
 _REFUSED = {
-    "has fsdp_version=1, and FSDP1 reduces gradients itself": _refuses(
+    "has fsdp_version=1, but FSDP1 reduces gradients itself": _refuses(
         lambda: FullyShardedDataParallelPlugin(fsdp_version=1)
     ),
-    "has cpu_offload, and gradients are needed": _refuses(lambda: plugin(cpu_offload=True)),
+    "has cpu_offload, but gradients must be on": _refuses(lambda: plugin(cpu_offload=True)),
     "sums gradients in torch.bfloat16": _refuses(mixed_precision="bf16"),
-    "or a narrower one; pass wire=torch.bfloat16": _refuses(mixed_precision="bf16", accumulator="native"),
-    "has cp_size=2, and those ranks share a batch": _refuses(sizes={"dp_shard_size": 2, "cp_size": 2}),
-    "has tp_size=2, and those ranks share a batch": _refuses(sizes={"dp_shard_size": 2, "tp_size": 2}),
+    "with a narrower dtype; pass wire=torch.bfloat": _refuses(mixed_precision="bf16", accumulator="native"),
+    "has cp_size=2, so several ranks share each batch": _refuses(sizes={"dp_shard_size": 2, "cp_size": 2}),
+    "has tp_size=2, so several ranks share each batch": _refuses(sizes={"dp_shard_size": 2, "tp_size": 2}),
 }
 
 
@@ -272,4 +272,4 @@ def _on_ddp() -> str:
 
 
 def test_a_budget_for_a_model_that_is_not_sharded_is_refused(ranks):
-    assert "both are for models sharded by FSDP2" in ranks(2).run(_on_ddp)[0]
+    assert "both arguments are for models sharded by FSDP2" in ranks(2).run(_on_ddp)[0]

@@ -281,14 +281,14 @@ _REFUSED = {
     "engines for 'left', 'right', and the loss belongs to one of them": lambda: _fit(
         SaysNoEngine(), WindowStrategy, SIZES
     ),
-    "optimizer 0 (SGD) holds parameters of ['left', 'right']": lambda: _fit(
+    "optimizer 0 (SGD) holds parameters from ['left', 'right']": lambda: _fit(
         OneForBoth(), WindowStrategy, SIZES
     ),
-    "optimizer 1 (SGD) holds parameters of ['None']": lambda: _fit(Two(), WindowStrategy, {"left": 2}),
-    "sync: there are engines for 'left', 'right'; need syncs[name]": lambda: _fit(
+    "optimizer 1 (SGD) holds parameters from ['None']": lambda: _fit(Two(), WindowStrategy, {"left": 2}),
+    "sync: there are engines for 'left', 'right'; use syncs[name]": lambda: _fit(
         AsksForSync(), WindowStrategy, SIZES
     ),
-    "need names of submodules of Two, each with its micro-batches a window; it has no 'up'": lambda: _fit(
+    "names of submodules of Two to micro-batches per window; there is no 'up'": lambda: _fit(
         Two(), WindowStrategy, {"up": 2}
     ),
     "Lightning has one loss scale": _scaled,
@@ -297,7 +297,7 @@ _REFUSED = {
     "toggle_optimizer could not exclude parameters of other submodules": lambda: _fit(
         Manual(), ShardedWindowStrategy, {"net": 2}
     ),
-    "'net.scale' was frozen or unfrozen (toggle_optimizer": lambda: _fit(Freezes(), ShardedWindowStrategy, 1),
+    "'net.scale' was frozen or unfrozen (by toggle_": lambda: _fit(Freezes(), ShardedWindowStrategy, 1),
 }
 
 

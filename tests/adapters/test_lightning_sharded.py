@@ -183,10 +183,10 @@ class UnderDDP(Sharded):
 
 
 _REFUSED = {
-    "fully_shard was called on none of Bare, need one": lambda: _fit(Bare()),
+    "fully_shard was called on no module of Bare; expected one": lambda: _fit(Bare()),
     "on 2 separate modules ('net.first', 'net.second') of Parts": lambda: _fit(Parts()),
-    "'head.weight' of Outside is trained, and is outside of 'net'": lambda: _fit(Outside()),
-    "tensor_parallel_size=2: those ranks share a batch": lambda: _fit(
+    "'head.weight' of Outside is trained, but is outside of 'net'": lambda: _fit(Outside()),
+    "tensor_parallel_size=2: several ranks share each batch": lambda: _fit(
         Sharded(), strategy=ShardedWindowStrategy(data_parallel_size=1, tensor_parallel_size=2)
     ),
     "by FSDP2 ('net'), which DDP does not support": lambda: _fit(UnderDDP(), strategy=WindowStrategy()),
@@ -208,5 +208,5 @@ def test_lightnings_own_strategy_for_fsdp1_is_refused_by_name():
     class Stub:  # FSDPStrategy refuses to be set up on a CPU
         strategy = FSDPStrategy()
 
-    with pytest.raises(TypeError, match=r"FSDPStrategy, and FSDP1 reduces .* use ShardedWindowStrategy"):
+    with pytest.raises(TypeError, match=r"FSDPStrategy, but FSDP1 reduces .* use ShardedWindowStrategy"):
         LogSteps().on_train_start(Stub(), Sharded())

@@ -219,7 +219,7 @@ def test_a_number_that_the_open_window_cannot_have_is_refused_with_the_hook_to_u
 
 def test_exact_sums_refuse_more_micro_batches_and_say_with_how_many_to_begin(tmp_path):
     refused = refusal(lambda: _changed(tmp_path, "on_step_end", 2, 3, make=ExactSums))
-    assert refused.startswith("begin the training with the largest number of micro-batches a window, 3;")
+    assert refused.startswith("begin the training with the largest number of micro-batches per window, 3;")
     _check([_changed(tmp_path, "on_step_end", 3, 2, num=6, make=ExactSums)], [3, 1])
 
 

@@ -13,10 +13,10 @@ from pyengine.cli.tasks.cnn import DigitsTask
 from pyengine.cli.tasks.gpt import TextTask
 
 BAD_TRAIN = [
-    (("--workers", "0"), "argument --workers: got 0, need a whole number of at least 1"),
-    (("--seed", str(2**63)), "argument --seed: got 9223372036854775808, need a whole number below 2**63"),
-    (("--accumulate", "two"), "argument --accumulate: got two, need a whole number of at least 1"),
-    (("--lr", "-1"), "argument --lr: got -1, need a finite number above 0"),
+    (("--workers", "0"), "argument --workers: got 0, expected a whole number of at least 1"),
+    (("--seed", str(2**63)), "argument --seed: got 9223372036854775808, expected a whole number below 2**63"),
+    (("--accumulate", "two"), "argument --accumulate: got two, expected a whole number of at least 1"),
+    (("--lr", "-1"), "argument --lr: got -1, expected a finite number above 0"),
     (("--model", "rnn"), "argument --model: invalid choice: 'rnn'"),
     (("--wire", "int4"), "argument --wire: invalid choice: 'int4' (choose from 'fp32', 'bf16'"),
     (
@@ -35,50 +35,50 @@ BAD_TRAIN = [
     (("--checkpoint-every", "5"), "argument --checkpoint-every: got 5 without --checkpoints: name a folder"),
 ]
 BAD_VERIFY = [
-    (("--workers", "0,1"), "argument --workers: got 0,1, need different whole numbers of at least 1"),
-    (("--workers", "2,2"), "argument --workers: got 2,2, need different whole numbers of at least 1"),
-    (("--train", "mine"), "argument --train: got mine, need MODULE:FUNCTION"),
+    (("--workers", "0,1"), "argument --workers: got 0,1, expected different whole numbers of at least 1"),
+    (("--workers", "2,2"), "argument --workers: got 2,2, expected different whole numbers of at least 1"),
+    (("--train", "mine"), "argument --train: got mine, expected MODULE:FUNCTION"),
     (("--train", "mine:train", "--model", "gpt"), "argument --model: not allowed with argument --train"),
     (("--train", "no_such:train"), "there is no module no_such here"),
     (("--train", "json:train"), "json has no function train"),
 ]
 BAD_PLAN = [
-    (("--workers", "0"), "argument --workers: got 0, need a whole number of at least 1"),
-    (("--global-batch", "8,x"), "argument --global-batch: got x, need a whole number of at least 1"),
-    (("--lr", "inf"), "argument --lr: got inf, need a finite number above 0"),
+    (("--workers", "0"), "argument --workers: got 0, expected a whole number of at least 1"),
+    (("--global-batch", "8,x"), "argument --global-batch: got x, expected a whole number of at least 1"),
+    (("--lr", "inf"), "argument --lr: got inf, expected a finite number above 0"),
     (
         ("--from", "steps", "--workers", "1,2"),
-        "got 1,2 with --from, which splits no batch: leave one of them",
+        "got 1,2 with --from, which splits no batch: leave one of the two",
     ),
     (("--from", "steps", "--micro-batch", "8"), "argument --micro-batch: got 8 with --from"),
     (("--from", "steps", "--dataset-size", "9"), "argument --dataset-size: got 9 with --from"),
 ]
 BAD_STUDY = [
-    (("--workers", "2,4"), "argument --workers: got 2,4, need 1 among them: speed-up is against one worker"),
-    (("--batch", "0"), "argument --batch: got 0, need different whole numbers of at least 1"),
+    (("--workers", "2,4"), "argument --workers: got 2,4, expected 1 among them, the baseline for speed-ups"),
+    (("--batch", "0"), "argument --batch: got 0, expected different whole numbers of at least 1"),
     (("--fixed", "local"), "argument --fixed: invalid choice: 'local'"),
-    (("--epochs", "1e308"), "argument --epochs: got 1e+308, need fewer than 2**53 samples"),
-    (("--epochs", "inf"), "argument --epochs: got inf, need a finite number above 0"),
-    (("--target", "95"), "argument --target: got 95, need a share above 0 and up to 1: 0.95 is 95 %"),
-    (("--dataset-size", "2000"), "argument --dataset-size: got 2000, and cnn has 1437 samples"),
+    (("--epochs", "1e308"), "argument --epochs: got 1e+308, expected fewer than 2**53 samples"),
+    (("--epochs", "inf"), "argument --epochs: got inf, expected a finite number above 0"),
+    (("--target", "95"), "argument --target: got 95, expected a share above 0 and at most 1; 0.95 is 95 %"),
+    (("--dataset-size", "2000"), "argument --dataset-size: got 2000, but cnn has 1437 samples"),
     (("--train", "mine:train"), "argument --dataset-size: missing with --train mine:train"),
     (("--train", "mine:train", "--model", "gpt"), "argument --model: not allowed with argument --train"),
 ]
 BAD_BENCH = [
-    (("--variants", "engine,ours"), "argument --variants: got engine,ours, need different ones of floor"),
-    (("--variants", "ddp,ddp"), "argument --variants: got ddp,ddp, need different ones of floor"),
-    (("--rounds", "2"), "argument --rounds: got 2, need a whole number of at least 3"),
-    (("--model", "cnn"), "argument --model: got cnn, need different ones of gpt, gpt0"),
+    (("--variants", "engine,ours"), "argument --variants: got engine,ours, expected different names from"),
+    (("--variants", "ddp,ddp"), "argument --variants: got ddp,ddp, expected different names from floor"),
+    (("--rounds", "2"), "argument --rounds: got 2, expected a whole number of at least 3"),
+    (("--model", "cnn"), "argument --model: got cnn, expected different names from gpt, gpt0"),
     (("step",), "argument step: `bench` measures nothing but windows: leave it out"),
     (("kernels",), "argument kernels: in a clone, `python benchmarks/bench_kernels.py pack accumulate`"),
-    (("gpt",), "argument gpt: `bench` has arguments with -- only"),
-    (("--device", "cuda"), "argument --device: got cuda, and torch finds no CUDA device"),
-    (("--variants", "ddp,accelerate"), "argument --variants: got accelerate, and accelerate is not"),
+    (("gpt",), "argument gpt: `bench` accepts only arguments that begin with --"),
+    (("--device", "cuda"), "argument --device: got cuda, but torch finds no CUDA device"),
+    (("--variants", "ddp,accelerate"), "argument --variants: got accelerate, but accelerate is not"),
     (("--out", "no/such.json"), "argument --out: cannot write no/such.json (No such file or directory)"),
 ]
 # 99999 is more than any machine has cores for.
 CROWDS = [
-    (name, arguments, "argument --workers: workers=99999: need at most")
+    (name, arguments, "argument --workers: workers=99999: expected at most")
     for name, arguments in (
         ("train", ("--workers", "99999")),
         ("verify", ("--workers", "1,99999")),

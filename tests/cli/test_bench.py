@@ -136,10 +136,12 @@ def test_the_floor_is_no_winner_and_noise_is_named():
     rounds = {"floor": [0.1] * 5, "ddp": [3.0] * 5, "engine": [2.0] * 5, "attach": [1.9, 2.1, 2.2, 2.1, 2.1]}
     measured = {name: times(*seconds) for name, seconds in rounds.items()}
     fastest, against = bench_report.on_windows(measured)
-    assert fastest == "GradSync had the shortest windows, 2000 ms in the median; within noise of it: attach."
+    assert fastest == (
+        "GradSync had the shortest windows, with a median of 2000 ms; within noise of it: attach."
+    )
     assert against == (
-        "Against GradSync in the same rounds a window took: DDP, sync every micro-batch 1.50 × as long "
-        "(1.50 to 1.50)."
+        "Compared with GradSync in the same rounds, a window took: DDP, sync every micro-batch 1.50 × as "
+        "long (1.50 to 1.50)."
     )
     (noise,) = bench_report.on_windows({"ddp": times(1.0, 2.0, 2.0)})
     assert noise.startswith("Windows of one variant differ by 50% between rounds")

@@ -199,7 +199,7 @@ def test_more_ranks_than_devices_are_refused_by_name(capsys):
         pytest.raises(SystemExit),
     ):
         main(["bench", "--device", "cuda", "--workers", "2"])
-    assert "argument --workers: got 2 with --device cuda, and NCCL needs a device each" in (
+    assert "argument --workers: got 2 with --device cuda, but NCCL needs one device per worker" in (
         capsys.readouterr().err
     )
 

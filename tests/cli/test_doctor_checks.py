@@ -77,7 +77,7 @@ def test_a_source_tree_that_hides_an_installed_pyengine(monkeypatch, tmp_path, c
     monkeypatch.chdir(installed)
     clone.path[1] = entry and str(installed)
     hides = f"this is the source tree {clone.folder}, which hides the pyengine installed in {installed}"
-    remedy = "Leave that folder (cd ..), or take it from PYTHONPATH"
+    remedy = "Leave that folder (cd ..), or remove it from PYTHONPATH"
     (package,) = checks.package()
     assert_says(package, "warn", hides, remedy)
     assert_says(checks.core(), "warn", "not built in the source tree", remedy)
@@ -91,7 +91,7 @@ def test_a_source_tree_that_hides_an_installed_pyengine(monkeypatch, tmp_path, c
 def test_a_source_tree_alone_and_an_installation_before_a_source_tree_hide_nothing(clone, installed):
     (installed / "pyengine" / "ops" / "native.py").unlink()  # the other project of that name
     assert_says(*checks.package(), "ok", f"imported from {clone.folder}/pyengine")
-    assert_says(checks.core(), "warn", "plain PyTorch computes", "in another folder than the clone")
+    assert_says(checks.core(), "warn", "plain PyTorch computes", "in a folder other than the clone")
     (installed / "pyengine" / "ops" / "native.py").touch()
     (clone.folder / "setup.py").unlink()
     assert_says(*checks.package(), "ok", f"imported from {clone.folder}/pyengine")

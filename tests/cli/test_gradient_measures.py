@@ -136,7 +136,7 @@ def test_the_plot_stands_beside_the_trace(plot, figures, tmp_path):
     path = str(tmp_path / "trace-norms.png")
     assert plot(KNOWN) == {"event": "norms", "model": "cnn", "plot": path, "noise_scale": 20.0, "spread": 5.0}
     out = plot(KNOWN, as_json=False)
-    assert f"noise scale: 20 ± 5 images, the batch is 8 images\ngradient norms: {path}\n" in out
+    assert f"noise scale: 20 ± 5 images; batch: 8 images\ngradient norms: {path}\n" in out
 
 
 def test_without_matplotlib_there_is_no_plot(plot, monkeypatch):

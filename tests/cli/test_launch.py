@@ -71,7 +71,7 @@ def tarry(folder: Path) -> None:
 def test_workers_that_take_too_long_are_told_with_their_stacks_and_nothing_is_left(tmp_path):
     launch(rank_and, workers=2, args=(7,))  # the server has imported torch, so that workers start in no time
     with pytest.raises(
-        TimeoutError, match="^timeout_s=5 is over, and 2 of 2 workers had not ended"
+        TimeoutError, match="^timeout_s=5 has expired, and 2 of 2 workers were still running"
     ) as caught:
         launch(tarry, workers=2, args=(tmp_path,), timeout_s=5)
     first, second = str(caught.value).split("worker 1: ")
@@ -93,7 +93,7 @@ def return_a_lambda_on_rank_1() -> Callable[[], None] | None:
 
 KILLED = r"exit code -9\)\nSignal 9 \(SIGKILL\) received by PID \d+; the kernel sends it"
 FAILS = [
-    (leave_on_rank_1, r"exit code 0\)\nit ended by itself"),
+    (leave_on_rank_1, r"exit code 0\)\nit exited by itself"),
     (return_a_lambda_on_rank_1, r"(?s:.)*pickle"),
 ]
 
@@ -117,7 +117,7 @@ def test_handlers_and_mask_are_put_back():
 
 @pytest.mark.parametrize("workers", [0, -1, 1.5, True])
 def test_number_of_workers_is_checked(workers):
-    with pytest.raises(ValueError, match=rf"workers={workers}: need a whole number of at least 1"):
+    with pytest.raises(ValueError, match=rf"workers={workers}: expected a whole number of at least 1"):
         launch(rank_and, workers=workers)
 
 
@@ -125,7 +125,7 @@ def test_function_that_no_other_process_can_find_is_refused(monkeypatch):
     monkeypatch.setattr(
         sys.modules["__main__"], "__file__", __file__, raising=False
     )  # a script, however pytest runs
-    with pytest.raises(ValueError, match="need a function at the top of an importable module"):
+    with pytest.raises(ValueError, match="expected a function at the top level of an importable module"):
         launch(lambda: None, workers=1)
 
 
@@ -145,7 +145,7 @@ def test_interrupt_ends_every_process_with_one_line():
     os.killpg(process.pid, signal.SIGINT)  # what a terminal does on Ctrl-C
     _, errors = process.communicate(timeout=20)
     assert process.returncode == 130
-    assert errors == "interrupted: every worker has ended, nothing was saved\n"
+    assert errors == "interrupted: every worker has ended; nothing was saved\n"
     assert left(living, str(process.pid)) == []
 
 

@@ -64,7 +64,7 @@ def test_a_script_without_a_guard_ends_and_says_what_is_missing(tmp_path):
     done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=60)
     assert done.returncode == 1
     assert "if __name__ == '__main__':" in done.stderr  # multiprocessing's message
-    assert "it ended by itself, before or in fn; what it printed says why" in done.stderr
+    assert "it exited by itself, before or inside fn; its output shows why" in done.stderr
 
 
 @pytest.fixture

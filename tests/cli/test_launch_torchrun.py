@@ -78,7 +78,7 @@ def test_rounds_of_any_size_meet_in_one_store_each_by_itself(world_sizes):
 def test_one_who_came_and_went_is_not_met_afterwards(early):
     store = dist.HashStore()
     with pytest.raises(
-        RuntimeError, match=rf"^ranks \[{1 - early}\] of 2 have not come to this launch within 0 s"
+        RuntimeError, match=rf"^ranks \[{1 - early}\] of 2 have not joined this launch within 0 s"
     ):
         launching._meet(store, early, 2, timedelta(milliseconds=50))
     assert meet(store, 2) == {"2"}
@@ -109,7 +109,7 @@ def test_a_worker_that_has_a_group_is_told_so(monkeypatch):
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "any")
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        with pytest.raises(RuntimeError, match=r"^this worker has a process group already: call fn itself"):
+        with pytest.raises(RuntimeError, match=r"^this worker already has a process group: call fn directly"):
             launch(len, workers=2, args=("abc",))
     finally:
         dist.destroy_process_group()

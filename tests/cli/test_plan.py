@@ -49,8 +49,8 @@ def test_what_does_not_come_out_even_is_shared_and_its_waiting_named(capsys):
 @pytest.mark.parametrize(
     ("arguments", "problem"),
     [
-        (("--workers", "3"), "no multiple of 3 workers: need a batch of 255 or 258, or a --micro-batch"),
-        (("--workers", "300"), "no multiple of 300 workers: need a batch of 300, or a --micro-batch"),
+        (("--workers", "3"), "divided equally among 3 workers: use a batch of 255 or 258, or set --micro"),
+        (("--workers", "300"), "divided equally among 300 workers: use a batch of 300, or set --micro"),
         (("--workers", "2", "--micro-batch", "24"), "global_batch=256 is not a multiple of micro_batch=24"),
         (("--workers", "64", "--micro-batch", "8"), "only 32 of the ranks would have a micro-batch"),
     ],
@@ -80,8 +80,8 @@ def test_the_table_fits_a_narrow_terminal_and_names_what_is_equal(capsys, monkey
     assert main(["plan", *arguments, *dataset]) == 0
     text = capsys.readouterr().out
     assert "…" not in text
-    assert "256 × 1 = 128 × 2: samples a rank × ranks, the same step." in text
-    assert "256 on 3: uneven, 33 % of the time is spent waiting." in text
+    assert "256 × 1 = 128 × 2 (samples per rank × ranks): the same step." in text
+    assert "256 on 3: uneven; 33 % of the time is spent waiting." in text
     assert ("steps" in text) == bool(dataset)
 
 
@@ -124,11 +124,11 @@ def test_a_measured_noise_scale_gives_the_cost_of_other_batches(capsys, tmp_path
 @pytest.mark.parametrize(
     ("noise", "text"),
     [
-        ({}, "A larger batch pays, up to about 300"),
-        ({"scale": 40.0, "spread": 4.0}, "A smaller batch pays, down to about 40"),
-        ({"scale": 110.0, "spread": 20.0}, "The batch is right, within the spread."),
-        ({"spread": 200.0}, "Not sure: the spread is more than a third"),
-        ({"spread": None}, "Not sure: the spread is more than a third"),
+        ({}, "A larger batch pays off, up to about 300"),
+        ({"scale": 40.0, "spread": 4.0}, "A smaller batch pays off, down to about 40"),
+        ({"scale": 110.0, "spread": 20.0}, "The batch size is right, within the spread."),
+        ({"spread": 200.0}, "This estimate is uncertain: its spread is unknown or more than a third"),
+        ({"spread": None}, "This estimate is uncertain: its spread is unknown or more than a third"),
     ],
 )
 def test_what_a_noise_scale_suggests_is_printed_with_how_sure_it_is(capsys, tmp_path, noise, text):
@@ -143,15 +143,15 @@ KNOWN = '{"count": 4.0, "noise_scale": {"scale": %s, "spread": null, "windows": 
     ("lines", "text"),
     [
         (None, "cannot be read ([Errno 2] No such file"),
-        ('{"count": 4.0, "noise_scale": null}', "has a noise_scale: need a file that pe.telemetry.JsonLines"),
+        ('{"count": 4.0, "noise_scale": null}', "has a noise_scale: expected a file that pe.telemetry"),
         pytest.param("[" * 10**5, "no line of", id="nested"),
         (KNOWN % "null", "has no noise scale after 2 windows"),
         (KNOWN.replace("2}", r'"\u001b[2J"}') % "null", "has no noise scale after ?[2J windows"),
         (KNOWN % '"many"', "is damaged (ValueError("),
         ('{"count": 4.0, "noise_scale": {"value": 3}}', "is damaged (KeyError("),
-        (KNOWN % "0", "noise scale of 0 at a batch of 4, need both above 0: every rank must draw other"),
+        (KNOWN % "0", "noise scale of 0 at a batch size of 4; expected both to be finite and above 0"),
         (KNOWN % "Infinity", "has a noise scale of inf"),
-        (KNOWN.replace("4.0", "0.0") % "9", "at a batch of 0"),
+        (KNOWN.replace("4.0", "0.0") % "9", "at a batch size of 0"),
         (KNOWN.replace("2}", "1e999}") % "9", "is damaged (OverflowError("),
         (KNOWN.replace("null", "-1") % "9", "a noise scale with a spread of -1"),
     ],

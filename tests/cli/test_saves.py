@@ -65,7 +65,7 @@ def test_a_step_that_one_rank_has_not_as_a_whole_is_passed_over(tmp_path, how):
     dist.barrier()
     with redirect_stderr(io.StringIO()) as told:
         assert made.load()[0] == 3
-    assert ("step 4 is not whole" in told.getvalue()) == (dist.get_rank() == 0)
+    assert ("step 4 is incomplete" in told.getvalue()) == (dist.get_rank() == 0)
     dist.barrier()
     made.save(4, _state(4))  # replaced
     assert made.load()[0] == 4
@@ -87,7 +87,7 @@ def test_steps_of_which_none_is_whole_are_refused_on_every_rank(tmp_path):
         for step in (3, 4):
             _file(tmp_path, step, 1).unlink()
     dist.barrier()
-    with pytest.raises(RuntimeError, match="name an empty folder to start anew: .*step 4 is not whole"):
+    with pytest.raises(RuntimeError, match="name an empty folder to start over: .*step 4 is incomplete"):
         made.load()
 
 

@@ -115,5 +115,5 @@ def test_train_saves_behind_torchruns_signal(tmp_path):
     _, output, errors = _stopped(command, signal.SIGTERM, tmp_path)
     last = max(_losses(output)) + 1
     assert len([*(tmp_path / "saved" / "gpt").glob(f"step-{last:010}.rank-*-of-2.pt")]) == 2
-    assert "terminated: every worker has ended, what was saved is in" in errors
+    assert "terminated: every worker has ended; what was saved is in" in errors
     assert f"{Path(pyengine.__file__).parent}/" not in errors  # torchrun itself ends with a traceback

@@ -131,7 +131,7 @@ def test_runs_that_are_there_take_the_place_of_the_trial(make, capsys):
 def test_a_trial_that_fails_is_named_and_the_study_goes_on(make, capsys):
     assert make(Runner(trial="failed"), report=StudyReport()) == 0
     out = capsys.readouterr().out.replace("\u00a0", " ")
-    assert "how long is unknown: the trial run did not end well (logs/trial.txt)" in out
+    assert "duration unknown: the trial run did not succeed (see logs/trial.txt)" in out
     assert "repeat 1: done in 2.00 s; about" in out
 
 
@@ -205,7 +205,7 @@ def test_tables_name_runs_and_report(make, capsys, tmp_path):
     out = capsys.readouterr().out
     assert "2 workers × batch 8, repeat 1: stalled: boom" in out
     assert "has the best time to" in out
-    assert "runs that did not end well: 1" in out
+    assert "runs that did not succeed: 1" in out
     assert f"report: {tmp_path / 'out' / 'report.html'}" in out
     (headings,) = [line for line in out.splitlines() if "speed-up" in line]
     assert len(headings) <= 80

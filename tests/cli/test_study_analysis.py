@@ -180,7 +180,7 @@ RECOMMENDED = {
         f"{TWO} (7.00 s) has the best {TIME}, but a single run does not show the noise: raise --repeats.",
     ),
     "single configuration": (repeats(1, 0.25, 0.25), Cell(1, 64), f"{ONE} (7.00 s) has the best {TIME}."),
-    "nothing": ([ended(1, 64)], None, "Nothing was measured: the report has the reasons."),
+    "nothing": ([ended(1, 64)], None, "Nothing was measured: the report gives the reasons."),
 }
 
 

@@ -49,7 +49,7 @@ IMPOSSIBLE: list[tuple[tuple[str, ...], Cell, str]] = [
     (
         ("--fixed", "per-worker", "--dataset-size", "200"),
         Cell(4, 64),
-        "a global batch of 256 is more than the 200 samples there are",
+        "a global batch of 256 exceeds the 200 training samples",
     ),
 ]
 

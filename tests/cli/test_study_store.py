@@ -83,11 +83,11 @@ def test_run_that_was_tried_again_counts_as_the_last_time(folder):
     [
         (
             {"dataset_size": 200},
-            "contains a study with dataset size 100, and this one has 200: use another folder",
+            "contains a study with dataset size 100, but this one has 200: use another folder",
         ),
         (
             {"machine": {"cpu": "some", "cores": 8}},
-            "with machine cpu some, cores 4, and this one has cpu some, cores 8",
+            "with machine cpu some, cores 4, but this one has cpu some, cores 8",
         ),
     ],
     ids=["settings", "machine"],

@@ -66,7 +66,7 @@ def test_processes_end_when_the_study_was_killed():
     assert goes(pid)
 
 
-LONGER = "; a larger --stall-timeout gives them more"
+LONGER = "; a larger --stall-timeout gives them more time"
 
 
 class _Clock:

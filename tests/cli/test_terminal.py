@@ -42,7 +42,7 @@ def test_a_result_file_moves_no_cursor():
 
 def test_a_study_names_a_foreign_one_without_its_escapes(tmp_path):
     (tmp_path / "runs.jsonl").write_text('{"event": "study", "machine": "\\u001b[2J"}\n')
-    with pytest.raises(Conflict, match=r"contains a study with machine \?\[2J, and this one has here"):
+    with pytest.raises(Conflict, match=r"contains a study with machine \?\[2J, but this one has here"):
         Store(tmp_path, {"machine": "here"})
 
 

@@ -75,7 +75,7 @@ def test_a_tracker_that_fails_leaves_the_report(wandb, monkeypatch, capsys):
     monkeypatch.setattr(wandb, "init", lambda **_: 1 / 0)
     assert not _is_tracked(content("--wandb", "mine"))
     err = capsys.readouterr().err
-    assert "not all was sent to the trackers: ZeroDivisionError" in err
+    assert "not everything was sent to the trackers: ZeroDivisionError" in err
     assert "the same command resumes" in err
 
 

@@ -169,8 +169,8 @@ def test_a_training_resumes_with_its_own_settings_only(tmp_path):
         ("--workers", "1", "2"),
         ("--wire", "bf16", "fp32"),
     ):
-        folder = f"the checkpoints in {tmp_path}/cnn are of a training with {before}"
-        with pytest.raises(Conflict, match=re.escape(f"argument {option}: got {given}, and {folder}")):
+        folder = f"the checkpoints in {tmp_path}/cnn were saved by a run with {option} {before}:"
+        with pytest.raises(Conflict, match=re.escape(f"argument {option}: got {given}, but {folder}")):
             chosen(option, given)
 
 
@@ -181,14 +181,14 @@ def test_settings_of_a_training_that_cannot_be_read_are_refused(tmp_path, damage
     file = tmp_path / "cnn" / "settings.json"
     file.mkdir() if damaged is None else file.write_text(damaged)
     made = settings(build_parser().parse_args(["train", "--model", "cnn", "--checkpoints", str(tmp_path)]))
-    with pytest.raises(Conflict, match=r"settings\.json has no settings of a training .*: delete it"):
+    with pytest.raises(Conflict, match=r"settings\.json has no settings of a training run .*: delete it"):
         check_resumed(made, "cnn", made.checkpoints["cnn"])
 
 
 def test_two_trainings_do_not_write_to_one_folder(tmp_path):
     with (
         train_run.locked(tmp_path),
-        pytest.raises(Conflict, match="another training is writing to"),
+        pytest.raises(Conflict, match="another training run is writing to"),
         train_run.locked(tmp_path),
     ):
         pass

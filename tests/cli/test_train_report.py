@@ -74,7 +74,7 @@ def test_a_run_that_was_complete_before_reports_its_quality(capsys):
     report = TrainReport()
     report.start("gpt", "tokens", done=3, steps=3, about={})
     report.finish({"accuracy": 0.5})
-    assert "learnt: every step before this run, test accuracy 50.0 %" in capsys.readouterr().out
+    assert "learnt: all steps done before this run, test accuracy 50.0 %" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1"])

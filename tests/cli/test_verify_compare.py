@@ -41,7 +41,7 @@ def test_elements_are_counted_and_the_largest_difference_has_its_index():
 
 def test_signs_of_zeros_and_missing_gradients_are_named():
     assert "signs of zeros" in compare(torch.tensor([0.0]), torch.tensor([-0.0]))
-    assert compare(torch.zeros(2, 3), None) == "The tensor is missing in the run."
+    assert compare(torch.zeros(2, 3), None) == "The tensor is missing from the run."
 
 
 def test_sparse_gradient_has_the_digest_of_its_values():

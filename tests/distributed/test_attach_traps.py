@@ -157,7 +157,7 @@ def test_a_backward_that_breaks_under_a_finite_loss_is_named_by_raise(ddp, sums,
         ("another group", "a DistributedDataParallel inside ddp_model sums over ranks"),
         ("sharded", "TypeError: ddp_model is a FSDPLinear: FSDP1"),
         ("join", "RuntimeError: leave ddp_model.join() out"),
-        ("bare", "TypeError: ddp_model is a Linear: need a DistributedDataParallel"),
+        ("bare", "TypeError: ddp_model is a Linear: expected a DistributedDataParallel"),
     ],
 )
 @on_ranks(2)
@@ -215,5 +215,5 @@ def test_a_forward_through_another_ddp_that_would_reduce_is_refused(how):
         sync.close()
         second(torch.ones(1, 2)).sum().backward()
 
-    message = "no error" if how == "no_sync" else "call the ddp_model that pe.attach drives"
+    message = "no error" if how == "no_sync" else "call the ddp_model that was passed to pe.attach"
     assert error_of(train).startswith(message)

@@ -407,4 +407,4 @@ def test_a_rank_that_leaves_out_a_step_gets_an_error_as_the_others_do():
             _loss(model(batch)).backward()
             if not (window and dist.get_rank()):
                 optimizer.step()
-    assert dist.get_rank() or "not every rank has come to optimizer.step() of window 1" in str(error.value)
+    assert dist.get_rank() or "not every rank has reached optimizer.step() of window 1" in str(error.value)

@@ -263,15 +263,15 @@ def _steps_by_for_loop(model, sync, optimizer, x):
 @pytest.mark.parametrize(
     ("train", "says"),
     [
-        (_reads_the_loss, r"test_capture.py:\d+: _local_scalar_dense lets the host wait"),
-        (_picks_rows, r"test_capture.py:\d+: index lets the host wait"),
+        (_reads_the_loss, r"test_capture.py:\d+: _local_scalar_dense makes the host wait"),
+        (_picks_rows, r"test_capture.py:\d+: index makes the host wait"),
         (_draws_by_place, "micro_batch_rng seeds on the host"),
-        (_grows, r"test_capture.py:\d+: a shape of \w+ is \(2, 6\), and was \(4, 6\)"),
-        (_depends_on_the_window, r"test_capture.py:\d+: a number of the host of mul is 3.0, and was 2.0"),
-        (_runs_more_now_and_then, r"test_capture.py:\d+: \w+ where the window before ran \w+"),
-        (_counts_by_window, "count of micro-batch 0 is 3 on the host, .*: give it"),
-        (_counts_by_tensor, "count of micro-batch 0 is 3 on the host, .*: give it"),
-        (_notes_a_loss, "loss of micro-batch 0 is on the host: give it"),
+        (_grows, r"test_capture.py:\d+: a shape in \w+ is \(2, 6\), but was \(4, 6\)"),
+        (_depends_on_the_window, r"test_capture.py:\d+: a host value in mul is 3.0, but was 2.0"),
+        (_runs_more_now_and_then, r"test_capture.py:\d+: \w+ where the previous window ran \w+"),
+        (_counts_by_window, "count of micro-batch 0 is 3 on the host, .*: pass it"),
+        (_counts_by_tensor, "count of micro-batch 0 is 3 on the host, .*: pass it"),
+        (_notes_a_loss, "loss of micro-batch 0 is on the host: pass it"),
         (_steps_by_for_loop, "the step of Rprop waits for the host"),
     ],
 )
@@ -284,7 +284,7 @@ def test_what_breaks_a_capture_is_named_and_the_windows_run_without(train, says)
 
 def test_a_stochastic_wire_is_not_captured():
     wire = pe.wire.Int8(rounding="stochastic")
-    with pytest.warns(UserWarning, match="a stochastic wire draws other numbers"):
+    with pytest.warns(UserWarning, match="a stochastic wire draws different random numbers"):
         _captured(wire=wire)
 
 
@@ -319,7 +319,7 @@ def test_a_learning_rate_of_the_host_is_captured_again_where_it_changes():
     def schedule(number, model, optimizer):
         optimizer.param_groups[0]["lr"] = 0.1 if number < 5 else 0.05
 
-    with pytest.warns(UserWarning, match=r"lr of SGD is 0.05, and was 0.1 .*make it a tensor"):
+    with pytest.warns(UserWarning, match=r"lr of SGD is 0.05 but was 0.1 .*make it a tensor"):
         step, _ = _captured(rows=(2,) * 10, before=schedule)
     assert (step.num_captured, step.num_replayed, step.num_eager) == (2, 2, 6)
 
@@ -466,7 +466,7 @@ def test_ddp_of_another_stream_is_named():
     with (
         recorded_device(),
         mock.patch.object(ddp_reducer, "current_stream", lambda device: next(streams)),
-        pytest.warns(UserWarning, match="DDP was made on another stream than windows run on: make DDP"),
+        pytest.warns(UserWarning, match="DDP was made on a different stream than windows run on: make DDP"),
     ):
         step, _ = _over_ddp(_train)
     assert (step.num_captured, step.num_eager) == (0, 6)

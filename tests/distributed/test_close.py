@@ -130,7 +130,7 @@ def test_close_undoes_everything(kind, dtype, when):
     with recorded_warnings() as messages:
         sync.close()
         sync.close()  # again does nothing
-    left = "1 micro-batches of window 1 had been accumulated and were never stepped"
+    left = "1 micro-batches of window 1 were accumulated but never stepped"
     assert [left in message for message in messages] == [True] * (when == "open")
     after = _settings(model, ddp)
     assert after == before, [pair for pair in zip(before, after, strict=False) if pair[0] != pair[1]][:3]

@@ -55,10 +55,10 @@ def _fail() -> None:
 
 # Kind of engine, the count of one micro-batch, of the others, and the error.
 WRONG: list[tuple[str, Callable[[], Any], Any, str]] = [
-    ("own", lambda: -1, 3, " is -1.0: need a finite number"),
-    ("attach", lambda: {"ce": 3}, {"ce": 3, "aux": 1}, " has ['ce'], and ['ce', 'aux']"),
+    ("own", lambda: -1, 3, " is -1.0: expected a finite number"),
+    ("attach", lambda: {"ce": 3}, {"ce": 3, "aux": 1}, " has ['ce'], but ['ce', 'aux']"),
     ("own", _fail, 3, ": the function raised KeyError('labels')"),
-    ("own-exact", lambda: 0.5, 3, " is 0.5: need a finite, whole number"),
+    ("own-exact", lambda: 0.5, 3, " is 0.5: expected a finite, whole number"),
 ]
 
 
@@ -82,9 +82,9 @@ def _count(batch: Any) -> dict[str, int]:
 
 
 BACKWARDS = {
-    "sync.backward(loss)": "loss: got a single loss, and this window counts 'ce', 'aux'",
+    "sync.backward(loss)": "loss: got a single loss, but this window has counts for 'ce', 'aux'",
     "sync.backward({'ce': loss, 'aux': loss}, count=3)": "count=3: this window's counts were read ahead",
-    "sync.weigh({'ce': loss})": "loss: got 'ce', and this window counts 'ce', 'aux'",
+    "sync.weigh({'ce': loss})": "loss: got 'ce', but this window has counts for 'ce', 'aux'",
 }
 
 
@@ -107,7 +107,7 @@ def test_a_window_without_counts_takes_one_loss():
         for _, x, t in window:
             loss = forward(x, t)
             assert sync.totals == {}
-            with pytest.raises(TypeError, match=re.escape("loss: got a dict of ['ce'], and no counts")):
+            with pytest.raises(TypeError, match=re.escape("loss: got a dict of ['ce'], but no counts")):
                 sync.backward({"ce": loss})
             with pytest.raises(RuntimeError, match="weigh: no counts of this window were read ahead"):
                 sync.weigh({"ce": loss})
@@ -121,14 +121,14 @@ def test_a_second_backward_for_a_micro_batch_is_refused():
         for index, x, t in window:
             sync.backward(forward(x, t))
             if index == 0:
-                with pytest.raises(RuntimeError, match="backward after the backwards of all 1 micro-batches"):
+                with pytest.raises(RuntimeError, match=r"more often than micro-batches were read \(1\)"):
                     sync.backward(forward(x, t))
         assert sync.step(optimizer)
 
 
 def test_what_cannot_be_counted_ahead_is_refused():
     sync, *_ = _engine()
-    with pytest.raises(TypeError, match="count is a int: need a function"):
+    with pytest.raises(TypeError, match="count is a int: expected a function"):
         next(sync.windows(_batches(), count=3))
 
 

@@ -170,6 +170,6 @@ def test_a_ddp_of_another_stream_is_named():
             sync.step(optimizer)
 
         step = sync.capture(train_window)
-        with pytest.warns(UserWarning, match="DDP was made on another stream than windows run on"):
+        with pytest.warns(UserWarning, match="DDP was made on a different stream than windows run on"):
             [*map(step, sync.windows([torch.ones(2, 4, device="cuda")] * 14))]
     assert step.num_eager == 14

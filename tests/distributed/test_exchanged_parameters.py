@@ -131,7 +131,7 @@ def _windows(door: str, what: str, accumulate: int, changed: int = -1) -> list[s
 
 
 ASSIGN = "load_state_dict(assign=True)"
-HOOK = "a hook of register_post_accumulate_grad_hook has removed the gradient of '"
+HOOK = "a hook registered with register_post_accumulate_grad_hook has removed the gradient of '"
 
 
 @pytest.mark.parametrize(
@@ -185,7 +185,7 @@ def test_what_leaves_parameters_and_gradients_alone_is_no_error(ranks: Ranks, wo
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_a_hook_that_steps_and_leaves_a_gradient_is_refused(ranks: Ranks, door, what, accumulate):
     for found in ranks(2).run(_windows, door, what, accumulate, 1):
-        assert "rank 1: a hook of register_post_accumulate_grad_hook has written to '" in found[0]
+        assert "rank 1: a hook registered with register_post_accumulate_grad_hook has written to" in found[0]
         assert "load the parameters again" in found[0]
 
 

@@ -203,14 +203,17 @@ def test_a_wire_that_keeps_something_says_what_it_lacks(wire):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: pe.wire.BF16(sum="fp16"), "sum='fp16': need 'wire'"),
+        (lambda: pe.wire.BF16(sum="fp16"), "sum='fp16': expected 'wire'"),
         (lambda: pe.wire.Int8(block=100), "block=100"),
-        (lambda: pe.wire.Int8(rounding="up"), "rounding='up': need 'nearest' or 'stochastic'"),
-        (lambda: pe.wire.Int8(seed=-1), "seed=-1: need a whole number"),
-        (lambda: pe.wire.FP8("e3m4"), "format='e3m4': need 'e4m3' or 'e5m2'"),
+        (lambda: pe.wire.Int8(rounding="up"), "rounding='up': expected 'nearest' or 'stochastic'"),
+        (lambda: pe.wire.Int8(seed=-1), "seed=-1: expected an int from 0"),
+        (lambda: pe.wire.FP8("e3m4"), "format='e3m4': expected 'e4m3' or 'e5m2'"),
         (lambda: pe.wire.ErrorFeedback(pe.wire.FP16()), r"use FP16\(sum='fp32'\)"),
-        (lambda: pe.wire.ErrorFeedback(pe.wire.FP32()), r"wire=FP32\(\): need a wire whose rounding error"),
-        (lambda: pe.wire.ErrorFeedback(pe.wire.Int8), "need a wire whose rounding error"),
+        (
+            lambda: pe.wire.ErrorFeedback(pe.wire.FP32()),
+            r"wire=FP32\(\): expected a wire whose rounding error",
+        ),
+        (lambda: pe.wire.ErrorFeedback(pe.wire.Int8), "expected a wire whose rounding error"),
     ],
 )
 def test_an_argument_that_makes_no_wire_is_named(make, message):

@@ -215,7 +215,7 @@ def test_ddp_goes_on_by_its_own_group_behind_an_attach_that_failed():
     ddp = DistributedDataParallel(model)
     pe.attach(ddp, accumulate=1).close()
     (alone, _) = dist.new_subgroups(1)
-    with pytest.raises(ValueError, match="the hook takes the mean over 1 ranks"):
+    with pytest.raises(ValueError, match="the hook averages over 1 ranks"):
         pe.attach(ddp, accumulate=1, wire=pe.wire.FromHook(allreduce_hook, alone))
     other = nn.Linear(2, 2, bias=False)
     found = []

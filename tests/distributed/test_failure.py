@@ -165,7 +165,7 @@ def test_a_scaler_belongs_to_one_engine_until_that_is_closed_or_gives_it_back():
     first, second, third = (pe.GradSync(nn.Linear(2, 1), accumulate=1) for _ in range(3))
     first.scaler = scaler
     first.scaler = scaler  # again is fine
-    with pytest.raises(ValueError, match="make one GradScaler per engine"):
+    with pytest.raises(ValueError, match="create one GradScaler per engine"):
         second.scaler = scaler
     first.scaler = None
     second.scaler = scaler

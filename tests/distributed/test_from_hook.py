@@ -170,11 +170,11 @@ def test_a_hook_over_other_ranks_is_refused_on_every_rank():
     pairs = [dist.new_group([0, 1]), dist.new_group([1, 2])]
     with pytest.raises(ValueError) as error:
         pe.GradSync(nn.Linear(2, 2), wire=pe.wire.FromHook(HOOKS["allreduce"], pairs[me()[0] // 2]))
-    assert "the hook takes the mean over 2 ranks, and gradients are summed over 3" in str(error.value)
+    assert "the hook averages over 2 ranks, but gradients are summed over 3" in str(error.value)
 
 
 def test_wrong_arguments_are_named_and_bytes_are_not_known():
-    with pytest.raises(TypeError, match="hook is a int: need a DDP communication hook"):
+    with pytest.raises(TypeError, match="hook is a int: expected a DDP communication hook"):
         pe.wire.FromHook(3)
     with pytest.raises(ValueError, match="does not report the bytes .* for 10 elements over 2 ranks"):
         _wire("bf16").bytes_on_wire(10, 2)

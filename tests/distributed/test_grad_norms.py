@@ -150,12 +150,12 @@ def test_ranks_that_clip_other_groups_are_found():
 @pytest.mark.parametrize(
     ("per", "kind", "message"),
     [
-        ("layer", TypeError, "per='layer': need \"parameter\", or a dict"),
-        ({}, ValueError, "need at least one group"),
+        ("layer", TypeError, "per='layer': expected \"parameter\", or a dict"),
+        ({}, ValueError, "expected at least one group"),
         ({"a": "weight"}, TypeError, r"per\['a'\] is a str"),
         ({"a": []}, ValueError, r"per\['a'\] is empty"),
-        ({"a": ["wieght"]}, ValueError, "'wieght', which is not a parameter of this engine: need 'weight'"),
-        ({"a": ["weight"], "b": ["weight"]}, ValueError, "'weight', which is in group 'a' already"),
+        ({"a": ["wieght"]}, ValueError, "'wieght', which is not one of the engine's parameters: 'weight'"),
+        ({"a": ["weight"], "b": ["weight"]}, ValueError, "'weight', which is already in group 'a'"),
     ],
 )
 @on_ranks(1)
@@ -177,7 +177,7 @@ def test_wrong_groups_are_refused_and_nothing_is_clipped(per, kind, message):
 def test_wrong_measures_are_refused_on_every_rank():
     rank, _ = me()
     sync = pe.GradSync(nn.Linear(2, 1))
-    with pytest.raises(ValueError, match=r"^rank 1: measure: got a type; need pe\.GradNorms"):
+    with pytest.raises(ValueError, match=r"^rank 1: measure: expected pe\.GradNorms.*, got a type"):
         sync.measure(pe.GradNorms() if rank == 0 else pe.GradNorms)
     with pytest.raises(ValueError, match=r"measure got \[\], which differs between ranks"):
         sync.measure(*[pe.GradNorms()][:rank])
@@ -193,7 +193,7 @@ def test_a_measure_of_another_engine_is_refused(make):
     model = nn.Linear(2, 1)
     sync = pe.GradSync(model)
     sync.measure(measure)
-    with pytest.raises(ValueError, match=r"was given to another engine: make one for each engine"):
+    with pytest.raises(ValueError, match=r"was given to another engine: create one for each engine"):
         pe.GradSync(nn.Linear(3, 1)).measure(measure)
     with sync.accumulate():
         sync.backward(model(torch.ones(1, 2)).sum())

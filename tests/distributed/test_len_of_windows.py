@@ -99,4 +99,4 @@ def test_a_rank_that_asks_alone_is_an_error_on_every_rank():
 
     text = error_of(loop)
     assert "ranks are at different points of their loops" in text and "len(sync.windows(loader))" in text
-    assert "Make such a call on every rank or on none" in text
+    assert "Make these calls on every rank or on none" in text

@@ -21,20 +21,20 @@ DP = pe.Axes(replicate="dp")
 
 
 WRONG = {
-    "no such axis": "axes.replicate='data': no axis of device_mesh, which has 'dp' (2), 'tp' (2)",
+    "no such axis": "axes.replicate='data': not an axis of device_mesh, which has 'dp' (2), 'tp' (2)",
     "no such axis on one rank": "ValueError: rank 2: axes.replicate='data'",
     "no replicas": "axes.replicate names none",
-    "replicas and shards": "'dp' is in replicate and in shard",
-    "an axis twice": "an axis comes twice",
+    "replicas and shards": "'dp' is in both replicate and shard",
+    "an axis twice": "an axis is named twice",
     "no such count": "axes.count='cp'",
     "no such group": "axes.groups['*']='ep'",
     "no such parameter": "axes.groups['expert.*'] matches no parameter on any rank",
     "other axes": "ranks have different meshes or axes",
-    "no axes": "axes is a str: need a pe.Axes",
+    "no axes": "axes is a str: expected a pe.Axes",
     "both": "process_group and device_mesh were both given",
-    "no mesh": "device_mesh is a str: need a torch.distributed.device_mesh.DeviceMesh",
+    "no mesh": "device_mesh is a str: expected a torch.distributed.device_mesh.DeviceMesh",
     "axes without a mesh": "without device_mesh: only a mesh has axes",
-    "names without a mesh": "axes.groups['up.*']='dp': need a torch.distributed.ProcessGroup",
+    "names without a mesh": "axes.groups['up.*']='dp': expected a torch.distributed.ProcessGroup",
     "outside": "which is not in the engine's process group",
     "other groups": "sums gradients over ranks",
     "other sizes": "ranks have different meshes or axes",
@@ -77,15 +77,16 @@ def test_a_rank_outside_of_the_mesh_raises_and_the_others_do_not():
     rank, _ = me()
     mesh = DeviceMesh("cpu", torch.arange(2))
     error = typed_error_of(lambda: pe.GradSync(Block(torch.float32), device_mesh=mesh))
-    assert ("device_mesh: rank 2 is not in it (it has [0, 1])" if rank == 2 else "no error") in error
+    refused = "device_mesh: rank 2 is not in the mesh, which has the ranks [0, 1]"
+    assert (refused if rank == 2 else "no error") in error
 
 
 PARTS = {
     "summed": "parameter 'up.weight' is a DTensor on axis 'dp', over which its gradient is to be summed",
     "native": "parameter 'up.weight' is a DTensor of a narrow dtype, and accumulator='native'",
     "other experts": "parameter 0: rank 0 has 'experts.0.weight' [6, 6] float32; rank 2 has",
-    "accumulate": "accumulate=[1, 2, 3, 4] by rank, and rank 0 shares its batch with rank 1",
-    "terms": "makes 2050 micro-batches a window over all ranks in 2 parts each",
+    "accumulate": "accumulate=[1, 2, 3, 4] by rank, but rank 0 shares its batch with rank 1",
+    "terms": "means 2050 micro-batches per window over all ranks in 2 parts each",
     "ddp": "ddp_model reduces over ranks",
 }
 
@@ -134,7 +135,7 @@ def test_ranks_that_share_a_batch_must_count_alike_and_their_count_counts_once(c
     rank, _ = me()
     model = nn.Linear(3, 1)
     sync = pe.GradSync(model, accumulate=2, device_mesh=mesh_of(dp=2, tp=2), axes=DP)
-    says = "ranks that share a batch have counted differently: rank 0, batch 0: 2 micro-batches"
+    says = "ranks that share a batch have different counts: rank 0, batch 0: 2 micro-batches"
     with nullcontext() if are_alike else pytest.raises(ValueError, match=says):
         for window in sync.windows([torch.ones(1, 3)] * 2):
             for x in window:

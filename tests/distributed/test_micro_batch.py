@@ -219,7 +219,7 @@ def test_a_stock_scaler_is_taken_over(kind, is_block):
             else:
                 sync.backward(loss, count=4)
         for call in (lambda: scaler.unscale_(optimizer), lambda: scaler.step(optimizer), scaler.update):
-            with pytest.raises(RuntimeError, match="is the engine's part since"):
+            with pytest.raises(RuntimeError, match="the engine does the work of scaler"):
                 call()
         sync.unscale_()
         batches = [integers(10 * r + 2 * number + k, 4) for r in range(world) for k in range(2)]

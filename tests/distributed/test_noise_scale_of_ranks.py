@@ -156,7 +156,7 @@ def test_owners_without_own_sums_refuse_before_training():
     sync = pe.GradSync(Linear(), accumulator="exact")
     with pytest.raises(ValueError, match="NoiseScale: BucketReducer has no float sums of this rank alone"):
         sync.measure(pe.NoiseScale())
-    with pytest.raises(ValueError, match=r"NoiseScale\(decay=1\): need a number from 0 to below 1"):
+    with pytest.raises(ValueError, match=r"NoiseScale\(decay=1\): expected a number in \[0, 1\)"):
         pe.GradSync(Linear()).measure(pe.NoiseScale(decay=1))
 
 

@@ -94,7 +94,7 @@ def test_where_nccl_refuses_on_a_rank_all_go_on_without_and_the_first_says_why()
 @on_ranks(2)
 def test_memory_of_a_device_is_not_shared_over_another_backend_than_nccl():
     on_device = mock.patch.object(shared_memory, "runs_ahead", lambda device: True)
-    with on_device, pytest.raises(ValueError, match="or a process group with NCCL"):
+    with on_device, pytest.raises(ValueError, match="use a process group with NCCL"):
         pe.GradSync(nn.Linear(2, 2), shared_memory=True)
 
 

@@ -152,8 +152,8 @@ def test_replicas_of_other_values_get_those_of_rank_0_and_one_rank_says_so():
         assert not messages
     else:
         (text,) = messages
-        assert text.startswith("seed every rank alike")
-        assert "rank 2 had other values of 'weight' and 1 more" in text
+        assert text.startswith("use the same seed on every rank")
+        assert "rank 2 had different values of 'weight' and 1 more" in text
 
 
 NO_ALARM = {

@@ -410,8 +410,8 @@ def test_forwards_that_are_collective_are_refused_before_anything_has_run():
     ("wrong", "kind", "message"),
     [
         ((torch.ones(2), torch.ones(3)), ValueError, "tensors of sizes [2, 3] in dimension 0"),
-        ({"number": 3}, ValueError, "tensors without dimensions, or none"),
-        ((torch.ones(2), object()), TypeError, "holds a object: need tensors"),
+        ({"number": 3}, ValueError, "no tensor with a dimension 0"),
+        ((torch.ones(2), object()), TypeError, "holds a object: expected tensors"),
     ],
 )
 @on_ranks(1)
@@ -428,17 +428,17 @@ def test_a_batch_that_cannot_be_split_is_refused(wrong, kind, message):
 def test_wrong_arguments_are_named():
     sync = pe.GradSync(nn.Linear(1, 1), accumulate=1)
     x, forward = torch.ones(2, 1), sync._engine.module
-    with pytest.raises(TypeError, match="fn is a Tensor: need a function"):
+    with pytest.raises(TypeError, match="fn is a Tensor: expected a function"):
         sync.retry_smaller(x, x)
     for size in (0, 2.0, True):
-        with pytest.raises(ValueError, match="part_size=.*need a whole number"):
+        with pytest.raises(ValueError, match="part_size=.*expected a whole number"):
             sync.part_size = size
-    with sync.accumulate(), pytest.raises(TypeError, match=r"fn returned a Tensor: need \(loss, count\)"):
+    with sync.accumulate(), pytest.raises(TypeError, match=r"fn returned a Tensor: expected \(loss, count\)"):
         sync.retry_smaller(x, lambda part: forward(part).sum())
     sync.abandon()
     for window in sync.windows([x], count=len):
         for part in window:
-            with pytest.raises(TypeError, match="fn returned a tuple, and this window's counts were read"):
+            with pytest.raises(TypeError, match="fn returned a tuple, but this window's counts were read"):
                 sync.retry_smaller(part, lambda part: (forward(part).sum(), len(part)))
         break
 

@@ -98,11 +98,11 @@ def test_every_choice_has_the_same_result_and_buys_what_it_can(
 @pytest.mark.parametrize(
     ("text", "options"),
     [
-        ("defer='some': need one of", [{"defer": "some"}]),
+        ("defer='some': expected one of", [{"defer": "some"}]),
         ("defer has 'third', which is not a unit of the model", [{"defer": {"third": "all"}}]),
         ("defer='outer' for unit ''", [{"defer": "outer"}]),
         ("the budget chooses the units to defer", [{"defer": "none", "defer_budget_mb": 1}]),
-        ("defer_budget_mb=-1: need a size", [{"defer_budget_mb": -1}]),
+        ("defer_budget_mb=-1: expected a size", [{"defer_budget_mb": -1}]),
         ("ranks have different settings", [{"defer": "all"}, {"defer": "none"}]),
     ],
 )

@@ -136,7 +136,7 @@ REFUSED = {
     "hook": "has a hook after its reduction",
     "sparse": "1 has sparse=True",
     "mesh": "is on a mesh of ranks",
-    "part": "need a DistributedDataParallel, or a model that fully_shard",
+    "part": "expected a DistributedDataParallel, or a model to which fully_shard",
     "inner": "part of a larger sharded model",
     "shared memory": "rank 1: shared_memory=True, and ddp_model is sharded by FSDP2",
     "one rank": "rank 1: defer='none', defer_budget_mb=None: accumulator='exact' holds unsharded sums",

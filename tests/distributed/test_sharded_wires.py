@@ -175,9 +175,9 @@ class _Own:
 
 
 REFUSED = {
-    "replicas": "reduces in float32, and wire=BF16(): it has replicas and no shards",
-    "only replicas": "reduces in float32, and wire=BF16(): it has replicas and no shards",
-    "wider": "reduces in bfloat16, and wire=FP32(): need a wire of the dtype",
+    "replicas": "reduces in float32, but wire=BF16(): it has replicas and no shards",
+    "only replicas": "reduces in float32, but wire=BF16(): it has replicas and no shards",
+    "wider": "reduces in bfloat16, but wire=FP32(): expected a wire with the reduce_dtype",
     "early": "wire=FP16() for unit '', which sends gradients before the window's count is known",
     "a hook": "which has no reduce_scatter: pass the wire of torch.float32",
     "own": "it has a custom reduce-scatter",

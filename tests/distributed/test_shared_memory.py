@@ -168,9 +168,9 @@ def test_nothing_is_left_of_an_engine(kind, ends):
 
 @on_ranks(2)
 def test_an_argument_that_is_no_bool_and_ranks_that_differ_are_refused():
-    with pytest.raises(ValueError, match="shared_memory=1: need True"):
+    with pytest.raises(ValueError, match="shared_memory=1: expected True"):
         pe.HookState(shared_memory=1)
-    with pytest.raises(ValueError, match="shared_memory='no': need True"):
+    with pytest.raises(ValueError, match="shared_memory='no': expected True"):
         pe.GradSync(nn.Linear(2, 2), shared_memory="no")
     with pytest.raises(ValueError, match="ranks have different settings"):
         pe.GradSync(nn.Linear(2, 2), shared_memory=me()[0] == 0)
@@ -189,4 +189,4 @@ def test_memory_of_an_accelerator_is_refused_on_every_rank(owner):
             ddp(torch.ones(1, 2)).sum().backward()
         else:
             pe.attach(nn.parallel.DistributedDataParallel(model), shared_memory=True)
-    assert str(error.value).startswith("rank 1: shared_memory=True, and parameters are on cpu")
+    assert str(error.value).startswith("rank 1: shared_memory=True, but parameters are on cpu")

@@ -39,7 +39,7 @@ def _hosts(what: str, num_hosts: int = 2) -> Iterator[list[str]]:
 
 
 @pytest.mark.parametrize(
-    ("what", "why"), [("processes", "each is on another host"), ("threads", "threads of one process")]
+    ("what", "why"), [("processes", "each is on a different host"), ("threads", "threads of one process")]
 )
 @on_ranks(3)
 def test_where_no_ranks_can_share_all_go_through_the_group_and_rank_0_says_why(what, why):

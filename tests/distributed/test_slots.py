@@ -148,11 +148,11 @@ BY_RANK = {"slots": [24, 12, 12], "accumulate": [8, 24, 8]}
 @pytest.mark.parametrize(
     ("slots", "options", "needles"),
     [
-        (5, {}, ["Exact(micro_batches=24, slots=5): slots need equally many", "slots=4 does"]),
-        (36, {}, ["slots=36): slots need equally many", "slots=24 does"]),
-        (8, {}, ["slots=8) on 3 ranks", "slots fit 1, 2, 4, 8 ranks"]),
-        (0, {}, ["slots=0): need a whole number of slots"]),
-        (2.5, {}, ["slots=2.5): need a whole number of slots"]),
+        (5, {}, ["Exact(micro_batches=24, slots=5): all slots need the same number", "slots=4 does"]),
+        (36, {}, ["slots=36): all slots need the same number", "slots=24 does"]),
+        (8, {}, ["slots=8) on 3 ranks", "slots can be divided among 1, 2, 4, 8 ranks"]),
+        (0, {}, ["slots=0): expected a whole number of slots"]),
+        (2.5, {}, ["slots=2.5): expected a whole number of slots"]),
         ("by rank", {}, ["rank 0 has", "slots=24)", "slots=12)"]),
         (
             12,
@@ -217,7 +217,7 @@ def test_a_report_names_the_micro_batches_of_a_slot(kind):
             sync.backward(Inject.apply(out, value).sum())
     assert not sync.step(torch.optim.SGD(model.parameters(), lr=0.1))
     sync.close()
-    assert "from rank 1, micro-batch 2; rank 1, micro-batch 3; or a finite value" in records[0].reason
+    assert "from rank 1, micro-batch 2; rank 1, micro-batch 3; or from a finite value" in records[0].reason
 
 
 def _four_of_six(kind: str, *, flushes: bool) -> Tensor:

@@ -93,5 +93,5 @@ def test_thousands_of_windows_equal_their_reference_and_leave_nothing(ranks, cas
         made_by="random windows on 1 to 4 ranks, every owner of gradients: exceptions in every phase, early "
         "ends, abandoned windows, inf and nan",
         tries=reports[0].windows,
-        outcome="every window equals one process's, bit for bit, and nothing is left behind",
+        outcome="every window equals that of one process, bit for bit, and nothing is left over",
     )

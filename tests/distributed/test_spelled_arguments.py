@@ -101,7 +101,7 @@ def test_a_state_of_another_kind_is_refused_in_the_first_backward_on_every_rank(
     ddp.register_comm_hook("dp", pe.comm_hook)
     with pytest.raises((TypeError, RuntimeError)) as error:
         ddp(torch.ones(1, 1)).sum().backward()
-    assert "process_group='dp' is a str: need a torch.distributed.ProcessGroup" in str(error.value)
+    assert "process_group='dp' is a str: expected a torch.distributed.ProcessGroup" in str(error.value)
 
 
 @pytest.mark.parametrize(
@@ -109,7 +109,7 @@ def test_a_state_of_another_kind_is_refused_in_the_first_backward_on_every_rank(
     [
         ({"process_group": pe.wire.BF16()}, "pass a wire as wire="),
         ({"process_group": torch.bfloat16}, "process_group=torch.bfloat16 is a dtype"),
-        ({"wire": "bf17"}, "wire='bf17': need a wire"),
+        ({"wire": "bf17"}, "wire='bf17': expected a wire"),
     ],
 )
 def test_what_makes_no_state_is_refused_when_it_is_made(options, message):

@@ -131,7 +131,7 @@ def test_a_resumed_policy_knows_the_norms_before():
     sync.close()
     sync, _ = engine("own", Pair(), accumulate=1)
     _policy(sync, window=4)
-    with pytest.raises(ValueError, match=r"measured\['spike'\] of \[10\] numbers.*make it with the window"):
+    with pytest.raises(ValueError, match=r"measured\['spike'\] of \[10\] numbers.*pass the same window"):
         sync.load_state_dict(state)
 
 
@@ -149,9 +149,9 @@ def test_a_spike_neither_raises_nor_changes_a_loss_scale():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"factor": 1.0}, r"SpikePolicy\(factor=1\.0\): need a number above 1"),
-        ({"window": 0}, r"SpikePolicy\(window=0\): need a whole number of windows"),
-        ({"action": "stop"}, r"SpikePolicy\(action='stop'\): need \"skip\" or \"clip\""),
+        ({"factor": 1.0}, r"SpikePolicy\(factor=1\.0\): expected a number above 1"),
+        ({"window": 0}, r"SpikePolicy\(window=0\): expected a whole number of windows"),
+        ({"action": "stop"}, r"SpikePolicy\(action='stop'\): expected \"skip\" or \"clip\""),
     ],
 )
 @on_ranks(2)

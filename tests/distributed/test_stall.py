@@ -64,7 +64,7 @@ def test_a_rank_that_alone_loads_a_state_is_told_who_has_not_come_and_where_it_s
 
 def test_a_rank_that_has_made_no_engine_is_told_as_such(ranks):
     warned = ranks(2).run(_alone, "GradSync")
-    assert "rank 1 has not made this engine" in warned[0][0]
+    assert "rank 1 has not created this engine" in warned[0][0]
 
 
 def _stopped() -> list[str]:
@@ -115,5 +115,5 @@ def test_an_engine_has_one_thread_that_ends_with_it(ranks):
 
 @pytest.mark.parametrize("value", [-1, float("inf"), "30", True])
 def test_seconds_that_are_none_are_refused(value):
-    with pytest.raises(ValueError, match=r"^stall_after_s=.*: need seconds of waiting after which a stalled"):
+    with pytest.raises(ValueError, match=r"^stall_after_s=.*: expected the number of seconds after which"):
         pe.GradSync(nn.Linear(2, 2), stall_after_s=value)

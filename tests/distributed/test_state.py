@@ -242,13 +242,13 @@ def _engine(**options: Any) -> tuple[pe.GradSync, nn.Module]:
 @pytest.mark.parametrize(
     ("case", "message"),
     [
-        ("not a state", "need what sync.state_dict() returned"),
+        ("not a state", "expected what sync.state_dict() returned"),
         ("a list", "state is a list"),
         ("a number", "state is a int"),
         ("an earlier version", "start the engine without this state"),
         ("another accumulator", "accumulator='fp32'"),
         ("another rank's", "pass each rank its own state: state of rank 1 of 2 on rank 0 of 2"),
-        ("other windows", "pass every rank its own state of the same save"),
+        ("other windows", "the ranks' states are from different saves"),
         ("another scale", "loss scaler {'scale': 1.0}"),
         ("wrong on one rank", "rank 1: state is version None"),
         ("parts of two ranks", "with one rank's part"),

@@ -107,7 +107,7 @@ def test_no_code_of_a_checkpoint_runs(tmp_path, flat):
     folder, made = str(tmp_path / "folder"), tmp_path / "made"
     dcp.save({"trainer": {"epoch": Evil(str(made))}, "epoch": Evil(str(made))}, checkpoint_id=folder)
     tree = {"trainer": {"epoch": 0}} if flat else {"epoch": 0}
-    refused = r"epoch' cannot be read: it holds \w+\.mkdir, which is no tensor and no plain value"
+    refused = r"epoch' cannot be read: it holds \w+\.mkdir, which is neither a tensor nor a plain value"
     with pytest.raises(dcp.api.CheckpointException, match=refused):
         dcp.load(tree, checkpoint_id=folder, planner=LoadPlanner(flatten_state_dict=flat))
     assert not made.exists()

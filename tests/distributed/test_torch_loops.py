@@ -229,7 +229,7 @@ def _engine(**options: object) -> tuple[nn.Module, pe.Sync]:
 @pytest.mark.parametrize(
     ("accumulate", "message"),
     [
-        (2, "last micro-batch of window 0, by accumulate=2: sync in it"),
+        (2, r"last micro-batch of window 0 \(accumulate=2\): sync in this"),
         (1, "accumulate=1: .* of your longest window"),
     ],
 )

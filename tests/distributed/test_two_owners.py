@@ -195,7 +195,7 @@ def test_a_failure_is_refused_in_an_earlier_backward_and_voids_the_window_of_bot
         assert "rank 2: micro-batch 1 was left by an exception" in refused and not reasons
     else:
         assert not refused
-        assert reasons == ["rank 2 gave the window up: MemoryError('no room for a gradient')"]
+        assert reasons == ["rank 2 gave up the window: MemoryError('no room for a gradient')"]
 
 
 @pytest.mark.parametrize(("which", "accumulator"), [("everyone", "fp32"), ("every other", "exact")])
@@ -234,7 +234,7 @@ def test_experts_get_the_values_of_their_groups_first_rank():
 
 
 REFUSED = {
-    "not ignored": "axes.groups gives 'expert.matrix' a separate group, and DDP sums it",
+    "not ignored": "axes.groups gives 'expert.matrix' a separate group, but DDP sums it",
     "both": "axes.groups gives 'dense.matrix' a separate group",
     "nothing": "axes.groups['experts.*'] matches no parameter on any rank",
 }

@@ -186,7 +186,7 @@ def test_a_block_left_by_an_exception_is_used_whole_or_not_at_all(kind, phase, a
         assert (errors, reasons) == (["", "", ""], [])
     elif at == 2 and phase == "last backward":
         assert errors == ["", "", ""]
-        assert reasons == ["rank 1 gave the window up: MemoryError('no room for a gradient')"]
+        assert reasons == ["rank 1 gave up the window: MemoryError('no room for a gradient')"]
     else:
         assert errors[0] == errors[2] == "" and reasons == []
         assert f"rank 1: micro-batch {at} was left by an exception (MemoryError" in errors[1]
@@ -235,7 +235,7 @@ def test_wrong_calls_are_refused_and_change_nothing():
                 call()
         with pytest.raises(RuntimeError, match="backward while another backward"):
             sync.backward(loss)
-        with pytest.raises(TypeError, match="mb.loss = a str"):
+        with pytest.raises(TypeError, match="mb.loss is a str"):
             mb.loss = "3"
         with pytest.raises(ValueError, match=r"mb.loss has shape \[2\]"):
             mb.loss = torch.ones(2)
@@ -243,16 +243,16 @@ def test_wrong_calls_are_refused_and_change_nothing():
             mb.count = None
         with mb.last_backward():
             loss.backward()
-        with pytest.raises(RuntimeError, match="mb.last_backward: the second one"), mb.last_backward():
+        with pytest.raises(RuntimeError, match="mb.last_backward was called a second"), mb.last_backward():
             pass
         with pytest.raises(RuntimeError, match="mb.count is set after"):
             mb.count = 2
     vector = model(*batch) * torch.ones(2)
     for wrong, needed in [
-        ({"loss": vector}, "need a 0-dim tensor"),
+        ({"loss": vector}, "expected a 0-dim tensor"),
         ({"loss": vector, "gradient": torch.ones(3)}, r"gradient has shape \[3\]"),
-        ({"loss": vector.sum(), "inputs": []}, "inputs: need at least one"),
-        ({"loss": vector.sum().detach()}, "requires no gradient"),
+        ({"loss": vector.sum(), "inputs": []}, "inputs: expected at least one"),
+        ({"loss": vector.sum().detach()}, "loss does not require a gradient"),
     ]:
         with pytest.raises(ValueError, match=needed):
             sync.backward(**wrong)

@@ -18,7 +18,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import pyengine as pe
 
-SAYS = "delete optimizer.step(), since sync.step steps: parameter '"
+SAYS = "delete optimizer.step(), since sync.step already steps the optimizer: parameter '"
 
 
 class Codebook(nn.Module):
@@ -247,7 +247,7 @@ def test_a_sharded_model_works_by_itself_behind_an_engine_that_was_collected():
         ("windows", [], "call sync.windows"),
         ("no_sync", True, "call sync.no_sync"),
         ("step", 3, "call sync.step"),
-        ("wire", "bf16", "pass wire='bf16' to the engine when it is made"),
+        ("wire", "bf16", "pass wire='bf16' when you create the engine"),
         ("is_sync_step", True, "read sync.is_sync_step"),
     ],
 )

@@ -17,32 +17,32 @@ from torch.nn.parallel import DistributedDataParallel
 import pyengine as pe
 
 SETTINGS = {
-    "cap zero": ({"bucket_cap_mb": 0}, "bucket_cap_mb=0: need a size above 0"),
-    "cap huge": ({"bucket_cap_mb": 1e308}, "bucket_cap_mb=1e+308: need a size above 0"),
-    "cap nan": ({"bucket_cap_mb": float("nan")}, "bucket_cap_mb=nan: need a size above 0"),
-    "cap bool": ({"bucket_cap_mb": True}, "bucket_cap_mb=True: need a size above 0"),
-    "cap text": ({"bucket_cap_mb": "25"}, "bucket_cap_mb='25': need a size above 0"),
-    "wire name": ({"wire": "bf17"}, "wire='bf17': need a wire, for example pe.wire.BF16()"),
+    "cap zero": ({"bucket_cap_mb": 0}, "bucket_cap_mb=0: expected a finite size above 0"),
+    "cap huge": ({"bucket_cap_mb": 1e308}, "bucket_cap_mb=1e+308: expected a finite size above 0"),
+    "cap nan": ({"bucket_cap_mb": float("nan")}, "bucket_cap_mb=nan: expected a finite size above 0"),
+    "cap bool": ({"bucket_cap_mb": True}, "bucket_cap_mb=True: expected a finite size above 0"),
+    "cap text": ({"bucket_cap_mb": "25"}, "bucket_cap_mb='25': expected a finite size above 0"),
+    "wire name": ({"wire": "bf17"}, "wire='bf17': expected a wire, for example pe.wire.BF16()"),
     "wire class": ({"wire": pe.wire.FP16}, "wire=FP16 is a class: pass an instance"),
-    "wire dtype": ({"wire": torch.float64}, "wire=torch.float64: need a wire"),
-    "wire exact": ({"wire": torch.bfloat16, "accumulator": "exact"}, "wire=BF16(): need wire.FP32()"),
-    "wire none": ({"wire": None}, "wire=None: need a wire"),
-    "wire unpicklable": ({"wire": lambda: 0}, "need a wire, for example"),
-    "nonfinite name": ({"nonfinite": "ignore"}, "nonfinite='ignore': need one of 'skip', 'raise'"),
-    "nonfinite list": ({"nonfinite": ["skip"]}, "nonfinite=['skip']: need one of 'skip', 'raise'"),
-    "nonfinite array": ({"nonfinite": np.ones(2)}, "need one of 'skip', 'raise'"),
-    "accumulator array": ({"accumulator": np.ones(2)}, "need one of 'fp32', 'native', 'exact'"),
+    "wire dtype": ({"wire": torch.float64}, "wire=torch.float64: expected a wire"),
+    "wire exact": ({"wire": torch.bfloat16, "accumulator": "exact"}, "wire=BF16(): expected wire.FP32()"),
+    "wire none": ({"wire": None}, "wire=None: expected a wire"),
+    "wire unpicklable": ({"wire": lambda: 0}, "expected a wire, for example"),
+    "nonfinite name": ({"nonfinite": "ignore"}, "nonfinite='ignore': expected one of 'skip', 'raise'"),
+    "nonfinite list": ({"nonfinite": ["skip"]}, "nonfinite=['skip']: expected one of 'skip', 'raise'"),
+    "nonfinite array": ({"nonfinite": np.ones(2)}, "expected one of 'skip', 'raise'"),
+    "accumulator array": ({"accumulator": np.ones(2)}, "expected one of 'fp32', 'native', 'exact'"),
     "accumulator dtype": ({"accumulator": torch.bfloat16}, "'fp32', 'native', 'exact', or torch.f"),
-    "accumulator class": ({"accumulator": pe.Exact}, "need one of 'fp32', 'native', 'exact'"),
-    "exact bool": ({"accumulator": pe.Exact(micro_batches=True)}, "need a whole number of micro-batches"),
+    "accumulator class": ({"accumulator": pe.Exact}, "expected one of 'fp32', 'native', 'exact'"),
+    "exact bool": ({"accumulator": pe.Exact(micro_batches=True)}, "expected a whole number of micro-batches"),
     "accumulate tensor": ({"accumulate": torch.tensor(2)}, "an int from 1 to 2**20, and not a Tensor"),
     "accumulate numpy": ({"accumulate": np.int64(2)}, "an int from 1 to 2**20, and not a int64"),
     "accumulate float": ({"accumulate": 2.0}, "an int from 1 to 2**20, and not a float"),
-    "accumulate bool": ({"accumulate": True}, "accumulate=True: need a whole number"),
-    "accumulate zero": ({"accumulate": 0}, "accumulate=0: need a whole number"),
+    "accumulate bool": ({"accumulate": True}, "accumulate=True: expected micro-batches"),
+    "accumulate zero": ({"accumulate": 0}, "accumulate=0: expected micro-batches"),
     "accumulate auto": ({"accumulate": "auto"}, "accumulate=1, and sync.retry_smaller(share, fn)"),
-    "accumulate huge": ({"accumulate": 10**12}, "accumulate=1000000000000: need a whole number"),
-    "process_group": ({"process_group": "dp"}, "process_group='dp' is a str: need a torch.distributed.Pro"),
+    "accumulate huge": ({"accumulate": 10**12}, "accumulate=1000000000000: expected micro-batches"),
+    "process_group": ({"process_group": "dp"}, "process_group='dp' is a str: expected a torch.distributed"),
 }
 
 
@@ -144,7 +144,7 @@ def _with_grad_dtype() -> object:
         (lambda: pe.GradSync(nn.Linear(1, 1), wire="int4"), "one of the names fp32, bf16, fp16, "),
         (
             lambda: pe.GradSync(nn.Linear(2, 2).requires_grad_(False)),
-            "none of 2 parameters requires a gradient",
+            "none of the 2 parameters requires a gradient",
         ),
         (lambda: pe.GradSync(nn.Linear(2, 2, dtype=torch.float64)), "'weight' is torch.float64 (and 1 more"),
     ],
@@ -183,7 +183,7 @@ def test_a_plan_prints_its_micro_batches_a_window():
 def test_exact_sums_name_the_limit_that_a_finite_gradient_may_have_passed():
     weight = nn.Parameter(torch.ones(1))
     sync = pe.GradSync([weight], accumulator="exact", nonfinite="raise")
-    with pytest.raises(FloatingPointError, match=r"or a finite value of 2\*\*126"), sync.accumulate():
+    with pytest.raises(FloatingPointError, match=r"or from a finite value of 2\*\*126"), sync.accumulate():
         sync.backward((weight * 1.6e38).sum())
 
 

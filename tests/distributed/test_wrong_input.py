@@ -153,7 +153,7 @@ def test_misuse_names_itself_and_the_remedy():
 
     with pytest.raises(RuntimeError, match="flush outside a window"):
         sync.flush()
-    with pytest.raises(TypeError, match=r"scaler is a Sharded: need a torch\.amp\.GradScaler"):
+    with pytest.raises(TypeError, match=r"scaler is a Sharded: expected a torch\.amp\.GradScaler"):
         sync.scaler = type("Sharded", (torch.amp.GradScaler,), {})("cpu")
     with sync.accumulate():
         backward()

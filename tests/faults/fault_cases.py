@@ -114,16 +114,16 @@ class Case:
 
 # Ends in a few words, for a reader of the campaign's table.
 IN_WORDS = {
-    "replaced": "nobody else noticed",
-    "voided": "every other rank skipped the window and said who gave it up",
-    "used": "stepped once, everywhere",
-    "unnoticed": "as if nothing had been",
-    "reported": "one warning named who was late, and where; else as if nothing had been",
-    "raises": "an error on every living rank; nobody stepped the window",
-    "used, raises": "stepped once on every other rank; then an error on every living one",
-    "used or raises": "stepped once everywhere, or an error everywhere",
-    "breaks": "an error on every living rank",
-    "parted": "an error everywhere: ranks are not at the same place",
+    "replaced": "no other rank was affected",
+    "voided": "every other rank skipped the window and named the rank that gave it up",
+    "used": "one step on every rank",
+    "unnoticed": "no effect",
+    "reported": "one warning named the late rank and its position; no other effect",
+    "raises": "an error on every surviving rank; no rank stepped the window",
+    "used, raises": "one step on every other rank, then an error on every surviving rank",
+    "used or raises": "one step on every rank, or an error on every rank",
+    "breaks": "an error on every surviving rank",
+    "parted": "an error on every rank: ranks are at different points of their loops",
 }
 
 # Ways in. Narrow sums are exact on two ranks, if every window is full.

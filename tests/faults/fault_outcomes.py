@@ -52,7 +52,7 @@ class Outcome:
         error = self._fault().partition(":")[0]
         for report in self._others.values():
             assert (
-                len(report.skipped) == 1 and f"rank {self._case.rank} gave the window up" in report.skipped[0]
+                len(report.skipped) == 1 and f"rank {self._case.rank} gave up the window" in report.skipped[0]
             ), self
             assert error in report.skipped[0], self
 

@@ -158,6 +158,6 @@ def test_two_hundred_kills_lose_nothing(ranks, tmp_path, accumulator, runs):
         fault=f"a worker dies (SIGKILL), accumulator {accumulator}",
         made_by=f"torch.distributed.elastic, 2 to 4 workers: {_told(campaign)}",
         tries=campaign.kills,
-        outcome="every run ended with the bits of the undisturbed one; no step that was saved was lost; no "
-        "process was left",
+        outcome="every run ended with the bits of an undisturbed run; no saved step was lost; no process was "
+        "left",
     )

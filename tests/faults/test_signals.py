@@ -27,7 +27,7 @@ def test_a_signal_at_a_random_moment_ends_every_command_cleanly(tmp_path):
             problems.append(f"{command}, {number.name}, {seconds:.3f} s, group {is_group}: {said}")
     assert problems == []
     record(
-        fault="SIGINT or SIGTERM to a command, its first seconds included",
+        fault="SIGINT or SIGTERM sent to a command, also during its first seconds",
         made_by=f"to one process or to all, 0 to 8 s behind its first line; {', '.join(COMMANDS)}",
         tries=TRIES,
         outcome=f"one line, no traceback, no process left; exit codes {dict(codes)}",

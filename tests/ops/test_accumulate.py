@@ -36,9 +36,9 @@ def test_what_a_gradient_makes_infinite_is_flagged_and_not_what_was_infinite_bef
 @pytest.mark.parametrize(
     ("change", "error", "words"),
     [
-        ({"acc": torch.zeros(5).bfloat16()}, TypeError, "acc is torch.bfloat16.*needed dtype torch.float32"),
+        ({"acc": torch.zeros(5).bfloat16()}, TypeError, "acc is torch.bfloat16.*expected dtype .*float32"),
         ({"acc": torch.zeros(4)}, ValueError, "acc is .*at least 5 elements"),
-        ({"nonfinite": torch.zeros(2)}, TypeError, "nonfinite is torch.float32.*needed dtype torch.uint8"),
+        ({"nonfinite": torch.zeros(2)}, TypeError, "nonfinite is torch.float32.*expected dtype torch.uint8"),
         ({"scale": 1.0}, TypeError, "scale is float"),
         (
             {"wire": torch.zeros(5).double(), "wire_scale": torch.tensor(1.0)},

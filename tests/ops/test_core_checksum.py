@@ -48,10 +48,10 @@ def test_storages_that_were_emptied_are_not_read_behind_their_end():
     weights = torch.ones(16, dtype=torch.int32)
     rule = (weights.data_ptr(), len(weights))
     assert core.checksums_of(*rule, [tensor], [-1], 64) != [None]
-    with pytest.raises(ValueError, match="blocks of a word"):
+    with pytest.raises(ValueError, match="blocks of at least one word"):
         core.checksums_of(rule[0], 0, [tensor], [-1], 64)
     for turns, run in (([0, 1], 64), ([0], 0), ([], 64)):
-        with pytest.raises(ValueError, match="a turn a tensor"):
+        with pytest.raises(ValueError, match="one turn per tensor"):
             core.checksums_of(*rule, [tensor], turns, run)
     tensor.untyped_storage().resize_(0)
     assert core.checksums_of(*rule, [tensor, torch.zeros(3, dtype=torch.uint8)], [-1, 5], 64) == [

@@ -90,7 +90,7 @@ def test_a_list_is_read_and_another_of_many_slots_written(device, scale):
 def test_a_list_that_parameters_cannot_hold_is_refused(kernels, one):
     plan = Device.emulated(kernels).plan([*range(4001)], [1] * 4001)
     plan.most_inline = 5000
-    with pytest.raises(ValueError, match="4001 addresses; needed at most 256, or a list in device memory"):
+    with pytest.raises(ValueError, match="4001 addresses; expected at most 256, or a list in device memory"):
         plan.pack_(torch.zeros(4001), torch.ones(4001).split(1), one)
 
 

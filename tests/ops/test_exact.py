@@ -167,7 +167,7 @@ def test_a_range_of_a_sum_is_rounded_in_its_own_memory(isa):
     assert_same_bits(total.hi[64:256].view(torch.float32), out[64:256])
     assert torch.equal(total.hi[:64], hi[:64]) and torch.equal(total.hi[256:], hi[256:])
     for start, stop in [(0, 100), (-64, 64), (64, 0), (0, numel + 64)]:
-        with pytest.raises(ValueError, match=f"start={start}, stop={stop}; needed multiples of 64"):
+        with pytest.raises(ValueError, match=f"start={start}, stop={stop}; expected multiples of 64"):
             total.between(start, stop)
 
 
@@ -286,11 +286,11 @@ def test_the_result_is_the_exact_integer_rounded_once(isa, terms, dtype):
 @pytest.mark.parametrize(
     ("offsets", "numel", "terms", "words"),
     [
-        ([0], 64, 0, "terms=0; needed 1 to 4096"),
-        ([0], 64, 4097, "terms=4097; needed 1 to 4096.*deposit their sum"),
-        ([0], 100, 8, "numel=100; needed a multiple of 64.*nearest is 128"),
-        ([64], 64, 8, "numel=64; needed .* at least flat_numel=67; nearest is 128"),
-        ([32], 64, 8, "slot 0 has offset 32; needed a multiple of 64"),
+        ([0], 64, 0, "terms=0; expected 1 to 4096"),
+        ([0], 64, 4097, "terms=4097; expected 1 to 4096.*deposit their sum"),
+        ([0], 100, 8, "numel=100; expected a multiple of 64.*nearest is 128"),
+        ([64], 64, 8, "numel=64; expected .* at least flat_numel=67; the nearest is 128"),
+        ([32], 64, 8, "slot 0 has offset 32; expected a multiple of 64"),
     ],
 )
 def test_a_sum_that_cannot_be_is_refused(offsets, numel, terms, words):
@@ -312,16 +312,26 @@ TOTAL = make_sum(8)
 @pytest.mark.parametrize(
     ("method", "arguments", "error", "words"),
     [
-        ("deposit_", {"tensors": [None, torch.ones(3)]}, ValueError, r"\[1\] has 3 elements; needed 62"),
+        ("deposit_", {"tensors": [None, torch.ones(3)]}, ValueError, r"\[1\] has 3 elements; expected 62"),
         ("deposit_", {"nonfinite": torch.zeros(2)}, TypeError, "nonfinite is torch.float32"),
-        ("deposit_", {"nonfinite": torch.zeros(3, dtype=torch.uint8)}, ValueError, "needed 2, one a slot"),
-        ("align_", {"bins": torch.zeros(5)}, TypeError, "bins is torch.float32.*needed dtype torch.uint8"),
-        ("align_", {"bins": torch.zeros(6, dtype=torch.uint8)}, ValueError, "bins has 6 elements; needed 5"),
-        ("merge_", {"other": make_sum(4096)}, ValueError, "other is ExactSum.*needed one like ExactSum"),
+        (
+            "deposit_",
+            {"nonfinite": torch.zeros(3, dtype=torch.uint8)},
+            ValueError,
+            "expected 2, one per slot",
+        ),
+        ("align_", {"bins": torch.zeros(5)}, TypeError, "bins is torch.float32.*expected dtype torch.uint8"),
+        (
+            "align_",
+            {"bins": torch.zeros(6, dtype=torch.uint8)},
+            ValueError,
+            "bins has 6 elements; expected 5",
+        ),
+        ("merge_", {"other": make_sum(4096)}, ValueError, "other is ExactSum.*expected a sum like ExactSum"),
         ("round_", {"out": torch.zeros(NUMEL).double()}, TypeError, "out is torch.float64"),
         ("round_", {"out": torch.zeros(NUMEL - 1)}, ValueError, "out is .*at least 320 elements"),
-        ("round_", {"out": TOTAL.hi.view(torch.bfloat16)}, ValueError, "needed memory of its own"),
-        ("round_", {"out": TOTAL.lo.view(torch.float16)}, ValueError, "needed memory of its own"),
+        ("round_", {"out": TOTAL.hi.view(torch.bfloat16)}, ValueError, "expected memory of its own"),
+        ("round_", {"out": TOTAL.lo.view(torch.float16)}, ValueError, "expected memory of its own"),
     ],
 )
 def test_arguments_that_do_not_fit_are_named(method, arguments, error, words):

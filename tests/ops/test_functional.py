@@ -270,15 +270,19 @@ PARAM = torch.nn.Parameter(torch.ones(2))
 @pytest.mark.parametrize(
     ("call", "error", "words"),
     [
-        (lambda: pe.ops.flatten([None, *TWO]), TypeError, r"tensors\[0\] is NoneType; needed .*pass like="),
-        (lambda: pe.ops.flatten(TWO, like=[*TWO, 3]), TypeError, r"like\[2\] is int; needed a torch.Tensor"),
-        (lambda: pe.ops.flatten(TWO, like=TWO[:1]), ValueError, "tensors has 2 tensors; needed 1"),
-        (lambda: pe.ops.flatten(TWO, like=TWO[::-1]), ValueError, r"tensors\[0\] has 2 elements; needed 3"),
-        (lambda: pe.ops.flatten([None], like=TWO[:1]), ValueError, "tensors holds no tensor.* pass out="),
+        (lambda: pe.ops.flatten([None, *TWO]), TypeError, r"tensors\[0\] is NoneType; expected .*pass like="),
+        (
+            lambda: pe.ops.flatten(TWO, like=[*TWO, 3]),
+            TypeError,
+            r"like\[2\] is int; expected a torch.Tensor",
+        ),
+        (lambda: pe.ops.flatten(TWO, like=TWO[:1]), ValueError, "tensors has 2 tensors; expected 1"),
+        (lambda: pe.ops.flatten(TWO, like=TWO[::-1]), ValueError, r"tensors\[0\] has 2 elements; expected 3"),
+        (lambda: pe.ops.flatten([None], like=TWO[:1]), ValueError, "tensors contains no tensor.* pass out="),
         (lambda: pe.ops.flatten(TWO, out=torch.ones(5), dtype=torch.float16), ValueError, "dtype=.* and out"),
         (lambda: pe.ops.flatten(TWO, out=torch.ones(4)), ValueError, r"out is .*\(4,\).*at least 5"),
         (lambda: pe.ops.flatten(TWO, scale=torch.ones(1)), ValueError, "scale is .*0-dim"),
-        (lambda: pe.ops.unflatten_(torch.ones(5), TWO), TypeError, "flat is list; needed a torch.Tensor"),
+        (lambda: pe.ops.unflatten_(torch.ones(5), TWO), TypeError, "flat is list; expected a torch.Tensor"),
         (lambda: pe.ops.accumulate_(torch.ones(5).half(), TWO), TypeError, "acc is torch.float16"),
         (lambda: pe.ops.accumulate_(torch.ones(5), [None, TWO[1]]), TypeError, r"grads\[0\] is NoneType"),
         (lambda: pe.ops.unscale_norm([*TWO, 3.0]), TypeError, r"tensors\[2\] is float"),
@@ -304,7 +308,7 @@ def test_arguments_that_do_not_fit_are_named(call, error, words):
 @pytest.mark.parametrize("op", ["flatten", "unflatten_", "accumulate_", "unscale_norm", "unscale_norm_"])
 def test_a_scale_that_is_no_float32_is_named(op, scale, error):
     tensors = [tensor.clone() for tensor in TWO]
-    with pytest.raises(error, match="scale(=| is ).*; needed a (real )?number"):
+    with pytest.raises(error, match="scale(=| is ).*; expected a (real )?number"):
         {
             "flatten": lambda: pe.ops.flatten(tensors, scale=scale),
             "unflatten_": lambda: pe.ops.unflatten_(tensors, torch.zeros(5), scale=scale),

@@ -92,7 +92,7 @@ def test_a_slot_of_more_than_two_to_the_31_elements_is_read_to_its_end(one):
     ("change", "error", "words"),
     [
         ({"sumsq": torch.zeros(1).double()}, ValueError, "sumsq is .*at least 2 elements"),
-        ({"out": [torch.ones(2)]}, ValueError, "out has 1 tensors; needed 2"),
+        ({"out": [torch.ones(2)]}, ValueError, "out has 1 tensors; expected 2"),
         ({"nonfinite": torch.zeros(2)}, TypeError, "nonfinite is torch.float32"),
     ],
 )

@@ -65,10 +65,10 @@ def test_a_torn_line_spoils_no_other(tmp_path):
 
 @pytest.mark.parametrize("rank", ["0", -1, 1])
 def test_a_writer_that_would_write_nothing_is_refused(tmp_path, rank):
-    with pytest.raises(ValueError, match=f"^rank={rank!r}: need the rank that writes, .* from 0 to 0"):
+    with pytest.raises(ValueError, match=f"^rank={rank!r}: expected the rank that writes, .* from 0 to 0"):
         JsonLines(tmp_path / "steps.jsonl", rank=rank)
     for write in (JsonLines, lambda path: chrome_trace(path).__enter__()):
-        with pytest.raises(FileNotFoundError, match="there is no folder .*; make it first"):
+        with pytest.raises(FileNotFoundError, match="there is no folder .*; create it first"):
             write(tmp_path / "missing" / "file.json")
 
 
@@ -132,7 +132,7 @@ def test_weights_and_biases_gets_an_axis_of_its_own_and_needs_a_run_on_the_rank_
     assert [values["pyengine/step"] for values in run.logged] == [7, 1]
     assert run.logged[0]["pyengine/loss"] == 0.5
     assert run.summary == {"pyengine/last_skip": "step 1: inf on rank 1"}
-    with pytest.raises(ValueError, match=r"need the run that wandb\.init returned"):
+    with pytest.raises(ValueError, match=r"expected the run that wandb\.init returned"):
         Wandb(None)
     with mock.patch("pyengine.telemetry._is_own", return_value=False):
         Wandb(None)(_record(0))

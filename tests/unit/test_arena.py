@@ -150,7 +150,7 @@ def test_a_wait_that_times_out_raises_and_can_be_repeated():
         flats = [torch.ones(3) for _ in arenas]
         work = _reduce(arenas[0], flats[0])
         assert not work.is_completed()
-        with pytest.raises(RuntimeError, match="takes longer"):
+        with pytest.raises(RuntimeError, match="timed out waiting"):
             work.wait(timedelta(seconds=0.01))
         _reduce(arenas[1], flats[1]).wait(ALIVE)
         work.wait(ALIVE)
@@ -161,7 +161,7 @@ def test_ranks_in_different_collectives_all_raise():
     with _arenas(3) as arenas:
         works = [_reduce(arena, torch.ones(3 + (rank == 1))) for rank, arena in enumerate(arenas)]
         for work in works:
-            with pytest.raises(RuntimeError, match="different collectives|has given a collective"):
+            with pytest.raises(RuntimeError, match="different collectives|has given up a collective"):
                 work.wait(ALIVE)
         with pytest.raises(RuntimeError, match="different collectives|has given"):  # from now on
             _reduce(arenas[0], torch.ones(2)).wait(ALIVE)
@@ -175,7 +175,7 @@ def test_a_rank_that_does_not_come_in_time_is_an_error_on_all():
             with pytest.raises(RuntimeError) as error:
                 work.wait(ALIVE)
             errors.append(str(error.value))
-        assert any("rank 2 launched no such collective in 0.1 s" in text for text in errors)
+        assert any("rank 2 did not launch this collective within 0.1 s" in text for text in errors)
 
 
 @pytest.mark.parametrize(
@@ -207,7 +207,7 @@ def test_one_look_at_a_dead_rank_fails_nothing_and_two_in_a_row_do(monkeypatch):
             while not arenas[0]._core.missing():
                 pass
             look(arenas[0], 0.0)
-        with pytest.raises(RuntimeError, match="takes longer"):
+        with pytest.raises(RuntimeError, match="timed out waiting"):
             work.wait(timedelta(seconds=0.01))
         look(arenas[0], 0.0)
         with pytest.raises(RuntimeError, match="rank 1, process .*, has died"):

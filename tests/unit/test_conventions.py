@@ -22,9 +22,9 @@ from pyengine.wire.named import WIRES, WireName
             {},
             r"got 8 without a name after params_or_module: .*, accumulate=8",
         ),
-        (pe.GradSync, (), {"gradient_accumulation_steps": 4}, r"_steps=4: .* is accumulate= here"),
-        (pe.GradSync, (), {"acumulate": 4}, r"acumulate=4: this argument is accumulate= here"),
-        (pe.GradSync, (), {"foo": 1}, r"foo=1: there is no such argument; there are accumulate, wire, "),
+        (pe.GradSync, (), {"gradient_accumulation_steps": 4}, r"_steps=4: here .* called accumulate="),
+        (pe.GradSync, (), {"acumulate": 4}, r"acumulate=4: here this argument is called accumulate="),
+        (pe.GradSync, (), {"foo": 1}, r"foo=1: there is no such argument; the arguments are accumulate, "),
         (pe.attach, (2,), {}, "accumulate=2"),
     ],
 )

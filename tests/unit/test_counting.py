@@ -39,18 +39,18 @@ def test_numbers_and_tensors_are_counted_by_name(given, counts):
     assert _counted(*given) == (counts, [])
 
 
-NEED = "need a finite number of at least 0 and at most 2**53"
+NEED = "expected a finite number from 0 to 2**53"
 WRONG = [
     (-1, f"count of micro-batch 1 is -1.0: {NEED}"),
     (torch.tensor(-1), f"count of micro-batch 1 is -1.0: {NEED}"),
     (10**400, f"count of micro-batch 1 is inf: {NEED}"),
     (True, "count of micro-batch 1: count=True is a bool"),
     (None, "count of micro-batch 1: count=None is a NoneType"),
-    (torch.ones(2), "count of micro-batch 1: count: got a tensor of shape [2]"),
-    (torch.tensor(True), "count of micro-batch 1: count: got a tensor of torch.bool"),
-    ({}, "count of micro-batch 1 has the names []: need strings, at least one"),
-    ({1: 3}, "count of micro-batch 1 has the names [1]: need strings, at least one"),
-    ({"ce": 3}, "count of micro-batch 1 has ['ce'], and ['count'] elsewhere: need the same names"),
+    (torch.ones(2), "count of micro-batch 1: count: expected one number, got a tensor of shape [2]"),
+    (torch.tensor(True), "count of micro-batch 1: count: expected the number of items as an integer or"),
+    ({}, "count of micro-batch 1 has the names []: expected one or more strings"),
+    ({1: 3}, "count of micro-batch 1 has the names [1]: expected one or more strings"),
+    ({"ce": 3}, "count of micro-batch 1 has ['ce'], but ['count'] elsewhere: expected the same names"),
 ]
 
 
@@ -63,12 +63,12 @@ def test_an_invalid_count_is_reported_with_its_micro_batch(wrong, message):
 @pytest.mark.parametrize("given", [{"ce": 3}, {"ce": 3, "aux": 1, "z": 2}], ids=str)
 def test_missing_and_extra_names_are_reported(given):
     _, (problem,) = _counted(given, names=["ce", "aux"])
-    assert problem.startswith(f"count of micro-batch 0 has {list(given)}, and ['ce', 'aux'] elsewhere")
+    assert problem.startswith(f"count of micro-batch 0 has {list(given)}, but ['ce', 'aux'] elsewhere")
 
 
 def test_every_wrong_value_is_reported_with_its_name():
     _, problems = _counted({"ce": -1, "aux": "1"}, {"ce": 0.5, "aux": math.inf}, is_exact=True)
-    assert [problem.partition(": need")[0].partition(": count")[0] for problem in problems] == [
+    assert [problem.partition(": expected")[0].partition(": count")[0] for problem in problems] == [
         "count['aux'] of micro-batch 0",
         "count['ce'] of micro-batch 0 is -1.0",
         "count['ce'] of micro-batch 1 is 0.5",
@@ -78,5 +78,5 @@ def test_every_wrong_value_is_reported_with_its_name():
 
 def test_lazy_devices_are_refused():
     engine = cast(Engine, SimpleNamespace(device=torch.device("xla")))
-    with pytest.raises(ValueError, match="count= on xla: the host would have to read the totals"):
+    with pytest.raises(ValueError, match="count= on xla: the host would have to wait"):
         Counting(engine, len)

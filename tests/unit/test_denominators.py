@@ -59,13 +59,13 @@ def test_a_ratio_is_not_rounded_to_a_narrow_type(dtype):
 @pytest.mark.parametrize(
     ("losses", "message"),
     [
-        (_loss(1.0), "got a single loss, and this window counts 'ce', 'aux'"),
-        ({"ce": _loss(1.0)}, "got 'ce', and this window counts 'ce', 'aux'"),
+        (_loss(1.0), "got a single loss, but this window has counts for 'ce', 'aux'"),
+        ({"ce": _loss(1.0)}, "got 'ce', but this window has counts for 'ce', 'aux'"),
         ({"ce": _loss(1.0), "aux": 0, "z": 0}, "got 'ce', 'aux', 'z'"),
         ({}, "got an empty dict"),
-        ({"ce": torch.ones(2), "aux": 0}, r"loss\['ce'\]: got \[2\], need a 0-dim tensor"),
-        ({"ce": torch.tensor(1), "aux": 0}, r"loss\['ce'\]: got torch.int64, need a 0-dim"),
-        ({"ce": 0, "aux": 2}, r"loss\['aux'\]: got 2, need a 0-dim"),
+        ({"ce": torch.ones(2), "aux": 0}, r"loss\['ce'\]: got \[2\], expected a 0-dim"),
+        ({"ce": torch.tensor(1), "aux": 0}, r"loss\['ce'\]: got torch.int64, expected a 0-dim"),
+        ({"ce": 0, "aux": 2}, r"loss\['aux'\]: got 2, expected a 0-dim"),
         ({"ce": 0, "aux": False}, r"loss\['aux'\]: got False"),
         ({"ce": 0, "aux": None}, r"loss\['aux'\]: got None"),
     ],

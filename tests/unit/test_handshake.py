@@ -86,11 +86,11 @@ def test_an_exact_window_is_as_long_as_it_was_made_for(micro_batches, by_rank, p
 @pytest.mark.parametrize(
     ("accumulator", "by_rank", "message"),
     [
-        (Exact(2), [1, 3], r"accumulate=3: need at least as many micro-batches"),
-        (Exact(4097), [1, 1], r"makes 4097 micro-batches a window over all ranks: .* takes 1 to 4096"),
-        ("exact", [2049, 2048], r"accumulate=\[2049, 2048\] by rank makes 4097 micro-batches"),
-        (Exact(8194, slots=4097), [8194], r"makes 4097 slots a window over all ranks: .* takes 1 to 4096"),
-        (Exact(8, slots=4), [4, 2, 2], r"slots=4\) on 3 ranks .* slots fit 1, 2, 4 ranks"),
+        (Exact(2), [1, 3], r"accumulate=3: expected at least as many micro-batches"),
+        (Exact(4097), [1, 1], r"means 4097 micro-batches per window over all ranks, .* supports 1 to 4096"),
+        ("exact", [2049, 2048], r"accumulate=\[2049, 2048\] by rank means 4097 micro-batches"),
+        (Exact(8194, slots=4097), [8194], r"means 4097 slots per window over .* supports 1 to 4096"),
+        (Exact(8, slots=4), [4, 2, 2], r"slots=4\) on 3 ranks .* slots can be divided among 1, 2, 4 ranks"),
         (Exact(8, slots=4), [5, 3], r"accumulate=\[5, 3\] by rank: .* 2 whole slots of 2 .* accumulate=4"),
     ],
 )

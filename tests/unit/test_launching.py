@@ -27,9 +27,9 @@ def job(folder: Path, *, workers: int = 2) -> launching._Job:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"workers": 65}, "workers=65: need at most 64 on the 2 cores of this machine"),
+        ({"workers": 65}, "workers=65: expected at most 64 on the 2 cores of this machine"),
         *(
-            ({"workers": 1, "timeout_s": s}, "timeout_s=.*: need seconds above 0")
+            ({"workers": 1, "timeout_s": s}, "timeout_s=.*: expected a positive number of seconds")
             for s in (0, math.nan, math.inf)
         ),
     ],
@@ -105,7 +105,7 @@ def test_a_launch_inside_a_worker_is_refused_for_its_inherited_environment(envir
         ({0: 1, 1: -6}, {0: "cause"}, "worker 0 of 2 failed (exit code 1)\ncause"),
         ({1: 1}, {1: "cause"}, "worker 1 of 2 failed (exit code 1)\ncause"),
         ({0: 1, 1: 1}, {1: "cause", 0: "lost"}, "worker 1 of 2 failed (exit code 1)\ncause"),
-        ({0: 0}, {}, "worker 0 of 2 failed (exit code 0)\nit ended by itself"),
+        ({0: 0}, {}, "worker 0 of 2 failed (exit code 0)\nit exited by itself"),
     ],
 )  # fmt: skip
 def test_the_failure_that_caused_the_others_is_reported(tmp_path, codes, raised, report):

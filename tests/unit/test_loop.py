@@ -55,6 +55,6 @@ def test_a_loader_that_ends_after_an_error_is_warned_of_once():
     with pytest.raises(OSError, match="gone"):
         source.peek(2)
     assert source.peek(1) == [0]
-    with pytest.warns(RuntimeWarning, match=r"ended after it had raised OSError\('gone'\)"):
+    with pytest.warns(RuntimeWarning, match=r"ended after raising OSError\('gone'\)"):
         assert source.pop() == 0
     assert source.peek(2) == []

@@ -48,7 +48,7 @@ OVER_FLAT = [_pack, _unpack, _accumulate, _accumulate_cast]
 @pytest.mark.parametrize("begins", [(1, None), (6, None), (9, None), (8, 0)], ids=str)
 def test_a_tensor_that_overlaps_another_slot_of_the_flat_is_refused_and_nothing_is_written(plan, op, begins):
     flat = torch.arange(13.0)
-    with pytest.raises(ValueError, match=r"shares memory with .* needed memory of its own"):
+    with pytest.raises(ValueError, match=r"shares memory with .* expected memory of its own"):
         op(plan, flat, [None if begin is None else flat[begin : begin + 4] for begin in begins])
     assert torch.equal(flat, torch.arange(13.0))
 

@@ -48,19 +48,19 @@ def _between() -> torch.Tensor:
 
 
 ODD = {
-    "between": (_between, "which begins between two elements of its type"),
+    "between": (_between, "whose address is not aligned to its elements"),
     "fake": (_fake, "is a FakeTensor, which does not store its elements at its address"),
-    "freed": (_freed, "whose storage holds 0 bytes; needed 16"),
-    "freed view": (_freed_view, "whose storage holds 0 bytes; needed 48"),
-    "cut": (_cut, "whose storage holds 12 bytes; needed 16"),
-    "negated": (lambda: torch._neg_view(torch.ones(4)), "a lazily negated, conjugated or zero view"),
+    "freed": (_freed, "whose storage holds 0 bytes; expected at least 16"),
+    "freed view": (_freed_view, "whose storage holds 0 bytes; expected at least 48"),
+    "cut": (_cut, "whose storage holds 12 bytes; expected at least 16"),
+    "negated": (lambda: torch._neg_view(torch.ones(4)), "a lazily negated, conjugated or all-zero view"),
     "imaginary": (
         lambda: torch.ones(4, dtype=torch.complex64).conj().imag,
         "lazily negated|dense contiguous",
     ),
-    "zero": (lambda: torch._efficientzerotensor(4), "a lazily negated, conjugated or zero view"),
-    "meta": (lambda: torch.ones(4, device="meta"), "on meta; needed cpu|needed meta"),
-    "expanded": (lambda: torch.ones(1).expand(4), "needed a dense contiguous tensor"),
+    "zero": (lambda: torch._efficientzerotensor(4), "a lazily negated, conjugated or all-zero view"),
+    "meta": (lambda: torch.ones(4, device="meta"), "on meta; expected cpu|expected meta"),
+    "expanded": (lambda: torch.ones(1).expand(4), "expected a dense contiguous tensor"),
 }  # fmt: skip
 
 
@@ -100,22 +100,22 @@ FLAT, LIST, FLAGS = torch.zeros(4), [torch.ones(4)], torch.zeros(1, dtype=torch.
     [
         (lambda: PLAN.pack_(FLAT, LIST, torch._neg_view(ONE)), ValueError, "lazily negated"),
         (lambda: PLAN.pack_(FLAT, LIST, _freed_scale()), ValueError, "storage holds 0 bytes"),
-        (lambda: PLAN.pack_([1.0], LIST, ONE), TypeError, "flat is .*; needed a torch.Tensor"),
-        (lambda: PLAN.unpack_(LIST, [1.0], ONE), TypeError, "flat is .*; needed a torch.Tensor"),
+        (lambda: PLAN.pack_([1.0], LIST, ONE), TypeError, "flat is .*; expected a torch.Tensor"),
+        (lambda: PLAN.unpack_(LIST, [1.0], ONE), TypeError, "flat is .*; expected a torch.Tensor"),
         (
             lambda: PLAN.accumulate_([1.0], LIST, ONE, first=True, nonfinite=FLAGS),
             TypeError,
-            "acc is .*; needed a torch.Tensor",
+            "acc is .*; expected a torch.Tensor",
         ),
         (
             lambda: PLAN.accumulate_cast_([1.0], FLAGS, LIST, ONE, ONE, first=True, nonfinite=FLAGS),
             TypeError,
-            "wire is .*; needed a torch.Tensor",
+            "wire is .*; expected a torch.Tensor",
         ),
         (
             lambda: PLAN.unscale_norm(LIST, None, ONE, sumsq=[1.0], nonfinite=FLAGS),
             TypeError,
-            "sumsq is .*; needed a torch.Tensor",
+            "sumsq is .*; expected a torch.Tensor",
         ),
     ],
 )
@@ -180,11 +180,11 @@ def test_pointers_to_a_storage_that_has_shrunk_are_refused():
     shorter = torch.frombuffer(memory, dtype=torch.float32, count=2)
     tensor.set_(shorter.untyped_storage(), 0, (2,), (1,))
     assert tensor.data_ptr() == address
-    with pytest.raises(ValueError, match=r"tensors\[0\] has 2 elements; needed 4"):
+    with pytest.raises(ValueError, match=r"tensors\[0\] has 2 elements; expected 4"):
         PLAN.pack_(torch.zeros(4), pointers, ONE)
     pointers = PLAN.pointers([emptied])
     emptied.untyped_storage().resize_(4)
-    with pytest.raises(ValueError, match=r"tensors\[0\] is .* whose storage holds 4 bytes; needed 16"):
+    with pytest.raises(ValueError, match=r"tensors\[0\] is .* whose storage holds 4 bytes; .*at least 16"):
         PLAN.pack_(torch.zeros(4), pointers, ONE)
 
 
@@ -197,7 +197,7 @@ def test_addresses_that_only_a_replay_writes_serve_the_capture_alone(monkeypatch
     with (
         nullcontext()
         if captures
-        else pytest.raises(RuntimeError, match="Pointers of 300 tensors were made during")
+        else pytest.raises(RuntimeError, match="Pointers of 300 tensors were created during")
     ):
         upload.wait()
 
@@ -206,10 +206,10 @@ def test_the_core_refuses_a_dtype_that_it_does_not_know():
     core = native.core()
     if core is None:
         pytest.skip("there is no native core")
-    with pytest.raises(ValueError, match="dtype code 3; needed 0"):
+    with pytest.raises(ValueError, match="dtype code 3; expected 0"):
         core.Table([0], 3)
     flat, table = torch.zeros(4), core.Table([torch.ones(4).data_ptr()], 0)
-    with pytest.raises(ValueError, match="dtype code -1; needed 0"):
+    with pytest.raises(ValueError, match="dtype code -1; expected 0"):
         PLAN._native.pack_(flat.data_ptr(), -1, table, ONE.data_ptr(), 0)
 
 

@@ -70,7 +70,7 @@ def test_a_number_of_windows_that_none_were_measured_in_is_refused(field, number
 def test_a_norm_that_is_none_is_refused():
     sync, _ = _measured()
     for number in (math.nan, -1.0):
-        with pytest.raises(ValueError, match="no number of windows and their norms"):
+        with pytest.raises(ValueError, match="not a number of windows with their norms"):
             sync.load_state_dict(_spoilt(sync.state_dict(), "spike", 2, number))
 
 
@@ -100,7 +100,7 @@ def test_a_number_that_the_setters_of_a_scaler_take_comes_back(name, value):
 def test_a_scaler_of_its_own_refuses_such_numbers_too(name, value):
     scaler = pe.GradScaler("cpu")
     before = scaler.state_dict()
-    with pytest.raises(ValueError, match=rf"load another state, this one has scaler\['{name}'\]="):
+    with pytest.raises(ValueError, match=rf"load another state: this one has scaler\['{name}'\]="):
         scaler.load_state_dict({**before, name: value})
     assert scaler.state_dict() == before
 

@@ -171,10 +171,10 @@ def test_seeding_imports_no_torch_xla_and_initialises_no_device(tmp_path):
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
-        (lambda: pe.seed_everything(1.0), TypeError, "seed=1.0 is a float: need a whole number"),
-        (lambda: pe.seed_rank(True), TypeError, "seed=True is a bool: need a whole number"),
-        (lambda: pe.seed_everything(-1), ValueError, rf"seed=-1: need .* modulo 2\*\*64 it is {2**64 - 1}$"),
-        (lambda: pe.seed_everything(2**64), ValueError, rf"seed={2**64}: need .* modulo 2\*\*64 it is 0$"),
+        (lambda: pe.seed_everything(1.0), TypeError, "seed=1.0 is a float: expected a whole number"),
+        (lambda: pe.seed_rank(True), TypeError, "seed=True is a bool: expected a whole number"),
+        (lambda: pe.seed_everything(-1), ValueError, rf"seed=-1: expected .* 2\*\*64 it is {2**64 - 1}$"),
+        (lambda: pe.seed_everything(2**64), ValueError, rf"seed={2**64}: expected .* 2\*\*64 it is 0$"),
         (lambda: micro_batch(step=-1), ValueError, "step=-1"),
         (lambda: micro_batch(index=-1), ValueError, "index=-1"),
     ],
@@ -397,7 +397,7 @@ def test_a_state_from_which_a_generator_would_draw_something_else_is_refused(cas
     name, spoil = SPOILT[case]
     good = rng_states()
     assert rng_problem(good) == ""
-    assert f"rng[{name!r}], which is no state" in rng_problem({**good, name: spoil(good[name])})
+    assert f"rng[{name!r}], which is not a state" in rng_problem({**good, name: spoil(good[name])})
 
 
 def test_every_state_that_a_generator_has_is_one():

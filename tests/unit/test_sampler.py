@@ -50,7 +50,7 @@ def test_ranks_together_see_the_windows_of_a_single_rank(world, micro_batches, s
 def test_an_epoch_holds_every_sample_once_in_micro_batches_of_full_size(samples, drop_last):
     kept = samples - samples % (8 * SIZE) if drop_last else samples
     if kept == 0:
-        with pytest.raises(ValueError, match=f"dataset_size={samples} gives no window .* need 24"):
+        with pytest.raises(ValueError, match=f"dataset_size={samples} gives no window .* at least 24"):
             build(samples, drop_last=drop_last)
         return
     batches = list(build(samples, drop_last=drop_last))
@@ -95,17 +95,17 @@ def test_a_data_loader_gives_the_same_batches(workers):
     ("changes", "error", "message"),
     [
         ({"global_batch": 1000}, ValueError, "global_batch=1000 .* micro_batch=16; nearest: 992 and 1008"),
-        ({"micro_batch": 0}, ValueError, "micro_batch=0: need 1"),
+        ({"micro_batch": 0}, ValueError, "micro_batch=0: expected at least 1"),
         ({"micro_batch": 2.0}, TypeError, "micro_batch=2.0 is a float"),
         ({"seed": None}, TypeError, "seed=None is a NoneType"),
         ({"seed": -1}, ValueError, "seed=-1"),
-        ({"dataset": 0}, ValueError, "dataset_size=0 gives no window .* need 1 samples"),
+        ({"dataset": 0}, ValueError, "dataset_size=0 gives no window .* expected at least 1 samples"),
         ({"dataset": iter([1])}, TypeError, "dataset is a list_iterator without a length"),
         ({"dataset": torch.tensor(4)}, TypeError, "dataset is a Tensor without a length"),
         ({"dataset": True}, TypeError, "dataset=True is a bool"),
-        ({"rank": 2, "num_replicas": 2}, ValueError, "rank=2: need 0 to 1, since num_replicas=2"),
-        ({"rank": 1}, ValueError, "rank=1: need 0 to 0, since num_replicas=1; .* here 0 and 1"),
-        ({"num_replicas": 0}, ValueError, "num_replicas=0: need a whole number of at"),
+        ({"rank": 2, "num_replicas": 2}, ValueError, "rank=2: expected 0 to 1, since num_replicas=2"),
+        ({"rank": 1}, ValueError, "rank=1: expected 0 to 0, since num_replicas=1; .* here 0 and 1"),
+        ({"num_replicas": 0}, ValueError, "num_replicas=0: expected a whole number of at"),
         ({"num_replicas": 2.0}, TypeError, "num_replicas=2.0 is a float"),
     ],
 )

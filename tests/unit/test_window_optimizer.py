@@ -142,7 +142,7 @@ def test_what_is_no_plain_optimizer_is_refused_by_wrap_and_step(given):
         for _ in window:
             sync.backward(weight.sum())
         with pytest.raises(
-            TypeError, match=r"optimizer\.optimizer" if given == "wrapped" else "need a torch"
+            TypeError, match=r"optimizer\.optimizer" if given == "wrapped" else "expected a torch"
         ):
             sync.step(wrong)
         sync.step(bare)

@@ -76,10 +76,10 @@ def _attach(rank: int) -> pe.Sync:
         (
             1,
             partial(_make, process_group="mine"),
-            "process_group='mine' is a str: need a torch.distributed.ProcessGroup",
+            "process_group='mine' is a str: expected a torch.distributed.ProcessGroup",
         ),
-        (1, _grouped, ": parameters on xla:0 are reduced by torch_xla over all"),
-        (1, _attach, "ddp_model is on xla:0: DDP reduces inside the backward"),
+        (1, _grouped, ": gradients on xla:0 are reduced by torch_xla over all"),
+        (1, _attach, "ddp_model is on xla:0: DDP reduces gradients during the backward"),
         (2, _differ, "parameter 0: rank 0 has 'weight' [2, 3] float32; rank 1 has 'weight' [3, 3] float32"),
         (2, _sharded, "params_or_module has a XlaFullyShardedDataParallel"),
         (2, _sharded_parameters, "parameter 'shard' is a shard (_is_sharded)"),
@@ -112,7 +112,7 @@ class _CountsInGroup(torch.optim.SGD):
     [
         (torch.optim.AdamW, "use AdamW(..., capturable=True): with"),
         (partial(torch.optim.AdamW, foreach=True), "use AdamW(..., capturable=True, foreach=False): with"),
-        (torch.optim.Adadelta, "nonfinite='raise', where the host reads every window"),
+        (torch.optim.Adadelta, "nonfinite='raise', so that the host reads the outcome"),
         (torch.optim.Adagrad, "Adagrad keeps 'step' on the host"),
         (_CountsInGroup, "_CountsInGroup counts in its param_groups"),
     ],

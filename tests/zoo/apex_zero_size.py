@@ -6,7 +6,7 @@ from habitat import Outcome, Watch, average_, end_window, mine, net, right_mean,
 from torch import Tensor
 
 THREAD = "NVIDIA/apex multi_tensor_apply (ROCm/apex#54)"
-BUG = "an empty tensor at the end has no chunk: pending work is never launched"
+BUG = "the last tensor is empty and has no chunk, so pending work is never launched"
 FOUND = ("gradient", "embed.weight", (), "scaled by 2 (the number of ranks")
 
 

@@ -4,8 +4,8 @@ import torch.distributed as dist
 from habitat import Outcome, Watch, average_, end_window, everybody, mine, net, right, sgd
 
 THREAD = "areal-project/AReaL PR#1273"
-BUG = "a pipeline's schedule divides normalized losses by its micro-batches once more"
-FOUND = ("gradient", "embed.weight", (), "scaled by 1/3 (1 / the micro-batches of a rank)")
+BUG = "a pipeline's schedule divides normalized losses again, by its number of micro-batches"
+FOUND = ("gradient", "embed.weight", (), "scaled by 1/3 (1 / the number of micro-batches per rank)")
 
 
 def train(watch: Watch) -> Outcome:

@@ -5,8 +5,8 @@ import torch.distributed as dist
 from habitat import Outcome, Watch, average_, flat, mine, net, right_mean, sgd
 
 THREAD = "NVIDIA-NeMo/Automodel#3816"
-BUG = "the norm is not summed over expert-parallel groups: each clips by another factor"
-FOUND = ("gradient", "embed.weight", (), "the same up to a factor, which differs by rank")
+BUG = "the norm is not summed over expert-parallel groups, so each group clips by a different factor"
+FOUND = ("gradient", "embed.weight", (), "equal up to a factor that differs between ranks")
 
 
 def train(watch: Watch) -> Outcome:

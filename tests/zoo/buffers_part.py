@@ -6,7 +6,7 @@ from habitat import Outcome, Watch, average_, mine, net, sgd
 
 THREAD = "a class: buffers that part"
 BUG = "a buffer is updated from each rank's own batch (a router's balancing bias)"
-FOUND = ("buffer", "bias", (), "a buffer that ranks have to hold alike has other bits")
+FOUND = ("buffer", "bias", (), "a buffer that must be equal on all ranks has different bits")
 
 
 def train(watch: Watch) -> Outcome:

@@ -4,7 +4,7 @@ import torch.distributed as dist
 from habitat import Outcome, Watch, average_, end_window, everybody, mine, net, right, sgd
 
 THREAD = "deepspeedai/DeepSpeed PR#7839"
-BUG = "bf16: the step divides by a loss scale that the backward never applied"
+BUG = "in bf16, the step divides by a loss scale that the backward never applied"
 FOUND = ("gradient", "embed.weight", (), "scaled by 1/6.554e+04 (2^-16)")
 LOSS_SCALE = 2.0**16
 

@@ -5,7 +5,7 @@ from habitat import Outcome, Watch, average_, end_window, everybody, mine, net, 
 
 THREAD = "deepspeedai/DeepSpeed#8224"
 BUG = "a module used twice is reduced after the first of its two subgraphs"
-FOUND = ("gradient", "embed.weight", (), "what the last backward brought is not in it")
+FOUND = ("gradient", "embed.weight", (), "does not contain the gradient of the last backward")
 
 
 def train(watch: Watch) -> Outcome:

@@ -4,8 +4,8 @@ import torch.distributed as dist
 from habitat import Outcome, Watch, end_window, mine, net, right_mean, sgd
 
 THREAD = "DeepSpeed ZeRO-1, grad_accum_dtype"
-BUG = "a converted copy of the sum is reduced, another one is stepped"
-FOUND = ("gradient", "embed.weight", (), "not reduced: every rank holds what its own micro-batches brought")
+BUG = "a converted copy of the sum is reduced, but the optimizer steps with another copy"
+FOUND = ("gradient", "embed.weight", (), "not reduced: every rank has only the gradient of its own")
 
 
 def train(watch: Watch) -> Outcome:

@@ -5,7 +5,7 @@ from habitat import Outcome, Watch, average_, end_window, mine, net, right_mean,
 
 THREAD = "ServiceNow/Fast-LLM#550"
 BUG = "stages that share a buffer overwrite their sum with each micro-batch"
-FOUND = ("gradient", "expert.weight", (), "only the last micro-batch is in it: earlier ones were lost")
+FOUND = ("gradient", "expert.weight", (), "contains only the last micro-batch: earlier micro-batches")
 
 
 def train(watch: Watch) -> Outcome:

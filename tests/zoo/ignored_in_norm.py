@@ -6,7 +6,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 THREAD = "a class: parameters that DDP ignores in the norm"
 BUG = "gradients that DDP does not reduce enter the norm by which all others are clipped"
-FOUND = ("gradient", "embed.weight", (), "reduced right, and not the same after the reduction")
+FOUND = ("gradient", "embed.weight", (), "reduced correctly, but no longer equal after the reduction")
 
 
 def train(watch: Watch) -> Outcome:

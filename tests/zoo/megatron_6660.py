@@ -3,8 +3,8 @@
 from habitat import Outcome, Watch, average_, end_window, mine, net, right_mean, sgd
 
 THREAD = "NVIDIA/Megatron-LM#6660"
-BUG = "a group of one rank: every micro-batch adds the sum to itself"
-FOUND = ("gradient", "expert.weight", (), "earlier micro-batches count 4 times, the last one 2 times")
+BUG = "in a group of one rank, every micro-batch adds the sum to itself"
+FOUND = ("gradient", "expert.weight", (), "earlier micro-batches have weight 4, the last one has weight 2")
 
 
 def train(watch: Watch) -> Outcome:

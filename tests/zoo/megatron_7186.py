@@ -4,7 +4,7 @@ from habitat import Outcome, Watch, average_, end_window, mine, net, right_mean,
 
 THREAD = "NVIDIA/Megatron-LM PR#7186"
 BUG = "every micro-batch is finalized as the last one, which clears the sum"
-FOUND = ("gradient", "embed.weight", (), "only the last micro-batch is in it: earlier ones were lost")
+FOUND = ("gradient", "embed.weight", (), "contains only the last micro-batch: earlier micro-batches")
 
 
 def train(watch: Watch) -> Outcome:

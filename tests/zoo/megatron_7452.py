@@ -4,7 +4,7 @@ import torch.distributed as dist
 from habitat import Outcome, Watch, average_, end_window, everybody, mine, net, right, sgd
 
 THREAD = "NVIDIA/Megatron-LM#7452"
-BUG = "the second head (MTP) is normalized by each rank's own tokens"
+BUG = "the loss of the second head (MTP) is divided by each rank's own tokens"
 FOUND = ("gradient", "head2.weight", (), "each rank's part was divided by that rank's own count")
 
 

@@ -7,7 +7,7 @@ from habitat import Outcome, Watch, average_, compare_with_rank_0, mine, net
 THREAD = "a class: an optimizer state that differs"
 BUG = "one rank has loaded the optimizer's state of another step"
 WORLD = 3
-FOUND = ("optimizer state", "embed.weight", (1,), "gradients agree, and the optimizer's state does not")
+FOUND = ("optimizer state", "embed.weight", (1,), "gradients agree, but the optimizer state does not")
 
 
 def train(watch: Watch) -> Outcome:

@@ -6,7 +6,7 @@ from habitat import Outcome, Watch, end_window, mine, net, right_mean, sgd
 
 THREAD = "meta-pytorch/torchft, bucketised all-reduce"
 BUG = "a tensor larger than the bucket's cap is never sent"
-FOUND = ("gradient", "expert.weight", (), "not reduced: every rank holds what its own micro-batches brought")
+FOUND = ("gradient", "expert.weight", (), "not reduced: every rank has only the gradient of its own")
 
 
 def train(watch: Watch) -> Outcome:

@@ -4,7 +4,7 @@ from habitat import Outcome, Watch, end_window, mine, net, right_mean, sgd
 from torch.nn.parallel import DistributedDataParallel
 
 THREAD = "meta-pytorch/torchrec PR#4758"
-BUG = "an earlier backward than the one that DDP was prepared for reduces: later ones stay local"
+BUG = "DDP reduces in an earlier backward than it was prepared for, so later gradients stay local"
 FOUND = ("gradient", "embed.weight", (), "the last micro-batch came after the reduction")
 
 

@@ -7,7 +7,7 @@ from habitat import Outcome, Watch, end_window, everybody, mine, net, right, sgd
 from torch.nn.parallel import DistributedDataParallel
 
 THREAD = "pytorch/torchtitan PR#2323"
-BUG = "losses are divided by the tokens of all ranks, and by the ranks once more"
+BUG = "losses are divided by the tokens of all ranks, and then again by the number of ranks"
 FOUND = ("gradient", "embed.weight", (), "scaled by 1/2 (1 / the number of ranks")
 
 

@@ -4,8 +4,8 @@ import torch.distributed as dist
 from habitat import Outcome, Watch, end_window, mine, net, right_mean, sgd
 
 THREAD = "verl-project/verl#7493"
-BUG = "fsdp_size=1: gradients are reduced over a shard group of one rank"
-FOUND = ("gradient", "embed.weight", (), "not reduced: every rank holds what its own micro-batches brought")
+BUG = "with fsdp_size=1, gradients are reduced over a shard group of one rank"
+FOUND = ("gradient", "embed.weight", (), "not reduced: every rank has only the gradient of its own")
 
 
 def train(watch: Watch) -> Outcome:

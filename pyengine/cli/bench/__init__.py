@@ -1,1 +1,1 @@
-"""`bench`: `measure.py` times the training variants of `variants.py`; benchmarks/ uses both modules."""
+"""`bench`: `measure.py` times the training variants in `variants.py`; benchmarks/ uses both modules."""

@@ -28,11 +28,11 @@ class Processor:
         yield
 
     def now(self) -> Any:
-        """Return a time mark after all work launched so far."""
+        """Return a time mark that follows all work launched so far."""
         return time.perf_counter()
 
     def seconds(self, begin: Any, end: Any) -> float:
-        """Return the seconds between two marks, after `synchronize`."""
+        """Return the seconds between two marks; call `synchronize` first."""
         return float(end - begin)
 
     def synchronize(self) -> None:
@@ -40,11 +40,11 @@ class Processor:
 
 
 class Cuda(Processor):
-    """A CUDA device for each rank, timed by events; NCCL reduces on the device, gloo on the host."""
+    """A CUDA device for each rank, timed with events; NCCL reduces device tensors, and gloo host tensors."""
 
     @contextmanager
     def entered(self) -> Iterator[None]:
-        """Select this rank's device, and replace the gloo process group by a group with NCCL."""
+        """Select this rank's device, and replace the gloo process group with one that includes NCCL."""
         _use_one_thread()
         self.device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(self.device)

@@ -1,7 +1,7 @@
 """Time whole windows of several variants, which take turns in the same processes.
 
-An event that slows down the machine slows down all variants. The time of a window is the time of the slowest
-rank. A variant that fails is left out from then on, and its row states the reason.
+An event that slows the machine down therefore slows all variants down. The time of a window is the time of
+the slowest rank. A variant that fails is left out from then on, and its row states the reason.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ WARM_UP = 2  # Rounds in which DDP rebuilds its buckets and optimizers create th
 # A bf16 sum of eight terms rounds eight times by up to 2^-8 of the partial sum. Communication in bf16 rounds
 # once more, so that the error is at most 3.5 %.
 _AGREEMENT = 0.04
-# If only one rank fails, it waits this long before it raises its error; the others wait in a collective.
+# If only one rank fails, it waits this long before it raises its error, because the other ranks wait in a
+# collective.
 _TIMEOUT = timedelta(seconds=60)
 _ELSEWHERE = "it failed on another rank"
 
@@ -54,7 +55,7 @@ class Setting:
         return f"{self.model}:{self.dtype}" + ("" if usual else f":{self.micro_batches}")
 
     def make(self, variant: str, device: Processor) -> Variant:
-        """Build a variant with a separate model on this rank."""
+        """Build a variant with its own model on this rank."""
         model, micro_batches = build(
             self.model,
             DTYPES[self.dtype],
@@ -74,7 +75,10 @@ class Measurements:
 
 
 def measure(setting: Setting, on_round: Callable[[int], None]) -> Measurements:
-    """Measure on this rank of a process group, with one thread; report the number of rounds to `on_round`."""
+    """Time the variants on this rank, with one thread; pass the number of finished rounds to `on_round`.
+
+    The default process group must exist, and every rank must call this function.
+    """
     device, outcome = DEVICES[setting.device](), Measurements()
     variants: dict[str, Variant] = {}
 
@@ -93,7 +97,7 @@ def measure(setting: Setting, on_round: Callable[[int], None]) -> Measurements:
                 leave_out(name, why)
             else:
                 variants[name], outcome.times[name] = variant, []
-            variant = None  # frees the memory of the variant if it is left out later
+            variant = None  # so that the memory of a variant is freed if it is left out later
         for done in range(setting.rounds + WARM_UP):
             names = list(variants)
             if not names:
@@ -130,14 +134,14 @@ def _try(run: Callable[[], _Found], flags: dist.ProcessGroup) -> tuple[_Found | 
     found = None
     try:
         found = run()
-    except Exception as error:  # noqa: BLE001 - the row of the variant has the reason, whatever it is
+    except Exception as error:  # noqa: BLE001 - the variant's row states the reason, whatever it is
         traceback.print_exc()
         failure = error.with_traceback(None)  # the frames hold references to the variant's memory
     number = torch.tensor([int(failure is not None)])
     try:
         dist.all_reduce(number, group=flags)
     except RuntimeError:
-        raise failure or RuntimeError("another rank has failed, and has not reported why") from None
+        raise failure or RuntimeError("another rank has failed without reporting why") from None
     if not number:
         return found, ""
     return None, f"{type(failure).__name__}: {failure}" if failure else _ELSEWHERE
@@ -146,11 +150,11 @@ def _try(run: Callable[[], _Found], flags: dist.ProcessGroup) -> tuple[_Found | 
 def odd_ones(variants: Mapping[str, Variant], group: dist.ProcessGroup | None) -> dict[str, str]:
     """Return the variants whose gradient norm differs from the majority, with a message for each.
 
-    The result is equal on every rank. A variant that does not produce the full gradient of a window on every
-    rank is not compared.
+    The result is the same on every rank. A variant that does not produce the full gradient of a window on
+    every rank is not compared.
 
     Raises:
-        RuntimeError: no norm has a majority.
+        RuntimeError: no majority of variants agrees on a norm.
     """
     norms = {
         name: float(variant.grad_norm)
@@ -162,15 +166,15 @@ def odd_ones(variants: Mapping[str, Variant], group: dist.ProcessGroup | None) -
     low, high = torch.tensor(list(norms.values())), torch.tensor(list(norms.values()))
     dist.all_reduce(low, dist.ReduceOp.MIN, group=group)
     dist.all_reduce(high, dist.ReduceOp.MAX, group=group)
-    # The sort puts nan last. `low` and `high` are equal on all ranks.
+    # The sort puts nan last. `low` is the same on all ranks, and so is `high`.
     usual = float(high.sort().values[(len(norms) - 1) // 2])
     is_odd = [
         not max(abs(a - usual), abs(b - usual)) <= _AGREEMENT * usual
         for a, b in zip(low.tolist(), high.tolist(), strict=True)
     ]
     text = (
-        "variants find different gradients for the same window, so their times would mean nothing; "
-        f"norms on rank {dist.get_rank()}: {norms}. Leave the odd one out"
+        "variants find different gradients for the same window, so comparing their times is meaningless; "
+        f"norms on rank {dist.get_rank()}: {norms}. Leave out the variant that differs"
     )
     if 2 * sum(is_odd) >= len(norms):
         raise RuntimeError(text)
@@ -205,10 +209,10 @@ def slowest(ranks: Sequence[Times]) -> Times:
 
 
 def summary(times: Times) -> dict[str, dict[str, float]]:
-    """Return the minimum and median of each phase and, if the floor ran, the median ratio to the floor.
+    """Return the minimum and median of each phase and, if `floor` was measured, the median ratio to it.
 
-    A ratio compares two windows of the same round, so that slow drift of the machine cancels out. `sync` is
-    the forward and backward time in excess of the floor, a variant that does not communicate.
+    `floor` is a variant that does not communicate. A ratio compares two windows of the same round, so that
+    slow drift of the machine cancels out. `sync` is the forward and backward time in excess of `floor`.
     """
     return {name: _row(rounds, times.get("floor", [])) for name, rounds in times.items()}
 

@@ -1,4 +1,7 @@
-"""Models of the window benchmark: a GPT, small layers, and both with a backward that computes nothing."""
+"""Models of the window benchmark: a GPT and a stack of small layers.
+
+Each of them also has a variant whose backward computes nothing.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +17,9 @@ from pyengine.cli.tasks.gpt import Shape
 
 # GPT-2 with half the context length; the vocabulary is rounded up to a multiple of 128, as usual.
 GPT2 = Shape(width=768, layers=12, heads=12, vocabulary=50304, context=512, sequences=4)
-# Micro-batches that a GPU computes faster than the host launches them, and micro-batches that fill a GPU.
+# A GPU computes these micro-batches faster than the host launches them.
 GPT2_SHORT = replace(GPT2, context=256, sequences=1)
+# These micro-batches fill a GPU.
 GPT2_LONG = replace(GPT2, context=1024, sequences=8)
 
 
@@ -29,7 +33,7 @@ class GPT(gpt.GPT):
         super().__init__(shape, is_tied=True)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Return the mean next-token loss, in float32 or wider, of int64 tokens `[batch, context + 1]`."""
+        """Return the mean next-token loss, in float32 or wider, for int64 tokens `[batch, context + 1]`."""
         logits = super().forward(tokens[:, :-1]).flatten(0, 1)
         return cross_entropy(
             logits.to(torch.promote_types(logits.dtype, torch.float32)), tokens[:, 1:].flatten()
@@ -37,7 +41,7 @@ class GPT(gpt.GPT):
 
 
 class Small(nn.Module):
-    """500 linear layers of width 64: 1000 parameters of 16 KB and 256 B."""
+    """500 linear layers of width 64: 1000 parameters of 16 KB or 256 B each."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -49,7 +53,7 @@ class Small(nn.Module):
 
 
 class Premade(nn.Module):
-    """The parameters of a model with a backward that computes nothing, so that only the overhead is timed.
+    """A model's parameters, with a backward that computes nothing, so that only the overhead is timed.
 
     There is one autograd node per parameter, in the order of a real backward, and every gradient is a new
     tensor, as in a real backward. The gradient elements are 0.001 times the mean of the micro-batch.
@@ -74,7 +78,7 @@ class _Premade(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
-        # `grad` may be on a device: the host must not read it.
+        # `grad` may be on an accelerator, so the host must not read it.
         return grad, torch.empty_like(ctx.like).copy_((1e-3 * grad).to(ctx.like.dtype))
 
 
@@ -113,7 +117,7 @@ def build(
     micro_batches: int = MICRO_BATCHES,
     device: torch.device = _CPU,
 ) -> tuple[nn.Module, list[Tensor]]:
-    """Return a model, which is equal on every rank, and the micro-batches of this rank.
+    """Return a model, which is the same on every rank, and the micro-batches of this rank.
 
     "gpt0" and "small0" are `Premade`, "gpt100" has 100 MB of fp32 gradients, "gpt124" has 124 M parameters.
     With float16, the parameters are float32 and the forward runs under autocast. "gpt124-long" is compiled,
@@ -133,7 +137,7 @@ def build(
 
 
 def needs_scale(model: nn.Module) -> bool:
-    """Return whether losses are scaled: not in bfloat16, whose gradients torch cannot unscale on CUDA."""
+    """Return whether to scale losses: not in bfloat16, since torch cannot unscale its gradients on CUDA."""
     dtype = model.dtype if isinstance(model, Autocast) else next(model.parameters()).dtype
     return dtype is not torch.bfloat16
 

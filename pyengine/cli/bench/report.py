@@ -23,12 +23,12 @@ from pyengine.cli.noise import Range
 from pyengine.cli.report import add_numbers
 
 _BUSY = 0.3  # A larger spread means that another program is running.
-_ENOUGH = 5  # Minimum number of rounds; five rounds agree by chance in 1 of 16 cases.
+_ENOUGH = 5  # Minimum number of rounds for a clear result; five agree by chance in 1 of 16 cases.
 
 
 class BenchReport(report.Report):
     def start(self, machine: Mapping[str, Any], cases: Sequence[str]) -> None:
-        """Report the start; a sentence describes each case."""
+        """Report the machine and the cases; each entry of `cases` is a sentence."""
         if self._emit("start", machine=machine, cases=cases):
             self._say(", ".join(f"{name} {value}" for name, value in machine.items()))
             for case in cases:
@@ -82,7 +82,7 @@ class BenchReport(report.Report):
                 self._say(f"wrote {out}")
 
 
-# ---- sentences on the results ----
+# ---- sentences about the results ----
 
 
 @dataclass(frozen=True)
@@ -128,15 +128,17 @@ def on_windows(times: Times) -> list[str]:
         first, *others = ranking
         near = [VARIANTS[name].label for name in others if not ratio(times, name, first).is_clear]
         rest = (
-            f"within noise of it: {'; '.join(near)}" if near else f"clearly, over {len(times[first])} rounds"
+            f"within noise of it: {'; '.join(near)}"
+            if near
+            else f"a clear lead over {len(times[first])} rounds"
         )
         found.append(
-            f"{VARIANTS[first].label} had the shortest windows, {1e3 * medians[first]:.0f} ms in the median; "
-            f"{rest}."
+            f"{VARIANTS[first].label} had the shortest windows, with a median of {1e3 * medians[first]:.0f} "
+            f"ms; {rest}."
         )
     if ours is not None and peers:
         against = "; ".join(f"{VARIANTS[peer].label} {ratio(times, peer, ours)}" for peer in peers)
-        found.append(f"Against {VARIANTS[ours].label} in the same rounds a window took: {against}.")
+        found.append(f"Compared with {VARIANTS[ours].label} in the same rounds, a window took: {against}.")
     typical = statistics.median(spread(rounds) for rounds in times.values())
     if typical > _BUSY:
         found.append(

@@ -55,7 +55,7 @@ def run(settings: BenchSettings) -> int:
 def _plan(case: measure.Setting, workers: int) -> str:
     return (
         f"windows of {case.name}: {len(case.variants)} variants on {workers} workers of {case.device}, "
-        f"{case.rounds} rounds after {measure.WARM_UP} of warm-up"
+        f"{case.rounds} rounds after {measure.WARM_UP} warm-up rounds"
     )
 
 

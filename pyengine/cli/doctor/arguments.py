@@ -7,7 +7,7 @@ import argparse
 DESCRIPTION = """\
 Check this machine and this installation, and suggest a remedy for each problem. Among other things, run the
 native core on values with a known result, a kernel on every CUDA device, and a window of micro-batches on two
-worker processes. Takes some seconds; changes nothing."""
+worker processes. This takes a few seconds and changes nothing."""
 
 EXAMPLES = """\
 examples:

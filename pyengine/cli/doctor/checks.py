@@ -36,12 +36,13 @@ _SETTINGS = (
     "PJRT_",
     "TORCH_",
 )
-# The exceptions for a device without a kernel, a wrong result, or different versions of core and Python
-# sources.
+# The exceptions raised if a device has no kernel, a result is wrong, or the versions of the core and the
+# Python sources differ.
 _WRONG = (RuntimeError, ArithmeticError, AttributeError, TypeError)
 _REBUILD = "rebuild it in a clone of pyengine: pip install --force-reinstall --no-deps ."
 _WORKERS, _ACCUMULATE, _ITEMS = 2, 3, 4
-# The gradient: Σ_ranks (1 + rank) × Σ_micro-batches (1 + index) × [1, 2, 3] / Σ count: 18/24 × [1, 2, 3].
+# The exact gradient, Σ_ranks (1 + rank) × Σ_micro-batches (1 + index) × [1, 2, 3] / Σ count = 18/24 ×
+# [1, 2, 3].
 _GRADIENT = [0.75, 1.5, 2.25]
 _TIMEOUT_S = 120
 _REMEDY = (
@@ -88,7 +89,7 @@ def versions() -> CheckResult:
 
 
 def package() -> list[CheckResult]:
-    """Report where pyengine is imported from, and whether another installed package has its name."""
+    """Report where pyengine is imported from, and whether another installed package has the same name."""
     found = [ok("package", f"imported from {native.FOLDER.parent}")]
     if hidden := native.hidden_installation():
         found = [warn("package", hidden, native.LEAVE)]
@@ -126,9 +127,9 @@ def _without_core(error: str) -> CheckResult:
         return warn("core", "not built in the source tree", native.LEAVE)
     return warn(
         "core",
-        f"not built{others}: plain PyTorch computes the same results, slower",
+        f"not built{others}: plain PyTorch computes the same results, but more slowly",
         "pip install . in a clone of pyengine, with a C++20 compiler and PYENGINE_NO_EXT unset; then run "
-        "Python in another folder than the clone, whose sources it would import",
+        "Python in a folder other than the clone, whose sources it would otherwise import",
     )
 
 
@@ -144,7 +145,7 @@ def _without_cuda() -> CheckResult:
     if torch.version.cuda is None and driver:
         return warn(
             "cuda",
-            f"there is an NVIDIA driver, and torch {torch.__version__} is built without CUDA",
+            f"there is an NVIDIA driver, but torch {torch.__version__} is built without CUDA",
             "install a CUDA build of torch: https://pytorch.org/get-started/locally",
         )
     if driver:
@@ -152,7 +153,7 @@ def _without_cuda() -> CheckResult:
         hidden = f" (CUDA_VISIBLE_DEVICES={visible})" if visible is not None else ""
         return fail(
             "cuda",
-            f"there is an NVIDIA driver, and torch sees no device{hidden}",
+            f"there is an NVIDIA driver, but torch sees no device{hidden}",
             f"unset CUDA_VISIBLE_DEVICES, or update the driver to one for CUDA {torch.version.cuda} "
             "(see nvidia-smi)",
         )
@@ -178,7 +179,7 @@ def _device(index: int) -> CheckResult:
         nvcc = shutil.which("nvcc") or "nvcc 12.8 or newer, which is not on PATH"
         return warn(
             name,
-            f"{text}: works, without CUDA kernels, slower",
+            f"{text}: works, but more slowly, without CUDA kernels",
             f"PYENGINE_CUDA=1 pip install --force-reinstall --no-deps . (with {nvcc})",
         )
     return ok(name, f"{text}: kernels run")
@@ -211,8 +212,8 @@ def threads() -> CheckResult:
         return warn(
             "threads",
             f"{text}: more threads than cores slow each other down",
-            f"OMP_NUM_THREADS={max(1, int(allowed))}, or torch.set_num_threads; with several "
-            "ranks divided by their number",
+            f"set OMP_NUM_THREADS={max(1, int(allowed))}, or call torch.set_num_threads; with "
+            "several ranks, divide this number among them",
         )
     return ok("threads", text)
 
@@ -240,7 +241,7 @@ def host() -> CheckResult:
     except OSError as error:
         return warn(
             "host",
-            f"{name} has no address ({error}): gloo uses the loopback interface, which is local",
+            f"{name} has no address ({error}): gloo uses loopback, which works only within this host",
             f"add {name} to /etc/hosts, or set GLOO_SOCKET_IFNAME to a network interface (see ip link)",
         )
     return ok("host", f"{name} is {address}")

@@ -40,7 +40,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def examine(checks: dict[str, Callable[[], CheckResult | list[CheckResult]]]) -> Iterator[CheckResult]:
-    """Yield the results of all checks; a check that raises an exception yields a result, too."""
+    """Yield the results of all checks; a check that raises an exception yields a failure."""
     for name, check in checks.items():
         try:
             found = check()

@@ -23,7 +23,7 @@ from pyengine.cli.report import add_numbers
 from pyengine.cli.terminal import read_json
 from pyengine.data.batch_plan import plan_batch, scale_lr
 
-_NEED = "need a file that pe.telemetry.JsonLines has written in a run with sync.measure(pe.NoiseScale())"
+_NEED = "expected a file that pe.telemetry.JsonLines wrote in a run with sync.measure(pe.NoiseScale())"
 _FACTORS = (1 / 8, 1 / 4, 1 / 2, 1, 2, 4, 8)
 _SURE = 1 / 3  # largest ratio of spread to scale at which a noise scale counts as known
 
@@ -34,11 +34,11 @@ class Row:
 
     global_batch: int
     workers: int
-    micro_batch: int | None  # None if the global batch is not a multiple of the workers.
+    micro_batch: int | None  # None if the global batch cannot be divided equally.
     accumulate: tuple[int, ...]  # Micro-batches per window, by rank; empty if the row cannot be run.
-    idle: float  # Share of the ranks' time that ranks with one micro-batch fewer spend waiting, 0 to 1.
-    lr_linear: float  # Learning rates for this global batch, by rule.
-    lr_sqrt: float
+    idle: float  # Share of all ranks' time that ranks with one micro-batch fewer spend waiting, 0 to 1.
+    lr_linear: float  # Learning rate for this global batch by the linear rule.
+    lr_sqrt: float  # Learning rate for this global batch by the square-root rule.
     steps_per_epoch: int | None  # None without a dataset size, or if the row cannot be run.
     problem: str  # Why the row cannot be run; empty if it can.
 
@@ -64,8 +64,8 @@ def _row(global_batch: int, workers: int, settings: PlanSettings) -> Row:
     if micro_batch is None and rest:
         near = f"{share * workers} or {(share + 1) * workers}" if share else f"{workers}"
         problem = (
-            f"{global_batch} samples are no multiple of {workers} workers: need a batch of {near}, or a "
-            "--micro-batch, of which workers may run unequal numbers"
+            f"{global_batch} samples cannot be divided equally among {workers} workers: use a batch of "
+            f"{near}, or set --micro-batch, so that workers may run unequal numbers of micro-batches"
         )
     else:
         micro_batch = micro_batch or share
@@ -92,10 +92,10 @@ def _row(global_batch: int, workers: int, settings: PlanSettings) -> Row:
 
 class PlanReport(report.Report):
     def plan(self, rows: Sequence[Row], cautions: Sequence[str], settings: PlanSettings) -> None:
-        """Report all rows; `cautions` are the warnings raised while planning them."""
+        """Report all rows; `cautions` are the warnings issued while planning them."""
         caption = f"lr {settings.lr:g} at a global batch of {settings.from_batch}"
         if settings.dataset_size:
-            caption += f"; steps an epoch of {settings.dataset_size} samples"
+            caption += f"; steps per epoch of {settings.dataset_size} samples"
         table = Table(caption=caption, caption_justify="left")
         names = ["global\nbatch", "workers", "micro-\nbatch", "accumulate", "lr\nlinear", "lr\nsqrt"]
         add_numbers(table, [*names, "steps"] if settings.dataset_size else names)
@@ -111,7 +111,7 @@ class PlanReport(report.Report):
     def noise(self, noise: Noise, rows: Sequence[dict[str, float]]) -> None:
         """Report the noise scale of a run; `rows` describe other global batches."""
         self._emit("noise", **asdict(noise), is_sure=noise.is_sure)
-        caption = f"steps, samples: to the same loss, over those at {noise.batch:,.0f}"
+        caption = f"steps and samples to the same loss, relative to a batch of {noise.batch:,.0f}"
         table = Table(caption=caption, caption_justify="left")
         names = ["global\nbatch", "steps", "its spread", "samples", "lr\nnoise", "lr\nlinear", "lr\nsqrt"]
         add_numbers(table, names)
@@ -142,14 +142,14 @@ def _sentences(rows: Sequence[Row]) -> list[str]:
             if row.global_batch == batch and row.accumulate and not row.idle
         ]
         if len(parts) > 1:
-            found.append(f"{' = '.join(parts)}: samples a rank × ranks, the same step.")
+            found.append(f"{' = '.join(parts)} (samples per rank × ranks): the same step.")
     for row in rows:
         where = f"{row.global_batch} on {row.workers}"
         if row.problem:
             found.append(f"{where}: cannot be run. {row.problem}")
         elif row.idle:
             found.append(
-                f"{where}: uneven, {100 * row.idle:.0f} % of the time is spent waiting. Use "
+                f"{where}: uneven; {100 * row.idle:.0f} % of the time is spent waiting. Use "
                 "pe.WindowSampler, or GradSync(accumulate=plan.shares[rank]) with plan_batch(..., "
                 "uneven=True)."
             )
@@ -214,20 +214,21 @@ def _read(path: Path) -> Noise:
     if last.get("scale", 0) is None:
         raise Conflict(
             f"argument --from: {path} has no noise scale after {last.get('windows')} windows: their mean "
-            "gradient cannot be distinguished from 0; train on, or with larger windows"
+            "gradient cannot be distinguished from 0; continue training, or use larger windows"
         )
     try:
         spread = None if last["spread"] is None else float(last["spread"])
         batch = median(float(step["count"]) for step in steps)
         noise = Noise(float(last["scale"]), spread, int(last["windows"]), batch)
     except (KeyError, TypeError, ValueError, OverflowError) as error:
-        raise Conflict(f"argument --from: a noise_scale of {path} is damaged ({error!r}): {_NEED}") from None
+        raise Conflict(f"argument --from: a noise_scale in {path} is damaged ({error!r}): {_NEED}") from None
     if spread is not None and not 0 <= spread < math.inf:
         raise Conflict(f"argument --from: {path} has a noise scale with a spread of {spread:g}: {_NEED}")
     if not (0 < noise.scale < math.inf and 0 < noise.batch < math.inf):
         raise Conflict(
-            f"argument --from: {path} has a noise scale of {noise.scale:g} at a batch of {noise.batch:g}, "
-            "need both above 0: every rank must draw other samples"
+            f"argument --from: {path} has a noise scale of {noise.scale:g} at a batch size of "
+            f"{noise.batch:g}; expected both to be finite and above 0. Make sure that every rank draws "
+            "different samples"
         )
     return noise
 
@@ -263,24 +264,28 @@ def _suggestions(noise: Noise) -> list[str]:
     spread = "" if noise.spread is None else f" ± {noise.spread:,.0f}"
     found = [
         (
-            f"Noise scale: {noise.scale:,.0f}{spread} samples, as `count` counts them, of {noise.windows} "
+            f"Noise scale: {noise.scale:,.0f}{spread} samples, in the unit of `count`, over {noise.windows} "
             f"windows. A batch of that size takes 2 × the fewest possible steps and 2 × the fewest possible "
-            f"samples. This run's batch of {noise.batch:,.0f} takes {noise.steps(noise.batch):.2f} × and "
-            f"{noise.samples(noise.batch):.2f} ×."
+            f"samples. This run's batch of {noise.batch:,.0f} takes {noise.steps(noise.batch):.2f} × the "
+            f"fewest steps and {noise.samples(noise.batch):.2f} × the fewest samples."
         )
     ]
     if not noise.is_sure:
         found.append(
-            "Not sure: the spread is more than a third of the scale, or not known. Train on, or with more "
-            "ranks or micro-batches."
+            "This estimate is uncertain: its spread is unknown or more than a third of the scale. Continue "
+            "training, or use more ranks or micro-batches."
         )
     elif noise.batch < noise.low:
-        found.append(f"A larger batch pays, up to about {noise.scale:,.0f}: fewer steps, few more samples.")
+        found.append(
+            f"A larger batch pays off, up to about {noise.scale:,.0f}: it needs fewer steps and only "
+            "slightly more samples."
+        )
     elif noise.batch > noise.high:
         found.append(
-            f"A smaller batch pays, down to about {noise.scale:,.0f}: fewer samples, few more steps."
+            f"A smaller batch pays off, down to about {noise.scale:,.0f}: it needs fewer samples and only "
+            "slightly more steps."
         )
     else:
-        found.append("The batch is right, within the spread.")
-    found.append("The scale grows while the loss falls: measure again later.")
+        found.append("The batch size is right, within the spread.")
+    found.append("The noise scale grows as the loss falls: measure again later.")
     return found

@@ -11,8 +11,8 @@ from pyengine.cli.noise import Range, duration, percent
 from pyengine.cli.study.grid import WARM_UP_STEPS, Cell
 from pyengine.cli.study.store import Record
 
-# A stall is a step longer than the median by `STALL_SIGMAS` robust standard deviations, and longer than
-# `STALL_RATIO` times the median.
+# A stall is a step whose time exceeds the median by more than `STALL_SIGMAS` robust standard deviations, and
+# is more than `STALL_RATIO` times the median.
 STALL_SIGMAS = 10.0
 STALL_RATIO = 3.0
 _SIGMA = 1.4826  # ratio of a normal distribution's standard deviation to its median absolute deviation
@@ -46,8 +46,8 @@ class Figures:
     cell: Cell
     samples_s: Range  # Samples per second, without stalls and the first WARM_UP_STEPS steps.
     batches_s: Range  # Optimizer steps per second, without stalls.
-    speed_up: Range | None  # Ratio to the throughput of one worker; None if one worker was not measured.
-    # Whether the throughput overlaps with the throughput of one worker, or either cell has only one run.
+    speed_up: Range | None  # Ratio to the throughput of one worker; None if that was not measured.
+    # Whether the throughput range overlaps with the range of one worker, or either cell has only one run.
     is_within_noise: bool
     efficiency: Range | None  # Speed-up divided by the number of workers.
     # The share of a step in which a worker waits for or computes the reduction, 0 to 1; mean over workers.
@@ -57,7 +57,7 @@ class Figures:
     cpu_share: Range  # Busy cores per worker, mean over workers.
     accuracy: Range | None  # Best accuracy of a run; None without evaluations.
     goal_s: Range | None  # Training seconds until the goal; None without a goal, or if a run missed it.
-    noise_scale: Range | None  # Noise scale in samples, at the end of a run; None if any run has none.
+    noise_scale: Range | None  # Noise scale in samples, at the end of a run; None if any run has no estimate.
     noise_spread: float | None  # Median standard error of the runs' noise scales.
     worker_batch: int  # Samples per worker and step.
     is_oversubscribed: bool  # Whether the workers have more threads than the machine has cores.
@@ -98,7 +98,7 @@ class Analysis:
         return sorted({cell.batch for cell in self.cells})
 
     def row(self, batch: int) -> list[Figures]:
-        """Return the figures of a batch, sorted by number of workers."""
+        """Return the figures of a batch size, sorted by number of workers."""
         return [figures for cell, figures in sorted(self.cells.items()) if cell.batch == batch]
 
 
@@ -172,11 +172,11 @@ def recommend(analysis: Analysis) -> Recommendation:
     """Recommend the best configuration if its range overlaps with no other range.
 
     The best configuration has the shortest time to the goal or, if no configuration reached the goal in every
-    run, the highest throughput. A range extends from the smallest to the largest repeat.
+    run, the highest throughput. A range extends from the smallest to the largest value of the repeats.
     """
     cells = analysis.cells.values()
     if not cells:
-        return Recommendation(None, "Nothing was measured: the report has the reasons.")
+        return Recommendation(None, "Nothing was measured: the report gives the reasons.")
     timed = [(figures, figures.goal_s) for figures in cells if figures.goal_s is not None]
     if analysis.goal is not None and timed:
         ranked = sorted(timed, key=lambda pair: pair[1].mid)
@@ -205,9 +205,9 @@ def recommend(analysis: Analysis) -> Recommendation:
 def stalls(record: Record) -> list[Stall]:
     """Return the steps after the warm-up that took far longer than the other steps.
 
-    A stall is a step longer than the median by `STALL_SIGMAS` robust standard deviations (1.4826 × median
-    absolute deviation), and longer than `STALL_RATIO` × the median, so that runs with steady steps have no
-    stalls.
+    A stall is a step whose time exceeds the median by more than `STALL_SIGMAS` robust standard deviations
+    (1.4826 × median absolute deviation), and is more than `STALL_RATIO` × the median, so that runs with
+    steady steps have no stalls.
     """
     measured = record.seconds[WARM_UP_STEPS:]
     usual_s = statistics.median(measured)

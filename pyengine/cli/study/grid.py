@@ -43,7 +43,7 @@ def cells(settings: StudySettings) -> list[Cell]:
 
 
 def plan(cell: Cell, settings: StudySettings) -> Plan:
-    """Split the batch of a cell, and count its steps; all cells train on the same number of samples."""
+    """Split the batch of a cell, and count its steps; all cells train on about the same number of samples."""
     share, rest = (cell.batch, 0) if settings.fixed == "per-worker" else divmod(cell.batch, cell.workers)
     if rest:
         nearest = f"{share * cell.workers} and {(share + 1) * cell.workers}" if share else f"{cell.workers}"
@@ -58,7 +58,7 @@ def plan(cell: Cell, settings: StudySettings) -> Plan:
         raise Impossible(str(error)) from None
     if global_batch > settings.dataset_size:
         raise Impossible(
-            f"a global batch of {global_batch} is more than the {settings.dataset_size} samples there are"
+            f"a global batch of {global_batch} exceeds the {settings.dataset_size} training samples"
         )
     steps = max(LEAST_STEPS, math.ceil(settings.epochs * settings.dataset_size / global_batch))
     return Plan(global_batch, micro_batch, split.accumulate, steps)

@@ -24,7 +24,7 @@ from pyengine.cli.study.grid import Cell
 
 _MARKERS = "osD^vPX*"
 _DPI = 130
-_ON_LIGHT = "#111111"  # text color on a light tile, which is also light on dark pages
+_ON_LIGHT = "#111111"  # text color on light tiles; tiles keep their color on dark pages, so the text does too
 _DASHED, _DOTTED = (0, (5, 4)), (0, (1.5, 2))
 
 
@@ -36,7 +36,13 @@ class Plot:
 
 
 def draw(analysis: Analysis, folder: Path, *, suffix: str = ".png") -> list[Plot]:
-    """Draw every plot that has data as ".png" or ".svg", replacing earlier files; needs at least one cell."""
+    """Draw each plot for which there is data, and replace earlier files.
+
+    Args:
+        analysis: an analysis with at least one cell.
+        folder: the folder of the files, which is created if missing.
+        suffix: the file format, ".png" or ".svg".
+    """
     folder.mkdir(parents=True, exist_ok=True)
     plots = []
     with matplotlib.rc_context(STYLE):
@@ -159,7 +165,7 @@ def _why_absent(analysis: Analysis, cell: Cell) -> str:
 
 
 def _noise_scale(analysis: Analysis) -> Figure | None:
-    """Draw the noise scale over the global batch size, with a point per cell, colored by the workers."""
+    """Draw the noise scale over the global batch size, one point per cell, colored by number of workers."""
     known = [figures for figures in analysis.cells.values() if figures.noise_scale]
     if not known:
         return None
@@ -223,7 +229,10 @@ def _panels(
 
 
 def _looks(values: Sequence[int]) -> dict[int, tuple[str, str]]:
-    """Return a color (dark to light, safe for color-blind readers) and a marker for each value."""
+    """Return a color and a marker for each value.
+
+    The colors go from dark to light, and color-blind readers can distinguish them.
+    """
     step = (len(RAMP) - 1) / max(1, len(values) - 1)
     return {
         value: (RAMP[round(number * step)], _MARKERS[number % len(_MARKERS)])
@@ -232,9 +241,10 @@ def _looks(values: Sequence[int]) -> dict[int, tuple[str, str]]:
 
 
 def _lines(axes: Axes, analysis: Analysis, pick: Callable[[Figures], Range | None]) -> None:
-    """Plot a value over workers, one line per batch size, with bars from the smallest to the largest repeat.
+    """Plot a value over the number of workers, with one line per batch size.
 
-    The worker axis has a scale of powers of two, and is shaded where workers share cores.
+    Bars extend from the smallest to the largest repeat. The worker axis is logarithmic with base 2, and the
+    plot is shaded where workers share cores.
     """
     for batch, (colour, marker) in _looks(analysis.batches).items():
         found = [(figures.cell.workers, pick(figures)) for figures in analysis.row(batch)]
@@ -264,7 +274,7 @@ def _lines(axes: Axes, analysis: Analysis, pick: Callable[[Figures], Range | Non
 
 
 def _legend(axes: Axes, analysis: Analysis) -> None:
-    """Add a legend of the batch sizes, the ideal line and the shaded area."""
+    """Add a legend for the batch sizes, the ideal line and the shaded area."""
     handles, labels = axes.get_legend_handles_labels()
     if any(figures.is_oversubscribed for figures in analysis.cells.values()):
         handles.append(Patch(color=SHADE))
@@ -273,7 +283,7 @@ def _legend(axes: Axes, analysis: Analysis) -> None:
 
 
 def _batch_axis(analysis: Analysis) -> str:
-    return "global batch" if analysis.fixed == "global" else "batch a worker"
+    return "global batch" if analysis.fixed == "global" else "batch per worker"
 
 
 def _ticks(axis: Axis, values: Sequence[float]) -> None:
@@ -283,33 +293,33 @@ def _ticks(axis: Axis, values: Sequence[float]) -> None:
 
 
 _COLUMNS = {1: 1, 2: 2, 4: 2}  # columns by number of panels; 3 for other numbers
-_RANGE = "Median of the repeats; bars from the smallest to the largest."
+_RANGE = "Median of the repeats; bars extend from the smallest to the largest repeat."
 _PICTURES: list[tuple[Callable[[Analysis], Figure | None], str, str]] = [
     (
         _speed_up,
         "Speed-up",
         (
-            f"Throughput over that of one worker with the same batch. {_RANGE} Where workers share cores, "
-            "the speed-up is not that of more hardware."
+            f"Throughput divided by one worker's throughput with the same batch. {_RANGE} Where workers "
+            "share cores, the speed-up does not show the effect of more hardware."
         ),
     ),
-    (_throughput, "Throughput", f"Samples a second, without stalls and first steps. {_RANGE}"),
+    (_throughput, "Throughput", f"Samples per second, without stalls and the first steps. {_RANGE}"),
     (
         _accuracy_over_time,
         "Accuracy over time",
         (
-            "One line a run, over the time of training without evaluations. Dotted: the accuracy at which "
+            "One line per run, over the training time without evaluations. Dotted: the accuracy at which "
             "times are compared."
         ),
     ),
-    (_accuracy_over_steps, "Accuracy over steps", "The same over optimizer steps."),
-    (_heat_map, "Batch × workers", "Light is good; gray cells have no figure."),
+    (_accuracy_over_steps, "Accuracy over steps", "The same curves over the number of optimizer steps."),
+    (_heat_map, "Batch × workers", "Lighter is better; gray cells have no value."),
     (
         _noise_scale,
         "Noise scale",
         (
             "Median of the repeats; bars: standard error of a run. Above the dashed line a larger batch "
-            "pays, below it a smaller one."
+            "pays off, below it a smaller one."
         ),
     ),
     (_resources, "Waiting, stalls, memory and cores", _RANGE),

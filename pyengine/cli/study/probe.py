@@ -1,4 +1,4 @@
-"""The object that `study` passes to a training function; it times every optimizer step, and evaluates."""
+"""The object that `study` passes to a training function; it times every step and evaluates the model."""
 
 from __future__ import annotations
 
@@ -48,9 +48,9 @@ class Run:
 class Trace:
     """The measurements of one worker."""
 
-    # For each step, `seconds` is the time since the end of the previous step, without evaluations. `sync_s`
-    # is the part of this time in which the worker only waited for or computed the reduction.
+    # For each step, the time since the end of the previous step, without evaluations.
     seconds: list[float] = field(default_factory=list)
+    # For each step, the part of `seconds` in which the worker only waited for or computed the reduction.
     sync_s: list[float] = field(default_factory=list)
     losses: list[float | None] = field(default_factory=list)
     accuracy: list[tuple[int, float]] = field(default_factory=list)  # (steps taken, accuracy).
@@ -90,24 +90,26 @@ class StudyProbe:
 
         Args:
             sync: the engine; None if the loop calls `on_step` itself.
-            quality: returns the accuracy on test data; larger is better. The function is called on every rank
-                under no_grad, between the timed steps. Only the value of rank 0 counts, and other ranks may
-                return None.
-            noise_scale: whether to measure `pe.NoiseScale` with two or more workers, if the engine allows it.
-                The timed steps include its cost, and windows of `sync.capture` then run without a graph.
+            quality: function that returns the accuracy on test data; larger is better. It is called on every
+                rank under no_grad, between the timed steps. Only the value of rank 0 counts, and other ranks
+                may return None.
+            noise_scale: whether to measure `pe.NoiseScale` if there are at least two workers and the engine
+                supports it. The timed steps then include its cost, and windows of `sync.capture` run without
+                a graph.
 
         Raises:
-            RuntimeError: the method was called before.
+            RuntimeError: the method has already been called.
 
         Example:
             >>> study.watch(sync, quality=lambda: accuracy(model, test_data))  # doctest: +SKIP
         """
         if self._is_watching:
             raise RuntimeError(
-                "study.watch was called twice, and it times one engine: watch the one to be timed"
+                "study.watch was called twice, but it times one engine: call it only for the engine to time"
             )
         self._is_watching, self._quality = True, quality
-        # A single worker, the baseline of speed-ups, is timed without a hook per parameter.
+        # With one worker, the noise scale would need a hook per parameter, which would slow down the baseline
+        # for speed-ups.
         if sync is not None and noise_scale and self.workers > 1:
             measure_noise_scale(sync, parts=self.workers)
         self._evaluate()

@@ -47,7 +47,7 @@ class StudyReport(report.Report):
         """Report the start of a study: the new runs, the existing runs, and the cells that cannot be run."""
         self._progress.update(self._task, total=runs + kept, completed=kept)
         if self._emit("plan", runs=runs, kept=kept):
-            self._say(f"{runs + kept} runs{f', {kept} of them done before' if kept else ''}")
+            self._say(f"{runs + kept} runs{f', {kept} of them already done' if kept else ''}")
         for cell, reason in impossible.items():
             if self._emit("impossible", **asdict(cell), reason=reason):
                 self._say(f"left out: {cell}: {reason}")
@@ -57,9 +57,9 @@ class StudyReport(report.Report):
         self._progress.update(self._task, left=_left(seconds))
         if self._emit("forecast", seconds=seconds):
             self._say(
-                "how long is unknown: the trial run did not end well (logs/trial.txt)"
+                "duration unknown: the trial run did not succeed (see logs/trial.txt)"
                 if seconds is None
-                else f"about {duration(seconds)} in all, if no run stalls"
+                else f"about {duration(seconds)} in total, if no run stalls"
             )
 
     def begin(self, run: str) -> None:
@@ -132,7 +132,7 @@ def _table(analysis: Analysis) -> Table:
     noise = "~ within noise of one worker" if any(each.is_within_noise for each in cells) else ""
     marks = "* workers that share cores" if any(each.is_oversubscribed for each in cells) else ""
     stalls = f"stalls left out: {len(analysis.stalls)}" if analysis.stalls else ""
-    ended = f"runs that did not end well: {len(analysis.ended)}" if analysis.ended else ""
+    ended = f"runs that did not succeed: {len(analysis.ended)}" if analysis.ended else ""
     notes = "; ".join(note for note in (goal, noise, marks, stalls, ended) if note)
     table = Table(
         box=SIMPLE_HEAD, show_edge=False, pad_edge=False, caption=notes or None, caption_justify="left"
@@ -193,7 +193,7 @@ def _values(content: Content) -> dict[str, Any]:
             "training samples": f"{settings.dataset_size:,}",
             "epochs": f"{settings.epochs:g}",
             "repeats": settings.repeats,
-            "threads a worker": settings.threads,
+            "threads per worker": settings.threads,
             "seed": settings.seed,
         },
         "runs": len(content.records),

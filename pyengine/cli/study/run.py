@@ -47,13 +47,13 @@ def run(settings: StudySettings) -> int:
         return study(settings, execute, report)
     except OSError as error:
         if error.filename is None:
-            raise  # the error is not about a study file, but for example about stdout
+            raise  # the error is not about a file of the study but, for example, about stdout
         print(f"the study ended early: {error}; {settings.kept}", file=sys.stderr)
         return _NOT_WRITTEN
 
 
 def study(settings: StudySettings, execute: Execute, report: StudyReport) -> int:
-    """Make the missing runs with `execute`, write the report of all runs, and return the exit code."""
+    """Perform the missing runs with `execute`, write the report of all runs, and return the exit code."""
     plans: dict[Cell, Plan] = {}
     impossible: dict[Cell, str] = {}
     for cell in cells(settings):
@@ -98,7 +98,7 @@ def _is_tracked(content: study_report.Content) -> bool:
     try:
         track(content)
     except Exception as error:  # noqa: BLE001 - a network or an account can raise anything
-        text = f"not all was sent to the trackers: {type(error).__name__}: {error}"
+        text = f"not everything was sent to the trackers: {type(error).__name__}: {error}"
         print(f"{text}; {content.settings.kept}", file=sys.stderr)
         return False
     return True
@@ -159,11 +159,11 @@ def card() -> dict[str, str | int]:
 
 
 class _Runs:
-    """Makes runs one after another, and forecasts the time of the remaining runs.
+    """Performs runs one after another, and forecasts the time of the remaining runs.
 
-    A cell that has run before is expected to take the same time again; other cells are extrapolated from the
-    nearest cell that has run. The time of a step is assumed to be proportional to a worker's samples and, if
-    there are more threads than cores, to the number of threads.
+    A cell that has run before is expected to take the same time again; the times of other cells are
+    extrapolated from the nearest cell that has run. The time of a step is assumed to be proportional to a
+    worker's samples and, if there are more threads than cores, to the number of threads.
     """
 
     def __init__(
@@ -182,7 +182,7 @@ class _Runs:
         self._done = [each for each in store.records.values() if each.is_done and each.cell in plans]
 
     def make(self, missing: Sequence[Key]) -> None:
-        """Make one run of every cell, then repeat, so that drift over hours affects all cells equally."""
+        """Run every cell once, then every cell again, so that drift over hours affects all cells equally."""
         still = [Cell(workers, batch) for workers, batch, _ in missing]
         if still and not self._done:
             first = next(iter(self._plans))

@@ -22,7 +22,7 @@ _Read = TypeVar("_Read")
 
 @dataclass(frozen=True)
 class Record:
-    """The results of a run. `supervise.RunOutcome` and `probe.Trace` describe the remaining fields."""
+    """The results of a run. For fields without a comment, see `supervise.RunOutcome` and `probe.Trace`."""
 
     workers: int
     batch: int
@@ -36,7 +36,7 @@ class Record:
     wall_s: float
     busy: float
     seconds: list[float]  # Seconds of each step, on rank 0.
-    sync_s: list[float]  # Seconds per step in the reduction, mean over workers.
+    sync_s: list[float]  # Seconds of each step spent in the reduction, mean over workers.
     losses: list[float | None]
     accuracy: list[tuple[int, float | None]]
     cpu_share: list[float]  # Busy cores, by worker.
@@ -68,15 +68,15 @@ class Store:
         shared: settings and machine as JSON values, which must be equal for all runs.
 
     Raises:
-        Conflict: the folder cannot be written, contains a study with other settings, is in use by another
-            study, or has a line that cannot be read.
+        Conflict: the folder cannot be written, contains a study with other settings or is in use by another
+            study, or the file has a line that cannot be read.
     """
 
     def __init__(self, folder: Path, shared: dict[str, Any]) -> None:
         self.path = folder / "runs.jsonl"
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            self._file = open(self.path, "ab+", buffering=0, opener=regular)  # noqa: SIM115 - closed by `close`
+            self._file = open(self.path, "ab+", buffering=0, opener=regular)  # noqa: SIM115 - see `close`
         except OSError as error:
             raise Conflict(
                 f"argument --out: cannot write {error.filename or self.path} ({error.strerror}): name a "
@@ -94,7 +94,7 @@ class Store:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise Conflict(
-                f"argument --out: got {self.path.parent}, and another study is writing there: wait for it, "
+                f"argument --out: got {self.path.parent}, but another study is writing there: wait for it, "
                 "or use another folder"
             ) from None
         lines = self._read()
@@ -126,9 +126,9 @@ class Store:
         try:
             return read(line)
         except ValueError as error:
-            remedy = "delete the line, and its run is repeated" if number > 1 else "use another folder"
+            remedy = "delete the line to repeat its run" if number > 1 else "use another folder"
             raise Conflict(
-                f"argument --out: got {self.path.parent}, and line {number} of its {self.path.name} cannot "
+                f"argument --out: got {self.path.parent}, but line {number} of its {self.path.name} cannot "
                 f"be read ({error}): {remedy}"
             ) from None
 
@@ -138,7 +138,7 @@ class Store:
             if first.get(name) != wanted[name]:
                 raise Conflict(
                     f"argument --out: got {self.path.parent}, which contains a study with "
-                    f"{name.replace('_', ' ')} {_text(first.get(name))}, and this one has "
+                    f"{name.replace('_', ' ')} {_text(first.get(name))}, but this one has "
                     f"{_text(wanted[name])}: use another folder"
                 )
 
@@ -193,7 +193,7 @@ _LIMITS: tuple[tuple[tuple[str, ...], float, float], ...] = (
     (("sync_s", "wall_s"), 0, _YEARS_S),
     (("busy",), 0, 1),
     (("noise_spread",), 0, sys.float_info.max),
-    (("accuracy",), -1e100, 1e100),  # the user chooses the metric, and it is plotted
+    (("accuracy",), -1e100, 1e100),  # the user's metric may have any value that can be plotted
 )
 
 

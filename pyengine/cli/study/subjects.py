@@ -17,8 +17,8 @@ from pyengine.data.batch_plan import scale_lr
 from pyengine.data.sampler import WindowSampler
 from pyengine.engine.grad_sync import GradSync
 
-_BATCH = 64  # Global batch size of the learning rates below.
-_WARM_UP = 0.1  # Share of the steps in the warm-up.
+_BATCH = 64  # Global batch size to which the learning rates below apply.
+_WARM_UP = 0.1  # Share of the steps in which the learning rate warms up.
 
 
 def gpt(study: StudyProbe) -> None:

@@ -38,7 +38,7 @@ class RunOutcome:
     reason: str  # Why the run is not done; empty if it is done.
     steps: int  # Optimizer steps so far.
     traces: list[Trace]  # Traces by rank; empty if the run is not done.
-    wall_s: float  # From the start of the processes to their end.
+    wall_s: float  # Seconds from the start of the processes to their end.
     busy: float  # Share of the CPU that other processes used just before the run, 0 to 1.
 
 
@@ -48,7 +48,7 @@ def log_path(cell: Cell, repeat: int) -> Path:
 
 
 def execute(run: Run, log: Path, watch: Watch) -> RunOutcome:
-    """Make a run on local workers, with their output in `log`; return how the run ended."""
+    """Perform a run on local workers, with their output in `log`; return how the run ended."""
     busy = psutil.cpu_percent(_BUSY_S) / 100
     with tempfile.TemporaryDirectory(prefix="pyengine-study-") as folder:
         beats, result = Beats(Path(folder) / "beats"), Path(folder) / "result"
@@ -65,7 +65,7 @@ def execute(run: Run, log: Path, watch: Watch) -> RunOutcome:
         beats.read()
         traces: list[Trace] = []
         if status == "done" and result.exists():
-            status, reason, traces = pickle.loads(result.read_bytes())  # noqa: S301 - SECURITY.md: a run of this process
+            status, reason, traces = pickle.loads(result.read_bytes())  # noqa: S301 - see SECURITY.md
         elif status == "done":
             status, reason = "failed", f"its launcher ended with exit code {child.exitcode} and no result"
     return RunOutcome(status, reason, beats.done, traces, wall_s, busy)
@@ -80,7 +80,7 @@ class Beats:
         self._offset = 0
 
     def read(self) -> bool:
-        """Read the new lines; return whether the file had new lines."""
+        """Read the new lines; return whether there were any."""
         if not self.path.exists():
             return False
         with self.path.open("rb") as file:
@@ -107,7 +107,7 @@ def _supervise(child: mp.process.BaseProcess, beats: Beats, run: Run, watch: Wat
             watch(beats.done, beats.accuracy)
         if moved is None and now - begin > start_s:
             reason = f"its workers had not all started after {start_s:g} s"
-            return "stalled", f"{reason}; a larger --stall-timeout gives them more"
+            return "stalled", f"{reason}; a larger --stall-timeout gives them more time"
         if moved is not None and now - moved > stall_s:
             return "stalled", f"no progress for {stall_s:g} s after step {beats.done} (--stall-timeout)"
         if now - begin > run_s:
@@ -154,7 +154,10 @@ def _end_with(parent: int) -> None:
 
 
 def _shorten(message: str) -> str:
-    """Shorten an error with a traceback to its first line and the line of the exception."""
+    """Shorten an error message that contains a traceback.
+
+    Only its first line and the line that names the exception are kept.
+    """
     lines = [line for line in message.splitlines() if line.strip()]
     if len(lines) == 1:
         return lines[0]

@@ -21,7 +21,7 @@ Batch = tuple[Tensor, Tensor]
 def make_optimizer(
     model: nn.Module, lr: float, *, steps: int, warm_up_steps: float
 ) -> tuple[Optimizer, LambdaLR]:
-    """Return fused AdamW, and a schedule that warms up and then decreases linearly to a tenth of `lr`."""
+    """Return a fused AdamW, and a schedule: a warm-up to `lr`, and a linear decrease to a tenth of it."""
     optimizer = AdamW(model.parameters(), lr=lr, fused=True)
     return optimizer, LambdaLR(
         optimizer, lambda step: min(1.0, (step + 1) / warm_up_steps) * (1 - 0.9 * step / steps)
@@ -39,7 +39,7 @@ class Task(Protocol):
         """Return a new fp32 model."""
 
     def batch(self, rows: Tensor) -> Batch:
-        """Return the micro-batch of the samples with indices `rows`, int64 `[micro_batch]`."""
+        """Return the micro-batch of the samples whose indices are in `rows` (int64 `[micro_batch]`)."""
 
     def batches(self, *, rank: int, world_size: int, micro_batch: int, seed: int) -> Iterator[Batch]:
         """Yield this rank's micro-batches indefinitely; equal arguments give equal micro-batches."""

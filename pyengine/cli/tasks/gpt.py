@@ -1,4 +1,4 @@
-"""A small GPT over bytes, trained on the sources of Python's own standard library."""
+"""A small byte-level GPT, trained on the sources of Python's own standard library."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _HELD_OUT_BYTES = 64 * 2**10
 
 
 class Block(nn.Module):
-    """Attention, then an MLP, each on a normalized residual stream `[batch, time, width]`."""
+    """Attention, then an MLP, each applied to the normalized residual stream `[batch, time, width]`."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -75,7 +75,7 @@ class GPT(nn.Module):
 
 
 class TextTask(Task):
-    """Predict the next byte of Python source code, with about 1.4 million parameters."""
+    """Prediction of the next byte of Python source code by a model with about 1.4 million parameters."""
 
     name = "gpt"
     unit = "tokens"
@@ -96,7 +96,7 @@ class TextTask(Task):
         return _pieces(self._text, rows * CONTEXT)
 
     def batches(self, *, rank: int, world_size: int, micro_batch: int, seed: int) -> Iterator[Batch]:
-        """Yield random pieces of text; every rank draws the positions for all ranks and uses its share."""
+        """Yield random pieces of text; every rank draws the positions for all ranks and uses only its own."""
         generator = torch.Generator().manual_seed(seed)
         while True:
             places = torch.randint(len(self._text) - CONTEXT, (world_size, micro_batch), generator=generator)
@@ -132,7 +132,7 @@ def _standard_library() -> Tensor:
             break
     if len(text) < 2 * _HELD_OUT_BYTES:
         raise RuntimeError(
-            f"{folder} has {len(text)} bytes of Python sources, need {2 * _HELD_OUT_BYTES}: install the "
-            "library package of this Python, or use --model cnn"
+            f"{folder} has {len(text)} bytes of Python sources, expected at least {2 * _HELD_OUT_BYTES}: "
+            "install the standard library package of this Python, or use --model cnn"
         )
     return torch.frombuffer(text[:_TEXT_BYTES], dtype=torch.uint8)

@@ -32,27 +32,27 @@ from pyengine.gradients.settings import Accumulator
 from pyengine.wire.named import WIRES
 
 DESCRIPTION = """\
-Train on worker processes of this machine, one window of micro-batches an optimizer step. Then run the same
+Train on worker processes of this machine, one window of micro-batches per optimizer step. Then run the same
 data through plain DistributedDataParallel and compare traffic, time and gradients. The data needs no
-download: the sources of Python's standard library for `gpt`, scikit-learn's digits for `cnn`."""
+download: `gpt` uses the sources of Python's standard library, and `cnn` uses scikit-learn's digits."""
 
 EXAMPLES = """\
 examples:
-  python -m pyengine train                                   both models, 2 workers, 8 micro-batches a window
+  python -m pyengine train                                   both models, 2 ranks, 8 micro-batches per window
   python -m pyengine train --model gpt --wire bf16           half the bytes on the network
   python -m pyengine train --model gpt --wire int8-ef        a quarter of the bytes, with error feedback
-  python -m pyengine train --model cnn --mode ddp-hook       keep DDP around the model
+  python -m pyengine train --model cnn --mode ddp-hook       keep the model in DDP
   python -m pyengine train --workers 4 --accumulate 2        more ranks, shorter windows
   python -m pyengine train --dtype bf16 --accumulator fp32   bf16 parameters, gradients summed in fp32
   python -m pyengine train --checkpoints runs/1              stop and resume at any time
-  python -m pyengine train --wandb mine --tensorboard runs   every step also there
+  python -m pyengine train --wandb mine --tensorboard runs   also log every step to W&B and TensorBoard
   python -m pyengine train --mode ddp --json > ddp.jsonl     plain DDP, JSON lines
-  python -m pyengine train --model gpt --trace trace.json    backward, buckets and waiting in Perfetto
+  python -m pyengine train --model gpt --trace trace.json    backward, buckets and waiting times in Perfetto
 
 modes:
-  engine    pe.GradSync: flat gradient buckets, reduced once a window
-  ddp-hook  pe.attach on DistributedDataParallel: reduced once a window
-  ddp       plain DDP: loss / accumulate, and every backward all-reduces
+  engine    pe.GradSync: flat gradient buckets, reduced once per window
+  ddp-hook  pe.attach on DistributedDataParallel: reduced once per window
+  ddp       plain DDP: loss / accumulate, and an all-reduce in every backward
 
 wires (docs/wires.md; ef: with error feedback):
 """ + "".join(f"  {line}\n" for line in wrap(", ".join(WIRES), 98, break_on_hyphens=False))
@@ -62,7 +62,7 @@ MODES = ("engine", "ddp-hook", "ddp")
 
 @dataclass(frozen=True)
 class TrainSettings:
-    """What to train, and how; every dict has the models as keys."""
+    """What to train, and how; the keys of every dict are the models."""
 
     models: tuple[str, ...]
     mode: str
@@ -75,8 +75,8 @@ class TrainSettings:
     wire: str
     accumulator: Accumulator
     seed: int
-    traces: dict[str, Path]  # Absolute paths of traces, with plots of norms next to them; empty for none.
-    checkpoints: dict[str, Path]  # Absolute paths of folders; empty for none.
+    traces: dict[str, Path]  # Absolute paths of trace files (plots go to the same folder); empty: no traces.
+    checkpoints: dict[str, Path]  # Absolute paths of folders; empty: no checkpoints.
     checkpoint_every: int  # Steps between two checkpoints.
     trackers: Trackers
     json: bool
@@ -91,7 +91,7 @@ class TrainSettings:
         )
 
 
-# Defaults with which both models learn, in about a minute on two cores.
+# Defaults with which both models learn in about a minute on two cores.
 _MICRO_BATCH = {"gpt": 4, "cnn": 8}
 _STEPS = {"gpt": 50, "cnn": 40}
 _LR = {"gpt": 3e-3, "cnn": 1e-2}
@@ -103,29 +103,29 @@ _RESUMED = (
 
 def add_to(parser: argparse.ArgumentParser) -> None:
     add, count = parser.add_argument, counts(parser)
-    add("--model", choices=MODELS, help="train only this one (default: gpt, then cnn)")
-    add("--mode", choices=MODES, default="engine", help="who reduces the gradients (default: engine)")
-    count("--workers", default=2, help="worker processes, one rank each (default: 2; under torchrun its own)")
-    count("--accumulate", default=8, help="micro-batches a window and rank (default: 8)")
-    count("--micro-batch", help=f"samples a micro-batch ({each(_MICRO_BATCH)})")
+    add("--model", choices=MODELS, help="train only this model (default: gpt, then cnn)")
+    add("--mode", choices=MODES, default="engine", help="what reduces the gradients (default: engine)")
+    count("--workers", default=2, help="worker processes, one rank each (default: 2; torchrun sets its own)")
+    count("--accumulate", default=8, help="micro-batches per window and rank (default: 8)")
+    count("--micro-batch", help=f"samples per micro-batch ({each(_MICRO_BATCH)})")
     count("--steps", help=f"optimizer steps ({each(_STEPS)})")
     add("--dtype", choices=("fp32", "bf16"), default="fp32", help="dtype of the parameters (default: fp32)")
     add("--wire", choices=tuple(WIRES), metavar="WIRE", help="encoding of reduced gradients (default: fp32)")
-    add("--accumulator", choices=("fp32", "native"), help="dtype of a window's sum (default: fp32)")
+    add("--accumulator", choices=("fp32", "native"), help="dtype of a window's gradient sums (default: fp32)")
     add("--lr", type=above_zero, metavar="X", help=f"peak learning rate ({each(_LR)})")
     counts(parser, least=0)("--seed", default=0, help="seed of parameters and data order (default: 0)")
     add(
         "--trace",
         type=Path,
         metavar="FILE",
-        help="write a Chrome trace of rank 0 in a few more windows, and beside it a plot of the training's "
-        "gradient norms and noise scale (not of --mode ddp), files for each model",
+        help="write a Chrome trace of a few more windows on rank 0 and, next to it, a plot of gradient norms "
+        "and noise scale during training (not with --mode ddp); separate files for each model",
     )
     add(
         "--checkpoints",
         type=Path,
         metavar="FOLDER",
-        help="save checkpoints there, also at a signal, and resume from the newest one",
+        help="save checkpoints here, including on a signal, and resume from the newest one",
     )
     count("--checkpoint-every", help="steps between checkpoints (default: 10)")
     trackers.add_to(parser)
@@ -133,7 +133,7 @@ def add_to(parser: argparse.ArgumentParser) -> None:
 
 def settings(options: argparse.Namespace) -> TrainSettings:
     """Return the settings; raise `Conflict` if arguments conflict with each other or with this machine."""
-    without = {"wire": "no wire", "accumulator": "no accumulator", "checkpoints": "no state of pyengine's"}
+    without = {"wire": "no wire", "accumulator": "no accumulator", "checkpoints": "no pyengine state"}
     for name, lacks in without.items() if options.mode == "ddp" else ():
         remedy = "leave it out, or use --mode ddp-hook"
         check_absent(options, name, f"with --mode ddp, which has {lacks}: {remedy}")
@@ -174,8 +174,9 @@ def check_resumed(settings: TrainSettings, model: str, folder: Path) -> None:
         for name, value in now.items():
             if value != then.get(name, value):
                 raise Conflict(
-                    f"argument --{name.replace('_', '-')}: got {value}, and the checkpoints in {folder} are "
-                    f"of a training with {then[name]}: give that to resume it, or name another folder"
+                    f"argument --{name.replace('_', '-')}: got {value}, but the checkpoints in {folder} "
+                    f"were saved by a run with --{name.replace('_', '-')} {then[name]}: pass that value to "
+                    "resume, or specify another folder"
                 )
     with writing("--checkpoints", f"write {file}"), written(file) as part:  # other ranks may be reading it
         part.write_text(json.dumps(now))
@@ -189,8 +190,8 @@ def _read(file: Path) -> dict[str, Any]:
         found = error
     if not isinstance(found, dict):
         raise Conflict(
-            f"argument --checkpoints: {file} has no settings of a training ({found}): delete it to resume "
-            "with the settings given now, or name another folder"
+            f"argument --checkpoints: {file} has no settings of a training run ({found}): delete it to "
+            "resume with the settings given now, or specify another folder"
         )
     return found
 

@@ -29,11 +29,11 @@ class Row:
 
     mode: str
     label: str
-    buckets: int  # Gradient buckets.
-    collectives: int  # Gradient collectives per window, including the engine's header.
+    buckets: int  # Number of gradient buckets.
+    collectives: int  # Number of gradient collectives per window, including the engine's header.
     bytes_sent: int  # Bytes that this rank sent in these collectives.
     step_s: Range  # Seconds of a step, over the timed windows.
-    full_window: float  # Relative difference of a window's gradient from the gradient of one big batch.
+    full_window: float  # Relative difference between a window's gradient and the gradient of one big batch.
     short_window: float  # Relative difference for a window with fewer micro-batches and unequal counts.
 
 
@@ -46,7 +46,8 @@ def compare(task: Task, settings: TrainSettings) -> list[Row]:
     names = ("engine" if settings.mode == "ddp" else settings.mode, "ddp")
     ranks = range(dist.get_world_size())
     full = [_first_windows(task, settings, rank, 1)[0] for rank in ranks]
-    # As at the end of a dataset, windows have fewer micro-batches and ranks shorten the last one differently.
+    # Imitate the end of a dataset: use fewer micro-batches per window, and shorten the last micro-batch by a
+    # different amount on each rank.
     *early, last = range(-(-settings.accumulate // 2))
     short = [
         [*(window[index] for index in early), task.short(window[last], rank)]
@@ -65,16 +66,17 @@ def compare(task: Task, settings: TrainSettings) -> list[Row]:
 
 
 def _first_windows(task: Task, settings: TrainSettings, rank: int, num: int) -> list[list[Batch]]:
-    """Return this rank's windows for the comparison; they are equal in all modes and unused in training."""
+    """Return a rank's windows for the comparison: the same in all modes, and not used in training."""
     stream = train_modes.batches(task, settings, rank, seed=settings.seed + 1)
     return [list(itertools.islice(stream, settings.accumulate)) for _ in range(num)]
 
 
 def _big_batch_gradient(task: Task, model: nn.Module, windows: Sequence[Sequence[Batch]]) -> Tensor:
-    """Return the gradient of the mean loss over all ranks' items, from one backward of a float64 model copy.
+    """Return the gradient of the mean loss over all ranks' items.
 
-    The copy is in eval mode, because batch statistics depend on the split into micro-batches. In training
-    mode, no split would give the gradient of the big batch.
+    It comes from one backward of a float64 copy of the model. The copy is in eval mode, because batch
+    statistics depend on the split into micro-batches. In training mode, no split would give the gradient of
+    the big batch.
     """
     exact = copy.deepcopy(model).double().eval()
     x, y = map(torch.cat, zip(*itertools.chain.from_iterable(windows), strict=True))

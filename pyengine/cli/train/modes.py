@@ -62,7 +62,7 @@ class Windowed:
     """Training with pyengine, on a bare model or on DDP (`on_ddp`)."""
 
     def __init__(self, task: Task, model: nn.Module, settings: TrainSettings, *, on_ddp: bool) -> None:
-        self.model, self._task = model, task  # the unwrapped module
+        self.model, self._task = model, task  # `model` is the unwrapped module
         self._accumulate = settings.accumulate
         self._ddp = DistributedDataParallel(model) if on_ddp else None
         make: Callable[..., Sync] = GradSync if self._ddp is None else attach
@@ -119,7 +119,7 @@ class PlainDDP:
     """DDP with the usual gradient accumulation: divided losses, and an all-reduce in every backward.
 
     Args:
-        counted: whether to count collectives and bytes, in a hook that averages like DDP without a hook.
+        counted: whether to count collectives and bytes in a hook that averages gradients as DDP itself does.
     """
 
     label = "plain DDP"
@@ -185,7 +185,7 @@ Mode = Windowed | PlainDDP
 
 
 def make(mode: str, task: Task, settings: TrainSettings, *, counted: bool = True) -> Mode:
-    """Build the model in a mode; `counted` makes plain DDP a little slower."""
+    """Create a mode with a new model; `counted` makes plain DDP a little slower."""
     model = build(task, settings)
     if mode == "ddp":
         return PlainDDP(task, model, settings, counted=counted)
@@ -193,7 +193,7 @@ def make(mode: str, task: Task, settings: TrainSettings, *, counted: bool = True
 
 
 class _Meter:
-    """Counts DDP's traffic in a window as pyengine does, and times how long backwards wait."""
+    """Counts DDP's traffic in a window as pyengine does, and measures how long each backward waits."""
 
     def __init__(self) -> None:
         self.restart()
@@ -205,7 +205,7 @@ class _Meter:
 
     @contextmanager
     def backward(self) -> Iterator[None]:
-        """Time a backward, and how long it waits after its last bucket is ready."""
+        """Time a backward, and measure how long it waits after its last bucket is ready."""
         self.computed: float | None = None
         start = time.perf_counter()
         yield

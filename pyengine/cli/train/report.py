@@ -56,12 +56,12 @@ class TrainReport(report.Report):
             self._say(f"step {done}/{self._steps}  {text}" + (f"  {duration(left)} left" if left else ""))
 
     def finish(self, quality: dict[str, float]) -> None:
-        losses = self._losses or [None]  # no step remains if the checkpoint is of the last step
+        losses = self._losses or [None]  # no step remains if the checkpoint was saved after the last step
         first, last = losses[0], losses[-1]
         if not self._emit("trained", model=self._model, first_loss=first, last_loss=last, **quality):
             return
         self._progress.stop()
-        parts = [f"loss {_loss(first)} → {_loss(last)}" if self._losses else "every step before this run"]
+        parts = [f"loss {_loss(first)} → {_loss(last)}" if self._losses else "all steps done before this run"]
         for name, value in quality.items():
             number = f"{100 * value:.1f} %" if name == "accuracy" else f"{value:.3f}"
             parts.append(f"{_QUALITY[name]} {number}")
@@ -81,7 +81,7 @@ class TrainReport(report.Report):
             return
         if last is not None and scale is not None:
             batch = f"{last.count:,.0f} {self._unit}"
-            self._say(f"noise scale: {with_spread(scale, spread)} {self._unit}, the batch is {batch}")
+            self._say(f"noise scale: {with_spread(scale, spread)} {self._unit}; batch: {batch}")
         self._say(f"gradient norms: {plot or 'not drawn, since matplotlib is not installed'}\n")
 
     def compare(self, ours: Row, ddp: Row) -> None:
@@ -100,7 +100,7 @@ class TrainReport(report.Report):
         )
         table.add_column("")
         add_numbers(
-            table, ("collectives", "sent\na rank", "median\nstep", "spread", "error", "error,\nshort")
+            table, ("collectives", "sent\nper rank", "median\nstep", "spread", "error", "error,\nshort")
         )
         for row in (ours, ddp):
             times = duration(row.step_s.mid), f"{row.step_s.spread:.0%}"
@@ -115,11 +115,11 @@ class TrainReport(report.Report):
 
 
 _LEGEND = (
-    "collectives, sent: of one window's gradients, with the bytes of a ring all-reduce. spread: slowest "
-    "minus fastest window, over the median. error: relative distance of the window's gradient from one "
-    "float64 backward over the whole global batch; short: of a window with fewer micro-batches and unequal "
-    "counts. plain DDP: mean loss / accumulate, and an all-reduce in every backward; with a correct no_sync "
-    "it sends as few bytes as GradSync with the same wire."
+    "collectives, sent: for the gradients of one window, assuming ring all-reduces. spread: "
+    "slowest minus fastest window, divided by the median. error: relative difference between the window's "
+    "gradient and that of one float64 backward over the whole global batch; short: the same for a window "
+    "with fewer micro-batches and unequal counts. plain DDP: mean loss / accumulate, and an all-reduce in "
+    "every backward; with a correct no_sync it sends as few bytes as GradSync with the same wire."
 )
 _QUALITY = {"held_out_loss": "held-out loss", "accuracy": "test accuracy"}
 

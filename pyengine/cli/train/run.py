@@ -36,7 +36,7 @@ from pyengine.telemetry import chrome_trace
 _TASKS: dict[str, Callable[[], Task]] = {"gpt": TextTask, "cnn": DigitsTask}
 TRACED_WINDOWS = 3
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
-_WARM_UP_WINDOWS = 2  # the first window determines the bucket order, and the second uses it first
+_WARM_UP_WINDOWS = 2  # the first window determines the bucket order, and the second is the first to use it
 
 
 def run(settings: TrainSettings) -> int:
@@ -73,7 +73,7 @@ def locked(folder: Path) -> Iterator[None]:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise Conflict(
-                f"argument --checkpoints: another training is writing to {folder}: wait for it, or name "
+                f"argument --checkpoints: another training run is writing to {folder}: wait for it, or name "
                 "another folder"
             ) from None
         except OSError:
@@ -102,7 +102,7 @@ def train(task: Task, settings: TrainSettings, report: TrainReport) -> int:
     mode = train_modes.make(settings.mode, task, settings)
     steps, trace = settings.steps[task.name], settings.traces.get(task.name)
     if trace:
-        mode.measure()  # a checkpoint contains the state of the measurements, so it is loaded later
+        mode.measure()  # before loading a checkpoint, which contains the state of the measurements
     records: list[StepRecord] = []
     about = {
         "parameters": sum(param.numel() for param in mode.model.parameters()),
@@ -176,7 +176,7 @@ class Saving:
     """
 
     def __init__(self, folder: Path | None, *, every: int, parts: Mapping[str, Any], steps: int) -> None:
-        self.start = 0  # The step of the newest checkpoint, from which training continues.
+        self.start = 0  # The step of the newest checkpoint, where training continues.
         self.stopped = 0  # The signal that ended the training.
         self._every, self._parts, self._steps = every, parts, steps
         self._saves = None if folder is None else Saves(folder)
@@ -209,7 +209,7 @@ class Saving:
                 signal.raise_signal(self._signal)
 
     def must_stop(self, step: int) -> bool:
-        """Save a checkpoint if it is due after `step` steps; return whether any rank received a signal."""
+        """Save a checkpoint if one is due after `step` steps; return whether any rank received a signal."""
         if self._saves is None:
             return False
         received = torch.tensor(self._signal)

@@ -33,7 +33,7 @@ def write(path: Path, state: Any) -> None:
 
 
 def read(path: Path) -> Any:
-    """Return the state in a regular file without running code; reject tensors that exceed their memory."""
+    """Load a regular file without running code from it; reject tensors that reach beyond their memory."""
     with open(path, "rb", opener=regular) as file, torch.sparse.check_sparse_tensor_invariants():
         return torch.load(file, map_location="cpu", weights_only=True)
 
@@ -41,11 +41,11 @@ def read(path: Path) -> Any:
 class Saves:
     """The saved steps of a training run; every rank creates a `Saves` and calls the same methods.
 
-    Each rank has one file per step. A step is complete if every rank has a file of this step, and all these
+    Each rank has one file per step. A step is complete if every rank has a file for this step, and all these
     files are from the same save.
 
     Args:
-        folder: the existing folder of the files.
+        folder: the folder of the files, which must exist.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -55,7 +55,8 @@ class Saves:
         """Save this rank's state; on return the states of all ranks are on disk, and older steps are removed.
 
         Raises:
-            RuntimeError: some rank could not write. Every rank raises this error, and earlier steps are kept.
+            RuntimeError: some rank could not write its file. Every rank raises this error, and earlier steps
+                are kept.
         """
         save = self._gathered(uuid.uuid4().hex)[0]
         self._on_all(
@@ -77,24 +78,24 @@ class Saves:
             found = self._gathered(self._look(step))
             wrong = [f"rank {rank}: {text}" for rank, (_, text) in enumerate(found) if text]
             if len({save for save, _ in found}) > 1:
-                wrong.append("the ranks' files are of different saves")
+                wrong.append("the ranks' files are from different saves")
             if not wrong:
                 return step, read(self._path(step))["state"]
-            problems.append(f"step {step} is not whole ({wrong[0]})")
+            problems.append(f"step {step} is incomplete ({wrong[0]})")
             if dist.get_rank() == 0:
-                print(f"{self._folder}: {problems[-1]}: going on from an earlier one", file=sys.stderr)
+                print(f"{self._folder}: {problems[-1]}: continuing from an earlier step", file=sys.stderr)
         if len(problems) > 1:  # an interrupted first save leaves one incomplete step, which can be ignored
             raise RuntimeError(
-                f"name an empty folder to start anew: none in {self._folder} loads, {'; '.join(problems)}"
+                f"name an empty folder to start over: no step in {self._folder} loads ({'; '.join(problems)})"
             )
         return None
 
     def _look(self, step: int) -> tuple[str, str]:
-        """Return the save to which this rank's file belongs, and the reason if the file does not load."""
+        """Return the ID of the save that wrote this rank's file, and an error text if it does not load."""
         try:
             found = read(self._path(step))
             return found["save"], ""
-        except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks wait for this one
+        except Exception as error:  # noqa: BLE001 - the other ranks wait for this one, whatever the error
             return "", f"{self._path(step).name}: {type(error).__name__}: {error}"
 
     def _steps(self) -> set[int]:
@@ -122,7 +123,7 @@ class Saves:
         """Return the results of `work` on all ranks; raise on every rank if `work` raised on any rank."""
         try:
             mine = work(), ""
-        except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks wait for this one
+        except Exception as error:  # noqa: BLE001 - the other ranks wait for this one, whatever the error
             mine = None, f"{what}: {type(error).__name__}: {error}"
         gathered = self._gathered(mine)
         if found := [f"rank {rank}: {text}" for rank, (_, text) in enumerate(gathered) if text]:

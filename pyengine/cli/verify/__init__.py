@@ -1,1 +1,1 @@
-"""`verify`: compare the same few steps on several world sizes, bit by bit."""
+"""`verify`: compare the same few steps on several world sizes, bit for bit."""

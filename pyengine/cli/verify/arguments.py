@@ -26,9 +26,9 @@ examples:
 
 exit code: 0 identical, 1 not identical, 2 a run failed or wrong arguments
 
---train names a function of an importable module that makes its model, engine and data, and calls verify.watch
-once, before the loop. Every optimizer step is then recorded, and the function is ended after --steps steps.
-For example mine.py:
+--train names a function in an importable module. The function creates its model, engine and data, and calls
+verify.watch once, before the loop. Every optimizer step is then recorded, and the function is ended after
+--steps steps. For example mine.py:
 
   import torch, pyengine as pe
 
@@ -47,11 +47,11 @@ For example mine.py:
           sync.clip_grad_norm_(1.0)
           sync.step(optimizer)
 
-With --wrap, `sync, forward = verify.wrap(model, accumulate=..., accumulator="exact")` makes the engine; the
-optimizer is made after it.
+With --wrap, `sync, forward = verify.wrap(model, accumulate=..., accumulator="exact")` creates the engine;
+create the optimizer after it.
 
-`sync` may be left out (DDP without pyengine); norm and number of items are then not compared. The function
-can follow the command line by verify.steps, verify.micro_batches and verify.accumulator.
+`sync` may be left out (DDP without pyengine); the norm and the number of items are then not compared. The
+function can read the command line's settings from verify.steps, verify.micro_batches and verify.accumulator.
 """
 
 BUILT_IN = "pyengine.cli.verify.subjects:{}"
@@ -64,9 +64,9 @@ class VerifySettings:
     subjects: dict[str, str]  # Training functions as "module:function", by their names in the report.
     workers: tuple[int, ...]  # World sizes; the first world size is the reference.
     steps: int
-    micro_batches: int  # micro-batches per window, over all ranks
+    micro_batches: int  # Micro-batches per window, over all ranks.
     accumulator: Accumulator
-    wraps: tuple[str, ...]  # entries of `WRAPS`; each wrap runs on all `workers` that it supports
+    wraps: tuple[str, ...]  # Entries of `WRAPS`; each is run on every world size that it supports.
     json: bool
 
 
@@ -78,13 +78,13 @@ def add_to(parser: argparse.ArgumentParser) -> None:
     count("--micro-batches", default=12, help="micro-batches in a window, over all workers (default: 12)")
     target.add_to(parser, (*MODELS, "both"), "both")
     sums = ("exact", "fp32")
-    add("--accumulator", choices=sums, default="exact", help="sums of gradients (default: exact)")
+    add("--accumulator", choices=sums, default="exact", help="how gradients are summed (default: exact)")
     add(
         "--wrap",
         type=different_names(WRAPS),
         default=("own",),
         metavar="NAME,NAME",
-        help=f"owners of the gradients, of {', '.join(WRAPS)} (default: own)",
+        help=f"owners of the gradients, from {', '.join(WRAPS)} (default: own)",
     )
 
 

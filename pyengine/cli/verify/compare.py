@@ -17,25 +17,25 @@ Tensors = Mapping[tuple[str, str], Tensor]  # by kind and name
 
 @dataclass(frozen=True)
 class Difference:
-    """The first entry (a digest) of a run that differs from the reference."""
+    """The first recorded entry of a run that differs from the reference."""
 
     step: int
     kind: str
     name: str
     rank: int  # The lowest rank on which the entry differs.
-    counts: dict[str, tuple[int, int]]  # By kind: (differing entries, all entries) of this step and rank.
-    texts: tuple[str | None, str | None]  # Entries of reference and run; digests, except for a "window".
+    counts: dict[str, tuple[int, int]]  # Numbers of (differing, all) entries of this step and rank, by kind.
+    texts: tuple[str | None, str | None]  # Entries of reference and run: digests, or text for a "window".
 
 
 @dataclass(frozen=True)
 class Change:
     """The difference between a run's full gradient and the reference gradient."""
 
-    relative: float  # Norm of the difference over the norm of the reference.
+    relative: float  # Norm of the difference, divided by the norm of the reference.
     # The ratio of the norms before clipping if they are recorded, otherwise the least-squares factor from the
     # reference to the run.
     factor: float
-    rest: float  # Norm of the residual of the least-squares factor, over the norm of the run.
+    rest: float  # Norm of the residual of the least-squares fit, divided by the norm of the run.
     epsilon: float  # Largest machine epsilon of the gradients' dtypes.
 
 
@@ -72,9 +72,9 @@ def _counts(reference: Trace, trace: Trace, step: int) -> dict[str, tuple[int, i
 
 
 def compare(ours: Tensor | None, theirs: Tensor | None) -> str:
-    """Describe how a tensor of a run differs from the reference's tensor; empty if their bits are equal."""
+    """Describe how a tensor of a run differs from the reference's; return "" if their bits are equal."""
     if ours is None or theirs is None:
-        return f"The tensor is missing in {'the reference' if ours is None else 'the run'}."
+        return f"The tensor is missing from {'the reference' if ours is None else 'the run'}."
     if digest(ours) == digest(theirs):
         return ""
     try:
@@ -82,7 +82,7 @@ def compare(ours: Tensor | None, theirs: Tensor | None) -> str:
     except AssertionError as error:
         title, *lines = filter(None, str(error).splitlines())
         return "; ".join(lines or [title]).rstrip(".") + "."
-    return "The values are equal: the signs of zeros or the bits of nans differ."
+    return "The values are equal, but the signs of zeros or the bits of nans differ."
 
 
 def change(ours: Tensors, theirs: Tensors) -> Change | None:
@@ -147,22 +147,22 @@ _TEXTS = {
     "initial values": "The initial parameters differ: use the same seed in every world size and on every "
     "rank before the model is built; a model in neither GradSync nor DDP needs a broadcast of rank 0's "
     "parameters.",
-    "nondeterminism": "The same run has other bits each time, whatever the world size: look for randomness "
-    "without a seed (pe.seed_everything, pe.micro_batch_rng), the order of a set or of finished workers, or "
-    "nondeterministic operations (torch.use_deterministic_algorithms finds them).",
+    "nondeterminism": "The same run gives different bits each time, whatever the world size: look for "
+    "randomness without a seed (pe.seed_everything, pe.micro_batch_rng), the order of a set or of finished "
+    "workers, or nondeterministic operations (torch.use_deterministic_algorithms finds them).",
     "windows": "The windows have different items: use the same micro-batches in every world size "
     "(pe.WindowSampler), and let each rank accumulate its share of them (accumulate=sampler.accumulate).",
     "BatchNorm": "Running statistics are averages over the micro-batches of one rank, which depend on the "
     "world size. Training does not read them: where nothing else differs, parameters have the same bits. "
-    "Evaluate with those of one rank, or use a norm without them (GroupNorm, LayerNorm).",
+    "Evaluate with the statistics of one rank, or use a norm without such statistics (GroupNorm, LayerNorm).",
     "buffers": "The forward writes a buffer from the micro-batches of its rank: gather its inputs over the "
     "whole window, in the window's order.",
-    "norm": "The gradients are equal and their norm is not: it is summed in an order that depends on ranks "
-    "or buckets, or before the gradients are complete. Use sync.clip_grad_norm_ or sync.grad_norm.",
-    "optimizer": "The gradients are equal and the optimizer computes other values: its settings (learning "
-    "rate, schedule) depend on the rank or the world size, or its kernel on the split of parameters, or "
-    "parameters are written on some ranks only. Derive the settings from the global batch.",
-    "unknown": "No rule knows this difference.",
+    "norm": "The gradients are equal, but their norms are not: the norm is summed in an order that depends "
+    "on ranks or buckets, or before the gradients are complete. Use sync.clip_grad_norm_ or sync.grad_norm.",
+    "optimizer": "The gradients are equal, but the optimizer computes different values: its settings "
+    "(learning rate, schedule) depend on the rank or the world size, or its kernel on the split of "
+    "parameters, or parameters are written on some ranks only. Derive the settings from the global batch.",
+    "unknown": "No rule explains this difference.",
 }
 
 
@@ -174,7 +174,8 @@ def _gradient(first: Difference, micro_batches: int, gradient: Change | None) ->
     differ, total = first.counts["gradient"]
     of = f"{differ} of {total} gradients differ"
     if gradient is not None:
-        # Rounding of a sum of M terms is about M / 2 epsilons; 16 times as much allows for terms that cancel.
+        # The rounding error of a sum of M terms is about M / 2 epsilons; 16 times as much allows for terms
+        # that cancel.
         rounding = min(0.05, 8 * micro_batches * gradient.epsilon)
         if gradient.relative <= rounding and abs(gradient.factor - 1) <= rounding:
             return "sums", (

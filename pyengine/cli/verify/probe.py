@@ -32,7 +32,7 @@ KINDS = {
     "parameter": "parameter {}",
     "state": "optimizer state {}",
 }
-START = -1  # Number of the step before the first step.
+START = -1  # Step number of what is recorded before the first step.
 # The owners of the gradients, in this order: the engine's buckets; DDP; FSDP shards of each `ModuleList`
 # layer and of the model, over all workers; and the same FSDP shards in 2 replicas.
 WRAPS = ("own", "ddp", "fsdp", "hsdp")
@@ -61,8 +61,9 @@ class Run:
 class Trace:
     """The digests that one rank has recorded."""
 
-    # Digests (texts for the kind "window") by step, kind and name, and the tensors selected by `Run.keep`.
+    # Digests by (step, kind, name); entries of the kind "window" are plain text instead.
     entries: dict[tuple[int, str, str], str] = field(default_factory=dict)
+    # The tensors selected by `Run.keep`, by (kind, name).
     tensors: dict[tuple[str, str], Tensor] = field(default_factory=dict)
     steps: int = 0  # Number of recorded steps.
     is_wrapped: bool = False  # Whether the function has called `wrap`.
@@ -121,17 +122,17 @@ class VerifyProbe:
         """Record the model now, and every step of the optimizer; call this method once, before the loop.
 
         Args:
-            model: the model in training: unwrapped, in DDP or sharded.
+            model: the model that is trained: unwrapped, in DDP or sharded.
             optimizer: gradients are recorded before its steps, and all other values after its steps.
-            sync: the engine, whose step records have the norm and the item count; None without an engine.
+            sync: the engine, whose step records contain the norm and item count; None without an engine.
 
         Raises:
-            RuntimeError: the method was called before.
+            RuntimeError: the method has already been called.
         """
         if self._is_watching:
             raise RuntimeError(
-                "verify.watch was called twice, and it records one model and one optimizer: watch the one to "
-                "compare, or put several models into a ModuleDict"
+                "verify.watch was called twice, but it records one model and one optimizer: call it only for "
+                "the model to compare, or put several models into a ModuleDict"
             )
         self._is_watching = True
         self._model = model.module if isinstance(model, DistributedDataParallel) else model

@@ -18,7 +18,7 @@ from pyengine.cli.verify.probe import KINDS, START, Run, Trace
 
 @dataclass(frozen=True)
 class WorldSizeResult:
-    """The difference between a run and the reference: its elements as text, and likely causes."""
+    """How a run differs from the reference: the first difference, its elements as text, and likely causes."""
 
     reference: str
     run: str
@@ -37,7 +37,7 @@ class VerifyReport(report.Report):
         return nullcontext() if self._console.quiet else self._status
 
     def begin(self, run: Run, *, still: int) -> None:
-        """Report the start of a run; `still` more runs follow."""
+        """Report the start of a run; `still` is the number of runs that follow."""
         text = f"running {run.label} ({still} to follow)" if still else f"running {run.label} (the last one)"
         self._status.update(escape(text))
         if not self._console.is_terminal:
@@ -91,7 +91,7 @@ def place(first: Difference) -> str:
 
 
 def sentences(subject: str, finding: WorldSizeResult | None, reference: Trace) -> list[str]:
-    """Return the result as a list of one-sentence paragraphs."""
+    """Return the result as a list of paragraphs."""
     if finding is None:
         number = len(reference.entries)
         return [
@@ -101,7 +101,7 @@ def sentences(subject: str, finding: WorldSizeResult | None, reference: Trace) -
     other = "its own rank 0" if finding.run == finding.reference else finding.reference
     run = f"on rank {first.rank} of {finding.run}"
     where = [f"Not identical: {subject} first differs from {other} at {place(first)}, {run}."]
-    where.append(finding.elements or "When both runs were repeated to compare this value, it was equal.")
+    where.append(finding.elements or "When both runs were repeated to compare this value, both agreed.")
     counts = [f"{kind} {differ} of {total}" for kind, (differ, total) in first.counts.items() if differ]
-    where.append(f"In that step and rank, these differ: {', '.join(counts)}.")
+    where.append(f"At that step and on that rank, the following values differ: {', '.join(counts)}.")
     return [*where, *(f"Likely cause ({name}): {text}" for name, text in finding.causes)]

@@ -1,4 +1,4 @@
-"""`verify`: train the same few steps on several world sizes, and compare the runs bit by bit."""
+"""`verify`: train the same few steps on several world sizes, and compare the runs bit for bit."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Execute = Callable[[Sequence[str], Run], list[list[Trace]]]
 
 @dataclass(frozen=True)
 class Done:
-    """A finished run; `first` is its first difference from the reference, None if it is identical."""
+    """A finished run; `first` is its first difference from the reference, or None if there is none."""
 
     run: Run
     ranks: list[Trace]
@@ -93,7 +93,8 @@ def _trace(target: str, run: Run) -> Trace:
     except Enough:
         pass
     except RuntimeError as error:
-        # The engine itself raises if ranks differ; the digests recorded so far show the place and the cause.
+        # The engine itself raises an error if ranks differ. The digests recorded so far show the place
+        # and the cause.
         if probe.trace.steps == 0:
             raise
         probe.trace.stopped = str(error)
@@ -114,7 +115,7 @@ def _check(name: str, settings: VerifySettings, done: Done) -> None:
         )
     if settings.wraps != WRAPS[:1] and not all(trace.is_wrapped for trace in ranks):
         raise RuntimeError(
-            f"--wrap {','.join(settings.wraps)}, and {name} wraps its model itself: let it call "
+            f"got --wrap {','.join(settings.wraps)}, but {name} wraps its model itself: let it call "
             "sync, forward = verify.wrap(model, accumulate=..., accumulator='exact')"
         )
     stopped = next((trace.stopped for trace in ranks if trace.stopped), "")
@@ -153,7 +154,7 @@ def _find_cause(target: str, execute: Execute, reference: Done, other: Done) -> 
     wanted, repeats = _tensors(target, execute, reference, 0, first)
     got, other_repeats = _tensors(target, execute, other, first.rank, first)
     if first.kind == "window":
-        elements = f"The window has {first.texts[1]}, and {first.texts[0]} in the reference."
+        elements = f"The window has {first.texts[1]} in this run, and {first.texts[0]} in the reference."
     else:
         key = first.kind, first.name
         elements = compare(wanted.get(key), got.get(key))

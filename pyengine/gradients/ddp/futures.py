@@ -52,7 +52,7 @@ class Callbacks:
 
 
 class StagedBuckets:
-    """The buckets of one backward whose reduction needs several collectives.
+    """The buckets of one backward, each of which is reduced by several collectives.
 
     A bucket's first collective is launched when the bucket is ready. Later collectives are launched together
     with the next buckets, and the remaining collectives after the last bucket. The order is the same on every
@@ -61,15 +61,15 @@ class StagedBuckets:
 
     def __init__(self) -> None:
         # For each launched bucket: its number, its reduction, and a future that completes when all buckets
-        # are launched.
+        # have been launched.
         self._under_way: list[tuple[int, Staged, Future[Any]]] = []
-        self._repeated: int | None = None  # the number of the last bucket, if it repeats an earlier number
+        self._repeated: int | None = None  # the previous bucket's number, if it repeats an earlier number
 
     def add(self, bucket: Any, work: Staged, finish: Callable[[], Tensor]) -> Future[Tensor]:
         """Add a launched bucket; launch the next collective of earlier buckets.
 
-        `finish` waits for `work` and returns the buffer of the bucket. The returned future has completed or
-        failed when DDP has passed its last bucket to the hook.
+        `finish` waits for `work` and returns the buffer of the bucket. The returned future
+        completes or fails when DDP passes its last bucket to the hook.
         """
         index = bucket.index()
         # In the first backward with static_graph every bucket has number 0, and no bucket is marked as the

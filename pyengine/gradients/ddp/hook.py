@@ -56,14 +56,15 @@ class HookState:
     Args:
         process_group: the process group of the DDP; None is the default group.
         wire: how buckets are sent: `pe.wire.FP32()`, `BF16()`, `Int8()` and so on (docs/wires.md). A dtype is
-            accepted for wires that only cast.
-        shared_memory: True reduces gradients on the CPU in shared memory, between ranks of one host
+            accepted in place of a wire that only casts.
+        shared_memory: if True, gradients on the CPU are reduced in shared memory between ranks of one host
             (docs/wires.md). The memory is used from the first bucket until the state and its models are
             released. All ranks must pass the same value.
 
     Raises:
-        TypeError, ValueError: an argument is not a process group, a wire or a bool. With gradients on a
-            device other than the CPU, `shared_memory=True` raises ValueError in the first backward.
+        TypeError, ValueError: an argument is invalid: `process_group` is not a process group, `wire` is not a
+            wire, or `shared_memory` is not a bool. With gradients on a device other than the CPU,
+            `shared_memory=True` raises ValueError in the first backward.
 
     Example:
         >>> ddp_model.register_comm_hook(pe.HookState(wire=torch.bfloat16), pe.comm_hook)  # doctest: +SKIP
@@ -78,7 +79,7 @@ class HookState:
     ) -> None:
         if process_group is not None and not isinstance(process_group, dist.ProcessGroup):
             raise TypeError(
-                f"process_group={process_group!r} is a {type(process_group).__name__}: need a "
+                f"process_group={process_group!r} is a {type(process_group).__name__}: expected a "
                 "torch.distributed.ProcessGroup, or None for the default group; pass a wire as wire="
             )
         self.group = process_group
@@ -153,8 +154,8 @@ def comm_hook(state: HookState | dist.ProcessGroup | None, bucket: dist.GradBuck
             reduced in place.
 
     Returns:
-        A future of the bucket's buffer, `[numel]` in the gradients' dtype, with the mean over ranks. The
-            buffer is DDP's own memory, in which DDP expects the result.
+        A future of the bucket's buffer (`[numel]`, in the gradients' dtype), which then holds the mean over
+            ranks. The buffer is DDP's own memory, in which DDP expects the result.
 
     Cost: an all-reduce of one element per gradient element, in the communication dtype. If this dtype differs
     from the gradients' dtype, or the wire applies the division, the cost also includes one read and one write
@@ -170,7 +171,7 @@ def comm_hook(state: HookState | dist.ProcessGroup | None, bucket: dist.GradBuck
 
 
 class _Mean:
-    """Computes the mean of a DDP bucket over ranks, with the passes before and after the all-reduce."""
+    """Computes the mean of a DDP bucket over ranks, including the passes before and after the all-reduce."""
 
     def __init__(self, state: HookState, bucket: Any) -> None:
         self.state, self.bucket = state, bucket
@@ -182,7 +183,7 @@ class _Mean:
         self.divisor = Divisor(lambda: torch.full((), part, dtype=dtype, device=flat.device), state.wire)
 
     def start(self) -> Future[torch.Tensor]:
-        """Launch the all-reduce, and return a future of DDP's buffer, `[numel]`, with the mean."""
+        """Launch the all-reduce, and return a future of DDP's buffer, which then holds the mean."""
         state, bucket = self.state, self.bucket
         flat: Tensor = bucket.buffer()
         if flat.layout is not torch.strided:
@@ -241,13 +242,13 @@ class _Mean:
         return wire.all_reduce_(sent, comm), write_back
 
     def _launch_wide(self, comm: Comm) -> Launched:
-        """Launch the all-reduce of float64 gradients, unchanged unless the wire encodes them."""
+        """Launch the all-reduce of float64 gradients, in float64 if the wire allows it."""
         flat: Tensor = self.bucket.buffer()
         into, out_of = self.divisor.before_wire(), self.divisor.after_wire()
         if into is None and not self.state.wire.is_encoded:
             return comm.all_reduce(flat), lambda: flat if out_of is None else flat.mul_(out_of)
         buffer = self.state.wire_buffer(self.bucket, comm)
-        assert buffer.sent is not None  # no wire has float64
+        assert buffer.sent is not None  # no wire has the dtype float64
         sent = buffer.sent.copy_(flat if into is None else flat * into)
 
         def write_back() -> Tensor:
@@ -265,7 +266,7 @@ def completed(flat: Tensor) -> Future[torch.Tensor]:
 
 
 def _as_bucket(grad: Tensor, param: Tensor) -> Any:
-    """Make a bucket from a gradient that torch.compile's python_reducer passes to the hook."""
+    """Create a bucket from a gradient that torch.compile's python_reducer passes to the hook."""
     return SimpleNamespace(
         buffer=lambda: grad.view(-1),
         index=lambda: id(param),

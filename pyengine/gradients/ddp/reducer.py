@@ -51,17 +51,17 @@ def cap_mb_of(ddp: DistributedDataParallel) -> float:
 
 
 def problems_of_ddp(ddp: DistributedDataParallel) -> Iterator[str]:
-    """Yield the settings of DDP and of nested DDPs with which DDP's reductions cannot be disabled."""
+    """Yield a message for each setting that prevents disabling the reductions of DDP or a nested DDP."""
     for each in _all_ddps(ddp):
         name = "ddp_model" if each is ddp else "a DistributedDataParallel inside ddp_model"
         if each._delay_all_reduce_params:
             yield (
                 f"{name} was made with delay_all_reduce_named_params, whose gradients DDP reduces in every "
-                "backward: leave it out; the engine reduces all gradients once a window"
+                "backward: leave it out; the engine reduces all gradients once per window"
             )
         if each.mixed_precision is not None:
             yield (
-                f"{name} was made with mixed_precision, which is a communication hook of its own: leave it "
+                f"{name} was made with mixed_precision, which installs its own communication hook: leave it "
                 "out, and use torch.autocast or narrow parameters"
             )
         elif each._comm_hooks:
@@ -73,7 +73,7 @@ def problems_of_ddp(ddp: DistributedDataParallel) -> Iterator[str]:
         if hasattr(each, "buffer_hook"):
             yield (
                 f"{name} has a hook for its buffers (_register_buffer_comm_hook), which would not be called: "
-                "leave it out; the engine broadcasts buffers once a window"
+                "leave it out; the engine broadcasts buffers once per window"
             )
         ranks, inner = _ranks_of(ddp), _ranks_of(each)
         if inner != ranks:
@@ -102,7 +102,7 @@ class SilentDDP:
         self.silence()
 
     def silence(self) -> None:
-        """Switch off DDP's collectives in forwards and backwards, even if other code switched them on."""
+        """Switch off DDP's collectives in forward and backward passes, even if other code enabled them."""
         for each in self._all:
             each.require_backward_grad_sync = each.require_forward_param_sync = False
             if each.static_graph:
@@ -138,7 +138,7 @@ class SilentDDP:
 
 
 class DDPReducer(BucketReducer):
-    """Gradients of a `SilentDDP` in the engine's buckets; buffers are broadcast once per window."""
+    """Reducer for a `SilentDDP`, which also broadcasts DDP's buffers once per window."""
 
     def __init__(
         self,
@@ -170,7 +170,7 @@ class DDPReducer(BucketReducer):
     def begin(self) -> None:
         super().begin()
         if section() is not None and current_stream(self.params[0].device) != self._stream:
-            report_uncapturable(f"DDP was made on another stream than windows run on: {_ON_ONE_STREAM}")
+            report_uncapturable(f"DDP was made on a different stream than windows run on: {_ON_ONE_STREAM}")
 
     def launch_rest(self, *, poison: bool = False) -> None:
         """Launch the remaining buckets, then broadcast DDP's buffers, once per window on every rank."""
@@ -195,8 +195,9 @@ class DDPReducer(BucketReducer):
         self._release_ddp()
 
 
-# DDP references the autograd nodes that accumulate gradients, which use the stream on which DDP was made.
-_ON_ONE_STREAM = "make DDP and engine, and run windows, inside one `with torch.Stream(device):`"
+# DDP holds references to the autograd nodes that accumulate gradients. These nodes use the stream on which
+# DDP was created.
+_ON_ONE_STREAM = "make DDP and the engine, and run windows, inside one `with torch.Stream(device):`"
 
 # ---- errors for forwards and copies that would not be synchronized ----
 
@@ -204,8 +205,8 @@ _ON_ONE_STREAM = "make DDP and engine, and run windows, inside one `with torch.S
 class OnlyDDP:
     """Forward pre-hook that refuses forwards through another DDP over the same parameters.
 
-    Hooks of the other DDP would reduce the gradients a second time. Copies and pickles of the model contain,
-    instead of this hook, a hook that does nothing.
+    Hooks of the other DDP would reduce the gradients a second time. Copies and pickles of the model contain
+    a hook that does nothing in place of this hook.
     """
 
     def __init__(self, ddp: DistributedDataParallel) -> None:
@@ -216,16 +217,16 @@ class OnlyDDP:
     def __call__(self, *_: Any) -> None:
         if torch.compiler.is_compiling():
             return
-        other = DistributedDataParallel._active_ddp_module  # the innermost DDP with a running forward
+        other = DistributedDataParallel._active_ddp_module  # the innermost DDP whose forward is running
         if other is None or other is self._ddp() or other in self._harmless:
             return
         if self._mine.isdisjoint(id(param) for _, param in visible_parameters(other)):
             self._harmless.add(other)
         elif torch.is_grad_enabled() and other.require_backward_grad_sync:
             raise RuntimeError(
-                "call the ddp_model that pe.attach drives: this forward runs through another "
+                "call the ddp_model that was passed to pe.attach: this forward runs through another "
                 "DistributedDataParallel over the same parameters, which would reduce their gradients in "
-                "every backward, before the engine sums them over ranks. To evaluate with it use "
+                "every backward, before the engine sums them over ranks. To evaluate with it, use "
                 "torch.no_grad()"
             )
 
@@ -241,12 +242,15 @@ _DRIVEN = "_driven_by_pyengine"
 
 
 class _Driven:
-    """An attribute of a DDP without reductions; it prevents copies, which would never synchronize."""
+    """Marker attribute that is set on a DDP whose own reductions are switched off.
+
+    It makes copying or pickling that DDP fail, because a copy would never be synchronized.
+    """
 
     def __reduce__(self) -> Any:
         raise TypeError(
-            "copy or save ddp_model.module, or its state_dict(): this DistributedDataParallel is driven by "
-            "pe.attach, and a copy of it would never be synchronized"
+            "copy or save ddp_model.module, or its state_dict(): this DistributedDataParallel is attached "
+            "to an engine, and a copy of it would never be synchronized"
         )
 
 
@@ -259,7 +263,7 @@ def _ranks_of(ddp: DistributedDataParallel) -> list[int]:
 
 
 def _renew_reducer(ddp: DistributedDataParallel) -> None:
-    """Recreate DDP's reducer, as unpickling does, because the old reducer has state of past backwards."""
+    """Recreate DDP's reducer, as unpickling does, because the old reducer holds state from past backwards."""
     params, expects_sparse = ddp._build_params_for_reducer()
     if params:
         names = ddp._build_debug_param_to_name_mapping(params)

@@ -57,7 +57,7 @@ class UnitBucket(SendableBucket):
         return self._exact.rounds(poison=poison)
 
     def publish(self, scale: Tensor | None, norms: ReducedNorms, place: int) -> None:
-        """Scale the rounded sums, compute their norms, and set `.grad` to shards of this memory."""
+        """Scale the rounded sums and compute their norms; set each `.grad` to this rank's shard."""
         norms.read(place, self._rounded, self._slots, self._one if scale is None else scale)
         for param, slot in zip(self.params, self._slots, strict=True):
             param.grad = as_gradient(shard_of(slot.view(param.shape), param), param)
@@ -90,7 +90,7 @@ class ExactFSDPReducer(ShardedReducer):
         self._transfers = None
 
     def collect(self) -> None:
-        """Add the gradients in `.grad` of the unsharded parameters to the sums."""
+        """Add the `.grad` of the unsharded parameters to the sums."""
         is_void, popped = self.unsharded.is_void, self.unsharded.pop_grads()
         self.padding.end()
         grads = {index: grad.detach().reshape(-1) for index, grad in popped.items()}
@@ -121,7 +121,10 @@ class ExactFSDPReducer(ShardedReducer):
         final.sumsq = torch.where(self._reports_norm, final.sumsq, 0.0)
 
     def _launch_rest(self, *, poison: bool) -> None:
-        """Launch the missing collectives; the first collectives of all units precede the others."""
+        """Launch the missing collectives.
+
+        The first collectives of all units precede all later collectives.
+        """
         if self._transfers is None:
             return
         self._transfers.launch_rest(poison=poison)

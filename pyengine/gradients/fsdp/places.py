@@ -1,7 +1,7 @@
 """The layout of sharded parameters on their meshes.
 
-The first axes of a mesh are data-parallel. The remaining axes are tensor-parallel. FSDP shards the shards of
-tensor parallelism further.
+The first axes of a mesh are data-parallel. The remaining axes are tensor-parallel. FSDP shards the
+tensor-parallel shards again.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class ScatteredSlice(BucketSlice):
     shape: tuple[int, ...]  # Shape of the parameter in forwards on this rank.
     dim: int  # Dimension along which the parameter is sharded.
     shards: int  # Number of chunks.
-    padded: int  # Elements of a shard, including its padding.
+    padded: int  # Number of elements of a shard, including its padding.
 
     def read(self, flat: Tensor) -> Tensor:
         whole = flat.new_empty(self.shape)
@@ -40,7 +40,7 @@ class ScatteredSlice(BucketSlice):
             shard.copy_(chunk)
 
     def _shards(self, flat: Tensor, whole: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """Return each shard's view of the input and of `whole`; the last shards may be short."""
+        """Return two views of each shard, in `flat` and in `whole`; the last shards may be short."""
         rows = flat.view(self.shards, -1)[:, self.offset : self.offset + self.padded]
         chunks = whole.chunk(self.shards, self.dim)
         return [
@@ -49,7 +49,10 @@ class ScatteredSlice(BucketSlice):
 
 
 def scattered_places(params: Sequence[Any], names: Mapping[int, str], data_ndim: int) -> list[ScatteredSlice]:
-    """Return the positions of `params`, which a unit reduce-scatters in this order; `names` is by id."""
+    """Return the positions of `params`, which a unit reduce-scatters in this order.
+
+    `names` maps the id of each parameter to its name.
+    """
     places, offset = [], 0
     for param in params:
         dim = next(place.dim for place in param.placements[:data_ndim] if not place.is_replicate())

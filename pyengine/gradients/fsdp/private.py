@@ -1,7 +1,7 @@
 """Access to private state of FSDP2; the state is restored when the engine is closed.
 
-Tested with torch 2.11 to 2.13. During a window only public methods are used. Torch 2.13 has added two of
-these methods; in earlier versions `reduce_unused` and `reset_iter_state` replace them.
+Tested with torch 2.11 to 2.13. During a window only public methods are used. Two of these methods are new in
+torch 2.13; in earlier versions `reduce_unused` and `reset_iter_state` replace them.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.nn import Parameter
 
-# Public setters that a window needs, attributes that the setters change, and attributes that are only read.
+# Public setters that a window needs.
 _NEEDED = (
     "set_requires_gradient_sync",
     "set_requires_all_reduce",
@@ -27,6 +27,7 @@ _NEEDED = (
     "set_all_reduce_hook",
     "reshard",
 )
+# Attributes that the setters change.
 _REPLACED = (
     "gradient_divide_factor",
     "force_sum_reduction_for_comms",
@@ -38,7 +39,9 @@ _REPLACED = (
     "_reduce_scatter_comm",
     "_all_reduce_hook",
 )
+# An attribute that a setter changes, new in torch 2.13.
 _SINCE_2_13 = ("reduce_scatter_unused_params",)
+# Attributes that are only read.
 _READ = ("mesh_info", "mp_policy", "offload_policy", "device", "_partial_reduce_output")
 
 
@@ -49,7 +52,7 @@ def is_unit(module: object) -> bool:
 
 
 def missing(module: Any) -> list[str]:
-    """Return the needed names that this version of torch does not have."""
+    """Return the names of required attributes that this version of torch does not have."""
     names = [name for name in _NEEDED if not hasattr(module, name)]
     names += [] if hasattr(torch.Tensor, "grad_dtype") else ["Tensor.grad_dtype"]
     state = module._get_fsdp_state() if hasattr(module, "_get_fsdp_state") else None
@@ -130,9 +133,10 @@ def has_run(module: Any) -> bool:
 
 
 def reduce_unused(module: Any) -> None:
-    """Make a unit reduce zeros for parameters without a gradient, because other ranks may have one.
+    """Make a unit reduce zeros for parameters without a gradient.
 
-    torch before 2.13 has no setter for this behavior; `SavedSettings.restore` undoes the change.
+    Other ranks may have gradients for these parameters. Before 2.13, torch has no setter for this behavior.
+    `SavedSettings.restore` undoes the change.
     """
     if hasattr(module, "set_reduce_scatter_unused_params"):
         module.set_reduce_scatter_unused_params(True, recurse=False)
@@ -151,7 +155,7 @@ def _reduce_with_zeros(group: Any, post_backward: Callable[..., None], *unused: 
 
 
 def allow_unused_units(module: Any) -> None:
-    """Make a backward without reductions skip parameters that no forward has unsharded yet.
+    """Let a backward without reductions skip parameters that no forward has unsharded yet.
 
     Without this change torch (2.11 to 2.13) raises AttributeError for such parameters if the policy has a
     `reduce_dtype`. `SavedSettings.restore` undoes the change.
@@ -176,7 +180,7 @@ def reset_iter_state(module: Any) -> None:
     root = module._get_fsdp_state()
     shared, comm = root._state_ctx, root._comm_ctx
     stream, idle = root._device_handle.current_stream(), type(root._training_state).IDLE
-    # torch 2.11 runs one reduce-scatter at a time, and torch 2.12 runs several.
+    # torch 2.11 runs one reduce-scatter at a time, and torch 2.12 may run several.
     scattered = [getattr(comm, "reduce_scatter_state", None), *getattr(comm, "reduce_scatter_states", [])]
     for left in [comm.all_gather_state, *scattered]:
         if left is not None and left.event is not None:

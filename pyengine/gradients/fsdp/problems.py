@@ -30,9 +30,9 @@ def check_version(model: nn.Module) -> None:
     lacks = missing(model)
     if lacks:
         raise RuntimeError(
-            f"ddp_model is a {type(model).__name__}, and FSDP of torch {torch.__version__} has no "
-            f"{lacks[0]}: need torch 2.11 or newer; until then use DistributedDataParallel, or train without "
-            "pyengine"
+            f"ddp_model is a {type(model).__name__}, but FSDP of torch {torch.__version__} has no "
+            f"{lacks[0]}, which torch has since 2.11: upgrade torch, use DistributedDataParallel, or train "
+            "without pyengine"
         )
 
 
@@ -61,7 +61,7 @@ def problems_of_fsdp(model: nn.Module, settings: Settings) -> list[str]:
     if settings.shared_memory is True:
         found.append(
             "shared_memory=True, and ddp_model is sharded by FSDP2, whose units reduce through their own "
-            "process groups: leave it out; for shared memory use GradSync, or attach over a "
+            "process groups: leave shared_memory out; for shared memory, use GradSync, or attach to a "
             "DistributedDataParallel"
         )
     for unit in units_of(model):
@@ -74,15 +74,18 @@ def _unit_problems(unit: Unit, settings: Settings) -> Iterator[str]:
     module = unit.module
     if len(groups_of(module)) > 1:
         yield (
-            "has parameters on several meshes (shard_placement_fn): need one mesh a unit; call fully_shard "
-            "separately on modules of another mesh"
+            "has parameters on several meshes (shard_placement_fn): expected one mesh per unit; call "
+            "fully_shard separately on modules of another mesh"
         )
     if is_offloaded(module):
-        yield "has a CPUOffloadPolicy: need gradients on the model's device; leave offload_policy out"
+        yield (
+            "has a CPUOffloadPolicy, but the engine needs gradients on the model's device: leave "
+            "offload_policy out"
+        )
     if has_reduce_hook(module):
         yield (
-            "has a hook after its reduction (set_all_reduce_hook), which the engine needs: for "
-            "replicas of shards pass fully_shard a mesh of two dimensions"
+            "has a hook after its reduction (set_all_reduce_hook), but the engine sets this hook itself: for "
+            "replicas of shards, pass fully_shard a mesh of two dimensions"
         )
     yield from _sum_problems(unit, settings)
     yield from sorted({text for param in unit.params for text in _placement_problems(param, unit)})
@@ -111,11 +114,11 @@ def _sum_problems(unit: Unit, settings: Settings) -> Iterator[str]:
 
 def _wire_problems(unit: Unit, dtype: torch.dtype, wire: Wire) -> Iterator[str]:
     """Yield the reasons why a unit cannot reduce sums of dtype `dtype` over `wire`."""
-    text = f"reduces in {dtype}, and wire={wire}".replace("torch.", "")
+    text = f"reduces in {dtype}, but wire={wire}".replace("torch.", "")
     if dtype != wire.dtype and wire.dtype.itemsize >= dtype.itemsize:
         yield (
-            f"{text}: need a wire of the dtype of its MixedPrecisionPolicy's reduce_dtype, or a narrower "
-            f"one; pass the wire of that dtype, or reduce_dtype={wire.dtype}"
+            f"{text}: expected a wire with the reduce_dtype of its MixedPrecisionPolicy, or a narrower "
+            f"wire; pass the wire of that dtype, or reduce_dtype={wire.dtype}"
         )
     elif not wire.can_reduce_scatter:
         yield f"{text}, which has no reduce_scatter: pass the wire of {dtype}"
@@ -142,8 +145,8 @@ def _placement_problems(param: Any, unit: Unit) -> Iterator[str]:
     ):
         yield (
             f"has parameters placed as {param.placements} on a mesh of {param.device_mesh.ndim} dimensions: "
-            "need those of fully_shard or replicate over data-parallel ranks, followed by shards or replicas "
-            "of tensor parallelism"
+            "expected the placements of fully_shard or replicate over data-parallel ranks, followed by "
+            "shards or replicas of tensor parallelism"
         )
     if type(local(param)) is not torch.Tensor:
-        yield f"has shards of type {type(local(param)).__name__}: need plain tensors"
+        yield f"has shards of type {type(local(param)).__name__}: expected plain tensors"

@@ -50,7 +50,7 @@ class Managed:
     named: Sequence[tuple[str, Parameter]]  # The sharded parameters of the units, in registration order.
     units: Sequence[Unit]
     counted: Sequence[bool]  # Per parameter, whether this rank includes its local tensor in the norm.
-    comm: Comm  # Over all ranks of the engine.
+    comm: Comm  # The transport over all ranks of the engine.
     settings: Settings
 
 
@@ -64,7 +64,7 @@ class ShardedPadding(Padding):
     def __init__(self, model: nn.Module, unsharded: Unsharded, ignored: Sequence[Parameter]) -> None:
         self._model, self._unsharded, self._ignored = model, unsharded, ignored
         self._restore_buffers: Callable[[], None] | None = None
-        # Leaf tensors of the caller and their gradients while padding runs, by id of the leaf.
+        # The caller's leaf tensors and their gradients, set aside while padding runs; by id of the leaf.
         self._preserved: dict[int, tuple[Tensor, Tensor | None]] = {}
 
     def begin(self) -> None:
@@ -109,7 +109,7 @@ class ShardedGradRecord(GradRecord):
 
 
 class ShardedReducer(Reducer):
-    """Gradients of a sharded model, whose FSDP2 units reduce when the window ends."""
+    """Gradients of a sharded model, whose FSDP2 units reduce them when the window ends."""
 
     has_collective_forwards = True
 
@@ -165,7 +165,7 @@ class ShardedReducer(Reducer):
         super().begin()
 
     def _warn_of_bare_backwards(self) -> None:
-        """Warn once about two backwards between windows without an optimizer step."""
+        """Warn once if two backwards run between windows without an optimizer step."""
         if self.is_clean and not self._has_warned:
             self._has_warned = True
             warnings.warn(
@@ -178,7 +178,7 @@ class ShardedReducer(Reducer):
         return self.unsharded.used[index] or self.params[index].grad is not None
 
     def release(self, *, keeps_grad: bool) -> None:
-        """Restore the units, so that every backward reduces again."""
+        """Restore the units, so that every backward reduces gradients again."""
         self.reset()
         self.padding.end()
         self._give_back()
@@ -187,14 +187,17 @@ class ShardedReducer(Reducer):
                 param.grad = None
 
     def make_divisor(self, header: Header, wire: Wire) -> Divisor:
-        """Create the window's divisor; raise an error if ranks disagree in the header (FSDP would hang)."""
+        """Create the window's divisor.
+
+        Raises an error if ranks disagree in the header, because otherwise FSDP would hang.
+        """
         if header.is_refused():
             check_agreement(header, header.totals(), self.comm)
         self._divisor = Divisor(header.inv_count, wire, header.inv_scale)
         return self._divisor
 
     def reset(self) -> None:
-        """Discard the state of an unfinished window in FSDP."""
+        """Discard the state that an unfinished window has left in FSDP."""
         if not self.is_clean and has_run(self.model):
             reset_iter_state(self.model)
         self.is_clean = True
@@ -240,9 +243,9 @@ class FSDPReducer(ShardedReducer):
         self.padding.end()
 
     def reduce(self, header: Header) -> None:
-        """Reduce by replaying the forward and backward of an old batch with zero gradients.
+        """Reduce gradients by replaying the forward and backward of an earlier batch with zero gradients.
 
-        The replay is needed because FSDP reduces only inside a backward.
+        The replay is needed because FSDP reduces gradients only inside a backward.
         """
         with self._reducing(header):
             pass
@@ -255,7 +258,10 @@ class FSDPReducer(ShardedReducer):
             self.unsharded.count_micro_batch()
 
     def give_up(self) -> None:
-        """If the reduction has begun, launch the flags of used parameters; FSDP cannot resume a backward."""
+        """All-reduce the flags of used parameters if the reduction has begun.
+
+        The remaining gradients are not reduced, because FSDP cannot resume a backward.
+        """
         self._gave_up = True
         self.padding.end()
         for unit in self.units:
@@ -289,7 +295,7 @@ class FSDPReducer(ShardedReducer):
 
     @contextmanager
     def _reducing(self, header: Header) -> Iterator[None]:
-        """Reduce in the body's backward; if the body runs no backward, replay a backward."""
+        """Reduce gradients in the body's backward; if the body runs no backward, replay a backward."""
         self.wire.before = self.make_divisor(header, self._divisor_wire).before_wire
         self.wire.memory.begin(header.position[0])
         _log.debug("reduce %d units in the next backward", len(self.units))
@@ -306,14 +312,14 @@ class FSDPReducer(ShardedReducer):
             elif (late := self.unsharded.first_with_grad()) is not None:
                 raise RuntimeError(
                     f"the gradient of {self.names[late]!r} was computed again after FSDP had reduced it, and "
-                    "would be lost: reentrant checkpointing of a unit that a forward calls twice; pass "
-                    "use_reentrant=False to torch.utils.checkpoint"
+                    "would be lost, because of reentrant checkpointing of a unit that a forward calls twice: "
+                    "pass use_reentrant=False to torch.utils.checkpoint"
                 )
         self.padding.end()
         self._check_complete(header)
 
     def _check_complete(self, header: Header) -> None:
-        """Check that every gradient was reduced, and launch the flags of used parameters."""
+        """Check that every gradient was reduced, and all-reduce the flags of used parameters."""
         for unit in self.units:
             unit.disable_reduction()
         left = [
@@ -325,7 +331,7 @@ class FSDPReducer(ShardedReducer):
             raise RuntimeError(
                 f"FSDP has not reduced the gradient of {left[0]!r} ({len(left)} parameters in all) in the "
                 "window's last backward, which did not run through the model's own forward: call the model "
-                "itself, not its submodules. (Or a hook has removed it: remove the hook)"
+                "itself, not its submodules. (If a hook has removed the gradient, remove the hook)"
             )
         self._used_flags = self.used.all_reduce(self.unsharded.used)
         self.is_clean = True

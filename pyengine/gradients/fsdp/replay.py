@@ -17,7 +17,7 @@ from pyengine.ops.device import runs_ahead
 class Replay:
     """Keeps the inputs of the model's last forward for a replay, until the next forward.
 
-    FSDP2 reduces inside a backward, and has no public method to reduce outside of a backward.
+    FSDP2 reduces gradients inside a backward, and has no public method to reduce them elsewhere.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -40,8 +40,8 @@ class Replay:
         """
         if self._inputs is None:
             raise RuntimeError(
-                "flush: FSDP reduces only in a backward, and no forward of the model has run on this rank "
-                "yet, so there is no batch for one: end the first window by its last backward"
+                "flush: FSDP reduces gradients only in a backward, and no forward of the model has run on "
+                "this rank yet, so there is no batch to replay: end the first window with its last backward"
             )
         args, kwargs = self._inputs
         is_on, dtype = self._autocast
@@ -54,8 +54,8 @@ class Replay:
                     outputs = [t for t in _tensors(self._model(*args, **kwargs)) if t.requires_grad]
                 if not outputs:
                     raise RuntimeError(
-                        "flush: FSDP reduces only in a backward, and the model's forward has returned no "
-                        "tensor that requires a gradient: end windows by their last backward"
+                        "flush: FSDP reduces gradients only in a backward, and the model's forward has "
+                        "returned no tensor that requires a gradient: end windows with their last backward"
                     )
                 preserve_grads(outputs)
                 torch.autograd.backward(outputs, [torch.zeros_like(t) for t in outputs])

@@ -27,14 +27,14 @@ def _run(comm: Comm, launch: Callable[[bool], Any], what: str, *, group: Any, is
 
 
 def is_slow(inner: Any, group: Any, tensor: Tensor) -> bool:
-    """Whether `inner` is torch's own collective over gloo, which is slower than an exchange of parts.
+    """Whether `inner` is torch's own collective over gloo, which is slower than point-to-point operations.
 
     gloo implements reduce-scatter as an all-reduce, which sends twice as many bytes. gloo's all-gather copies
     its input and output, and sends before it receives (see `PointToPoint`).
     """
     if runs_ahead(tensor.device) or group.size() == 1:
         return False
-    backend = group._get_backend(tensor.device).name().lower()  # noqa: SLF001 - dist.get_backend takes no device
+    backend = group._get_backend(tensor.device).name().lower()  # noqa: SLF001 - get_backend takes no device
     return backend == "gloo" and type(inner).__name__ in ("DefaultAllGather", "DefaultReduceScatter")
 
 
@@ -42,7 +42,7 @@ class CountedAllGather:
     """The all-gather of a unit's parameters, with a traffic counter.
 
     Args:
-        inner: the unit's own all-gather, which `wire` replaces if it is torch's own over gloo.
+        inner: the unit's own all-gather, which `wire` replaces if it is torch's own all-gather over gloo.
     """
 
     def __init__(self, inner: Any, wire: ShardWire) -> None:
@@ -77,14 +77,14 @@ class ShardWire:
 
     def __init__(self, wire: Wire, comm: Comm) -> None:
         self.wire, self.comm = wire, comm
-        # Returns the factor by which sums are multiplied before the reduce-scatter, float32 0-dim; None for
-        # 1. Set for each window.
+        # A function, set for each window. It returns the factor by which sums are multiplied before the
+        # reduce-scatter, a 0-dim float32 tensor or None for 1.
         self.before: Callable[[], Tensor | None] = lambda: None
         self.memory = WireMemory()  # the residuals (rounding errors) of the units
         self._over: dict[Any, TorchDist] = {}
 
     def replaces(self, inner: Any, group: Any, parts: Tensor) -> bool:
-        """Whether the wire sums this input in place of `inner`, the unit's own reduce-scatter."""
+        """Whether the wire sums this input instead of `inner`, the unit's own reduce-scatter."""
         if parts.dtype != self.wire.dtype or self.wire.is_encoded:
             return True
         return self.wire.can_reduce_scatter and is_slow(inner, group, parts)
@@ -97,7 +97,7 @@ class ShardWire:
         return self._over[group]
 
     def reduce_scatter(self, out: Tensor, parts: Tensor, group: Any, wire: Wire) -> None:
-        """Reduce-scatter as in `Wire.reduce_scatter`; cast the values if the wire is narrower.
+        """Reduce-scatter `parts` as in `Wire.reduce_scatter`; cast the values if the wire is narrower.
 
         If there is a factor but no cast, `parts` is overwritten. `wire` is the wire of the unit.
         """

@@ -43,11 +43,11 @@ class Unit:
     def __init__(self, name: str, module: Any) -> None:
         self.name, self.module = name, module  # The name of the model itself is empty.
         self.params = parameters_of(module)  # The sharded parameters.
-        # The number of data-parallel axes, which are the first axes of the parameters' meshes; and the
-        # numbers of replicas and shards of a parameter along these axes.
+        # The number of data-parallel axes, which are the first axes of the parameters' meshes.
         self.data_ndim = data_ndim(module)
+        # The numbers of replicas and shards of a parameter along these axes.
         self.replicas, self.shards = replicas_and_shards(self.params, self.data_ndim)
-        self._waiting: set[int] = set()  # ids of parameters with an old gradient to reduce
+        self._waiting: set[int] = set()  # ids of parameters with an earlier, unreduced gradient
 
     @property
     def is_replicated(self) -> bool:
@@ -61,7 +61,7 @@ class Unit:
 
     @property
     def has_replicas_of_shards(self) -> bool:
-        """Whether the unit is reduced in two steps: over shards, then over the replicas of each shard."""
+        """Whether gradients are reduced in two steps: over shards, then over the replicas of each shard."""
         return self.is_sharded and self.replicas > 1
 
     def narrows(self, wire: Wire) -> bool:
@@ -93,7 +93,7 @@ class Unit:
 
     @property
     def gathers_in_each_micro_batch(self) -> bool:
-        """Whether micro-batches other than a window's first and last launch collectives of this unit."""
+        """Whether the micro-batches between a window's first and last launch collectives of this unit."""
         placed: Sequence[Any] = self.params
         is_tensor_parallel = any(param.device_mesh.ndim > self.data_ndim for param in placed)
         return is_tensor_parallel or self.mode != "all" or (self.is_sharded and not self.keeps)
@@ -112,7 +112,7 @@ class Unit:
             module.set_reshard_after_backward(False, recurse=False)
 
     def attach(self, wire: ShardWire, names: Mapping[int, str]) -> None:
-        """Let the engine decide when this unit reduces. The unit then sums gradients without a division.
+        """Let the engine decide when this unit reduces gradients. The unit then does not divide their sums.
 
         Args:
             wire: the wire that reduces the unit's gradients; its transport counts the collectives.

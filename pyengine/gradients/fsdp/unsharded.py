@@ -47,8 +47,8 @@ class Unsharded:
         self._found: dict[int, Any] = {}
         self._handles: list[Any] = []
         # ---- gradients of this window ----
-        # Indices of parameters whose gradients FSDP would cast at the end of a backward. The gradients of
-        # this micro-batch for these parameters are hidden from FSDP.
+        # Indices of parameters whose gradients FSDP would cast at the end of a backward. `_unconverted` hides
+        # this micro-batch's gradients of these parameters from FSDP.
         self._converted: set[int] = set()
         self._unconverted: dict[int, Tensor] = {}
         # ---- flags: 1 if a gradient is not finite ----
@@ -57,12 +57,12 @@ class Unsharded:
         self._flags: dict[int, Tensor] = {}
         self._device = params[0].device
         self.is_void = False  # Whether gradients are replaced by zeros and their parameters count as unused.
-        self.has_arrived = False  # Whether any gradient was accumulated since the last reset.
-        # Indices of parameters whose gradient was accumulated since the last clear; includes padding.
+        self.has_arrived = False  # Whether any gradient has been accumulated since the last reset.
+        # Indices of parameters whose gradient has been accumulated since the last clear; includes padding.
         self.arrived: set[int] = set()
-        # Called when a backward accumulates the gradient of a parameter in `arrived` again.
+        # Called when a backward accumulates another gradient of a parameter in `arrived`.
         self.on_repeat: Callable[[], None] = lambda: None
-        self.used = [False] * len(params)  # per parameter, whether this rank has a gradient of this window
+        self.used = [False] * len(params)  # per parameter, whether this rank has a gradient in this window
         places = _places(model, self._index)
         self._units: list[list[int]] = []
         self._sum_types: dict[int, torch.dtype] = {}  # dtypes of deferred sums
@@ -87,7 +87,7 @@ class Unsharded:
 
     @contextmanager
     def zeroed(self) -> Iterator[None]:
-        """Replace the gradients of the backwards in the body with zeros."""
+        """Replace the gradients of all backwards in the body with zeros."""
         before, self.is_void = self.is_void, True
         try:
             yield
@@ -106,7 +106,7 @@ class Unsharded:
 
     @contextmanager
     def one_grad_dtype(self) -> Iterator[None]:
-        """Give all gradients of a unit one dtype during the window's last backward, as FSDP requires.
+        """Give all gradients of a unit the same dtype during the window's last backward, as FSDP requires.
 
         Cost: none, unless a unit has sums of earlier micro-batches. In that case, zeros in the dtype of the
         sums are allocated for each parameter that the earlier micro-batches have not used.
