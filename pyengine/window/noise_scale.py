@@ -56,7 +56,7 @@ class NoiseScale(Metric):
     parts, with the optimal weights for normal noise). For equal counts they are the estimates of the paper. A
     part with a count of 0 is left out. `scale` is the ratio of the exponential averages of both estimates
     over windows, not an average of ratios. `spread` is the standard error of a ratio of means, sqrt(E(x - R
-    y)² / (m - 1)) / |y|, where m = (Σ w)² / Σ w² is the effective number of windows.
+    y)² / (m - 1)) / y, where m = (Σ w)² / Σ w² is the effective number of windows.
 
     Samples have to be independent and identically distributed on every rank. SGD steps are most efficient
     with a batch size near B_noise: see `python -m pyengine plan --from steps.jsonl`.

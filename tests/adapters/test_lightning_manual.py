@@ -273,7 +273,7 @@ def _automatic():
 
 
 _REFUSED = {
-    "no synchronised gradients: gradients are being accumulated (1 of 3": lambda: _fit(
+    "no synchronised gradients, because gradients are being accumulated (1 of 3": lambda: _fit(
         StepsEarly(), WindowStrategy, 3
     ),
     "call self.manual_backward(loss) in place of loss.backward()": lambda: _fit(Bare(), WindowStrategy, 1),

@@ -311,7 +311,7 @@ def test_a_capture_that_fails_runs_the_window_without():
 
 
 def test_a_window_that_is_not_stepped_is_an_error():
-    with pytest.raises(RuntimeError, match=r"without sync\.step"):
+    with pytest.raises(RuntimeError, match=r"without calling sync\.step"):
         _captured(lambda model, sync, optimizer, x: sync.backward(model(x).sum()))
 
 

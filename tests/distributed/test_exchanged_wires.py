@@ -196,7 +196,7 @@ def test_stochastic_rounding_is_right_on_average_with_chances_of_its_own_every_t
 
 @pytest.mark.parametrize("wire", [STOCHASTIC, FEEDBACK["int8"]], ids=str)
 def test_a_wire_that_keeps_something_says_what_it_lacks(wire):
-    with pytest.raises(RuntimeError, match="must use the wire that for_bucket returns"):
+    with pytest.raises(RuntimeError, match="use the wire that this wire"):
         wire.all_reduce_(torch.ones(3), Local())
 
 

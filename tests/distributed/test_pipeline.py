@@ -136,7 +136,7 @@ def test_a_pipeline_in_which_no_rank_has_scaled_a_loss_is_refused_on_every_rank(
     sync = pe.GradSync([(f"stage{rank}", layer.weight)], device_mesh=mesh, axes=pe.Axes("dp", shard="pp"))
     sync.scaler = pe.GradScaler("cpu", init_scale=8.0)
     with (
-        pytest.raises(ValueError, match=r"^call sync\.scaler\.scale\(loss\)\.backward\(\)"),
+        pytest.raises(ValueError, match=r"call sync\.scaler\.scale\(loss\)\.backward\(\)"),
         sync.accumulate(),
     ):
         with sync.micro_batch(count=1) as mb, mb.last_backward() if is_marked else nullcontext():

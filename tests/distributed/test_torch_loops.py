@@ -230,7 +230,7 @@ def _engine(**options: object) -> tuple[nn.Module, pe.Sync]:
     ("accumulate", "message"),
     [
         (2, r"last micro-batch of window 0 \(accumulate=2\): sync in this"),
-        (1, "accumulate=1: .* of your longest window"),
+        (1, r"\(accumulate=1\): .* of your longest window"),
     ],
 )
 def test_no_sync_in_the_windows_last_micro_batch_is_refused_and_the_window_goes_on(accumulate, message):

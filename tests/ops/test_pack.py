@@ -75,7 +75,7 @@ OTHER_PLAN = BucketPlan([0], [2])
     [
         ({"tensors": [TWO]}, ValueError, "tensors has 1 tensors; expected 2"),
         ({"tensors": [TWO, torch.ones(4)]}, ValueError, r"tensors\[1\] has 4 elements; expected 3"),
-        ({"tensors": [TWO, THREE.bfloat16()]}, ValueError, r"\[1\] is torch.bfloat16.*one plan for each"),
+        ({"tensors": [TWO, THREE.bfloat16()]}, ValueError, r"\[1\] is torch.bfloat16.*one plan per"),
         ({"tensors": [TWO, THREE.double()]}, TypeError, r"tensors\[1\] is torch.float64 .*expected dtype"),
         ({"tensors": [TWO, torch.ones(6)[::2]]}, ValueError, r"\[1\].*stride \(2,\).*contiguous\(\)"),
         ({"tensors": [TWO, THREE.to_sparse()]}, ValueError, r"tensors\[1\].*to_dense"),
