@@ -11,7 +11,7 @@ try:
     from torch.utils.tensorboard import SummaryWriter
 except ImportError as error:
     raise ImportError(
-        "pyengine.telemetry.tensorboard needs tensorboard, which is not installed: run pip install "
+        "pyengine.telemetry.tensorboard needs tensorboard, which is not installed: pip install "
         "'.[telemetry]' in a clone of pyengine"
     ) from error
 

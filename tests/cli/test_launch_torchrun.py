@@ -89,7 +89,7 @@ def test_rank_0_names_all_who_have_not_come():
     meet(store, 4)
     with ThreadPoolExecutor(1) as other:
         coming = other.submit(launching._meet, store, 2, 4, timedelta(seconds=60))
-        with pytest.raises(RuntimeError, match=r"^ranks \[1, 3\] of 4 have not come"):
+        with pytest.raises(RuntimeError, match=r"^ranks \[1, 3\] of 4 have not joined"):
             launching._meet(store, 0, 4, timedelta(seconds=2))
         coming.result()
 
