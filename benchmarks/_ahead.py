@@ -1,6 +1,7 @@
-"""Compare ours with the peers that send as many bytes; the reasons why a peer is ahead are written by hand.
+"""Compare pyengine with the peers that send the same number of bytes.
 
-A peer that is ahead without a reason in this module is marked in docs/numbers.md.
+The reasons why a peer is ahead are written by hand in this module. A peer that is ahead without such a reason
+is marked in docs/numbers.md.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ _FP32 = (
     *("replicate_deferred", "zero0", "zero1"),
 )
 _BF16 = ("no_sync_bf16", "no_sync_fp16")
-# By dtype of the parameters and by our variant: the peers that send as many bytes. With bf16 parameters, all
-# peers except Megatron sum and send bf16.
+# The peers that send the same number of bytes, by dtype of the parameters and by pyengine's variant. With
+# bf16 parameters, all peers except Megatron sum and send bf16.
 PAIRS = {
     "fp32": {
         "engine": _FP32,
@@ -39,12 +40,12 @@ PAIRS = {
     },
 }
 UNEXPLAINED = "**not explained yet**"
-LEAST_WINDOWS = 6  # of a launch; with fewer windows, a difference may be chance
+LEAST_WINDOWS = 6  # per launch; with fewer windows, a difference may be chance
 _WAITS_FOR_UNITS = (
     "units wait for their gathers and reductions, which DDP runs in the background, and FSDP2's hooks run in "
     "each micro-batch, for each unit"
 )
-# Patterns of the launch and of our variant, and the reason. The first match counts.
+# Patterns of the launch and of pyengine's variant, and the reason. The first match applies.
 REASONS: tuple[tuple[str, str, str], ...] = (
     ("sharded-states", "attach_fsdp2_gathered", _WAITS_FOR_UNITS),
     (
@@ -73,7 +74,7 @@ REASONS: tuple[tuple[str, str, str], ...] = (
 
 @dataclass(frozen=True)
 class Comparison:
-    """One of our variants against one peer in one launch; `ratio` is our time over the peer's."""
+    """One of our variants compared with one peer in one launch; `ratio` is our time divided by the peer's."""
 
     launch: str
     ours: str
@@ -94,7 +95,7 @@ def comparisons(results: dict[str, Measured]) -> list[Comparison]:
 
 
 def _compare(name: str, one: Measured, peer: str, ours: str) -> Comparison:
-    """Compare round by round; a difference counts if it exceeds the launch's noise and the pair's."""
+    """Compare round by round; a difference counts if it exceeds the noise of the launch and of the pair."""
     ratios = one.ratios(ours, peer)
     ratio = statistics.median(ratios)
     margin = max(one.noise, doubt(ratios))

@@ -1,4 +1,4 @@
-"""A window made of `BucketPlan` and torch's collectives, without an engine; a CUDA graph can capture it."""
+"""A window that uses `BucketPlan` and torch's collectives, without an engine; a CUDA graph can capture it."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from pyengine.ops.plan import BucketPlan, add_up
 
 
 class ByHand(Variant):
-    """Sum gradients in one float32 buffer, all-reduce it after the last backward, and take one norm.
+    """Windows with a single float32 buffer for the sums of gradients.
 
-    The fused step is skipped on the device if a gradient is not finite. The host reads nothing, so that every
-    replay of a graph trains a window.
+    The buffer is all-reduced after the last backward, and one norm is computed. The fused step is skipped on
+    the device if a gradient is not finite. The host reads nothing, so each replay of a graph trains a window.
     """
 
     label = "BucketPlan by hand, no engine"
@@ -59,7 +59,7 @@ class ByHand(Variant):
         return norm
 
     def step(self) -> None:
-        """Write gradients of the parameters' dtype, step, and update the loss scale as GradScaler does."""
+        """Write gradients in the parameters' dtype, step, and update the loss scale as GradScaler does."""
         self.plan.unpack_(self.grads, self.sums, self.factor)
         for param, result in zip(self.params, self.results, strict=True):
             param.grad = result

@@ -1,11 +1,11 @@
-"""Time kernels on a CUDA device, with more cases and more columns than on a processor.
+"""Time kernels on a CUDA device, with more cases and more columns than on a CPU.
 
-A call is timed twice, both times by a pair of events. *Queued*: the stream sleeps while the host launches the
-call, so that the events enclose the device's work alone. *Idle*: the stream is empty when the call begins, so
-that the host's part counts too.
+A call is timed in two ways, each with a pair of events. *Queued*: the stream sleeps while the host launches
+the call, so the time between the events is that of the device's work alone. *Idle*: the stream is empty when
+the call begins, so the time includes the host's part.
 
-Operands rotate over sets that together are several times as large as the L2 cache. Each contestant begins at
-a different set, so that it does not find the operands of another contestant in the cache.
+Calls rotate over several sets of operands, which together are several times as large as the L2 cache. Each
+contestant begins at a different set, so that it does not find another contestant's operands in the cache.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _FIRST_SLEEP, _LONGEST_SLEEP = 2**17, 2**25
 
 
 def cases(op: str, sizes: Sizes) -> list[Build]:
-    """Return the cases of an op; on CUDA also larger cases, fp16, and a bucket as in the engine."""
+    """Return the cases of an op; on CUDA, including larger cases, fp16, and a bucket like the engine's."""
     return OPS[op](sizes) + (_more_cases(op, sizes) if sizes.is_cuda else [])
 
 
@@ -56,7 +56,7 @@ def huge(sizes: Sizes) -> tuple[Slots, str]:
 
 
 def bucket(sizes: Sizes) -> Slots:
-    """Return 25 slots of 1 MiB of float32 each."""
+    """Return 25 slots, each with 1 MiB of float32."""
     return sizes.slots(25 * 2**18, 25)
 
 
@@ -100,7 +100,7 @@ def _more_cases(op: str, sizes: Sizes) -> list[Build]:
 
 @dataclass(frozen=True)
 class Yardstick:
-    """What the times of a run are compared with, measured in the same run."""
+    """Copy rate and launch times with which the other times of the same run are compared."""
 
     copy_gb_per_s: float
     floor_queued_us: float
@@ -159,7 +159,7 @@ def compete(sets: Sequence[Mapping[str, Run]], seconds: float) -> dict[str, dict
 def row(
     name: str, num_bytes: int, times: dict[str, dict[str, float | bool]], yardstick: Yardstick
 ) -> dict[str, Any]:
-    """Return a case's row of a result file, with each contestant's rate over the work's `num_bytes`."""
+    """Return a case's row of a result file, with the rate at which each contestant moves `num_bytes`."""
     for taken in times.values():
         taken["gb_per_s"] = num_bytes / taken["p50_us"] / 1e3
         taken["share_of_copy"] = taken["gb_per_s"] / yardstick.copy_gb_per_s
@@ -190,7 +190,7 @@ def machine_card() -> dict[str, str | int | float]:
 
 
 def _driver() -> str:
-    """Return the version of the driver, if nvidia-smi reports it."""
+    """Return the driver's version, or "unknown" if nvidia-smi does not report it."""
     tool = shutil.which("nvidia-smi")
     if tool is None:
         return "unknown"
@@ -200,13 +200,13 @@ def _driver() -> str:
 
 
 def num_sets(num_bytes: int) -> int:
-    """Return how many sets, at least two, exceed L2 several times if a call moves `num_bytes`."""
+    """Return how many sets of `num_bytes` each are several times as large as L2; at least two."""
     wanted = _L2_MULTIPLE * torch.cuda.get_device_properties(0).L2_cache_size
     return min(_MOST_SETS, max(2, -(-wanted // max(num_bytes, 1))))
 
 
 def rotate(sets: Sequence[Mapping[str, Run]]) -> dict[str, Run]:
-    """Return a call for each contestant, which goes through the sets and starts at a different set."""
+    """Return a function for each contestant, which cycles through the sets from a different first set."""
     names = list(sets[0])
     step = max(1, len(sets) // len(names))
     return {name: _Rotation([runs[name] for runs in sets], step * i) for i, name in enumerate(names)}
@@ -223,7 +223,7 @@ class _Rotation:
 
 
 class Queued:
-    """Times a call on the device alone: the host has launched it before the device begins."""
+    """Times a call on the device alone; the host launches the call before the device begins."""
 
     def __init__(self, run: Run) -> None:
         self._run, self._sleep = run, _FIRST_SLEEP
@@ -235,10 +235,10 @@ class Queued:
         return 10 * self._late > self._calls
 
     def __call__(self) -> float:
-        """Return the seconds of a call; if the host was too slow, sleep longer and try again."""
+        """Return the time of a call in seconds; if the host was too slow, sleep longer and try again."""
         while True:
             start, end = _event(), _event()
-            torch.cuda._sleep(self._sleep)  # noqa: SLF001 - as torch's own benchmarks
+            torch.cuda._sleep(self._sleep)  # noqa: SLF001 - as in torch's own benchmarks
             start.record()
             self._run()
             end.record()
@@ -252,13 +252,13 @@ class Queued:
 
 
 class Idle:
-    """Times a call on an empty stream, so that the host's part counts too."""
+    """Times a call on an empty stream, so that the time includes the host's part."""
 
     def __init__(self, run: Run) -> None:
         self._run = run
 
     def __call__(self) -> float:
-        """Return the seconds of a call."""
+        """Return the time of a call in seconds."""
         start, end = _event(), _event()
         torch.cuda.synchronize()
         start.record()
@@ -273,9 +273,9 @@ def _event() -> torch.cuda.Event:
 
 
 def measure(timers: Sequence[Queued | Idle], seconds: float) -> list[list[float]]:
-    """Time calls in turn until the budget is spent, at least ten rounds; return the seconds of each call."""
+    """Time calls in turn until the budget is spent, at least ten rounds; return the times in seconds."""
     gc.collect()
-    gc.disable()  # a collection of thousands of tensors takes long
+    gc.disable()  # collecting thousands of tensors takes long
     try:
         return in_turn(timers, seconds, least=_MIN_ROUNDS)  # the first round finds the length of the sleep
     finally:

@@ -1,4 +1,4 @@
-"""What the scripts share: options, tables as text, dated result files."""
+"""Code that the scripts share: options, text tables and dated result files."""
 
 import argparse
 import ctypes
@@ -76,7 +76,7 @@ def hold_memory() -> None:
 
 
 def save(name: str, content: Mapping[str, Any]) -> str:
-    """Write a dated result file, which replaces the one of the same day; return its path."""
+    """Write a dated result file, and replace an earlier file of the same day; return the path."""
     path = RESULTS / f"{datetime.date.today()}-{name}.json"
     path.parent.mkdir(exist_ok=True)
     path.write_text(json.dumps(content, indent=2) + "\n")
@@ -84,7 +84,7 @@ def save(name: str, content: Mapping[str, Any]) -> str:
 
 
 def print_roofs(threads: int, roofs: Mapping[str, float]) -> None:
-    """Print the machine and the rates of its memory."""
+    """Print a description of the machine, and its memory bandwidths."""
     rounded = {name: round(value, 1) for name, value in roofs.items()}
     print(json.dumps(card(threads)), "\nroofs, one thread, GB/s:", rounded)
 
@@ -93,7 +93,7 @@ def print_roofs(threads: int, roofs: Mapping[str, float]) -> None:
 
 
 def measure_and_print_yardstick(options: Options) -> _cuda.Yardstick:
-    """Measure and print what times are compared with."""
+    """Measure and print the yardstick with which times are compared."""
     yardstick = _cuda.measure_yardstick(options.megabytes, options.seconds)
     print(json.dumps(_cuda.machine_card()))
     print({name: round(value, 1) for name, value in dataclasses.asdict(yardstick).items()})
@@ -107,12 +107,12 @@ def save_cuda(stem: str, yardstick: _cuda.Yardstick, content: Mapping[str, Any])
 
 
 def print_cuda_header() -> None:
-    """Print the names of the columns of `print_cuda_row`."""
+    """Print the column titles for `print_cuda_row`."""
     print(f"{'case':52} {'min us':>9} {'p50 us':>9} {'p99 us':>9} {'idle us':>9} {'GB/s':>7} {'of copy':>8}")
 
 
 def print_cuda_row(row: dict[str, Any]) -> None:
-    """Print the row of a case and, below it, the rows of the other contestants."""
+    """Print pyengine's row of a case and, below it, the rows of the other contestants."""
     for name, mine in row["contestants"].items():
         label = row["case"] if name == _cuda.OURS else f"    {name}"
         print(

@@ -1,8 +1,8 @@
-"""What `bench_peers.py` measures: one launch is one set of processes, in which variants take turns.
+"""The launches of `bench_peers.py`, each of which is one set of processes in which variants take turns.
 
-The base is the GPT of 17.4 M fp32 parameters with 8 micro-batches and 2 workers on loopback. The other
-launches change one factor of the base at a time. Every launch contains a floor and a control pair, so that
-its numbers need not be compared with those of another launch.
+The base launch trains the GPT with 17.4 M fp32 parameters, 8 micro-batches and 2 workers on loopback. The
+other launches change one factor of the base launch at a time. Every launch contains a floor and a control
+pair, so that its numbers need not be compared with those of another launch.
 """
 
 from __future__ import annotations
@@ -64,14 +64,14 @@ class Launch:
 
     @property
     def network(self) -> str:
-        """Return the name of the network in tables."""
+        """Name of the network in tables."""
         if not self.rate:
             return "loopback"
         return f"{self.rate} Mbit/s" if self.rate < 1000 else f"{self.rate / 1000:g} Gbit/s"
 
     @property
     def work(self) -> str:
-        """Return the name of the model in tables."""
+        """Name of the model in tables."""
         machinery = ", gradients alone" if self.model.endswith("0") else ""
         name = {"gpt": "GPT", "cnn": "CNN", "small": "1000 small"}[self.model.rstrip("0").partition("-")[0]]
         return f"{name} {self.dtype}{machinery}"
@@ -81,7 +81,7 @@ _MACHINERY = (
     *(*_BASE, "no_sync", "no_sync_bf16", "accelerate", "fabric", "megatron"),
     *("engine", "engine_bf16", "attach", "attach_bf16"),
 )
-_OWN_SUMS = (*_MACHINERY, "engine_native_bf16", "attach_native_bf16")  # sums in bf16, as in DDP
+_OWN_SUMS = (*_MACHINERY, "engine_native_bf16", "attach_native_bf16")  # the last two sum in bf16, as DDP does
 _TRUE = (
     *(*_SAME_BYTES, *_SHARDED, "attach_fsdp2_gathered", *_HOOKS, *_WIRES[1:], *_SHARED),
     *("zero0", "zero1", *_ZERO),

@@ -1,8 +1,8 @@
-"""Emulated hosts: network namespaces, each of which is connected to one switch by a shaped link.
+"""Emulated hosts: network namespaces that are connected to one switch by shaped links.
 
 A host sends through its interface eth0, which counts the bytes. Root and iproute2 are required. The name of a
-namespace contains the id of the process that made it. The namespaces of killed processes are removed when the
-next network is made.
+namespace contains the id of the process that created it. The namespaces of killed processes are removed when
+the next network is created.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Host:
 
 @contextmanager
 def hosts(num: int, rate: int) -> Iterator[list[Host]]:
-    """Make `num` hosts that send `rate` Mbit/s, and remove them at the end, also after SIGINT or SIGTERM.
+    """Create `num` hosts that send at `rate` Mbit/s; remove them on exit, including after SIGINT or SIGTERM.
 
     Raises:
         SystemExit: this process is not root, or iproute2 is missing.
@@ -77,7 +77,7 @@ def hosts(num: int, rate: int) -> Iterator[list[Host]]:
 
 
 def can_make_hosts() -> bool:
-    """Return whether this process is root, finds iproute2, and may make network namespaces."""
+    """Return whether this process is root, finds iproute2, and can create network namespaces."""
     if os.geteuid() or not shutil.which("ip") or not shutil.which("tc"):
         return False
     space = f"{_NAME}-{os.getpid()}-probe"
@@ -88,7 +88,7 @@ def can_make_hosts() -> bool:
 
 @contextmanager
 def alone(is_root: bool) -> Iterator[list[Host]]:
-    """Make one host with a loopback interface only, whose counters count the bytes of its programs alone.
+    """Create one host with only a loopback interface, which counts only the bytes of the host's programs.
 
     Without root, the host is this machine.
     """
@@ -117,7 +117,7 @@ def _connect(space: str, index: int, switch: str, rate: int) -> None:
     _run(f"ip link add eth0 netns {space} type veth peer name port{index} netns {switch}")
     _run(f"ip -n {switch} link set port{index} master bridge up", f"ip -n {space} link set lo up")
     _run(f"ip -n {space} addr add {_address(index)}/24 dev eth0", f"ip -n {space} link set eth0 up")
-    burst = max(2**18, rate * 500)  # bytes that may leave at once: those of one tick of the kernel's clock
+    burst = max(2**18, rate * 500)  # bytes that may leave at once, in one tick of the kernel's clock
     shape = f"tbf rate {rate}mbit burst {burst} latency 50ms"
     _run(f"tc -n {space} qdisc add dev eth0 root {shape}")
 

@@ -1,4 +1,4 @@
-"""The result files of `bench_peers.py`, and the figures in them; imports neither torch nor the peers."""
+"""The result files of `bench_peers.py` and their figures; imports neither torch nor the peers."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Measured:
 
     @property
     def rows(self) -> dict[str, dict[str, Any]]:
-        """Return the figures by variant, without variants that `bench_peers.py` no longer measures."""
+        """Figures by variant, without variants that `bench_peers.py` no longer measures."""
         return {name: row for name, row in self.content["rows"].items() if name in _VARIANTS}
 
     @property
@@ -50,7 +50,7 @@ class Measured:
         return statistics.median(self.rows[name]["times"]["window"])
 
     def ratios(self, name: str, other: str) -> list[float]:
-        """Return the ratio of the two windows' times in each round, so that slow drift cancels out."""
+        """Return the ratio of two variants' window times in each round, so that slow drift cancels out."""
         mine, theirs = self.rows[name]["times"]["window"], self.rows[other]["times"]["window"]
         return [a / b for a, b in zip(mine, theirs, strict=True)]
 
@@ -58,7 +58,7 @@ class Measured:
         return statistics.median(self.ratios(name, other))
 
     def exposed(self, name: str) -> float:
-        """Return the median ms, over all rounds, by which forward, backward and sync exceed the floor.
+        """Return the median time in ms, over all rounds, by which forward, backward and sync exceed `floor`.
 
         If a variant does not time its epilogue separately, whole windows are compared.
         """
@@ -71,7 +71,7 @@ class Measured:
 
     @cached_property
     def noise(self) -> float:
-        """Return what a difference must exceed: how far windows of the same work differ, but at least 2 %."""
+        """Threshold for a difference: how far windows with the same work differ, but at least 2 %."""
         found = self.ratios(*reversed(CONTROL))
         return max(0.02, abs(statistics.median(found) - 1), doubt(found))
 
@@ -85,7 +85,7 @@ def half_range(values: Sequence[float]) -> float:
 
 
 def doubt(values: Sequence[float]) -> float:
-    """Return how far a median may be off by chance: about two standard errors of normal values."""
+    """Return how far a median may be off by chance: about two standard errors for normal values."""
     return 3.7 * half_range(values) / len(values) ** 0.5  # 2 * 1.25 * half_range / 0.6745
 
 
@@ -100,7 +100,7 @@ def newest(folder: Path) -> dict[str, Measured]:
 
 
 def first(results: dict[str, Measured], name: str, launches: Sequence[str]) -> Measured | None:
-    """Return the first of the launches that measured a variant; None if none did."""
+    """Return the first of the launches that measured a variant, or None if no launch did."""
     for launch in launches:
         if launch in results and name in results[launch].rows:
             return results[launch]

@@ -31,14 +31,15 @@ class NoSyncViewAgain(NoSyncView):
 
 
 def _take_parameters(variant: Variant) -> None:
-    """Replace the parameters of the optimizer by those that sharding has put in their place."""
+    """Replace the optimizer's parameters with the sharded parameters."""
     variant.optimizer.param_groups.clear()
     variant.optimizer.add_param_group({"params": list(variant.model.parameters())})
 
 
 class FSDP2(Variant):
-    """fully_shard on every block and on the model, with its defaults: it reduces the gradients of every
-    micro-batch, and gathers the parameters twice in each.
+    """`fully_shard` with its default arguments, on every block and on the model.
+
+    It reduces gradients in every micro-batch, and gathers parameters twice per micro-batch.
     """
 
     label = "FSDP2, reduce every micro-batch"
@@ -62,21 +63,21 @@ class FSDP2(Variant):
 
 
 class FSDP2Deferred(FSDP2):
-    """`FSDP2` with set_requires_gradient_sync(False) on all but the last micro-batch."""
+    """`FSDP2` with set_requires_gradient_sync(False) in all but the last micro-batch."""
 
     label = "FSDP2, reduce in the last"
     is_deferred = True
 
 
 class Replicate(FSDP2):
-    """torch's `replicate`, which is FSDP2's machinery over whole parameters; reduces every micro-batch."""
+    """torch's `replicate`, i.e. FSDP2's code for unsharded parameters; reduces in every micro-batch."""
 
     label = "replicate(), reduce every micro-batch"
     wrap = staticmethod(replicate)
 
 
 class ReplicateDeferred(Replicate):
-    """`Replicate` with set_requires_gradient_sync(False) on all but the last micro-batch."""
+    """`Replicate` with set_requires_gradient_sync(False) in all but the last micro-batch."""
 
     label = "replicate(), reduce in the last"
     is_deferred = True
@@ -97,7 +98,7 @@ class AttachFSDP2(Engine):
 
 
 class AttachFSDP2None(AttachFSDP2):
-    """`AttachFSDP2` that reduces every micro-batch."""
+    """`AttachFSDP2` that reduces in every micro-batch."""
 
     label = 'attach over FSDP2, defer="none"'
     deferral = {"defer": "none"}  # noqa: RUF012
@@ -120,7 +121,7 @@ def _shard_states(variant: Variant) -> None:
 
 
 class ZeroRedundancy(NoSyncView):
-    """DDP with no_sync and bucket views; each rank steps a share of the parameters and broadcasts them."""
+    """DDP with no_sync and bucket views; each rank steps and broadcasts a share of the parameters."""
 
     label = "DDP + no_sync, views, ZeroRedundancyOptimizer"
 
@@ -146,7 +147,7 @@ class AttachZeroRedundancy(Attach):
 
 
 class Fabric(Variant):
-    """Lightning Fabric: no_backward_sync on all but the last micro-batch."""
+    """Lightning Fabric with no_backward_sync in all but the last micro-batch."""
 
     label = "Lightning Fabric"
     needs = "lightning"
@@ -176,8 +177,8 @@ class Trainer(Variant):
     """Lightning's Trainer with accumulate_grad_batches.
 
     The Trainer runs the training loop itself. Therefore it runs in a thread, which waits for its turn before
-    every window. It has no loss scaler on a CPU, so nothing is unscaled. Clipping and optimizer are timed
-    together.
+    every window. It has no loss scaler on a CPU, so nothing is unscaled. Clipping and the optimizer step are
+    timed together.
     """
 
     label = "Lightning Trainer"
@@ -202,12 +203,12 @@ class Trainer(Variant):
 
         try:
             fit(self)
-        finally:  # it trains for ever, so it has failed if it ends; the log says why
+        finally:  # it trains forever, so it has failed if it ends; the log shows why
             self.has_failed = True
             self.done.release()
 
     def begin(self) -> None:
-        """Wait, in the Trainer's thread, for the next window's turn."""
+        """Wait in the Trainer's thread until the next window may begin."""
         self.done.release()
         self.go.acquire()
 
@@ -229,7 +230,8 @@ class Trainer(Variant):
 class DeepSpeedZero0(Variant):
     """DeepSpeed's engine without sharding, which clips and steps itself.
 
-    Its fp32 training has no loss scaler, so nothing is unscaled. Clipping and optimizer are timed together.
+    Its fp32 training has no loss scaler, so nothing is unscaled. Clipping and the optimizer step are timed
+    together.
     """
 
     label = "DeepSpeed, ZeRO-0"
@@ -268,19 +270,21 @@ class DeepSpeedZero0(Variant):
 
 
 class DeepSpeedZero1(DeepSpeedZero0):
-    """DeepSpeed's engine with a sharded optimizer state."""
+    """DeepSpeed's engine with sharded optimizer states."""
 
     label = "DeepSpeed, ZeRO-1"
     stage = 1
 
 
 class Megatron(Variant):
-    """megatron-core's DistributedDataParallel with fp32 main_grad and one fp32 all-reduce of each bucket,
-    without overlap. On a CPU it runs only if torch is changed for the whole process.
+    """megatron-core's DistributedDataParallel, without overlap.
+
+    It accumulates in fp32 main_grad, and runs one fp32 all-reduce per bucket. On a CPU it runs only if torch
+    is patched for the whole process.
 
     Megatron unscales and clips in its optimizer; the epilogue here does the same work on main_grad with
     torch's calls. Megatron's DistributedOptimizer, which shards the states, does not work on a CPU: its
-    constructor makes CUDA tensors, and raises a TypeError for parameters that are not `torch.cuda` tensors.
+    constructor creates CUDA tensors, and raises a TypeError for parameters that are not `torch.cuda` tensors.
     """
 
     label = "megatron-core"

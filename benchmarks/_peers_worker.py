@@ -1,4 +1,4 @@
-"""One rank of a launch; `bench_peers.py` passes the number of the rank in the environment."""
+"""One rank of a launch; `bench_peers.py` passes the rank in environment variables."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from pyengine.cli.bench.measure import DTYPES, odd_ones
 from pyengine.cli.bench.variants import Variant
 
 LR = 2.0**20  # with it, a parameter after a step of SGD is -LR times its gradient, up to 2^-20
-END_LR = 3e-4  # of AdamW, for the final losses
+END_LR = 3e-4  # learning rate of AdamW, for the final losses
 
 
 def main() -> None:
@@ -60,7 +60,7 @@ def _build(name: str, launch: Launch, optimizer: str = "fused") -> Variant:
 
 
 def _times(launch: Launch, show: Any) -> dict[str, dict[str, Any]]:
-    """Time all variants in turn; return the times in ms, and the bytes and collectives of a window."""
+    """Time all variants in turn; return the times in ms, and the bytes and collectives per window."""
     built = {}
     for name in launch.variants:
         show(f"making {name}")
@@ -69,13 +69,13 @@ def _times(launch: Launch, show: Any) -> dict[str, dict[str, Any]]:
     sent: dict[str, list[float]] = {name: [] for name in built}
     names = list(built)
     for done in range(launch.rounds + launch.warm_up):
-        turn = done % len(names)  # no variant always follows the same one
+        turn = done % len(names)  # so that no variant always follows the same variant
         for name in names[turn:] + names[:turn]:
             show(f"round {done + 1}/{launch.rounds + launch.warm_up}, {name}")
             dist.barrier()
             before = _sent(launch)
             taken = built[name].window()
-            taken["sync"] = taken["early"] + taken["last"]  # here, as the slowest rank differs by phase
+            taken["sync"] = taken["early"] + taken["last"]  # per rank: the slowest rank differs by phase
             dist.barrier()
             if done >= launch.warm_up:
                 times[name].append(taken)
@@ -103,7 +103,7 @@ def _sent(launch: Launch) -> float:
 
 
 def _collectives(variant: Variant) -> dict[str, int]:
-    """Return how many operations the process group runs in one more window."""
+    """Return how many operations the process group runs in an additional window."""
     threads = _ExperimentalConfig(profile_all_threads=True)
     dist.barrier()
     with profile(activities=[ProfilerActivity.CPU], experimental_config=threads) as seen:
@@ -118,7 +118,7 @@ def _collectives(variant: Variant) -> dict[str, int]:
 
 
 def _memory(launch: Launch, show: Any) -> dict[str, dict[str, Any]]:
-    """Return the variant's peak memory, less that of the process with its package and without a model."""
+    """Return the variant's peak memory, minus the memory of the process before the model was created."""
     (name,) = launch.variants
     show(name)
     needs = CONTESTANTS[name].needs
@@ -141,7 +141,7 @@ def _resident_mb() -> float:
 
 
 def _truth(launch: Launch, show: Any) -> dict[str, dict[str, Any]]:
-    """Return the error of every variant's gradient against float64, and its final loss."""
+    """Return the error of every variant's gradient compared with float64, and the variant's final loss."""
     stock.MAX_NORM = 1e9  # so that no gradient is clipped
     truth = _float64_gradient(launch)
     rows = {}

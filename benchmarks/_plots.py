@@ -1,6 +1,6 @@
-"""Plots of result files in docs/: mean.svg, convergence.svg, numbers.svg, numbers-growth.svg.
+"""The plots in docs/ of result files: mean.svg, convergence.svg, numbers.svg and numbers-growth.svg.
 
-The last line of a plot is a digest of its figures. With it, a test finds plots that are older than their
+The last line of a plot is a digest of its figures, with which a test finds plots that are older than their
 result files.
 """
 
@@ -18,7 +18,7 @@ from _peer_results import Measured, first, newest
 from pyengine.cli.plot_style import EDGE, GREEN, INK, ORANGE, OURS, PEER, SHADE, STYLE, save_svg
 from pyengine.wire.named import WIRES
 
-# ---- how exposed sync grows: straight lines through medians ----
+# ---- growth of exposed sync: lines through medians ----
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Slope:
 
     Attributes:
         title: the title of the column.
-        points: for each point, by name, its launches; the first launch that measured a variant counts.
+        points: the launches of each point, by its name; the first launch that measured a variant is used.
         x: returns the quantity of a launch.
     """
 
@@ -71,7 +71,7 @@ SLOPES = (
 
 
 def line(results: dict[str, Measured], name: str, of: Slope) -> list[tuple[float, float]]:
-    """Return the quantity and the ms of exposed sync at every point at which a variant was measured."""
+    """Return the quantity and the exposed sync in ms, at every point at which a variant was measured."""
     measured = [first(results, name, launches) for launches in of.points.values()]
     return [(of.x(one), one.exposed(name)) for one in measured if one is not None]
 
@@ -110,12 +110,12 @@ Results = dict[str, Measured]
 
 @dataclass(frozen=True)
 class Plot:
-    """A file of docs/, the figures from which it is drawn, and the function that draws them.
+    """A plot in docs/: its file, the figures that it shows, and the function that draws them.
 
     Attributes:
         figures: returns the figures to draw, as JSON values, from the folder of result files; the result is
             empty if files are missing.
-        height: in inches.
+        height: height in inches.
     """
 
     name: str
@@ -125,7 +125,7 @@ class Plot:
 
 
 def digest(plot: Plot, folder: Path) -> str:
-    """Return the last line of a plot of these figures."""
+    """Return the last line of a plot, which is a digest of its figures."""
     text = json.dumps([plot.name, plot.figures(folder)])
     return f"<!-- numbers: {hashlib.sha256(text.encode()).hexdigest()[:16]} -->"
 
@@ -154,7 +154,7 @@ def _title(figure: Any, text: str) -> None:
 
 
 def _bars(axes: Any, bars: dict[str, tuple[float, str, str]]) -> None:
-    """Draw horizontal bars from the top; each has a length, a text after the bar, and a color."""
+    """Draw horizontal bars from top to bottom; each has a length, a text after the bar, and a color."""
     longest = max(length for length, _, _ in bars.values())
     for place, (length, text, colour) in enumerate(bars.values()):
         axes.barh(place, length, color=colour, height=0.72)
@@ -164,7 +164,7 @@ def _bars(axes: Any, bars: dict[str, tuple[float, str, str]]) -> None:
 
 
 def _name_rows(axes: Any, names: Sequence[str], ours: Sequence[bool]) -> None:
-    """Write a name before each row, ours in bold."""
+    """Write a name before each row, pyengine's names in bold."""
     axes.set_yticks(range(len(names)), names)
     axes.tick_params(axis="y", length=0)
     for label, is_ours in zip(axes.get_yticklabels(), ours, strict=True):
@@ -178,7 +178,7 @@ _CASES = {
     "short": "short last window,\n4 of 8 micro-batches",
     "tokens": "full window, micro-batches\nof {fewest} to {most} tokens",
 }
-_ROUNDING = 1e-5  # smaller errors are those of float32
+_ROUNDING = 1e-5  # smaller errors are rounding errors of float32
 _LOOPS = {"ddp": ("DDP loop", PEER, "s"), "engine": ("pyengine", OURS, "o")}
 _SENT = {
     "ddp": "DDP without no_sync",
@@ -190,7 +190,7 @@ _SENT = {
 
 
 def _mean(folder: Path) -> dict[str, Any]:
-    """Return the errors of gradients by case and loop, and the bytes of a window by loop."""
+    """Return the errors of gradients by case and loop, and the bytes per window by loop."""
     content = _content(folder, "mean")
     return {key: content[key] for key in ("errors", "tokens", "bytes")} if content else {}
 
@@ -208,7 +208,7 @@ def _paint_mean(figure: Any, figures: dict[str, Any]) -> None:
         left.plot(list(errors.values()), [place] * len(errors), color=EDGE, lw=1, zorder=1)
         for loop, (_, colour, marker) in _LOOPS.items():
             left.plot(errors[loop], place, marker=marker, color=colour, ms=8, ls="none")
-        if max(errors.values()) < _ROUNDING:  # too close together for two texts
+        if max(errors.values()) < _ROUNDING:  # too close together for two labels
             text = f"both ≤ {_percent(max(errors.values()))}"
             left.annotate(text, (max(errors.values()), place), (9, 0), va="center", **offset)
         else:

@@ -1,4 +1,4 @@
-"""Lightning's Trainer for `_peers.py`; a separate module, because its classes derive from Lightning's."""
+"""Lightning's Trainer for `_peers.py`; a separate module, because it subclasses Lightning's classes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pyengine.cli.bench import variants
 
 
 def fit(variant: Any) -> None:
-    """Train for ever; every window waits in `variant.begin`, and writes its times to `variant.marks`."""
+    """Train forever; every window waits in `variant.begin`, and writes its times to `variant.marks`."""
     trainer = Trainer(
         accelerator="cpu",
         devices=dist.get_world_size(),
@@ -61,7 +61,7 @@ class _Turns(Callback):
     def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
         if batch_idx % self.num == 0:
             self.variant.begin()
-            self.variant.marks.append(time.perf_counter())  # of a window with one micro-batch
+            self.variant.marks.append(time.perf_counter())  # replaced if there are several micro-batches
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         if (batch_idx + 1) % self.num:

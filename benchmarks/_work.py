@@ -1,4 +1,4 @@
-"""The models that `bench_peers.py` trains, and windows of any length.
+"""The models that `bench_peers.py` trains, and micro-batches for windows of any length.
 
 The models are those of `python -m pyengine bench` at several sizes, and a CNN.
 """
@@ -18,7 +18,7 @@ _IMAGE, _CLASSES, _IMAGES = 32, 10, 4
 
 
 class ConvNet(nn.Module):
-    """A CNN of 6.3 M parameters in 20 tensors and 12 buffers of batch norm; its output is the loss."""
+    """A CNN with 6.3 M parameters in 20 tensors, and 12 BatchNorm buffers; its output is the loss."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class ConvNet(nn.Module):
 
 
 def build_model(name: str, dtype: torch.dtype) -> nn.Module:
-    """Return the model, equal on every rank; if its name ends with 0, its backward computes nothing."""
+    """Return a model that is equal on every rank; if its name ends with 0, its backward computes nothing."""
     torch.manual_seed(0)
     if name.endswith("0"):
         return Premade(_real(name[:-1], torch.float32), dtype)
@@ -55,7 +55,7 @@ def _real(name: str, dtype: torch.dtype) -> nn.Module:
 
 
 def build_micro_batches(name: str, dtype: torch.dtype, *, rank: int, num: int) -> list[Tensor]:
-    """Return a rank's micro-batches of a window."""
+    """Return a rank's micro-batches for one window."""
     torch.manual_seed(1 + rank)
     return [_micro_batch(name, dtype, rank) for _ in range(num)]
 

@@ -1,7 +1,7 @@
-"""Measure what an audit adds to the windows of a loop, and count its false alarms.
+"""Measure the time that an audit adds to the windows of a loop, and count its false alarms.
 
     python benchmarks/bench_audit.py --save               # the GPT of `bench`: every=1 and every=100
-    python benchmarks/bench_audit.py --clean 100000 --save  # clean windows, each checked: alarms counted
+    python benchmarks/bench_audit.py --clean 100000 --save  # count alarms in clean, checked windows
 
 There are two gloo workers with one thread each. Three engines with separate models take turns, window by
 window: without an audit, with an audit in every window, and with an audit in every 100th. The cost of
@@ -9,9 +9,9 @@ window: without an audit, with an audit in every window, and with an audit in ev
 
 A window's time is that of the slower worker. On a machine that others share, the times of two windows differ
 by some percent. Therefore `spends` is reported too: the time inside the audit's calls, divided by the time of
-the window without an audit. It is measured on the worker that arrives last and so waits for no other, and
-does not include the time that the timers take. `--pe` audits stock DDP with `no_sync` by `pe.audit` in place
-of an engine.
+the window without an audit. It is measured on the worker that arrives last, which does not wait for the
+other worker, and does not include the time that the timers take. `--pe` uses `pe.audit` to audit stock DDP
+with `no_sync` instead of an engine.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ class _Inside:
         self._own = self.read() / 10_000
         for owner, name in CALLS:
             setattr(owner, name, self._timed(getattr(owner, name)))
-        listener = Probe._listener  # noqa: SLF001 - what a hook costs is inside the audit
-        Probe._listener = lambda *given: self._timed(listener(*given))  # type: ignore[method-assign]  # noqa: SLF001
+        listener = Probe._listener  # noqa: SLF001 - hooks are part of the audit's cost
+        Probe._listener = lambda *given: self._timed(listener(*given))  # type: ignore  # noqa: SLF001
 
     def read(self) -> float:
         """Return the seconds inside the audit since the last call of this method."""
@@ -111,7 +111,7 @@ class _Stock:
 
 
 def cost(stock: bool, rounds: int) -> dict[str, list[float]]:
-    """Return the seconds of every window on the slower worker, by variant."""
+    """Return the time of every window in seconds on the slower worker, by variant."""
     torch.set_num_threads(1)
     hold_memory()
     inside = _Inside()
@@ -119,13 +119,13 @@ def cost(stock: bool, rounds: int) -> dict[str, list[float]]:
     times: dict[str, list[float]] = {name: [] for name in (*EVERY, "inside")}
     names = list(loops)
     for done in range(rounds + WARM_UP):
-        turn = done % len(names)  # no variant always follows the same one
+        turn = done % len(names)  # so that no variant always follows the same variant
         for name in names[turn:] + names[:turn]:
             dist.barrier()
             inside.read()
             start = time.perf_counter()
             loops[name].window()
-            seconds = torch.tensor([time.perf_counter() - start, -inside.read()])  # the longest and the least
+            seconds = torch.tensor([time.perf_counter() - start, -inside.read()])  # maximum and minimum
             dist.all_reduce(seconds, dist.ReduceOp.MAX)
             times[name].append(seconds[0].item())
             if name == "every=1":
@@ -162,11 +162,11 @@ def _loss(out: Tensor) -> Tensor:
 
 
 def report_cost(options: argparse.Namespace) -> dict[str, Any]:
-    """Measure, print and return what an audit costs."""
+    """Measure, print and return the cost of an audit."""
     times = launch(cost, workers=2, args=(options.pe, options.rounds))[0]
     kept = {name: taken[WARM_UP:] for name, taken in times.items()}
     middle = {name: statistics.median(taken) for name, taken in kept.items()}
-    # Pairs of one round, so that a change of the machine's load affects both.
+    # Windows of the same round are compared, so that a change in the machine's load affects both of them.
     checked = statistics.median(a / b - 1 for a, b in zip(kept["every=1"], kept["none"], strict=True))
     between = statistics.median(a / b - 1 for a, b in zip(kept["every=100"], kept["none"], strict=True))
     rows = {
@@ -192,7 +192,7 @@ def report_clean(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Run, print, save."""
+    """Run the benchmark, print its results, and save them if requested."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

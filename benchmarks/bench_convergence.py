@@ -1,13 +1,13 @@
-"""Measure what each wire does to training: losses of the models of `train`, with several seeds each.
+"""Measure how each wire affects training, by the losses of the models of `train` with several seeds.
 
     python benchmarks/bench_convergence.py --save        # GPT and CNN, 500 steps, three seeds, every wire
-    python benchmarks/bench_convergence.py --save --go-on benchmarks/results/<date>-convergence.json  # rest
+    python benchmarks/bench_convergence.py --save --go-on benchmarks/results/<date>-convergence.json  # resume
     make numbers                                         # draws docs/convergence.svg from the newest file
 
 There are two gloo workers. Runs of one model and seed differ only in the wire; the initial parameters and the
 micro-batches are the same. The script reports for each wire the loss on data that training never reads (for
 the CNN, the share of wrong digits) and its difference from that of fp32 with the same seed. The noise of this
-difference is how far the seeds of fp32 are apart.
+difference is the spread of fp32 over the seeds.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def train(model: str, wire: str, seed: int, steps: int) -> tuple[list[float], fl
 
 
 def main() -> None:
-    """Run everything, print a table, write a result file."""
+    """Run all models and wires, print a table per model, and write a result file if requested."""
     options = _options()
     models: dict[str, Any] = json.loads(options.go_on.read_text())["models"] if options.go_on else {}
     for model in options.models:
@@ -94,7 +94,7 @@ def _options() -> argparse.Namespace:
 
 
 def _measure(model: str, wire: str, options: argparse.Namespace) -> dict[str, Any]:
-    """Return, by seed, the curve of losses and the final loss."""
+    """Return the loss curve and the final loss of every seed."""
     curves, finals = [], []
     for seed in range(options.seeds):
         print(f"\r{model}, {wire}, seed {seed}{'':30}", end="", file=sys.stderr, flush=True)

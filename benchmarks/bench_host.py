@@ -1,11 +1,11 @@
-"""Measure the host's time of each phase of a window: python benchmarks/bench_host.py [--save].
+"""Measure the host time of each phase of a window: python benchmarks/bench_host.py [--save].
 
-The model is a chain of linear layers of width 8, so that nearly all of the time is the host's: Python,
-autograd, launches. Variants take turns window by window in the same processes. `control` is `no_sync_view`
-once more; the difference between the two is noise. `floor` runs the collectives of a window by hand. With
---device cuda there is one NCCL rank, and a phase ends when its calls have returned. On the CPU there are two
-gloo ranks with one thread each, and each phase includes the time that it waits for the other rank. `making`
-is the time of a constructor alone: of DDP, of an engine, or of `attach` to an existing DDP.
+The model is a chain of linear layers of width 8, so nearly all of the time is host time (Python, autograd and
+launches). Variants take turns window by window in the same processes. `control` is `no_sync_view` once more;
+the difference between the two is noise. `floor` runs the collectives of a window by hand. With --device cuda
+there is one NCCL rank, and a phase ends when its calls have returned. On the CPU there are two gloo ranks
+with one thread each, and each phase includes the time that it waits for the other rank. `making` is the time
+of a constructor alone (DDP or an engine), or of `attach` to an existing DDP model.
 """
 
 import argparse
@@ -89,8 +89,8 @@ class NoSyncView(NoSync):
 class Floor(Raw):
     """The two collectives of a window by hand, without any check.
 
-    A header of 184 bytes is launched before the last backward. After it has arrived, the gradients are sent
-    as one vector.
+    The all-gather of a header of 184 bytes is launched before the last backward. When it has completed, the
+    gradients are sent as one vector.
     """
 
     def wrap(self) -> None:
@@ -206,7 +206,7 @@ def measure(num_params: int, accumulate: int, rounds: int, device: str) -> dict[
 
 
 def measure_making(num_params: int, rounds: int) -> dict[str, dict[str, float]]:
-    """Return the min and median milliseconds of each constructor on this rank, by the name of a variant."""
+    """Return the min and median milliseconds of each constructor on this rank, by variant."""
     torch.set_num_threads(1)
     taken: dict[str, list[dict[str, float]]] = defaultdict(list)
     for _ in range(rounds + 1):
@@ -249,7 +249,7 @@ def _on_nccl(*case: int) -> list[dict[str, dict[str, float]]]:
 
 
 def main() -> None:
-    """Measure, print, save."""
+    """Run the benchmark, print its results, and save them if requested."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -1,4 +1,4 @@
-"""Compare kernels with torch expressions of the same work:
+"""Compare kernels with torch expressions that do the same work:
 python benchmarks/bench_kernels.py pack exact [--device cuda] [--save].
 
 With `--once FILE`, each large case runs once, for a profiler that `gpu.py` starts, and the names of the cases
@@ -28,7 +28,7 @@ from kernels.measure import OPS, measure, measure_roofs
 
 from pyengine.cli.machine import card
 
-# Parts of the names of cases with many or small tensors, or with a size other than the large one.
+# These occur in the names of cases with many or small tensors, or with a size other than that of large cases.
 _OTHERS = ("400", "1000", "MiB")
 
 
@@ -80,8 +80,10 @@ def _report_cuda(op: str, options: Options) -> None:
 
 
 def _print_targets(rows: list[dict[str, Any]]) -> None:
-    """Print whether large cases reach 90 % of the copy rate, and whether cases of 1000 tensors take at most
-    10 us more than the launch floor.
+    """Print whether cases reach their targets.
+
+    A large case should reach 90 % of the copy rate. A case with 1000 tensors should take at most 10 us more
+    than the launch floor.
     """
     for row in rows:
         ours = row["contestants"][_cuda.OURS]
@@ -103,7 +105,7 @@ def large(ops: Sequence[str], sizes: Sizes) -> dict[str, Build]:
 
 
 def run_once(options: Options, file: Path) -> None:
-    """Run each large case once, and write the names of the cases in that order."""
+    """Run each large case once, and write the names of the cases in the order of the runs."""
     done: list[str] = []
     is_cuda = options.sizes.is_cuda
     for name, build in large(options.ops, options.sizes).items():

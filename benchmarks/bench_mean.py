@@ -1,6 +1,6 @@
 """Measure how far a loop's gradient is from the mean over all tokens, and how many bytes each wire sends.
 
-    python benchmarks/bench_mean.py --save     # seconds; writes benchmarks/results/<date>-mean.json
+    python benchmarks/bench_mean.py --save     # takes seconds; writes benchmarks/results/<date>-mean.json
     make numbers                               # draws docs/mean.svg from the file
 
 Two gloo ranks train the GPT of `bench_peers.py` with the DDP loop of the README (`no_sync`, losses divided by
@@ -31,8 +31,8 @@ from pyengine.wire.named import WireName
 
 WORLD, ACCUMULATE = 2, 8
 LONGEST = Shape.context
-# By case: the number of micro-batches of each rank, and the fewest tokens of a micro-batch. The last window
-# of `short` has 4 micro-batches.
+# The number of micro-batches per rank, and the minimum number of tokens per micro-batch, by case. The last
+# window of `short` has 4 micro-batches.
 CASES = {
     "full": (ACCUMULATE, LONGEST),
     "short": (ACCUMULATE + ACCUMULATE // 2, LONGEST),
@@ -79,7 +79,7 @@ def measure(name: str) -> dict[str, Any]:
 
 
 def micro_batches(case: str, rank: int) -> list[Tensor]:
-    """Return a rank's micro-batches `[1, tokens + 1]`, of random tokens."""
+    """Return a rank's micro-batches of random tokens, each with shape `[1, tokens + 1]`."""
     num, fewest = CASES[case]
     generator = torch.Generator().manual_seed(rank)
     lengths = torch.randint(fewest, LONGEST + 1, (num,), generator=generator).tolist()
@@ -136,7 +136,7 @@ def _ddp(name: str, loader: list[Tensor], *, no_sync: bool = True) -> tuple[Grad
 
 
 def _engine(name: str, loader: list[Tensor], wire: WireName = "fp32") -> tuple[Gradient, int]:
-    """Return the last window's gradient of the README's `GradSync` loop, and the bytes of its record."""
+    """Return the last window's gradient of the README's `GradSync` loop, and the bytes in its record."""
     model = build_model(name, torch.float32)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     sync = pe.GradSync(model, accumulate=ACCUMULATE, wire=wire)

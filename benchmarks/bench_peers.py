@@ -1,7 +1,7 @@
 """Compare whole windows of pyengine with those of its alternatives; `make bench` runs this script.
 
-    python benchmarks/bench_peers.py                # every launch without a result file of today
-    python benchmarks/bench_peers.py --short        # a few launches, a few rounds: minutes
+    python benchmarks/bench_peers.py                # every launch without a result file from today
+    python benchmarks/bench_peers.py --short        # a few launches with few rounds; takes minutes
     python benchmarks/bench_peers.py --only base,gbit --again
     python benchmarks/bench_peers.py --list
 
@@ -9,7 +9,7 @@
 window. The time of a window is that of the slowest rank. The ranks of a loopback launch share a network
 namespace that contains nothing else. In a launch with a shaped link, every rank has a separate namespace and
 link (`_network.py`). Therefore the interfaces count only the bytes of the ranks. Namespaces need root and
-iproute2; without them loopback launches do not report bytes, and launches with shaped links are skipped with
+iproute2. Without them, loopback launches do not report bytes, and launches with shaped links are skipped with
 a message. Every launch writes `results/<date>-peers-<name>.json` when it ends; `render_numbers.py` renders
 these files.
 """
@@ -40,7 +40,7 @@ from _peers import CONTESTANTS
 from pyengine.cli.machine import card
 
 BUILD = Path(__file__).resolve().parents[1] / "build" / "bench"
-STALLED_S = 600  # a launch without progress for this long is ended
+STALLED_S = 600  # a launch without progress for this long is terminated
 
 
 def main() -> None:
@@ -138,7 +138,7 @@ def _ranks(launch: Launch, head: str, is_root: bool) -> list[dict[str, Any]]:
     BUILD.mkdir(parents=True, exist_ok=True)
     for lock in BUILD.glob(
         "torch_extensions/**/lock"
-    ):  # of a killed build: all later builds would wait for it
+    ):  # left by a killed build; all later builds would wait for it
         lock.unlink()
     log = BUILD / f"{launch.name}.log"
     with tempfile.TemporaryDirectory() as name, log.open("wb") as out:
@@ -154,16 +154,16 @@ def _ranks(launch: Launch, head: str, is_root: bool) -> list[dict[str, Any]]:
 def _started(
     command: list[str], launch: Launch, out: Any, is_root: bool
 ) -> Iterator[list[subprocess.Popen[bytes]]]:
-    """Start every rank on loopback or on a separate host; end all ranks on exit."""
+    """Start every rank on loopback or on a separate host; terminate all ranks on exit."""
     shared = {
         "WORLD_SIZE": str(launch.world),
         "LOCAL_WORLD_SIZE": str(launch.world),
-        "GROUP_RANK": "0",  # Lightning reads RANK only in processes of torchrun
+        "GROUP_RANK": "0",  # Lightning reads RANK only in processes that torchrun started
         "OMP_NUM_THREADS": "1",
         "PYTHONWARNINGS": "ignore",
         "TORCH_EXTENSIONS_DIR": str(BUILD / "torch_extensions"),  # where DeepSpeed builds its extensions
     }
-    # DeepSpeed builds with the ninja of one of the environments.
+    # DeepSpeed's build needs ninja, which is installed in one of the environments.
     programs = [str(Path(entry).parents[2] / "bin") for entry in sys.path if entry.endswith("site-packages")]
     shared["PATH"] = os.pathsep.join([*programs, os.environ["PATH"]])
     own = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(launch.world)]
@@ -196,7 +196,7 @@ def _watch(ranks: list[subprocess.Popen[bytes]], progress: Path, head: str, log:
 
 
 def _merge(ranks: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Return every variant's row, with the times of the slowest rank and the most memory and bytes of any."""
+    """Return every variant's row, with the maximum of times, memory and bytes over all ranks."""
     rows: dict[str, dict[str, Any]] = {}
     for name, first in ranks[0]["rows"].items():
         row = rows[name] = dict(first)
@@ -211,7 +211,7 @@ def _merge(ranks: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
 
 
 def _medians(parts: list[dict[str, dict[str, Any]]]) -> dict[str, dict[str, Any]]:
-    """Return every variant's row; if it has peaks of memory, their median and all of them."""
+    """Return every variant's row; if it has memory peaks, with their median and a list of them."""
     rows = {name: row for part in parts for name, row in part.items()}
     for name, row in rows.items():
         if "peak_mb" in row:

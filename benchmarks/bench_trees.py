@@ -1,9 +1,9 @@
 """Time windows of two checkouts in turn: python benchmarks/bench_trees.py BEFORE [--save].
 
 BEFORE is another checkout of pyengine with its core built in place, for example a git worktree. The gloo
-ranks of both are alive at the same time, and a few windows of one follow a few of the other, so that whatever
-slows the machine down slows both down. `control` is BEFORE once more; its difference from BEFORE is noise.
-The processes are started several times, because each start lays out their memory differently.
+ranks of both checkouts stay alive, and the checkouts take turns every few windows, so that whatever slows the
+machine down affects both. `control` is BEFORE once more; its difference from BEFORE is noise. The processes
+are started several times, because their memory layout differs from start to start.
 
 A ratio compares the medians of one turn. Its interval is the 95 % bootstrap interval of the median ratio.
 """
@@ -28,7 +28,10 @@ AFTER = Path(__file__).resolve().parents[1]
 
 
 def serve(rank: int, store: str, case: str, variants: Sequence[str]) -> None:
-    """Train the variant and the number of windows in each line of stdin; write their seconds to stdout."""
+    """Train windows as the lines of stdin request, and write their times in seconds to stdout.
+
+    Each line contains the name of a variant and a number of windows.
+    """
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     import torch
@@ -36,7 +39,7 @@ def serve(rank: int, store: str, case: str, variants: Sequence[str]) -> None:
 
     try:
         from pyengine.cli.bench.measure import DEVICES, Setting, by_phase
-    except ModuleNotFoundError:  # BEFORE may be from before that module was moved
+    except ModuleNotFoundError:  # BEFORE may predate the move of that module
         from pyengine.cli.bench.windows.measure import DEVICES, Setting, by_phase
 
     torch.set_num_threads(1)
@@ -74,7 +77,7 @@ class Ranks:
         ]  # fmt: skip
 
     def windows(self, variant: str, number: int) -> list[float]:
-        """Train windows; return the seconds of each on the slowest rank."""
+        """Train windows; return the time of each window in seconds on the slowest rank."""
         for process in self._processes:
             print(variant, number, file=process.stdin, flush=True)
         answers = [process.stdout.readline() for process in self._processes]
@@ -102,7 +105,7 @@ def started(trees: dict[str, Path], case: str, variants: Sequence[str]) -> Itera
 def measure(
     trees: dict[str, Path], case: str, variants: Sequence[str], *, starts: int, turns: int, windows: int
 ) -> dict[str, dict[str, dict[str, float]]]:
-    """Return, by variant and by checkout other than `before`, the times over those of `before`."""
+    """Return times relative to those of `before`, by variant and by each of the other checkouts."""
     seconds: dict[tuple[str, str], list[list[float]]] = {(v, t): [] for v in variants for t in trees}
     for start in range(starts):
         with started(trees, case, variants) as ranks:
@@ -138,7 +141,7 @@ def compared(before: Sequence[Sequence[float]], after: Sequence[Sequence[float]]
 
 
 def main() -> None:
-    """Measure, print, save."""
+    """Run the benchmark, print its results, and save them if requested."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -4,10 +4,10 @@
 
 A case consists of a model, a dtype and a number of micro-batches. All contestants take turns window by window
 in the same processes. `control` is the captured floor once more; the difference between the two is noise.
-`window` is the time of a window that the host launches right after another one. `host` is the time that the
-host takes to launch a window while the device is idle. In further windows, the profiler counts kernel
-launches, copies and fills, and waits for the device. `peak` is the peak memory of the warm-up. Windows are
-captured only if there is a single rank.
+`window` is the time of a window that the host launches right after another window. `host` is the time that
+the host takes to launch a window while the device is idle. In additional windows, the profiler counts kernel
+launches, copies (including fills), and waits of the host for the device. `peak` is the peak memory of the
+warm-up. Windows are captured only if there is a single rank.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ Row = dict[str, Any]
 
 
 def main() -> None:
-    """Measure, print and save, case by case."""
+    """Measure and print each case, and save its results if requested."""
     options = _options()
     machine = card(1, options.device) | (_cuda.machine_card() if options.device == "cuda" else {})
     machine |= {"ranks": options.world, "network": "NCCL" if options.device == "cuda" else "loopback"}
@@ -84,7 +84,7 @@ def _options() -> argparse.Namespace:
 
 
 def _saved(machine: Row) -> dict[str, Any]:
-    """Return the cases of today's result file, if it is of this machine."""
+    """Return the cases of today's result file, if it is from this machine."""
     path = RESULTS / f"{datetime.date.today()}-windows-cuda.json"
     content = json.loads(path.read_text()) if path.exists() else {"machine": None}
     return content["cases"] if content["machine"] == machine else {}
@@ -125,7 +125,7 @@ def measure(setting: Setting) -> dict[str, Row]:
 
 
 def _with_memory(make: Callable[[], Variant], device: str) -> tuple[Variant, Row]:
-    """Make a variant; return it and its peak memory."""
+    """Create a variant; return it and its peak memory."""
     if device == "cpu":
         return make(), {}
     before = torch.cuda.memory_allocated()
@@ -135,7 +135,7 @@ def _with_memory(make: Callable[[], Variant], device: str) -> tuple[Variant, Row
 
 
 def _in_turn(runs: Mapping[str, Run], rounds: int, device: Processor) -> dict[str, Row]:
-    """Time a window of each variant in every round; no variant always follows the same one."""
+    """Time a window of each variant in every round; no variant always follows the same variant."""
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in runs}
     names = list(runs)
     for number in range(rounds):
@@ -153,7 +153,7 @@ def _summary(taken: list[tuple[float, float]]) -> Row:
 
 
 def time_window(window: Run, device: Processor) -> tuple[float, float]:
-    """Return the seconds of a window on the device and on the host.
+    """Return the time of a window in seconds, on the device and on the host.
 
     The host's time is that of a first window, which finds the device idle and waits for nothing. The device's
     time is that of a second window, which the host launches right after the first.
@@ -182,7 +182,7 @@ def launches(calls: Mapping[str, int]) -> dict[str, int]:
     def total(pattern: str) -> int:
         return sum(number for name, number in calls.items() if re.match(pattern, name))
 
-    # cudaDeviceSynchronize is left out, because the profiler calls it when it begins and ends.
+    # cudaDeviceSynchronize is left out, because the profiler calls it when it starts and stops.
     return {
         "launches": total(r"cu(da)?LaunchKernel"),
         "copies": total(r"cu(da)?(Memcpy|Memset)"),
@@ -205,7 +205,7 @@ def warm(setting: Setting, name: str, device: Processor, *, windows: int = 3) ->
 
 
 def captured(setting: Setting, name: str, device: Processor) -> Run:
-    """Return a call that trains a window of a variant with its CUDA graph.
+    """Return a function that trains a window of a variant by replaying its CUDA graph.
 
     Raises:
         RuntimeError, ValueError: a window cannot be captured, or its replays do not train.
@@ -222,7 +222,7 @@ def captured(setting: Setting, name: str, device: Processor) -> Run:
 
 
 def capture(run: Run, device: str) -> Run:
-    """Capture a call as a graph; return the call that replays it."""
+    """Capture a call as a CUDA graph; return a function that replays the graph."""
     if device == "cpu":
         raise RuntimeError("a CUDA graph needs a CUDA device")
     graph = torch.cuda.CUDAGraph()
@@ -256,7 +256,7 @@ def _run(replay: Run, variant: Variant) -> None:
 
 
 def _engine_windows(variant: Engine) -> Run:
-    """Return a call that trains a window of an engine with its CUDA graph."""
+    """Return a function that trains a window of an engine by replaying its CUDA graph."""
     sync = variant.sync
 
     def train_window(batches: list[Tensor]) -> None:

@@ -1,15 +1,16 @@
-"""Measure windows on XLA replicas, compared with Accelerate, xm.optimizer_step and loops written by hand.
+"""Compare pyengine's windows on XLA replicas with Accelerate, xm.optimizer_step and handwritten loops.
 
     make xla-env && .venv-xla/bin/python benchmarks/bench_xla.py [--replicas 2] [--accumulate 4] [--save]
 
 Replicas are threads on XLA's CPU backend. tests/xla/replicas.py makes them launch programs with collectives
-in turn, so that the times can be compared with one another, but say nothing about a TPU. Every round runs all
-contestants, every second round in the opposite order. Counts are exact. `recorded` is the number of recorded
-operations, on which the host spends its time here. `error` is the largest difference between a parameter and
-that of float64 training on the global batch. `equal` says whether all replicas end with the same bits.
+in turn, so that the times can be compared with one another. They say nothing about a TPU. Every round runs
+all contestants, every second round in the opposite order. Counts are exact. `recorded` is the number of
+recorded operations, on which the host spends its time here. `error` is the largest difference from the
+parameters after float64 training on the global batch. `equal` says whether all replicas end with the same
+bits.
 
 Accelerate and `xm.reduce_gradients` do less than `GradSync`: they step with gradients that contain inf or
-nan, and they lose the reduction if gradients are clipped. "by hand" is the least that is correct: it reduces
+nan, and they lose the reduction if gradients are clipped. "by hand" is the minimal correct loop: it reduces
 the sums once per window as new tensors. "by hand, skips" also leaves the parameters and the optimizer
 unchanged if the norm is not finite.
 """
@@ -58,7 +59,7 @@ COLUMNS = (
 
 @dataclass(frozen=True)
 class Setting:
-    """What every contestant trains."""
+    """Settings of the training, which are the same for all contestants."""
 
     replicas: int
     accumulate: int
@@ -105,7 +106,7 @@ class _Tally:
 
 
 def model_of(setting: Setting, dtype: torch.dtype = torch.float32) -> nn.Module:
-    """Return the model, which is equal in every call."""
+    """Return the model, with the same parameters in every call."""
     width = setting.width
     layers = [nn.Linear(16, width), nn.Tanh(), nn.Linear(width, width), nn.Tanh(), nn.Linear(width, 4)]
     model = nn.Sequential(*layers).to(dtype)
@@ -124,7 +125,7 @@ def loss_of(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
 
 
 def optimizer_of(model: nn.Module, *, capturable: bool) -> torch.optim.Optimizer:
-    """Return the optimizer of every contestant."""
+    """Return the optimizer that every contestant uses."""
     return torch.optim.AdamW(model.parameters(), lr=1e-3, capturable=capturable)
 
 
@@ -161,7 +162,7 @@ def accelerate(model: nn.Module, setting: Setting) -> Callable[[list[Any]], None
                     accelerator.clip_grad_norm_(model.parameters(), MAX_NORM)
                 optimizer.step()
                 optimizer.zero_grad()
-            torch_xla.sync()  # as its data loader does
+            torch_xla.sync()  # as Accelerate's data loader does
 
     return window
 
@@ -188,7 +189,7 @@ def every_micro_batch(model: nn.Module, setting: Setting) -> Callable[[list[Any]
 
 
 def optimizer_step(model: nn.Module, setting: Setting) -> Callable[[list[Any]], None]:
-    """Step in every micro-batch with `xm.optimizer_step`: a different training, with more updates."""
+    """Step in every micro-batch with `xm.optimizer_step`, which is a different training with more updates."""
     import torch_xla
     import torch_xla.core.xla_model as xm
 
@@ -230,7 +231,7 @@ def _by_hand(
         for index, (x, y) in enumerate(batches, start=1):
             (loss_of(model, x, y) / setting.accumulate).backward()
             if index == setting.accumulate:
-                # `.grad` itself, reduced in place and then clipped, would lose the reduction.
+                # If `.grad` itself were reduced in place and then clipped, the reduction would be lost.
                 fresh = [param.grad.clone() for param in params]
                 xm.all_reduce(xm.REDUCE_SUM, fresh, scale=1.0 / setting.replicas, pin_layout=False)
                 for param, total in zip(params, fresh, strict=True):
@@ -246,7 +247,7 @@ def _by_hand(
 
 @torch.no_grad()
 def _step_or_take_back(optimizer: torch.optim.Optimizer, norm: Tensor) -> None:
-    """Step; if the norm is not finite, restore the old values of the parameters and their state."""
+    """Step; if the norm is not finite, restore the parameters and their optimizer states."""
     tensors = [
         tensor
         for param in optimizer.param_groups[0]["params"]
@@ -307,7 +308,7 @@ def work(rank: int, name: str, setting: Setting) -> Row:
 
 
 def _metrics() -> dict[str, int]:
-    """Return torch_xla's counters of this process, over all its replicas."""
+    """Return torch_xla's counters of this process, summed over all its replicas."""
     import torch_xla.debug.metrics as met
 
     names = {
@@ -323,7 +324,7 @@ def _metrics() -> dict[str, int]:
 
 
 def reference(setting: Setting) -> list[Tensor]:
-    """Train in float64 on the global batch."""
+    """Train in float64 on the global batch; return the parameters."""
     model = model_of(setting, torch.float64)
     optimizer = optimizer_of(model, capturable=False)
     for index in range(setting.windows):
@@ -339,7 +340,7 @@ def reference(setting: Setting) -> list[Tensor]:
 
 
 def summary(rows: list[Row], right: list[Tensor] | None) -> dict[str, float | bool | None]:
-    """Return the row of one contestant."""
+    """Return the table row of one contestant."""
     first = rows[0]
     slowest = [max(times) for times in zip(*(row.times for row in rows), strict=True)]
     errors = [(a.double() - b).abs().max().item() for a, b in zip(first.params, right or [], strict=False)]
@@ -353,7 +354,7 @@ def summary(rows: list[Row], right: list[Tensor] | None) -> dict[str, float | bo
 
 
 def main() -> None:
-    """Run, print, save."""
+    """Run the benchmark, print its results, and save them if requested."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -3,15 +3,15 @@
     make gpu                    # every step, the most valuable first
     make gpu STEP=tests         # one step: tests, kernels, host, windows, counters
                                 # or sanitize
-    make gpu DRY=1              # every step's commands in a tiny form on the processor, without a GPU
+    make gpu DRY=1              # a tiny form of every step's commands on the CPU, without a GPU
 
 A step continues after a task has failed. The script prints a line per task, and a table at the end. The exit
 code is 1 if anything failed, ran out of time or could not run. Tasks write result files while they run. If an
-extension loads and has CUDA kernels, it is used as it is; otherwise one is built in place for the device of
-this machine.
+extension loads and has CUDA kernels, it is used as it is. Otherwise, an extension is built in place for the
+device of this machine.
 
-Environment: OUT names a folder. After every task, three files are copied to it: a summary, all logs, and an
-archive of the new result files, which is to be unpacked in the root of the repository.
+The environment variable OUT may name a folder. After every task, three files are copied to it: a summary, all
+logs, and an archive of the new result files. Unpack the archive in the root of the repository.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS, LOGS = ROOT / "benchmarks" / "results", ROOT / "build" / "gpu"
 PYTHON = sys.executable
-BUDGET_S, LEAST_S = 540, 5  # of a step; a task is begun only if `LEAST_S` are left
+BUDGET_S, LEAST_S = 540, 5  # seconds per step; a task starts only if `LEAST_S` are left
 SECONDS_A_CASE = "0.3"
 
 # Model, dtype and micro-batches of the windows, the most informative first.
@@ -47,8 +47,8 @@ CASES = (
 COUNTED = ("accumulate", "unscale_norm", "pack", "exact", "codec")  # each of their cases launches one kernel
 STEMS = (*COUNTED, "chain")
 TOOLS = ("memcheck", "racecheck")
-# About twenty tests, which run every kernel over short and long lists. More would take too long, because each
-# tensor is a separate allocation.
+# About twenty tests, which run every kernel over short and long lists. More tests would take too long,
+# because each tensor is a separate allocation.
 SANITIZED = (
     "300 or nothing or again or long_sum or in_the_tail or many-3 or (plain_pytorch and int8-256 and 1025)"
 )
@@ -71,10 +71,10 @@ class Task:
     """A command of a step.
 
     Attributes:
-        dry: the same command in a tiny form, on the processor.
-        limit_s: seconds after which the task is ended.
-        tell: returns, for the log, a text for the summary and whether the task has succeeded.
-        then: is called after the task, even if the task has failed.
+        dry: a tiny form of the same command, for the CPU.
+        limit_s: seconds after which the task is terminated.
+        tell: takes the log, and returns a text for the summary and whether the task has succeeded.
+        then: called after the task, even if the task has failed.
     """
 
     name: str
@@ -113,7 +113,7 @@ def _tests() -> list[Task]:
 
 
 def engine_files() -> list[str]:
-    """Return the files outside tests/ops with tests for a GPU; to collect all tests would take long."""
+    """Return the files outside tests/ops with tests for a GPU; collecting all tests would take long."""
     found = [
         path.relative_to(ROOT).as_posix()
         for path in sorted((ROOT / "tests").rglob("test_*.py"))
@@ -129,7 +129,7 @@ def _pytest(name: str, paths: Sequence[str], limit_s: int, more: Sequence[str]) 
 
 
 def _collect(run: Sequence[str]) -> list[str]:
-    """Return a command that collects the tests without running them; here they would be skipped."""
+    """Return a command that collects the tests without running them; on a CPU they would be skipped."""
     return [*run[run.index(PYTHON) :], "--collect-only", "-q"]
 
 
@@ -171,12 +171,12 @@ def _counters() -> Task:
 def _sanitizer(tool: str) -> Task:
     run = ["compute-sanitizer", "--tool", tool, "--target-processes", "all", "--error-exitcode", "9"]
     run += [PYTHON, "-m", "pytest", "-v", "-m", "gpu", "-x", "-k", SANITIZED, *SANITIZED_FILES]
-    # The tools do not see an overrun inside a block of the caching allocator.
+    # The tools do not detect an overrun inside a block of the caching allocator.
     alone = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     return Task(tool, run, _collect(run), 250, alone, tell=_tests_told)
 
 
-# ---- what logs say ----
+# ---- summaries of logs ----
 
 
 def _last_line(log: str) -> str:
@@ -185,7 +185,7 @@ def _last_line(log: str) -> str:
 
 
 def _tests_told(log: str) -> tuple[str, bool]:
-    """Count the outcomes, also of an interrupted run; a run in which no test has passed has failed."""
+    """Count the outcomes, including those of an interrupted run; a run fails if no test has passed."""
     if "tests collected" in log:
         return _last_line(log), True
     counts = {
@@ -210,7 +210,7 @@ def save_counters() -> None:
     if rows and cases.exists():
         content = json.loads(cases.read_text())
         names = content.pop("cases")
-        if len(names) == len(rows):  # else some case has launched more than one kernel
+        if len(names) == len(rows):  # otherwise, a case has launched more than one kernel
             rows = [{"case": name} | row for name, row in zip(names, rows, strict=True)]
         file = RESULTS / f"{datetime.date.today()}-counters-cuda.json"
         file.write_text(json.dumps(content | {"launches": rows}, indent=2) + "\n")
@@ -233,7 +233,7 @@ def counters(text: str) -> list[dict[str, str | float]]:
 
 @dataclass
 class Run:
-    """Runs tasks one after the other, within the time of a step."""
+    """Runs tasks one after the other, within the time budget of a step."""
 
     is_dry: bool
     out: Path | None
@@ -286,7 +286,7 @@ class Run:
 
 
 def _run(command: Sequence[str], log: Path, limit_s: float, environment: dict[str, str]) -> str:
-    """Run a command; when its time is over, end the command and all processes that it has started."""
+    """Run a command; when its time is over, terminate it and all processes that it has started."""
     with log.open("w") as stream:
         process = subprocess.Popen(
             command,
@@ -321,7 +321,7 @@ def _environment() -> dict[str, str]:
     own = {"PYTHONUNBUFFERED": "1", "PYENGINE_CUDA": "1", "PATH": path}
     own["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     names = [name for _, name in socket.if_nameindex()]
-    # With loopback alone, gloo and NCCL look for a network interface and find none.
+    # If loopback is the only network interface, gloo and NCCL do not find it by themselves.
     alone = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"} if names == ["lo"] else {}
     return alone | os.environ | own
 
@@ -346,7 +346,7 @@ def device() -> str:
 
 
 def prepare(run: Run, arch: str) -> bool:
-    """Find an extension that loads and has CUDA kernels, or build one; return whether there is one."""
+    """Find an extension that loads and has CUDA kernels, or build one; return whether this succeeded."""
     loads = [PYTHON, "-c", _LOADS]
     # A rehearsal needs no CUDA kernels, and builds none.
     load = Task("load", loads, [*loads, "dry"], 60)
@@ -354,7 +354,7 @@ def prepare(run: Run, arch: str) -> bool:
         return run.task("extension/load", load, load.limit_s)
     if _run(loads, LOGS / "extension-found.log", 60, _environment()) == "passed":
         return run.task("extension/load", load, load.limit_s)
-    # Only for this device, because other architectures would triple the time of the build.
+    # Build only for this device, because other architectures would triple the build time.
     only = {"PYENGINE_CUDA_ARCHS": os.environ.get("PYENGINE_CUDA_ARCHS", arch)}
     build = [PYTHON, "setup.py", "build_ext", "--inplace"]
     run.task("extension/build", Task("build", build, build, 300, only), 300)
@@ -383,7 +383,7 @@ def main() -> int:
     for name, tasks in steps(is_dry=options.dry).items():
         chosen = [task for task in tasks if not options.only or task.name in options.only.split(",")]
         if options.step in (None, name):
-            # The time of a single step includes that of the build.
+            # The time of a single step includes the time of the build.
             run.step(name, chosen, options.budget_s - (time.monotonic() - begin if options.step else 0))
     print("\n" + "\n".join(run.lines) + f"\nall: {time.monotonic() - begin:.0f} s")
     return int(run.has_failed)

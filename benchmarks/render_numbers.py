@@ -2,8 +2,9 @@
 
     python benchmarks/render_numbers.py
 
-The text of block NAME is written between the marks `numbers:begin NAME` and `numbers:end` of the page. If its
-files are missing, the old text stays. tests/house/test_numbers.py compares page and plots with the files.
+The text of block NAME is written between the markers `numbers:begin NAME` and `numbers:end` of a page. If the
+block's files are missing, the old text stays. tests/house/test_numbers.py compares pages and plots with the
+files.
 """
 
 from __future__ import annotations
@@ -37,11 +38,11 @@ _GBIT = ("gbit", "gbit-wires", "gbit-deepspeed")
 
 @dataclass(frozen=True)
 class Column:
-    """A column of a table: a figure of every variant.
+    """A column of a table, with a figure of every variant.
 
     Attributes:
-        launches: the first launch that measured a variant gives the figure.
-        figure: "window", relative to the control; or a key of the rows of result files.
+        launches: names of launches; the figure is that of the first launch that measured the variant.
+        figure: "window" for the time relative to the control, or a key of the rows of result files.
     """
 
     title: str
@@ -51,7 +52,7 @@ class Column:
 
 @dataclass(frozen=True)
 class Table:
-    """A table with a row for each variant; without `variants`, for those of the first column's launch."""
+    """A table with a row per variant; the default variants are those of the first column's first launch."""
 
     columns: tuple[Column, ...]
     variants: tuple[str, ...] = ()
@@ -166,7 +167,7 @@ def main() -> None:
         page = options.root / name
         page.write_text(rendered(page.read_text(), results))
         print("wrote", page)
-    from _plots import PLOTS, draw  # needs matplotlib, which tests of the pages do not need
+    from _plots import PLOTS, draw  # imports matplotlib, which tests of the pages do not need
 
     for plot in PLOTS:
         if plot.figures(options.results):
@@ -192,7 +193,7 @@ def _made(name: str, results: Results) -> str:
 
 
 def machine(results: Results) -> list[str]:
-    """Return where and when the numbers were taken."""
+    """Return where and when the numbers were measured."""
     if not results:
         return []
     dates = sorted({one.date for one in results.values()})
@@ -220,7 +221,7 @@ def table(layout: Table, results: Results) -> list[str]:
     """Return a table, and the files of its launches; columns without a file are left out.
 
     A variant has a row if it was measured in at least half of the columns with windows. The last row is the
-    largest noise of each column's launches.
+    largest noise among each column's launches.
     """
     columns = [one for one in layout.columns if not results.keys().isdisjoint(one.launches)]
     if not columns:
@@ -239,7 +240,7 @@ def table(layout: Table, results: Results) -> list[str]:
 
 
 def _figure(column: Column, name: str, results: Results) -> str:
-    """Return a cell: a window's time relative to the control, in ms for the control; or another figure."""
+    """Return a cell: a window's time (relative to the control; in ms for the control) or another figure."""
     found = first(results, name, column.launches)
     if found is None:
         return NO
@@ -264,7 +265,7 @@ def _label(one: Measured, name: str) -> str:
 
 
 def ahead(results: Results) -> list[str]:
-    """Return how many comparisons of equal bytes have a peer ahead by more than the noise, and why."""
+    """Return in how many comparisons with equal bytes a peer is ahead by more than the noise, and why."""
     found = comparisons(results)
     if not found:
         return []
@@ -290,7 +291,7 @@ def ahead(results: Results) -> list[str]:
 
 
 def sizes(results: Results) -> list[str]:
-    """Return the plot over sizes, workers and lengths of a window, and the files of the sizes."""
+    """Return the plot over model sizes, workers and window lengths, and the result files of the sizes."""
     links = [_link(title, results[name]) for title, name in SIZES.items() if name in results]
     if not links:
         return []

@@ -3,8 +3,8 @@
     python -m pyengine study --batch 32,128 --epochs 3
     python benchmarks/render_study.py --save study/runs.jsonl
 
-Without `--save` the newest file of benchmarks/results/ is rendered again. tests/house/test_numbers.py
-compares page and plots with the file.
+Without `--save`, the newest file of benchmarks/results/ is rendered again. tests/house/test_numbers.py
+compares the page and the plots with the file.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from pyengine.cli.study.store import Record
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 PAGE = Path("docs/study.md")
-# Files in docs/, by the plot of `study`.
+# Plots of `study`, and their files in docs/.
 PLOTS = {
     "speed_up": "study-speed-up.svg",
     "throughput": "study-throughput.svg",
@@ -51,7 +51,7 @@ def main() -> None:
     page = ROOT / PAGE
     page.write_text(rendered(page.read_text(), path))
     print("wrote", page)
-    from pyengine.cli.study.plots import draw  # needs matplotlib, which tests of the page do not need
+    from pyengine.cli.study.plots import draw  # imports matplotlib, which tests of the page do not need
 
     with tempfile.TemporaryDirectory() as folder:
         for plot in draw(read(path)[2], Path(folder), suffix=".svg"):
@@ -82,7 +82,7 @@ def digest(path: Path) -> str:
 
 
 def rendered(page: str, path: Path) -> str:
-    """Return a page with the measured part of a result file."""
+    """Return the page, with its measured part from a result file."""
     return _BLOCK.sub(lambda block: block[1] + _measured(path) + block[3], page)
 
 

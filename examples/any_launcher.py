@@ -1,7 +1,7 @@
-"""One script under every launcher, with the same bits in the end: python examples/any_launcher.py
+"""Run one script under any launcher, with bitwise equal results: python examples/any_launcher.py
 
-It runs unchanged on workers that torchrun has started, on one host or on many (docs/launch.md has the
-commands):
+The script also runs unchanged on workers that torchrun has started, on one host or on several hosts
+(docs/launch.md lists the commands):
 
     torchrun --nproc-per-node 2 examples/any_launcher.py
     torchrun --nnodes 2 --nproc-per-node 2 --rdzv-backend c10d --rdzv-endpoint host0:29500
@@ -20,8 +20,8 @@ SEED, SAMPLES, MICRO_BATCH, GLOBAL_BATCH = 7, 480, 4, 48
 
 
 def train() -> str:
-    """Return the digest of the trained parameters; rank 0 prints what came out."""
-    torch.set_num_threads(1)  # another number of threads rounds otherwise
+    """Return a digest of the trained parameters; rank 0 prints it with the first and last loss."""
+    torch.set_num_threads(1)  # rounding depends on the number of threads
     torch.manual_seed(SEED)
     inputs = torch.randn(SAMPLES, 16)
     targets = inputs.square().sum(1, keepdim=True)
@@ -50,5 +50,5 @@ def train() -> str:
 
 
 if __name__ == "__main__":
-    digests = pe.launch(train, workers=2)  # under torchrun its workers, however many it has started
+    digests = pe.launch(train, workers=2)  # torchrun's options override `workers`
     assert len(set(digests)) == 1

@@ -1,7 +1,7 @@
-"""Keep DDP, and let its buckets travel once a window: torchrun --nproc-per-node 2 examples/attach.py
+"""Keep DDP, and reduce its buckets once per window: torchrun --nproc-per-node 2 examples/attach.py
 
-What changes in a DDP loop: the two loops over windows, `sync.backward` and `sync.step`. No `no_sync`, no
-`loss / N`.
+The DDP loop becomes two nested loops (over windows, and over their micro-batches) with `sync.backward` and
+`sync.step`. It needs neither `no_sync` nor `loss / N`.
 """
 
 import torch
@@ -23,7 +23,7 @@ def micro_batches(rank: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
 
 
 def train() -> list[float]:
-    """Train one worker of the group; return the loss of every step, which is that of all workers."""
+    """Train on this worker; return the loss of every step over all workers."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(10, 64), nn.GELU(), nn.Linear(64, 10))
     ddp_model = DistributedDataParallel(model)

@@ -1,7 +1,7 @@
-"""Whole windows as one CUDA graph, where the host is slower than the GPU: python examples/captured_windows.py
+"""Capture a window as one CUDA graph if the host is slower than the GPU: python examples/captured_windows.py
 
-Eight micro-batches of two rows keep a GPU busy for less time than Python needs to launch them. A captured
-window is one launch. Without a GPU the same function trains the same windows without a graph.
+A GPU runs eight micro-batches of two rows faster than Python can launch them. A captured window is a single
+launch. Without a GPU, the same function trains the same windows without a graph.
 """
 
 import torch
@@ -24,7 +24,7 @@ def train(device: str) -> list[float]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(10, 64), nn.GELU(), nn.Linear(64, 10)).to(device)
     has_graph = device != "cpu"
-    # A learning rate that a schedule changes is a tensor on the device; the graph reads it there.
+    # The scheduler changes the learning rate, so it is a tensor on the device, from which the graph reads it.
     lr = torch.tensor(1e-2, device=device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, fused=True, capturable=has_graph)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.99)

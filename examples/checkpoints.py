@@ -1,6 +1,7 @@
-"""Kill a worker in the middle, start again, end with the same bits: python examples/checkpoints.py
+"""Resume after a worker was killed, and end with the same bits: python examples/checkpoints.py
 
-A worker may die between the saves of two ranks, so each keeps two steps; docs/reliability.md has the rules.
+A worker may die after one rank has saved and before the other has. Therefore each rank keeps its last two
+saves. docs/reliability.md explains the rules.
 """
 
 import os
@@ -18,7 +19,7 @@ STEPS = 6
 
 
 def train(folder: Path, dies_at: int | None) -> tuple[int, list[float]]:
-    """Go on from the newest step that all ranks have saved; return that, and the parameters at the end."""
+    """Resume from the newest step that all ranks have saved; return that step and the final parameters."""
     torch.manual_seed(0)
     rank, world_size = dist.get_rank(), dist.get_world_size()
     data = torch.randn(STEPS, 2, 16)
@@ -42,7 +43,7 @@ def train(folder: Path, dies_at: int | None) -> tuple[int, list[float]]:
         sync.step(optimizer)
         file = files[step + 1]
         torch.save({name: part.state_dict() for name, part in parts.items()}, file.with_suffix(".new"))
-        file.with_suffix(".new").replace(file)  # there as a whole, or not at all
+        file.with_suffix(".new").replace(file)  # atomic: the file is complete or absent
         files[max(step - 1, 0)].unlink(missing_ok=True)
     return start, [value for parameter in model.parameters() for value in parameter.flatten().tolist()]
 

@@ -1,7 +1,7 @@
-"""Keep DDP, and change only how a bucket travels: torchrun --nproc-per-node 2 examples/ddp_hook.py
+"""Keep a DDP loop, and send only its buckets in bf16: torchrun --nproc-per-node 2 examples/ddp_hook.py
 
-Deferral is then DDP's own `no_sync`, and the mean is DDP's: over micro-batches and ranks, each weighing the
-same.
+The loop still defers the reduction with DDP's `no_sync`, and the mean is still DDP's: all micro-batches of
+all ranks have the same weight.
 """
 
 from contextlib import nullcontext
@@ -18,7 +18,7 @@ ACCUMULATE, STEPS = 4, 20
 
 
 def train() -> list[float]:
-    """Train one worker of the group; return the weights, which are the same on all of them."""
+    """Train on this worker; return the weights, which are the same on all workers."""
     torch.manual_seed(0)
     ddp_model = DistributedDataParallel(nn.Linear(4, 1, bias=False))
     ddp_model.register_comm_hook(pe.HookState(wire=pe.wire.BF16()), pe.comm_hook)

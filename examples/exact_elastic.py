@@ -1,6 +1,7 @@
-"""Kill a worker in the middle, go on with fewer, end with the same bits: python examples/exact_elastic.py
+"""Resume with fewer workers, and end with the same bits: python examples/exact_elastic.py
 
-docs/reproducible.md tells why.
+One of three workers is killed, and two workers resume the run. docs/reproducible.md explains why the bits are
+the same.
 """
 
 import os
@@ -18,8 +19,8 @@ SEED, STEPS, MICRO_BATCHES = 7, 6, 6
 
 
 def train(folder: str, dies_at: int | None) -> list[float]:
-    """Go on from the last checkpoint; return the parameters at the end."""
-    torch.set_num_threads(1)  # another number of threads rounds otherwise
+    """Resume from the last checkpoint, if there is one; return the final parameters."""
+    torch.set_num_threads(1)  # rounding depends on the number of threads
     torch.manual_seed(SEED)
     data = torch.randn(MICRO_BATCHES * STEPS, 16)
     model = nn.Sequential(nn.Linear(16, 32), nn.Dropout(0.1), nn.Linear(32, 1))
@@ -32,11 +33,11 @@ def train(folder: str, dies_at: int | None) -> list[float]:
     if checkpoint.exists():
         saved = torch.load(checkpoint, weights_only=True)
         for name, part in parts.items():
-            part.load_state_dict(saved[name])  # rank 0's, on every rank
+            part.load_state_dict(saved[name])  # every rank loads rank 0's state
     sampler.set_epoch(0, window=sync.window)
     for step, window in enumerate(sync.windows(sampler), start=sync.window):
         for rows in window:
-            with pe.micro_batch_rng(SEED, step=step, index=sync.place):  # dropout by micro-batch, not by rank
+            with pe.micro_batch_rng(SEED, step=step, index=sync.place):  # dropout is the same on any rank
                 sync.backward(model(data[rows]).square().sum(), count=len(rows))
             if step == dies_at and dist.get_rank() == 1:
                 os.kill(os.getpid(), signal.SIGKILL)

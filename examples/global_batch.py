@@ -1,4 +1,4 @@
-"""One global batch on any number of workers, with its learning rate: python examples/global_batch.py"""
+"""Keep the global batch and its learning rate on any number of workers: python examples/global_batch.py"""
 
 import torch
 import torch.distributed as dist
@@ -11,7 +11,7 @@ GLOBAL_BATCH, MICRO_BATCH, EPOCHS, SAMPLES = 96, 8, 2, 480
 
 
 def train() -> tuple[int, list[float]]:
-    """Return (micro-batches of a window on this worker, learning rate after every step)."""
+    """Return (micro-batches per window on this worker, learning rate after every step)."""
     pe.seed_everything(0)
     inputs = torch.randn(SAMPLES, 4)
     data = TensorDataset(inputs, inputs.sum(1, keepdim=True))
@@ -35,7 +35,7 @@ def train() -> tuple[int, list[float]]:
         for window in sync.windows(loader):
             for x, y in window:
                 sync.backward((model(x) - y).square().sum(), count=len(y))
-            sync.step(optimizer, scheduler)  # once an optimizer step, whatever the number of workers
+            sync.step(optimizer, scheduler)  # once per optimizer step, whatever the number of workers
             rates.append(scheduler.get_last_lr()[0])
     return plan.accumulate, rates
 

@@ -1,7 +1,7 @@
-"""A loop of your own, without DDP: python examples/grad_sync.py
+"""Write a training loop without DDP: python examples/grad_sync.py
 
-The engine owns the gradients. A window is 4 micro-batches on each of 2 workers; they travel once, in its last
-backward.
+The engine owns the gradients. A window consists of 4 micro-batches on each of 2 workers. Gradients are
+reduced once per window, during its last backward.
 """
 
 import torch
@@ -22,7 +22,7 @@ def micro_batches(rank: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
 
 
 def train() -> list[float]:
-    """Train one worker of the group; return the loss of every step, which is that of all workers."""
+    """Train on this worker; return the loss of every step over all workers."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(10, 64), nn.GELU(), nn.Linear(64, 10))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)

@@ -1,7 +1,7 @@
-"""Norms by parameter, noise scale and a spike, as a plot: python examples/gradient_norms.py
+"""Plot gradient norms and the noise scale, and skip a spike: python examples/gradient_norms.py
 
-One of two workers gets a bad batch. `python -m pyengine plan --from .../steps.jsonl` then shows what other
-batches cost. The plot needs matplotlib.
+One of two workers gets a bad batch. `python -m pyengine plan --from .../steps.jsonl` then prints what other
+batch sizes would cost. The plot requires matplotlib.
 """
 
 import json
@@ -19,7 +19,7 @@ STEPS, BAD_STEP = 120, 80
 
 
 def train(path: str) -> None:
-    """Train, and write a record of each step."""
+    """Train, and write a record of each step to `path`."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
@@ -38,7 +38,7 @@ def train(path: str) -> None:
 
 
 def plot(records: list[dict], path: Path) -> None:
-    """Draw norms and noise scale."""
+    """Plot the gradient norms and the noise scale."""
     figure = Figure(figsize=(8, 6), layout="constrained")
     norms, noise = figure.subplots(2, sharex=True)
     for name in records[0]["grad_norms"]:

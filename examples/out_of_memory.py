@@ -1,8 +1,8 @@
-"""Workers that run out of memory go on in smaller parts: python examples/out_of_memory.py
+"""Split a batch into smaller parts on workers that run out of memory: python examples/out_of_memory.py
 
-A worker gets its share of the batch as one micro-batch, and finds the size that fits by itself: no other
-worker has to know, and the gradient is that of the whole batch. The script plays workers with little memory:
-on a GPU leave `ROOM` out.
+A worker gets its share of the batch as one micro-batch, and finds the part size that fits by itself. Other
+workers need not know this size, and the gradient is that of the whole batch. The script simulates workers
+with little memory. On a GPU, leave out `ROOM`.
 """
 
 import warnings
@@ -13,14 +13,14 @@ from torch import nn
 
 import pyengine as pe
 
-SHARE = 32  # samples of a worker in every step
+SHARE = 32  # samples per worker and step
 ROOM = [64, 5]  # samples that fit into each worker's memory
 STEPS = 10
 
 
 def train() -> tuple[int | None, int, float]:
-    """Return the size that fits (None: all), failed attempts, and how far weights are from plain torch's."""
-    warnings.simplefilter("ignore")  # of every smaller size
+    """Return (part size, or None if all fits; number of failures; largest difference from plain torch)."""
+    warnings.simplefilter("ignore")  # pyengine warns of every smaller size
     rank, world_size = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(0)
     model, twin = nn.Linear(4, 1), nn.Linear(4, 1)
@@ -52,4 +52,4 @@ def train() -> tuple[int | None, int, float]:
 if __name__ == "__main__":
     for worker, (size, num, difference) in enumerate(pe.launch(train, workers=2)):
         size = size or SHARE
-        print(f"worker {worker}: parts of {size} after {num} failures, {difference:.0e} from plain torch")
+        print(f"worker {worker}: parts of {size} samples, {num} failures, {difference:.0e} from plain torch")

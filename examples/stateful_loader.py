@@ -1,6 +1,7 @@
 """Resume in the middle of an epoch, with torchdata's StatefulDataLoader: python examples/stateful_loader.py
 
-`sync.windows` reads ahead, so every micro-batch carries the position of the loader after it. Needs torchdata.
+`sync.windows` reads ahead, so every micro-batch carries the loader's position after it. The example requires
+torchdata.
 """
 
 from collections.abc import Iterator
@@ -24,7 +25,7 @@ def with_position(loader: StatefulDataLoader) -> Iterator[tuple[Tensor, dict[str
 
 
 def train(folder: Path, saves_after: int | None) -> list[float]:
-    """Go on from this rank's file, if there is one; save after so many windows, and stop."""
+    """Resume from this rank's file, if there is one; save and stop after `saves_after` windows."""
     torch.manual_seed(0)
     rank = dist.get_rank()
     model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.1), nn.Linear(8, 1))
@@ -41,7 +42,7 @@ def train(folder: Path, saves_after: int | None) -> list[float]:
         loader.load_state_dict(position)
     for current in range(epoch, EPOCHS):
         for window in sync.windows(with_position(loader)):
-            for x, position in window:  # noqa: B007 - the last one is saved
+            for x, position in window:  # noqa: B007 - the last position is saved
                 sync.backward(model(x).square().sum(), count=len(x))
             sync.step(optimizer)
             if sync.window == saves_after:

@@ -1,7 +1,8 @@
-"""A mean over tokens, where micro-batches hold different numbers of them: python examples/token_counts.py
+"""Average over tokens if their number differs between micro-batches: python examples/token_counts.py
 
-Give `backward` the sum over tokens and their number. The window's gradient is then that of one batch of all
-sequences, however they were dealt out; a mean of means would favour the tokens of short sequences.
+Pass the loss summed over tokens and the number of tokens to `backward`. The window's gradient is then that of
+one batch of all sequences, however they are distributed. A mean of means would favour the tokens of short
+sequences.
 """
 
 import torch
@@ -16,7 +17,7 @@ LENGTHS = [3, 17, 8, 2, 11, 5, 13, 1]  # tokens of each sequence
 
 
 def sequences() -> list[tuple[Tensor, Tensor]]:
-    """Return inputs [20, 6] and labels [20], padded behind the sequence's own tokens."""
+    """Return each sequence's inputs `[20, 6]` and labels `[20]`, padded after its own tokens."""
     generator = torch.Generator().manual_seed(0)
     inputs = torch.randn(len(LENGTHS), 20, 6, generator=generator)
     labels = torch.randint(0, 3, (len(LENGTHS), 20), generator=generator)
@@ -26,12 +27,12 @@ def sequences() -> list[tuple[Tensor, Tensor]]:
 
 
 def loss_sum(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-    """Return the loss summed over the tokens that are no padding."""
+    """Return the loss summed over the tokens that are not padding."""
     return cross_entropy(model(x), y, ignore_index=PADDING, reduction="sum")
 
 
 def train() -> float:
-    """Return how far this window's gradient is from that of all tokens in one batch: rounding."""
+    """Return the largest difference from the gradient of one batch of all tokens, which is only rounding."""
     torch.manual_seed(0)
     model = nn.Linear(6, 3)
     data = sequences()
@@ -39,7 +40,7 @@ def train() -> float:
     sync = pe.GradSync(model, accumulate=len(mine))
     for window in sync.windows(mine):
         for x, y in window:
-            sync.backward(loss_sum(model, x, y), count=(y != PADDING).sum())  # a tensor: nothing waits for it
+            sync.backward(loss_sum(model, x, y), count=(y != PADDING).sum())  # a tensor, so no host sync
         sync.unscale_()
 
     whole = sum(loss_sum(model, x, y) for x, y in data) / sum(LENGTHS)

@@ -1,7 +1,7 @@
-"""Workers with different amounts of data: no padding, no `join`: python examples/uneven_data.py
+"""Train with different amounts of data per worker, without padding or `join`: python examples/uneven_data.py
 
-A worker that has run out contributes zeros until all have. Every sample counts once, and as much as any
-other.
+A worker that has run out of data contributes zeros until all workers have. Every sample counts once, and all
+samples have the same weight.
 """
 
 import torch
@@ -10,11 +10,11 @@ from torch import nn
 
 import pyengine as pe
 
-SAMPLES = [10, 3]  # of each worker
+SAMPLES = [10, 3]  # per worker
 
 
 def train() -> list[tuple[int, float]]:
-    """Return (micro-batches, samples) of every step over all workers."""
+    """Return (micro-batches, samples) over all workers, for every step."""
     model = nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     sync = pe.GradSync(model, accumulate=4)

@@ -1,6 +1,6 @@
-"""A loop that cannot be nested, as Accelerate's users write it: python examples/wrap_unnested.py
+"""Keep a flat loop, as users of Accelerate write it: python examples/wrap_unnested.py
 
-The wrapped optimizer does nothing except where a window ends; the scheduler goes with it.
+The wrapped optimizer does nothing except at the end of a window, when it also steps the scheduler.
 """
 
 import torch
@@ -14,7 +14,7 @@ ACCUMULATE, MICRO_BATCHES = 4, 22
 
 
 def train() -> tuple[int, float]:
-    """Return (optimizer steps, learning rate at the end)."""
+    """Return (number of optimizer steps, final learning rate)."""
     torch.manual_seed(0)
     model = nn.Linear(4, 1)
     sgd = torch.optim.SGD(model.parameters(), lr=1.0)
@@ -28,7 +28,7 @@ def train() -> tuple[int, float]:
         with sync.accumulate(last=index == MICRO_BATCHES - 1):  # 5 full windows and one of 2 micro-batches
             x = torch.randn(8, 4)
             loss = mse_loss(model(x), x.sum(1, keepdim=True))
-            sync.backward(loss)  # a mean: its count is 1, every micro-batch weighs the same
+            sync.backward(loss)  # a mean with count 1: all micro-batches have the same weight
             optimizer.step()
             optimizer.zero_grad()
     return len(steps), sgd.param_groups[0]["lr"]

@@ -1,6 +1,7 @@
-"""Train on every XLA device of this host; on a TPU host start it as it is: python examples/xla_loop.py
+"""Train on every XLA device of a host: python examples/xla_loop.py
 
-It needs torch_xla and pyengine, nothing else. Without a TPU, PJRT_DEVICE=CPU runs it on one replica.
+On a TPU host, the command works as it is. The script needs only torch_xla and pyengine. Without a TPU,
+PJRT_DEVICE=CPU runs it on one replica.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ DIGITS = 10
 
 
 def main(index: int) -> None:
-    """Train one replica; torch_xla starts one for each device."""
+    """Train one replica; torch_xla starts one replica per device."""
     del index
     device = torch_xla.device()
     torch.manual_seed(0)
@@ -26,7 +27,7 @@ def main(index: int) -> None:
     sync = pe.GradSync(model, accumulate=ACCUMULATE)
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=1e-3, capturable=True
-    )  # its step count lives on the device
+    )  # the step count is on the device
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, WINDOWS)
     if xr.global_ordinal() == 0:
         sync.on_step(

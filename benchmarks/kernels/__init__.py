@@ -1,1 +1,1 @@
-"""Cases of the ops in `<stem>.py`, and their timing in `measure.py`."""
+"""Benchmark cases of each op (`<stem>.py`), and the code that times them (`measure.py`)."""

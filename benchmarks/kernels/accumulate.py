@@ -1,4 +1,4 @@
-"""accumulate_ and accumulate_cast_ against torch."""
+"""Cases that compare `accumulate_` and `accumulate_cast_` with torch."""
 
 from __future__ import annotations
 

@@ -33,24 +33,24 @@ class Case:
     read_bytes: int
     write_bytes: int
     roof: str  # the kind of memory traffic: "read", "update" or "copy"
-    run_lists: Run | None = None  # the kernel over lists of tensors in place of `Pointers`, for `_cuda.py`
+    run_lists: Run | None = None  # the kernel over lists of tensors instead of `Pointers`, for `_cuda.py`
 
     @property
     def num_bytes(self) -> int:
         return self.read_bytes + self.write_bytes
 
     def roof_seconds(self, roofs: Mapping[str, float]) -> float:
-        """Return the least time for the traffic: that of its kind, or that of its reads alone if longer."""
+        """Return the minimum time for the traffic: for its kind, or for its reads alone if that is longer."""
         return max(self.num_bytes / roofs[self.roof], self.read_bytes / roofs["read"]) / 1e9
 
 
-# Makes the operands of a case, and checks that the contestants agree.
+# Creates the operands of a case, and checks that the contestants agree.
 Build = Callable[[], Case]
 
 
 @dataclass(frozen=True)
 class Slots:
-    """Slots of equal size in a flat buffer, and a tensor for each."""
+    """Slots of equal size in a flat buffer, and a tensor for each slot."""
 
     pieces: int
     each: int
@@ -71,7 +71,7 @@ class Slots:
         return torch.empty(self.numel, dtype=dtype, device=self.device)
 
     def flags(self) -> Tensor:
-        """Return a flag for each slot, set where a value is inf or nan."""
+        """Return a flag for each slot, which kernels set if a value is inf or nan."""
         return torch.zeros(self.pieces, dtype=torch.uint8, device=self.device)
 
     def scalar(self, value: float) -> Tensor:
@@ -80,7 +80,7 @@ class Slots:
 
 @dataclass(frozen=True)
 class Sizes:
-    """The sizes of the cases, with `megabytes` of float32 in the large ones, and their device."""
+    """The sizes of the cases and their device; large cases have `megabytes` of float32."""
 
     megabytes: int
     device: str
@@ -91,7 +91,7 @@ class Sizes:
 
     @property
     def large(self) -> int:
-        """Elements of a large case."""
+        """Number of elements in a large case."""
         return self.megabytes * 2**18
 
     @property
@@ -110,6 +110,6 @@ class Sizes:
         return self.slots(1000 * 256, 1000)
 
     def slots(self, numel: int, pieces: int) -> Slots:
-        """Divide `numel` elements into slots; on CUDA each is aligned as in the engine's buckets."""
+        """Divide `numel` elements into slots; on CUDA, slots are aligned as in the engine's buckets."""
         each = numel // pieces
         return Slots(pieces, each // ALIGN_ELEMENTS * ALIGN_ELEMENTS if self.is_cuda else each, self.device)

@@ -1,4 +1,4 @@
-"""A window's passes over gradients (accumulate, unscale, norm, clip) against a careful torch loop."""
+"""A window's passes over gradients (accumulate, unscale, norm, clip) compared with a careful torch loop."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from torch.nn.utils import clip_grad_norm_
 from kernels.case import Build, Case, Sizes, Slots, check
 
 MICRO_BATCHES, MAX_NORM = 4, 1.0
-# Bytes per element of the passes that add, without scaling and clipping: 10 A - 4 for A micro-batches.
+# Bytes per element that the accumulating passes move: 10 A - 4 in total for A micro-batches. Scaling and
+# clipping are not included.
 _READ, _WRITTEN = 6 * MICRO_BATCHES - 4, 4 * MICRO_BATCHES
 F32, BF16 = torch.float32, torch.bfloat16
 
@@ -19,7 +20,7 @@ F32, BF16 = torch.float32, torch.bfloat16
 class _Ours:
     """The engine's calls over bf16 gradients, with fp32 sums and a bf16 wire.
 
-    The second last pass divides and takes the norm; the last pass clips.
+    The second to last pass divides and computes the norm; the last pass clips.
     """
 
     def __init__(self, slots: Slots, grads: list[list[Tensor]]) -> None:
@@ -45,7 +46,7 @@ class _Ours:
 
 
 class _Torch:
-    """fp32 sums by foreach, a bf16 wire, `clip_grad_norm_`, and a check of its norm."""
+    """fp32 sums with `torch._foreach_add_`, a bf16 wire, `clip_grad_norm_`, and a check of its norm."""
 
     def __init__(self, slots: Slots, grads: list[list[Tensor]]) -> None:
         self.grads, self.inv_count = grads, slots.scalar(2.0**-5)

@@ -1,4 +1,4 @@
-"""Codec against torch's casts and sums.
+"""Cases that compare `Codec` with torch's casts and sums.
 
 The torch expressions compute the same codes, rounded to nearest, with one scale for each block. For the
 residual they need additional passes.
@@ -19,7 +19,7 @@ LARGEST = {"int8": 127.0, "e4m3": 448.0}
 
 
 class _Operands:
-    """A flat buffer, and payloads of it from several ranks."""
+    """A flat buffer, and its payloads from several ranks."""
 
     def __init__(self, slots: Slots, name: str) -> None:
         self.name, self.codec = name, Codec(name, BLOCK)

@@ -1,8 +1,8 @@
-"""ExactSum against adding in float32.
+"""Cases that compare `ExactSum` with addition in float32.
 
 A deposit is compared with `torch._foreach_add_` on float32 sums, which an exact sum replaces. If *x torch* is
 below 1, the reason is the cost of exactness, not a slow kernel. `align_` and `round_` have no counterpart in
-a float32 sum and are compared with torch expressions of the same work.
+a float32 sum and are compared with torch expressions that do the same work.
 """
 
 from __future__ import annotations

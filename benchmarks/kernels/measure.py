@@ -1,4 +1,4 @@
-"""Time the kernels of every op on one thread, compared with torch and with the rate of the memory."""
+"""Time the kernels of every op on one thread, and compare them with torch and with the memory bandwidth."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ OPS: Mapping[str, Callable[[Sizes], list[Build]]] = {
 
 
 def measure(build: Build, roofs: Mapping[str, float], seconds: float) -> dict[str, Any]:
-    """Time a case and torch's expression of the same work; return the row of a result file."""
+    """Time a case and the torch expression that does the same work; return the row of a result file."""
     case = build()
     ours, torchs = time_in_turn([case.run, case.torch_run], seconds)
     best = min(ours)
@@ -50,7 +50,7 @@ def measure_roofs(megabytes: int, seconds: float) -> dict[str, float]:
     """Return GB/s of reading, updating in place and copying.
 
     Raises:
-        RuntimeError: there is no native core; its loops measure the roofs of a processor.
+        RuntimeError: there is no native core, whose loops measure the roofs of a CPU.
     """
     core = native.core()
     if core is None:
@@ -71,7 +71,7 @@ def measure_roofs(megabytes: int, seconds: float) -> dict[str, float]:
 
 
 def time_in_turn(runs: Sequence[Run], seconds: float) -> list[list[float]]:
-    """Time the runs in turn until the budget is spent; return the seconds of each call."""
+    """Time the runs in turn until the budget is spent; return the time of each call in seconds."""
     return in_turn([partial(_time_on_host, run) for run in runs], seconds, least=5)
 
 
@@ -98,5 +98,5 @@ def _time_on_host(run: Run) -> float:
 
 
 def percentile(times: Sequence[float], share: float) -> float:
-    """Return the time below which `share` of all calls stay."""
+    """Return the time that a fraction `share` of all calls does not exceed."""
     return sorted(times)[int(share * (len(times) - 1))]

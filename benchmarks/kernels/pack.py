@@ -1,4 +1,4 @@
-"""pack_ and unpack_ against the torch expression."""
+"""Cases that compare `pack_` and `unpack_` with torch expressions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""unscale_norm against GradScaler's unscale and clip's norm."""
+"""Cases that compare `unscale_norm` with GradScaler's unscaling and the norm of gradient clipping."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ F32, BF16 = torch.float32, torch.bfloat16
 
 
 def case(name: str, slots: Slots, dtype: torch.dtype, write: bool) -> Case:
-    """Compare with torch's unscale and norm; without `write` the kernel only reads, for a fused optimizer."""
+    """Compare with torch's unscale and norm; without `write`, it only reads, for a fused optimizer."""
     tensors, plan, flags = slots.tensors(dtype), slots.plan(), slots.flags()
     pointers, scale = plan.pointers(tensors), slots.scalar(1.0)
     sumsq = torch.empty(slots.pieces, dtype=torch.float64, device=slots.device)
