@@ -18,7 +18,7 @@ _IMAGE, _CLASSES, _IMAGES = 32, 10, 4
 
 
 class ConvNet(nn.Module):
-    """A CNN with 6.3 M parameters in 20 tensors, and 12 BatchNorm buffers; its output is the loss."""
+    """A CNN with 6.3 M parameters in 20 tensors, and 6 BatchNorm layers; its output is the loss."""
 
     def __init__(self) -> None:
         super().__init__()
