@@ -695,7 +695,7 @@ class Engine:
         )
 
     def release_grads(self) -> None:
-        """Leave the gradients to the caller; nonzero gradients are carried into the next window."""
+        """Leave the gradients to the caller; the next window keeps gradients that are not zeroed."""
         verdict = self.wait()
         self._refuse_written()
         self.foreign.written.forget()
@@ -907,7 +907,7 @@ class Engine:
     def _refuse_written(self) -> None:
         """Raise RuntimeError if other code has written to parameters between the reduction and the step."""
         for problem in self.foreign.of_parameters():
-            text = f"{problem}. No optimizer has stepped on this rank"
+            text = f"{problem}. sync.step has not stepped an optimizer on this rank"
             self.window.faults.note(FaultKind.UNUSABLE, text)
             raise RuntimeError(text)
 

@@ -120,7 +120,7 @@ class WindowSplit:
     batches: list[int]  # For each rank, the index of its batch in `places` and `by_rank`.
     are_alike: bool  # Whether the parameters have the same names on all ranks.
     slot_size: int  # Number of micro-batches that a rank sums as one term; see `Slots`.
-    parts: int  # Number of terms that ranks sharing a batch contribute to the sum of a gradient.
+    parts: int  # Number of terms per slot in the sum of a gradient: one from each rank that shares the batch.
 
     def of(self, rank: int) -> range:
         return self.places[self.batches[rank]]
@@ -191,7 +191,7 @@ def _checked_total(settings: Settings, by_rank: Sequence[int], parts: int) -> in
 def _places(by_rank: Sequence[int], total: int) -> list[range]:
     """Divide micro-batches as `WindowSampler` does if each rank then gets its number in `by_rank`.
 
-    Otherwise divide them in rank order.
+    A rank that gets none has 1 there. Otherwise divide micro-batches in rank order.
     """
     world_size = len(by_rank)
     even = [share(total, rank=rank, world_size=world_size) for rank in range(world_size)]

@@ -83,8 +83,8 @@ class LossChecks:
         how, size = ("without a count", "large") if count is None else ("with a count", "small")
         warnings.warn(
             f"{remedy}: the loss is a {reduction}, as torch's loss function returned it, {how}. The "
-            f"engine divides by counts, so the gradient would be too {size} by a factor equal to the number "
-            "of items",
+            f"engine divides by counts, so the gradient would be too {size} by a factor of about the "
+            "number of items in a micro-batch",
             stacklevel=3,
         )
 

@@ -67,7 +67,7 @@ def load_state(engine: Engine, state: object) -> None:
         listed = "; ".join(f"rank {rank} got {each}" for rank, (_, each) in enumerate(gathered))
         raise ValueError(
             f"the ranks' states are from different saves: {listed}. Load states from one save on all ranks: "
-            "each rank its own state or, on a different number of ranks, rank 0's state"
+            "each rank its own state or, on a different number of ranks, that of any saved rank"
         )
     assert snapshot is not None
     # All checks have passed, so from here on all ranks make the same calls.

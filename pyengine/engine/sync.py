@@ -423,7 +423,7 @@ class Sync:
     @part_size.setter
     def part_size(self, size: int | None) -> None:
         if size is not None and (type(size) is not int or size < 1):
-            raise ValueError(f"part_size={size!r}: expected a whole number of items, at least 1, or None")
+            raise ValueError(f"part_size={size!r}: expected a whole number of items or None (all)")
         self._engine.part_size = size
 
     @property

@@ -49,7 +49,9 @@ class WindowObserver:
         """
 
     def wait(self, window: ReducedWindow) -> Tensor | None:
-        """Measure the reduced gradients before any clipping; not called if ranks disagree in the header.
+        """Measure the reduced gradients; not called if ranks disagree in the header.
+
+        An observer that was called earlier may already have clipped the gradients; the user clips later.
 
         This method may launch collectives. `FinalPass.found_inf` is 1 if the window cannot be used. Returns
         None, or the norm to which the gradients should be clipped, as a 0-dim float64 tensor.

@@ -165,7 +165,7 @@ class Verdict:
         return totals
 
     def read(self) -> Totals:
-        """Wait for this rank's numbers without a collective; the ranks have not agreed on them yet."""
+        """Wait for this rank's numbers without a collective; the ranks may not have agreed on them."""
         totals = self._look()
         call_all(self._pop_waiting_to_know())
         return totals
@@ -435,8 +435,8 @@ def raise_refusals(gathered: Sequence[Sequence[str]]) -> None:
     """Raise ValueError if any rank has an error for this window; `gathered` has the errors by rank."""
     if refusals := by_rank(gathered):
         raise ValueError(
-            f"{refusals}. No optimizer has stepped: fix this, then call sync.abandon() on all ranks. "
-            "(Otherwise the error recurs in the next window)"
+            f"{refusals}. sync.step has not stepped an optimizer in this window: fix this, then call "
+            "sync.abandon() on all ranks. (Otherwise the error recurs in the next window)"
         )
 
 
