@@ -1,7 +1,7 @@
 """The launches of `bench_peers.py`, each of which is one set of processes in which variants take turns.
 
 The base launch trains the GPT with 17.4 M fp32 parameters, 8 micro-batches and 2 workers on loopback. The
-other launches change one or two factors of the base launch. Every launch that measures time contains a floor
+other launches change one to three factors of it. Every launch that measures time contains a floor
 and a control pair, so that its numbers need not be compared with those of another launch.
 """
 

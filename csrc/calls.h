@@ -47,7 +47,7 @@ struct AccumulateCastCall {
 
 struct UnscaleNormCall {
   Tensors tensors;
-  Tensors out;  // if out.data is null, nothing is written
+  Tensors out;  // for the scaled values; if out.data is null, they are not stored
   const float* scale;
   double* partials;    // scratch: one number per block
   double* sumsq;       // [num_slots]

@@ -77,7 +77,8 @@ std::vector<std::optional<int64_t>> checksums_of(Address weights, int64_t block,
 struct Listener {
   Notes notes;
   int64_t index;
-  py::object owners;  // a tuple of tensors: while none has a gradient, the next gradient is the window's first
+  // A tuple of tensors. If none of them has a gradient, earlier gradients of this window were cleared.
+  py::object owners;
   py::object rest;
 
   void operator()(const py::object& grad) const {

@@ -1,4 +1,4 @@
-"""Keep DDP, and reduce its buckets once per window: torchrun --nproc-per-node 2 examples/attach.py
+"""Keep DDP, and reduce gradients once per window: torchrun --nproc-per-node 2 examples/attach.py
 
 The DDP loop becomes two nested loops (over windows, and over their micro-batches) with `sync.backward` and
 `sync.step`. It needs neither `no_sync` nor `loss / N`.

@@ -1,4 +1,4 @@
-"""Keep a DDP loop, and send only its buckets in bf16: torchrun --nproc-per-node 2 examples/ddp_hook.py
+"""Keep a DDP loop, but send its buckets in bf16: torchrun --nproc-per-node 2 examples/ddp_hook.py
 
 The loop still defers the reduction with DDP's `no_sync`, and the mean is still DDP's: all micro-batches of
 all ranks have the same weight.

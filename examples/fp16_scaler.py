@@ -21,7 +21,7 @@ def train() -> list[tuple[bool, str, float]]:
 
     inputs = torch.ones(2 * STEPS, 8, 4, dtype=torch.float16)
     if dist.get_rank() == 1:
-        inputs[2 * BAD_STEP] *= 60000.0  # so large that the scaled loss overflows fp16
+        inputs[2 * BAD_STEP] *= 60000.0  # so large that the loss overflows fp16
     for window in sync.windows(inputs):
         for x in window:
             sync.backward(model(x).square().mean())  # scales the loss

@@ -1,8 +1,8 @@
 """pyengine: gradient synchronization once per window.
 
-There are three entry points: `GradSync` for your own loop, `attach` (or `comm_hook` alone) for a DDP or
-FSDP2 model, and `python -m pyengine` on the command line. `pyengine.ops` contains the kernels, which can be
-used without an engine.
+There are three entry points: `GradSync` for your own loop, `attach` for a DDP or FSDP2 model (or `comm_hook`
+alone for a DDP model), and `python -m pyengine` on the command line. `pyengine.ops` contains the kernels,
+which can be used without an engine.
 """
 
 import sys

@@ -28,7 +28,7 @@ struct Block {
   }
 };
 
-// A block that is only read, without a scale, by a call that computes only a norm.
+// A block that is only read, to compute a norm, if the scale is 1.
 template <class In>
 struct PlainBlock {
   const In* in;

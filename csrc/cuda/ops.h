@@ -1,6 +1,6 @@
 // The ops on CUDA. All addresses are in device memory, except Tensors::data; `layout` comes from layout_at().
-// Each op is one launch on `stream` (a cudaStream_t), after launches that copy long lists of addresses. It
-// does not wait for the stream; a failed launch throws std::runtime_error.
+// Each op is one launch on `stream` (a cudaStream_t) and does not wait for it; callers copy long lists of
+// addresses to the device beforehand, with upload_cuda. A failed launch throws std::runtime_error.
 #pragma once
 #include "../calls.h"
 #include "../plan.h"

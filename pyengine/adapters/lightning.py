@@ -325,7 +325,8 @@ class WindowStrategy(Windows, DDPStrategy):
         model = self._module.get_submodule(name) if is_bare else self.model
         assert model is not None
         # A `BaseFinetuning` callback has already frozen layers, and unfreezes them during the fit.
-        callbacks: list[Callback] = self._module.trainer.callbacks  # type: ignore[attr-defined]  # as above
+        trainer: Any = self._module.trainer  # its attribute `callbacks` is set elsewhere
+        callbacks: list[Callback] = trainer.callbacks
         unfreezes = any(isinstance(each, BaseFinetuning) for each in callbacks)
         with _all_trained(model) if unfreezes else nullcontext():
             return engine_for(model, self._settings(accumulate), is_bare=is_bare)

@@ -328,7 +328,7 @@ class Auditor:
             for name in dict.fromkeys(name for names, _, _ in by_rank for name in names)
         ]
         if any(-1 in kinds for _, kinds, _ in by_rank):
-            text = f"{difference([numbers for _, _, numbers in by_rank])}: set the same value on every rank"
+            text = f"{difference([numbers for _, _, numbers in by_rank])}: use equal settings on all ranks"
             found.append(("hyperparameters", "", (), text))
         if any(-2 in kinds for _, kinds, _ in by_rank):
             text = f"the sum was divided by {float(local.counted.claimed):g}, but {self._total:g} was counted"

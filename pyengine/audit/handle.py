@@ -78,7 +78,7 @@ def audit(
     Cost: a checked window needs one read of the parameters, one native hook call per parameter and
     micro-batch, and an all-reduce of 160 bytes per parameter; other windows need one hook call per step. Over
     gloo, a process group is created. The audit needs 140 bytes of memory per parameter. In addition, it needs
-    4 KB on a CPU, and 170 KB or 1/64 byte per element, whichever is more, on an accelerator.
+    4 KB on a CPU, or 170 KB on an accelerator (at most 1/64 byte per element from 11 M elements on).
 
     Example:
         >>> watch = pe.audit(ddp_model, optimizer, every=100)  # doctest: +SKIP

@@ -23,10 +23,10 @@ _PLAIN = {"×": "x", "→": "->", "–": "-", "±": "+-", "√": "sqrt ", "Σ": 
 
 
 def prepare_output() -> None:
-    """Make stdout and stderr replace characters that they cannot encode.
+    """Make stdout replace characters that it cannot encode, and stderr if it would raise an error.
 
-    Each is replaced by a similar character (`x` for `×`) or by `?`. If stdout is closed, nothing is printed.
-    Every process that prints must call this function.
+    Each character is replaced by a similar character (`x` for `×`) or by `?`. If stdout is closed, nothing is
+    printed. Every process that prints must call this function.
     """
     if sys.stdout is None:
         sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115 - for the rest of the process

@@ -208,8 +208,8 @@ class Reducer(ABC):
     def collect(self) -> None:
         """Accumulate the gradients of a micro-batch after all its backwards have run.
 
-        Can also be called between micro-batches, to accumulate the gradients that `leave_in_grad` has left
-        in `.grad`.
+        Can also be called without another micro-batch, to accumulate the gradients that `leave_in_grad` has
+        left in `.grad`.
         """
         for bucket in self.buckets():
             bucket.collect()

@@ -158,7 +158,7 @@ class OwnBucket(SendableBucket):
 
 
 class FlatBucket(OwnBucket):
-    """Gradients that are copied from `.grad` into a flat sum, for example bf16 gradients into an fp32 sum.
+    """Gradients that are added from `.grad` to a flat sum, for example bf16 gradients to an fp32 sum.
 
     With an fp32 sum, the first micro-batch moves 6 bytes per element (it stores the sum without zeroing the
     buffer first), and each later micro-batch moves 10 bytes. If the communication dtype is narrower than that

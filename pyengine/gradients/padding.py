@@ -21,6 +21,6 @@ class Padding(ABC):
         """Prevent a padding backward from changing any `.grad`.
 
         This includes the `.grad` of parameters that the engine does not reduce, and of other leaves of the
-        graphs of `roots`. These are the tensors from which the backward starts; if they are unknown, `roots`
-        is empty.
+        graphs of `roots`. `roots` are the tensors or graph edges from which the backward starts; if they are
+        unknown, `roots` is empty, and other leaves are not preserved.
         """

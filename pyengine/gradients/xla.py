@@ -53,9 +53,9 @@ def problems_of_device(device: torch.device, comm: Comm, settings: Settings) -> 
 class XlaReducer(Reducer):
     """Gradients in sums that the engine owns: one tensor per parameter, of the parameter's shape.
 
-    The tensors have the dtype of the sum. `.grad` is set by the reduction, for the step. The XLA compiler
-    schedules each program and determines what overlaps. One operation reduces all gradients of one dtype,
-    regardless of the bucket size. Frozen parameters are left unchanged.
+    The tensors have the dtype of the sum. `finish` sets `.grad` to the mean, and the next window clears
+    it. The XLA compiler schedules each program and determines what overlaps. One operation reduces all
+    gradients of one dtype, regardless of the bucket size. Frozen parameters are left unchanged.
     """
 
     def __init__(

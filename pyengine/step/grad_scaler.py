@@ -159,7 +159,7 @@ class GradScaler(torch.amp.GradScaler):
 
 
 # Valid numbers in the state of a scaler. The scale is a float32 and the growth tracker an int32. The
-# ranges of the factors are those of torch's setters, which are wider than those of the constructor.
+# ranges of the factors are wider than those of torch's constructor, because torch's setters accept more.
 _NUMBERS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "scale": (lambda value: 2.0**-149 <= value <= (2 - 2**-23) * 2.0**127, "a float32 above 0"),
     "growth_factor": (lambda value: 1 <= value < math.inf, "a finite number of at least 1"),

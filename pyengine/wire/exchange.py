@@ -25,7 +25,7 @@ _ROUNDS = 2  # an all-to-all and an all-gather
 
 @dataclass(frozen=True)
 class Parts:
-    """The split of a bucket into parts of whole blocks, one per rank; the last may be short or empty."""
+    """The split of a bucket into parts of whole blocks, one per rank; the last ones may be empty."""
 
     codec: Codec
     numel: int  # number of elements in the bucket

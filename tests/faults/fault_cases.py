@@ -123,7 +123,7 @@ IN_WORDS = {
     "used, raises": "one step on every other rank, then an error on every surviving rank",
     "used or raises": "one step on every rank, or an error on every rank",
     "breaks": "an error on every surviving rank",
-    "parted": "an error on every rank: ranks are at different points of their loops",
+    "parted": "an error on every rank: ranks are not at the same place",
 }
 
 # Ways in. Narrow sums are exact on two ranks, if every window is full.

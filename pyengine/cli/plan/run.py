@@ -277,13 +277,13 @@ def _suggestions(noise: Noise) -> list[str]:
         )
     elif noise.batch < noise.low:
         found.append(
-            f"A larger batch pays off, up to about {noise.scale:,.0f}: it needs fewer steps and only "
-            "slightly more samples."
+            f"A larger batch pays off, up to about {noise.scale:,.0f}: it needs fewer steps, and "
+            "at most twice the samples."
         )
     elif noise.batch > noise.high:
         found.append(
-            f"A smaller batch pays off, down to about {noise.scale:,.0f}: it needs fewer samples and only "
-            "slightly more steps."
+            f"A smaller batch pays off, down to about {noise.scale:,.0f}: it needs fewer samples, and "
+            "at most twice the steps."
         )
     else:
         found.append("The batch size is right, within the spread.")

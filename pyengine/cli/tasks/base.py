@@ -21,7 +21,7 @@ Batch = tuple[Tensor, Tensor]
 def make_optimizer(
     model: nn.Module, lr: float, *, steps: int, warm_up_steps: float
 ) -> tuple[Optimizer, LambdaLR]:
-    """Return a fused AdamW, and a schedule: a warm-up to `lr`, and a linear decrease to a tenth of it."""
+    """Return a fused AdamW, and a schedule: a warm-up times a linear decrease to a tenth of `lr`."""
     optimizer = AdamW(model.parameters(), lr=lr, fused=True)
     return optimizer, LambdaLR(
         optimizer, lambda step: min(1.0, (step + 1) / warm_up_steps) * (1 - 0.9 * step / steps)

@@ -242,7 +242,7 @@ class _Mean:
         return wire.all_reduce_(sent, comm), write_back
 
     def _launch_wide(self, comm: Comm) -> Launched:
-        """Launch the all-reduce of float64 gradients, in float64 if the wire allows it."""
+        """Launch the all-reduce of float64 gradients, in float64 unless the wire encodes or divides first."""
         flat: Tensor = self.bucket.buffer()
         into, out_of = self.divisor.before_wire(), self.divisor.after_wire()
         if into is None and not self.state.wire.is_encoded:

@@ -31,8 +31,8 @@ def check_version(model: nn.Module) -> None:
     if lacks:
         raise RuntimeError(
             f"ddp_model is a {type(model).__name__}, but FSDP of torch {torch.__version__} has no "
-            f"{lacks[0]}, which torch has since 2.11: upgrade torch, use DistributedDataParallel, or train "
-            "without pyengine"
+            f"{lacks[0]}, which the engine needs: use torch 2.11 or newer (tested up to 2.13), use "
+            "DistributedDataParallel, or train without pyengine"
         )
 
 
