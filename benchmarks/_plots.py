@@ -338,7 +338,7 @@ def _paint_growth(figure: Any, figures: dict[str, Any]) -> None:
         for (name, points), (colour, look) in zip(lines.items(), looks, strict=True):
             xs, ys = zip(*points, strict=True)
             axes.plot(xs, ys, look, ms=4, lw=1.6, color=colour, label=_GROWING[name])
-        axes.set(xlabel=label, yscale="log", ylim=(15, 9000), xlim=(0, None))
+        axes.set(xlabel=label, yscale="log", ylim=(5, 9000), xlim=(0, None))
         axes.set_xticks(sorted({round(x) for points in lines.values() for x, _ in points}))
         axes.set_yticks(_TICKS, [f"{tick:,}" for tick in _TICKS] if axes is figure.axes[0] else [])
         axes.minorticks_off()
