@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -22,12 +23,14 @@ from torch import Tensor, nn
 import pyengine as pe
 from pyengine.comm import watch
 
+PACKAGE = Path(pe.__file__).parent  # not only its name: the folder of a clone may have the same
+
 
 class Interrupt:
-    """Raises KeyboardInterrupt in the n-th call of a function in files of pyengine, once."""
+    """Raises KeyboardInterrupt in the n-th call of a function in files of the package, once."""
 
     def __init__(self, at: int, files: str = "") -> None:
-        self.at, self.seen, self.files = at, 0, f"/pyengine/{files}"
+        self.at, self.seen, self.files = at, 0, f"{PACKAGE}/{files}"
 
     def __call__(self, frame: FrameType, event: str, _: Any) -> None:
         if event == "call" and self.files in frame.f_code.co_filename:
