@@ -87,7 +87,7 @@ def attach(
 
     Raises:
         TypeError: the model is neither wrapped in DDP nor sharded by FSDP2.
-        RuntimeError: this torch version's FSDP2 is not supported; torch 2.11 is supported.
+        RuntimeError: this torch version's FSDP2 is not supported; 2.11 to 2.13 are.
         ValueError: `axes.groups` names a parameter that DDP reduces; DDP reduces some gradients outside its
             buckets, or has a hook; a unit's policy, mesh or hook is not supported; or a sparse embedding is
             trained over FSDP2. Raised on every rank.
