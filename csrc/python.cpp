@@ -77,12 +77,16 @@ std::optional<Table> gather(const BucketPlan& plan, const py::list& tensors) {
   return table;
 }
 
-// The first slot whose tensor no longer has the memory that the table points to; -1 if there is none.
+// The first slot whose tensor no longer has the slot's numel, or the memory that the table points to; -1 if there
+// is none.
 int64_t first_moved(const BucketPlan& plan, const Table& table, const py::list& tensors) {
   const int64_t size = element_bytes(table.dtype);
   for (size_t i = 0; i < table.data.size(); ++i) {
     PyObject* object = PyList_GET_ITEM(tensors.ptr(), static_cast<Py_ssize_t>(i));
-    if (table.data[i] && !is_at(object, table.data[i], plan.numels()[i], size)) return static_cast<int64_t>(i);
+    const int64_t numel = plan.numels()[i];
+    if (object == Py_None) continue;
+    if (!has_numel(object, numel) || (table.data[i] && !is_at(object, table.data[i], numel, size)))
+      return static_cast<int64_t>(i);
   }
   return -1;
 }

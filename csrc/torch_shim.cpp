@@ -170,4 +170,11 @@ bool is_at(const void* object, const void* data, int64_t numel, int64_t size) {
   return begin && begin + offset * size == data && (offset + numel) * size <= load<int64_t>(storage, places.bytes);
 }
 
+bool has_numel(const void* object, int64_t numel) {
+  if (!places.tensor) return true;
+  void* tensor = const_cast<char*>(static_cast<const char*>(object)) + places.tensor;
+  int64_t found;
+  return !shim().get_numel(tensor, &found) && found == numel;
+}
+
 }  // namespace pyengine

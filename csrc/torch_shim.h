@@ -47,4 +47,7 @@ bool tensor_facts(const void* object, TensorFacts* facts);
 // learn_tensor_object.
 bool is_at(const void* object, const void* data, int64_t numel, int64_t size);
 
+// Whether a tensor still has this number of elements; true before learn_tensor_object().
+bool has_numel(const void* object, int64_t numel);
+
 }  // namespace pyengine

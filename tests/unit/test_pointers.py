@@ -188,6 +188,20 @@ def test_pointers_to_a_storage_that_has_shrunk_are_refused():
         PLAN.pack_(torch.zeros(4), pointers, ONE)
 
 
+def test_pointers_to_tensors_that_have_been_resized_in_place_are_refused():
+    plan = BucketPlan([0, 4], [4, 0])
+    tensor, empty = torch.ones(4), torch.ones(0)
+    pointers = plan.pointers([tensor, empty])
+    plan.pack_(torch.zeros(4), pointers, ONE)
+    tensor.resize_(2)
+    with pytest.raises(ValueError, match=r"tensors\[0\] has 2 elements; expected 4"):
+        plan.pack_(torch.zeros(4), pointers, ONE)
+    tensor.resize_(4)
+    empty.data = torch.ones(1)
+    with pytest.raises(ValueError, match=r"tensors\[1\] has 1 elements; expected 0"):
+        plan.pack_(torch.zeros(4), pointers, ONE)
+
+
 @pytest.mark.parametrize("captures", [False, True])
 def test_addresses_that_only_a_replay_writes_serve_the_capture_alone(monkeypatch, captures):
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
