@@ -52,7 +52,7 @@ class GradSync(Sync):
         device_mesh, axes: instead of a group, the mesh of all ranks and the meaning of its axes
             (docs/mesh.md); DTensor parameters have their own meshes. `axes` also names parameters that are
             reduced over separate groups, for example experts.
-        bucket_cap_mb: size of a bucket in MiB of gradients. The default is 25 on the CPU, and 100 on CUDA and
+        bucket_cap_mb: size of a bucket in MiB of gradients. The default is 8 on the CPU, and 100 on CUDA and
             other accelerators with streams. The bucket that is sent first is about one MiB, so that
             communication begins early. On an XLA device all gradients of the same dtype form one bucket.
         nonfinite: "skip" skips the optimizer step if a gradient has inf or nan; "raise" raises

@@ -74,7 +74,7 @@ class Settings:
     wire: Wire = FP32()  # noqa: RUF009 - frozen
     accumulator: Accumulator | Exact = "fp32"
     nonfinite: NonFinite = "skip"
-    bucket_cap_mb: float = 25
+    bucket_cap_mb: float = 8
     deferral: str = ""
     stall_after_s: float | None = 30.0
     shared_memory: bool = False
@@ -148,7 +148,7 @@ class Settings:
         found += wrong_choice(self.shared_memory)
         size = self.bucket_cap_mb
         if not isinstance(size, Real) or isinstance(size, bool) or not 0 < size * 2**20 < math.inf:
-            found.append(f"bucket_cap_mb={size!r}: expected a finite size above 0 in MiB, for example 25")
+            found.append(f"bucket_cap_mb={size!r}: expected a finite size above 0 in MiB, for example 8")
         return found
 
 

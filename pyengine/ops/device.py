@@ -42,9 +42,9 @@ def bucket_cap_mb(device: torch.device) -> float:
     """Return the default size of a gradient bucket in MiB.
 
     Between GPUs, a collective needs about 64 MiB to reach the bandwidth of the links, and every bucket costs
-    kernel launches. Between hosts, 25 MiB are enough, and smaller buckets overlap with more of the backward.
+    kernel launches. Between hosts, 8 MiB are enough, and smaller buckets overlap with more of the backward.
     """
-    return 100 if has_events(device) else 25
+    return 100 if has_events(device) else 8
 
 
 def current_stream(device: torch.device) -> torch.Stream | None:

@@ -17,7 +17,7 @@ ACCELERATORS = ["cuda", "mtia", "privateuseone"]
 
 @pytest.mark.parametrize(
     ("name", "answers"),
-    [("cpu", (False, False, False, 25)), ("xla", (True, False, True, 25))]
+    [("cpu", (False, False, False, 8)), ("xla", (True, False, True, 8))]
     + [(name, (True, True, False, 100)) for name in ACCELERATORS],
 )
 def test_what_a_kind_of_device_can_do(name, answers):
