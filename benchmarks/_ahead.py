@@ -16,7 +16,7 @@ _FP32 = (
     *("no_sync", "no_sync_view", "accelerate", "fabric", "trainer", "megatron"),
     *("replicate_deferred", "zero0", "zero1"),
 )
-_BF16 = ("no_sync_bf16", "no_sync_fp16")
+_BF16 = ("no_sync_bf16", "no_sync_bf16_small", "no_sync_fp16")
 # The peers that send the same number of bytes, by dtype of the parameters and by pyengine's variant. With
 # bf16 parameters, all peers except Megatron sum and send bf16.
 PAIRS = {

@@ -15,7 +15,7 @@ _FRAMEWORKS = ("accelerate", "fabric", "trainer", "megatron")
 _SAME_BYTES = (*_BASE, "no_sync", *_FRAMEWORKS, "replicate_deferred", "engine", "attach")
 _SHARDED = ("fsdp2", "fsdp2_deferred", "attach_fsdp2", "replicate")
 _DEFERRALS = ("fsdp2", "fsdp2_deferred", "attach_fsdp2_none", "attach_fsdp2", "attach_fsdp2_gathered")
-_HOOKS = ("no_sync_bf16", "no_sync_fp16", "no_sync_powersgd")
+_HOOKS = ("no_sync_bf16", "no_sync_bf16_small", "no_sync_fp16", "no_sync_powersgd")
 _WIRES = (
     "engine",
     "engine_bf16",
@@ -95,10 +95,10 @@ _MORE_WIRES = ("engine_bf16_sum_fp32", "engine_fp8_e4m3_ef", "engine_exact")
 _SLOW = ("floor", *CONTROL, "no_sync_bf16", "no_sync_powersgd", *_WIRES[:3], *_MORE_WIRES)
 LAUNCHES = (
     Launch("truth", _TRUE, kind="truth", accumulate=2, rounds=8),
-    Launch("base", (*_SAME_BYTES, *_SHARDED), is_counted=True),
+    Launch("base", (*_SAME_BYTES, *_SHARDED), rounds=14, is_counted=True),
     Launch("wires", (*_FEWER_BYTES, *_SHARED), rounds=14, is_counted=True),
-    Launch("gbit", (*_SAME_BYTES, "fsdp2_deferred", "attach_fsdp2"), rate=1000, rounds=4),
-    Launch("gbit-wires", (*_FEWER_BYTES, *_MORE_WIRES), rate=1000, rounds=6),
+    Launch("gbit", (*_SAME_BYTES, "fsdp2_deferred", "attach_fsdp2"), rate=1000, rounds=6),
+    Launch("gbit-wires", (*_FEWER_BYTES, *_MORE_WIRES), rate=1000, rounds=12),
     Launch("sharded-4", ("floor", *CONTROL, *_DEFERRALS), world=4, rounds=4),
     Launch("gbit-sharded", ("floor", *CONTROL, *_DEFERRALS), rate=1000, rounds=4),
     Launch("sharded-states", _SHARDED_STATES, is_counted=True),

@@ -21,13 +21,20 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 
 import pyengine as pe
 from pyengine.cli.bench import variants
-from pyengine.cli.bench.variants import VARIANTS, Attach, Engine, NoSyncView, Variant
+from pyengine.cli.bench.variants import VARIANTS, Attach, Engine, NoSyncBF16, NoSyncView, Variant
 
 
 class NoSyncViewAgain(NoSyncView):
     """`no_sync_view` once more; the difference between the two is the noise of a run."""
 
     label = "the same again (control)"
+
+
+class NoSyncBF16Small(NoSyncBF16):
+    """`no_sync_bf16` with buckets of pyengine's default size."""
+
+    label = "DDP + no_sync, views, bf16 hook, 8 MiB buckets"
+    bucket_cap_mb = 8
 
 
 def _take_parameters(variant: Variant) -> None:
@@ -325,6 +332,7 @@ class Megatron(Variant):
 
 CONTESTANTS: dict[str, type[Variant]] = VARIANTS | {
     "no_sync_view_again": NoSyncViewAgain,
+    "no_sync_bf16_small": NoSyncBF16Small,
     "fsdp2": FSDP2,
     "fsdp2_deferred": FSDP2Deferred,
     "replicate": Replicate,
