@@ -1,51 +1,51 @@
-# make run     set up (torch, three more packages and the core), then train two small models on two local workers and
-#              compare with plain DDP
-# make test    set up with what tests need, too, then run the tests (about six minutes on two cores)
-# make test-slow  set up, then run those that take long: two hosts, torchrun, elastic restarts, whole studies, dying ranks
-# make faults  set up, then run every fault at every place, what is killed hundreds of times and what runs for
-#              thousands of windows (40 minutes), and write the table of docs/reliability.md
-# make test-adapters-oldest  set up, then run the tests of the adapters on the oldest releases of their libraries
-# make test-isa   set up, then run a choice of the tests on every instruction set that this machine has but its best,
-#              which is that of `make test`
-# make sanitize  set up, then run the op tests under AddressSanitizer and UndefinedBehaviorSanitizer, and the ops on
-#              their own threads under ThreadSanitizer (g++; twenty minutes on two cores, most of them compiling)
-# make fuzz    set up, then let libFuzzer look for inputs that ops and states do not survive: ten minutes each, or
-#              FUZZ_SECONDS=; on Python 3.11 to 3.13. make fuzz-corpus keeps of what it found the few that reach most
-# make check   set up, then ruff and mypy
-# make docs    set up, then build the site into build/docs; a broken link between pages fails
-# make linkcheck  set up, then ask the network for every link that leads out of the site
-# make wheel   set up, then build sdist and, from it, a wheel into dist/, and test that in an environment of its own
-# make matrix  build a wheel for every Python from 3.10 to 3.14 that is here, and test it on torch 2.9, the newest and
-#              between, an environment (2 GB) after the other; ARGS="--pairs 3.12:2.11.0" chooses. make matrix-small
-#              tests the wheel of `make wheel` on torch 2.9
-# make aarch64  cross-compile the core, run every op under qemu, and compare bits with this machine's (needs Debian's
-#              g++-aarch64-linux-gnu and qemu-user-static; three minutes)
-# make test-xla  set up torch_xla in an environment of its own (2 GB), then run the tests on XLA replicas
-# make gpu     on a machine with a CUDA device, with PYTHON as it is: all it is needed for, in steps of ten minutes
-#              (benchmarks/gpu.py); STEP=tests is one of them, DRY=1 rehearses them on the processor
-# make bench   set up, with the peers in an environment of their own, then measure what a user would take instead,
-#              side by side, and write docs/numbers.md and its plots (an hour on two quiet cores;
-#              ARGS=--short is minutes; goes on where it was stopped); make numbers only writes the pages anew
+# Most targets first install what they need into .venv and compile the core; this is done once.
+#
+# make run     train two small models on two local workers, and compare with plain DDP
+# make test    run the default tests (about six minutes on two cores)
+# make test-slow  run the slow tests: two hosts, torchrun, elastic restarts, whole studies, dying ranks
+# make faults  run every fault at every place, the tests that kill ranks hundreds of times and those that run thousands
+#              of windows (40 minutes), and write the table of docs/reliability.md
+# make test-adapters-oldest  run the adapter tests with the oldest supported releases of their libraries
+# make test-isa   run some of the tests on every instruction set of this machine except the best, which `make test` uses
+# make sanitize  run the op tests under AddressSanitizer and UndefinedBehaviorSanitizer, and the ops' thread pool under
+#              ThreadSanitizer (needs g++; twenty minutes on two cores, most of them for compiling)
+# make fuzz    search with libFuzzer for inputs that crash the ops or the loading of states: ten minutes per target, or
+#              FUZZ_SECONDS=; needs Python 3.11 to 3.13. make fuzz-corpus keeps the inputs that add coverage
+# make check   run ruff and mypy
+# make docs    build the site into build/docs; broken links between pages are errors
+# make linkcheck  check every external link of the site
+# make wheel   build an sdist and a wheel from it into dist/, and test the wheel in a new environment
+# make matrix  build a wheel for every installed Python from 3.10 to 3.14, and test it with torch 2.9, the newest torch
+#              and versions in between, in a new environment (2 GB) each; ARGS="--pairs 3.12:2.11.0" selects some.
+#              make matrix-small tests the wheel of `make wheel` with torch 2.9
+# make aarch64  cross-compile the core, run every op under qemu, and compare the bits with those of this machine (needs
+#              Debian's g++-aarch64-linux-gnu and qemu-user-static; three minutes)
+# make test-xla  install torch_xla into a separate environment (2 GB), and run the tests on XLA replicas
+# make gpu     run everything that needs a CUDA device, with PYTHON as it is, in steps of ten minutes
+#              (benchmarks/gpu.py); STEP=tests selects one step, DRY=1 rehearses the steps on the CPU
+# make bench   measure pyengine and its peers side by side, in a separate environment, and write docs/numbers.md and its
+#              plots (an hour on two idle cores; ARGS=--short takes minutes; an interrupted run is continued).
+#              make numbers only writes the pages again
 # make clean   remove everything that was built or installed here
 #
-# Needs python3 (3.10 or newer) and a C++20 compiler. `make run ARGS="--model cnn"` passes arguments on.
+# Needs python3 (3.10 or newer) and a C++20 compiler. ARGS are passed on: `make run ARGS="--model cnn"`.
 
 PYTHON ?= python3
 ARGS ?=
-# Processes that share the tests out, file by file.
+# The number of processes that run tests; each test file runs in one process.
 JOBS ?= 2
-# What `make wheel` runs against the installed wheel: half a minute's choice; WHEEL_TESTS=tests is all.
+# The tests that `make wheel` runs with the installed wheel, in half a minute; WHEEL_TESTS=tests runs all.
 WHEEL_TESTS ?= tests/ops/test_reference.py tests/ops/test_unscale_norm.py tests/distributed/test_step.py tests/cli/test_plan.py
-# What `make matrix` runs on every pair: kernels, `GradSync`, `attach`, the same bits for every world size. Sharded
-# models need torch 2.11 and refuse an older one by name:
+# The tests that `make matrix` runs on every pair: kernels, `GradSync`, `attach`, the same bits for every world size.
+# Sharded models need a newer torch:
 # ARGS="--pairs 3.12:2.11.0" MATRIX_TESTS=tests/distributed/test_sharded_ends.py tests them.
 MATRIX_TESTS ?= tests/ops/test_reference.py tests/ops/test_unscale_norm.py tests/ops/test_exact.py tests/distributed/test_step.py \
     tests/distributed/test_world_size.py tests/distributed/test_attach_ddp.py
-# What CI runs on torch 2.9, in a minute.
+# The tests that CI runs with torch 2.9, in a minute.
 MATRIX_SMALL ?= tests/ops/test_reference.py tests/distributed/test_step.py tests/distributed/test_world_size.py tests/distributed/test_attach_ddp.py
-# What `make test-isa` runs on each: half a minute. PYENGINE_ISA=avx2 make test runs everything on one.
+# The tests that `make test-isa` runs on each set, in half a minute. PYENGINE_ISA=avx2 make test runs all tests on one.
 ISA_TESTS ?= tests/distributed/test_step.py tests/distributed/test_world_size.py
-# How long `make fuzz` takes for each of its targets.
+# Seconds that `make fuzz` spends on each of its targets.
 FUZZ_SECONDS ?= 600
 FUZZ_TARGETS ?= op_boundary state_boundary
 VENV := .venv
@@ -53,14 +53,14 @@ OLDEST := $(CURDIR)/build/adapters-oldest
 ATHERIS := $(CURDIR)/build/atheris
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install
-# What compiles the core, and needs to be there before the rest.
+# The packages that compile the core, which are installed before the others.
 BUILD_TOOLS := cmake ninja pybind11 setuptools
 XLA_VENV := .venv-xla
 BENCH_VENV := .venv-bench
 XLA_INSTALLED := $(XLA_VENV)/.installed
 BENCH_INSTALLED := $(BENCH_VENV)/.installed
 
-# Empty files: when each was last done. What stands behind them decides whether it is done again.
+# Empty files whose times record when each step was last done.
 TOOLS := $(VENV)/.tools
 INSTALLED_RUN := $(VENV)/.installed-run
 INSTALLED := $(VENV)/.installed
@@ -71,16 +71,16 @@ BUILT := $(VENV)/.built
 SPHINX := $(BIN)/python -m sphinx -q -W --keep-going -c docs -d build/doctrees
 DOCS_INSTALLED := $(VENV)/.docs-installed
 SLOW_INSTALLED := $(VENV)/.slow-installed
-# Folders too: their time changes when a file is removed.
+# This includes folders, whose times change when a file is removed.
 NATIVE := $(shell find csrc) setup.py CMakeLists.txt
 
 .PHONY: run test matrix matrix-small faults test-slow test-adapters-oldest test-isa aarch64 sanitize sanitized-core fuzz fuzz-corpus check docs linkcheck wheel test-xla xla-env gpu bench numbers clean
 .DEFAULT_GOAL := run
 
-# Where CUDA puts nvcc, for who has not put it on PATH.
+# The usual location of nvcc, in case it is not on PATH.
 export PATH := $(PATH):/usr/local/cuda/bin
-# A CUDA device, also WSL's. Without one `run` leaves the CUDA kernels out, which take longest to compile, unless
-# PYENGINE_CUDA asks for them or they are there already.
+# CUDA devices, including WSL's. Without one, `run` does not compile the CUDA kernels, which take longest, unless
+# PYENGINE_CUDA is set or they are compiled already.
 DEVICE := $(wildcard /dev/nvidia* /dev/dxg)
 CORE_RUN := $(if $(DEVICE)$(PYENGINE_CUDA)$(wildcard $(CORE)),$(CORE),$(CORE_CPU))
 
@@ -91,7 +91,8 @@ run:
 test: $(BUILT)
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(ARGS)
 
-# In the order of folders, whose last has short tests alone: most of those that take long have a small file.
+# Files run in the order of folders, not of their number of tests: the longest tests are in small files, and the last
+# folder has only short tests.
 test-slow: $(BUILT) $(SLOW_INSTALLED)
 	$(BIN)/python -m pytest -m "slow and not exhaustive" -n $(JOBS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
@@ -104,7 +105,7 @@ faults: $(BUILT)
 	$(BIN)/python -m pytest -m exhaustive tests --ignore tests/faults -n $(JOBS) --dist loadfile $(ARGS)
 	$(BIN)/python tests/faults/write_table.py $(FAULTS)
 
-# The lower ends of the ranges in pyproject.toml, in a folder of their own, before those of $(VENV).
+# The lowest versions that pyproject.toml allows are installed in a separate folder, which precedes $(VENV) in the path.
 test-adapters-oldest: $(BUILT) $(SLOW_INSTALLED)
 	$(PIP) --quiet --no-deps --upgrade --target $(OLDEST) \
 	    $$($(BIN)/python tests/adapters/oldest.py)
@@ -114,7 +115,7 @@ test-isa: $(BUILT)
 	set -e; for isa in $$($(BIN)/python tests/isa/forced_isa.py); do \
 	    echo "PYENGINE_ISA=$$isa"; PYENGINE_ISA=$$isa $(BIN)/python -m pytest -q $(ISA_TESTS) $(ARGS); done
 
-# Sanitized builds have folders of their own (CMakePresets.json); the module that is installed stays as it is.
+# Sanitized builds have separate folders (CMakePresets.json), and do not replace the installed module.
 PRESET = $(BIN)/cmake --preset $(1) -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(BIN)/ninja \
     -Dpybind11_DIR=$$($(BIN)/python -c 'import pybind11; print(pybind11.get_cmake_dir())') \
     -DPython3_EXECUTABLE=$(CURDIR)/$(BIN)/python -DPYTHON_EXECUTABLE=$(CURDIR)/$(BIN)/python > build/$(1).log && \
@@ -131,7 +132,7 @@ sanitized-core: $(INSTALLED)
 	mkdir -p build
 	$(call PRESET,sanitize-address,_core)
 
-# FUZZ_TARGET and the environment of libFuzzer, then its options and folders.
+# The environment and the program; libFuzzer's options and folders follow.
 FUZZ = PYTHON=$(CURDIR)/$(BIN)/python PYTHONPATH=$(ATHERIS) FUZZ_TARGET=$$target \
     PYENGINE_CORE=$$(ls $(CURDIR)/build/sanitize-address/_core*.so) tests/fuzz/fuzz.sh
 
@@ -152,17 +153,17 @@ check: $(INSTALLED)
 	$(BIN)/ruff format --check --quiet .
 	$(BIN)/mypy
 
-# The source folder is this one, so that links are checked as they are written.
+# The source folder is the repository, so that links are checked as they are written.
 docs: $(BUILT) $(DOCS_INSTALLED)
 	$(SPHINX) . build/docs
 
 linkcheck: $(BUILT) $(DOCS_INSTALLED)
 	$(SPHINX) -b linkcheck . build/linkcheck
 
-# The wheel is built from the sdist, and its environment is its own: nothing of this checkout or of $(VENV) is in reach.
+# The wheel is built from the sdist, and tested in an environment without access to this checkout or $(VENV).
 wheel: CLEAN := build/wheel/bin/python
-# The tag says the oldest glibc and libstdc++ that will do, as the symbols tell, and that nothing else has to be there.
-# Without the extension, and elsewhere than on Linux, there is nothing to tag.
+# auditwheel computes the platform tag, the oldest glibc and libstdc++ that the symbols allow, and checks that no other
+# library is needed. Wheels without the extension, or for other systems than Linux, are not retagged.
 MANYLINUX = for wheel in $$(find dist -name '*-linux_*.whl'); do PATH=$(CURDIR)/$(BIN):$$PATH \
     $(BIN)/auditwheel repair --wheel-dir dist $$wheel >> build/wheel.log 2>&1 || { cat build/wheel.log; exit 1; }; rm $$wheel; done
 wheel: $(INSTALLED)
@@ -184,7 +185,7 @@ aarch64: $(BUILT)
 matrix:
 	$(PYTHON) tests/matrix/matrix.py $(ARGS) $(MATRIX_TESTS)
 
-# The environment for XLA has the oldest torch.
+# The environment for XLA has the oldest supported torch.
 matrix-small: $(XLA_INSTALLED)
 	@ls dist/*.whl > /dev/null 2>&1 || $(MAKE) wheel
 	rm -rf build/matrix-small
@@ -199,7 +200,7 @@ xla-env: $(XLA_INSTALLED)
 gpu:
 	$(PYTHON) benchmarks/gpu.py $(STEP) $(if $(DRY),--dry) $(ARGS)
 
-# Root makes hosts of its own for links and bytes; without it those parts are left out, and say so.
+# Shaped links and byte counts need root; without it, these parts are left out with a message.
 bench: $(BENCH_INSTALLED)
 	$(BENCH_VENV)/bin/python benchmarks/bench_peers.py $(ARGS); ended=$$?; \
 	    $(BENCH_VENV)/bin/python benchmarks/render_numbers.py && exit $$ended
@@ -208,7 +209,7 @@ numbers: $(BENCH_INSTALLED)
 	$(BENCH_VENV)/bin/python benchmarks/render_numbers.py
 	$(BENCH_VENV)/bin/python benchmarks/render_study.py
 
-# An environment over $(VENV): what that has is seen through a .pth file, what it lacks is installed here.
+# An environment on top of $(VENV): a .pth file adds the packages of $(VENV), and the others are installed here.
 $(BENCH_INSTALLED): $(BUILT) benchmarks/requirements.txt
 	$(BIN)/python -m venv $(BENCH_VENV)
 	echo "import site; site.addsitedir('$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')')" \
@@ -216,43 +217,43 @@ $(BENCH_INSTALLED): $(BUILT) benchmarks/requirements.txt
 	$(BENCH_VENV)/bin/python -m pip install --quiet -r benchmarks/requirements.txt
 	touch $@
 
-# The core links no torch: `run` lets it compile while torch is on its way. Progress bars are for a terminal.
+# The core does not link torch, so `run` compiles it while torch is being installed. Progress bars need a terminal.
 QUIET := $(if $(MAKE_TERMOUT),,--quiet)
 
 $(TOOLS): requirements-run.txt
-	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 10) or sys.exit(f"{sys.executable} is Python {sys.version.split()[0]}, need 3.10 or newer: make PYTHON=/path/to/python3.x")'
-	@echo "Making $(VENV) with what train needs: first what compiles the core (40 MB)"
+	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 10) or sys.exit(f"{sys.executable} is Python {sys.version.split()[0]}, expected 3.10 or newer: make PYTHON=/path/to/python3.x")'
+	@echo "Creating $(VENV) for pyengine train: first the tools that compile the core (40 MB)"
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) --quiet $$(grep -E "^($$(echo $(BUILD_TOOLS) | tr ' ' '|'))==" requirements-run.txt)
 	touch $@
 
 $(INSTALLED_RUN): $(TOOLS)
-	@echo "Installing torch (200 MB for the CPU, 3 GB where PyPI's build for CUDA is taken), NumPy, Rich and scikit-learn"
+	@echo "Installing torch (200 MB for the CPU, 3 GB for PyPI's CUDA build), NumPy, Rich and scikit-learn"
 	$(PIP) $(QUIET) -r requirements-run.txt
 	touch $@
 
 $(INSTALLED): $(INSTALLED_RUN) requirements-dev.txt
-	@echo "Installing what tests and checks need beside those (1 GB)"
+	@echo "Installing the other packages that tests and checks need (1 GB)"
 	$(PIP) $(QUIET) -r requirements-dev.txt
 	touch $@
 
 COMPILE = $(BIN)/python setup.py --quiet build_ext --inplace > $@.log 2>&1 || { cat $@.log; exit 1; }
 
-NO_NVCC := NOTE: a CUDA device, but no nvcc: THE CORE GETS NO CUDA KERNELS. To have them, put nvcc (12.8 or newer) \
-    on PATH or set CUDACXX, then: rm $(CORE) && make
+NO_NVCC := NOTE: found a CUDA device but no nvcc: THE CORE WILL HAVE NO CUDA KERNELS. To compile them, put nvcc \
+    (12.8 or newer) on PATH or set CUDACXX, then: rm $(CORE) && make
 
 $(CORE): $(TOOLS) $(NATIVE)
-	@echo "Compiling the core, with CUDA kernels if there is nvcc (minutes)"
+	@echo "Compiling the core, with CUDA kernels if nvcc is installed (minutes)"
 	@[ -z "$(DEVICE)$(CUDACXX)" ] || command -v $${CUDACXX:-nvcc} > /dev/null || echo "$(NO_NVCC)"
 	@$(COMPILE)
 	touch $@
 
 $(CORE_CPU): $(TOOLS) $(NATIVE)
-	@echo "Compiling the core (a minute), for this CPU: there is no CUDA device here (PYENGINE_CUDA=1 make run: for CUDA too)"
+	@echo "Compiling the core for this CPU (a minute), because no CUDA device was found (PYENGINE_CUDA=1 make run adds CUDA)"
 	@PYENGINE_CUDA=0 PYENGINE_NATIVE=1 $(COMPILE)
 	touch $@
 
-# The core lies beside its modules already.
+# The core has already been compiled in place.
 $(LINKED): $(INSTALLED_RUN) pyproject.toml setup.py
 	PYENGINE_NO_EXT=1 $(PIP) --quiet --no-build-isolation --no-deps -e .
 	touch $@

@@ -50,20 +50,20 @@ def _workers(one: Measured) -> float:
 
 _BASE, _GBIT = ("base", "wires"), ("gbit", "gbit-wires")
 SLOPES = (
-    Slope("ms a million parameters, loopback", {"5m": ("5m",), "17m": _BASE, "26m": ("26m",)}, _parameters),
+    Slope("ms per million parameters, loopback", {"5m": ("5m",), "17m": _BASE, "26m": ("26m",)}, _parameters),
     Slope(
-        "ms a million parameters, 1 Gbit/s",
+        "ms per million parameters, 1 Gbit/s",
         {"5m": ("gbit-5m",), "17m": _GBIT, "26m": ("gbit-26m",)},
         _parameters,
     ),
     Slope(
-        "ms a micro-batch, loopback",
+        "ms per micro-batch, loopback",
         {"1": ("every-1",), "4": ("every-4",), "8": _BASE, "16": ("every-16",)},
         _micro_batches,
     ),
-    Slope("ms a worker, loopback", {"2": _BASE, "4": ("workers-4",)}, _workers),
+    Slope("ms per worker, loopback", {"2": _BASE, "4": ("workers-4",)}, _workers),
     Slope(
-        "ms a worker, 1 Gbit/s",
+        "ms per worker, 1 Gbit/s",
         {"2": _GBIT, "4": ("gbit-workers-4",)},
         _workers,
     ),
@@ -80,7 +80,7 @@ def line(results: dict[str, Measured], name: str, of: Slope) -> list[tuple[float
 
 # The variants, and their names in the plot, in the order of the bars.
 BARS = {
-    "ddp": "DDP as it comes",
+    "ddp": "DDP without no_sync",
     "fsdp2_deferred": "FSDP2, reduce in the last",
     "zero1": "DeepSpeed, ZeRO-1",
     "zero0": "DeepSpeed, ZeRO-0",
@@ -98,7 +98,7 @@ _PANELS = {
     "1 Gbit/s between two hosts": ("gbit", "gbit-wires", "gbit-deepspeed"),
     "one host, loopback": ("base", "wires", "deepspeed"),
 }
-_GROWING = {"ddp": "DDP as it comes", "no_sync_view": "DDP + no_sync, views", "accelerate": "Accelerate"}
+_GROWING = {"ddp": "DDP without no_sync", "no_sync_view": "DDP + no_sync, views", "accelerate": "Accelerate"}
 _GROWING |= {"engine": "GradSync", "engine_bf16": "GradSync, bf16 wire"}
 _TICKS = (20, 50, 100, 200, 500, 1000, 2000, 5000)
 _STYLE = STYLE | {"font.size": 9.5, "axes.titlesize": 10, "axes.titleweight": "normal", "axes.grid": False}
@@ -311,9 +311,8 @@ def _paint_exposed(figure: Any, figures: dict[str, Any]) -> None:
         axes.set_title(title)
     _name_rows(panels[0], list(BARS.values()), is_ours)
     floor = next(iter(figures.values()))["floor"]
-    _title(
-        figure, f"Waiting for gradients in a window of 8 micro-batches, beside {floor / 1000:.2g} s of work"
-    )
+    work = f"{floor / 1000:.2g} s of other work"
+    _title(figure, f"Waiting for gradients in a window of 8 micro-batches, on top of {work}")
 
 
 # ---- numbers-growth.svg ----

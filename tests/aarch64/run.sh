@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# Cross-compile the core for aarch64, run every op in it under qemu, and compare what they leave, bit for bit, with
-# this machine's generic instruction set. `make aarch64` calls it.
+# Cross-compile the core for aarch64, run every op under qemu, and compare the bits of the results with those of this
+# machine's generic instruction set. `make aarch64` calls this script.
 #
 #   tests/aarch64/run.sh PYTHON CMAKE NINJA
 #
 # Needs Debian or Ubuntu with g++-aarch64-linux-gnu and qemu-user-static. An aarch64 Python is unpacked into
-# build/aarch64/root: nothing is installed.
+# build/aarch64/root; nothing is installed.
 set -euo pipefail
 python=$1 cmake=$2 ninja=$3 here=$(cd "$(dirname "$0")" && pwd) build=$PWD/build/aarch64
 for tool in aarch64-linux-gnu-g++ qemu-aarch64-static apt-get dpkg; do
@@ -19,7 +19,7 @@ mkdir -p "$build"
     -DPYTHON_EXECUTABLE="$python" -DPython3_EXECUTABLE="$python" -DPYENGINE_CUDA=OFF -DPYENGINE_WERROR=ON > "$build/cmake.log"
 "$cmake" --build "$build" --target _core > "$build/build.log" || { cat "$build/build.log"; exit 1; }
 
-# Package lists of another architecture, in a folder of their own.
+# The package lists of the other architecture, in a separate folder.
 version=$("$python" -c 'import sys; print(f"python{sys.version_info[0]}.{sys.version_info[1]}")')
 apt=$build/apt root=$build/root
 if [ ! -x "$root/usr/bin/$version" ]; then
@@ -42,4 +42,4 @@ fi
 "$python" "$here/digests.py" pyengine/ops/_core*.so > "$build/here.txt"
 qemu-aarch64-static -L "$root" "$root/usr/bin/$version" -B "$here/digests.py" "$build"/_core*.so > "$build/there.txt"
 diff "$build/here.txt" "$build/there.txt"
-echo "aarch64: $(wc -l < "$build/there.txt") results, the same bits as here"
+echo "aarch64: $(wc -l < "$build/there.txt") results with the same bits as on this machine"

@@ -72,7 +72,7 @@ WITHOUT = "PYENGINE_NO_EXT=1 pip install ."
 
 @pytest.mark.parametrize(
     ("cxx", "missing"),
-    [("", "neither c++, g++ nor clang++ is on PATH"), ("/no/g++ -O1", "CXX=/no/g++ is not there")],
+    [("", "neither c++, g++ nor clang++ is on PATH"), ("/no/g++ -O1", "CXX=/no/g++ was not found")],
 )
 def test_a_build_without_a_compiler_says_so_in_one_sentence(monkeypatch, setup_py, cxx, missing):
     monkeypatch.setenv("CXX", cxx)

@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# Make an environment with a release of torch for a host without accelerators: 2 GB instead of 7.
+# Create an environment with a release of torch for a host without accelerators: 2 GB instead of 7.
 #
 #   tests/matrix/make_env.sh FOLDER PYTHON REQUIREMENT...
 #
-# PyPI has torch for CUDA only. Its libraries name CUDA's, 4 GB of them, which nothing calls here: cuda_stubs.py puts
-# empty ones in their place. Requirements are pip's, `torch==2.9.0` or `-r FILE`, and are installed without what they
-# depend on. Needs pip, gcc and readelf.
+# PyPI has torch for Linux with CUDA only. Its libraries are linked with 4 GB of CUDA libraries, which are never called on
+# such a host; cuda_stubs.py replaces them by empty libraries. Requirements are those of pip (`torch==2.9.0` or
+# `-r FILE`), and are installed without their dependencies. Needs pip, gcc and readelf.
 set -euo pipefail
 folder=$1 python=$2 here=$(cd "$(dirname "$0")" && pwd)
 

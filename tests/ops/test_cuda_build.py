@@ -84,7 +84,7 @@ def test_threads_that_race_to_set_a_flag_do_so_by_relaxed_stores(folder):
 @pytest.mark.parametrize(("version", "is_refused"), [("12.0.140", True), ("12.1.66", False)])
 def test_an_nvcc_that_does_not_know_so_many_parameters_is_refused_by_name(version, is_refused, tmp_path):
     said = _configured(tmp_path, PYENGINE_CUDA="ON", CMAKE_CUDA_COMPILER_VERSION=version)
-    assert (f"nvcc is {version}; needed 12.1 or newer" in " ".join(said.split())) == is_refused
+    assert (f"nvcc is {version}; expected 12.1 or newer" in " ".join(said.split())) == is_refused
 
 
 def _configured(folder: Path, **settings: str) -> str:

@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
-# Make an environment with torch_xla for a host without accelerators.
+# Create an environment with torch_xla for a host without accelerators.
 #
 #   tests/xla/make_env.sh FOLDER [PYTHON]
 #
-# torch_xla 2.9 needs the torch 2.9 of its own ABI, which PyPI has for CUDA only: tests/matrix/make_env.sh does without.
+# torch_xla 2.9 needs torch 2.9 with the same ABI, which PyPI has for CUDA only; tests/matrix/make_env.sh replaces the
+# CUDA libraries.
 set -euo pipefail
 folder=$1 python=${2:-python3} here=$(cd "$(dirname "$0")" && pwd)
 
