@@ -31,9 +31,9 @@ def pytest_configure() -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-@pytest.hookimpl(tryfirst=True)  # before marks choose
+@pytest.hookimpl(tryfirst=True)  # before marks select tests
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark combinations of arguments that show nothing new: only `make faults` runs these."""
+    """Mark combinations of arguments that test nothing new; only `make faults` runs them."""
     leave_out(items)
 
 

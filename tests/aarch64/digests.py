@@ -1,9 +1,9 @@
-"""Run every op of the core on the same values, without torch, and print what each has left, a digest a line.
+"""Run every op of the core on fixed values, without torch, and print a digest of each result, one per line.
 
-    python digests.py CORE    # the path of _core*.so; its generic instruction set is taken
+    python digests.py CORE    # the path of _core*.so; the generic instruction set is used
 
-Two machines whose lines are the same compute the same bits. `make aarch64` compares this one with an aarch64
-that qemu plays.
+Two machines that print the same lines compute the same bits. `make aarch64` compares this machine with an
+aarch64 machine that QEMU emulates.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ TOTAL = 41_216  # whole blocks of 64
 FLOAT, BFLOAT, HALF = 0, 1, 2  # the core's types
 SIZES = {FLOAT: 4, BFLOAT: 2, HALF: 2}
 ROWS = 3  # payloads that are added up
-# What of the core is no arithmetic: how it is asked, what takes tensors, what measures the memory.
+# Names in the core without arithmetic: settings, access to tensors, shared memory, bandwidth measurements.
 UNTESTED = {
     *("isa", "set_isa", "thread_pool", "has_cuda", "learn_tensor_object"),
     *("is_plain", "can_read_grads", "GradStates", "gather"),
@@ -48,17 +48,17 @@ class Memory:
         return hashlib.sha256(self._bytes).hexdigest()[:16]
 
     def digest_of(self, dtype: int) -> str:
-        """Return that of elements: a nan is a nan, whichever the machine makes of inf - inf."""
+        """Return the digest of the elements; all nans are equal, because their bits depend on the machine."""
         infinity = {FLOAT: 0x7F800000, BFLOAT: 0x7F80, HALF: 0x7C00}[dtype]
         elements = array("I" if dtype == FLOAT else "H", self._bytes.tobytes())
-        above = infinity << 1 | 1  # without the sign, which goes out on the left
+        above = infinity << 1 | 1  # compared after a left shift, which drops the sign
         mask = (1 << 8 * SIZES[dtype]) - 1
         plain = [infinity + 1 if (each << 1 & mask) >= (above & mask) else each for each in elements]
         return hashlib.sha256(repr(plain).encode()).hexdigest()[:16]
 
 
 class Values:
-    """Floats of every size, denormals and both zeros too; the same ones everywhere."""
+    """Random floats of all magnitudes, including denormals and both zeros; the same on every machine."""
 
     def __init__(self) -> None:
         self._random = random.Random(20)
@@ -69,7 +69,7 @@ class Values:
     def _value(self, dtype: int, *, infinite: bool) -> bytes:
         sign = self._random.getrandbits(1)
         mantissa = self._random.getrandbits(23)
-        # Mostly near 1; one of sixteen of any size; never nan, whose bits machines choose.
+        # Most values are near 1, one in sixteen has any magnitude, none is nan: machines differ in its bits.
         is_odd = self._random.getrandbits(4) == 0
         exponent = self._random.randrange(0, 200) if is_odd else self._random.randrange(115, 130)
         if infinite and self._random.getrandbits(9) == 0:
@@ -88,7 +88,7 @@ def scale(value: float) -> Memory:
 
 
 def lines(core: Any) -> Iterator[tuple[str, str]]:
-    """Yield what ran and a digest of what it left."""
+    """Yield the name of each call and a digest of its results."""
     values = Values()
     for dtype in (FLOAT, BFLOAT, HALF):
         yield from _plan_lines(core, values, dtype)
@@ -166,7 +166,7 @@ def _codec_lines(core: Any, values: Values, code: int) -> Iterator[tuple[str, st
 
 
 def load(path: str) -> Any:
-    """Return the core in a file, whatever its name."""
+    """Load the core from a file of any name."""
     spec = importlib.util.spec_from_file_location("_core", path)
     assert spec is not None and spec.loader is not None
     core = importlib.util.module_from_spec(spec)

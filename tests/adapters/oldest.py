@@ -9,7 +9,7 @@ PROJECT = Path(__file__).parents[2] / "pyproject.toml"
 
 
 def oldest() -> list[str]:
-    """Return a requirement of one release for every library of the extra."""
+    """Return a requirement for the oldest release of each library in the extra."""
     (extra,) = re.findall(r"^adapters = \[(.*)\]$", PROJECT.read_text(), re.MULTILINE)
     return [f"{name}=={release}" for name, release in re.findall(r'"(\w+)>=([\d.]+)', extra)]
 

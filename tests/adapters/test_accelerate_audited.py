@@ -1,4 +1,4 @@
-"""`pe.audit` over Accelerate's own loop: silent for a correct loop, and names what differs in a wrong one."""
+"""`pe.audit` with Accelerate's own loop: silent for a correct loop, and names the error in a wrong one."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ WINDOWS = 4
 
 
 def _train(bug: str) -> tuple[str, int]:
-    """Train as Accelerate's pages do, audited; return what was found, and windows that were stepped."""
+    """Train as in Accelerate's documentation, under `pe.audit`; return the error message and the step."""
     with accelerated():
         torch.manual_seed(5)
         model = nn.Sequential(nn.Linear(FEATURES, 4), nn.ReLU(), nn.Linear(4, 1))

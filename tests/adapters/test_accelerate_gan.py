@@ -1,4 +1,4 @@
-"""A generator and a critic in one Accelerate loop, each with windows of its own."""
+"""A generator and a critic in one Accelerate loop, each with its own windows."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _generator_loss(generator, critic, x):
 
 
 def _adversaries() -> tuple:
-    """Train both on every micro-batch, with learning rates of zero so that gradients can be told."""
+    """Train both models on every micro-batch, with a learning rate of 0 so that gradients are known."""
     with accelerated():
         generator, critic = _models()
         memories = Remembering(generator, lr=0.0), Remembering(critic, lr=0.0)
@@ -45,7 +45,7 @@ def _adversaries() -> tuple:
             with for_d.accumulate(critic):
                 for_d.backward(_critic_loss(generator, critic, x))
                 step_d.step()
-            critic.requires_grad_(False)  # what the generator's loss leaves in it is not the critic's
+            critic.requires_grad_(False)  # the generator's loss must not add to the critic's gradients
             with for_g.accumulate(generator):
                 for_g.backward(_generator_loss(generator, critic, x))
                 step_g.step()
@@ -54,7 +54,7 @@ def _adversaries() -> tuple:
 
 
 def _expected(which: int, accumulate: int, by_rank: list[list[torch.Tensor]]) -> list[torch.Tensor]:
-    """Return each window's gradient from one float64 backward over its micro-batches of all ranks."""
+    """Return each window's gradient from one float64 backward over the micro-batches of all ranks."""
     windows = []
     for start in range(0, len(by_rank[0]), accumulate):
         generator, critic = (model.double() for model in _models())
@@ -72,5 +72,5 @@ def test_generator_and_critic_step_with_means_over_windows_of_their_own(ranks):
     for which, accumulate in enumerate(WINDOWS.values()):
         expected = _expected(which, accumulate, [seen for seen, _ in answers])
         for got, right in zip(answers[0][1][which], expected, strict=True):
-            # Errors of some 2^-24 an operation, through two layers and a mean.
+            # Errors of about 2^-24 per operation, through two layers and a mean.
             assert ((got - right).norm() / right.norm()).item() < 1e-6

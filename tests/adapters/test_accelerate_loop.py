@@ -1,4 +1,4 @@
-"""Accelerate's API in a loop with windows: clipping, schedulers, skipped steps, and what is refused."""
+"""Accelerate's API in a loop with windows: clipping, schedulers, skipped steps, and unsupported calls."""
 
 from __future__ import annotations
 
@@ -67,8 +67,10 @@ def test_gradients_are_clipped_by_value_after_they_were_averaged(ranks):
 
 
 def _scheduled() -> tuple:
-    """Break the first of two windows; return the learning rate and whether parameters stood still after every
-    micro-batch, and the collectives of each window.
+    """Train two windows, the first with a nan loss.
+
+    Return, after every micro-batch, the learning rate, whether the parameters are unchanged, and whether the
+    step was skipped; also return the number of collectives of each window.
     """
     with accelerated():
         _, accelerator, model, optimizer, data, scheduler = _prepared()
@@ -88,7 +90,7 @@ def _scheduled() -> tuple:
 
 def test_a_finite_window_moves_parameters_once_and_the_scheduler_once_a_process(ranks):
     after, collectives = ranks(2).run(_scheduled)[0]
-    assert [lr for lr, *_ in after] == [0.25, 0.25, 0.25, 0.25 / 4]  # as Accelerate steps its scheduler
+    assert [lr for lr, *_ in after] == [0.25, 0.25, 0.25, 0.25 / 4]  # one step per process, as in Accelerate
     assert [still for _, still, _ in after] == [True, True, True, False]
     assert [skipped for *_, skipped in after] == [False, True, True, False]
     assert collectives[1] == 2  # a header and one bucket
@@ -121,7 +123,10 @@ def test_a_prepared_optimizer_can_be_pickled_and_its_copy_steps_nothing():
 
 
 def _logged() -> tuple:
-    """Return the losses that scripts of diffusers log, and those of the records; the last window is short."""
+    """Return the losses as diffusers' scripts compute them, and as in the step records.
+
+    The last window is short.
+    """
     with accelerated():
         _, accelerator, model, optimizer, data, _ = _prepared(12)
         theirs, ours, train_loss = [], [], 0.0
@@ -144,9 +149,7 @@ def test_the_loss_of_a_record_is_what_scripts_gather_and_divide_except_in_short_
 
 
 def _resized(sizes: list) -> tuple:
-    """Give the windows of each epoch a size; return micro-batches seen and gradients stepped with,
-    by epoch.
-    """
+    """Change the window size before each epoch; return each epoch's micro-batches and gradients."""
     with accelerated():
         memory, accelerator, model, optimizer, data, _ = _prepared(2 * 2 * 5)
         epochs = []
@@ -182,7 +185,7 @@ def test_gradient_accumulation_steps_are_not_changed_in_the_middle_of_a_window()
                 optimizer.step()
                 if index == 1:
                     accelerator.gradient_accumulation_steps = 1
-        assert accelerator.sync.window == 7 - 1  # one of two micro-batches, and six of one
+        assert accelerator.sync.window == 7 - 1  # one window of two micro-batches, and six of one
 
 
 def test_what_is_set_on_the_accelerator_reaches_the_one_behind_it():
@@ -194,7 +197,7 @@ def test_what_is_set_on_the_accelerator_reaches_the_one_behind_it():
 
 
 def _prepares(make: Callable[[], Accelerator]):
-    """Prepare a model alone, with an accelerator that is made so."""
+    """Return a case that prepares only the model, with the accelerator that `make` returns."""
     return lambda model, optimizer: prepare(make(), model, accumulate=2)
 
 
@@ -209,7 +212,7 @@ def _two_under_one_optimizer(model, optimizer):
 
 
 def _old_accelerator(model, optimizer):
-    """A helper that holds the accelerator from before `prepare`."""
+    """Train with the accelerator that was passed to `prepare`, not with the one that it returned."""
     old = Accelerator(cpu=True)
     _, model, optimizer = prepare(old, model, optimizer, accumulate=2)
     for _ in range(4):
@@ -432,7 +435,7 @@ def test_several_backwards_with_options_of_torch_make_one_micro_batch(ranks):
 
 
 def _prepared_again(how: str) -> tuple:
-    """Train a model, free it, and train another one with the same accelerator."""
+    """Train a model, free it, and train another model with the same accelerator."""
     with accelerated():
         memory, accelerator, model, optimizer, data, _ = _prepared()
         first = accelerator.sync

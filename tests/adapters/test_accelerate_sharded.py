@@ -1,8 +1,7 @@
-"""Accelerate's FSDP2 plugin with windows: the loop, clipping and checkpoints of a model in shards, against
-one float64 process.
+"""Accelerate's FSDP2 plugin with windows, compared with one float64 process: training, clipping, checkpoints.
 
-Accelerate shards on accelerators only; on a CPU it leaves the plugin out. Everything below that choice runs
-on gloo as it is, so `sharding` tells it once that these ranks are an accelerator's.
+Accelerate ignores the plugin on a CPU, but its FSDP2 code runs on gloo unchanged. `sharding` therefore sets
+Accelerate's state as if the ranks had GPUs.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ ACCUMULATE = 3
 
 @contextmanager
 def sharding() -> Iterator[None]:
-    """Accelerate's state of ranks that it would shard over."""
+    """Set Accelerate's state so that it shards models, although the ranks are on the CPU."""
     with accelerated():
         PartialState(cpu=True)
         tell_accelerate()
@@ -44,12 +43,12 @@ def sharding() -> Iterator[None]:
 
 
 def tell_accelerate() -> None:
-    """Tell it that these ranks are an accelerator's."""
+    """Set Accelerate's distributed type as if these ranks had GPUs."""
     PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
 
 
 def plugin(**options: Any) -> FullyShardedDataParallelPlugin:
-    """Make every `Block` a unit."""
+    """Return a plugin that makes every `Block` an FSDP unit."""
     return FullyShardedDataParallelPlugin(
         fsdp_version=2,
         auto_wrap_policy="transformer_based_wrap",
@@ -59,7 +58,7 @@ def plugin(**options: Any) -> FullyShardedDataParallelPlugin:
 
 
 def _prepared(num: int, **options: Any) -> tuple:
-    """Return an accelerator with what it prepared: model, optimizer, loader and scheduler."""
+    """Return an accelerator and the model, optimizer, loader and scheduler that it prepared."""
     net = Net()
     optimizer = torch.optim.SGD(net.parameters(), lr=LR, momentum=MOMENTUM)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, decay)
@@ -74,7 +73,7 @@ def _prepared(num: int, **options: Any) -> tuple:
 
 
 def _epoch(prepared: Sequence[Any], *, clip: str = "", broken: int = -1, kept: bool = False) -> tuple:
-    """Train as Accelerate's guide does; return this rank's micro-batches and the norms before clipping.
+    """Train as in Accelerate's guide; return this rank's micro-batches and the norms before clipping.
 
     `kept` drops items so that counts differ; `broken` is a micro-batch whose loss is nan on the last rank.
     """
@@ -106,7 +105,7 @@ def _trained(num: int, loop: dict[str, Any], options: dict[str, Any]) -> tuple:
 
 
 def _check(answers: list, *, kept: bool = False, **loop: Any) -> None:
-    del kept  # is in what was seen
+    del kept  # the answers contain only the kept items
     twin = Twin(len(answers))
     norms = twin.train([seen for seen, *_ in answers], ACCUMULATE, **loop)
     for _, mine, weights, _, lr in answers:
@@ -159,7 +158,7 @@ def test_a_window_that_is_not_finite_on_one_rank_is_stepped_on_none(ranks, broke
 
 
 def _raised(num: int) -> tuple:
-    """Leave the first window by an exception on every rank, and train an epoch after it."""
+    """Leave the first window by an exception on every rank, then train one epoch."""
     with sharding():
         prepared = _prepared(num)
         accelerator, model, _, data, scheduler = prepared
@@ -183,7 +182,7 @@ def test_training_goes_on_from_what_the_accelerator_has_saved(ranks, tmp_path, s
 
 
 def _resumed(folder: str, state_dict_type: str) -> tuple:
-    """Train two epochs; then load what was saved behind the first into what is new, and train the second."""
+    """Train two epochs; load the first epoch's checkpoint into new objects and repeat the second epoch."""
     options = {"fsdp": {"state_dict_type": state_dict_type}}
     with sharding():
         prepared = _prepared(2 * 2 * 5, **options)

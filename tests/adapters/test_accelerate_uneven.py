@@ -45,7 +45,7 @@ def test_one_process_has_nobody_to_wait_for(ranks):
 
 
 def _over_windows(num: int) -> tuple:
-    """Train as the refusal says; the loader ends no window of a flat loop."""
+    """Train over `sync.windows`, as the error message advises."""
     with accelerated():
         own = _uneven()
         module = Weights()

@@ -1,4 +1,4 @@
-"""Accelerate's own loop with another `prepare`: right gradients where Accelerate alone is wrong."""
+"""Accelerate's own loop with pyengine's `prepare`: correct gradients where Accelerate's are wrong."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ACCUMULATE = 4
 
 @contextmanager
 def accelerated() -> Iterator[None]:
-    """Accelerate in a rank of the pool; its process-wide state goes with the body."""
+    """Allow Accelerate in a rank of the pool, and reset its process-wide state afterwards."""
     with launched():
         try:
             yield
@@ -37,15 +37,13 @@ def loader(num: int) -> DataLoader:
 
 
 def prepared(accelerator: Accelerator, num: int, accumulate: int) -> tuple:
-    """Return an optimizer that remembers, and what was prepared with it over `num` items."""
+    """Return an optimizer that records its gradients, and all objects prepared with it for `num` items."""
     memory = Remembering(model := Weights())
     return memory, *prepare(accelerator, model, memory, loader(num), accumulate=accumulate)
 
 
 def loop(accelerator, model, optimizer, loader, *, epochs=1):
-    """Train as Accelerate's guide to gradient accumulation does;
-    return the micro-batches that this rank saw.
-    """
+    """Train as in Accelerate's guide to gradient accumulation; return the micro-batches of this rank."""
     seen = []
     for _ in range(epochs):
         for (x,) in loader:
@@ -105,7 +103,7 @@ def test_windows_do_not_run_on_into_the_next_epoch(ranks):
 
 
 def _summed_losses() -> tuple:
-    """Drop as many items of each micro-batch as rank and place say, so that counts differ."""
+    """Keep one or two items of each micro-batch, by its index and the rank, so that counts differ."""
     with accelerated():
         seen = []
         memory, accelerator, model, optimizer, data = prepared(Accelerator(cpu=True), 20, ACCUMULATE)
@@ -142,7 +140,7 @@ def test_a_validation_loop_that_was_left_does_not_hide_the_end_of_the_data(ranks
 
 
 def _resumed() -> tuple:
-    """Skip the first window of an epoch, as after a restart, and go through another epoch."""
+    """Skip the first window of an epoch, as after a restart, then train another epoch."""
     with accelerated():
         memory, accelerator, model, optimizer, data = prepared(Accelerator(cpu=True), 2 * 2 * 5, 2)
         rest = accelerator.skip_first_batches(data, 2)

@@ -1,7 +1,7 @@
-"""fp16 through every adapter: the library's loss scaler moves to the engine, and gradients come out unscaled.
+"""fp16 with Accelerate: the engine takes over the loss scaler, and the optimizer gets unscaled gradients.
 
-Accelerate makes a scaler on a GPU only; here one is handed in, and autocast runs in fp16 on the CPU. The
-gradients of `Weights` are small integers times powers of two, which fp16 holds exactly.
+Accelerate creates a scaler only on a GPU; these tests set one, and autocast to fp16 runs on the CPU. The
+gradients of `Weights` are small integers times powers of two, which are exact in fp16.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ pytest.importorskip("accelerate", reason="needs pyengine[adapters]")
 
 from accelerate import Accelerator
 
-SCALE, OVERFLOWS = 2.0**10, 2.0**18  # 7 * 2^18 is more than fp16 holds
+SCALE, OVERFLOWS = 2.0**10, 2.0**18  # 7 * 2^18 exceeds fp16's maximum
 
 
 def _accelerator(init_scale: float) -> Accelerator:
@@ -40,7 +40,7 @@ def _with_windows(init_scale: float, clip: str, accumulate: int) -> tuple:
                 optimizer.step()
                 optimizer.zero_grad()
             after.append((accelerator.optimizer_step_was_skipped, accelerator.scaler.get_scale()))
-        assert stock.scaler.get_scale() == init_scale  # is for models outside windows
+        assert stock.scaler.get_scale() == init_scale  # unchanged, for models without windows
         return seen, memory.stepped_with, after
 
 
@@ -63,7 +63,7 @@ def test_accelerates_windows_step_with_the_unscaled_mean(ranks):
     expected = mean_of_windows([seen for seen, *_ in answers], 4)
     for _, grads, after in answers:
         torch.testing.assert_close(grads, expected, **CLOSE)
-        assert after[-1][1] == 2 * SCALE  # grew after three windows
+        assert after[-1][1] == 2 * SCALE  # the scale grew after three windows
 
 
 def test_clipping_comes_after_unscaling(ranks):
@@ -81,7 +81,7 @@ def test_windows_of_one_skip_and_scale_as_accelerate_alone(ranks):
 
 
 def _saved(folder: str) -> list[float]:
-    """Train two models of one process, save, spoil the scales, and load."""
+    """Train two models in one process, save, overwrite the loss scales, and load."""
     with accelerated():
         shared, sets = _accelerator(SCALE), []
         for factor in (1.0, torch.inf):

@@ -25,7 +25,7 @@ STRATEGIES = [WindowStrategy, ShardedWindowStrategy]
 
 
 class Manual(LightningModule):
-    """Optimizes by hand, one window of `ACCUMULATE` micro-batches after the other."""
+    """A module with manual optimization, in windows of `ACCUMULATE` micro-batches."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class Manual(LightningModule):
             shard(self.net, self.device_mesh["data_parallel"])
 
     def kept(self, batch, batch_idx) -> Tensor:
-        """Return one item or two, by rank."""
+        """Return one or two items of the batch, depending on its index and the rank."""
         self.seen.append(batch[0][: 1 + (batch_idx + self.global_rank) % 2])
         return self.seen[-1]
 
@@ -56,7 +56,7 @@ class Manual(LightningModule):
         self.manual_backward(loss_of(self.net, x), count=len(x))
 
     def clip(self, sync, optimizer) -> None:
-        """Do not."""
+        """Do not clip."""
 
     def on_before_optimizer_step(self, optimizer):
         self.steps += 1
@@ -66,7 +66,7 @@ class Manual(LightningModule):
 
 
 class Plain(Manual):
-    """A loop that knows nothing of windows: each batch is one."""
+    """A loop that is written without windows: each batch is a window."""
 
     def training_step(self, batch, batch_idx):
         optimizer = self.optimizers()
@@ -76,7 +76,7 @@ class Plain(Manual):
 
 
 class Toggles(Manual):
-    """Says it as Lightning's loops for DDP do."""
+    """Ends windows with `toggle_model(sync_grad=...)`, as Lightning's loops for DDP do."""
 
     def training_step(self, batch, batch_idx):
         x, optimizer = self.kept(batch, batch_idx), self.optimizers()
@@ -143,7 +143,7 @@ def test_every_window_steps_as_one_process_over_its_own_items(ranks, make, strat
     twin.train([seen for seen, *_ in answers], ACCUMULATE)
     for _, weights, steps, global_step in answers:
         twin.check(weights)
-        assert steps == global_step == 2  # five micro-batches
+        assert steps == global_step == 2  # five micro-batches are two windows
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -160,7 +160,7 @@ def test_batches_without_windows_are_one_each_and_either_name_clips(ranks, make,
 
 
 class Two(LightningModule):
-    """Two nets whose windows end apart; the loss of one runs through the other."""
+    """Two nets with windows of different sizes; the loss of the left net also depends on the right net."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -200,7 +200,7 @@ def test_submodules_keep_windows_of_their_own(ranks):
 
 
 def _half() -> tuple:
-    """Train in fp16 with the scaler that Lightning would make."""
+    """Train in fp16 with the scaler that Lightning would create."""
     module = Manual()
     precision = MixedPrecision(
         "16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=2.0**6, growth_interval=1)
@@ -214,7 +214,7 @@ def test_fp16_steps_near_the_right_parameters_with_its_own_scale(ranks):
     twin = Twin()
     twin.train([seen for seen, *_ in answers], ACCUMULATE)
     twin.check(answers[0][1], rtol=2**-8, atol=2**-8)  # 11-bit mantissas through two layers
-    assert answers[0][2] == 2.0**8  # two windows
+    assert answers[0][2] == 2.0**8  # doubled after each of two windows
 
 
 class StepsEarly(Manual):

@@ -26,7 +26,7 @@ ACCUMULATE = 3
 
 
 class Sharded(LightningModule):
-    """Shards its net, and remembers what it saw and what hooks could see."""
+    """Shards its net, and records its micro-batches and the gradients that its hook sees."""
 
     def __init__(self, *, counts: bool = True, broken: int = -1) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ class Sharded(LightningModule):
         shard(self.net, self.device_mesh["data_parallel"])
 
     def training_step(self, batch, batch_idx):
-        """Return a mean loss, or a sum with its count, of which ranks keep different numbers."""
+        """Return a mean loss, or a summed loss with its count; counts differ between ranks."""
         x = batch[0][: 1 + (batch_idx + self.global_rank) % 2] if self.counts else batch[0]
         self.seen.append(x)
         loss = loss_of(self.net, x) * self._factor(batch_idx)
@@ -160,7 +160,7 @@ class Bare(Sharded):
 
 
 class Parts(Sharded):
-    """Shards two blocks, and nothing that holds both."""
+    """Shards two blocks, but no module that contains both."""
 
     def configure_model(self):
         for part in (self.net.first, self.net.second):

@@ -1,4 +1,4 @@
-"""Lightning's Trainer with the window strategy: right gradients where Lightning alone is wrong."""
+"""Lightning's Trainer with the window strategy: correct gradients where Lightning's are wrong."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ ACCUMULATE = 4
 
 
 class Module(LightningModule):
-    """Remembers what it saw, what it was stepped with, and what hooks could see."""
+    """Records its micro-batches, the gradients of its steps, and the gradients that its hook sees."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ class Module(LightningModule):
 
 
 class Counted(Module):
-    """Keeps one item or two of each micro-batch, and says how many."""
+    """Uses one or two items of each micro-batch, and returns their number."""
 
     def training_step(self, batch, batch_idx):
         kept = batch[0][: 1 + (batch_idx + dist.get_rank()) % 2]
@@ -68,11 +68,11 @@ class EndsEpoch(Module):
 
 
 class OwnScaler(torch.amp.GradScaler):
-    """Has ways of its own."""
+    """A subclass, which could scale in a different way."""
 
 
 class StepsWithOptions(Module):
-    """Gives its optimizer's step an argument of its own."""
+    """Passes an additional argument to the optimizer's step."""
 
     def optimizer_step(self, epoch, batch_idx, optimizer, optimizer_closure=None):
         optimizer.step(closure=optimizer_closure, momentum_now=0.5)
@@ -81,7 +81,7 @@ class StepsWithOptions(Module):
 def fit(
     module: LightningModule, strategy: Strategy, num: int, *, ckpt_path: str | None = None, **options
 ) -> LightningTrainer:
-    """Train on `num` items, two a micro-batch."""
+    """Train on `num` items, two per micro-batch."""
     with launched():
         options = {"accumulate_grad_batches": ACCUMULATE, "max_epochs": 1, "logger": False, **options}
         trainer = LightningTrainer(
@@ -132,7 +132,7 @@ def test_lightning_clips_the_mean_gradient(ranks):
 
 
 class Sets(Callback):
-    """Sets the size of windows itself, where a scheduler would announce it."""
+    """Sets the window size directly, without a `GradientAccumulationScheduler`."""
 
     def on_train_epoch_start(self, trainer, pl_module):
         trainer.accumulate_grad_batches = 1 + 2 * trainer.current_epoch
@@ -147,7 +147,7 @@ def _scheduled(is_planned: bool) -> tuple:
 def test_a_window_in_which_the_module_ends_the_epoch_is_dropped(ranks):
     answers = ranks(2).run(_trained, EndsEpoch, WindowStrategy, ACCUMULATE + 2, max_epochs=2)
     for seen, *_ in answers:
-        del seen[ACCUMULATE]  # of the window that was left
+        del seen[ACCUMULATE]  # the micro-batch of the dropped window
     for gradient, right in zip(answers[0][1], _expected(answers), strict=True):
         torch.testing.assert_close(gradient, right, **CLOSE)
 
@@ -176,7 +176,7 @@ class Normalised(LightningModule):
 
 
 def _averaged() -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the running mean of a model with averaged weights, and the mean of what they give."""
+    """Return the batch norm's running mean after weight averaging, and the mean of its inputs."""
     module, swa = Normalised(), StochasticWeightAveraging(swa_lrs=0.01, swa_epoch_start=1)
     fit(module, WindowStrategy(), 24, accumulate_grad_batches=2, max_epochs=3, callbacks=[swa])
     linear, norm, _ = module.net
@@ -190,16 +190,14 @@ def test_averaged_weights_get_their_batch_norm_statistics(ranks):
 
 
 def _half(num_fits: int) -> tuple:
-    """Train in fp16, in which the gradients of `Weights` are exact,
-    with the scaler that Lightning would make.
-    """
+    """Train in fp16, where the gradients of `Weights` are exact, with the scaler Lightning would create."""
     module = Module()
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=1)
     precision = MixedPrecision("16-mixed", "cpu", scaler)
     for _ in range(num_fits):
         strategy = WindowStrategy()
         fit(module, strategy, 2 * 2 * 5, plugins=[precision])
-    assert precision.scaler is strategy.sync.scaler  # whose state Lightning saves
+    assert precision.scaler is strategy.sync.scaler  # Lightning saves this scaler's state
     return module.seen, module.memory.stepped_with, precision.state_dict()["scale"]
 
 
@@ -208,7 +206,7 @@ def test_fp16_steps_with_the_unscaled_mean_and_goes_on_with_its_scale(ranks):
     fits = [[seen[part] for seen, *_ in answers] for part in (slice(0, 5), slice(5, 10))]
     expected = [grad for seen in fits for grad in mean_of_windows(seen, ACCUMULATE)]
     torch.testing.assert_close(answers[0][1], expected, **CLOSE)
-    assert answers[0][2] == 2.0**14  # four windows
+    assert answers[0][2] == 2.0**14  # doubled after each of four windows
 
 
 def _logged(folder: str) -> str:
@@ -273,7 +271,7 @@ class WithBackbone(LightningModule):
 
 
 def _finetuned(accumulate: int) -> list[torch.Tensor]:
-    """Train three windows of all items, an epoch each."""
+    """Train three epochs of one window; return the backbone's weights before and after each epoch."""
     module = WithBackbone()
     callback = BackboneFinetuning(unfreeze_backbone_at_epoch=1, backbone_initial_lr=0.1, verbose=False)
     before = module.backbone.weight.detach().clone()
@@ -283,7 +281,7 @@ def _finetuned(accumulate: int) -> list[torch.Tensor]:
 
 
 def test_layers_that_a_callback_unfreezes_are_reduced_from_then_on(ranks):
-    """Two ranks train as one does; under Lightning's DDP they would part."""
+    """Two ranks train like one rank; under Lightning's DDP their parameters would diverge."""
     first, second = ranks(2).run(_finetuned, ACCUMULATE)
     assert torch.equal(first[0], first[1])  # frozen in the first epoch
     assert not torch.equal(first[1], first[2]) and not torch.equal(first[2], first[3])

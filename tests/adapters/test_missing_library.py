@@ -1,4 +1,4 @@
-"""Without its library an adapter names the extra to install."""
+"""Without its library, a module names the extra to install."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ for module, (library, _) in {MODULES}.items():
 
 @pytest.fixture(scope="module")
 def said():
-    """What the import of each module raises in a process that has none of their libraries."""
+    """Return the error of importing each module in a process without the libraries."""
     done = subprocess.run([sys.executable, "-c", IMPORT_ALL], check=True, capture_output=True, text=True)
     return dict(zip(MODULES, done.stdout.splitlines(), strict=True))
 

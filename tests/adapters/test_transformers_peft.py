@@ -1,4 +1,4 @@
-"""LoRA models of PEFT under every owner of gradients: only the adapters train."""
+"""PEFT's LoRA models with GradSync, DDP and FSDP2: only the adapters are trained."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ OWNERS = ["GradSync", "ddp", "fully_shard"]
 
 
 def _lora() -> Any:
-    """Return the net with adapters whose two factors are not zero, so that both have gradients."""
+    """Return the net with adapters; both factors are nonzero, so that both have gradients."""
     import peft
 
     config = peft.LoraConfig(target_modules=["first", "second"], r=2, lora_alpha=4, init_lora_weights=False)
@@ -35,7 +35,7 @@ def _lora() -> Any:
 
 
 def _seen(rank: int) -> list[Tensor]:
-    """Return a rank's micro-batches, of different sizes; the last window is short, and rank 1 has less."""
+    """Return a rank's micro-batches, of different sizes; the last window is short, and rank 1 has fewer."""
     return [items(1 + (index + rank) % 3, seed=10 * rank + index) / 8 for index in range(5 - 2 * rank)]
 
 
@@ -48,7 +48,7 @@ def _sum_of(model: nn.Module, x: Tensor) -> Tensor:
 
 
 def _train(owner: str, folder: str) -> tuple[dict[str, Tensor], dict[str, Tensor], Tensor]:
-    """Train an epoch and save the adapters; return parameters after and before, and an output."""
+    """Train an epoch and save the adapters; return the parameters after and before, and an output."""
     model = _lora()
     before = {name: param.detach().clone() for name, param in model.named_parameters()}
     forward: nn.Module = model

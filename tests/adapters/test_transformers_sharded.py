@@ -1,6 +1,4 @@
-"""Transformers' Trainer with fsdp=True (FSDP2 by Accelerate) and windows: token-exact gradients of a model in
-shards.
-"""
+"""Transformers' Trainer with windows and fsdp=True (Accelerate's FSDP2): gradients are exact token means."""
 
 from __future__ import annotations
 
@@ -28,7 +26,7 @@ def _model() -> GPT2LMHeadModel:
     config = GPT2Config(
         vocab_size=VOCABULARY, bos_token_id=1, eos_token_id=1, n_positions=LENGTH, n_embd=8,
         n_layer=2, n_head=2, pad_token_id=0, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
-        tie_word_embeddings=False,  # accelerate 1.14 gives a tied one to two units, which torch 2.13 refuses
+        tie_word_embeddings=False,  # accelerate 1.14 puts a tied weight in two units; torch 2.13 rejects that
     )  # fmt: skip
     return GPT2LMHeadModel(config)
 
@@ -39,14 +37,14 @@ def _momentum(params: Any) -> torch.optim.Optimizer:
 
 class Sharded(Watching, Trainer):
     def create_optimizer(self, model=None):
-        """Make an optimizer whose states begin with its first step."""
+        """Create an optimizer that has no state before its first step."""
         if self.optimizer is None:
             self.optimizer = _momentum(self.model.parameters())
         return self.optimizer
 
 
 class Budgeted(Sharded):
-    """Ours, with memory to communicate less."""
+    """A Trainer that may use any amount of memory in order to communicate less."""
 
     defer_budget_mb = math.inf
 
@@ -58,7 +56,7 @@ def _trainer(make: type, folder: str, num: int, *, fsdp_config: dict | None = No
         fsdp=True, fsdp_config={"auto_wrap_policy": "TRANSFORMER_BASED_WRAP", **(fsdp_config or {})},
         **{"max_grad_norm": CLIP, "save_strategy": "no", "num_train_epochs": 1, **options},
     )  # fmt: skip
-    assert args.device.type == "cpu"  # makes Accelerate's state anew
+    assert args.device.type == "cpu"  # recreates Accelerate's state
     tell_accelerate()
     return make(model=_model(), args=args, train_dataset=dataset("tokens", num))
 
@@ -76,7 +74,7 @@ def _trained(make: type, folder: str, num: int, **options: Any) -> tuple:
 
 
 def _check(answers: list) -> None:
-    """Compare with one float64 process that takes each window, of all ranks, as one batch."""
+    """Compare with one float64 process that trains on each window of all ranks as one batch."""
     twin, norms = _model().double(), []
     optimizer = _momentum(twin.parameters())
     for start in range(0, len(answers[0][0]), ACCUMULATE):
@@ -116,7 +114,7 @@ def test_training_goes_on_from_a_checkpoint_with_the_optimizers_states(ranks, tm
 
 
 class SharedLoad(Sharded):
-    """Takes its model for one that was sharded while it was loaded."""
+    """Behaves as if `from_pretrained` had sharded its model."""
 
     def train(self, *args, **kwargs):
         self.is_distributed_loading_by_transformers = True

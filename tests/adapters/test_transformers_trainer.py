@@ -1,6 +1,4 @@
-"""Transformers' Trainer with windows: token-exact gradients,
-and losses that the Trainer alone scales wrongly.
-"""
+"""Transformers' Trainer with windows: exact token means, also where the Trainer scales a loss wrongly."""
 
 from __future__ import annotations
 
@@ -20,7 +18,7 @@ from transformers import GPT2Config, GPT2ForSequenceClassification, GPT2LMHeadMo
 from pyengine.adapters.transformers import Trainer, Windows
 
 ACCUMULATE, LENGTH, VOCABULARY = 4, 6, 11
-# A float32 forward and backward through a few small layers, against float64: errors are some 2^-24 each.
+# A float32 forward and backward through a few small layers, against float64: each error is about 2^-24.
 CLOSE = 1e-5
 
 
@@ -44,8 +42,9 @@ def _lora(model: transformers.PreTrainedModel) -> torch.nn.Module:
 
 
 def dataset(kind: str, num: int) -> list[dict[str, torch.Tensor]]:
-    """Sequences of which 1 to 5 tokens are labelled, and one of which none is;
-    or sequences with a number each.
+    """Return sequences with different numbers of labelled tokens, or for regression with a number as label.
+
+    For "tokens" and "lora", one sequence has no labelled token.
     """
     generator = torch.Generator().manual_seed(3)
     rows = []
@@ -62,7 +61,7 @@ def dataset(kind: str, num: int) -> list[dict[str, torch.Tensor]]:
 
 
 class Plain(torch.nn.Module):
-    """A model that knows nothing of the library: its loss is the mean over its own labelled tokens."""
+    """A model from outside the library; its loss is the mean over the labelled tokens of its batch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -84,18 +83,18 @@ class Alone(Watching, transformers.Trainer):
 
 
 class WithWindows(Watching, Trainer):
-    """Ours."""
+    """pyengine's Trainer."""
 
 
 class OwnLoss(Watching, Windows, transformers.Trainer):
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        """Return the mean over the labelled tokens, whatever the Trainer has counted; nan over none."""
+        """Return the mean over the labelled tokens (nan if there are none), without the Trainer's count."""
         logits = model(input_ids=inputs["input_ids"]).logits[:, :-1]
         return torch.nn.functional.cross_entropy(logits.transpose(1, 2), inputs["labels"][:, 1:])
 
 
 def _train(make: type, kind: str, num: int, folder: str, **options) -> tuple:
-    """Train one epoch; return the micro-batches seen, the gradients stepped with, and what was logged."""
+    """Train one epoch by default; return the micro-batches, the gradients of the steps, and the logs."""
     options = {
         "learning_rate": 0.0, "max_grad_norm": 0.0, "save_strategy": "no", "per_device_train_batch_size": 1,
         "gradient_accumulation_steps": ACCUMULATE, "logging_steps": 1, "num_train_epochs": 1, **options,
@@ -123,9 +122,7 @@ def _train(make: type, kind: str, num: int, folder: str, **options) -> tuple:
 
 
 def _oracle(kind: str, answers: list[tuple]) -> list[tuple[torch.Tensor, float]]:
-    """Return gradient and mean loss of each window, from one float64 backward over all its items of all
-    ranks.
-    """
+    """Return each window's gradient and mean loss, from one float64 backward over the items of all ranks."""
     windows = []
     for start in range(0, len(answers[0][0]), ACCUMULATE):
         micro_batches = [b for seen, *_ in answers for b in seen[start : start + ACCUMULATE]]
@@ -143,7 +140,7 @@ def _oracle(kind: str, answers: list[tuple]) -> list[tuple[torch.Tensor, float]]
 
 
 def _errors(kind: str, answers: list[tuple]) -> list[float]:
-    """Return the distance of each window's gradient from the right one, relative to it."""
+    """Return the relative error of each window's gradient."""
     grads, expected = answers[0][1], [grad for grad, _ in _oracle(kind, answers)]
     return [
         ((mine - right).norm() / right.norm()).item() for mine, right in zip(grads, expected, strict=True)
@@ -155,7 +152,7 @@ def test_every_window_steps_with_the_mean_over_its_own_items_which_is_logged(ran
     if kind == "lora":
         pytest.importorskip("peft")
     answers = ranks(2).run(_train, WithWindows, kind, 12, str(tmp_path))
-    assert len(answers[0][1]) == 2  # of which the second is short
+    assert len(answers[0][1]) == 2  # the second window is short
     assert max(_errors(kind, answers)) < CLOSE
     logged = [log["loss"] for log in answers[0][2]]
     assert logged == pytest.approx([loss for _, loss in _oracle(kind, answers)], rel=1e-5)
@@ -169,7 +166,7 @@ def test_a_loss_of_ones_own_is_weighted_by_its_items(ranks, tmp_path):
 
 
 class SavesAdapters(WithWindows):
-    """Reports which parameters have changed, and whether the saved adapters are those trained."""
+    """Records which parameters are trainable, which have changed, and which equal the saved ones."""
 
     def train(self):
         import peft
@@ -205,12 +202,12 @@ def test_a_loss_that_is_not_finite_is_logged_as_by_the_trainer(tmp_path, is_filt
     answer = _train(Overflows, "tokens", 8, str(tmp_path), **options)
     first = _oracle("tokens", [answer])[0][1]
     (log,) = answer[2]
-    # The Trainer adds what there is, divided by one step more than there were.
+    # For a loss that is not finite, the Trainer adds the sum so far, divided by the steps so far plus one.
     assert log["loss"] == pytest.approx((first + first / 2) / 2 if is_filtered else math.inf, rel=1e-5)
 
 
 class DividedByTheWindow(WithWindows):
-    """A loss that is divided by the micro-batches of its window, as the class says."""
+    """Divides its loss by the micro-batches of its window, and says so with `loss_is_scaled_for_ga`."""
 
     loss_is_scaled_for_ga = True
 
@@ -247,7 +244,7 @@ def test_gradients_are_clipped_to_max_grad_norm_and_the_norm_is_logged(ranks, tm
 
 
 class Scaled(transformers.Trainer):
-    """Does on a CPU what Accelerate does on a GPU alone: fp16 with a loss scaler."""
+    """Trains in fp16 with a loss scaler on the CPU, which Accelerate does only on a GPU."""
 
     def create_accelerator_and_postprocess(self):
         super().create_accelerator_and_postprocess()
@@ -256,7 +253,7 @@ class Scaled(transformers.Trainer):
 
 
 class Half(Watching, Windows, Scaled):
-    """Ours over it, trained once more from its checkpoint; tells with which scale."""
+    """Resumes from its checkpoint for another epoch, and records the loss scale of each micro-batch of it."""
 
     def train(self):
         super().train()
@@ -276,7 +273,7 @@ def test_autocast_to_fp16_stays_near_the_right_gradient_and_the_scale_is_resumed
     first = [(seen, grads[:2]) for (seen, _), grads, _ in answers]
     assert max(_errors("tokens", first)) < 2**-8  # products of 11-bit mantissas through a few layers
     for (_, scales), *_ in answers:
-        assert scales == [2.0**9] * 6  # grown after two windows
+        assert scales == [2.0**9] * 6  # the scale grew after two windows
 
 
 class TrainsTwice(WithWindows):
@@ -290,7 +287,7 @@ class TrainsTwice(WithWindows):
 
 def test_training_goes_on_when_train_is_called_again_and_gradients_travel_once_a_window(ranks, tmp_path):
     sent, *_ = ranks(2).run(_train, TrainsTwice, "tokens", 12, str(tmp_path))[0]
-    assert sent == [2, 2, True]  # a header and one bucket, two windows
+    assert sent == [2, 2, True]  # a header and one bucket in each of two windows
 
 
 class Stopping(transformers.TrainerCallback):
@@ -303,7 +300,7 @@ class Stopping(transformers.TrainerCallback):
 
 
 class Stopped(WithWindows):
-    """Is stopped by a callback, and goes on: in the next epoch, or in another training."""
+    """Is stopped by a callback, and continues with the next epoch or with another call of `train`."""
 
     def train(self):
         is_epoch = self.args.num_train_epochs == 2
@@ -311,7 +308,7 @@ class Stopped(WithWindows):
         super().train()
         if not is_epoch:
             super().train()
-        self.seen = self.seen[1:]  # without the micro-batch of the window that was left
+        self.seen = self.seen[1:]  # without the micro-batch of the dropped window
 
 
 @pytest.mark.parametrize("epochs", [1, 2])
@@ -376,7 +373,7 @@ def test_auto_find_batch_size_trains_with_the_size_that_fits(ranks, tmp_path):
         "gradient_accumulation_steps": 2,
     }
     for _, grads, _ in ranks(2).run(_train, RunsOutOfMemory, "tokens", 8, str(tmp_path), **options):
-        assert len(grads) == 2  # of two sequences a rank, one after the other
+        assert len(grads) == 2  # each window has two micro-batches of one sequence per rank
 
 
 def _divided(loss: torch.Tensor, steps: int, how: str) -> torch.Tensor:
@@ -389,7 +386,7 @@ def _divided(loss: torch.Tensor, steps: int, how: str) -> torch.Tensor:
 
 
 class Divides(WithWindows):
-    """Divides in compute_loss, as its class says how."""
+    """Divides the loss in `compute_loss`, in the way that `how` names."""
 
     how = "/"
 
@@ -399,7 +396,7 @@ class Divides(WithWindows):
 
 
 class DividesOnce(Watching, transformers.Trainer):
-    """Runs forward and backward itself, as old Trainers do."""
+    """Runs forward and backward itself and divides the loss, as old Trainers do."""
 
     def training_step(self, model, inputs, *args):
         loss = super().compute_loss(model, self._prepare_inputs(inputs))
@@ -408,7 +405,7 @@ class DividesOnce(Watching, transformers.Trainer):
 
 
 class Final(Windows, DividesOnce):
-    """Ours in front of it."""
+    """The mixin before the class whose training step divides the loss."""
 
 
 @pytest.mark.parametrize("kind", ["tokens", "plain"])
@@ -425,7 +422,7 @@ def test_a_training_step_of_ones_own_that_divides_is_refused(ranks, tmp_path):
 
 
 class DividesElsewhere(WithWindows):
-    """Reports a quotient, divides what is no loss, and by Accelerate's own number, which is 1."""
+    """Divides the loss only where the backward does not use the quotient, or where the divisor is 1."""
 
     def compute_loss(self, model, inputs, return_outputs=False, **options):
         loss, steps = super().compute_loss(model, inputs, **options), self.args.gradient_accumulation_steps
@@ -452,11 +449,11 @@ class OwnStep(transformers.Trainer):
 
 
 class Behind(Watching, Windows, OwnStep):
-    """The mixin in front of the class with the training step."""
+    """The mixin before the class with the training step."""
 
 
 class InFront(Windows, transformers.Trainer):
-    """The training step in front of the mixin."""
+    """The training step before the mixin."""
 
     training_step = OwnStep.training_step
 

@@ -1,4 +1,4 @@
-"""TRL's trainers behind the mixin: SFT is a mean over tokens, DPO over pairs, GRPO as its loss type says."""
+"""TRL's trainers with the mixin: losses are means over tokens (SFT), pairs (DPO), or by loss type (GRPO)."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from pyengine.adapters.transformers import Windows
 
-# TRL is imported by the ranks alone, which takes seconds.
+# Only the ranks import TRL, because this takes seconds.
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(find_spec("trl") is None, reason="needs trl: requirements-slow.txt"),
@@ -32,7 +32,7 @@ pytestmark = [
 
 ACCUMULATE, BETA = 4, 0.5
 WORDS = ["<pad>", "<eos>", "<unk>", *"abcdefgh"]
-# A float32 forward and backward through two small layers, against float64: errors are some 2^-24 each.
+# A float32 forward and backward through two small layers, against float64: each error is about 2^-24.
 CLOSE = 1e-5
 
 
@@ -72,7 +72,7 @@ def _words(num: int, start: int) -> str:
 
 
 class Watching:
-    """Keeps a copy of what every loss was computed from."""
+    """Keeps a copy of the inputs of every training loss."""
 
     def compute_loss(self, model, inputs, *args, **options):
         if self.model.training:
@@ -84,9 +84,9 @@ class Watching:
 def _train(
     name: str, rows: list[dict], folder: str, *, make_model: Any = _model, extra: Any = None, **options: Any
 ) -> tuple:
-    """Train one epoch with TRL's trainer of this name behind the mixin.
+    """Train one epoch with the mixin and TRL's trainer of this name.
 
-    Return the micro-batches seen, the gradients stepped with, and what was logged.
+    Return the micro-batches, the gradients of the steps, and the logs.
     """
     import trl
     from datasets import Dataset
@@ -118,9 +118,9 @@ def _train(
 
 
 def _errors(answers: list[tuple], loss_of: Any, make_model: Any = _model) -> list[float]:
-    """Return the distance of each window's gradient from the right one, relative to it.
+    """Return the relative error of each window's gradient.
 
-    `loss_of(model, micro_batches)` is the mean over all micro-batches that all ranks have seen in a window.
+    `loss_of(model, micro_batches)` is the mean loss over a window's micro-batches of all ranks.
     """
     errors: list[float] = []
     for window, mine in enumerate(answers[0][1]):
@@ -133,7 +133,7 @@ def _errors(answers: list[tuple], loss_of: Any, make_model: Any = _model) -> lis
 
 
 def _logps(model: LlamaForCausalLM, batch: dict[str, Tensor]) -> Tensor:
-    """Return the log-probability of every token but the first."""
+    """Return the log-probability of every token except the first."""
     ids = batch["input_ids"]
     logits = model(input_ids=ids, attention_mask=batch["attention_mask"]).logits[:, :-1]
     return -cross_entropy(logits.transpose(1, 2), ids[:, 1:], reduction="none")
@@ -157,7 +157,7 @@ def _mean_over_tokens(model: LlamaForCausalLM, batches: list[dict[str, Tensor]])
 def test_a_window_of_sft_is_the_mean_over_the_tokens_of_all_ranks(ranks, tmp_path, world, make_model):
     answers = ranks(world).run(_train, "SFT", SENTENCES, str(tmp_path), make_model=make_model)
     nums = {int((batch["labels"] != -100).sum()) for seen, *_ in answers for batch in seen}
-    assert len(nums) > 2 and len(answers[0][1]) == 3 - (world > 1)  # the last one short on two ranks
+    assert len(nums) > 2 and len(answers[0][1]) == 3 - (world > 1)  # the last window is short on two ranks
     assert all(error < CLOSE for error in _errors(answers, _mean_over_tokens, make_model))
 
 
@@ -170,7 +170,7 @@ PAIRS = [
 
 
 def _mean_over_pairs(model: Any, batches: list[dict[str, Tensor]]) -> Tensor:
-    """Return the loss of DPO; TRL's reference for adapters is a copy of them."""
+    """Return DPO's loss; for adapters, TRL's reference model is a copy with the initial adapters."""
     losses, reference = [], copy.deepcopy(model) if hasattr(model, "peft_config") else _model(8).double()
     for batch in batches:
         mask = batch["completion_mask"][:, 1:]
@@ -205,7 +205,7 @@ def _grpo(loss_type: str, prompts: list[dict], folder: str, **options: Any) -> t
 
 
 def _policy_loss(model: LlamaForCausalLM, batch: dict[str, Tensor]) -> Tensor:
-    """Return the loss of every token of the completions; the ratio of probabilities is 1."""
+    """Return the loss of every completion token; the ratio of probabilities is 1."""
     ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], 1)
     mask = torch.cat([batch["prompt_mask"], batch["completion_mask"]], 1)
     logps = _logps(model, {"input_ids": ids, "attention_mask": mask})
@@ -218,14 +218,14 @@ def _policy_loss(model: LlamaForCausalLM, batch: dict[str, Tensor]) -> Tensor:
 def _mean_of_grpo(loss_type: str, model: LlamaForCausalLM, batches: list[dict[str, Tensor]]) -> Tensor:
     losses = [_policy_loss(model, batch) for batch in batches]
     nums = [batch["completion_mask"].sum(1) for batch in batches]
-    if loss_type == "grpo":  # over the completions, each the mean over its tokens
+    if loss_type == "grpo":  # mean over completions of the mean over tokens
         return torch.cat([loss.sum(1) / num for loss, num in zip(losses, nums, strict=True)]).mean()
-    if loss_type == "dr_grpo":  # over as many tokens as there might have been
+    if loss_type == "dr_grpo":  # mean over the maximum number of tokens
         return torch.cat([loss.sum(1) / 6 for loss in losses]).mean()
-    if loss_type == "bnpo":  # over micro-batches, each the mean over its tokens
+    if loss_type == "bnpo":  # mean over micro-batches of the mean over tokens
         means = [loss.sum() / num.sum() for loss, num in zip(losses, nums, strict=True)]
         return torch.stack(means).mean()
-    # Over the tokens generated together, then over the generations, of which a batch is such a share.
+    # Each loss is divided by the tokens generated together, and the sum by the batches' shares of them.
     made = [batch["num_items_in_batch"] for batch in batches]
     shares = [num.sum() / all_made for num, all_made in zip(nums, made, strict=True)]
     return sum(loss.sum() / all_made for loss, all_made in zip(losses, made, strict=True)) / sum(shares)
@@ -234,7 +234,7 @@ def _mean_of_grpo(loss_type: str, model: LlamaForCausalLM, batches: list[dict[st
 @pytest.mark.parametrize("loss_type", ["grpo", "bnpo", "dr_grpo", "dapo"])
 @pytest.mark.parametrize("world", [1, 2])
 def test_a_window_of_grpo_is_the_mean_of_its_loss_type_over_all_ranks(ranks, tmp_path, world, loss_type):
-    # Completions are generated for two micro-batches: the last window of three times two is short.
+    # Completions are generated for two micro-batches at a time; after three times, the last window is short.
     prompts = [{"prompt": _words(2, i)} for i in range(6 * world)]
     answers = ranks(world).run(_grpo, loss_type, prompts, str(tmp_path), steps_per_generation=2)
     assert [len(seen) for seen, *_ in answers] == [6] * world and len(answers[0][1]) == 2
@@ -242,11 +242,11 @@ def test_a_window_of_grpo_is_the_mean_of_its_loss_type_over_all_ranks(ranks, tmp
     assert all(error < CLOSE for error in errors)
 
 
-# ---- a loss that TRL has divided by the tokens of the whole window ----
+# ---- a loss that TRL divides by the tokens of the whole window ----
 
 
 def _divergence(model: LlamaForCausalLM, batches: list[dict[str, Tensor]]) -> Tensor:
-    """Return the mean over tokens of the KL divergence of the model from its teacher."""
+    """Return the KL divergence of the model from its teacher, as a mean over tokens."""
     total, num, teacher = torch.zeros((), dtype=torch.float64), 0, _model(8).double()
     for batch in batches:
         given = {

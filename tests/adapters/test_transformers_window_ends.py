@@ -1,4 +1,4 @@
-"""Where the Trainer's windows end: data without a length, another number of micro-batches, a resumption."""
+"""Where the Trainer's windows end: data without a length, changed window sizes, resumed training."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pyengine.adapters.transformers import Trainer
 
 
 class Mean(torch.nn.Module):
-    """A loss whose gradient is the mean of its rows."""
+    """A model whose gradient is the mean of its input rows."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -28,7 +28,7 @@ class Mean(torch.nn.Module):
 
 
 class Rows(IterableDataset):
-    """Rows without a length."""
+    """A dataset without a length."""
 
     def __init__(self, num: int) -> None:
         self.num = num
@@ -38,14 +38,14 @@ class Rows(IterableDataset):
 
 
 class Promising(Rows):
-    """Rows of which there are fewer than the length says."""
+    """A dataset with fewer rows than its length."""
 
     def __len__(self) -> int:
         return self.num + 3
 
 
 class Recording(torch.optim.SGD):
-    """Remembers, of every step, its gradient and the micro-batches since the step before."""
+    """Records the gradient of every step and the micro-batches since the previous step."""
 
     def __init__(self, model: Mean) -> None:
         super().__init__(model.parameters(), lr=0.0)
@@ -68,11 +68,11 @@ class Noting:
 
 
 class Watching(Noting, Trainer):
-    """Ours."""
+    """pyengine's Trainer."""
 
 
 class Skips(Noting, Trainer):
-    """Leaves out the micro-batches of the numbers in `left_out`."""
+    """Skips the micro-batches whose indices are in `left_out`."""
 
     left_out = range(0)
     index = -1
@@ -91,7 +91,7 @@ class Alone(Noting, transformers.Trainer):
 
 
 class Sets(transformers.TrainerCallback):
-    """Sets the number of micro-batches a window, once: in a hook, behind so many steps."""
+    """Changes the micro-batches per window once, in the given hook, after `behind` steps."""
 
     def __init__(self, hook: str, steps: int, *, behind: int = 1) -> None:
         self.steps, self.behind = steps, behind
@@ -113,7 +113,7 @@ class Stops(transformers.TrainerCallback):
 
 
 def _train(folder, data, *callbacks, accumulate=3, make=Watching, resumed="", **options):
-    """Train; return the windows, and the micro-batches that no step used."""
+    """Train; return the windows, and the micro-batches that were not used by a step."""
     options = {"num_train_epochs": 1, "save_strategy": "no", **options}
     with launched():
         try:
@@ -137,7 +137,7 @@ def _train(folder, data, *callbacks, accumulate=3, make=Watching, resumed="", **
 
 
 def _check(answers, sizes):
-    """Check how many micro-batches each window has, that no other one ran, and every gradient."""
+    """Check the number of micro-batches and the gradient of every window, and that no micro-batch is left."""
     for windows, left in answers:
         assert [len(seen) for seen, _ in windows] == sizes
         assert not left
@@ -226,7 +226,7 @@ def test_exact_sums_refuse_more_micro_batches_and_say_with_how_many_to_begin(tmp
 def test_an_epoch_that_a_callback_stops_adds_nothing_to_the_next(tmp_path):
     windows, left = _train(tmp_path, Rows(8), Stops(), max_steps=3)
     assert not left
-    assert [len(seen) for seen, _ in windows] == [1 + 3, 3, 2]  # of which the first one was dropped
+    assert [len(seen) for seen, _ in windows] == [1 + 3, 3, 2]  # the first micro-batch was dropped
     for seen, grad in windows:
         torch.testing.assert_close(grad, torch.cat(seen[-3:]).mean(0), **CLOSE)
 
@@ -246,7 +246,7 @@ def test_a_training_step_may_leave_micro_batches_out(ranks, tmp_path, left_out):
     sizes = [3, 3, 2]
     for index in left_out:
         sizes[index // 3] -= 1
-    assert [len(seen) for seen, _ in windows] == [size for size in sizes if size]  # an empty one is skipped
+    assert [len(seen) for seen, _ in windows] == [size for size in sizes if size]  # without empty windows
     assert not left
 
 

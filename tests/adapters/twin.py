@@ -1,4 +1,4 @@
-"""A model of several FSDP units, and its training in one float64 process."""
+"""A model with several FSDP units, and its training in one float64 process."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from worlds import FEATURES
 
 LR, MOMENTUM = 0.05, 0.5
-# A forward and backward through two small layers in float32: errors are some 2^-24 each.
+# A float32 forward and backward through two small layers: each error is about 2^-24.
 CLOSE = {"rtol": 1e-5, "atol": 1e-6}
 
 
 class Block(nn.Linear):
-    """A unit of its own."""
+    """A layer that is an FSDP unit."""
 
 
 class Net(nn.Module):
-    """Two units within one, and a scale of the outermost's own."""
+    """A unit that contains two units and a parameter of its own."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -33,7 +33,7 @@ class Net(nn.Module):
 
 
 def shard(net: Net, mesh: DeviceMesh) -> None:
-    """Make every unit of a net one of FSDP's, unless it is."""
+    """Apply `fully_shard` to the net and its two layers, unless the net is already sharded."""
     if not isinstance(net, FSDPModule):
         for part in (net.first, net.second, net):
             fully_shard(part, mesh=mesh)
@@ -48,15 +48,15 @@ def decay(step: int) -> float:
 
 
 def weights_of(model: nn.Module) -> list[Tensor]:
-    """Return the parameters, whole; every rank calls this."""
+    """Return the unsharded parameters; every rank must call this."""
     return [param.full_tensor().detach().clone() for param in model.parameters()]
 
 
 class Twin:
-    """One float64 process.
+    """The training in one float64 process, with the expected results.
 
     Args:
-        scheduler_steps: a window; Accelerate's is stepped once a rank.
+        scheduler_steps: scheduler steps per window; Accelerate steps its scheduler once per rank.
     """
 
     def __init__(self, scheduler_steps: int = 0) -> None:
@@ -67,7 +67,7 @@ class Twin:
     def train(
         self, by_rank: Sequence[Sequence[Tensor]], accumulate: int, *, clip: str = "", broken: int = -1
     ) -> list[Tensor]:
-        """Take all ranks' micro-batches of a window as one batch; return the norms before clipping."""
+        """Train on each window of all ranks as one batch; return the norms before clipping."""
         norms, params = [], list(self.net.parameters())
         for start in range(0, max(map(len, by_rank)), accumulate):
             if start <= broken < start + accumulate:

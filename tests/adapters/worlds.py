@@ -1,6 +1,4 @@
-"""Shared by the tests of adapters: items with known gradients, an optimizer that records gradients, and a
-launcher's environment.
-"""
+"""Helpers for adapter tests: items with known gradients, a recording optimizer, a launcher's environment."""
 
 from __future__ import annotations
 
@@ -19,7 +17,7 @@ CLOSE = {"rtol": 3 * 2.0**-23, "atol": 0.0}
 
 
 class Weights(nn.Linear):
-    """A model whose summed loss `model.loss(x)` has the gradient `x.sum(0)`, wherever its weights are."""
+    """A model for which `model(x).sum()` has the gradient `x.sum(0)`, whatever its weights."""
 
     def __init__(self) -> None:
         super().__init__(FEATURES, 1, bias=False)
@@ -33,7 +31,7 @@ class Remembering(torch.optim.SGD):
         self.stepped_with: list[Tensor] = []
 
     def step(self, closure=None):
-        """Run the closure that Lightning's plain strategies bring, remember the gradient, and step."""
+        """Run the closure that Lightning's own strategies pass, record the gradient, and step."""
         result = None if closure is None else torch.enable_grad()(closure)()
         grads = [param.grad for param in self.param_groups[0]["params"] if param.grad is not None]
         self.stepped_with += [torch.cat([grad.flatten() for grad in grads])]
@@ -47,9 +45,7 @@ def items(num: int, *, seed: int = 0) -> Tensor:
 
 
 def mean_of_windows(by_rank: Sequence[Sequence[Tensor]], accumulate: int) -> list[Tensor]:
-    """Return each window's mean gradient over all items that all ranks have seen in it,
-    from one float64 sum.
-    """
+    """Return each window's mean gradient over the items of all ranks, computed in float64."""
     windows = []
     for start in range(0, max(map(len, by_rank)), accumulate):
         seen = [x for micro_batches in by_rank for x in micro_batches[start : start + accumulate]]
@@ -67,7 +63,7 @@ def refusal(run: Callable[[], object]) -> str:
 
 @contextmanager
 def launched() -> Iterator[None]:
-    """Set what a launcher sets for this rank of the default group; nothing where there is no group."""
+    """Set the environment of a launcher for this rank of the default group; without a group, do nothing."""
     if not dist.is_initialized():
         yield
         return

@@ -1,4 +1,4 @@
-"""Running the real command."""
+"""A fixture that runs the real command."""
 
 from __future__ import annotations
 
@@ -22,10 +22,9 @@ def _run(folder: Path, arguments: tuple[str, ...]) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="session")
 def train(tmp_path_factory):
-    """Give `train("--mode", "ddp")`: run the command with tiny settings, once a session, and return its JSON
-    lines.
+    """Return a function: `train("--mode", "ddp")` runs the command with tiny settings and returns JSON lines.
 
-    It runs in a folder of its own: files it is to write are named without one.
+    Equal calls run the command once per session. It runs in its own folder; pass output files as bare names.
     """
     folder = tmp_path_factory.mktemp("train")
     return lambda *arguments: _run(folder, arguments)

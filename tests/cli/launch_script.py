@@ -1,6 +1,4 @@
-"""What tests start by torchrun: calls `launch` as often and with as many workers as it is told,
-and prints what comes.
-"""
+"""A script for torchrun: calls `launch` once per argument, with that many workers, and prints the results."""
 
 from __future__ import annotations
 
@@ -14,7 +12,7 @@ from pyengine import launch
 
 
 def place(call: int) -> tuple[int, int]:
-    """Return the call and the rank, after a word with the others.
+    """Return the call and the rank, after a barrier.
 
     Rank 1 fails in the call that `FAILS_AT` lists for this start of the workers.
     """
@@ -28,9 +26,9 @@ def place(call: int) -> tuple[int, int]:
 if __name__ == "__main__":
     restarts = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
     if restarts == 0 and os.environ["RANK"] == os.environ.get("ABSENT"):
-        time.sleep(2)  # the other one has come by then, and waits
+        time.sleep(2)  # by then the other rank waits
         raise SystemExit("absent")
     for call, workers in enumerate(sys.argv[1:]):
-        # Where hosts come and go, a restarted script may want another number than it did before.
+        # If hosts join and leave, a restarted script may ask for a different number of workers.
         places = launch(place, workers=int(workers) + restarts, args=(call,))
-        sys.stdout.write(f"{places}\n")  # in one go: all workers write to one pipe
+        sys.stdout.write(f"{places}\n")  # in one write: all workers share a pipe

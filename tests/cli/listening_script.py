@@ -1,6 +1,4 @@
-"""What tests start to see what `launch` listens on: a worker makes a group of its own besides,
-and both are used.
-"""
+"""A script for tests of listening sockets: workers of `launch` use the default group and a second one."""
 
 from __future__ import annotations
 
@@ -13,7 +11,7 @@ from pyengine import launch
 
 
 def add_up() -> tuple[list[float], str]:
-    """Return a sum over a second group, and the interface that gloo was told."""
+    """Return a sum over a second group, and the network interface that is set for gloo."""
     total = torch.ones(1)
     dist.all_reduce(total, group=dist.new_group([0, 1]))
     dist.barrier()

@@ -1,6 +1,4 @@
-"""What a program listens on, as the kernel has it: sockets of the process and of those that it has
-started.
-"""
+"""The addresses that a program and its child processes listen on, read from /proc."""
 
 from __future__ import annotations
 
@@ -14,13 +12,11 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-_LISTEN = "0A"  # as include/net/tcp_states.h counts
+_LISTEN = "0A"  # TCP_LISTEN in include/net/tcp_states.h
 
 
 def listened_on(command: Sequence[str], *, timeout_s: float = 300) -> tuple[set[str], int, str]:
-    """Run a command; return the addresses that it or a process below it listened on, its exit code,
-    and what it said.
-    """
+    """Run a command; return the addresses that it and its children listened on, its exit code and output."""
     found: set[str] = set()
     end = time.monotonic() + timeout_s
     with tempfile.TemporaryFile("w+") as said:
@@ -40,9 +36,9 @@ def _family(pid: int) -> list[int]:
         try:
             parents[int(stat.parent.name)] = int(stat.read_text().rpartition(")")[2].split()[1])
         except OSError:
-            continue  # it ended while we looked
+            continue  # the process has ended
     family = [pid]
-    for member in family:  # grows on the way
+    for member in family:  # grows during the loop
         family += [child for child, parent in parents.items() if parent == member]
     return family
 
@@ -54,7 +50,7 @@ def _listening(pid: int) -> Iterator[str]:
         targets = [os.readlink(fd) for fd in (folder / "fd").iterdir()]
         lines = [line for table in ("tcp", "tcp6") for line in _table(folder / "net" / table)]
     except OSError:
-        return  # it ended while we looked
+        return  # the process has ended
     own = {match[1] for target in targets if (match := re.fullmatch(r"socket:\[(\d+)\]", target))}
     for line in lines:
         fields = line.split()
@@ -67,6 +63,6 @@ def _table(path: Path) -> list[str]:
 
 
 def _address(digits: str) -> str:
-    """Return an address that the kernel prints as 32-bit words in the machine's order of bytes."""
+    """Parse an address that the kernel prints as 32-bit words in the machine's byte order."""
     words = [int(digits[at : at + 8], 16).to_bytes(4, sys.byteorder) for at in range(0, len(digits), 8)]
     return str(ipaddress.ip_address(b"".join(words)))

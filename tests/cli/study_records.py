@@ -1,4 +1,4 @@
-"""Made-up runs for the tests of `study`: seconds are powers of two, so that every figure is exact."""
+"""Synthetic runs for the tests of `study`: seconds are powers of two, so that all results are exact."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pyengine.cli.study.grid import WARM_UP_STEPS
 from pyengine.cli.study.probe import Run
 from pyengine.cli.study.store import Record
 
-STEPS = 16  # that are measured
+STEPS = 16  # measured steps
 
 
 def asked(
@@ -26,7 +26,7 @@ def asked(
     stall_timeout_s: float = 60.0,
     run_timeout_s: float = 60.0,
 ) -> Run:
-    """Return a short run as its workers are told of it."""
+    """Return the description of a short run, as its workers receive it."""
     return Run(
         target=target,
         workers=workers,
@@ -45,7 +45,7 @@ def asked(
 
 
 def made(workers: int, batch: int, *, step_s: float = 0.25, **changes: Any) -> Record:
-    """Return a run that is done: a slow warm-up, then `STEPS` steps of `step_s`."""
+    """Return a completed run: a slow warm-up, then `STEPS` steps of `step_s`."""
     record = Record(
         workers=workers,
         batch=batch,
@@ -76,10 +76,10 @@ def ended(workers: int, batch: int, status: str = "failed", reason: str = "boom"
 
 
 def with_stall(record: Record, step: int, seconds: float) -> Record:
-    """Return the run with one step that took longer."""
+    """Return the run with one step that took `seconds`."""
     return replace(record, seconds=[*record.seconds[:step], seconds, *record.seconds[step + 1 :]])
 
 
 def analysed(records: Sequence[Record], *, cores: int = 4, **changes: Any) -> Analysis:
-    """Analyse with settings that matter to few."""
+    """Analyse with default settings, which few tests change."""
     return analyse(records, **{"fixed": "global", "threads": 1, "cores": cores, "goal": None, **changes})

@@ -1,4 +1,4 @@
-"""Training functions for `study`: one that is right, and others that end in ways of their own."""
+"""Training functions for `study`: a correct one, and others with errors or special cases."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from pyengine.cli.study.probe import StudyProbe
 
 
 def right(study: StudyProbe) -> None:
-    """Learn to tell signs, on as many samples as asked for."""
+    """Train a classifier of the sign of a sum, on `dataset_size` samples."""
     torch.manual_seed(study.seed)
     model = nn.Linear(4, 2)
     data = torch.randn(study.dataset_size, 4, generator=torch.Generator().manual_seed(1))
@@ -46,7 +46,7 @@ def right(study: StudyProbe) -> None:
 
 
 def sometimes(study: StudyProbe) -> None:
-    """Learn; but fail alone with the larger batch, and hang together with it."""
+    """Train; but with the larger batch, a single worker fails and several workers hang."""
     if study.global_batch > 8 and study.workers == 1:
         raise ValueError("boom")
     if study.global_batch > 8:
@@ -56,7 +56,7 @@ def sometimes(study: StudyProbe) -> None:
 
 
 def _say_pid(pid: int) -> None:
-    """Write it in one piece: all ranks have one log, and `print` writes the line's end by itself."""
+    """Print the pid in one write: all ranks share a log, and `print` would write the newline separately."""
     print(f"pid {pid}\n", end="", flush=True)
 
 
@@ -64,14 +64,12 @@ EVALUATION_TICKS = 1000
 
 
 def slow_evaluation(study: StudyProbe) -> None:
-    """Step at once, together, and evaluate slowly, on rank 0 alone;
-    time is a counter that the ranks share.
-    """
+    """Step without delay, and evaluate slowly on rank 0 only; time is a counter that the ranks share."""
     store = dist.distributed_c10d._get_default_store()
 
     def quality() -> float:
         assert not torch.is_grad_enabled()
-        time.sleep(0.1)  # the others get into whatever they would do meanwhile
+        time.sleep(0.1)  # gives the other ranks time to go on
         store.add("ticks", EVALUATION_TICKS)
         return 0.5
 
@@ -90,17 +88,17 @@ def without_accuracy(study: StudyProbe) -> None:
 
 
 def noisy(study: StudyProbe) -> None:
-    """Step with records of an engine whose counts are tokens, four a sample."""
+    """Step with records of an engine whose counts are tokens, about four per sample."""
     study.watch(None)
     for step in range(study.steps):
         estimate = pe.NoiseEstimate(3.0, 1.0, 4.0 * step, 2.0, step)
-        tokens = 4.0 * study.global_batch + (-1) ** step  # in a window, on average four a sample
+        tokens = 4.0 * study.global_batch + (-1) ** step  # per window, on average four per sample
         last = replace(record(step), count=tokens, noise_scale=estimate if step % 2 == 0 else None)
         study.on_step(last)
 
 
 def exact(study: StudyProbe) -> None:
-    """Step an engine that refuses the noise scale."""
+    """Train with an engine that does not support the noise scale."""
     model = nn.Linear(1, 1)
     sync = pe.GradSync(model, accumulator="exact")
     study.watch(sync)
@@ -115,7 +113,7 @@ def without_noise_scale(study: StudyProbe) -> None:
     model = nn.Linear(1, 1)
     sync = pe.GradSync(model)
     study.watch(sync, noise_scale=False)
-    sync.measure(pe.GradNorms(), pe.NoiseScale())  # is not refused as a second one
+    sync.measure(pe.GradNorms(), pe.NoiseScale())  # accepted, since `watch` has not measured it
     raise RuntimeError("measured by itself")
 
 
@@ -142,7 +140,7 @@ def says_nothing_on_rank_0(study: StudyProbe) -> None:
 
 
 def beats_for_ever(study: StudyProbe) -> None:
-    """Evaluate, and never step; with a process beside it, as a loader has."""
+    """Report progress forever without a step, with a child process such as a data loader has."""
     _say_pid(subprocess.Popen(["sleep", "600"]).pid)
     while True:
         study._beat(done=0)
@@ -150,7 +148,7 @@ def beats_for_ever(study: StudyProbe) -> None:
 
 
 def killed(study: StudyProbe) -> None:
-    """End as the kernel ends who takes too much memory."""
+    """Die from SIGKILL, which the kernel sends to a process that uses too much memory."""
     os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -172,7 +170,7 @@ def record(step: int) -> pe.StepRecord:
 
 
 def lives(pid: int) -> bool:
-    """Whether a process is there, and not only a name that nobody has asked after yet."""
+    """Return whether a process exists and is not a zombie."""
     with suppress(psutil.NoSuchProcess):
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     return False

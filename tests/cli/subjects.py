@@ -1,4 +1,4 @@
-"""Training functions for `verify`: one that is right, and others with one fault each."""
+"""Training functions for `verify`: a correct one, and others with one fault each."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ Number = Callable[[], float]
 
 
 def network(*, has_norm: bool = False) -> nn.Sequential:
-    """Build a network with dropout and, if asked for, a norm."""
+    """Build a network with dropout and, optionally, a batch norm."""
     torch.manual_seed(0)
     norm = nn.BatchNorm1d(16) if has_norm else nn.Identity()
     return nn.Sequential(nn.Linear(8, 16), norm, nn.Dropout(0.2), nn.Linear(16, 3))
 
 
 def keyed(step: int, index: int) -> AbstractContextManager[None]:
-    """Let each micro-batch draw its own numbers."""
+    """Return a context that gives each micro-batch its own random numbers."""
     return pe.micro_batch_rng(0, step=step, index=index)
 
 
@@ -41,7 +41,7 @@ def train(
     lr: Number = lambda: 1e-2,
     weight: Number = lambda: 1.0,
 ) -> None:
-    """Train as the documentation says; a fault is passed in, and may depend on the rank."""
+    """Train as the documentation says; arguments introduce faults, which may depend on the rank."""
     model = make()
     data = torch.randn(400, 8, generator=torch.Generator().manual_seed(1))
     sampler = pe.WindowSampler(len(data), seed=0, micro_batch=4, global_batch=4 * MICRO_BATCHES)

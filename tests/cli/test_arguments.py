@@ -1,4 +1,4 @@
-"""Help with examples, and errors that name what is needed; no worker is started."""
+"""Help texts with examples, and errors that name the expected values; no worker is started."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ BAD_BENCH = [
     (("--variants", "ddp,accelerate"), "argument --variants: got accelerate, but accelerate is not"),
     (("--out", "no/such.json"), "argument --out: cannot write no/such.json (No such file or directory)"),
 ]
-# 99999 is more than any machine has cores for.
+# No machine has cores for 99999 workers.
 CROWDS = [
     (name, arguments, "argument --workers: workers=99999: expected at most")
     for name, arguments in (
@@ -133,7 +133,7 @@ def test_help_shows_examples_and_defaults(capsys, command):
     with pytest.raises(SystemExit) as stop:
         main([command, "--help"])
     assert stop.value.code == 0
-    text = " ".join(capsys.readouterr().out.split())  # however wide the terminal is
+    text = " ".join(capsys.readouterr().out.split())  # independent of the terminal's width
     assert [words for words in HELP[command] if " ".join(words.split()) not in text] == []
 
 
@@ -193,7 +193,7 @@ def test_missing_extra_is_named_with_what_to_install(capsys, monkeypatch, comman
         monkeypatch.delitem(sys.modules, name)
     for folder in (command, "tasks"):
         monkeypatch.delattr(pyengine.cli, folder, raising=False)
-    monkeypatch.setitem(sys.modules, module, None)  # Python's own way to make an import fail
+    monkeypatch.setitem(sys.modules, module, None)  # makes the import fail
     assert main([command]) == 1
     package = "scikit-learn" if module == "sklearn" else module
     assert capsys.readouterr().err == (

@@ -122,7 +122,7 @@ def test_a_failing_worker_ends_the_run_and_what_was_measured_before_is_kept(tmp_
     [
         ([1.0] * 5, [1.1, 1.2, 1.1, 1.3, 1.1], True),
         ([1.0] * 5, [1.1, 1.2, 0.9, 1.3, 1.1], False),
-        ([1.0] * 4, [2.0] * 4, False),  # too few rounds to say so
+        ([1.0] * 4, [2.0] * 4, False),  # too few rounds
         ([1.0] * 10, [0.9] + [1.2] * 9, True),
     ],
 )
@@ -160,7 +160,7 @@ def test_a_result_file_that_cannot_be_written_leaves_what_was_printed(monkeypatc
     out.parent.mkdir()
 
     def launch(*_: Any, **__: Any) -> list[bench.measure.Measurements]:
-        out.parent.rmdir()  # meanwhile
+        out.parent.rmdir()  # during the measurement
         return [bench.measure.Measurements({"engine": times(1.0, 1.0, 1.0)})]
 
     monkeypatch.setattr(bench, "launch", launch)

@@ -1,4 +1,4 @@
-"""`bench_mean.py`: the DDP loop misses the mean in short and unequal windows, the engine does not."""
+"""`bench_mean.py`: the DDP loop does not compute the mean of short and unequal windows; the engine does."""
 
 from __future__ import annotations
 

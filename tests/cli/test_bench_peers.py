@@ -1,5 +1,6 @@
-"""`make bench`, one launch of it with a few variants: its file, the pages made of it, and that it is not
-run again where it is there. What it says of speed is not asserted.
+"""One launch of `make bench` with a few variants: its result file, and the page with its numbers.
+
+A launch whose file exists is not repeated. Speed is not asserted.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ NAMES = ("engine", "no_sync_view", "engine_bf16", "engine_exact_slots", "attach"
 
 
 class Broken(NoSync):
-    """Cannot be made."""
+    """Fails in `setup`."""
 
     def setup(self) -> None:
         raise ValueError("no such hook")
@@ -70,7 +70,7 @@ def test_a_variant_that_fails_is_a_row_and_the_others_are_measured(ranks, world)
 
 
 def fails_alone() -> str:
-    """Return what a rank raises that fails while the other one does not come."""
+    """Return the error of rank 1, which fails while rank 0 does not take part."""
     if dist.get_rank() == 0:
         dist.new_group(backend="gloo")
         return ""
@@ -102,7 +102,7 @@ class Eight(NoSync):
 
 
 class Alone(Floor):
-    """Trains every rank alone and says it does not."""
+    """Trains every rank alone, but claims to synchronize gradients."""
 
     is_synced = True
 
@@ -130,7 +130,7 @@ def test_windows_on_cuda_are_timed_by_events(monkeypatch):
 
 
 def meets_over_nccl() -> tuple[str, list[int]]:
-    """Enter the CUDA device with a group that is gloo's in fact; return what was asked for."""
+    """Enter the CUDA device with gloo in place of NCCL; return the requested backend, device and a sum."""
     begin = dist.init_process_group
     asked: list[str] = []
 

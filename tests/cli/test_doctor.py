@@ -1,4 +1,4 @@
-"""`python -m pyengine doctor`, as a user runs it: on a whole installation, and on a broken one."""
+"""`python -m pyengine doctor`, as a user runs it: on a working installation, and on a broken one."""
 
 from __future__ import annotations
 
@@ -22,9 +22,7 @@ HERE = Path(pyengine.__file__).parents[1]
 
 
 def examine(folder: Path, *, before: str = "pass") -> tuple[int, dict[str, Any]]:
-    """Run the command on the package in a folder; return exit code and findings by name,
-    the verdict among them.
-    """
+    """Run the command on the package in a folder; return the exit code, and findings and verdict by name."""
     code = f"import sys; {before}; from pyengine.cli.main import main; sys.exit(main(['doctor', '--json']))"
     done = subprocess.run(
         [sys.executable, "-c", code],
@@ -44,13 +42,13 @@ def examine(folder: Path, *, before: str = "pass") -> tuple[int, dict[str, Any]]
 def test_a_whole_installation_is_healthy():
     code, found = examine(HERE)
     assert (code, found["verdict"]["healthy"], found["verdict"]["broken"]) == (0, True, [])
-    assert set(doctor.CHECKS) - {"cuda"} <= set(found)  # CUDA devices are named one by one
+    assert set(doctor.CHECKS) - {"cuda"} <= set(found)  # each CUDA device has its own name
     assert found["workers"]["status"] == "ok"
 
 
 @pytest.fixture
 def broken(tmp_path):
-    """A copy of the package whose native core is no library."""
+    """Return a folder with a copy of the package whose native core is not a library."""
     copy = tmp_path / "pyengine"
     shutil.copytree(HERE / "pyengine", copy, ignore=shutil.ignore_patterns("_core*.so", "__pycache__"))
     (copy / "ops" / f"_core{EXTENSION_SUFFIXES[0]}").write_text("not a library")

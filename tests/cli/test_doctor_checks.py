@@ -1,4 +1,4 @@
-"""Each check of `doctor`, on what is broken and on what is not."""
+"""Each check of `doctor`, with and without the problem that it looks for."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_a_core_that_is_missing_or_broken(monkeypatch, tmp_path, file, status, t
 
 @pytest.fixture
 def clone(monkeypatch, tmp_path):
-    """A source tree without a core, which hides nothing; what is on `sys.path` is `path`."""
+    """Return a source tree without a native core, and the list that replaces `sys.path`."""
     ops = tmp_path / "clone" / "pyengine" / "ops"
     ops.mkdir(parents=True)
     (tmp_path / "clone" / "setup.py").touch()
@@ -89,7 +89,7 @@ def test_a_source_tree_that_hides_an_installed_pyengine(monkeypatch, tmp_path, c
 
 
 def test_a_source_tree_alone_and_an_installation_before_a_source_tree_hide_nothing(clone, installed):
-    (installed / "pyengine" / "ops" / "native.py").unlink()  # the other project of that name
+    (installed / "pyengine" / "ops" / "native.py").unlink()  # like the other project with this name
     assert_says(*checks.package(), "ok", f"imported from {clone.folder}/pyengine")
     assert_says(checks.core(), "warn", "plain PyTorch computes", "in a folder other than the clone")
     (installed / "pyengine" / "ops" / "native.py").touch()
@@ -108,7 +108,7 @@ def fake_core(monkeypatch):
     core = SimpleNamespace(isa=lambda: "avx2", thread_pool=lambda: "torch", has_cuda=False)
     core.BucketPlan = lambda offsets, numels: None
     monkeypatch.setattr(native, "_core", core)
-    monkeypatch.setattr(native, "core", lambda: core)  # the real one remembers what it has found
+    monkeypatch.setattr(native, "core", lambda: core)  # the real function caches its result
     return core
 
 

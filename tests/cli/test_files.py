@@ -1,4 +1,4 @@
-"""No file of a command is written through a link that lies where it is to be; see SECURITY.md."""
+"""Commands never write a file through a symbolic link at its path; see SECURITY.md."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from pyengine.cli.train.arguments import check_resumed, settings
 
 @pytest.fixture
 def victim(tmp_path):
-    """Another user's file, which has to stay as it is."""
+    """Create a file that stands for another user's file, and check that it does not change."""
     file = tmp_path / "victim"
     file.write_text("precious")
     yield file
@@ -180,7 +180,7 @@ def test_the_log_of_a_run_takes_the_place_of_a_link(folder, victim):
 def test_the_result_of_a_benchmark_takes_the_place_of_a_link(folder, victim, monkeypatch):
     out = folder / "result.json"
     made = bench_settings(build_parser().parse_args(["bench", "--out", str(out)]))
-    out.symlink_to(victim)  # behind the check
+    out.symlink_to(victim)  # after the check
     monkeypatch.setattr(bench_run, "launch", lambda *_, **__: [bench_run.measure.Measurements()])
     assert bench_run.run(made) == 0
     assert json.loads(out.read_text())["cases"] == {"gpt:fp32": {}}

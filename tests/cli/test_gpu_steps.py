@@ -28,7 +28,7 @@ def load(name: str) -> Any:
     spec = importlib.util.spec_from_file_location(name, ROOT / "benchmarks" / f"{name}.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    # Scripts import their neighbours, and dataclasses look for their annotations in sys.modules.
+    # Scripts import each other, and dataclasses resolve annotations through sys.modules.
     path = mock.patch.object(sys, "path", [str(ROOT / "benchmarks"), *sys.path])
     with path, mock.patch.dict(sys.modules, {name: module}):
         spec.loader.exec_module(module)
@@ -81,7 +81,7 @@ def test_test_files_are_found_by_their_mark(gpu):
     assert not any(path.startswith("tests/ops/") for path in files)
 
 
-# ---- what a task comes to ----
+# ---- results of tasks ----
 
 
 @pytest.mark.parametrize(
@@ -89,7 +89,7 @@ def test_test_files_are_found_by_their_mark(gpu):
     [
         (["sh", "-c", "exit 3"], 60, ["failed", "passed"]),
         (["no-such-tool"], 60, ["missing", "passed"]),
-        (["touch", "begun"], 1, ["no", "no"]),  # time
+        (["touch", "begun"], 1, ["no", "no"]),  # the line says "no time"
     ],
 )
 def test_a_task_that_fails_or_cannot_begin_is_told(run, gpu, command, seconds_left, ends):
@@ -120,7 +120,7 @@ def test_new_result_files_come_out_behind_every_task(run, gpu):
     assert sorted(path.name for path in run.out.iterdir()) == ["gpu.log", "results.tar", "summary.txt"]
 
 
-# ---- what logs say ----
+# ---- summaries of logs ----
 
 
 @pytest.mark.parametrize(
@@ -165,7 +165,7 @@ def test_counters_are_saved_by_case(gpu, run):
     assert found["launches"] == [pack | {"gpu__time_duration.sum": 1250.0, "lts__throughput": 81.5}, unpack]
 
 
-# ---- what the profiler looks into ----
+# ---- profiled kernels ----
 
 
 def test_the_profiler_is_told_of_every_kernel_of_ours(gpu):
@@ -190,7 +190,7 @@ TINY = models.Shape(width=8, layers=1, heads=2, vocabulary=16, context=4)
 
 
 def captured(replay_works: bool) -> str:
-    """Capture by running once more; the replays run again, or do nothing."""
+    """Measure with a fake capture, which runs the function; replays run it again, or do nothing."""
     script = load("bench_windows")
 
     def capture(run: Any, device: str) -> Any:
@@ -238,7 +238,7 @@ def test_an_extension_that_does_not_load_is_built_for_the_device_that_is_here(gp
     assert build[0][1:] == ["setup.py", "build_ext", "--inplace"]
     assert (build[1]["PYENGINE_CUDA_ARCHS"], build[1]["PYENGINE_CUDA"]) == ("90", "1")
     asked[:] = [([], {})]
-    assert gpu.prepare(run, "90") and len(asked) == 3  # one that loads is used as it is
+    assert gpu.prepare(run, "90") and len(asked) == 3  # an extension that loads is not rebuilt
 
 
 def test_a_step_that_is_asked_for_runs_alone(gpu, run, monkeypatch):
@@ -254,7 +254,7 @@ def test_a_step_that_is_asked_for_runs_alone(gpu, run, monkeypatch):
 
 @pytest.fixture(scope="module")
 def rehearsed(tmp_path_factory):
-    """The words of every line of the summary, after all steps in their tiny form."""
+    """Run all steps in their tiny form; return the words of every line of the summary."""
     out = tmp_path_factory.mktemp("out")
     command = ["make", "gpu", f"PYTHON={sys.executable}", f"OUT={out}", "DRY=1", "ARGS=--budget-s 900"]
     done = subprocess.run(command, cwd=ROOT, check=False, capture_output=True, text=True, timeout=1000)

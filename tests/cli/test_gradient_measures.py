@@ -38,7 +38,7 @@ KNOWN = records(NoiseEstimate(3.0, 1.0, 30.0, None, 1), NoiseEstimate(3.0, 1.0, 
 
 @pytest.fixture
 def figures(monkeypatch):
-    """The figures that are saved, in empty files, which are not painted."""
+    """Return the list of saved figures, which are not rendered; their files are empty."""
     matplotlib = pytest.importorskip("matplotlib.figure")
     saved: list[Any] = []
 
@@ -119,7 +119,7 @@ def test_a_refused_noise_scale_is_warned_of_and_norms_are_measured():
 
 @pytest.fixture
 def plot(tmp_path, monkeypatch, capsys):
-    """Give `plot(records)`: the JSON line of rank 0, or with `as_json=False` its text."""
+    """Return a function: `plot(records)` returns rank 0's JSON line, or with `as_json=False` its text."""
     monkeypatch.setattr(train_run.dist, "get_rank", lambda: 0)
 
     def run(trained, *, as_json=True):

@@ -1,4 +1,4 @@
-"""`launch`: results by rank, a worker's own error, and an end by Ctrl-C that leaves nothing behind."""
+"""`launch`: results by rank, errors of workers, and a clean end after Ctrl-C."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from pyengine.comm import launching
 
 @pytest.fixture(autouse=True)
 def _from_the_server(monkeypatch):
-    """Fork workers from a process that has imported torch, instead of starting them: that takes seconds."""
+    """Fork workers from a process that has imported torch, because starting new ones takes seconds."""
     monkeypatch.setattr(launching, "start_processes", forked.start_processes)
 
 
@@ -69,7 +69,7 @@ def tarry(folder: Path) -> None:
 
 @pytest.mark.slow
 def test_workers_that_take_too_long_are_told_with_their_stacks_and_nothing_is_left(tmp_path):
-    launch(rank_and, workers=2, args=(7,))  # the server has imported torch, so that workers start in no time
+    launch(rank_and, workers=2, args=(7,))  # makes the server import torch, so that workers start at once
     with pytest.raises(
         TimeoutError, match="^timeout_s=5 has expired, and 2 of 2 workers were still running"
     ) as caught:
@@ -124,13 +124,13 @@ def test_number_of_workers_is_checked(workers):
 def test_function_that_no_other_process_can_find_is_refused(monkeypatch):
     monkeypatch.setattr(
         sys.modules["__main__"], "__file__", __file__, raising=False
-    )  # a script, however pytest runs
+    )  # as if this were a script
     with pytest.raises(ValueError, match="expected a function at the top level of an importable module"):
         launch(lambda: None, workers=1)
 
 
 def _training(*prefix: str) -> subprocess.Popen[str]:
-    """Start a long training as a session of its own, and wait for its first step."""
+    """Start a long training run in its own session, and wait for its first step."""
     command = [*prefix, *TRAIN, "--model", "gpt", "--json", "--steps", "10000"]
     pipe = subprocess.PIPE
     process = subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, start_new_session=True)
@@ -153,5 +153,5 @@ def test_interrupt_ends_every_process_with_one_line():
 def test_workers_end_with_their_launcher_also_in_a_job_that_ignores_interrupts():
     process = _training("sh", "-c", 'trap "" INT; exec "$@"', "sh")
     process.kill()
-    process.communicate(timeout=20)  # the workers have the pipe, too
+    process.communicate(timeout=20)  # waits for workers, too: they share the pipe
     assert left(living, str(process.pid)) == []

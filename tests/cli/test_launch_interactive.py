@@ -1,4 +1,4 @@
-"""`launch` from where nothing can be imported: a notebook, an interactive session, `python -c`, a pipe."""
+"""`launch` where no function can be imported: a notebook, an interactive session, `python -c`, a pipe."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from marks import rest
 import pyengine as pe
 from pyengine.comm import launching
 
-# The parent has used torch's threads before: OpenMP hangs in a fork that uses them again.
+# The parent first uses torch's threads: OpenMP hangs in a forked process that uses them again.
 SESSION = """
 import torch, torch.distributed as dist, pyengine as pe
 
@@ -41,11 +41,11 @@ print([result.values for result in results], pe.launch(lambda: dist.get_rank(), 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", ["-", *rest("-c")])  # examples/quickstart.ipynb runs by -c
+@pytest.mark.parametrize("way", ["-", *rest("-c")])  # examples/quickstart.ipynb runs with -c
 def test_functions_and_classes_of_a_session_work_in_forked_workers_of_one_thread(way):
     command = [sys.executable, way] + ([SESSION] if way == "-c" else [])
     done = subprocess.run(command, check=False, input=SESSION, capture_output=True, text=True, timeout=60)
-    # Σ of the entries of w @ w has gradient 600 everywhere; the mean of indices 0 and 1 is 1/2, times 3.
+    # The sum of w @ w has the gradient 600 everywhere; the mean of indices 0 and 1 is 1/2; the scale is 3.
     assert done.stdout == "[(0, [900.0], 1), (1, [900.0], 1)] [0, 1]\n", done.stderr
 
 
@@ -69,7 +69,7 @@ def test_a_script_without_a_guard_ends_and_says_what_is_missing(tmp_path):
 
 @pytest.fixture
 def session_function(monkeypatch):
-    """A function of a `__main__` that no other process can import."""
+    """Return a function of a `__main__` module that no other process can import."""
 
     def fn():
         """Do nothing."""

@@ -1,4 +1,4 @@
-"""`launch` in workers that torchrun has started: it runs the function there, and starts nobody."""
+"""`launch` in workers that torchrun has started: it runs the function there, and starts no workers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from pyengine.cli.main import main
 from pyengine.comm import launching
 
 SCRIPT = Path(__file__).with_name("launch_script.py")
-pytestmark = pytest.mark.slow  # new processes again and again
+pytestmark = pytest.mark.slow  # starts many processes
 
 
 def torchrun(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -30,7 +30,7 @@ def torchrun(*arguments: str, **environment: str) -> subprocess.CompletedProcess
 
 
 def meet(store: dist.Store, world_size: int) -> set[str]:
-    """Let all ranks meet, the last one first, and return what each reads of what rank 0 has written then."""
+    """Let all ranks meet, the last rank first; return the values that they read after rank 0 wrote one."""
 
     def one(rank: int) -> str:
         shared = launching._meet(store, rank, world_size, timedelta(seconds=60))
@@ -45,14 +45,14 @@ def meet(store: dist.Store, world_size: int) -> set[str]:
 def test_every_call_runs_on_torchruns_workers_until_one_wants_another_number():
     done = torchrun(str(SCRIPT), "3", "3", "4")
     lines = done.stdout.splitlines()
-    # torchrun ends a worker when the other has failed, maybe before it has printed its second call.
+    # torchrun ends a worker when the other one has failed, perhaps before it has printed its second result.
     assert lines.count("[(0, 0), (0, 1)]") == 2 and set(lines) == {"[(0, 0), (0, 1)]", "[(1, 0), (1, 1)]"}
     assert done.returncode == 1
     assert "ValueError: workers=4 after workers=3: all calls run on the same 2 workers" in done.stderr
 
 
 def test_a_failure_is_in_torchruns_summary_and_its_restart_meets_anew():
-    """It fails in its first call, and restarted in its second one."""
+    """Rank 1 fails in its first call, and after the restart in its second call."""
     failed = torchrun("--max-restarts", "1", str(SCRIPT), "2", "2", FAILS_AT="0,1")
     assert failed.stdout.splitlines() == ["[(0, 0), (0, 1)]"] * 2, failed.stderr
     assert failed.returncode == 1

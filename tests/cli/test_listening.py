@@ -1,4 +1,4 @@
-"""Nothing that has only workers of this machine listens where another machine could connect."""
+"""Commands whose workers are all on this machine do not listen where another machine could connect."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TINY = {
     "study": "study --model cnn --workers 1,2 --batch 16 --dataset-size 64 --epochs 1 --repeats 1 --json "
     "--out",
 }
-SOME = ("train",)  # whose workers `launch` starts
+SOME = ("train",)  # its workers are started by `launch`
 if not Path("/proc/self/net/tcp").exists():
     pytest.skip("the kernel's table of sockets is not at /proc", allow_module_level=True)
 
@@ -38,9 +38,9 @@ def command(name: str, folder: Path) -> list[str]:
 
 
 def elsewhere() -> list[str]:
-    """Return a prefix that gives a command a host name which leads to another interface, as on a cluster.
+    """Return a prefix that gives a command a host name of another network interface, as on a cluster.
 
-    gloo listens there unless it is told otherwise.
+    By default, gloo listens on that interface.
     """
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:

@@ -110,7 +110,7 @@ def test_a_measured_noise_scale_gives_the_cost_of_other_batches(capsys, tmp_path
     code, (noise, *rows) = plan(capsys, *arguments)
     assert [noise[name] for name in ("scale", "spread", "batch", "is_sure")] == [300, 30, 100, True]
     assert code == 0
-    # Steps over the fewest possible are 7, 4 and 2; samples 7/6, 4/3 and 2.
+    # Steps are 7, 4 and 2 times the minimum; samples are 7/6, 4/3 and 2 times the minimum.
     assert [row["steps"] for row in rows] == pytest.approx([7 / 4, 1, 1 / 2])
     assert [row["samples"] for row in rows] == pytest.approx([7 / 8, 1, 3 / 2])
     assert [row["lr_noise"] for row in rows] == pytest.approx([0.1 * 4 / 7, 0.1, 0.2])

@@ -1,4 +1,4 @@
-"""Checkpoints of `train`: the newest step that all ranks have as a whole loads, whatever was interrupted."""
+"""Checkpoints of `train`: the newest step that is complete on all ranks loads, whatever was interrupted."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_a_step_that_one_rank_has_not_as_a_whole_is_passed_over(tmp_path, how):
         assert made.load()[0] == 3
     assert ("step 4 is incomplete" in told.getvalue()) == (dist.get_rank() == 0)
     dist.barrier()
-    made.save(4, _state(4))  # replaced
+    made.save(4, _state(4))  # replaces the damaged step
     assert made.load()[0] == 4
 
 

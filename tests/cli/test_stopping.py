@@ -56,14 +56,14 @@ def test_a_signal_ends_a_command_cleanly(tmp_path, command, number):
         assert problem(found, number) == "", seconds
 
 
-# --- What was asked to save, saves ---
+# --- Saving after a signal ---
 
 
 SAVED = (*TRAIN, "--model", "gpt", "--json", "--steps", "10", "--accumulate", "2", "--checkpoints")
 
 
 def _output(name: str, folder: Path) -> str:
-    """Return what an undisturbed command prints that saves under a name."""
+    """Return the output of an undisturbed command that saves under `name`."""
     done = forked.python(*SAVED[1:], name, cwd=folder)
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -104,7 +104,7 @@ def test_train_saves_behind_a_signal_and_goes_on_to_the_same_losses(tmp_path, nu
     assert code == 128 + number
     assert errors.count("\n") == 1 and f"what was saved is in {tmp_path}/other/gpt" in errors
     first, second = _losses(output), _losses(_output("other", tmp_path))
-    assert min(second) == max(first) + 1  # not a step twice, and none left out
+    assert min(second) == max(first) + 1  # no step runs twice, and none is left out
     assert first | second == _losses(undisturbed)
 
 

@@ -1,4 +1,4 @@
-"""`study`: the whole grid, resumed and reported; once with real workers of which some fail and hang."""
+"""`study`: the whole grid, resumed and reported; once with real workers, some of which fail or hang."""
 
 from __future__ import annotations
 
@@ -27,8 +27,9 @@ _STEPS = WARM_UP_STEPS + STEPS
 
 
 class Runner:
-    """Makes runs up: k workers are k/2 times as fast as one and more;
-    `bad` ends runs in ways of their own. The trial run is counted in `trials`.
+    """Simulates runs, whose steps take `0.5 / workers + 0.25` seconds; trial runs are listed in `trials`.
+
+    `bad` has the statuses of runs that do not succeed, by run.
     """
 
     def __init__(self, reason: str = "boom", **bad: str) -> None:
@@ -70,10 +71,10 @@ def _trace(run: Run) -> Trace:
 
 @pytest.fixture
 def make(tmp_path, monkeypatch):
-    """Give `make(runner, "--repeats", "2")`: study workers 1,2 and batches 8,16 with made-up runs on two
-    cores.
+    """Return a function: `make(runner, "--repeats", "2")` studies 1 and 2 workers with batches of 8 and 16.
 
-    Pictures take a second or more, so they are drawn only if asked for, and small.
+    Runs are simulated, on two cores. Plots take a second or more, so they are small, and drawn only with
+    `pictures=True`.
     """
     monkeypatch.setattr(study_plots, "_DPI", 30)
     monkeypatch.setattr("pyengine.cli.study.run.num_cores", lambda: 2)
@@ -259,7 +260,7 @@ def test_the_page_has_every_picture_and_needs_no_other_file(make, tmp_path):
     assert re.findall(r'src="(?!data:image/png;base64,)', page) == []
     assert page.count('src="data:image/png;base64,') == len(PICTURES)
     assert "Nothing was measured" not in page
-    # Without one worker, and a noise scale, the old pictures go.
+    # This study has no run of one worker and no noise scale, so these two old plots are deleted.
     study_plots.draw(analysed([made(2, 64)]), plots)
     assert {path.stem for path in plots.glob("*.png")} == PICTURES - {"speed_up", "noise_scale"}
 

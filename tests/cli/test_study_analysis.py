@@ -1,4 +1,4 @@
-"""Figures of a study: exact on made-up runs, stalls left out visibly, shared cores marked."""
+"""Results of a study: exact for synthetic runs; stalls are left out and listed, shared cores are marked."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_stall_is_found_and_left_out():
     analysis = analysed([record])
     assert analysis.cells[Cell(1, 64)].samples_s == same(256.0)
     assert [stall.step for stall in analysis.stalls] == [7]
-    assert curve(record).seconds == [0.0, 3 + 5 * 0.25, 3 + 16 * 0.25]  # counts it as a usual step
+    assert curve(record).seconds == [0.0, 3 + 5 * 0.25, 3 + 16 * 0.25]  # the stall counts as a usual step
 
 
 @pytest.mark.parametrize(
@@ -147,7 +147,7 @@ def repeats(workers: int, *step_s: float, **changes: Any) -> list[Record]:
 ONE, TWO, FOUR = "1 worker × batch 64", "2 workers × batch 64", "4 workers × batch 64"
 TIME, NOISE = "time to 75.0 %", "Within noise of each other in"
 
-# Seconds to the goal: 3 of warm-up and 16 steps. Samples a second: 64 over a step.
+# Seconds to the goal: 3 of warm-up, plus 16 steps. Samples per second: 64 divided by the time of a step.
 RECOMMENDED = {
     "time beyond noise": (
         [*repeats(1, 0.5, 0.5), *repeats(2, 0.25, 0.3125)],

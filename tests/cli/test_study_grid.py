@@ -1,4 +1,4 @@
-"""How a cell's batch is shared out, and cells that cannot be run as asked for."""
+"""How a cell's batch is divided among workers, and cells that cannot be run."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from pyengine.cli.study.probe import work
 
 @pytest.fixture
 def measure(ranks, tmp_path):
-    """Give `measure("study_subjects:right", workers=2)`: run a training function on the session's ranks."""
+    """Return a function: `measure("study_subjects:right", workers=2)` trains on the session's ranks."""
 
     def measure(target, *, workers=2, accumulate=2):
         run = asked(target, tmp_path / "beats", workers=workers, accumulate=accumulate)
@@ -44,7 +44,7 @@ def test_noise_scale_is_measured_on_every_rank(measure, workers, accumulate):
 
 def test_noise_scale_is_in_samples_and_the_last_one(measure):
     (trace,) = measure("study_subjects:noisy", workers=1)
-    assert (trace.noise_scale, trace.noise_spread) == (10.0, 0.5)  # of step 10
+    assert (trace.noise_scale, trace.noise_spread) == (10.0, 0.5)  # the estimate of step 10
 
 
 @pytest.mark.parametrize(("function", "workers"), [("exact", 2), ("right", 1), ("without_accuracy", 1)])

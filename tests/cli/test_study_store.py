@@ -1,4 +1,4 @@
-"""Results on disk: nothing measured is lost, a torn line is made again, and studies do not mix."""
+"""Results on disk: no complete result is lost, a torn line is dropped, and studies do not mix."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def kept(folder: Path) -> dict[tuple[int, int, int], Record]:
 
 @pytest.fixture
 def folder(tmp_path):
-    """A study with two runs."""
+    """Return the folder of a study with two runs."""
     store = Store(tmp_path / "study", SHARED)
     store.add(made(1, 64))
     store.add(ended(2, 64))

@@ -1,4 +1,4 @@
-"""A run has processes of its own: however it ends, the study hears of it and nothing is left behind."""
+"""A run has its own processes: however it ends, the study is informed and no process is left."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ def test_worker_that_is_killed_is_a_failure_that_names_it(tmp_path):
 
 @pytest.mark.slow
 def test_interrupt_ends_every_process_also_those_of_workers(tmp_path, monkeypatch):
-    """Their files go as well."""
+    """Their temporary files are deleted as well."""
     (tmp_path / "tmp").mkdir()
     monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
-    monkeypatch.setattr(tempfile, "tempdir", None)  # looks again
+    monkeypatch.setattr(tempfile, "tempdir", None)  # reads TMPDIR again
 
     def interrupt(done, accuracy):
         if len(_pids(tmp_path)) == 2:
@@ -70,7 +70,7 @@ LONGER = "; a larger --stall-timeout gives them more time"
 
 
 class _Clock:
-    """Time, and a child that lives in it for ever and beats at the given seconds."""
+    """A simulated clock, and a child process that never ends and writes beats at the given seconds."""
 
     def __init__(self, beats: Beats, *at: float) -> None:
         self._beats, self._at, self._now = beats, list(at), 0.0

@@ -1,4 +1,4 @@
-"""What commands print comes out whatever stdout is: without signs beyond ASCII, closed, or full."""
+"""Commands handle any stdout: one that only encodes ASCII, a closed one, or a full disk."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_doctor_prints_to_a_terminal_of_ascii(monkeypatch, options):
 
 @pytest.mark.slow
 def test_study_prints_and_writes_its_report_on_a_system_of_ascii(tmp_path):
-    """Of runs that are there already: none is started."""
+    """All runs are already stored, so none is started."""
     arguments = ["--workers", "1,2", "--batch", "64", "--repeats", "1", "--out", str(tmp_path)]
     options = settings(build_parser().parse_args(["study", *arguments]))
     store = Store(tmp_path, {**options.binding(), "machine": study.card()})
@@ -115,7 +115,7 @@ def test_commands_print_from_their_workers_to_a_terminal_of_ascii(command):
 def test_output_on_a_full_disk_is_reported_without_a_traceback(monkeypatch, capsys):
     with stdout(monkeypatch, Path("/dev/full").open("wb")):
         assert main([*PLAN, "--json"]) == 1
-        sys.stdout.flush()  # what is left goes nowhere, and without an error when the interpreter ends
+        sys.stdout.flush()  # discards the rest, so that the interpreter ends without an error
     assert capsys.readouterr().err == "cannot write the output: No space left on device\n"
 
 
@@ -132,7 +132,7 @@ def test_output_that_nobody_takes_any_more_ends_the_command_quietly(monkeypatch,
 @pytest.mark.slow
 @pytest.mark.parametrize("command", ["train", *rest("bench")])
 def test_workers_end_quietly_when_nobody_takes_their_output(command):
-    # More lines than a pipe holds, of which the first is read.
+    # Print more lines than a pipe can hold, and read only the first one.
     arguments = TINY[command].replace("--steps 2", "--steps 2000").replace("--rounds 3", "--rounds 3000")
     process = subprocess.Popen(
         [sys.executable, "-m", "pyengine", command, *arguments.split(), "--json"],

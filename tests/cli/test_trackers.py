@@ -1,4 +1,4 @@
-"""`--wandb` and `--tensorboard`: every step, the figures and the plots are there."""
+"""`--wandb` and `--tensorboard` receive every step, the results and the plots."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _STEPS = WARM_UP_STEPS + STEPS
 
 @pytest.fixture
 def wandb(monkeypatch):
-    """Weights & Biases without an account: `runs` keep their calls."""
+    """Replace Weights & Biases with a mock, whose `runs` record their calls."""
     fake = mock.Mock(__spec__=ModuleSpec("wandb", None), Image=lambda path: path, runs=[])
     fake.init = lambda **about: fake.runs.append(mock.Mock(about=about)) or fake.runs[-1]
     monkeypatch.setitem(sys.modules, "wandb", fake)
@@ -53,7 +53,7 @@ def test_a_study_has_a_run_of_each_cell_and_its_figures_in_weights_and_biases(wa
     one, _, figures = wandb.runs
     steps = [row for row in rows(one) if "pyengine/loss" in row]
     assert [row["pyengine/step"] for row in steps] == list(range(_STEPS))
-    assert "pyengine/grad_norm" not in steps[0]  # runs.jsonl has none
+    assert "pyengine/grad_norm" not in steps[0]  # runs.jsonl has no gradient norms
     assert rows(one)[-1] == {"pyengine/step": _STEPS, "study/accuracy": 0.75}
     assert one.about["config"].items() >= {"workers": 1, "status": "done", "cpu": "some"}.items()
     at_two = next(row for row in rows(figures) if row.get("workers") == 2)

@@ -31,8 +31,8 @@ RUNS = [
     ("--mode", "ddp", "--model", "cnn"),
 ]
 
-# fp32 sums of 6 micro-batches in another order than the float64 backward: a few times 2^-24 each; 1e-5 is far
-# above that, and far below the 10 % and more by which a wrong divisor is off.
+# fp32 sums of 6 micro-batches differ from the float64 backward by a few times 2^-24. 1e-5 is far above that
+# and far below the error of a wrong divisor, which is at least 10 %.
 ROUNDING = 1e-5
 
 
@@ -59,7 +59,7 @@ def test_training_sends_what_the_comparison_counts(lines):
     for row in events(lines, "comparison"):
         if row["mode"] == mode:
             last = [line for line in events(lines, "step") if line["model"] == row["model"]][-1]
-            # A run that traces measures the noise scale: one more all-reduce, of 16 bytes.
+            # A run with --trace also measures the noise scale, with one more all-reduce of 16 bytes.
             more = last["noise_scale"] is not None
             assert last["collectives"] == row["collectives"] + more
             assert last["bytes_on_wire"] == row["bytes_sent"] + 16 * more
@@ -69,7 +69,7 @@ def test_ddp_sends_each_bucket_a_backward_and_pyengine_each_and_a_header_a_windo
     for row in events(lines, "comparison"):
         expected = ACCUMULATE * row["buckets"] if row["mode"] == "ddp" else row["buckets"] + 1
         if (row["model"], row["mode"]) == ("cnn", "ddp-hook"):
-            expected += 2  # BatchNorm's buffers, floats and counts, uncounted in plain DDP
+            expected += 2  # BatchNorm's buffers (floats and counts), not counted for plain DDP
         assert row["collectives"] == expected
     assert {row["mode"] for row in events(lines, "comparison")} >= {"ddp"}
 
@@ -158,7 +158,7 @@ def test_a_training_resumes_with_its_own_settings_only(tmp_path):
         for model, folder in made.checkpoints.items():
             check_resumed(made, model, folder)
 
-    chosen("--lr", "0.1")  # nothing was saved with these
+    chosen("--lr", "0.1")  # nothing was saved with these settings
     chosen("--model", "cnn")
     (tmp_path / "cnn" / "step-2.rank-0-of-2.pt").touch()
     chosen("--model", "cnn", "--json")
@@ -203,8 +203,8 @@ def encoded() -> list[Row]:
 
 def test_a_wire_of_bytes_sends_a_quarter_and_is_near_in_the_short_window_too(ranks):
     ours, ddp = ranks(2).run(encoded)[0]
-    assert ours.bytes_sent == pytest.approx(ddp.bytes_sent / 3 / 4, rel=0.05)  # a scale a block; the header
-    # Two roundings of 1/127 of a block's largest at most, on average far less.
+    assert ours.bytes_sent == pytest.approx(ddp.bytes_sent / 3 / 4, rel=0.05)  # plus scales; the header
+    # Two roundings of at most 1/127 of a block's largest value, on average much less.
     assert ROUNDING < max(ours.full_window, ours.short_window) < 0.05 < ddp.short_window
 
 
@@ -218,6 +218,6 @@ def test_bf16_parameters_and_wire_halve_the_bytes(ranks):
     narrow, wide = ranks(2).run(narrow_and_wide)[0]
     for half, whole in zip(narrow, wide, strict=True):
         assert 2 * half.bytes_sent == pytest.approx(whole.bytes_sent, rel=0.01)  # the header stays float64
-    # Rounded to 8 bits: weights, activations, gradients of each micro-batch, sums. A wrong divisor is off by
-    # more.
+    # Weights, activations, gradients of each micro-batch and sums are rounded to 8 bits. A wrong divisor
+    # causes a larger error.
     assert max(narrow[0].full_window, narrow[0].short_window) < 0.05 < narrow[1].short_window

@@ -1,4 +1,4 @@
-"""What `train` says of step times: a difference only beyond the spread of the windows."""
+"""Step times in the report of `train`: a difference within the spread of the windows is called noise."""
 
 from __future__ import annotations
 

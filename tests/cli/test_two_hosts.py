@@ -1,6 +1,4 @@
-"""Two hosts with a name and a network address each, as network namespaces; torchrun on both,
-as docs/launch.md has it.
-"""
+"""torchrun on two hosts, as in docs/launch.md; the hosts are network namespaces with names and addresses."""
 
 from __future__ import annotations
 
@@ -20,12 +18,12 @@ TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--r
 RENDEZVOUS = ["--rdzv-id", "test", "--rdzv-endpoint", "host0:29500"]
 NAMES = "127.0.0.1 localhost\n10.78.0.1 host0\n10.78.0.2 host1\n"
 PIPE = subprocess.PIPE
-pytestmark = pytest.mark.slow  # new processes again and again
+pytestmark = pytest.mark.slow  # starts many processes
 Process = subprocess.Popen[str]
 
 
 class Host:
-    """A network namespace; `ip netns exec` lays its own file of names over /etc/hosts."""
+    """A network namespace; `ip netns exec` mounts the namespace's own hosts file over /etc/hosts."""
 
     def __init__(self, index: int) -> None:
         self.name, self.namespace = f"host{index}", f"pyengine-{os.getpid()}-{index}"
@@ -63,7 +61,7 @@ def _ip(*arguments: str) -> str:
 
 @pytest.fixture(scope="module")
 def namespaces():
-    """Two hosts with a cable between them."""
+    """Create two hosts that are connected by a virtual cable."""
     if os.geteuid() != 0 or not shutil.which("ip") or not shutil.which("unshare"):
         pytest.skip("network namespaces need root, iproute2 and unshare")
     first, second = hosts = Host(0), Host(1)
@@ -85,7 +83,7 @@ def namespaces():
 
 @pytest.fixture
 def hosts(namespaces):
-    """The hosts, without the processes of a test that failed."""
+    """Return the hosts, and kill the processes that a test has left there."""
     yield namespaces
     for host in namespaces:
         host.kill()
@@ -93,14 +91,14 @@ def hosts(namespaces):
 
 @pytest.fixture(scope="module")
 def printed():
-    """What the script prints on two workers of one host, which nobody but itself has started."""
+    """Return the output of the script on one host, where it starts two workers itself."""
     done = forked.python(str(EXAMPLE), cwd=EXAMPLE.parent)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
 
 def _ended(hosts: tuple[Host, Host], processes: list[Process]) -> list[tuple[str, str]]:
-    """Return what the hosts' agents have printed; of those that hang too, in the error."""
+    """Return the output of both hosts; if a host hangs, the error contains the output."""
     try:
         return [process.communicate(timeout=300) for process in processes]
     except subprocess.TimeoutExpired:

@@ -1,4 +1,4 @@
-"""`verify`: identical runs are called identical, and a fault is found where it is, with its cause."""
+"""`verify`: identical runs are reported as identical, and a fault with its position and cause."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from pyengine.cli.verify.run import Execute, on_workers, trace, verify
 
 @dataclass
 class Heard:
-    """A report that remembers."""
+    """A report that records all calls."""
 
     runs: list[tuple[str, bool]] = field(default_factory=list)
     findings: dict[str, WorldSizeResult | None] = field(default_factory=dict)
@@ -35,7 +35,7 @@ class Heard:
 
     @property
     def finding(self) -> WorldSizeResult:
-        """Of the only subject."""
+        """The finding of the only subject."""
         (finding,) = self.findings.values()
         assert finding is not None
         return finding
@@ -43,13 +43,13 @@ class Heard:
 
 @pytest.fixture
 def execute(ranks):
-    """Make runs on the session's ranks, without starting processes."""
+    """Return a function that makes runs on the session's ranks, without starting processes."""
     return lambda targets, run: ranks(run.workers).run(trace, targets, run)
 
 
 @pytest.fixture
 def checked(execute):
-    """Give `checked("--train", "subjects:right")`: verify, and return what was reported."""
+    """Return a function: `checked("--train", "subjects:right")` verifies, and returns the report."""
     return lambda *arguments: _verify(execute, arguments)
 
 
@@ -152,7 +152,7 @@ def test_message_names_place_and_extent(checked):
     found = checked("--train", "subjects:optimizer_by_rank", "--workers", "1,2", "--steps", "1").finding
     text = "\n".join(sentences("it", found, Trace()))
     assert "it first differs from 1 worker at step 0, parameter 0.weight, on rank 1 of 2 workers." in text
-    # AdamW's first step is lr * sign of the gradient, and twice lr is 1e-2 away.
+    # AdamW's first step is lr times the sign of the gradient; with twice the lr, the difference is 1e-2.
     assert "Mismatched elements: 128 / 128" in text and "Greatest absolute difference: 0.0100" in text
 
 

@@ -1,4 +1,4 @@
-"""Comparing tensors bit by bit, and naming causes of differences that are hard to bring about."""
+"""Bitwise comparison of tensors, and causes of differences that are hard to provoke in a run."""
 
 from __future__ import annotations
 

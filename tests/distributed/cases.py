@@ -1,4 +1,4 @@
-"""Models, data and references that the distributed tests share.
+"""Models, data and reference results that are shared by the distributed tests.
 
 `Integers` has integer-valued gradients of any size and shape, so a window's gradient has one right answer,
 bit for bit: `float32(sum of integers) * float32(1 / count)`.
@@ -35,7 +35,7 @@ KINDS = ("own", "own-native", "attach", "attach-view", "attach-unused")
 WORLDS = (1, 2, 3, 4)
 WIRES = {"fp32": pe.wire.FP32(), "bf16": pe.wire.BF16(), "fp16": pe.wire.FP16()}
 
-# micro-batches of each rank, by rank; accumulate is 3, so windows are short, missing, or absent on some ranks
+# The number of micro-batches of each rank; accumulate is 3, so windows are short or missing on some ranks.
 PLANS = {
     "equal": [6, 6, 6, 6],
     "short last window": [5, 5, 5, 5],
@@ -104,12 +104,12 @@ class Breaks(torch.autograd.Function):
 
 
 def raise_key_error(*_: object) -> None:
-    """Fail, as a hook or a function of the user's."""
+    """Fail, in place of a hook or another function of the user."""
     raise KeyError("in the user's code")
 
 
 class FutureWork:
-    """A collective that ends as its future does."""
+    """A collective that completes or fails with its future."""
 
     def __init__(self, future: torch.futures.Future[list[Tensor]]) -> None:
         self._future = future
@@ -125,7 +125,7 @@ class FutureWork:
 
 
 def engine(kind: str, model: nn.Module, *, accumulate: int, **options: object) -> tuple[pe.Sync, nn.Module]:
-    """Make the engine a case names; return it with the module to call."""
+    """Create the engine that `kind` names; return it and the module to call."""
     if kind.startswith("own"):
         options = {"accumulator": kind.partition("-")[2] or "fp32", **options}
         return pe.GradSync(model, accumulate=accumulate, **options), model
@@ -156,7 +156,7 @@ def mean_of_integers(model: Integers, batches: Sequence[Batch], count: float) ->
 def window_of_integers(
     sync: pe.Sync, forward: nn.Module, model: Integers, number: int = 0, items: int = 3
 ) -> dict[str, Tensor]:
-    """Run a window of two micro-batches a rank; return the gradient of one big batch."""
+    """Run a window of two micro-batches per rank; return the gradient of one big batch."""
     rank, world = me()
     for k in range(2):
         with sync.accumulate():
@@ -166,7 +166,7 @@ def window_of_integers(
 
 
 def windows_of_integers(sync: pe.Sync, forward: nn.Module, model: Integers, num: int = 2) -> None:
-    """Run such windows, and compare each with one big batch."""
+    """Run several windows with `window_of_integers`, and compare each with one big batch."""
     for number in range(num):
         mean = window_of_integers(sync, forward, model, number, items=4)
         sync.unscale_()
@@ -180,7 +180,7 @@ def grads(model: nn.Module) -> dict[str, Tensor | None]:
 
 
 def assert_same(got: dict[str, Tensor | None], want: dict[str, Tensor | None]) -> None:
-    """Compare bit for bit, None included."""
+    """Compare bit for bit; None equals only None."""
     assert got.keys() == want.keys()
     for name, value in want.items():
         if value is None:
@@ -191,7 +191,7 @@ def assert_same(got: dict[str, Tensor | None], want: dict[str, Tensor | None]) -
 
 
 def clear(model: nn.Module, how: str) -> None:
-    """Clear gradients in one of the ways that users have."""
+    """Clear gradients in one of the usual ways, or let the engine clear them."""
     if how != "engine":
         for p in model.parameters():
             p.grad = None if how == "none" else torch.zeros_like(p)
@@ -202,13 +202,13 @@ class Training:
     """What `train_integers` trains, on every rank.
 
     Attributes:
-        kind: of engine.
-        plan: micro-batches of each rank, by rank.
-        dtype: of the parameters; with `mixed` every other one is bfloat16.
-        how: gradients are cleared between windows.
-        device: of model and data.
-        options: of the engine.
-        wire: narrow wires are exact too when every window's count is a power of two, see `items`.
+        kind: kind of engine, see `engine`.
+        plan: number of micro-batches of each rank.
+        dtype: dtype of the parameters; with `mixed`, every other parameter is bfloat16.
+        how: how gradients are cleared between windows, see `clear`.
+        device: device of the model and data.
+        options: other arguments of the engine.
+        wire: narrow wires are also exact if every window's count is a power of two, see `items`.
     """
 
     kind: str
@@ -221,11 +221,11 @@ class Training:
     options: dict[str, Any] = field(default_factory=dict)
 
     def items(self, rank: int, micro_batch: int) -> int:
-        """Return the size of a micro-batch: all different, or 4 (rank 2: 8) for a narrow wire.
+        """Return the size of a micro-batch: 1 to 4, or for a narrow wire 4 (on rank 2: 8).
 
-        With four micro-batches a window the latter count to 16, 32 and 64 on 1, 2 and 3 ranks, and no sum of
-        these small integers, whose signs are random, comes near 2^8: quotients and their sums over ranks are
-        bfloat16 numbers.
+        With a narrow wire, windows of four micro-batches count 16, 32 and 64 items on 1, 2 and 3 ranks. Sums
+        of these small integers, whose signs are random, stay below 2^8, so quotients and their sums over
+        ranks are exact in bfloat16.
         """
         if self.wire.dtype == torch.float32:
             return 1 + (rank + 2 * micro_batch) % 4
@@ -233,7 +233,7 @@ class Training:
 
     @property
     def accumulate(self) -> int:
-        """Micro-batches a window."""
+        """Micro-batches per window."""
         return 3 if self.wire.dtype == torch.float32 else 4
 
     def windows(self, world: int) -> list[list[tuple[int, int]]]:
@@ -276,7 +276,7 @@ def clip_and_step(
     device: str = "cpu",
     norm_type: float | str = 2.0,
 ) -> None:
-    """Train, and compare every step with that of float64 on one process, which sees the whole batch."""
+    """Train, and compare every step with float64 training of the whole batch in one process."""
     rank, world = me()
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 2)).to(device)
@@ -297,7 +297,7 @@ def clip_and_step(
         other.step()
         torch.testing.assert_close(norm, expected, rtol=1e-5, atol=0)
         for p, q in zip(model.parameters(), twin.parameters(), strict=True):
-            # 18 fp32 additions a window and Adam's quotient, over 3 steps of at most 0.1
+            # 18 fp32 additions per window and Adam's quotient, over 3 steps of at most 0.1
             torch.testing.assert_close(p.double(), q, rtol=0, atol=2e-5)
 
 
@@ -317,18 +317,18 @@ class Collectives(TorchDispatchMode):
 
 
 def rings_only() -> Any:
-    """Return a context in which gloo's own all-reduce runs also where there is little to reduce."""
+    """Return a context in which gloo's own all-reduce also reduces small tensors."""
     return mock.patch.object(torch_dist, "_MAX_SMALL_BYTES", -1)
 
 
 def comm_of_buckets(sync: pe.Sync) -> Any:
-    """Return the transport by which gradients travel, of an engine that has one for all of them."""
+    """Return the transport of an engine's gradients; there must be only one."""
     (comm,) = sync._engine.reducer._groups.comms
     return comm
 
 
 def records_of(sync: pe.Sync) -> list[pe.StepRecord]:
-    """Return a list that gets the record of every step."""
+    """Return a list to which the record of every step is appended."""
     records: list[pe.StepRecord] = []
     sync.on_step(records.append)
     return records
@@ -336,7 +336,7 @@ def records_of(sync: pe.Sync) -> list[pe.StepRecord]:
 
 @contextmanager
 def recorded_warnings(category: type[Warning] = UserWarning) -> Iterator[list[str]]:
-    """Give the texts of all warnings of the body that are of a category, once it has run."""
+    """Yield a list, which contains the texts of the body's warnings of a category after the body has run."""
     texts: list[str] = []
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -350,19 +350,19 @@ def me() -> tuple[int, int]:
 
 
 def assert_alike(value: Any) -> None:
-    """Compare what all ranks have found."""
+    """Assert that all ranks have the same value."""
     found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, value)
     assert found == found[:1] * len(found)
 
 
 def error_of(fn: Callable[..., object], *args: object, **kwargs: object) -> str:
-    """Return what a call raises, or that it does not."""
+    """Return the message of the error that a call raises, or "no error"."""
     return typed_error_of(fn, *args, **kwargs).split(": ", 1)[-1]
 
 
 def typed_error_of(fn: Callable[..., object], *args: object, **kwargs: object) -> str:
-    """Return the same with the type of the error before it."""
+    """Return the type and message of the error that a call raises, or "no error"."""
     try:
         fn(*args, **kwargs)
     except (ValueError, TypeError, RuntimeError, FloatingPointError) as error:

@@ -1,4 +1,4 @@
-"""Every way to spoil a state: by name, what it does to the content of one, in place."""
+"""Every way to damage a state: functions by name, which change its content in place."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ ANY_STATE: dict[str, Callable[[Content], Any]] = {
     ),
     "one fact more of the engine": _set("identity", "more", to=1),
 }
-# Not the content: what stands round it.
+# Changes outside of the content of a rank's part.
 OUTSIDE: dict[str, Callable[[dict[str, Any]], Any]] = {
     "no version": lambda state: state.pop("version"),
     "a later version": _set("version", to=4),

@@ -1,8 +1,8 @@
-"""A transport for one device, over ranks that all compute the same: what it sends arrives late.
+"""A transport on one device, which simulates ranks with equal values and whose collectives complete late.
 
-Each collective runs on a stream of its own behind a sleep, and so does what the engine does on its side
-stream; `overwrite` fills memory that has just been freed. So a missing wait, or memory given back too early,
-shows as a wrong sum, which NCCL with one rank never does: it launches nothing there.
+Collectives run on their own stream after a sleep, and so does the engine's work on its side stream.
+`overwrite` fills memory that has just been freed. A missing wait, or memory that is freed too early,
+therefore causes a wrong sum. NCCL with one rank would not show this error, because it launches nothing.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pyengine.ops.device import recorded_event
 
 
 class _Late:
-    """A collective under way on its stream."""
+    """A collective that runs on its stream."""
 
     def __init__(self, event: torch.Event, device: torch.device) -> None:
         self._event, self._device = event, device
@@ -51,12 +51,12 @@ class _LateSide(SideStream):
 
 
 class Delayed(Comm):
-    """Collectives of `world_size` ranks, this one and others that have the same.
+    """Collectives of this rank and simulated ranks, which have the same values.
 
     Args:
-        device: of the tensors.
+        device: device of the tensors.
         sleep: keeps the current stream busy for some milliseconds.
-        world_size: how many.
+        world_size: number of ranks, including this one.
     """
 
     is_stream_ordered = True
@@ -76,21 +76,21 @@ class Delayed(Comm):
         return [value, *(self._value_of(rank, value) for rank in range(1, self.world_size))]
 
     def _value_of(self, rank: int, value: Any) -> Any:
-        """Return what another rank says: the same, but for which rank it is."""
+        """Return the value of another rank: the same value, except for the rank in it."""
         if not isinstance(value, tuple):
             return value
         plain = Membership.plain(rank=rank, world_size=self.world_size)
         return tuple(plain if isinstance(part, Membership) else part for part in value)
 
     def broadcast_(self, tensors: list[Tensor]) -> None:
-        """Do nothing: the others have the same."""
+        """Do nothing: the other ranks have the same values."""
 
     def side_stream(self, tensors: Sequence[Tensor]) -> AbstractContextManager[None]:
         return self._side.run(tensors)
 
     def _launch(self, collective: Callable[[], object], flat: Tensor) -> _Late:
         self.traffic.count(0)
-        flat.record_stream(self._stream)  # NCCL keeps what it sends, too
+        flat.record_stream(self._stream)  # NCCL keeps the memory, too
         self._stream.wait_stream(torch.accelerator.current_stream(self._device))
         with self._stream:
             self._sleep()
@@ -100,10 +100,10 @@ class Delayed(Comm):
 
 @contextmanager
 def overwrite(model: nn.Module) -> Iterator[None]:
-    """Let the body run with memory that is freed in its backwards filled with nan at once.
+    """Fill memory that is freed in the body's backwards with nan immediately.
 
-    The allocator hands a block that was freed on a stream to whoever asks next there, whatever other streams
-    still do with it: here that is a hook behind every gradient.
+    The allocator gives a block that was freed on a stream to the next allocation on this stream, even if
+    other streams still use the block. Here, a hook after every gradient makes this allocation.
     """
 
     def fill(param: nn.Parameter) -> None:

@@ -1,4 +1,4 @@
-"""Models of any values, and their training, for tests of exact sums: every world size gives the same bits."""
+"""Models with arbitrary values, and their training, whose exact sums do not depend on the world size."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 import pyengine as pe
 
-STEPS = 2  # a full window, and a short one over buckets that DDP has laid out anew
+STEPS = 2  # a full window, and a short one with buckets that DDP has rebuilt
 
 
 class Gpt(nn.Module):
-    """Embedding, attention and an MLP with dropout: only rows of rare tokens are zero."""
+    """Embedding, attention and an MLP with dropout: only gradients of unused embedding rows are zero."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
@@ -34,7 +34,7 @@ class Gpt(nn.Module):
 
 
 class Cnn(nn.Module):
-    """Convolutions in front of BatchNorms, of sizes that are not round; returns a summed loss."""
+    """A convolution and batch norms with odd sizes; returns a summed loss."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Models on meshes, and the same training in one process in float64, for the tests of meshes."""
+"""Models for tests of device meshes, and the same training in one float64 process."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def mesh_of(**shape: int) -> DeviceMesh:
 
 
 class Block(nn.Module):
-    """Two linear layers that tensor parallelism cuts, and a norm that it leaves alone."""
+    """Two linear layers that tensor parallelism shards, and a norm that it does not shard."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         torch.manual_seed(0)
@@ -51,12 +51,12 @@ class Sequence(Block):
 
 
 def cut(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
-    """Cut the two layers of a block over "tp"."""
+    """Shard the two layers of a block over "tp"."""
     return parallelize_module(model, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
 
 
 def cut_sequence(model: Sequence, mesh: DeviceMesh) -> nn.Module:
-    """Do the same with sequence parallelism."""
+    """Shard a `Sequence` over "tp" with sequence parallelism."""
     plan = {
         "": PrepareModuleInput(input_layouts=(Replicate(),), desired_input_layouts=(Shard(0),)),
         "norm": SequenceParallel(sequence_dim=0),
@@ -67,7 +67,7 @@ def cut_sequence(model: Sequence, mesh: DeviceMesh) -> nn.Module:
 
 
 class Gather(torch.autograd.Function):
-    """The tensors of all ranks of a group, stacked; and their gradients, summed."""
+    """Stacks the tensors of all ranks of a group; the backward sums their gradients."""
 
     @staticmethod
     def forward(ctx, mine: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -85,9 +85,9 @@ class Gather(torch.autograd.Function):
 
 
 class Experts(nn.Module):
-    """A layer for all rows, and two experts, of which each row takes one.
+    """A layer for all rows, and two experts, of which each row uses one.
 
-    With a group, every rank of it has one expert, which computes the rows of all of them.
+    With a group, each of its ranks has one expert, which computes the rows of all ranks in the group.
     """
 
     def __init__(self, dtype: torch.dtype) -> None:
@@ -99,7 +99,7 @@ class Experts(nn.Module):
         self.to(dtype)
 
     def keep_one(self, group: dist.ProcessGroup) -> None:
-        """Keep the expert of this rank's place in the group."""
+        """Keep only the expert whose index is this rank's index in the group."""
         self.experts = nn.ModuleList([self.experts[dist.get_rank(group)]])
         self.group = group
 
@@ -116,18 +116,18 @@ class Experts(nn.Module):
 
 
 def micro_batches(shard: int, dtype: torch.dtype) -> list[Tensor]:
-    """Return a data shard; rows count that begin with a positive number."""
+    """Return a data shard; rows whose first number is positive are counted."""
     generator = torch.Generator().manual_seed(shard)
     return [torch.randn(ROWS, 6, generator=generator).to(dtype) for _ in range(WINDOWS * ACCUMULATE)]
 
 
 def count_of(x: Tensor) -> int:
-    """Return how many rows count."""
+    """Return the number of counted rows."""
     return int((x[:, 0] > 0).sum())
 
 
 def loss_of(model: nn.Module, x: Tensor) -> Tensor:
-    """Return the sum over rows that count."""
+    """Return the loss, summed over counted rows."""
     return (model(x).to(torch.promote_types(x.dtype, torch.float32)).square().sum(1) * (x[:, 0] > 0)).sum()
 
 
@@ -145,7 +145,7 @@ def in_one_process(model: nn.Module, shards: list[list[Tensor]]) -> tuple[dict[s
 
 
 def train(model: nn.Module, sync: pe.Sync, data: list[Tensor]) -> list[float]:
-    """Train as the one process does; return the norms."""
+    """Train like `in_one_process`; return the norms."""
     optimizer, norms = torch.optim.SGD(model.parameters(), lr=0.1), []
     for window in sync.windows(data):
         for x in window:
@@ -162,9 +162,9 @@ def assert_trained(
     *,
     narrow: bool = False,
 ) -> None:
-    """Compare parameters, and norms found and wanted, with those of one process; ranks find the same norms.
+    """Compare the parameters with `want`, the two lists of norms, and the norms of all ranks.
 
-    bf16 has 8 bits, with which parameters are rounded once a step, and gradients once a rank and sum.
+    bf16 has 8 bits; parameters are rounded once per step, and gradients once per rank and once per sum.
     """
     tolerance = 3e-2 if narrow or next(model.parameters()).dtype is torch.bfloat16 else 1e-5
     for name, param in model.named_parameters():
@@ -175,7 +175,7 @@ def assert_trained(
 
 
 def assert_resumes(make: Callable[[], tuple[pe.Sync, nn.Module]], data: list[Tensor]) -> None:
-    """Stop behind a window, and go on in another engine as if there had been one."""
+    """Assert that a new engine that loads the state after one window computes the same next gradients."""
 
     def run(data: list[Tensor], state: dict[str, Any] | None) -> tuple[list[list[Tensor]], dict[str, Any]]:
         sync, model = make()

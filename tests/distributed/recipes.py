@@ -1,6 +1,4 @@
-"""Losses that are means over tokens, over prompts, or over several things at once, with what each of them is
-in float64 over a whole window.
-"""
+"""Losses that are means over tokens, prompts or several things at once, and their values in float64."""
 
 from __future__ import annotations
 
@@ -16,7 +14,7 @@ LENGTH = 6
 
 
 class Heads(nn.Module):
-    """Two numbers a token, and a penalty."""
+    """A model with two losses per token, and a penalty."""
 
     def __init__(self, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
@@ -26,14 +24,15 @@ class Heads(nn.Module):
         self.mtp = nn.Parameter(torch.randn(3, generator=generator).to(dtype))
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the losses of tokens, `[sequences, LENGTH]` of the same twice, and a 0-dim penalty."""
+        """Return two losses per token, each `[sequences, LENGTH]`, and a 0-dim penalty."""
         hidden = (x.to(self.body.dtype) @ self.body).tanh()
         return (hidden @ self.ce).square(), (hidden @ self.mtp).square(), hidden.square().mean()
 
 
 def micro_batch(seed: int) -> Batch:
-    """Return one to three sequences of unequal lengths; a third of the micro-batches has no second head's
-    tokens, and every fifth no token at all.
+    """Return one to three sequences of unequal lengths.
+
+    Every third micro-batch has no tokens for the second head, and every fifth has no tokens at all.
     """
     generator = torch.Generator().manual_seed(seed)
     num = 1 + seed % 3
@@ -43,18 +42,18 @@ def micro_batch(seed: int) -> Batch:
         "x": torch.randn(num, LENGTH, 4, generator=generator),
         "mask": mask,
         "mtp_mask": mask & (torch.arange(LENGTH) % 2 == 1) & torch.tensor(seed % 3 != 1),
-        "begins": torch.tensor(float(seed % 100 % 3 == 0)),  # a prompt, of which there are three neighbours
+        "begins": torch.tensor(float(seed % 100 % 3 == 0)),  # a prompt begins in every third one
     }
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """A loss.
+    """A kind of loss.
 
     Attributes:
-        count: of a micro-batch, for `windows`.
-        losses: of a micro-batch, for `backward`.
-        whole: the loss of a window's micro-batches together, 0-dim.
+        count: returns the count of a micro-batch, for `windows`.
+        losses: returns the losses of a micro-batch, for `backward`.
+        whole: returns the loss of all micro-batches of a window, 0-dim.
     """
 
     count: Callable[[Batch], Any]
@@ -84,7 +83,7 @@ def _several(model: nn.Module, batch: Batch) -> dict[str, Tensor | float]:
     ce, mtp, aux = model(batch["x"])
     has_mtp = bool(batch["mtp_mask"].any())
     return {
-        "aux": 0.25 * aux,  # in another order than they are counted
+        "aux": 0.25 * aux,  # not in the order of the counts
         "ce": (ce * batch["mask"]).sum(),
         "mtp": 0.5 * (mtp * batch["mtp_mask"]).sum() if has_mtp else 0,
     }
@@ -102,7 +101,7 @@ RECIPES = {
         _token_sum,
         lambda model, batches: _mean(model, batches, 0, "mask"),
     ),
-    # In most micro-batches no prompt begins: they count 0, and their losses are not.
+    # No prompt begins in most micro-batches: their counts are 0, but their losses are not.
     "prompt mean": Recipe(lambda batch: batch["begins"], _token_sum, _mean_of_prompts),
     "several heads": Recipe(
         lambda batch: {"ce": batch["mask"].sum(), "mtp": int(batch["mtp_mask"].sum()), "aux": 1},
@@ -113,7 +112,7 @@ RECIPES = {
 
 
 def gradient_of(recipe: Recipe, model: Heads, batches: Sequence[Batch]) -> tuple[float, list[Tensor]]:
-    """Return a window's loss and its gradient by parameter, computed at once in float64."""
+    """Return a window's loss and its gradient by parameter, from one float64 backward."""
     twin = Heads(torch.float64)
     twin.load_state_dict(model.state_dict())
     loss = recipe.whole(twin, batches)

@@ -1,8 +1,8 @@
-"""A CUDA graph that the CPU plays: operations are recorded, and run again on the same memory.
+"""A CUDA graph that is simulated on the CPU: operations are recorded, and run again on the same memory.
 
-Under `stream_races.machine` the host believes that it runs ahead of a device. In a capture operations do run,
-since Python goes on with their results; `restore` puts the memory back as it was, so that, as on a device,
-nothing has happened until the first `replay`.
+With `stream_races.machine`, the engine works as if the host ran ahead of a device. During a capture,
+operations do run, because Python uses their results; then `restore` undoes their writes, so that, as on a
+device, nothing has happened before the first `replay`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from pyengine.comm.torch_dist import TorchDist
 from pyengine.engine import captured_windows, engine_ranks
 from pyengine.engine.window_graph import DeviceGraph
 
-# What a capture refuses on a device.
+# Operations that cannot be captured on a device.
 _READS = {"_local_scalar_dense", "nonzero", "equal", "masked_select"}
 _RANDOM_OR_EMPTY = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
 
@@ -32,7 +32,7 @@ _recording: Recorder | None = None
 
 
 class Recorder(TorchDispatchMode):
-    """Records operations, and what they have overwritten."""
+    """Records operations, and the memory that they overwrite."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ class Recorder(TorchDispatchMode):
         self.names: list[str] = []
         self._before: dict[int, tuple[Tensor, Tensor]] = {}
         self._new: set[int] = set()
-        self._alive: list[Any] = []  # storages of the graph: no other tensor gets their memory
+        self._alive: list[Any] = []  # keeps the graph's storages, so their memory is not reused
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -62,14 +62,14 @@ class Recorder(TorchDispatchMode):
         return result
 
     def keep(self, tensor: Tensor) -> None:
-        """Remember memory that is about to be overwritten, unless it is the capture's own."""
+        """Copy memory that is about to be overwritten, unless the capture has allocated it."""
         key = _storage(tensor)
         if key not in self._new and key not in self._before:
             flat = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
             self._before[key] = flat, flat.clone()
 
     def collective(self, written: Sequence[Tensor], launch: Callable[[], object]) -> None:
-        """Record a collective, which does not run in the capture: other ranks are not there."""
+        """Record a collective, which does not run in the capture, because other ranks may not take part."""
         for tensor in written:
             self.keep(tensor)
         self._alive.append(launch)
@@ -91,13 +91,13 @@ def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
     named = [*zip(func._schema.arguments, args, strict=False)]
     named += [(a, kwargs[a.name]) for a in func._schema.arguments if a.name in kwargs]
     written = [value for a, value in named if a.alias_info is not None and a.alias_info.is_write]
-    if func.__name__.startswith("native_batch_norm."):  # its schema does not say that it writes statistics
+    if func.__name__.startswith("native_batch_norm."):  # its schema does not show that it writes statistics
         written += args[3:5]
     return [leaf for leaf in tree_leaves(written) if isinstance(leaf, Tensor)]
 
 
 def _is_on_host(tensor: Tensor) -> bool:
-    """Whether a tensor would be on the host: an element of DDP's map of used parameters of a static graph."""
+    """Return whether a tensor would be on the host: an element of DDP's map of used parameters."""
     return tensor.dtype == torch.int32 and tensor.dim() == 0
 
 
@@ -106,7 +106,7 @@ def _storage(tensor: Tensor) -> int:
 
 
 class RecordedGraph(DeviceGraph):
-    """Stands for `torch.cuda.CUDAGraph`."""
+    """Replaces `torch.cuda.CUDAGraph`."""
 
     def __init__(self) -> None:
         self.recorder = Recorder()
@@ -136,7 +136,7 @@ class RecordedGraph(DeviceGraph):
 
 
 class Ordered(TorchDist):
-    """Real gloo ranks whose collectives are over when they are launched, as if a stream waited for them."""
+    """Collectives over real gloo ranks that complete at launch, as if a stream waited for them."""
 
     def __init__(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
         super().__init__(group, device)
@@ -146,7 +146,7 @@ class Ordered(TorchDist):
         return self
 
     def between_hosts(self) -> Comm:
-        return TorchDist(dist.new_group(), torch.device("cpu"))  # beside what a graph launches
+        return TorchDist(dist.new_group(), torch.device("cpu"))  # separate from a graph's collectives
 
     def side_stream(self, tensors: Sequence[Tensor]) -> AbstractContextManager[None]:
         return nullcontext()
@@ -188,7 +188,7 @@ def _comm() -> Comm:
 
 @contextmanager
 def recorded_device() -> Iterator[None]:
-    """Let the CPU play a device that has graphs, for engines that are made in the body."""
+    """Simulate a device with graphs on the CPU, for engines that are created in the body."""
     with (
         machine(finds_races=False, events_are_done=True),
         mock.patch.object(captured_windows, "DeviceGraph", RecordedGraph),

@@ -1,7 +1,7 @@
-"""Models that `fully_shard` and `replicate` take, and what one float64 process makes of the same data.
+"""Models for `fully_shard` and `replicate`, and the gradients of one float64 process for the same data.
 
 All values are small integers, so a window's gradient has one right answer, bit for bit:
-`float32(sum of integers) * float32(1 / count)`; and bfloat16 holds what a micro-batch brings.
+`float32(sum of integers) * float32(1 / count)`. The gradients of one micro-batch are exact in bfloat16.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 import pyengine as pe
 
-# Meshes and how many ranks each has.
+# Ways to shard, each with a number of ranks.
 KINDS = [("flat", 3), ("nested", 2), ("hsdp", 4), ("replicate", 2)]
-# micro-batches by rank; accumulate is 3: windows are short, or padding, on some ranks
+# Micro-batches of each rank; accumulate is 3, so windows are short or only padding on some ranks.
 PLAN = [7, 3, 5, 1]
 
 
 class Chain(nn.Module):
-    """Two layers and parameters of the root's own, one of which only some batches use, and one none."""
+    """Two layers and parameters of the root; some batches do not use `sometimes`; none uses `first.never`."""
 
     def __init__(self, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ def batch(seed: int, items: int = 3) -> Batch:
 
 
 def items(rank: int, number: int) -> int:
-    """Return the size of a rank's micro-batch: all different."""
+    """Return the size of a rank's micro-batch, from 1 to 4."""
     return 1 + (rank + 2 * number) % 4
 
 
@@ -82,14 +82,16 @@ def shard(model: nn.Module, kind: str, *, narrow: bool = False, **options: Any) 
 def sharded(
     kind: str, *, accumulate: int = 3, narrow: bool = False, **options: Any
 ) -> tuple[pe.Sync, nn.Module]:
-    """Return an engine over a sharded `Chain`, and that."""
+    """Return an engine over a sharded `Chain`, and the model."""
     model = shard(Chain(), kind, narrow=narrow)
     return pe.attach(model, accumulate=accumulate, **options), model
 
 
 def whole_grads(model: nn.Module) -> dict[str, Tensor | None]:
-    """Return the gradients, unsharded; every rank calls this. What this rank has is its own, also where other
-    ranks have a replica; one collective, where `full_tensor` takes two a parameter.
+    """Return the unsharded gradients; every rank must call this.
+
+    Elements that this rank has are its own, even if other ranks have replicas of them. This takes one
+    collective, `full_tensor` two per parameter.
     """
     grads = {name: param.grad for name, param in model.named_parameters()}
     shards = {name: grad for name, grad in grads.items() if isinstance(grad, DTensor)}
@@ -112,7 +114,7 @@ def whole_grads(model: nn.Module) -> dict[str, Tensor | None]:
 def right_grads(
     batches: Iterable[Batch], count: float, *, extras: Iterable[Batch] = ()
 ) -> dict[str, Tensor | None]:
-    """Return the mean gradient of one float64 process: of batches, and of `extras` that use more."""
+    """Return the mean gradient of one float64 process; `extras` are batches that also use `sometimes`."""
     twin = Chain(torch.float64)
     for x, t in batches:
         loss_of(twin, (x.double(), t.double())).backward()
@@ -126,18 +128,18 @@ def right_grads(
 
 
 def own_batches(number: int) -> list[Batch]:
-    """Return so many micro-batches of this rank, 3 items each."""
+    """Return the first `number` micro-batches of this rank, with 3 items each."""
     rank, _ = me()
     return [batch(100 * rank + index) for index in range(number)]
 
 
 def all_batches(numbers: Sequence[int]) -> list[Batch]:
-    """Return the same of all ranks, whose numbers are given."""
+    """Return the micro-batches of all ranks, given the number of each rank."""
     return [batch(100 * rank + index) for rank, number in enumerate(numbers) for index in range(number)]
 
 
 def windows_of(sync: pe.Sync, model: nn.Module, batches: Sequence[Batch]) -> Iterator[int]:
-    """Run the backwards of every window; yield its number, for the caller to use its gradient."""
+    """Run the backwards of every window; yield its number, so that the caller can use the gradient."""
     for number, window in enumerate(sync.windows(batches)):
         for data in window:
             sync.backward(loss_of(model, data), count=3)
@@ -151,13 +153,13 @@ def train_a_window(sync: pe.Sync, model: nn.Module) -> None:
 
 
 def right_window() -> dict[str, Tensor | None]:
-    """Return the mean gradient of such a window."""
+    """Return the mean gradient of the window in `train_a_window`."""
     _, world = me()
     return right_grads(all_batches([3] * world), 9 * world)
 
 
 def assert_trains_a_window(sync: pe.Sync, model: nn.Module) -> None:
-    """Train a window, which has to come out right."""
+    """Train a window, and check its gradient."""
     model.zero_grad()
     train_a_window(sync, model)
     assert_same(whole_grads(model), right_window())

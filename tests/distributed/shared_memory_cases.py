@@ -1,4 +1,4 @@
-"""What tests of memory that ranks share have in common: how often a bucket is reduced there."""
+"""Helpers for tests of shared memory: training that counts reductions in it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pyengine.comm.arena import Arena
 
 
 class Reductions:
-    """Counts what travels in shared memory, and how much of it in memory of ours."""
+    """Counts the reductions in shared memory, and those of tensors in pyengine's shared memory."""
 
     def __init__(self) -> None:
         self.num = self.num_in_place = 0

@@ -1,5 +1,6 @@
-"""A soak on one rank: window after window as `soak_plan` draws them, each compared with a reference in this
-process, and what the process holds in between.
+"""A soak test on one rank: windows as drawn by `soak_plan`, each compared with a reference in this process.
+
+In between, the resources of the process are measured.
 """
 
 from __future__ import annotations
@@ -29,12 +30,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 import pyengine as pe
 
-LOOPS = 10  # of a model that soon gives way to another one
+LOOPS = 10  # number of loops of a short-lived model
 USERS = (Boom, KeyboardInterrupt, MemoryError)
 
 
 class Places:
-    """The groups and meshes of a run, made once: torch keeps each for ever."""
+    """The groups and meshes of a run, created once, because torch never frees them."""
 
     def __init__(self, soak: Soak) -> None:
         world, rank = soak.world, dist.get_rank()
@@ -51,7 +52,7 @@ class Places:
 
 
 def _owned(made: Made, model: Model, places: Places) -> tuple[pe.Sync, nn.Module]:
-    """Return an engine over a model, and what to call."""
+    """Return an engine over a model, and the module to call."""
     soak, random = made.soak, Random(made.bits)
     options: dict[str, Any] = {
         "accumulate": made.accumulate,
@@ -87,7 +88,7 @@ def _owned(made: Made, model: Model, places: Places) -> tuple[pe.Sync, nn.Module
 
 
 def _local(whole: Tensor | None, like: Tensor) -> Tensor | None:
-    """Return this rank's part of a tensor, sharded as another one is."""
+    """Return this rank's part of a tensor that is sharded like `like`."""
     if whole is None or not isinstance(like, DTensor):
         return whole
     shape, offset = compute_local_shape_and_global_offset(like.shape, like.device_mesh, like.placements)
@@ -99,7 +100,7 @@ def _here(value: Tensor | None) -> Tensor | None:
 
 
 class Subject:
-    """One model under one engine on this rank, beside its reference."""
+    """One model with its engine on this rank, and its reference."""
 
     def __init__(self, made: Made, places: Places) -> None:
         self.made, self.rank = made, dist.get_rank()
@@ -114,7 +115,7 @@ class Subject:
         self._next, self._is_armed = 0, False
 
     def run(self, loop: Loop) -> int:
-        """Run a loop to its end, over whatever goes wrong in it; return how many windows all ranks passed."""
+        """Run a loop to its end, in spite of errors; return the number of windows that all ranks passed."""
         self._loop, self._next, self._is_armed = loop, 0, True
         while self._next < len(loop.takes):
             try:
@@ -196,7 +197,7 @@ class Subject:
         self._strike("callback", self._next)
 
     def _check_error(self, error: BaseException) -> None:
-        """Make sure that an error is this rank's own, or what it has to hear of another's."""
+        """Check that an error is this rank's own, or the expected error for another rank's failure."""
         loop = self._loop
         if not self._is_armed and type(error) is loop.error:
             return
@@ -220,11 +221,11 @@ class Subject:
         if self._next == len(loop.takes) and loop.is_nested:
             if loop.is_voided:
                 self.sync.abandon()
-            self.sync.synchronize()  # the others compare at the end of their loop
+            self.sync.synchronize()  # the other ranks compare at the end of their loop
         return False
 
     def _end(self) -> None:
-        """Use a window in one of the ways that users have."""
+        """Use a window in the way that the loop has drawn."""
         how = self._loop.end(self._next)
         if "clip" in how:
             self.sync.clip_grad_norm_(1e9)
@@ -244,7 +245,7 @@ class Subject:
         self._pass(how)
 
     def _pass(self, how: str) -> None:
-        """Let the reference take the step, compare, and go on to the next window."""
+        """Step the reference, compare, and go on to the next window."""
         items, count, skips = self._right()
         self._next += 1
         if not skips:
@@ -267,7 +268,7 @@ class Subject:
             raise AssertionError(f"window {self._next} of {self._loop}") from error
 
     def _right(self) -> tuple[list[tuple[int, Item]], int, bool]:
-        """Return what the window is made of, with the ranks; its count, and whether it must be skipped."""
+        """Return the window's items with their ranks, its count, and whether its step must be skipped."""
         loop, window = self._loop, self._next
         kept, count = [], 0
         for rank in range(self.made.soak.world):
@@ -282,12 +283,12 @@ class Subject:
 
 @dataclass(frozen=True)
 class Soaked:
-    """How a run went on one rank.
+    """The result of a run on one rank.
 
     Attributes:
-        windows: that passed on all ranks.
-        held: at the first two quarters of the run, in which many models live; at the other two, in which one
-            does; and behind that.
+        windows: number of windows that passed on all ranks.
+        held: resources after each quarter of the run, and after the run. Many models are trained in the first
+            two quarters, and only one in the last two.
     """
 
     windows: int
@@ -295,7 +296,7 @@ class Soaked:
 
 
 def soak(case: Soak) -> Soaked:
-    """Train as many windows as the case says."""
+    """Train at least as many windows as the case requires."""
     places, held = Places(case), []
     windows = number = 0
     with warnings.catch_warnings():
@@ -307,7 +308,7 @@ def soak(case: Soak) -> Soaked:
                 held.append(Held.now())
         subject, loops = Subject(draw_model(case, number), places), count()
         for quarter in (3, 4):
-            windows += subject.run(draw_loop(subject.made, next(loops)))  # what it starts late, it has then
+            windows += subject.run(draw_loop(subject.made, next(loops)))  # lazy resources now exist
             while windows * 4 < case.windows * quarter:
                 windows += subject.run(draw_loop(subject.made, next(loops)))
             held.append(Held.now())
@@ -317,12 +318,12 @@ def soak(case: Soak) -> Soaked:
 
 
 def _short_life(made: Made, places: Places) -> int:
-    """Train one model; one in four is not closed, but forgotten."""
+    """Train one model; one in four engines is not closed, but only deleted."""
     subject = Subject(made, places)
     windows = sum(subject.run(draw_loop(made, number)) for number in range(LOOPS))
     if made.bits % 4:
         subject.sync.close()
     else:
         del subject
-        gc.collect()  # its callback is a cycle; until then its engine's group serves no other one
+        gc.collect()  # its callback forms a cycle; until it is collected, no other engine can use its group
     return windows

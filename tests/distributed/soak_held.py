@@ -1,4 +1,4 @@
-"""What a process holds, so that a soak can tell whether it grows."""
+"""The resources of a process, in which a soak test looks for leaks."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Held:
-    """What a process holds.
+    """The resources of a process.
 
     Attributes:
-        threads, tasks: of Python, and of the process.
-        descriptors: open files.
-        groups: process groups.
-        objects: of pyengine's types.
-        tensors: that Python knows.
+        threads, tasks: number of Python's threads, and of all threads of the process.
+        descriptors: number of open files.
+        groups: number of process groups.
+        objects: number of objects of pyengine's types.
+        tensors: number of tensors that Python's garbage collector knows.
         rss: resident bytes.
     """
 
@@ -37,8 +37,8 @@ class Held:
 
     @classmethod
     def now(cls) -> Held:
-        """Look."""
-        for _ in range(3):  # what garbage has held may be garbage itself
+        """Measure the resources of this process."""
+        for _ in range(3):  # objects that garbage referenced may be garbage, too
             gc.collect()
         kinds = Counter(type(each) for each in gc.get_objects())
         pages = int(Path("/proc/self/statm").read_text().split()[1])
@@ -54,8 +54,9 @@ class Held:
 
 
 def _tasks() -> int:
-    """Return how many there are. One that has ended needs the interpreter once more, and is listed until
-    then.
+    """Return the number of threads of the process.
+
+    A thread that has ended needs the interpreter once more, and is listed until then.
     """
     looks = []
     for _ in range(10):

@@ -1,7 +1,7 @@
-"""What a soak trains: a model whose gradients are sums of small integers, whatever its parameters are.
+"""The model of a soak test, whose gradients are sums of small integers, whatever its parameters are.
 
-So a window has one right answer, bit for bit; and the learning rate is a power of two, so a step has one.
-Here is also how backwards are run, and the reference of one process.
+A window therefore has one right answer, bit for bit; the learning rate is a power of two, so a step also has
+one. This file also contains the ways to run backwards, and the reference in one process.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Fails(torch.autograd.Function):
 
 
 class Unit(nn.Module):
-    """Two parameters of one shape, whose gradients are `x` summed over items, and twice that."""
+    """Two parameters of the same shape, whose gradients are `x.sum(0)` and `2 * x.sum(0)`."""
 
     def __init__(self, shape: Sequence[int], dtype: torch.dtype) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class Unit(nn.Module):
         self.sometimes = nn.Parameter(torch.ones(shape, dtype=dtype))
 
     def forward(self, total: Tensor, x: Tensor, *, uses: bool) -> Tensor:
-        """Add to a 0-dim total; the second parameter only if the batch uses it."""
+        """Add the parameters' terms to a 0-dim total; that of the second parameter only if `uses` is set."""
         x = x.unflatten(1, self.weight.shape or (1,)).to(self.weight.dtype)
         x = x if self.weight.dim() else x.squeeze(1)
         total = total + (self.weight * x).sum().float()
@@ -47,7 +47,7 @@ class Unit(nn.Module):
 
 
 class Model(nn.Module):
-    """Units, one after the other. `trap(index, total)` runs between them."""
+    """Several units; `trap(index, total)` runs after each unit."""
 
     def __init__(self, made: Made) -> None:
         super().__init__()
@@ -71,12 +71,12 @@ class Model(nn.Module):
 
 
 def no_trap(index: int, total: Tensor) -> Tensor:
-    """Return the total."""
+    """Return the total unchanged."""
     return total
 
 
 class Reference:
-    """Parameters of one process, which sees the micro-batches of all ranks."""
+    """Training in one process, which sees the micro-batches of all ranks."""
 
     def __init__(self, made: Made, sharers: Sequence[int]) -> None:
         self._made, self._sharers = made, sharers
@@ -88,7 +88,7 @@ class Reference:
         return {name: param.detach() for name, param in self._model.named_parameters()}
 
     def sums(self, items: Sequence[tuple[int, Item]]) -> dict[str, Tensor | None]:
-        """Return the gradients' sums over micro-batches, each with its rank; float64, exact."""
+        """Return the exact float64 sums of gradients over `(rank, micro-batch)` pairs."""
         found: dict[str, Tensor | None] = {name: None for name, _ in self._model.named_parameters()}
         first = len(self._made.shapes) - self._made.num_experts
         for index, shape in enumerate(self._made.shapes):
@@ -103,7 +103,7 @@ class Reference:
         return found
 
     def means(self, sums: dict[str, Tensor | None], count: float) -> dict[str, Tensor | None]:
-        """Return float32 products with float32(1 / count), rounded to the parameters' type."""
+        """Return the sums times float32(1 / count), in float32, rounded to the parameters' dtype."""
         inverse = torch.tensor(1.0 / count, dtype=torch.float64).float()
         return {
             name: None if value is None else (value.float() * inverse).to(self._made.dtype)

@@ -1,6 +1,6 @@
-"""What a soak trains, drawn alike on every rank: models, loops over windows and what goes wrong in them.
+"""The plan of a soak test, drawn equally on every rank: models, loops over windows, and troubles in them.
 
-Nothing here talks to another rank. A loop has one trouble at most; `TROUBLES` says which there are.
+Nothing here communicates with other ranks. A loop has at most one of `TROUBLES`.
 """
 
 from __future__ import annotations
@@ -16,17 +16,18 @@ from torch import Tensor
 SHARDED = ("flat", "nested", "hsdp", "replicate")
 EVERYBODY = -1
 
-# What one rank alone may do where every rank has its own forwards, while the others go on. Sharded models,
-# whose forwards are collective, do it together; of "loader" all ranks learn there.
+# Troubles of one rank, while the other ranks go on. If the model is sharded, forwards are collective: then
+# all ranks have the trouble together, or for "loader", all ranks learn of it.
 ALONE = ("loader", "forward", "early backward", "last backward", "between", "abandon", "callback")
-# Ended early; not finite; abandoned by all ranks once it is reduced; an optimizer that raises on all ranks.
+# A window that ends early; one that is not finite; one that all ranks abandon after its reduction; and an
+# optimizer that raises on all ranks.
 ALWAYS = ("flush", "flush", "bad", "bad", "reduced", "optimizer")
 TROUBLES = (*ALWAYS, *ALONE)
 EARLY = ("early backward", "between", "abandon")  # not in a window's last micro-batch
 
 
 class Boom(Exception):
-    """What the user's code raises, and catches."""
+    """An exception that the user's code raises and catches."""
 
 
 @dataclass(frozen=True)
@@ -34,10 +35,10 @@ class Soak:
     """One run.
 
     Attributes:
-        owner: of gradients: "own" (GradSync), "ddp", "experts" beside it, or a way to shard.
-        accumulator, world: of the engines.
-        windows: at least so many.
-        seed: of everything.
+        owner: owner of gradients: "own" (GradSync), "ddp", "experts" (DDP with experts), or one of `SHARDED`.
+        accumulator, world: accumulator and world size of the engines.
+        windows: minimum number of windows.
+        seed: seed of everything that is drawn.
     """
 
     owner: str
@@ -57,10 +58,10 @@ class Made:
     """One model and its engine.
 
     Attributes:
-        shapes: of the units' parameters; the last `num_experts` are experts.
-        policy: for inf and nan.
+        shapes: shapes of the units' parameters; the last `num_experts` units are experts.
+        policy: the engine's `nonfinite`.
         clear: how gradients are cleared between windows, see `cases.clear`.
-        bits: choose among what has no effect on numbers.
+        bits: random bits for choices that do not affect the numbers.
     """
 
     key: str
@@ -81,15 +82,15 @@ class Made:
 
 
 def draw_model(soak: Soak, number: int) -> Made:
-    """Return the run's model number so much."""
+    """Return the run's model with this number."""
     key = f"{soak.seed} {soak.owner} {soak.accumulator} {number}"
     random = Random(key)
-    least = 1 if soak.is_sharded else 0  # FSDP2 takes no scalars
+    least = 1 if soak.is_sharded else 0  # FSDP2 does not support scalars
     shapes = [
         tuple(random.randint(1, 7) for _ in range(random.randint(least, 3)))
         for _ in range(random.randint(2, 4))
     ]
-    is_wide = soak.is_sharded and soak.accumulator == "native"  # else sums would be in the policy's type
+    is_wide = soak.is_sharded and soak.accumulator == "native"  # otherwise sums would be in bfloat16
     return Made(
         key,
         soak,
@@ -109,8 +110,8 @@ class Item:
     """One micro-batch.
 
     Attributes:
-        x: -1, 0 and 1, `[items, elements of one parameter of every unit]`.
-        count: of its loss; may be 0.
+        x: values -1, 0 and 1, `[items, elements of one parameter of every unit]`.
+        count: count of the loss, which may be 0.
         uses: whether each unit uses its second parameter.
     """
 
@@ -134,14 +135,14 @@ class Loop:
     """One loop over windows.
 
     Attributes:
-        numbers: micro-batches that each rank's loader has.
-        takes: how many of them each window takes, by window and rank.
-        is_nested: whether the loop is over `sync.windows`, and not `with sync.accumulate()`.
+        numbers: number of micro-batches in each rank's loader.
+        takes: number of micro-batches in each window, by window and rank.
+        is_nested: whether the loop uses `sync.windows`, and not `with sync.accumulate()`.
         trouble: what goes wrong; empty if nothing does.
-        window, rank, at: where: in which micro-batch of whose; `EVERYBODY`'s for what all ranks do together.
+        window, rank, at: window, rank (or `EVERYBODY`) and micro-batch of the trouble.
         until: micro-batches after which each rank ends a window early.
-        unit: of the model where code fails, or a value is not finite.
-        error: what the user's code raises.
+        unit: unit of the model in which code fails, or a value is not finite.
+        error: type of the exception that the user's code raises.
     """
 
     key: str
@@ -170,13 +171,13 @@ class Loop:
         self._drawn.clear()
 
     def item(self, rank: int, index: int) -> Item:
-        """Return one of a rank's micro-batches, drawn once."""
+        """Return one of a rank's micro-batches, which is drawn only once."""
         if (rank, index) not in self._drawn:
             self._drawn[rank, index] = draw_item(self.made, self.key, rank, index)
         return self._drawn[rank, index]
 
     def style(self, window: int, k: int, rank: int) -> str:
-        """Return how a micro-batch runs its backwards; alike on all ranks where these are collective."""
+        """Return how a micro-batch runs its backwards; the same on all ranks if the model is sharded."""
         if self.trouble not in ("", "flush"):
             return "backward"
         is_sharded = self.made.soak.is_sharded
@@ -185,9 +186,9 @@ class Loop:
         return Random(f"{self.key} {window} {k} {0 if is_sharded else rank}").choice(styles)
 
     def end(self, window: int) -> str:
-        """Return what is done with a reduced window, alike on all ranks."""
+        """Return how a reduced window is used, which is the same on all ranks."""
         if self.trouble == "reduced" and window == self.window:
-            return "clip, abandon"  # an empty window is sent when it is asked for
+            return "clip, abandon"  # clips first: an empty window is sent only when it is used
         return Random(f"{self.key} {window}").choice(["step", "clip", "unscale", "clip, unscale"])
 
     def is_bad(self, window: int, rank: int, k: int) -> bool:
@@ -196,9 +197,7 @@ class Loop:
 
     @property
     def is_voided(self) -> bool:
-        """Whether the trouble is found by all ranks when the window is reduced: some rank failed while it was
-        sent.
-        """
+        """Whether a rank fails while the window is sent, so that all ranks find out at its reduction."""
         return self.trouble == "last backward"
 
     @property
@@ -208,7 +207,7 @@ class Loop:
 
     @property
     def is_raised(self) -> bool:
-        """Whether the policy has all ranks raise."""
+        """Whether the policy makes all ranks raise."""
         return (
             self.made.policy == "raise"
             and (self.trouble == "bad" or self.is_voided)
@@ -218,7 +217,7 @@ class Loop:
 
 
 def draw_loop(made: Made, number: int) -> Loop:
-    """Return the model's loop number so much."""
+    """Return the model's loop with this number."""
     key = f"{made.key} {number}"
     random = Random(key)
     soak = made.soak
@@ -251,7 +250,7 @@ def draw_loop(made: Made, number: int) -> Loop:
 
 
 def _cut(numbers: Sequence[int], accumulate: int, early: int, until: Sequence[int]) -> list[tuple[int, ...]]:
-    """Cut loaders into windows; number `early` ends early."""
+    """Divide loaders into windows; window `early` ends early."""
     left, takes = list(numbers), []
     while any(left):
         most = until if len(takes) == early else [accumulate] * len(left)
@@ -261,7 +260,7 @@ def _cut(numbers: Sequence[int], accumulate: int, early: int, until: Sequence[in
 
 
 def _taken(soak: Soak, most: int, random: Random) -> list[tuple[int, ...]]:
-    """Say how many micro-batches ranks bring that end their windows themselves."""
+    """Draw the numbers of micro-batches per window and rank, for ranks that end their windows themselves."""
     takes = []
     for _ in range(random.randint(1, 3)):
         drawn = [random.randint(1, most) for _ in range(soak.world)]
@@ -270,7 +269,7 @@ def _taken(soak: Soak, most: int, random: Random) -> list[tuple[int, ...]]:
 
 
 def _troubled(loop: Loop, trouble: str, random: Random, early: int, until: tuple[int, ...]) -> Loop:
-    """Put a trouble somewhere into a loop; leave it out where it has no place."""
+    """Add a trouble at a random position of a loop, if there is a suitable position."""
     soak, takes = loop.made.soak, loop.takes
     is_sharded = soak.is_sharded
     if trouble == "flush":

@@ -1,9 +1,9 @@
-"""An accelerator that the CPU plays: every operation belongs to a stream, and what no event orders is found.
+"""An accelerator that is simulated on the CPU: every operation belongs to a stream, and races are found.
 
-Operations run at once, one after the other, so results are right; found is what would go wrong where streams
-run beside each other: two accesses to the same memory, one of them a write, that are not ordered; and memory
-given back to its stream while another one may still use it. Order is kept as vector clocks (Mattern, 1989):
-how far each stream is known, on another one, to have come.
+Operations run immediately, one after the other, so results are right. A race is an error that could occur if
+streams ran concurrently: two accesses to the same memory, at least one of them a write, that no event orders;
+or memory that is freed on its stream while another stream may still use it. The order is kept as vector
+clocks (Mattern, 1989): for each stream, the last operation of every other stream that it has waited for.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class _Access:
 
 @dataclass
 class _Memory:
-    """A storage: who made it, who may use it beyond its maker's sight, and who has used it."""
+    """A storage: the stream that allocated it, the streams given to `record_stream`, and all accesses."""
 
     alive: StorageWeakRef
     stream: str
@@ -60,9 +60,9 @@ class Machine:
     """The streams of a device, and the races found.
 
     Attributes:
-        races: in words.
-        current: the stream that operations are given to.
-        events_are_done: what asking an event whether it is over says.
+        races: descriptions of the races.
+        current: name of the current stream.
+        events_are_done: result of `Event.query`.
     """
 
     def __init__(self, *, events_are_done: bool = False) -> None:
@@ -72,12 +72,12 @@ class Machine:
         self._memories: dict[int, _Memory] = {}
 
     def now(self, stream: str) -> Times:
-        """Return how far every stream has come for whoever comes next on this one."""
+        """Return the clock of a stream: for every stream, the last operation that it has waited for."""
         _join(self.clocks[stream], self.clocks[HOST])
         return self.clocks[stream]
 
     def run(self, what: str, read: list[Tensor], written: list[Tensor]) -> None:
-        """Note an operation on the current stream."""
+        """Record an operation on the current stream."""
         self.look_for_freed()
         stream, known = self.current, self.now(self.current)
         known[stream] = known.get(stream, 0) + 1
@@ -87,11 +87,11 @@ class Machine:
                     self._use(tensor, _Access(stream, known[stream], *_span(tensor), writes, what))
 
     def record_use(self, tensor: Tensor, stream: Stream) -> None:
-        """Note that memory will not be given back before a stream has come here."""
+        """Record that memory is not reused before a stream has reached this point."""
         self._memory(tensor).recorded.add(stream.name)
 
     def look_for_freed(self) -> None:
-        """Find memory that has been given back since the last look, and who may still use it."""
+        """Find memory that was freed since the last call, and report streams that may still use it."""
         for key in [key for key, memory in self._memories.items() if memory.alive.expired()]:
             memory = self._memories.pop(key)
             known = self.now(memory.stream)
@@ -132,7 +132,7 @@ def _span(tensor: Tensor) -> tuple[int, int]:
 
 
 class Stream:
-    """`torch.Stream` of such a machine."""
+    """`torch.Stream` of a simulated machine."""
 
     machine: Machine
 
@@ -166,7 +166,7 @@ class Stream:
 
 
 class Event:
-    """`torch.Event` of such a machine."""
+    """`torch.Event` of a simulated machine."""
 
     machine: Machine
     times: Times
@@ -192,7 +192,7 @@ class Event:
 
 
 class _Watch(TorchDispatchMode):
-    """Shows a machine every operation: which tensors it reads, and which it writes."""
+    """Reports every operation to a machine, with the tensors that it reads and writes."""
 
     def __init__(self, machine: Machine) -> None:
         super().__init__()
@@ -218,7 +218,7 @@ class _Watch(TorchDispatchMode):
 
 @contextmanager
 def machine(*, finds_races: bool = True, **options: bool) -> Iterator[Machine]:
-    """Let the CPU play an accelerator during the body; ops are torch's, so that all of them are seen."""
+    """Simulate an accelerator in the body; pyengine's ops run in plain PyTorch, so that they are observed."""
     made = Machine(**options)
     stream, event = type("Stream", (Stream,), {"machine": made}), type("Event", (Event,), {"machine": made})
     mine = [module for name, module in sys.modules.items() if name.startswith("pyengine")]
@@ -233,7 +233,7 @@ def machine(*, finds_races: bool = True, **options: bool) -> Iterator[Machine]:
         mock.patch.object(torch, "Event", event),
         mock.patch.object(torch.accelerator, "current_stream", lambda device=None: stream(name=made.current)),
         mock.patch.object(Tensor, "record_stream", lambda tensor, other: made.record_use(tensor, other)),
-        # which takes no device without streams
+        # torch's Future does not accept a device without streams
         mock.patch.object(staged, "Future", lambda devices: Future()),
         mock.patch.object(hook, "Future", lambda devices: Future()),
         mock.patch.object(native, "core", lambda: None),

@@ -1,4 +1,4 @@
-"""`attach` over a DDP of any settings: gradients of one big batch, buffers once a window, DDP given back."""
+"""`attach` with any settings of DDP: gradients of one big batch, buffers once per window, DDP restored."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ACCUMULATE = 2
 
 
 class Model(nn.Module):
-    """Two layers; `how`: the first is used everywhere, in some places, or twice in checkpoints."""
+    """Two layers; by `how`, the first is always used, used in some micro-batches, or checkpointed twice."""
 
     def __init__(self, how: str) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ def _uses(rank: int, k: int) -> bool:
 
 
 def _mean(how: str, world: int, window: int) -> list[Tensor]:
-    """Return the mean of a window's gradients by one process, float64."""
+    """Return the mean of a window's gradients, computed by one process in float64."""
     twin = Model(how).double()
     for rank in range(world):
         for k in range(ACCUMULATE * window, ACCUMULATE * (window + 1)):
@@ -75,7 +75,7 @@ def test_every_setting_of_ddp_gives_the_gradients_of_one_big_batch(how, unused, 
                 sync.backward(ddp(x, _uses(rank, k)))
             sync.unscale_()
             for param, want in zip(ddp.parameters(), _mean(how, world, number), strict=True):
-                assert torch.equal(param.grad.double(), want)  # sums of small whole numbers, over 4
+                assert torch.equal(param.grad.double(), want)  # sums of small integers, divided by 4
             sync.step(torch.optim.SGD(ddp.parameters(), lr=0.0))
         sync.close()
 
@@ -106,7 +106,7 @@ def test_a_ddp_inside_a_ddp_reduces_once_a_window_too():
 
 
 class Counts(nn.Module):
-    """A layer with a buffer that counts its forwards, from another number on each rank."""
+    """A layer with a buffer that grows in every forward, by a different number on each rank."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -138,7 +138,7 @@ def test_buffers_are_those_of_rank_0_behind_each_window_as_ddp_is_set(broadcasts
 
 
 def _trained_alone(ddp: DistributedDataParallel) -> Tensor:
-    """Train DDP by itself; return the gradient, which is the mean of 1 and 2 over two ranks."""
+    """Train with DDP alone; return the gradient, which is the mean of 1 and 2 over two ranks."""
     ddp.zero_grad()
     for _ in range(2):
         ddp.zero_grad()
@@ -235,7 +235,7 @@ def test_a_state_fits_gradsync_and_attach_alike(saves, loads, wire):
     def windows(
         kind: str, state: dict[str, Any] | None, model: Integers, num: int
     ) -> tuple[Any, list[Tensor]]:
-        options = {"bucket_cap_mb": 1e-5} if kind == "own" else {}  # as those of DDP
+        options = {"bucket_cap_mb": 1e-5} if kind == "own" else {}  # as small as DDP's
         sync, forward = engine(kind, model, accumulate=2, wire=wire, **options)
         if state is not None:
             sync.load_state_dict(state)

@@ -1,4 +1,4 @@
-"""DDP, autograd and hooks behind `attach`: gradients are those of one big batch, or it refuses."""
+"""DDP, autograd and hooks with `attach`: gradients are those of one big batch, or an error is raised."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ DDPS = {"plain": {}, "view": {"gradient_as_bucket_view": True}, "unused": {"find
 
 
 class NoGradient(torch.autograd.Function):
-    """Identity that takes a weight and brings no gradient for it unless `brings` is set."""
+    """Identity that also takes a weight, and returns a gradient for it only if `brings` is set."""
 
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor, brings: bool) -> Tensor:
@@ -86,19 +86,19 @@ def _mean(dtype: torch.dtype, values: list[Tensor], count: int) -> Tensor | None
 def test_hooks_see_only_real_gradients_and_what_nobody_used_or_a_function_leaves_out_has_none(
     ddp, sums, brings
 ):
-    """`some` is used in the first place only; a hook adds 1 to each of its gradients."""
+    """`some` is used only in the first micro-batch; hooks add 1 to the gradients of `always` and `some`."""
     rank, world = me()
     accumulator, dtype = SUMS[sums]
     model = Layers(dtype)
     calls = []
     sync, wrapped = _attach(model, ddp, accumulator)
-    for param in (model.always, model.some, model.never):  # that of `none` may get None
+    for param in (model.always, model.some, model.never):  # a hook of `none` may get None
         param.register_hook(lambda grad: grad + 1)
     model.some.register_post_accumulate_grad_hook(lambda _: calls.append(1))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.5)
     data = [(window, place) for window in range(WINDOWS) for place in range(ACCUMULATE)]
     if rank == world - 1 and world > 1:
-        data = data[:3]  # the last window has none, the one before it one
+        data = data[:3]  # one micro-batch in the second window, none in the last
     for number, window in enumerate(sync.windows(data)):
         for where in window:
             place = where[1]
@@ -134,7 +134,7 @@ def test_hooks_see_only_real_gradients_and_what_nobody_used_or_a_function_leaves
 )
 @on_ranks(2)
 def test_a_backward_that_breaks_under_a_finite_loss_is_named_by_raise(ddp, sums, at):
-    """Bring nan from rank 1's micro-batch `at`."""
+    """The gradient of rank 1's micro-batch `at` is nan."""
     rank, _ = me()
     accumulator, dtype = SUMS[sums]
     model = nn.Sequential(nn.Linear(3, 2, dtype=dtype), nn.Linear(2, 1, dtype=dtype))

@@ -1,4 +1,4 @@
-"""The audit over engines and over loops that others drive: each fault is named, and no error without one."""
+"""The audit of engines and of other training loops: each fault is named, and correct loops raise no error."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def _engine(kind: str) -> tuple[nn.Module, nn.Module, pe.Sync]:
 )
 @on_ranks()
 def test_an_engine_without_a_fault_raises_nothing(kind, every, is_penalised):
-    """With a short last window, ranks that run out (not over shards), clipping, and a gradient penalty."""
+    """Includes a short last window, ranks without data (unless sharded), clipping, and a gradient penalty."""
     model, forward, sync = _engine(kind)
     records = records_of(sync)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
@@ -133,7 +133,7 @@ def _unreduced(sync: pe.Sync, optimizer: torch.optim.Optimizer, patch: Patch) ->
 
 
 def _divisor(sync: pe.Sync, optimizer: torch.optim.Optimizer, patch: Patch) -> None:
-    """Leave a part of the count out of the header on rank 0."""
+    """Make the count in rank 0's header too small."""
     before = headers._with_device_values
 
     def forgetful(*args: object) -> Tensor:
@@ -145,7 +145,7 @@ def _divisor(sync: pe.Sync, optimizer: torch.optim.Optimizer, patch: Patch) -> N
 
 
 def _twice(sync: pe.Sync, optimizer: torch.optim.Optimizer, patch: Patch) -> None:
-    """Divide by the number of ranks once more behind the reduction."""
+    """Divide by the number of ranks once more after the reduction."""
     reducer = sync._engine.reducer
     before = reducer.finish
 
@@ -198,7 +198,7 @@ def test_a_fault_in_an_engine_is_named_and_nothing_is_stepped(kind, fault, what,
 @pytest.mark.parametrize(("kind", "flips"), [("own", True), ("attach", True), ("attach", False)])
 @on_ranks(4)
 def test_a_group_of_experts_is_compared_within_and_all_ranks_learn_of_it(kind, flips):
-    """Ranks 0 and 2, and 1 and 3, have experts in common."""
+    """Ranks 0 and 2 share experts, as do ranks 1 and 3."""
     model, rank = _net(), dist.get_rank()
     model.add_module("experts", nn.Linear(3, 3))
     pairs = [dist.new_group([0, 2]), dist.new_group([1, 3])]
@@ -236,7 +236,7 @@ def test_wrong_arguments_of_an_engines_audit_are_named():
             sync.audit(every=2)
 
 
-# ---- Loops of others ----
+# ---- Other training loops ----
 
 
 @pytest.mark.parametrize(
@@ -275,7 +275,7 @@ def test_a_stock_loop_without_a_fault_raises_nothing(kind, clips, reports, every
 @pytest.mark.parametrize("factor", [3.0, 0.2])
 @on_ranks(2)
 def test_a_gradient_that_grows_apart_from_those_that_were_clipped_is_named(factor):
-    """All gradients are multiplied by one factor, which no argument names, and one of them by another."""
+    """All gradients are multiplied by the same factor, which is no fault; one has an additional factor."""
     model = _net()
     ddp = DistributedDataParallel(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
@@ -298,7 +298,7 @@ def test_replicas_that_are_not_reduced_are_named():
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     pe.audit(model, optimizer, every=1)
     _loss(model(_batches(1)[0])).backward()
-    for param in model.parameters():  # what waits for the outer reduction
+    for param in model.parameters():  # gradients that differ between replicas
         param.grad = torch.full_like(param, float(dist.get_rank()))
     with pytest.raises(pe.AuditError) as error:
         optimizer.step()
@@ -308,7 +308,7 @@ def test_replicas_that_are_not_reduced_are_named():
 @pytest.mark.parametrize("reduces", [True, False])
 @on_ranks(2)
 def test_main_grad_is_looked_at(reduces):
-    """Megatron's way: gradients move to `main_grad` behind every backward, and fp32 masters are stepped."""
+    """As in Megatron: gradients are added to `main_grad` in every backward, and fp32 masters are stepped."""
     model = _net(torch.bfloat16)
     params = list(model.parameters())
 
@@ -342,7 +342,7 @@ def test_main_grad_is_looked_at(reduces):
 @pytest.mark.parametrize("reports", [False, True])
 @on_ranks(2)
 def test_windows_without_a_step_are_not_mixed_with_the_next(reports):
-    """A loss scaler skips the first windows: another window's gradients come before any step."""
+    """Every other step is skipped, as by a loss scaler: the next window's gradients come before a step."""
     model = _net()
     ddp = DistributedDataParallel(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
@@ -352,7 +352,7 @@ def test_windows_without_a_step_are_not_mixed_with_the_next(reports):
             (_loss(ddp(x)) / 2).backward()
         if reports:
             watch.reduced()
-        if window % 2:  # others are skipped
+        if window % 2:  # other steps are skipped
             optimizer.step()
         optimizer.zero_grad()
     watch.remove()
@@ -394,10 +394,10 @@ def test_a_handle_leaves_nothing_behind():
     assert not optimizer._optimizer_step_pre_hooks and not optimizer._optimizer_step_post_hooks
 
 
-@pytest.mark.slow  # torch gives up what the ranks have left under way
+@pytest.mark.slow  # unfinished collectives end only after a timeout
 @on_ranks(2)
 def test_a_rank_that_leaves_out_a_step_gets_an_error_as_the_others_do():
-    """Rank 1 leaves out a step, and goes on to the next backward; the other one checks."""
+    """Rank 1 skips a step and goes on with the next backward, while rank 0 waits in its check."""
     _set_pg_timeout(timedelta(seconds=2), None)
     model = DistributedDataParallel(_net())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)

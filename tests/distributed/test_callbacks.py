@@ -1,4 +1,4 @@
-"""A callback that fails in the last window of a loop; in the middle of one it is a case of tests/faults."""
+"""A callback that fails in the last window of a loop; tests/faults has failures in the middle of a loop."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_a_rank_whose_callback_fails_in_a_loops_last_window_meets_the_others_beh
                 steps.append(bool(sync.step(optimizer)))
         except OSError:
             steps.append(True)
-            sync.synchronize()  # the others compare at the end of their loop
+            sync.synchronize()  # the other rank compares at the end of its loop
     assert steps == [True] * 4
-    assert [record.step for record in records] == [0, 1, 2, 3]  # the second listener is called all the same
+    assert [record.step for record in records] == [0, 1, 2, 3]  # the second listener is still called
     assert model.weight.tolist() == [[-4.0, -4.0]]  # four steps of 1

@@ -1,6 +1,6 @@
-"""Windows that run as a graph: the same bits, records and skipped steps as without, on a played device.
+"""Windows that run as a graph on a simulated device: same bits, records and skipped steps as without a graph.
 
-What runs on a GPU is in tests/distributed/test_cuda_capture.py.
+Tests on a GPU are in tests/distributed/test_cuda_capture.py.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def _model(dtype: torch.dtype = torch.float32, *, norms: bool = False) -> nn.Mod
 
 
 def _batches(rank: int, windows: int = WINDOWS, *, bad: int | None = None) -> list[Any]:
-    """Return the micro-batches of a rank: the last window is short, and rank 1 runs out a window earlier."""
+    """Return the micro-batches of a rank; the last window is short, and rank 1 has one window less."""
     made = torch.Generator().manual_seed(rank)
     num = windows * ACCUMULATE - 1 - ACCUMULATE * (rank == 1)
     batches = [(torch.randn(4, 6, generator=made), torch.randn(4, 3, generator=made)) for _ in range(num)]
@@ -54,7 +54,7 @@ def _run(
     ddp: dict[str, Any] | None = None,
     **options: Any,
 ) -> tuple[list[torch.Tensor], list[Any], Any]:
-    """Train over own buckets, or over a DDP with these arguments; return the state, records and `step`."""
+    """Train with GradSync, or with a DDP with the arguments `ddp`; return the state, records and `step`."""
     model: nn.Module = _model(dtype, norms=norms)
     if ddp is None:
         sync = pe.GradSync(model, accumulate=ACCUMULATE, **options)
@@ -84,11 +84,11 @@ def _run(
         step(window)
         sums.append(float(sum(param.grad.double().sum() for param in model.parameters())))
         if number % 3 == 0:
-            optimizer.zero_grad()  # which no window needs
+            optimizer.zero_grad()  # no window needs this
         if number == resumes_at:
             sync.synchronize()
             sync.load_state_dict(sync.state_dict())
-            optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))  # other memory: captured again
+            optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))  # new memory: captured again
     sync.close()
     seen = [
         (r.step, r.micro_batches, r.count, r.loss, r.grad_norm, r.skipped, r.collectives, r.bytes_on_wire)
@@ -123,7 +123,7 @@ _OF_TWO = ("int8+ef", "norms", "DDP, nan", "DDP, int8+ef", "DDP, BatchNorm")
 _OF_THREE = ("exact", "scaler", "DDP, exact")
 
 
-# Every case on one rank; what is exchanged between ranks on two and three, of which one runs out earlier.
+# Every case runs on one rank; cases of communication also on two or three ranks, one of which has less data.
 @pytest.mark.parametrize(
     ("world", "case"),
     [*((1, case) for case in CASES), *((2, case) for case in _OF_TWO), *((3, case) for case in _OF_THREE)],
@@ -136,7 +136,7 @@ def test_a_captured_window_has_the_bits_of_one_that_is_not(world: int, case: str
         expected, records, _ = _run(captured=False, **options)
         found, others, step = _run(captured=True, **options)
     assert all(map(torch.equal, found, expected))
-    assert repr(others) == repr(records)  # as text, in which nan is nan
+    assert repr(others) == repr(records)  # as text, in which nan equals nan
     assert not step.problems
     assert step.num_captured >= 1
     assert step.num_replayed >= 4
@@ -156,8 +156,9 @@ def _captured(
     audit_every: int = 0,
     **options: Any,
 ) -> tuple[Any, nn.Module]:
-    """Capture windows of a micro-batch of so many `rows` each, trained by `train` after
-    `before(number, model, optimizer)`.
+    """Capture windows of one micro-batch each; `rows` are the sizes of the micro-batches.
+
+    `train` trains a window, after a call of `before(number, model, optimizer)`.
     """
     with recorded_device():
         model = _model()
@@ -177,7 +178,7 @@ def _captured(
 
 
 class _Elsewhere(torch.Tensor):
-    """A tensor of another device than the model's."""
+    """A tensor that stands for one on a different device than the model."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl
 
@@ -235,7 +236,7 @@ def _runs_more_now_and_then(model, sync, optimizer, x):
 
 
 def _of_the_host(number: int) -> torch.Tensor:
-    return torch.tensor(number, dtype=torch.int32)  # as `recorded_device` knows it
+    return torch.tensor(number, dtype=torch.int32)  # on the host for `recorded_device`
 
 
 def _counts_by_window(model, sync, optimizer, x):
@@ -304,7 +305,7 @@ def test_a_capture_that_fails_runs_the_window_without():
 
     with pytest.warns(UserWarning, match="its capture failed: no graph today"):
         step, model = _captured(fails)
-    _, twin = _captured()  # which runs 4 to 6 as a graph
+    _, twin = _captured()  # its windows 4 to 6 run as a graph
     assert runs == [False] * 3 + [True] + [False] * 3
     assert step.num_eager == 6
     assert all(map(torch.equal, model.parameters(), twin.parameters()))
@@ -340,9 +341,9 @@ def _clips_three_rows(model, sync, optimizer, x):
     ("options", "numbers"),
     [
         ({"rows": (2,) * 12, "before": _moves}, (2, 4, 6)),
-        # The audit looks at windows 0, 6 and 12, and reads in the next one what it has found.
+        # The audit checks windows 0, 6 and 12, and reads its result in the next window.
         ({"rows": (2,) * 14, "audit_every": 6}, (1, 5, 8)),
-        # What ranks compare of the window before has another length then.
+        # What ranks compare about the previous window then has a different length.
         ({"train": _clips_three_rows, "rows": (2, 2, 2, 2, 2, 3, 2, 2)}, (1, 2, 5)),
     ],
     ids=["a model's memory has moved", "an audit is due", "the window before was clipped otherwise"],
@@ -376,7 +377,7 @@ def test_a_loss_scale_is_updated_once_by_a_window_that_ran_as_a_graph():
 
 
 def test_a_gradient_that_no_optimizer_has_used_counts_into_the_next_window():
-    """As without a graph: such windows run without one."""
+    """Such windows run without a graph."""
 
     def unused(model, sync, optimizer, x):
         sync.backward(model(x).sum(), count=len(x))
@@ -414,7 +415,7 @@ def test_engines_whose_windows_cannot_be_captured_say_so(options, says):
 
 
 def _over_ddp(train: Any, *, windows: int = 6, norms: bool = False) -> tuple[Any, DistributedDataParallel]:
-    """Capture windows over DDP of two micro-batches, trained by `train`; the engine is not closed."""
+    """Capture windows of two micro-batches with DDP, trained by `train`; the engine is not closed."""
     rank = torch.distributed.get_rank()
     model = DistributedDataParallel(_model(norms=norms), gradient_as_bucket_view=True)
     sync, optimizer = pe.attach(model, accumulate=2), torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
@@ -433,10 +434,10 @@ def _train(model, sync, optimizer, batches):
     sync.step(optimizer)
 
 
-@pytest.mark.parametrize("windows", [5, 7])  # the capture's is the last, or others follow
+@pytest.mark.parametrize("windows", [5, 7])  # the captured window is the last, or others follow
 @on_ranks(2)
 def test_a_capture_that_fails_in_ddps_last_backward_runs_the_window_without(windows):
-    """The other rank launches its graph: this one's collectives have to be the same ones."""
+    """The other rank launches its graph, so the failing rank must launch the same collectives."""
     is_one = torch.distributed.get_rank() == 1
 
     def fail(grad):
@@ -491,7 +492,7 @@ def test_ddps_parameters_that_no_window_uses_are_named():
 
 @on_ranks(1)
 def test_a_forward_behind_captured_windows_broadcasts_no_buffers():
-    """Other ranks may run no forward."""
+    """Other ranks may not run a forward, so a broadcast could hang."""
     with recorded_device():
         step, model = _over_ddp(_train, norms=True)
         with mock.patch.object(torch.distributed, "_broadcast_coalesced") as broadcast:

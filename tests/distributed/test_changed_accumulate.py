@@ -1,4 +1,4 @@
-"""`sync.gradient_accumulation_steps` between windows: the next window of the same loop has this length."""
+"""Setting `sync.gradient_accumulation_steps` between windows: the loop's next window has this length."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Clipping by PyTorch's names: inf-norm, values, and norms that are not finite."""
+"""Clipping with PyTorch's function names: inf-norm, values, and norms that are not finite."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def _data(world: int) -> list[list[torch.Tensor]]:
 
 
 def _twin(world: int) -> nn.Module:
-    """The gradient of the whole global batch, in float64 on one process."""
+    """Return a model with the gradient of the whole global batch, computed in float64 by one process."""
     twin = _model(torch.float64)
     batch = torch.cat([x for mine in _data(world) for x in mine]).double()
     (twin(batch).square().sum() / len(batch)).backward()
@@ -43,7 +43,7 @@ def _window(sync: pe.Sync, forward: nn.Module, dtype: torch.dtype = torch.float3
 
 def _close(model: nn.Module, twin: nn.Module) -> None:
     for p, q in zip(model.parameters(), twin.parameters(), strict=True):
-        # At most 12 fp32 additions, the factor and the step, each of one rounding, of values up to 1.
+        # At most 12 fp32 additions, the factor and the step; each rounds values up to 1 once.
         torch.testing.assert_close(p.double(), q, rtol=0, atol=20 * 2**-24)
 
 
@@ -81,7 +81,7 @@ def test_values_are_clipped_as_torch_clips_one_big_batch(kind, name, first):
     assert max(p.grad.abs().max().item() for p in model.parameters()) == torch.tensor(0.02).item()
     clipped = nn.utils.get_total_norm([p.grad for p in twin.parameters()])
     assert sync.grad_norm().item() == pytest.approx(clipped.item(), rel=1e-6)
-    sync.clip_grad_norm_(0.05)  # of what is left
+    sync.clip_grad_norm_(0.05)  # of the clipped gradients
     nn.utils.clip_grad_norm_(twin.parameters(), 0.05)
     assert sync.step(OPTIMIZERS[name](model.parameters()))
     OPTIMIZERS[name](twin.parameters()).step()
@@ -132,7 +132,7 @@ def test_a_norm_that_is_not_finite_is_an_error_on_every_rank_alike(kind, norm_ty
     assert not math.isfinite(sync.clip_grad_norm_(1.0, norm_type).item())
     with pytest.raises(RuntimeError, match="error_if_nonfinite is set") as error:
         sync.clip_grad_norm_(1.0, norm_type, error_if_nonfinite=True)
-    sync.clip_grad_value_(1.0)  # makes inf finite, and the step no better
+    sync.clip_grad_value_(1.0)  # makes inf finite, but the step is still skipped
     assert not sync.step(optimizer)
     assert all(map(torch.equal, model.parameters(), before)) and not optimizer.state
     with sync.accumulate():
@@ -230,7 +230,7 @@ def test_the_record_has_the_norm_of_the_windows_end_whatever_was_clipped_since()
 
 @on_ranks(2)
 def test_the_norm_says_where_a_step_is_skipped_that_the_caller_makes():
-    """Of a window that counts nothing the gradients are zeros, which AdamW would decay with."""
+    """A window with a count of 0 has zero gradients, with which AdamW would still decay the weights."""
     model = nn.Linear(2, 1)
     sync = pe.GradSync(model, accumulate=1)
     with sync.accumulate():

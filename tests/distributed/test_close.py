@@ -1,4 +1,4 @@
-"""An engine that lets its model go, and engines over parameters that another one has."""
+"""A closed engine releases its model, and no second engine may use the parameters of an open one."""
 
 from __future__ import annotations
 
@@ -81,11 +81,11 @@ def test_ddp_reduces_by_itself_again_behind_a_closed_engine_and_under_the_next_o
         _right(model)
 
 
-DDPS_OWN = {"_has_rebuilt_buckets", "_lazy_init_ran"}  # what it has done, with any engine or none
+DDPS_OWN = {"_has_rebuilt_buckets", "_lazy_init_ran"}  # what DDP has done, with or without an engine
 
 
 def _settings(*modules: nn.Module) -> list[object]:
-    """Describe everything on modules and parameters that an engine might leave something of."""
+    """Describe all attributes and hooks of modules and parameters that an engine might leave changed."""
     found: list[object] = []
     for module in (each for root in modules for each in root.modules()):
         for name, value in sorted(vars(module).items()):
@@ -129,14 +129,14 @@ def test_close_undoes_everything(kind, dtype, when):
             sync.step(torch.optim.SGD(model.parameters(), lr=0.0))
     with recorded_warnings() as messages:
         sync.close()
-        sync.close()  # again does nothing
+        sync.close()  # a second call does nothing
     left = "1 micro-batches of window 1 were accumulated but never stepped"
     assert [left in message for message in messages] == [True] * (when == "open")
     after = _settings(model, ddp)
     assert after == before, [pair for pair in zip(before, after, strict=False) if pair[0] != pair[1]][:3]
     twin = copy.deepcopy(model)
     ddp(x).float().sum().backward()
-    twin(x).float().sum().backward()  # the same on every rank, so that its mean is it
+    twin(x).float().sum().backward()  # the same on every rank, as is the mean
     assert all(map(torch.equal, [p.grad for p in model.parameters()], [p.grad for p in twin.parameters()]))
 
 
@@ -156,7 +156,7 @@ def test_an_engine_over_parameters_of_a_live_one_is_refused_by_name(kind, other)
     for _ in range(2):
         with sync.accumulate():
             sync.backward(model(torch.ones(1, 4)).sum())
-    assert sync.step(optimizer)  # the first one is as it was
+    assert sync.step(optimizer)  # the first engine still works
 
 
 @on_ranks(2)
@@ -178,7 +178,7 @@ def test_a_model_with_a_hidden_ddp_is_refused():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_model_is_saved_and_copied_at_its_own_size(dtype):
     model = nn.Linear(300, 300).to(dtype)
-    model.weight.is_expert = True  # what others have put there travels
+    model.weight.is_expert = True  # attributes set by other code are kept
 
     def size() -> int:
         file = io.BytesIO()
@@ -225,7 +225,7 @@ def test_backwards_of_one_engine_in_several_threads_are_refused():
             may_end.set()
             thread.join()
         sync.unscale_()
-    assert torch.equal(model.weight.grad, torch.ones(1, 2))  # the refused one left nothing
+    assert torch.equal(model.weight.grad, torch.ones(1, 2))  # the refused backward added nothing
 
 
 def _trained(kind: str) -> tuple[weakref.ref, weakref.ref]:

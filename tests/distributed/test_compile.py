@@ -39,7 +39,7 @@ def test_parameters_of_a_compiled_model_keep_their_names():
 
 
 class _Forwards(nn.Module):
-    """A wrapper with the attributes of what it wraps."""
+    """A wrapper that forwards attributes of the wrapped module."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
@@ -60,7 +60,7 @@ def test_a_wrapper_around_a_compiled_model_is_not_taken_for_one():
 @pytest.mark.parametrize("wire", [pe.wire.FP32(), pe.wire.BF16()], ids=["fp32", "bf16"])
 @on_ranks(2)
 def test_the_hook_takes_single_gradients_in_place(wire):
-    """torch.compile's python_reducer passes one (gradient, parameter) at a time."""
+    """torch.compile's python_reducer passes one (gradient, parameter) pair at a time."""
     rank, _ = me()
     state = pe.HookState(wire=wire)
     param = nn.Parameter(torch.zeros(2, 3))

@@ -30,7 +30,7 @@ def _train(kind: str, recipe_name: str, dtype: torch.dtype, **options: Any) -> N
     rank, world = me()
     recipe = RECIPES[recipe_name]
     model = twin = Heads(dtype)
-    if kind == "sharded":  # ranks run padding where they have run out
+    if kind == "sharded":  # ranks that run out of data run padding
         forward = model = fully_shard(Heads(dtype))
         sync = pe.attach(model, accumulate=ACCUMULATE)
     else:
@@ -63,7 +63,7 @@ def _totals(count: Any, batches: list[Batch]) -> dict[str, float]:
 
 
 def _assert_near(got: torch.Tensor | None, want: torch.Tensor, dtype: torch.dtype) -> None:
-    """Compare, up to 64 roundings to `dtype` of terms as large as the largest gradient; None: it is 0."""
+    """Compare, allowing 64 roundings to `dtype` of terms as large as the largest gradient; None means 0."""
     bound = 64 * torch.finfo(dtype).eps * want.abs().max()
     whole = got.full_tensor() if hasattr(got, "full_tensor") else got
     error = want if whole is None else whole.double() - want

@@ -1,4 +1,4 @@
-"""Windows whose counts were read ahead: with nothing counted, ended early, dropped, begun anew."""
+"""Windows whose counts were read ahead: ended early, dropped, or started again."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def _both(batch: Batch) -> dict[str, int]:
     return {"ce": len(batch[0]), "aux": 1}
 
 
-# What rank 0 does of the first window's three micro-batches, in turns: the backwards it runs in each.
+# The first window on rank 0: after it has read each micro-batch, it runs these micro-batches' backwards.
 TURNS = {
     "break": [[0], [1]],
     "break before the backward": [[0], []],
@@ -61,7 +61,7 @@ TURNS = {
 
 
 def _ends_early(how: str, count: Any) -> str:
-    """Train two windows, the first of which rank 0 ends early; return what refuses it."""
+    """Train two windows, of which rank 0 ends the first one early; return the error message."""
     rank, world = me()
     made = sync, forward, *_ = _made()
     message = ""
@@ -90,7 +90,7 @@ def _losses(sync: pe.Sync, forward: torch.nn.Module, batch: Batch) -> dict[str, 
 
 
 def _use(made: Made, done: list[list[int]]) -> None:
-    """Step with a window's gradient: that of the micro-batches which each rank has `done`."""
+    """Step, after a check that the gradient is that of the micro-batches that each rank has `done`."""
     sync, _, model, optimizer = made
     batches = [_batch(rank, index) for rank, own in enumerate(done) for index in own]
     sync.unscale_()
@@ -151,7 +151,7 @@ def test_a_window_that_all_ranks_drop_is_counted_anew():
 
 @on_ranks(3)
 def test_a_window_that_one_rank_drops_is_refused_on_every_rank_and_then_counted_anew():
-    """Rank 0 raises in the middle of a window, and begins it anew while the others end it."""
+    """Rank 0 raises in the middle of a window, and starts it again while the other ranks end it."""
     rank, _ = me()
     made = sync, forward, _, optimizer = _made()
     messages = []
@@ -165,7 +165,7 @@ def test_a_window_that_one_rank_drops_is_refused_on_every_rank_and_then_counted_
                 sync.step(optimizer)
         except (KeyError, RuntimeError) as error:
             messages.append(str(error))
-    if rank == 0:  # its second attempt met the others' first
+    if rank == 0:  # its second attempt met the other ranks' first one
         _train(made)
         assert messages.pop(0) == ""  # its own exception
     assert_alike(messages)
@@ -209,7 +209,7 @@ def test_epochs_may_count_in_different_ways(kind):
     records = [(record.loss, record.collectives) for record in records]
     ahead, given, several = records[:2], records[2:4], records[4:]
     assert [loss for loss, _ in ahead] == [loss for loss, _ in given] == [loss for loss, _ in several]
-    # A header and the counts more; an engine's first window also agrees on an order of buckets.
+    # A header and the counts are two more collectives; the first window also agrees on an order of buckets.
     assert ahead[1][1] == given[1][1] + 2 == several[1][1]
 
 

@@ -1,4 +1,4 @@
-"""Counts and losses that make no sense are an error on every rank, and nothing has run."""
+"""Invalid counts and losses are an error on every rank, before anything runs."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def _train(sync: pe.Sync, forward: torch.nn.Module, optimizer: torch.optim.Optim
 
 
 def _refused(kind: str, count: Callable[[int, int], Any]) -> str:
-    """Begin a loop whose function returns `count(rank, micro-batch)`; return what every rank raises."""
+    """Begin a loop whose counts are `count(rank, micro-batch)`; return the error that every rank raises."""
     rank, _ = me()
     sync, forward, optimizer = _engine(kind)
     _train(sync, forward, optimizer)
@@ -53,7 +53,7 @@ def _fail() -> None:
     raise KeyError("labels")
 
 
-# Kind of engine, the count of one micro-batch, of the others, and the error.
+# The kind of engine, the count of one micro-batch, the count of the others, and the error.
 WRONG: list[tuple[str, Callable[[], Any], Any, str]] = [
     ("own", lambda: -1, 3, " is -1.0: expected a finite number"),
     ("attach", lambda: {"ce": 3}, {"ce": 3, "aux": 1}, " has ['ce'], but ['ce', 'aux']"),
@@ -66,7 +66,7 @@ WRONG: list[tuple[str, Callable[[], Any], Any, str]] = [
 @on_ranks(2)
 def test_what_is_no_count_on_one_rank_is_raised_on_all(case):
     kind, wrong, right, message = WRONG[case]
-    # It is the second micro-batch of the second window.
+    # The wrong count is that of rank 1's second micro-batch in the second window.
     error = _refused(kind, lambda rank, index: wrong() if (rank, index) == (1, 3) else right)
     assert error.startswith(f"rank 1: count of micro-batch 1{message}")
 
@@ -135,7 +135,7 @@ def test_what_cannot_be_counted_ahead_is_refused():
 @pytest.mark.parametrize("as_tensor", [False, True])
 @on_ranks(2)
 def test_the_mean_over_nothing_is_no_loss(as_tensor):
-    """Rank 1's first micro-batch has no labels: its mean is nan, its gradient and count are 0."""
+    """Rank 1's first micro-batch has no labels: its mean loss is nan, its gradient and count are 0."""
     weight = nn.Parameter(torch.ones(3))
     sync = pe.GradSync([weight], accumulate=2)
     records = records_of(sync)

@@ -1,4 +1,4 @@
-"""Windows as CUDA graphs on a GPU: the bits of the same windows without, over 50 windows."""
+"""Windows as CUDA graphs on a GPU: 50 windows have the same bits as without a graph."""
 
 from __future__ import annotations
 
@@ -46,8 +46,10 @@ def _run(
     ddp: dict[str, Any] | None = None,
     **options: Any,
 ):
-    """Train with a schedule, a window with nan, and a short last window, over own buckets, or over a DDP with
-    these arguments; return the model's state, records and the function that trains windows.
+    """Train with a schedule, a window with nan, and a short last window.
+
+    Use GradSync, or a DDP with the arguments `ddp`. Return the model's state, the records, and the function
+    that trains windows.
     """
     torch.manual_seed(0)
     norm = nn.BatchNorm1d(64) if norms else nn.LayerNorm(64)
@@ -83,7 +85,7 @@ def _run(
     for window in sync.windows(list(zip(x, y, strict=True))):
         step(window)
     sync.close()
-    if ddp is not None:  # which works by itself then
+    if ddp is not None:  # afterwards, DDP works without the engine
         optimizer.zero_grad()
         model(x[0].to(dtype)).float().square().sum().backward()
         optimizer.step()
@@ -116,10 +118,10 @@ def _assert_same_bits(min_warm_up, case):
     found, others, step = _run(**case, captured=True)
     assert not step.problems
     assert step.num_captured == 1
-    # Before the capture, the short one, and each behind one that was skipped.
+    # Windows before the capture, the short one, and each window after a skipped one run without the graph.
     assert step.num_eager <= min_warm_up + 1 + records.count("True")
     assert others == records
-    # The micro-batch with a nan makes statistics of BatchNorm nan, in both.
+    # The micro-batch with a nan makes BatchNorm's statistics nan in both runs.
     torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
 
 

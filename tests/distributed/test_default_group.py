@@ -1,4 +1,4 @@
-"""Threads of a gloo group end with it: one that is left at the end of the process may abort or hang it."""
+"""The threads of a gloo group end with it: a thread left at the end of the process may abort or hang it."""
 
 import gc
 import os
@@ -56,8 +56,8 @@ def test_what_holds_the_group_in_a_cycle_is_collected() -> None:
 
 
 def test_it_waits_for_a_thread_that_would_be_the_last_to_hold_the_group(monkeypatch) -> None:
-    monkeypatch.setattr(gc, "collect", lambda: 0)  # which takes longer than the thread does
-    monkeypatch.setattr(launching, "_WITHIN_S", 30.0)  # however busy the machine is
+    monkeypatch.setattr(gc, "collect", lambda: 0)  # a real collection outlasts the thread
+    monkeypatch.setattr(launching, "_WITHIN_S", 30.0)  # enough on a busy machine
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     held = [dist.group.WORLD]
 
@@ -85,6 +85,6 @@ def _train(kind: str) -> None:
 def _threads() -> int:
     num = 0
     for task in Path(f"/proc/{os.getpid()}/task").iterdir():
-        with suppress(FileNotFoundError, ProcessLookupError):  # it has ended since
+        with suppress(FileNotFoundError, ProcessLookupError):  # the thread has ended
             num += "gloo" in (task / "comm").read_text()
     return num

@@ -1,4 +1,4 @@
-"""What only some ranks do or have is an error on all of them, at the latest with the next header."""
+"""A difference between ranks is an error on every rank, at the latest with the next header."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def _window(sync: pe.Sync, forward: nn.Module) -> None:
 
 
 def _odd() -> bool:
-    """Whether this is rank 1, which does something else than the others."""
+    """Return whether this is rank 1, which behaves differently from the other ranks."""
     return me()[0] == 1
 
 
@@ -66,7 +66,7 @@ def test_loss_scales_that_differ_are_refused_before_anything_is_stepped(kind, ca
 )
 @on_ranks(3)
 def test_a_window_used_in_another_way_on_one_rank_is_found_out_on_every_rank(kind, case, last):
-    """Rank 1 uses a window in a way of its own; the next header, or the end of the loop, shows it."""
+    """Rank 1 uses a window differently; the next header, or the end of the loop, shows this."""
     odd = _odd()
     torch.manual_seed(0)
     sync, forward = engine(kind, nn.Linear(4, 2), accumulate=1)
@@ -182,7 +182,7 @@ def test_what_a_group_sets_beyond_its_defaults_is_compared(key, values, texts):
 def test_engines_that_run_in_another_order_on_one_rank_are_refused_on_every_rank(
     sizes, wire, accumulator, before
 ):
-    """Rank 1 runs the second engine's window where the others run the first one's."""
+    """Rank 1 runs a window of the second engine where the other ranks run one of the first."""
     models = [nn.Linear(size, 2) for size in sizes]
     syncs = [pe.GradSync(m, accumulate=1, wire=wire, accumulator=accumulator) for m in models]
     for sync in syncs:
@@ -201,7 +201,7 @@ def test_engines_that_run_in_another_order_on_one_rank_are_refused_on_every_rank
     moved = [float((p - b).abs().sum()) for p, b in zip(params, were, strict=True)]
     for sync in syncs:
         sync.abandon()
-    for index in [0, 1] * 2:  # the engines go on
+    for index in [0, 1] * 2:  # the engines still work
         run(index)
     assert [sync.scaler._get_growth_tracker() for sync in syncs] == [before + 2] * 2
     assert message.startswith(
@@ -212,7 +212,7 @@ def test_engines_that_run_in_another_order_on_one_rank_are_refused_on_every_rank
 
 @on_ranks(2)
 def test_an_optimizer_may_hold_its_parameters_in_another_order():
-    """The same parameters in another order, as sets have them in every process."""
+    """For example, the order of a set differs between processes."""
     model = nn.Linear(4, 2)
     sync = pe.GradSync(model, accumulate=1)
     optimizer = torch.optim.SGD(list(model.parameters())[:: -1 if _odd() else 1], lr=0.1)
@@ -250,7 +250,7 @@ def test_a_window_that_was_loaded_again_is_stepped_again_by_a_wrapped_optimizer(
         with sync.accumulate():
             sync.backward(model(torch.ones(2, 4)).sum(), count=2)
             optimizer.step()
-            optimizer.step()  # once a window
+            optimizer.step()  # does nothing: a window is stepped once
         assert torch.allclose(before - model.weight, torch.full((2, 4), 0.1))
 
 
@@ -271,7 +271,7 @@ def test_a_call_of_every_rank_by_one_rank_is_refused_on_all_of_them(kind, call):
     torch.manual_seed(0)
     sync, forward = engine(kind, nn.Linear(4, 2), accumulate=1)
     optimizer = torch.optim.SGD(forward.parameters(), lr=0.1)
-    for _ in range(2):  # in the second one DDP makes its buckets anew
+    for _ in range(2):  # DDP rebuilds its buckets in the second one
         _window(sync, forward)
         sync.step(optimizer)
 

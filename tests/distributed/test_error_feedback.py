@@ -1,4 +1,4 @@
-"""Error feedback of every owner: the bits of plain PyTorch, what many windows bring together, and states."""
+"""Error feedback for every owner of gradients: bits of plain PyTorch, sums of many windows, and states."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ import pyengine as pe
 
 BF16, WIRE = FEEDBACK["bf16"], FEEDBACK["int8"]
 BY_CHANCE = pe.wire.ErrorFeedback(pe.wire.Int8(block=32, rounding="stochastic"))
-STEP = 0.50004 / 127  # what Int8 may lose of the largest value of a block
+STEP = 0.50004 / 127  # Int8's largest error, relative to the largest value of a block
 WINDOWS = 12
 SHAPES = {"odd": (5, 3), "row": (1, 7), "wide": (2, 12), "long": (131,)}
 
 
 class _Fixed(nn.Module):
-    """Its gradient is numbers of this rank's own, by parameter, which bfloat16 holds."""
+    """A model whose gradients are constants of this rank, which are exact in bfloat16."""
 
     def __init__(self, rank: int, names: Sequence[str]) -> None:
         super().__init__()
@@ -39,13 +39,13 @@ class _Fixed(nn.Module):
             self.targets[name] = torch.randn(SHAPES[name], generator=generator).bfloat16().float()
 
     def forward(self, scale: float) -> Tensor:
-        # Backwards, so that gradients come in the order of registration: that of DDP's first buckets.
+        # Reversed, so that gradients arrive in registration order, which is that of DDP's first buckets.
         pairs = [*self.targets.items()][::-1]
         return sum((getattr(self, name) * target).sum() for name, target in pairs) * scale
 
 
 class _Both(nn.Module):
-    """Two of them, each of which may be a unit; it uses the last only as long as it `uses_all`."""
+    """Two `_Fixed` modules, each of which may be an FSDP unit; the last is used only if `uses_all` is set."""
 
     def __init__(self, rank: int) -> None:
         super().__init__()
@@ -70,7 +70,7 @@ def _made(kind: str, wire: pe.wire.Wire, **options: Any) -> tuple[pe.Sync, _Both
         return pe.attach(ddp, accumulate=2, wire=wire), model, ddp
     if kind == "hsdp":
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
-    if kind == "columns":  # not along its first dimension
+    if kind == "columns":  # not sharded along the first dimension
         options["shard_placement_fn"] = lambda param: Shard(1) if param.shape == SHAPES["wide"] else Shard(0)
     attach = {name: options.pop(name) for name in ("defer", "defer_budget_mb") if name in options}
     if kind == "narrow":
@@ -90,7 +90,7 @@ def _grads(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _train(made: tuple[pe.Sync, nn.Module, nn.Module], first: int, windows: int) -> list[dict[str, Tensor]]:
-    """Train windows from the `first` on, of two micro-batches and any counts; return the mean gradients."""
+    """Train windows of two micro-batches with varying counts, from `first` on; return mean gradients."""
     sync, model, forward = made
     rank, _ = me()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
@@ -110,7 +110,7 @@ def _count(world: int, window: int) -> int:
 
 
 def _reference(kind: str, world: int, windows: int) -> list[dict[str, Tensor]]:
-    """Return the same of one process: what bfloat16 loses of a rank's values goes with its next ones."""
+    """Return the gradients of one process, where a rank's bfloat16 errors are added to its next values."""
     targets = [_targets(rank) for rank in range(world)]
     lost = [{name: torch.zeros_like(target) for name, target in mine.items()} for mine in targets]
     found = []
@@ -121,7 +121,7 @@ def _reference(kind: str, world: int, windows: int) -> list[dict[str, Tensor]]:
             values = {name: (target + target) * inverse + kept[name] for name, target in mine.items()}
             sent.append({name: value.bfloat16().float() for name, value in values.items()})
             kept.update({name: value - sent[-1][name] for name, value in values.items()})
-        # Of shards in the order of ranks; with replicas of two shards (0, 1) and (2, 3), then of those.
+        # Sum over shards in the order of ranks; with HSDP over (0, 1) and (2, 3), then over these replicas.
         groups = [sent[:2], sent[2:]] if kind == "hsdp" else [sent]
         sums = [{name: sum(term[name] for term in group) for name in sent[0]} for group in groups]
         found.append({name: sum(part[name] for part in sums) for name in sent[0]})
@@ -134,7 +134,7 @@ def _reference(kind: str, world: int, windows: int) -> list[dict[str, Tensor]]:
 @on_ranks()
 def test_every_window_over_a_sharded_model_has_the_bits_of_plain_error_feedback(kind):
     _, world = me()
-    if world == 1:  # nothing travels, and nothing is lost
+    if world == 1:  # nothing is sent, and nothing is lost
         made = _made(kind, BF16)
         (got,) = _train(made, 0, 1)
         inverse = torch.tensor(1.0 / _count(1, 0), dtype=torch.float64).float()
@@ -148,13 +148,12 @@ def test_every_window_over_a_sharded_model_has_the_bits_of_plain_error_feedback(
 
 
 def _distance(found: dict[str, Tensor], counts: Sequence[float]) -> tuple[float, float]:
-    """Return how far the sum of all windows' gradients is from the true one, whose counts are given, and how
-    far it may be, by element.
+    """Return the largest error of an element in the sum of all windows' gradients, and its bound.
 
-    A rank keeps at most STEP of its largest value v, which is its term and what it kept before: v <= term +
-    kept. The owner of a part has lost STEP of the sum of all values as well. So with T the sum of the ranks'
-    largest terms, K <= 2 STEP (T + K), or K <= 2 STEP T / (1 - 2 STEP). And float32 adds 1/count, the
-    residual and W values, some roundings of a mean below 8 in each window.
+    A rank keeps at most STEP of its largest value v, which is its term plus its residual: v <= term + kept.
+    The owner of a part also loses STEP of the sum of all values. With T, the sum of the ranks' largest terms,
+    K <= 2 STEP (T + K), or K <= 2 STEP T / (1 - 2 STEP). In each window, float32 also rounds the product with
+    1/count, the residual and the sum of W values, each of a mean below 8.
     """
     targets = [_targets(rank) for rank in range(me()[1])]
     inverse = sum(1 / count for count in counts)
@@ -253,7 +252,7 @@ def _goes_on(kind: str, states: list[dict[str, Any]], wire: pe.wire.Wire = WIRE)
     ("kind", "world", "wire"),
     [
         ("own", 2, BY_CHANCE),
-        ("attach, one bucket", 2, WIRE),  # others would have other blocks in the new engine's first window
+        ("attach, one bucket", 2, WIRE),  # with more, the new engine's first window would have other blocks
         ("flat", 3, WIRE),
         ("columns", 2, BY_CHANCE),
     ],
@@ -284,8 +283,9 @@ def test_a_wire_that_keeps_nothing_says_that_residuals_are_lost(ranks):
 @pytest.mark.parametrize("kind", ["own", "attach", "nested"])
 @on_ranks(2)
 def test_a_window_that_is_not_used_leaves_nothing_behind(kind):
-    """Rank 1 brings inf in the second window, and gives the fourth up, if no rank waits for its units. All
-    ranks abandon the fifth one.
+    """Rank 1 has inf in the second window, and fails in the fourth unless the model is sharded.
+
+    All ranks abandon the fifth window.
     """
     rank, _ = me()
     sync, model, forward = _made(kind, WIRE)
@@ -313,7 +313,7 @@ def test_a_window_that_is_not_used_leaves_nothing_behind(kind):
 
 
 def _second_window(change: str) -> list[Tensor]:
-    """Return the gradients of a window whose loss scale is another one than that of the window before."""
+    """Return the gradients of the second of two windows, between which `change` may change the loss scale."""
     rank, _ = me()
     model = _Fixed(rank, ["odd", "wide"])
     sync = pe.GradSync(model, wire=WIRE)
@@ -355,7 +355,7 @@ def test_residuals_follow_a_loss_scale_that_anybody_changes():
 
 @on_ranks(2)
 def test_a_flushed_window_is_one_of_the_same_residuals():
-    """End windows behind their backwards: FSDP reduces in one more, of zeros."""
+    """Windows end after their backwards, so FSDP reduces in an additional backward of zeros."""
     rank, _ = me()
     sync, model, _ = _made("nested", BF16)
     found = []

@@ -1,4 +1,4 @@
-"""How ranks merge exact sums: bits, bytes, and the transports that cannot exchange parts."""
+"""How ranks merge exact sums: bits, bytes, and transports that cannot exchange parts."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from pyengine.ops.exact import ExactSum
 from pyengine.ops.plan import BucketPlan
 
 CPU = torch.device("cpu")
-# Fewer blocks than ranks, as many, and numbers that no number of ranks divides.
+# Fewer blocks than ranks, as many blocks as ranks, and numbers that are no multiple of the world size.
 LAYOUTS = ([1], [64, 64], [200, 0, 3], [64] * 7, [1000, 1, 130, 4096])
 TERMS = 8
 
@@ -53,7 +53,7 @@ def _plan(numels: list[int]) -> tuple[BucketPlan, int]:
 
 
 def _terms(numels: list[int], rank: int) -> list[list[Tensor | None]]:
-    """Two terms a rank, of all magnitudes; some are not finite, some are zero, one is missing."""
+    """Return two terms of a rank, of all magnitudes; some are not finite, some are zero, one is missing."""
     terms: list[list[Tensor | None]] = []
     for number in range(2):
         generator = torch.Generator().manual_seed(10 * rank + number)
@@ -79,13 +79,13 @@ def _deposit(total: ExactSum, terms: list[list[Tensor | None]], slots: int) -> N
 def _merged(
     comm: Comm, numels: list[int], nums: list[int], *, most: int = 2, poison: bool = False
 ) -> tuple[Tensor, int]:
-    """Return the rounded sum over ranks, each of which has so many terms, and the bytes sent by this one."""
+    """Return the rounded sum over ranks, of `nums` terms by rank, and the bytes that this rank sent."""
     plan, numel = _plan(numels)
     total = exact_over_ranks(plan, terms=Terms(TERMS, most), device=CPU, comm=comm)
     result, num_bytes = torch.empty(0), 0
-    for window in range(3):  # what a window leaves is no matter to the next one
+    for window in range(3):  # a window must not affect the next one
         total.begin()
-        if window == 1:  # ... not even of one in which all ranks had two terms
+        if window == 1:  # not even one in which all ranks had two terms
             _deposit(total, _terms(numels, comm.rank), len(numels))
         else:
             _deposit(total, _terms(numels, comm.rank)[: nums[comm.rank]], len(numels))
@@ -101,7 +101,7 @@ def _bits(values: Tensor) -> list[int]:
 
 
 def _right(numels: list[int], nums: list[int]) -> list[int]:
-    """Return the bits of the sum of so many terms of each rank, made on one."""
+    """Return the bits of the sum of `nums` terms of the ranks, computed on one rank."""
     plan, numel = _plan(numels)
     alone, right = ExactSum(plan, numel=numel, terms=TERMS, device=CPU), torch.empty(numel)
     terms = [term for rank, num in enumerate(nums) for term in _terms(numels, rank)[:num]]
@@ -126,17 +126,17 @@ def test_what_adds_up_terms_counts_among_the_bytes_held():
 )
 @on_ranks()
 def test_ranks_merge_to_the_bits_of_one_sum_and_send_parts_of_it(numels):
-    """One term a rank travels as it is, more as integers."""
+    """One term per rank is sent as it is, several terms are sent as integers."""
     _, world = me()
     comm = comm_for(CPU, None)
-    part = -(-_plan(numels)[1] // (64 * world)) * 64  # of whole blocks
+    part = -(-_plan(numels)[1] // (64 * world)) * 64  # in whole blocks
     bins = part * world // 64
     for most in (1, 2):
         nums = [most] * world
         found, num_bytes = _merged(comm, numels, nums, most=most)
         assert _bits(found) == _right(numels, nums)
         assert _merged(comm, numels, nums, most=most, poison=True)[0].isnan().all()
-        if world > 1:  # to everybody else: two limbs or a float32, then a float32; bins, or a flag
+        if world > 1:  # to each other rank: two limbs or a float32, then a float32; bins, or a flag
             limbs, flags = (8, bins) if most == 2 else (4, 1)
             assert num_bytes == (world - 1) * part * (limbs + 4) + 2 * (world - 1) * flags // world
     assert _bits(_merged(_ReducesOnly(comm), numels, [2] * world)[0]) == _right(numels, [2] * world)
@@ -145,7 +145,7 @@ def test_ranks_merge_to_the_bits_of_one_sum_and_send_parts_of_it(numels):
 
 
 def _windows_over(hosts: str, kind: str) -> list[int]:
-    """Return the bytes of each window of an engine whose ranks are of one host, or each of its own."""
+    """Return the bytes of each window, with all ranks on one host, or each rank on its own host."""
     rank, _ = me()
     records = []
     with mock.patch.object(handshake, "own_host", lambda: 0 if hosts == "one" else rank):

@@ -1,4 +1,4 @@
-"""What trains nothing is refused by name: exchanged parameters, and gradients removed in the backward."""
+"""Errors for training that has no effect: replaced parameters, and gradients removed in the backward."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def _replace(model: nn.Sequential) -> None:
 
 
 def _frozen_copy(model: nn.Sequential) -> None:
-    model[0].average = nn.Linear(2, 2)  # trainable, and no loss reaches it
+    model[0].average = nn.Linear(2, 2)  # trainable, but no loss depends on it
 
 
 def _hooked(hook: Callable[[Parameter], None], *, only: int | None = None) -> Callable[[nn.Sequential], None]:
@@ -108,7 +108,7 @@ _CHANGES: dict[str, Callable[[nn.Sequential], None]] = {
 
 
 def _windows(door: str, what: str, accumulate: int, changed: int = -1) -> list[str]:
-    """Return what two windows raise, the first line of each; `changed` is the one rank that does it."""
+    """Return the errors of two windows, or "stepped"; `changed` is the rank with the change (-1: all)."""
     torch.manual_seed(0)
     model = _model()
     called, sync = _made(door, model, accumulate=accumulate)
@@ -147,7 +147,7 @@ HOOK = "a hook registered with register_post_accumulate_grad_hook has removed th
         (1, "GradSync", "step and clear", 1, -1, HOOK),
         (1, "attach", "step and clear", 2, -1, HOOK),
         (1, "parameters", "clear one", 2, -1, HOOK),
-        # On one rank, behind the header.
+        # On one rank, after the header.
         (2, "GradSync", "clear one", 1, 1, f"rank 1: {HOOK}0.weight'"),
         (2, "attach", "clear one", 1, 1, f"rank 1: {HOOK}0.weight'"),
         (2, "fully_shard", "clear one", 1, 1, f"rank 1: {HOOK}0.weight'"),
@@ -225,7 +225,7 @@ def test_what_is_cleared_after_its_bucket_could_leave_is_named():
 
 
 def _three_steps(change: Callable[[nn.Sequential], None]) -> list[str]:
-    """Return the warnings of three steps of an engine that knows parameters only."""
+    """Return the warnings of three steps with an engine that was given only parameters."""
     model = _model()
     sync = pe.GradSync(model.parameters())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

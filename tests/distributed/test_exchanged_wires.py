@@ -1,4 +1,4 @@
-"""Wires whose sums take two exchanges: bits, bytes, and how far they are from float64."""
+"""Wires whose sums take two exchanges: bits, bytes, and errors against float64."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_every_wire_sums_within_its_bound_sends_what_it_says_and_gives_all_ranks
 
 
 class _Made(TorchDispatchMode):
-    """Notes the bytes of every tensor that is made, and is no view."""
+    """Records the bytes of every new tensor that is not a view."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -89,14 +89,14 @@ def test_from_the_second_window_on_a_sum_takes_no_memory_and_has_the_bits_of_the
 
 @on_ranks(2)
 def test_sums_of_one_bucket_that_are_under_way_at_once_have_memory_of_their_own():
-    """One of them never ends."""
+    """One of the sums is never waited for."""
     comm, numel = _comm(), 999
     world = comm.world_size
     for wire in WIRES.values():
         bound = of_bucket(wire, numel)
         flats = [torch.full((numel,), 2.0**power, dtype=wire.dtype) for power in range(4)]
         bound.all_reduce_(flats[0], comm).wait()
-        works = [bound.all_reduce_(flat, comm) for flat in flats[1:]]  # the first of which never ends
+        works = [bound.all_reduce_(flat, comm) for flat in flats[1:]]  # the first one is never waited for
         for power, work in ((2, works[1]), (3, works[2])):
             work.wait()
             wanted = torch.full((numel,), world * 2.0**power)
@@ -106,7 +106,7 @@ def test_sums_of_one_bucket_that_are_under_way_at_once_have_memory_of_their_own(
 def test_a_wire_of_one_byte_sends_a_quarter_and_its_scales():
     wide, narrow = [pe.wire.FP32()], [pe.wire.BF16(), pe.wire.FP16(), BF16]
     encoded = [pe.wire.Int8(), pe.wire.FP8(), pe.wire.ErrorFeedback(pe.wire.Int8())]
-    # 2 (W - 1) / W elements of 4, 2 and 1 bytes; a scale of 4 bytes for 256 of the last.
+    # 2 (W - 1) / W elements of 4, 2 and 1 bytes; 256 elements of 1 byte share a scale of 4 bytes.
     want = [6 * 2**20, *[3 * 2**20] * 3, *[2**20 * 3 // 2 * 260 // 256] * 3]
     assert [wire.bytes_on_wire(2**20, 4) for wire in (*wide, *narrow, *encoded)] == want
 
@@ -130,7 +130,7 @@ def test_what_is_not_finite_crosses_every_wire_at_its_own_element():
 @pytest.mark.parametrize("world", [2, 3])
 @on_ranks()
 def test_error_feedback_loses_nothing():
-    """What has arrived and what all ranks still keep is together what they have sent."""
+    """The sums that have arrived, plus the residuals of all ranks, are the sums of what was sent."""
     rank, world = me()
     comm, numel = _comm(), 1000
     for name, wire in FEEDBACK.items():
@@ -143,7 +143,7 @@ def test_error_feedback_loses_nothing():
             arrived += flat.double()
             sent += sum(term.double() for term in terms)
         kept = sum(r.double() for r in comm.all_gather_object(bound.memory.residual))
-        # Every residual is a difference of float32 numbers, rounded once or twice a window, as are sums.
+        # Every residual is a difference of float32 numbers, rounded once or twice per window, as are sums.
         size = 5 * 5 * sum(term.abs().max() for term in terms) * 4 * world * 2.0**-24
         assert ((arrived + kept - sent).abs() <= size).all(), name
 
@@ -168,7 +168,7 @@ def test_a_wire_leaves_every_rank_its_part():
 
 
 def _by_chance() -> list[list[int]]:
-    """Return this rank's seeds of some turns, and check that the mean of many sums is near."""
+    """Check that the mean of many sums is close to the true sum; return this rank's seeds of some sums."""
     _, world = me()
     comm, numel, turns = _comm(), 64, 100
     bound = of_bucket(STOCHASTIC, numel)
@@ -180,8 +180,9 @@ def _by_chance() -> list[list[int]]:
         flat = values.clone()
         bound.all_reduce_(flat, comm).wait()
         total += flat.double()
-    # Each sum is off by at most world + 1 independent steps of world / 127, right on average: by Hoeffding's
-    # inequality 64 means of 100 are all within 6 deviations of that range, but for a chance of 1e-6.
+    # A sum has `world` errors of at most 1/127 and one of at most world/127, which are independent and 0 on
+    # average. By Hoeffding's inequality, 64 means of 100 sums are all within 6 * size / 10 of the true sums,
+    # except with a probability of about 1e-6.
     step = 1 / 127 * (1 + 2.0**-14)
     size = (world * step**2 + (world * step) ** 2) ** 0.5
     assert ((total / turns - world * values.double()).abs() <= 6 * size / turns**0.5).all()

@@ -1,4 +1,4 @@
-"""Buckets travel by a process group that nothing else uses, so that it does not matter when they leave."""
+"""Buckets use a process group that nothing else uses, so it does not matter when they are sent."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ import pyengine as pe
 
 KINDS = pytest.mark.parametrize("kind", ["own", "attach"])
 WINDOWS = 4
-WIDTH = 520  # of layers of more than a MiB: DDP's first bucket holds so much, whatever its cap
+WIDTH = 520  # layers of more than 1 MiB, the size of DDP's first bucket, whatever its cap
 
 
 class _Summed(torch.autograd.Function):
-    """The identity, whose backward sums over ranks: what a part of a model that ranks share does."""
+    """Identity whose backward sums over ranks, as in a part of a model that is shared between ranks."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -53,14 +53,14 @@ def _engine(kind: str, model: nn.Module, **options: Any) -> tuple[pe.Sync, nn.Mo
 
 
 def _be_late(loss: Tensor, number: int) -> None:
-    """Let a rank in turn send its header late: the others' first buckets wait for it."""
+    """Let one rank in turn send its header late, for which the other ranks' first buckets wait."""
     rank, world = me()
     if rank == number % world:
         time.sleep(0.02)
         loss.register_hook(lambda _: time.sleep(0.02))
 
 
-# An int8 bucket goes from rank to rank, past the collectives; the flags beside own ones are a collective.
+# Int8 buckets are exchanged point to point, without collectives; GradSync also sends flags with a collective.
 @pytest.mark.parametrize(
     ("kind", "wire"),
     [("own", pe.wire.FP32()), ("own", pe.wire.Int8()), ("attach", pe.wire.FP32())],
@@ -101,7 +101,7 @@ def test_engines_that_share_a_backward_do_not_meet(kind):
     for number in range(WINDOWS):
         with sync.accumulate(), other.accumulate(), sync.micro_batch() as one, other.micro_batch() as two:
             x = torch.full((8, WIDTH), 1.0 + rank)
-            # By turns a layer of each, in the forward and so in the backward; and no two gradients alike.
+            # Layers of both models alternate in the forward, and so in the backward; all gradients differ.
             both = zip(first(x), second(x), strict=True)
             loss = sum((10.0**k * (a + 3 * b)).sum() for k, (a, b) in enumerate(both))
             _be_late(loss, number)
@@ -149,7 +149,7 @@ def test_an_engine_makes_a_group_and_destroys_it_with_itself(how):
 
 @on_ranks(2)
 def test_a_rank_that_closes_in_a_window_neither_hangs_nor_disturbs_other_engines():
-    """Rank 0 has launched a bucket to which rank 1 does not come."""
+    """Rank 0 has launched a bucket in which rank 1 does not take part."""
     rank, _ = me()
     model, other = nn.Linear(2, 2), nn.Linear(2, 2)
     sync, second = pe.GradSync(model), pe.GradSync(other)
@@ -160,10 +160,10 @@ def test_a_rank_that_closes_in_a_window_neither_hangs_nor_disturbs_other_engines
     for _ in range(2):
         _run_a_window(second, other)
         second.step(torch.optim.SGD(other.parameters(), lr=0.1))
-    dist.barrier()  # the default group goes on, too
+    dist.barrier()  # the default group still works, too
     pe.GradSync(nn.Linear(2, 2)).close()
     sync.close()
-    assert time.monotonic() - begin < 30  # of a timeout of minutes
+    assert time.monotonic() - begin < 30  # the timeout is minutes
 
 
 @on_ranks(3)
@@ -222,7 +222,7 @@ def test_ddp_goes_on_by_its_own_group_behind_an_attach_that_failed():
     with pe.GradSync(other, accumulate=1) as sync:
         with sync.accumulate():
             sync.backward((other.weight * (1.0 + rank)).sum(), count=1)
-        (ddp(torch.ones(1, 2)).sum() * (1.0 + rank)).backward()  # DDP reduces again, by its own group
+        (ddp(torch.ones(1, 2)).sum() * (1.0 + rank)).backward()  # DDP reduces again, with its own group
         sync.unscale_()
     found += [float(model.weight.grad.mean()), float(other.weight.grad.mean())]
     assert ddp.require_backward_grad_sync

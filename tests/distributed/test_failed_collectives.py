@@ -1,4 +1,4 @@
-"""A failed collective raises on its rank, and nothing is stepped with what it left."""
+"""A failed collective raises on its rank, and no step uses the incomplete gradients."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ CASES = {
 
 
 def _broken() -> FutureWork:
-    """Return a collective that fails some time after it was launched."""
+    """Return a collective that fails after it was launched."""
     future: torch.futures.Future[list[Tensor]] = torch.futures.Future()
     future.set_exception(RuntimeError("connection lost"))
     return FutureWork(future)
 
 
 def _break(comm: Any, numel: int, exchange: str = "all_to_all") -> None:
-    """Let collectives of at least `numel` elements, which are no headers, and an exchange fail."""
+    """Make `exchange` fail, and all-reduces of at least `numel` elements, which are not headers."""
     all_reduce = comm.all_reduce
     comm.all_reduce = lambda flat: _broken() if flat.numel() >= numel else all_reduce(flat)
     setattr(comm, exchange, lambda *_: _broken())
@@ -76,7 +76,7 @@ def test_a_failed_collective_raises_and_nothing_is_stepped_with_half_reduced_gra
             for batch in window:
                 sync.backward(forward(batch).sum().float())
             sync.unscale_()
-    for _ in range(2):  # and it stays so
+    for _ in range(2):  # every further step fails, too
         says = "were not reduced: a collective failed on this rank|connection lost"
         with pytest.raises(RuntimeError, match=says):
             sync.step(optimizer)
@@ -108,7 +108,7 @@ def test_an_interrupt_while_a_rank_waits_for_ddps_last_bucket_reaches_the_caller
             next(sync.windows([torch.ones(2, 40)]))
 
 
-@pytest.mark.slow  # what the ranks have left under way is given up after the group's timeout
+@pytest.mark.slow  # unfinished collectives end only after the group's timeout
 @on_ranks(2)
 def test_a_rank_that_cannot_start_a_later_collective_of_a_bucket_raises_on_all():
     """Rank 1 has no memory for the second collective of an exact sum."""
@@ -120,7 +120,7 @@ def test_a_rank_that_cannot_start_a_later_collective_of_a_bucket_raises_on_all()
     if rank == 1:
         comm_of_buckets(sync).all_reduce = Mock(side_effect=MemoryError("no memory"))
     for _ in range(2):
-        with suppress(RuntimeError, MemoryError), sync.accumulate():  # now, or where the window ends
+        with suppress(RuntimeError, MemoryError), sync.accumulate():  # raised here, or at the window's end
             sync.backward(model(torch.ones(2, 40)).sum())
     with pytest.raises((RuntimeError, MemoryError)) as error:
         sync.step(torch.optim.SGD(model.parameters(), lr=0.1))

@@ -1,6 +1,6 @@
-"""Windows that a rank fails in, abandons or has no data for: ranks never hang or drift apart.
+"""Windows in which a rank fails, which it abandons, or for which it has no data: ranks never hang or diverge.
 
-Exceptions in every phase of a window are cases of `tests/faults`.
+Exceptions in every phase of a window are tested in `tests/faults`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import pyengine as pe
 
 
 class OneUnused(nn.Module):
-    """Two layers, between which a backward may break, and one that nobody uses."""
+    """Two layers, between which the backward may fail, and an unused layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ class OneUnused(nn.Module):
 )
 @on_ranks(2)
 def test_a_failed_backward_voids_a_window_in_which_no_rank_has_used_anything(kind, dtype, accumulator):
-    """Rank 1 alone has a third window, and fails before any parameter of it has a gradient."""
+    """Only rank 1 has a third window, in which it fails before any parameter has a gradient."""
     rank, _ = me()
     model = nn.Linear(3, 1, dtype=dtype)
     sync, forward = engine(kind, model, accumulate=1, accumulator=accumulator)
@@ -55,7 +55,7 @@ def test_a_failed_backward_voids_a_window_in_which_no_rank_has_used_anything(kin
     except MemoryError:
         Breaks.now = False
         sync.abandon()
-        sync.synchronize()  # the other compares at the end of its loop
+        sync.synchronize()  # the other rank compares at the end of its loop
     assert stepped == ([True, True] if rank else [True, True, False])
 
 
@@ -68,7 +68,7 @@ CLIPS = {
 
 
 def _with_experts() -> tuple[nn.Module, pe.Sync, torch.optim.Optimizer]:
-    """Ranks hold other elements of the model, so the norm of a good window is a collective."""
+    """Return model, engine and optimizer; experts differ between ranks, so a good norm is a collective."""
     rank, world = me()
     model = OneUnused()
     groups = [dist.new_group([each]) for each in range(world)]
@@ -95,7 +95,7 @@ def test_clipping_a_window_that_another_rank_gave_up_waits_for_no_rank(clip):
 @pytest.mark.parametrize("clip", CLIPS)
 @on_ranks(2)
 def test_clipping_a_window_that_another_rank_has_abandoned_raises_on_every_rank(clip):
-    """Rank 1's next header is paired with that of the norm, which alone would have another size."""
+    """The norm sends a header first, which is paired with rank 1's next header; the norm has another size."""
     rank, _ = me()
     model, sync, optimizer = _with_experts()
     with pytest.raises(RuntimeError, match="rank 0: clips .*; rank 1: sends a window"):
@@ -112,7 +112,7 @@ def test_clipping_a_window_that_another_rank_has_abandoned_raises_on_every_rank(
 @pytest.mark.parametrize("done", [1, 2])
 @on_ranks(2)
 def test_a_rank_without_data_sends_zeros_under_ddp_after_a_window_that_it_abandoned(done):
-    """Backwards before the last one leave marks of used parameters in DDP."""
+    """In backwards before the last one, DDP marks parameters as used."""
     rank, _ = me()
     model = nn.Linear(3, 1)
     ddp = DistributedDataParallel(model, find_unused_parameters=True)
@@ -133,7 +133,7 @@ def test_a_rank_without_data_sends_zeros_under_ddp_after_a_window_that_it_abando
 @pytest.mark.parametrize("case", ["abandons", "abandons, scaled", "fails", "has none"])
 @on_ranks(2)
 def test_a_rank_without_another_window_meets_the_others_and_has_their_loss_scale(case):
-    """Rank 0 abandons its only window before it is sent, fails in it, or has none; the other one has more."""
+    """Rank 0 abandons its only window before it is sent, fails in it, or has none; rank 1 has more."""
     rank, _ = me()
     model = nn.Linear(2, 1)
     sync = pe.GradSync(model, accumulate=1)
@@ -164,7 +164,7 @@ def test_a_scaler_belongs_to_one_engine_until_that_is_closed_or_gives_it_back():
     scaler = pe.GradScaler("cpu")
     first, second, third = (pe.GradSync(nn.Linear(2, 1), accumulate=1) for _ in range(3))
     first.scaler = scaler
-    first.scaler = scaler  # again is fine
+    first.scaler = scaler  # setting it again is allowed
     with pytest.raises(ValueError, match="create one GradScaler per engine"):
         second.scaler = scaler
     first.scaler = None

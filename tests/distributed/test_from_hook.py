@@ -1,4 +1,4 @@
-"""DDP's communication hooks as wires: the bits of stock DDP under the same hook, and deferral besides."""
+"""DDP's communication hooks as wires: the bits of stock DDP with the same hook, also with windows."""
 
 from typing import Any
 
@@ -45,11 +45,11 @@ def _data(window: int, rank: int, items: int = 3) -> Tensor:
 
 
 def _stock(name: str, windows: int) -> list[Tensor]:
-    """Return the gradients of stock DDP under the hook: all in one bucket, as PowerSGD over gloo needs."""
+    """Return the gradients of stock DDP with the hook, in one bucket, which PowerSGD over gloo requires."""
     ddp = DistributedDataParallel(_model())
 
     def unnamed(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-        return HOOKS[name](state, bucket)  # DDP refuses bf16's by its name, where there is no NCCL
+        return HOOKS[name](state, bucket)  # without NCCL, DDP refuses the bf16 hook by its name
 
     ddp.register_comm_hook(_state(name), unnamed)
     found = []
@@ -61,7 +61,7 @@ def _stock(name: str, windows: int) -> list[Tensor]:
 
 
 def _engine(kind: str, model: nn.Module, wire: pe.wire.Wire) -> tuple[pe.Sync, nn.Module]:
-    """Make an engine with one bucket; return it with the module to call."""
+    """Create an engine with one bucket; return it and the module to call."""
     if kind == "own":
         return pe.GradSync(model, wire=wire), model
     ddp = DistributedDataParallel(model, gradient_as_bucket_view=kind == "attach-view")
@@ -85,7 +85,7 @@ def _ours(kind: str, name: str, windows: int) -> list[Tensor]:
 @pytest.mark.parametrize("world", [1, 2])
 @on_ranks()
 def test_gradients_have_the_bits_of_stock_ddp_under_the_hook():
-    """Buckets of our own have another layout: PowerSGD starts from other columns."""
+    """GradSync's buckets have a different layout, so PowerSGD starts from different columns."""
     for name in HOOKS:
         stock = _stock(name, 3)
         for kind in KINDS:
@@ -127,7 +127,7 @@ def test_the_bare_hook_runs_buckets_one_after_the_other():
     ddp.register_comm_hook(pe.HookState(wire=_wire("powersgd")), pe.comm_hook)
     for _ in range(4):
         ddp.zero_grad()
-        ddp(_data(0, 0)).square().sum().backward()  # the same on every rank: of a rank that loses little
+        ddp(_data(0, 0)).square().sum().backward()  # the same data on every rank
     twin = _model()
     twin(_data(0, 0)).square().sum().backward()
     torch.testing.assert_close(ddp.module[2].bias.grad, twin[2].bias.grad, rtol=2.0**-20, atol=2.0**-20)

@@ -1,4 +1,4 @@
-"""A parameter that is frozen after the engine was made is unused until it is trained again."""
+"""A parameter that is frozen after the engine was created is unused until it is trained again."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from torch.nn.parallel import DistributedDataParallel
 import pyengine as pe
 
 ACCUMULATE = 2
-# What is frozen in each window: the order of gradients is observed in the first one that is sent with a
-# backward.
+# The frozen parameters of each window. The order of gradients is observed in the first window that is sent by
+# a backward.
 PLANS = {
     "from the first window": ["b", "b", "", "b", ""],
     "later": ["", "b", "", "a", "b"],
@@ -23,7 +23,7 @@ PLANS = {
 
 
 class Sums(nn.Module):
-    """Parameters of two buckets' worth, each with the gradient `x.sum(0)`."""
+    """Four parameters, each with the gradient `x.sum(0)`."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ def _made(kind: str, model: Sums) -> tuple[pe.Sync, nn.Module]:
     if how == "own":
         return pe.GradSync(model, accumulate=ACCUMULATE, accumulator=accumulator, bucket_cap_mb=1e-5), model
     ddp = DistributedDataParallel(model, bucket_cap_mb=1e-5, find_unused_parameters=kind == "attach-unused")
-    if accumulator == "early":  # behind DDP, before the engine
+    if accumulator == "early":  # after DDP was created, before the engine
         _freeze(model, "b")
     accumulator = accumulator if accumulator == "exact" else "fp32"
     return pe.attach(ddp, accumulate=ACCUMULATE, accumulator=accumulator), ddp
