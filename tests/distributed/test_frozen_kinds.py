@@ -1,4 +1,4 @@
-"""A frozen parameter needs no bucket: it may be of any type, layout or tensor subclass."""
+"""A frozen parameter needs no bucket, so it may have any dtype or layout, or be a tensor subclass."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import pyengine as pe
 
 
 class Packed(torch.Tensor):
-    """Codes and scales that stand for a float32 tensor, as the base of a QLoRA model is stored."""
+    """A float32 tensor that is stored as codes and scales, like the base weights of a QLoRA model."""
 
     @staticmethod
     def __new__(cls, codes: Tensor, scales: Tensor) -> Packed:  # noqa: PYI034 - Self came with 3.11
@@ -45,7 +45,7 @@ class Packed(torch.Tensor):
 
 
 class Opaque(torch.Tensor):
-    """A subclass that does not show where its elements are."""
+    """A tensor subclass that does not expose its inner tensors: it has no `__tensor_flatten__`."""
 
     @staticmethod
     def __new__(cls, inner: Tensor) -> Opaque:  # noqa: PYI034 - likewise
@@ -89,7 +89,7 @@ def _model(base: Tensor) -> nn.Module:
 
 
 def _trains(sync: pe.Sync, model: nn.Module) -> None:
-    """Train a window whose gradient is known."""
+    """Train a window, check its known gradient, and reload the engine's own state."""
     for window in sync.windows([torch.ones(1, 3)] * 2):
         for x in window:
             sync.backward(model(x).sum(), count=1)

@@ -1,6 +1,6 @@
-"""Parameters whose memory has gaps, or another order than their shape, get the gradients of plain ones.
+"""Parameters whose memory has gaps or is permuted get the same gradients as contiguous parameters.
 
-FSDP2 refuses them itself.
+FSDP2 itself refuses such parameters.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import pyengine as pe
 
 _BIG = (8, 8, 8)
-# Views of one large tensor, each of its own.
+# Views of a large tensor of shape `_BIG`; each parameter has a tensor of its own.
 VIEWS = {
     "gaps": lambda big: big[0, :3, :6],
     "gaps, permuted": lambda big: big[0, :3, :6].t(),
@@ -39,7 +39,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 class _Views(nn.Module):
-    """A parameter a view; its gradient is the input's numbers, each element another one."""
+    """A module with one parameter per view; the gradient of a parameter is `_numbers(param, number)`."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ class _Views(nn.Module):
 
 
 def _numbers(param: Any, number: float) -> Tensor:
-    """Return what the gradient is: small whole numbers, in the order of the shape."""
+    """Return the expected gradient: small integers in the order of the shape, times `number`."""
     shape = param.shape
     return number * (torch.arange(float(shape.numel())) % 61).view(shape)
 
@@ -74,13 +74,13 @@ def test_gradients_have_the_order_of_the_shape(name, world, dtype):
     model = _Views(dtype)
     sync = pe.GradSync(model, accumulate=2, **OPTIONS[name])
     rank, _ = me()
-    for _ in range(2):  # the first window's order of buckets, and the one that ranks have agreed on
+    for _ in range(2):  # with the first window's bucket order, and with the one that ranks agree on
         _window(sync, model, [1.0 + rank, 2.0])
         sum_of_ranks = sum(1.0 + r for r in range(world))
         for index, param in enumerate(model.parameters()):
             want = _numbers(param, (sum_of_ranks + (2 * world if index == 2 else 0)) / (2 * world))
-            # int8 rounds twice, by 1/254 of a block's largest, and keeps the rest for the next window; bf16
-            # rounds by 2^-8. In wrong places most elements would differ by whole numbers of up to 60.
+            # int8 rounds twice, by up to 1/254 of a block's largest element, and carries the residual to the
+            # next window; bf16 rounds by 2^-8. In a wrong order, most elements would differ by up to 60.
             error = 2 * 60 * 2 * world / 254 if name == "int8-ef" else 1e-4
             narrow = 2**-7 if name == "bf16" or dtype is torch.bfloat16 else 0.0
             assert param.grad.shape == param.shape
@@ -90,7 +90,7 @@ def test_gradients_have_the_order_of_the_shape(name, world, dtype):
 
 @on_ranks(2)
 def test_start_values_are_copied_and_compared_in_the_order_of_the_shape():
-    """Equal values in memory of another order are no difference; others get rank 0's, each in its place."""
+    """Equal values with different strides are not reported; different values are replaced by rank 0's."""
     for is_equal in (True, False):
         model = _Views(torch.float32)
         want = [param.detach().clone() for param in model.parameters()]

@@ -1,4 +1,4 @@
-"""`.grad` is the window's mean wherever user code can look, and the optimizer uses it once."""
+"""`.grad` is the window's mean wherever user code can read it, and the optimizer uses this mean."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def _clip_and_step(
     mean: dict[str, Tensor | None],
     look: Callable[[], dict[str, Tensor | None]],
 ) -> None:
-    """Use a window's gradients, of which `look` returns copies; they are the mean, then the clipped mean."""
+    """Clip and step; check that gradients, which `look` copies, are the mean and then the clipped mean."""
     assert_same(look(), mean)
     norm = sync.clip_grad_norm_(1e9)
     assert_same(look(), mean)
@@ -34,7 +34,7 @@ def _clip_and_step(
     clipped = {name: None if g is None else (g.float() * factor).to(g.dtype) for name, g in mean.items()}
     assert_same(look(), clipped)
     assert sync.step(optimizer)
-    assert_same(look(), clipped)  # until the next window opens
+    assert_same(look(), clipped)  # they stay until the next window begins
 
 
 @pytest.mark.parametrize(
@@ -88,7 +88,7 @@ def test_grad_of_a_sharded_model_is_the_mean(kind, accumulator, is_scaled):
         _clip_and_step(sync, optimizer, right_grads(batches, 6 * world), lambda: whole_grads(model))
 
 
-# ---- what the user makes of gradients ----
+# ---- gradients that the user modifies ----
 
 
 def _replace(params: list[nn.Parameter]) -> None:
@@ -106,12 +106,12 @@ def _clip_as_torch(params: list[nn.Parameter]) -> None:
 
 
 def _transpose(params: list[nn.Parameter]) -> None:
-    """A gradient of strides that no core can address."""
+    """Replace a gradient by one with strides that the native core cannot address."""
     params[0].grad = params[0].grad.t().contiguous().t()
 
 
 def _space_out(params: list[nn.Parameter]) -> None:
-    """Gradients with other elements between theirs."""
+    """Replace gradients by strided views that have other elements between their own."""
     for param in params:
         param.grad = torch.stack([param.grad, -param.grad], -1)[..., 0]
 
@@ -145,7 +145,7 @@ def test_what_the_user_makes_of_gradients_is_what_the_optimizer_uses(kind, edit,
         assert sync.step(ours)
         plain.step()
         for p, q in zip(model.parameters(), twin.parameters(), strict=True):
-            # The factor of clipping is of one rounding more or less, and so is a gradient.
+            # The clipping factor may differ by one rounding, and so may a gradient.
             torch.testing.assert_close(p, q, rtol=2**-22 if clips else 0, atol=2**-22 if clips else 0)
 
 
@@ -170,9 +170,7 @@ def _clip_largest(sync: pe.Sync, optimizer: torch.optim.Optimizer) -> None:
 def _trained(
     kind: str, use: Callable[..., None], *, name: str = "sgd", is_sparse: bool = False
 ) -> tuple[list[Tensor], list[float | None]]:
-    """Return norms and parameters of two windows, and the norms of records; with sparse gradients or those
-    of the engine.
-    """
+    """Train two windows, optionally with sparse gradients; return norms, parameters, and recorded norms."""
     model, found = Integers(torch.float32), []
     sync, forward = engine(kind, model, accumulate=2)
     records, optimizer = records_of(sync), OPTIMIZERS[name](model.parameters())
@@ -214,7 +212,7 @@ def test_a_gradient_without_elements_of_its_own_is_named(use):
 
 
 class _Forwards:
-    """A wrapper as Lightning Fabric's: reading goes to the optimizer, writing does not."""
+    """A wrapper like Lightning Fabric's: attribute reads reach the optimizer, attribute writes do not."""
 
     def __init__(self, model: nn.Module) -> None:
         self._optimizer = _fused(model)
@@ -227,7 +225,7 @@ class _Forwards:
 
 
 def _one_step(make: Callable[[nn.Module], object], *, is_bad: bool = False) -> tuple[bool, Tensor]:
-    """Return whether a window of mean 1 stepped, and how far the parameters went."""
+    """Train a window whose mean is 1; return whether it stepped, and how far the parameters went."""
     model = nn.Linear(3, 2, bias=False)
     sync = pe.GradSync(model, accumulate=1)
     before = model.weight.detach().clone()
@@ -241,7 +239,7 @@ def _fused(model: nn.Module) -> torch.optim.Optimizer:
 
 
 class _Clips(torch.optim.SGD):
-    """A subclass that clips by itself, before torch's own step."""
+    """An optimizer that itself clips gradients before it calls torch's step."""
 
     def step(self, closure: object = None) -> None:
         nn.utils.clip_grad_value_([p for group in self.param_groups for p in group["params"]], 0.5)
@@ -258,7 +256,7 @@ def _hooked(model: nn.Module) -> torch.optim.Optimizer:
 
 def _partly_fused(model: nn.Module) -> torch.optim.Optimizer:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1.0, weight_decay=0.0, fused=True)
-    optimizer.param_groups[0]["fused"] = False  # as a resumed checkpoint says
+    optimizer.param_groups[0]["fused"] = False  # as in a checkpoint that was loaded
     return optimizer
 
 

@@ -1,4 +1,4 @@
-"""Norms by parameter: `grad_norms`, records of them, and clipping by parameter or group."""
+"""Norms per parameter: `grad_norms`, norms in records, and clipping per parameter or group."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def _norms_of(grads: dict[str, Tensor | None]) -> dict[str, float]:
 
 
 def _assert_norms(found: dict[str, Tensor], want: dict[str, float]) -> None:
-    """Compare; sums of squares in float64 of the same elements, in another order."""
+    """Check norms on all ranks; squares of the same elements are summed in float64, in a different order."""
     assert {name: norm.item() for name, norm in found.items()} == pytest.approx(want, rel=1e-6)
     assert all(norm.dtype == torch.float64 and norm.dim() == 0 for norm in found.values())
     assert_alike({name: norm.item() for name, norm in found.items()})
@@ -43,7 +43,7 @@ def test_norms_of_a_window_are_those_of_the_mean(kind):
     assert sync.grad_norms()["bias"] == 0
     sync.step(torch.optim.SGD(model.parameters(), lr=0.1))
     found = sync.last_record.grad_norms
-    assert found == pytest.approx(want)  # before clipping, as `grad_norm`
+    assert found == pytest.approx(want)  # before clipping, like `grad_norm`
     assert math.hypot(*found.values()) == pytest.approx(sync.last_record.grad_norm)
     assert_alike(found)
 
@@ -53,7 +53,7 @@ def test_norms_of_a_window_are_those_of_the_mean(kind):
 )
 @on_ranks()
 def test_norms_of_sharded_parameters_are_over_all_shards(kind, is_measured):
-    """The first call of `grad_norms` needs no measure."""
+    """`grad_norms` does not need `pe.GradNorms`, which only adds the norms to records."""
     sync, model = sharded(kind)
     if is_measured:
         sync.measure(pe.GradNorms())

@@ -1,4 +1,4 @@
-"""What is left of an old loop is an error or a warning that begins with the remedy."""
+"""Leftovers of an old training loop raise an error or a warning that begins with the remedy."""
 
 from __future__ import annotations
 
@@ -71,9 +71,9 @@ def _before_clipping(sync: pe.Sync, optimizer: torch.optim.Optimizer, loss: Loss
 
 
 def _behind_windows(sync: pe.Sync, optimizer: torch.optim.Optimizer, loss: Loss) -> None:
-    """A second phase whose loop was forgotten."""
+    """Train a first phase in windows, then a second phase whose loop was not migrated."""
     wrapped = sync.wrap(optimizer)
-    optimizer.param_groups[0]["lr"] = 0.0  # the first phase leaves the parameters alone, too
+    optimizer.param_groups[0]["lr"] = 0.0  # the first phase must not change the parameters either
     for window in sync.windows(range(4)):
         for k in window:
             sync.backward(loss(k))
@@ -93,13 +93,13 @@ LOOPS = (
 CASES = [(kind, loop) for kind in KINDS for loop in LOOPS]
 
 
-@pytest.mark.parametrize(("kind", "loop"), CASES[::4])  # each kind and each loop comes with another one
+@pytest.mark.parametrize(("kind", "loop"), CASES[::4])  # a sample with every kind and every loop
 @on_ranks(2)
 def test_a_bare_backward_is_answered_by_its_remedy_and_steps_nothing(kind, loop):
     sync, model, loss = _made(kind)
     before = [param.detach().clone() for param in model.parameters()]
     text = error_of(loop, sync, torch.optim.SGD(model.parameters(), lr=0.5), loss)
-    if loop is not _in_windows_with_a_bare_step:  # whose first step is the caller's own
+    if loop is not _in_windows_with_a_bare_step:  # there the caller steps before the error
         assert all(torch.equal(param, old) for param, old in zip(model.parameters(), before, strict=True))
     sync.abandon()
     assert text.removeprefix("all ranks: ").startswith(REMEDY)
@@ -123,7 +123,7 @@ def test_a_loop_that_does_not_know_its_engine_is_warned_once(kind):
 
 @on_ranks(1)
 def test_backwards_beside_windows_that_train_nothing_are_none_of_our_business():
-    """A check before the loop, a discriminator's share of the generator's loss."""
+    """For example a check before the loop, or the discriminator's part of the generator's loss."""
     sync, model, loss = _made("own")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     with recorded_warnings() as texts:
@@ -206,7 +206,7 @@ def test_a_division_is_found_where_the_block_marks_its_last_backward(name):
     assert [text.startswith("leave the division by 4") for text in texts] == [True]
 
 
-# Of accumulate=2: a half has many reasons, for example in losses of GANs and VAEs.
+# With accumulate=2, a factor of one half may have other reasons, for example in losses of GANs and VAEs.
 HALVES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "0.5 * mse": lambda out, target: 0.5 * nn.functional.mse_loss(out, target),
     "mse / 2": lambda out, target: nn.functional.mse_loss(out, target) / 2,
@@ -261,7 +261,7 @@ def test_a_count_too_large_for_a_float_is_refused_as_a_count():
     [
         ([3, None], True),
         ([None, torch.tensor(3)], True),
-        ([0, None], False),  # leaves out a micro-batch
+        ([0, None], False),  # a count of 0 leaves the micro-batch out
         ([1, None], False),
         ([None, None], False),
         ([3, 4], False),
@@ -340,7 +340,7 @@ def test_a_scaled_loss_is_refused_in_the_first_window_of_a_loop_that_goes_on():
             sync.backward(scaler.scale(weight.sum()))
 
 
-# A stock scaler multiplies the losses of a list by copies of its scale, which look like other numbers.
+# torch's GradScaler multiplies the losses of a list by copies of its scale, which look like other numbers.
 @pytest.mark.parametrize(
     ("name", "whose"),
     [
@@ -355,7 +355,7 @@ def test_a_loss_that_was_scaled_already_is_refused_before_anything_runs(name, wh
     with pe.GradSync([weight], accumulate=1) as sync:
         if whose != "nobody's":
             sync.scaler = pe.GradScaler("cpu", init_scale=64.0) if whose == "another" else scaler
-        scaler.scale(torch.ones(()))  # a stock one makes its scale with the first loss
+        scaler.scale(torch.ones(()))  # torch's GradScaler creates its scale at the first loss
         with pytest.raises(ValueError, match=r"^(assign|give sync\.backward)"), sync.accumulate():
             loss = SCALED[name](scaler, weight.sum())
             if is_block:
@@ -364,8 +364,8 @@ def test_a_loss_that_was_scaled_already_is_refused_before_anything_runs(name, wh
             else:
                 sync.backward(loss)
         assert weight.grad is None
-        with sync.accumulate():  # the window's next try
-            sync.backward(weight.sum() * torch.tensor(64.0))  # a number of the user's
+        with sync.accumulate():  # retry the window
+            sync.backward(weight.sum() * torch.tensor(64.0))  # the user's own factor
         sync.unscale_()
         assert torch.equal(weight.grad, torch.full((3, 2), 64.0))
 

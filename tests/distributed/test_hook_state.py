@@ -1,4 +1,4 @@
-"""The state of `comm_hook`: for several models, copied, pickled, made early."""
+"""The state of `comm_hook`: shared by models, copied, pickled, or created before the process group."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class _Each(nn.Module):
 )
 @on_ranks()
 def test_one_state_serves_two_models_in_one_backward(wire, static):
-    """The models have equal shapes; gradients are small integers, exact in every type."""
+    """The models have equal shapes; gradients are small integers, which are exact in every dtype."""
     rank, world = me()
     state = pe.HookState(wire=WIRES[wire])
     ddps = [_hooked(_Each(), state, bucket_cap_mb=1e-5, static_graph=static) for _ in range(2)]
@@ -128,7 +128,7 @@ def test_a_state_can_be_made_before_the_process_group():
 
 
 class _Kept:
-    """A collective of whose callback `keep` gets hold, as a thread of the backend does."""
+    """A collective that passes its callback to `keep`, which holds it like a thread of the backend."""
 
     def __init__(self, work: pe.wire.Work, keep: Callable[[object], None]) -> None:
         self.wait, self._future, self._keep = work.wait, work.get_future(), keep
@@ -143,14 +143,14 @@ class _Kept:
 
 @dataclass(frozen=True)
 class _KeptWire(pe.wire.FP32):
-    keep: Callable[[object], None] = field(default=print, repr=False)  # ranks compare how wires print
+    keep: Callable[[object], None] = field(default=print, repr=False)  # ranks compare the repr of wires
 
     def all_reduce_(self, flat: Tensor, comm: pe.wire.Comm) -> pe.wire.Work:
         return _Kept(super().all_reduce_(flat, comm), self.keep)
 
 
 def _reached(root: object) -> dict[int, object]:
-    """Return all objects that one keeps alive, besides modules, what those hold, and types."""
+    """Return all objects that `root` keeps alive, except modules, types, and objects reached through them."""
     found: dict[int, object] = {}
     left = [root]
     while left:
@@ -167,7 +167,7 @@ def _reached(root: object) -> dict[int, object]:
 
 @on_ranks(2)
 def test_a_thread_of_the_backend_is_not_the_last_to_hold_its_group():
-    """It would join itself, and end the process; nobody waits until it has let go of what it called back."""
+    """The thread would join itself and end the process; nothing waits until it drops its callback."""
     noted: list[object] = []
     ddp = _hooked(nn.Linear(2, 1), pe.HookState(wire=_KeptWire(keep=noted.append)))
     ddp(torch.ones(1, 2)).sum().backward()

@@ -43,7 +43,7 @@ def test_a_warm_window_of_two_layers_takes_few_calls(kind):
                 sync.backward(forward(x).sum(), count=2)
             sync.clip_grad_norm_(1.0)
             sync.step(optimizer)
-            if number == 4:  # from here to the same place of the next window
+            if number == 4:  # count from here to the same point of the next window
                 sys.setprofile(calls)
             elif number == 5:
                 sys.setprofile(None)

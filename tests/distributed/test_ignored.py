@@ -17,7 +17,7 @@ ACCUMULATE = 2
 
 
 class WithExpert(nn.Module):
-    """A shared layer and one of each rank's own."""
+    """A layer that all ranks share, and an expert that belongs to one rank."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ def _x(rank: int, k: int) -> Tensor:
 )
 @on_ranks()
 def test_norm_clipping_and_finite_check_are_of_the_shared_parameters_alone(accumulator, dtype, unused):
-    """The shared layer is the engine's, the expert has an optimizer of its own; one expert meets inf."""
+    """The engine steps the shared layer only; an inf in one rank's expert gradient does not affect it."""
     rank, world = me()
     ddp = _ddp(dtype, find_unused_parameters=unused)
     model = ddp.module

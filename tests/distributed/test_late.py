@@ -1,8 +1,7 @@
-"""A host that runs ahead of its device: the step is decided there, and the host reads the outcome in the
-next window.
+"""A host that runs ahead: the device decides the step, and the host reads the outcome in the next window.
 
-That is how the engine works on an accelerator. Here the CPU plays the device: only the engine's decision to
-wait is turned off, everything else is the code that runs there.
+The engine works this way on an accelerator. Here the CPU plays the device: only the engine's decision to
+wait is turned off, and all other code is the same as on an accelerator.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ KINDS = ("own", "attach")
 
 
 class NoHostRead(TorchDispatchMode):
-    """Refuses every op that makes the host wait for a value."""
+    """A dispatch mode that refuses ops which make the host wait for a value."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
         assert func.overloadpacket._qualified_op_name not in {
@@ -63,7 +62,7 @@ def _model(dtype: torch.dtype = torch.float32) -> nn.Module:
 
 
 def _train(kind: str, late: bool, dtype: torch.dtype) -> tuple[list[Tensor], list[Any]]:
-    """Train with clipping, a scheduler, a short last window and an inf on one rank; return what shows."""
+    """Train with clipping, a scheduler, a short last window and an inf on one rank; return the results."""
     rank, world = me()
     model = _model(dtype)
     sync, forward = _late(kind, model, late=late, accumulate=3)
@@ -92,7 +91,7 @@ def _train(kind: str, late: bool, dtype: torch.dtype) -> tuple[list[Tensor], lis
 def test_parameters_records_and_learning_rate_are_those_of_a_host_that_waits(kind, dtype):
     (late, facts), (waiting, others) = (_train(kind, is_late, dtype) for is_late in (True, False))
     assert all(map(torch.equal, late, waiting))
-    assert repr(facts) == repr(others) and len(facts) == 6  # the loss of the bad window is nan
+    assert repr(facts) == repr(others) and len(facts) == 6  # repr, because the bad window's loss is nan
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -102,13 +101,13 @@ def test_the_step_path_reads_nothing_and_each_record_comes_a_window_late(kind):
     sync, forward = _late(kind, model, accumulate=2)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
     records, counts = records_of(sync), []
-    # What the host reads of a header is read where the host waits for collectives anyway, and nowhere else.
+    # Let the host read a header only at points where it waits for collectives anyway.
     with (
         mock.patch("pyengine.window.header._host_may_look", lambda *_: False),
         mock.patch("pyengine.window.digest._is_on_device", lambda _: True),
     ):
         for number, window in enumerate(sync.windows([torch.ones(1, 4)] * 8)):
-            is_agreed = number >= 2  # before the second window ranks agree on the order of the buckets, once
+            is_agreed = number >= 2  # ranks agree once on the bucket order, before the second window
             with NoHostRead() if is_agreed else nullcontext():
                 for x in window:
                     sync.backward(forward(x).sum(), count=torch.tensor(2.0))
@@ -145,7 +144,7 @@ def test_a_bad_count_moves_nothing_and_is_an_error_on_every_rank_in_the_next_win
 @pytest.mark.parametrize("num", [3, 1], ids=["data for all windows", "data for the first alone"])
 @on_ranks(2)
 def test_one_rank_may_look_at_the_outcome_alone_and_one_without_data_gets_it_with_the_others(num):
-    """Rank 0 has so many windows, and nan in its first one."""
+    """Rank 0 has data for `num` windows, and a loss of nan in its first one."""
     rank, _ = me()
     model = _model()
     sync, forward = _late("attach", model, accumulate=1)
@@ -168,7 +167,7 @@ def test_one_rank_may_look_at_the_outcome_alone_and_one_without_data_gets_it_wit
 )
 @on_ranks(2)
 def test_an_optimizer_whose_step_cannot_be_undone_makes_the_host_wait(make, seen):
-    """The record of another one comes a window later, after the step, -1."""
+    """With another optimizer, a record comes in the next window; -1 marks the end of each step."""
     model = _model()
     sync, forward = _late("own", model, accumulate=1)
     optimizer = make(model.parameters(), lr=0.1)
@@ -191,7 +190,7 @@ def _sharded(model: nn.Module) -> pe.Sync:
     ("make_engine", "make"),
     [
         (partial(pe.GradSync, accumulate=1), partial(torch.optim.SGD, lr=0.1, momentum=0.9)),
-        (_sharded, torch.optim.AdamW),  # torch's fused SGD does not run over DTensors
+        (_sharded, torch.optim.AdamW),  # torch's fused SGD does not support DTensors
     ],
     ids=["SGD", "sharded AdamW"],
 )
@@ -232,7 +231,7 @@ def test_an_abandoned_window_does_not_hide_the_outcome_of_the_one_before():
 
 
 class _Recorder:
-    """Stands for the stream beside the backward; notes whether its runs begin inside the last one."""
+    """A fake side stream, which records whether each of its runs begins inside the last backward."""
 
     def __init__(self) -> None:
         self.are_in_backward: list[bool] = []

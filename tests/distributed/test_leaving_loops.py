@@ -1,4 +1,4 @@
-"""Which micro-batch comes next after a loop over windows was left by `break`."""
+"""Which micro-batch comes next after `break` has left a loop over windows."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NUM, ACCUMULATE = 10, 3
 
 
 class Numbers:
-    """Micro-batches from 0 on; `read` are those that a loop has read."""
+    """Micro-batches 0 to NUM - 1; `read` lists those that a loop has read."""
 
     def __init__(self) -> None:
         self.read: list[int] = []

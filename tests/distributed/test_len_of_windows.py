@@ -30,9 +30,9 @@ def test_it_is_the_number_of_windows_over_all_ranks(accumulate, want):
     model, sync = _engine(accumulate)
     batches = list(torch.ones(5 + 2 * rank, 1, 2))  # rank 2 has 9 micro-batches
     loop = sync.windows(batches)
-    assert rank or bool(loop)  # on one rank alone
+    assert rank or bool(loop)  # only rank 0 calls it
     assert len(loop) == want
-    assert rank or len(loop) == want  # on one rank alone
+    assert rank or len(loop) == want  # only rank 0 calls it again
     seen = 0
     for window in loop:
         for x in window:
@@ -68,7 +68,7 @@ def test_a_loader_without_a_length_on_one_rank_is_a_type_error_on_every_rank(str
     text = typed_error_of(lambda: len(sync.windows(loader)))
     assert text.startswith("TypeError: len(sync.windows(loader)): ")
     assert ("another rank" in text) is (rank == 0) and "total=" in text
-    assert len(sync.windows([torch.ones(1, 2)])) == 1  # the engine goes on
+    assert len(sync.windows([torch.ones(1, 2)])) == 1  # the engine still works
 
 
 @on_ranks(2)

@@ -1,4 +1,4 @@
-"""The position of torchdata's StatefulDataLoader beside the state of an engine."""
+"""The position of torchdata's StatefulDataLoader, saved together with the state of an engine."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ import pyengine as pe
 pytest.importorskip("torchdata", reason="needs torchdata: requirements-dev.txt")
 
 ACCUMULATE, EPOCHS = 2, 2
-# Two samples a micro-batch: 6 windows of which the last is short, and 2 windows.
+# By rank, with two samples per micro-batch: 6 windows, of which the last is short, and 2 windows.
 SAMPLES = [22, 8]
-# After these windows; in windows 3 to 6 rank 1 has no data, and window 6 is the last one of its epoch.
+# States are saved after these windows. On two ranks, rank 1 has no data in windows 3 to 6; window 6 is the
+# last one of its epoch.
 SAVED = [1, 3, 6, 8]
 
 
@@ -51,7 +52,7 @@ class Run:
             yield batch, self.loader.state_dict()
 
     def train(self, *, counts: bool, saves_at: int = 0) -> Any:
-        """Train; return the states after window `saves_at`, or the parameters after the last one."""
+        """Train; return the states after window `saves_at`, or the parameters after the last window."""
         window_index = 0
         for epoch in range(self.first_epoch, EPOCHS):
             count = {"count": lambda given: len(given[0])} if counts else {}
@@ -67,7 +68,7 @@ class Run:
 
 
 def _resumed(saves_at: int, *, counts: bool) -> bool:
-    """Return whether a run that was saved and loaded ends with the bits of one that went on."""
+    """Return whether a saved and resumed run ends with the same bits as an uninterrupted run."""
     whole = Run()
     right = whole.train(counts=counts)
     whole.sync.close()

@@ -1,4 +1,4 @@
-"""What a running job decides, as `logging` says it at level DEBUG."""
+"""The decisions of a running job, which `logging` reports at level DEBUG."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_each_floor_logs_what_it_decides():
     with TestCase().assertLogs("pyengine", logging.DEBUG) as logs:
         _train_a_window()
     lines = [f"{record.name}: {record.getMessage()}" for record in logs.records]
-    found = iter(lines)  # in this order
+    found = iter(lines)  # consumed by any(), so the texts must occur in this order
     for text in (
         "pyengine.comm: start stall watch over ranks (0, 1), report after 30 s",
         "process group",

@@ -1,4 +1,4 @@
-"""What grows with the number of ranks: nothing that a rank sends for making an engine, nor for a window."""
+"""What a rank sends to create an engine, and for a window, does not grow with the number of ranks."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ from pyengine.ops.device import HOST
 KINDS = ["engine", "attach"]
 CPU = torch.device("cpu")
 NUM_PARAMS, ACCUMULATE, WIDTH = 100, 4, 8
-# Collectives, and bytes that this rank sends for them.
+# The number of collectives, and the bytes that this rank sends for them.
 Sent = tuple[int, int]
 
 
 def rounds() -> int:
-    """Return the collectives that this rank has launched in all process groups, each of all ranks."""
+    """Return how many collectives this rank has launched in all process groups; every group has all ranks."""
     groups = c10d._world.pg_map  # no public list
     numbers = sum(group._get_sequence_number_for_group() for group in groups)
     # gloo numbers each point-to-point operation: one to and one from every neighbor in the tree.
@@ -44,7 +44,7 @@ def rounds() -> int:
 def count_traffic(
     kind: str, *, stall_after_s: float | None = 30.0, init_sync: bool = True
 ) -> dict[str, Sent]:
-    """Make an engine and train two windows; return what this rank has sent, as the engine counts it."""
+    """Create an engine and train two windows; return what this rank has sent, as the engine counts it."""
     torch.manual_seed(0)
     built = nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(NUM_PARAMS // 2)])
     forward, options = built, {"accumulate": ACCUMULATE, "stall_after_s": stall_after_s}
@@ -53,7 +53,7 @@ def count_traffic(
         sync = pe.attach(forward, **options)
     else:
         sync = pe.GradSync(built, **options)
-    traffic = sync._engine.comm.traffic  # records have windows only
+    traffic = sync._engine.comm.traffic  # records cover windows only
     found = {"making": (traffic.collectives, traffic.bytes_sent)}
     batches = torch.ones(2 * ACCUMULATE, 2, WIDTH)
     optimizer = torch.optim.SGD(built.parameters(), lr=0.0)
@@ -68,9 +68,9 @@ def count_traffic(
 
 @contextmanager
 def one_of_many(rank: int, world: int) -> Iterator[None]:
-    """Let this process be one of ranks that all have the same, over gloo: sums are multiples of its own.
+    """Simulate one of `world` ranks over gloo that all have equal values: a sum is a multiple of its own.
 
-    torch's fake process group returns what it is given.
+    A collective of torch's fake process group leaves its input unchanged.
     """
     importlib.import_module("torch.testing._internal.distributed.fake_pg")  # registers the backend
     make, launch = TorchDist.__init__, dist.all_reduce
@@ -102,13 +102,13 @@ def one_of_many(rank: int, world: int) -> Iterator[None]:
 
 
 def account(kind: str, world: int, rank: int = 0) -> dict[str, Sent]:
-    """Return what one of `world` ranks sends, without the others."""
+    """Return what one of `world` ranks sends; the other ranks are simulated."""
     with one_of_many(rank, world):
         return count_traffic(kind, stall_after_s=None, init_sync=False)
 
 
 def _counted(kind: str) -> tuple[dict[str, Sent], int]:
-    """Return what this rank has counted, and the collectives of making by gloo's own numbers."""
+    """Return what this rank has counted, and how many collectives gloo counted for creating the engine."""
     launched: list[int] = []
     with mock.patch.object(torch.optim, "SGD", wraps=torch.optim.SGD) as made:
         made.side_effect = lambda *_, **__: launched.append(rounds()) or mock.DEFAULT
@@ -120,7 +120,7 @@ def _counted(kind: str) -> tuple[dict[str, Sent], int]:
 @pytest.mark.parametrize("world", [2, 3, 4, 8])
 @pytest.mark.parametrize("kind", KINDS)
 def test_accounted_traffic_is_what_ranks_count(ranks, kind, world):
-    ddps = {"engine": 0, "attach": 3}[kind]  # of making the DDP
+    ddps = {"engine": 0, "attach": 3}[kind]  # collectives that DDP's constructor launches
     for rank, (found, launched) in enumerate(ranks(world).run(_counted, kind)):
         assert found == account(kind, world, rank)
         assert found["making"][0] == launched - ddps

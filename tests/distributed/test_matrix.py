@@ -1,4 +1,4 @@
-"""Every owner of gradients goes through all that may go wrong; what is used is exact."""
+"""Every owner of gradients goes through all kinds of failures; gradients that are used stay exact."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ class Fails(torch.optim.SGD):
 
 
 class Subject:
-    """An engine, and what its windows have to come to.
+    """An engine, and windows that check their own results.
 
     Args:
-        kind: of wrapper.
+        kind: "own", "ddp", or how the model is sharded.
         narrow: whether parameters are bfloat16; sums are float32.
     """
 
@@ -62,13 +62,13 @@ class Subject:
         at: Callable[[int], Any] = lambda number: None,
         bad: bool = False,
     ) -> bool:
-        """Train a window, which has to come out right; return whether it was stepped.
+        """Train a window and check its gradients and record; return whether it was stepped.
 
         Args:
-            numbers: micro-batches of each rank, by rank.
-            size: of a rank's micro-batch.
-            until: after so many the loop is left.
-            at: called before the backward of each.
+            numbers: number of micro-batches, by rank.
+            size: returns the number of items of a rank's micro-batch.
+            until: the loop is left after this many micro-batches.
+            at: called with each micro-batch's index between forward and backward.
             bad: whether rank 0's gradient is nan.
         """
         loader = [(k, batch(100 * self.rank + k, size(self.rank, k))) for k in range(numbers[self.rank])]
@@ -111,7 +111,7 @@ class Subject:
             assert self.train([ACCUMULATE] * (self.world - 1) + [0])
 
     def early_break(self) -> None:
-        """The loop is left, and what was done is used."""
+        """Leave the loop early; the gradients up to there are used."""
         assert self.train(until=1)
 
     def nonfinite(self) -> None:
@@ -119,14 +119,14 @@ class Subject:
         self.one_count()
 
     def fails_in_forward(self) -> None:
-        """A forward raises: the first one, and the last one of another window."""
+        """Raise in the first forward of a window, and in the last one of another window."""
         for number in (1, ACCUMULATE):
             with _hooked(self.bare.second, _no_room, at=number):
                 self._fails(MemoryError)
             self.one_count()
 
     def fails_in_backward(self) -> None:
-        """So does a backward, in its middle."""
+        """Raise in the middle of a backward: the first one, and the last one of another window."""
         for number in (1, ACCUMULATE):
             with _hooked(self.bare.second, lambda *given: Breaks.apply(given[-1]), at=number):
                 Breaks.now = True
@@ -135,7 +135,7 @@ class Subject:
             self.one_count()
 
     def fails_between(self) -> None:
-        """So does the loop's body between forward and backward."""
+        """Raise in the loop's body between forward and backward."""
         for number in range(ACCUMULATE):
             self._fails(KeyError, at=lambda now, number=number: raise_key_error() if now == number else None)
             self.one_count()
@@ -154,7 +154,7 @@ class Subject:
 
 @contextmanager
 def _hooked(module: nn.Module, hook: Callable[..., Any], *, at: int) -> Iterator[None]:
-    """Let a hook run behind the module's forward number `at`."""
+    """Run a hook after the module's forward number `at`."""
     calls: list[int] = []
 
     def run(*given: Any) -> Any:
@@ -172,7 +172,7 @@ def _no_room(*_: object) -> None:
     raise MemoryError("no room")
 
 
-STAGES = (  # each leaves an engine whose next window comes out right: that of the next one, or its own last
+STAGES = (  # each leaves a working engine: the next window, in the same or the next stage, is right
     Subject.unequal_counts,
     Subject.without_data,
     Subject.early_break,

@@ -34,14 +34,14 @@ import pyengine as pe
 
 
 def _spoil(model: nn.Module, *, unless: bool) -> None:
-    """Give a rank other values, which the engine has to replace by those of its group."""
+    """Change a rank's values, which the engine must replace with those of its group."""
     with torch.no_grad():
         for param in () if unless else model.parameters():
             param.mul_(0.5)
 
 
 def _expert_axes(mesh: DeviceMesh) -> dict[str, Any]:
-    """Sum gradients over all ranks, and those of experts over ranks that have the same ones."""
+    """Return options: sum gradients over all ranks, those of experts over ranks with the same expert."""
     return {"device_mesh": mesh, "axes": pe.Axes(replicate=("edp", "ep"), groups={"experts.*": "edp"})}
 
 
@@ -82,10 +82,10 @@ def test_data_times_tensor_parallelism_equals_one_process(layers, dtype, options
     assert sum(record.count for record in records) == total
     assert [record.micro_batches for record in records] == [2 * ACCUMULATE] * 2
     assert all(p.grad.placements == p.placements for p in model.parameters() if hasattr(p, "placements"))
-    # A header, a bucket of a type (two rounds of an exact one), the norm; for clipping a header and the norm.
+    # A header, one bucket (an exact one takes two rounds) and the norm; clipping adds a header and the norm.
     rounds = 2 if options.get("accumulator") == "exact" else 1
     if layers is Block and "bucket_cap_mb" not in options:
-        # In the first window also the order of the buckets.
+        # The first window also exchanges the order of the buckets.
         assert [record.collectives for record in records] == [5 + rounds, 4 + rounds]
 
 
@@ -103,7 +103,7 @@ def test_experts_have_a_group_of_their_own(dtype, by):
     model.keep_one(mesh.get_group("ep"))
     wanted = want | {f"experts.0.{part}": want[f"experts.{mine}.{part}"] for part in ("weight", "bias")}
     _spoil(model, unless=rank == 0)
-    with torch.no_grad():  # the first rank of a group of experts has the values that count
+    with torch.no_grad():  # all ranks of an expert's group get the values of its first rank
         for part, param in model.experts[0].named_parameters():
             if mesh.get_local_rank("edp") == 0:
                 param.copy_(Experts(dtype).experts[mine].get_parameter(part))
@@ -141,14 +141,14 @@ def test_parts_of_a_sequence_are_summed_and_the_divisor_counts_every_item_once(d
 
 
 class _Both(nn.ModuleList):
-    """Stages side by side, whose losses add up."""
+    """Stages that run side by side, and whose losses add up."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return torch.cat([stage(x) for stage in self], 1)
 
 
 class _Shared(nn.Module):
-    """A stage with layers of its own, and two that the other stage has as well, at the other end."""
+    """A stage with parameters of its own, and two that the other stage has too, in the opposite order."""
 
     def __init__(self, stage: int) -> None:
         super().__init__()
@@ -163,7 +163,7 @@ class _Shared(nn.Module):
 @pytest.mark.parametrize("accumulator", ["fp32", "exact"])
 @on_ranks(4)
 def test_groups_of_ranks_with_parameters_of_other_names_never_wait_for_each_other(accumulator):
-    """Buckets of overlapping groups, which the stages start in opposite orders."""
+    """The groups overlap, and the stages launch the buckets in opposite orders."""
     mesh = mesh_of(pp=2, dp=2)
     stage, shard = mesh.get_local_rank("pp"), mesh.get_local_rank("dp")
     model = _Shared(stage)
@@ -195,7 +195,7 @@ def test_groups_of_ranks_with_parameters_of_other_names_never_wait_for_each_othe
 @on_ranks(3)
 def test_ranks_with_unequal_numbers_of_experts_cut_what_they_share_alike():
     rank, world = me()
-    numel = 3 * 2**16  # of which a second one closes a first bucket
+    numel = 3 * 2**16  # the second such parameter closes the first bucket
     model = nn.ModuleDict(
         {
             "dense": nn.ParameterList(nn.Parameter(torch.ones(numel)) for _ in range(3)),
@@ -252,7 +252,7 @@ def test_counts_read_ahead_count_once_a_batch():
 
 @on_ranks(4)
 def test_elements_of_all_parts_are_measured_and_clipped():
-    """The largest element of all parts, and elements clipped in them."""
+    """The inf norm is over all parts, and clipping by value changes the elements of all parts."""
     mesh, model, twin = mesh_of(dp=2, tp=2), Block(torch.float32), Block(torch.float64)
     x = torch.linspace(-1, 1, ROWS * 6).reshape(ROWS, 6)
     (loss_of(twin, x.double()) / ROWS).backward()
@@ -273,7 +273,7 @@ def test_elements_of_all_parts_are_measured_and_clipped():
 
 @on_ranks(4)
 def test_gradients_kept_on_a_mesh_count_once():
-    """Gradients that stay with the caller count into the next window, and its norm."""
+    """Gradients that the caller does not clear are added to the next window, and to its norm."""
     mesh = mesh_of(dp=2, tp=2)
     model = cut(Block(torch.float32), mesh)
     sync = pe.GradSync(model, accumulate=1, device_mesh=mesh, axes=pe.Axes(replicate="dp"))
@@ -297,7 +297,7 @@ def test_gradients_kept_on_a_mesh_count_once():
 )
 @on_ranks(4)
 def test_stages_hold_other_parameters_and_share_norm_and_clip_factor(kind, dtype, what):
-    """Or ranks along the other axis have the same batch, and the same parameters."""
+    """In the case "the same batch", ranks along the other axis have the same batch and parameters."""
     mesh = mesh_of(dp=2, other=2)
     stages = [Block(dtype), nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6)).to(dtype)]
     shards = [micro_batches(shard, dtype) for shard in range(2)]
@@ -316,7 +316,7 @@ def test_stages_hold_other_parameters_and_share_norm_and_clip_factor(kind, dtype
     mine = {name.removeprefix(f"{stage}."): value for name, value in want.items()}
     assert_trained(model, mine, (found, norms))
     assert [record.micro_batches for record in records] == [2 * ACCUMULATE] * 2
-    # The header and the norm, beside the buckets.
+    # The header and the norm, in addition to the buckets.
     assert all(record.collectives > 2 + (what == "stages") for record in records)
 
 

@@ -1,4 +1,4 @@
-"""What is wrong with a mesh, a group or their axes is an error on every rank, and nothing hangs."""
+"""A wrong mesh, group or axis is an error on every rank, and no rank hangs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Micro-batches whose backwards are the caller's, over every owner of gradients."""
+"""Micro-batches whose backwards the caller runs, with every owner of gradients."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def _inputs(sync: pe.Sync, forward: nn.Module, x: Tensor, t: Tensor, n: int) -> 
 
 
 def _cached(sync: pe.Sync, forward: nn.Module, x: Tensor, t: Tensor, n: int) -> int:
-    """GradCache: every chunk once without a graph, then once more with the gradient of what it gave."""
+    """Run each chunk once without a graph, then again with the gradient of its output (GradCache)."""
     with sync.micro_batch(count=torch.tensor(n)):
         pieces = list(zip(x.split(1), t.split(1), strict=True))
         with torch.no_grad():
@@ -66,7 +66,7 @@ def _marked_only(sync: pe.Sync, forward: nn.Module, x: Tensor, t: Tensor, n: int
 
 
 def _marked_in_part(sync: pe.Sync, forward: nn.Module, x: Tensor, t: Tensor, n: int) -> int:
-    """What an earlier backward brought is no matter of the last one."""
+    """The last backward need not produce the gradients that an earlier one has produced."""
     *rest, last = forward.parameters()
     loss = forward(x, t)
     with sync.micro_batch(count=n) as mb:
@@ -124,13 +124,13 @@ WAYS = (
 )
 @on_ranks()
 def test_any_backwards_add_up_to_one_big_batch(kind, dtype):
-    """Every rank goes through the ways from one of its own on; windows of two, the last one is short."""
+    """Each rank starts with a different way; windows have two micro-batches, and the last one is short."""
     rank, world = me()
     model = Integers(dtype)
     options = {"accumulator": "exact"} if kind == "attach-exact" else {}
     sync, forward = engine(kind, model, accumulate=2, **options)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    # A static graph has one last backward, the whole one.
+    # A static graph needs a last backward that produces all gradients.
     ways = [way for way in WAYS if kind != "attach-static" or way is not _marked_in_part]
     total = len(ways) | 1
 
@@ -152,21 +152,21 @@ def test_any_backwards_add_up_to_one_big_batch(kind, dtype):
         want = mean_of_integers(model, batches, sum(len(batch(*m)[0]) for m in members))
         assert_same(grads(model), dict.fromkeys(grads(model)) | want)
         assert sync.step(optimizer)
-        model.zero_grad()  # between windows that does no harm
+        model.zero_grad()  # between windows this is harmless
 
 
 @pytest.mark.parametrize("accumulate", [1, 3])
 @pytest.mark.parametrize("is_marked", [True, False])
 @on_ranks(2)
 def test_buckets_leave_inside_the_backward_that_is_marked_as_the_last(is_marked, accumulate):
-    """Count collectives when each layer's gradient is ready, the last layer's first, and behind the block."""
+    """Collectives are counted when each layer's gradient is ready, and at the end of the block."""
     model = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 2))
     sync = pe.GradSync(model, accumulate=accumulate, bucket_cap_mb=1e-6)
     launched: list[int] = []
 
     def note(*_: object) -> None:
         if sync._engine.window.header is not None:
-            sync._engine.window.header.vector()  # no bucket goes before the header has come
+            sync._engine.window.header.vector()  # no bucket is launched before the header is received
         launched.append(sync._engine.comm.traffic.collectives)
 
     windows = []
@@ -192,7 +192,7 @@ def test_buckets_leave_inside_the_backward_that_is_marked_as_the_last(is_marked,
         model.zero_grad()
     assert len(windows) == 2
     for last_layer, first_layer, body in windows:
-        if is_marked:  # the header; when the first layer's gradient is ready, the last layer's bucket
+        if is_marked:  # the header, then the last layer's bucket before the first layer's gradient is ready
             assert last_layer >= 1 and body >= first_layer > last_layer
         else:
             assert (last_layer, first_layer, body) == (0, 0, 0)

@@ -1,4 +1,4 @@
-"""A model that is cast, moved or converted after its engine was made: noticed where the window begins."""
+"""A model that is cast, moved or converted after its engine was created: noticed when a window begins."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Gradients that come more than once in one backward: no bucket leaves before the last of them."""
+"""Parameters with several gradients in one backward: no bucket is launched before the last gradient."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ WIDTH = 32
 
 
 class Twice(nn.Module):
-    """A layer used in two reentrant checkpoints, as ALBERT's is; with `tied` a third time outside of them.
+    """A layer used in two reentrant checkpoints, like ALBERT's; with `tied` a third time outside of them.
 
-    Its second gradient comes late: the other ranks' buckets would be on their way by then.
+    Its second gradient comes late: without a check, its bucket would have been launched by then.
     """
 
     def __init__(self, *, tied: bool = False) -> None:
@@ -55,7 +55,7 @@ class _Slow(torch.autograd.Function):
 
 
 class Sharded(nn.Module):
-    """A layer whose backward runs a backward for each piece of its input, as TiledMLP's does."""
+    """A layer whose backward runs a backward for each piece of its input, like TiledMLP's."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -106,7 +106,7 @@ EXACT = {"accumulator": "exact"}
 @on_ranks()
 def test_gradients_that_come_twice_are_summed_before_their_bucket_leaves(case, options, accumulate, dtype):
     rank, world = me()
-    # Roundings of float32 over sums of some hundred terms, or a few of bfloat16, of 2^-8.
+    # float32 rounds sums of some hundred terms; bfloat16 rounds a few times, by 2^-8.
     bound = 1e-5 if dtype == torch.float32 else 0.05
     torch.manual_seed(0)
     model = MODELS[case]().to(dtype)
@@ -134,7 +134,7 @@ def _input(window: int, rank: int, micro_batch: int) -> Tensor:
 
 
 class Sometimes(nn.Module):
-    """Uses its layer twice, in a backward inside the backward, only when told to."""
+    """A layer that, only if `nests` is set, is also used in two nested reentrant checkpoints."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -192,7 +192,7 @@ def test_an_exact_sum_takes_one_deposit_a_micro_batch_also_of_gradients_that_com
 @pytest.mark.parametrize("accumulator", ["fp32", "exact"])
 @on_ranks(2)
 def test_a_sharded_unit_in_two_reentrant_checkpoints_is_summed_exactly_or_refused(accumulator):
-    """FSDP2 itself reduces the first gradient, and leaves the second one behind."""
+    """FSDP2 itself reduces the first gradient and omits the second one."""
     torch.manual_seed(0)
     model = Twice()
     truth = copy.deepcopy(model).double()

@@ -1,4 +1,4 @@
-"""The noise scale of whole windows on ranks, against numpy's estimate from the same samples."""
+"""The noise scale of windows over ranks, compared with numpy's estimate from the same samples."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from torch import Tensor, nn
 
 import pyengine as pe
 
-SIZE, SIGNAL, NOISE = 48, 4.0, 96.0  # elements; |G|², tr(S)
+SIZE, SIGNAL, NOISE = 48, 4.0, 96.0  # number of elements, |G|² and tr(S)
 SIZES = [[3, 1], [2, 5], [4, 4]]  # samples of each micro-batch, by rank
 
 
 class Linear(nn.Module):
-    """A loss whose gradient is the sum of its samples; in two parameters."""
+    """A loss whose gradient is the sum of its samples, split over two parameters."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ def _train(sync: pe.Sync, forward: nn.Module, windows: list[list[np.ndarray]]) -
     for window in sync.windows(data):
         for samples in window:
             sync.backward(forward(samples), count=len(samples))
-        sync.clip_grad_norm_(1e-3)  # what is measured is the gradient before
+        sync.clip_grad_norm_(1e-3)  # the noise scale is measured before clipping
         sync.step(optimizer)
 
 
@@ -81,8 +81,8 @@ def test_a_window_has_the_estimates_of_its_samples(owner, is_scaled, options):
         parts = window[0] if world == 1 else [np.concatenate(mine) for mine in window]
         pairs.append(want := _want(parts))
         found = record.noise_scale
-        # bf16 has 8 bits, fp16 11: rounding has a variance of (2^-8)² / 12 of each element's square, and
-        # |G|² is a difference of numbers up to 30 times as large.
+        # bf16 has 8 bits, fp16 has 11: rounding has a variance of (2^-8)² / 12 of each element's square. |G|²
+        # is a difference of numbers that are up to 30 times as large.
         narrow = "wire" in options
         assert found.noise == pytest.approx(want[0], rel=1e-2 if narrow else 1e-4)
         assert found.signal == pytest.approx(want[1], rel=1e-4, abs=0.1 if narrow else 1e-3)

@@ -34,7 +34,7 @@ F32, BF16, INF, NAN = torch.float32, torch.bfloat16, math.inf, math.nan
         ("own-native", 3, "skip", F32, NAN, (2, 1), True),
         ("attach", 2, "skip", F32, NAN, (1, 1), True),
         ("attach-view", 3, "skip", F32, INF, (2, 1), True),
-        # fp32 sums know the micro-batch without "raise".
+        # With fp32 sums of bf16 parameters, the micro-batch is known without "raise".
         ("own", 2, "skip", BF16, NAN, (0, 1), False),
         ("attach", 2, "skip", BF16, NAN, (0, 1), False),
         ("own-native", 3, "raise", F32, INF, (1, 1), True),
@@ -47,7 +47,7 @@ F32, BF16, INF, NAN = torch.float32, torch.bfloat16, math.inf, math.nan
 def test_a_window_with_inf_or_nan_leaves_parameters_alone_and_names_where_it_came_from(
     kind, policy, dtype, value, where, has_loss
 ):
-    """In the micro-batch `where` of a rank a gradient is not finite, and with `has_loss` its loss, too."""
+    """The gradient of `where` (rank, micro-batch), and with `has_loss` also its loss, is not finite."""
     rank, _ = me()
     torch.manual_seed(0)
     model = Net(dtype)
@@ -75,7 +75,7 @@ def test_a_window_with_inf_or_nan_leaves_parameters_alone_and_names_where_it_cam
 @pytest.mark.parametrize(("fused", "when"), [(False, 2), (True, 2), (True, -1)])
 @on_ranks(1)
 def test_parameters_and_scale_stay_bit_equal_to_the_stock_scalers(fused, when):
-    """The loss of window `when` is inf."""
+    """The loss of window `when` is inf; -1 stands for no window."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
     twin = copy.deepcopy(model)
@@ -88,7 +88,7 @@ def test_parameters_and_scale_stay_bit_equal_to_the_stock_scalers(fused, when):
         factor = math.inf if number == when else 1.0
         for x in window:
             sync.backward(model(x).square().sum() * factor)
-            scaler.scale(twin(x).square().sum() * factor / 2).backward()  # the mean, as stock users write it
+            scaler.scale(twin(x).square().sum() * factor / 2).backward()  # the mean, by hand
         sync.step(ours)
         scaler.step(stock)
         scaler.update()
@@ -112,10 +112,10 @@ def test_an_inf_on_one_rank_backs_every_ranks_scale_off(kind, hands_over):
             sync.backward(forward(x).sum() * (math.inf if bad else 1.0))
         norm = sync.clip_grad_norm_(1.0)
         assert bool(torch.isfinite(norm)) != (number == 1)
-        assert number == 1 or norm.item() == pytest.approx(3**0.5)  # the loss scale is out of it
+        assert number == 1 or norm.item() == pytest.approx(3**0.5)  # without the loss scale
         if hands_over:
             sync.unscale_()
-        if hands_over and number != 2:  # there `step` follows, which updates the scale no second time
+        if hands_over and number != 2:  # in window 2, sync.step must not update the scale again
             if torch.isfinite(norm):
                 optimizer.step()
             optimizer.zero_grad()
@@ -146,7 +146,7 @@ def test_a_loss_scale_that_changes_within_a_window_is_refused(how):
             scaler.scale(weight.sum()).backward()
         change()
     sync.abandon()
-    scaler.scale(weight.sum())  # a loss of nobody's
+    scaler.scale(weight.sum())  # a loss without a backward
     change()
     for _ in range(2):
         with sync.accumulate():
@@ -156,7 +156,7 @@ def test_a_loss_scale_that_changes_within_a_window_is_refused(how):
 
 
 def _skipped(values: list[float], *, is_scaled: bool = False) -> list[str]:
-    """Return what windows of one micro-batch warn of, whose losses are multiplied by these values."""
+    """Train one window per value, by which the loss is multiplied; return the warnings."""
     weight = nn.Parameter(torch.ones(2))
     sync = pe.GradSync([weight])
     optimizer = sync.wrap(torch.optim.SGD([weight], lr=0.1))

@@ -1,7 +1,6 @@
-"""The engine on a CUDA device: the oracle, inf, clipping, streams, and a step path that leaves the host
-alone.
+"""The engine on a CUDA device: the oracle, inf, clipping, streams, and steps that do not wait for the device.
 
-All ranks share one device and talk over gloo. NCCL wants a device a rank, so it gets one rank.
+All ranks share one device and communicate over gloo. NCCL needs one device per rank, so it has one rank.
 """
 
 from __future__ import annotations
@@ -70,7 +69,7 @@ def test_integer_gradients_equal_one_big_batch_exactly(ranks, kind, world, plan)
     ids=str,
 )
 def test_every_type_and_wire_equals_one_big_batch_exactly(ranks, kind, world, options):
-    """Over a narrow wire every window's count is a power of two."""
+    """With a narrow wire, every window's count is a power of two."""
     plan = [8, 8, 8] if "wire" in options else PLANS["short last window"]
     ranks(world).run(train_integers, Training(kind, plan, device=DEVICE, **options))
 
@@ -84,7 +83,7 @@ def test_every_type_and_wire_equals_one_big_batch_exactly(ranks, kind, world, op
 )
 @on_ranks()
 def test_one_rank_that_is_not_finite_skips_the_step_of_every_rank(kind, fused, value):
-    """The last rank's loss of window 0 is so."""
+    """In window 0, the last rank's loss is inf or nan."""
     rank, world = me()
     torch.manual_seed(0)
     model = nn.Linear(3, 2).to(DEVICE)
@@ -116,7 +115,7 @@ def test_clip_and_fused_adamw_equal_a_float64_loop(ranks, kind, world, max_norm)
 
 
 def _steps_without_the_host(accumulator: str, dtype: torch.dtype, wire: str, unused: bool) -> None:
-    """Let PyTorch raise at every operation of a steady window that would wait for the device."""
+    """Train; let PyTorch raise if an operation of a steady window waits for the device."""
     model = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 8)).to(DEVICE, dtype)
     if unused:
         model.register_parameter("nowhere", nn.Parameter(torch.ones(3, device=DEVICE, dtype=dtype)))
@@ -129,13 +128,13 @@ def _steps_without_the_host(accumulator: str, dtype: torch.dtype, wire: str, unu
                 sync.backward(model(x).float().square().sum(), count=4)
             sync.clip_grad_norm_(1.0)
             sync.step(optimizer)
-            # The first windows settle the buckets' order and the optimizer's state; the last one may report.
+            # The first windows fix the bucket order and create the optimizer's state; the last one may wait.
             torch.cuda.set_sync_debug_mode("error" if 3 <= number < 6 else "default")
     finally:
         torch.cuda.set_sync_debug_mode("default")
 
 
-# Over NCCL: gloo waits for its own copies to and from the device.
+# Over NCCL, because gloo waits for its own copies to and from the device.
 @pytest.mark.parametrize(
     ("accumulator", "dtype", "wire"),
     [
@@ -147,12 +146,12 @@ def _steps_without_the_host(accumulator: str, dtype: torch.dtype, wire: str, unu
 )
 @pytest.mark.parametrize("unused", [False, True])
 def test_a_steady_window_never_waits_for_the_device(ranks, accumulator, dtype, wire, unused):
-    """Nor for flags of unused parameters: what was used is a matter of the hosts, here of one alone."""
+    """Flags of unused parameters need no wait either: hosts exchange them, and here there is one host."""
     ranks(1).over("nccl").run(_steps_without_the_host, accumulator, dtype, wire, unused)
 
 
 def _skips_without_the_host(make: Callable[[list[nn.Parameter]], torch.optim.Optimizer]) -> list[bool]:
-    """Let PyTorch raise where a step with an optimizer that is not fused waits; return what stepped."""
+    """Train, check that a step of an optimizer that is not fused does not wait, and return what stepped."""
     model = nn.Sequential(nn.Linear(64, 64, bias=False), nn.Tanh(), nn.Linear(64, 8, bias=False)).to(DEVICE)
     sync = pe.GradSync(model, accumulate=2)
     optimizer = make(list(model.parameters()))
@@ -175,7 +174,7 @@ def _skips_without_the_host(make: Callable[[list[nn.Parameter]], torch.optim.Opt
             param.grad = torch.ones_like(param)
         stepper = PlainStepper()
         assert not stepper.needs_host(optimizer)
-        final: Any = SimpleNamespace(found_inf=torch.zeros((), device=DEVICE))  # a step reads nothing else
+        final: Any = SimpleNamespace(found_inf=torch.zeros((), device=DEVICE))  # a stepper reads nothing else
         stepper.step(optimizer, final)
     finally:
         torch.cuda.set_sync_debug_mode("default")
@@ -197,7 +196,7 @@ def test_an_optimizer_that_is_not_fused_skips_without_the_host(ranks, make):
 
 
 def _on_the_second_device() -> tuple[list[float], list[float]]:
-    """Train on cuda:1 while cuda:0 is the current device; return norms here and from torch."""
+    """Train on cuda:1 while cuda:0 is the current device; return the engine's norms and torch's."""
     torch.manual_seed(0)
     model = nn.Linear(64, 8).to("cuda:1")
     sync = pe.GradSync(model, accumulate=2)

@@ -1,4 +1,4 @@
-"""Optimizers of different rhythm over one engine: a gradient is kept until an optimizer has used it."""
+"""Optimizers that step at different intervals with one engine: a gradient is kept until it is used."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def _data(window: int, rank: int, *, is_bad: bool = False) -> Tensor:
 )
 @on_ranks()
 def test_a_slow_optimizer_steps_on_all_windows_since_its_last_step(kind, wraps, clears, every, bad):
-    """It steps in every second or third window, as in one process; the window `bad` is skipped."""
+    """It steps every `every` windows, with the same result as in one process; window `bad` is skipped."""
     rank, world = me()
     model, twin = Pair(), Pair()
     sync, forward = engine(kind, model, accumulate=1)

@@ -1,7 +1,7 @@
-"""Optimizers that reduce gradients, step a shard and gather parameters by themselves, over engines.
+"""Optimizers that themselves reduce gradients, step a shard and gather parameters, used with engines.
 
-`SlicedAdamW` and `OwnedMuon` are written as the optimizers of nanochat are. gloo has no `ReduceOp.AVG`, so
-they divide a sum.
+`SlicedAdamW` and `OwnedMuon` are written like the optimizers of nanochat. They divide a sum, because gloo
+has no `ReduceOp.AVG`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import pyengine as pe
 
 
 class Sharding(torch.optim.Optimizer):
-    """An optimizer that shards its states by itself.
+    """An optimizer that shards its own states.
 
     Args:
         reduces: whether `step` averages the gradients over all ranks; an engine has done so already.
@@ -34,7 +34,7 @@ class Sharding(torch.optim.Optimizer):
 
 
 class SlicedAdamW(Sharding):
-    """AdamW, of which each rank steps its own rows of every parameter."""
+    """AdamW in which each rank steps its own rows of every parameter."""
 
     lr = 0.01
 
@@ -63,7 +63,7 @@ class SlicedAdamW(Sharding):
 
 
 class OwnedMuon(Sharding):
-    """Momentum and an orthogonalized update, which one rank computes and sends for each matrix."""
+    """Muon in which one rank per matrix computes the orthogonalized update and broadcasts the result."""
 
     lr = 0.05
 
@@ -127,12 +127,12 @@ def _trained(owner: str, name: str, *, reduces: bool, is_skipped: bool = False) 
 @pytest.mark.parametrize("world", [2, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 3, 4))])
 @on_ranks()
 def test_what_an_optimizer_averages_again_stays_the_same(world, owner, name, is_skipped):
-    """The average of equal gradients has the same bits on 1, 2 or 4 ranks, and is rounded on 3."""
+    """The average of equal gradients is exact on 1, 2 and 4 ranks, and rounded on 3 ranks."""
     want = _trained(owner, name, reduces=False, is_skipped=is_skipped)
     got = _trained(owner, name, reduces=True, is_skipped=is_skipped)
     if world == 3:
-        # Two roundings of a gradient, 2**-23 of it. Adam's quotient and Muon's factors of a matrix of this
-        # size pass on at most 1000 times as much, in three steps of at most 0.05.
+        # A gradient is rounded twice, by 2**-23 in total. Adam's quotient and Muon's factors of a matrix of
+        # this size amplify that at most 1000 times, in three steps of at most 0.05.
         torch.testing.assert_close(got, want, rtol=0, atol=3 * 0.05 * 1000 * 2**-23)
     else:
         assert_same(got, want)
@@ -140,20 +140,20 @@ def test_what_an_optimizer_averages_again_stays_the_same(world, owner, name, is_
 
 @on_ranks(2)
 def test_the_oracle_is_a_plain_loop_with_the_optimizer_s_own_reduction():
-    """Means over the micro-batches, of equal size, are what a loop without an engine makes of `loss / 2`."""
+    """Micro-batches have equal sizes, so the mean is that of a loop without an engine over `loss / 2`."""
     model, batches = _model(), _batches()
     optimizer = SlicedAdamW(model.parameters(), reduces=True)
     for first in range(0, 6, 2):
         for x in batches[first : first + 2]:
             (model(x).square().sum() / 3 / 2).backward()
-        for param in model.parameters():  # as sync.clip_grad_norm_ does, of the mean over ranks
+        for param in model.parameters():  # clip the mean over ranks, like sync.clip_grad_norm_
             dist.all_reduce(param.grad)
             param.grad /= 2
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
     got = _trained("GradSync", "SlicedAdamW", reduces=False)
-    # Gradients differ by some roundings of 2**-24; of Adam's quotient 1000 times as much, in steps of 0.01.
+    # Gradients differ by some roundings of 2**-24, amplified 1000 times by Adam, in steps of 0.01.
     torch.testing.assert_close(got, dict(model.named_parameters()), rtol=0, atol=3 * 0.01 * 1000 * 2**-22)
 
 
@@ -188,7 +188,7 @@ def test_optimizers_with_other_parameters_on_each_rank_step_behind_unscale():
             optimizer.step()
             for place, param in enumerate(params):
                 dist.broadcast(param.data, place % 2)
-        model.zero_grad()  # of all parameters, or what is left is added to the next window
+        model.zero_grad()  # of all parameters, or those left are added to the next window
     sync.close()
     sync = pe.GradSync(twin, accumulate=1)
     plain = torch.optim.AdamW(twin.parameters(), lr=0.1)

@@ -106,9 +106,9 @@ def _gradient(model: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
 def _bound(size: torch.Tensor, wire: pe.wire.Wire, dtype: torch.dtype, world: int) -> torch.Tensor:
     """Bound |error| elementwise: every rounding is at most u times the sum of the terms' magnitudes (`size`).
 
-    fp32: 4 * world - 1 additions, 1/count, the product with it. Wire: one cast a rank and world - 1
-    additions. Last: one rounding to the parameters' type. eps = 2 u covers the second-order terms; tiny
-    covers underflow in fp16.
+    fp32: 4 * world - 1 additions, 1/count, and the product with it. Wire: one cast per rank and world - 1
+    additions. Last: one rounding to the parameters' dtype. eps = 2 u covers the second-order terms; the
+    smallest subnormal number covers underflow in fp16.
     """
     roundings = (4 * world + 1) * torch.finfo(torch.float32).eps
     if wire.dtype != torch.float32:

@@ -1,4 +1,4 @@
-"""Schedules of torch.distributed.pipelining, whose backwards run in blocks, against one float64 process."""
+"""Schedules of torch.distributed.pipelining, which run in micro-batch blocks, against one float64 process."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def _data(shard: int) -> list[tuple[Tensor, Tensor]]:
 
 
 def _loss(logits: Tensor, labels: Tensor) -> Tensor:
-    """Return the sum over labels that are not -1."""
+    """Return the loss summed over labels other than -1."""
     return cross_entropy(logits, labels, reduction="sum", ignore_index=-1)
 
 

@@ -1,4 +1,4 @@
-"""Point-to-point operations: exchanges, ready to receive before anything is sent, and small reductions."""
+"""Point-to-point operations: exchanges, which post all receives before sends, and small reductions."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ CPU = torch.device("cpu")
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
 @on_ranks()
 def test_many_exchanges_meet_in_their_order_and_receive_first():
-    """Ranks come at different times."""
+    """Ranks call at different times."""
     rank, world = me()
     order: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
@@ -108,7 +108,7 @@ def _terms(dtype: torch.dtype, shape: tuple[int, ...], turn: int, world: int) ->
 @pytest.mark.parametrize(("world", "fan_out"), [(2, 4), (3, 1), (3, 4), (4, 1), (4, 2), (4, 4)])
 @on_ranks()
 def test_small_vectors_are_swapped_or_reduced_over_a_tree(fan_out):
-    """Ranks come at different times; over a tree, other code's collectives of the group come in between."""
+    """Ranks call at different times; with a tree, other code runs collectives of the group in between."""
     rank, world = me()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch_dist, "_FAN_OUT", fan_out)
@@ -172,12 +172,12 @@ COLLECTIVES = {
 
 
 def _awaits(collective: str, dead: int) -> None:
-    """Take part in a collective without a dead rank."""
+    """Launch a collective in which rank `dead` exits instead of taking part."""
     rank, _ = me()
     comm, store = TorchDist(None, CPU), dist.group.WORLD.get_group_store()
     if rank == dead:
         os._exit(3)
-    if rank == 1 and dead == 2:  # until the first rank knows: an exchange has not even begun here
+    if rank == 1 and dead == 2:  # wait until rank 0 has its error, without even launching an exchange
         work = COLLECTIVES[collective](comm) if collective == "a reduction" else None
         store.set("launched", "")
         store.wait(["known"], timedelta(seconds=20))
@@ -201,7 +201,7 @@ def test_a_dead_rank_ends_a_collective_of_those_that_wait_for_it(ranks, collecti
 
 @on_ranks(3)
 def test_operations_have_the_timeout_that_the_group_has_now():
-    """Rank 0 comes too late for both."""
+    """Rank 0 takes part in neither of the two operations."""
     rank, _ = me()
     comm, store = TorchDist(None, CPU), dist.group.WORLD.get_group_store()
     dist.distributed_c10d._set_pg_timeout(timedelta(seconds=0.5))

@@ -1,4 +1,4 @@
-"""Finite sums whose mean is not: found behind 1/count, before anything is stepped."""
+"""Finite sums whose mean is not finite: detected after the division by the count, before any step."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ FP32, FP16 = pe.wire.FP32(), pe.wire.FP16()
     [
         ("own", False, torch.float32, FP32, 1.0, 1e-40),
         ("own", True, torch.float32, FP32, 1e30, 1e-10),
-        ("own", False, torch.float32, FP16, 4e4, 0.5),  # 4e4 on each rank, 8e4 / 1 on two: beyond 65504
+        ("own", False, torch.float32, FP16, 4e4, 0.5),  # 4e4 on two ranks, count 1: 8e4 is beyond 65504
         ("own-native", True, torch.float32, FP32, 1.0, 1e-40),
         ("own-native", False, torch.float16, FP32, 1e3, 1e-3),
         ("attach", True, torch.float16, FP32, 1e3, 1e-3),

@@ -1,6 +1,6 @@
-"""Buffers in memory that NCCL has registered: who takes them from where, and what happens where NCCL refuses.
+"""Buffers in memory that NCCL has registered: which buffers use it, and what happens if NCCL refuses.
 
-A pool of the host's memory stands for NCCL's here. On a GPU the last test registers real memory.
+Here a pool of host memory replaces NCCL's pool. On a GPU, the last test registers real memory.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ CPU = torch.device("cpu")
 
 
 class _Pool:
-    """Counts what is asked for."""
+    """A fake pool that records the sizes of its allocations."""
 
-    made: list[_Pool] = []  # noqa: RUF012 - of the test that runs
+    made: list[_Pool] = []  # noqa: RUF012 - pools of the current test
 
     def __init__(self, comm: TorchDist) -> None:
         self.sizes: list[int] = []
@@ -56,7 +56,7 @@ def _with_pool(pool: type[_Pool]) -> mock._patch:
 @on_ranks()
 def test_buckets_that_travel_come_from_the_pool_in_one_piece():
     _, world = me()
-    # Counts of two ranks are powers of two: gradients are exact on a narrow wire, too.
+    # Two ranks have counts that are powers of two, so gradients are exact on a narrow wire too.
     wire = pe.wire.BF16() if world == 2 else pe.wire.FP32()
     model = Integers(torch.float32)
     with (
@@ -70,7 +70,7 @@ def test_buckets_that_travel_come_from_the_pool_in_one_piece():
         return
     (pool,) = _Pool.made
     whole, *sizes = pool.sizes
-    assert len(sizes) == len(sync.layout.buckets) > 1 and whole >= sum(sizes)  # one piece, then each of it
+    assert len(sizes) == len(sync.layout.buckets) > 1 and whole >= sum(sizes)  # a whole, then its parts
     windows_of_integers(sync, model, model)
     sync.close()
     assert not pool.is_open
@@ -88,7 +88,7 @@ def test_where_nccl_refuses_on_a_rank_all_go_on_without_and_the_first_says_why()
     for each in caught:
         assert "that NCCL has not registered" in str(each.message)
         assert "NotImplementedError: no such memory" in str(each.message)
-    assert [pool.is_open for pool in _Refuses.made] == [rank == world - 1]  # what refused was no pool
+    assert [pool.is_open for pool in _Refuses.made] == [rank == world - 1]  # closed where creation succeeded
 
 
 @on_ranks(2)
@@ -104,7 +104,7 @@ def _registers() -> list[float]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         registered = register_memory(comm)
-    if not isinstance(registered, RegisteredMemory):  # an NCCL, or a machine, without the allocator
+    if not isinstance(registered, RegisteredMemory):  # NCCL or the machine has no such allocator
         assert registered is comm
         assert ["that NCCL has not registered" in str(each.message) for each in caught] == [True]
     else:

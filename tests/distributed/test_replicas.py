@@ -1,4 +1,4 @@
-"""No rank's values are overwritten where ranks hold different parts of a model under one name."""
+"""Values are not overwritten if ranks hold different parts of a model under the same name."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from pyengine.comm import TorchDist
 
 
 class XlaFullyShardedDataParallel(nn.Module):
-    """As torch_xla's: flat shards, which show no DTensor."""
+    """A fake of torch_xla's class: parameters are flat shards, but not DTensors."""
 
     def __init__(self, module: nn.Module, *, is_sharded: bool = True) -> None:
         super().__init__()
@@ -133,7 +133,7 @@ def test_a_mark_of_parts_is_no_matter_in_the_group_of_replicas():
 def test_a_part_over_the_wrong_axis_is_refused_on_every_rank():
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     model = _marked(tensor_model_parallel=True)
-    nn.init.constant_(model.weight, float(dist.get_rank() == 3))  # in one group alone
+    nn.init.constant_(model.weight, float(dist.get_rank() == 3))  # differs in one group only
     message = error_of(lambda: pe.GradSync(model, device_mesh=mesh, axes=pe.Axes(replicate="dp")))
     assert "ranks 1 and 3 hold different values" in message
     assert model.weight[0, 0] == (dist.get_rank() == 3)

@@ -1,4 +1,4 @@
-"""Micro-batches that run out of memory, at every operation, on one rank, over every owner of gradients."""
+"""Micro-batches that run out of memory on one rank, at any operation, with every owner of gradients."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Allocator(TorchDispatchMode):
 
 
 def within(allocator: Allocator, fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the function that allocates from `allocator`."""
+    """Return a function that runs `fn` with `allocator`."""
 
     def run(*args: Any) -> Any:
         with allocator:
@@ -68,7 +68,7 @@ def within(allocator: Allocator, fn: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class Net(nn.Module):
-    """A checkpointed segment, dropout, a BatchNorm that only tracks, and a parameter that is used late."""
+    """A net with a checkpoint, dropout, a BatchNorm that only tracks, and a parameter that is used late."""
 
     def __init__(self, *, use_reentrant: bool = False) -> None:
         super().__init__()
@@ -80,8 +80,8 @@ class Net(nn.Module):
         self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
 
     def forward(self, x: Tensor, is_last: bool) -> Tensor:
-        self.calls = self.calls + 1  # another tensor, not a write
-        x = x * self.late.sum() if self.use_reentrant else x  # such a segment needs an input with a graph
+        self.calls = self.calls + 1  # a new tensor, not an in-place write
+        x = x * self.late.sum() if self.use_reentrant else x  # it needs an input that requires a gradient
         hidden = checkpoint(lambda x: torch.tanh(self.first(x)), x, use_reentrant=self.use_reentrant)
         self.norm(hidden.detach())
         out = self.second(nn.functional.dropout(hidden, 0.5))
@@ -95,7 +95,7 @@ def batch(rank: int, index: int) -> dict[str, Any]:
 
 
 class Run:
-    """One window, again and again from the same state, on this rank."""
+    """A window that this rank can train repeatedly from the same state."""
 
     def __init__(self, kind: str) -> None:
         self.model = Net(use_reentrant=kind.endswith("-reentrant"))
@@ -111,7 +111,7 @@ class Run:
         return self.forward(part["x"], part["is_last"]), len(part["x"])
 
     def window(self, one: Callable[[int, dict[str, Any]], None]) -> list[Tensor]:
-        """Train a window from the start, a micro-batch by `one`; return parameters, buffers, random state."""
+        """Train the window from its initial state with `one`; return parameters, buffers and random state."""
         self.model.load_state_dict(self.start)
         self.sync.part_size = None
         torch.manual_seed(self.rank)
@@ -123,20 +123,20 @@ class Run:
         return [*state, torch.get_rng_state()]
 
     def by_hand(self, sizes: list[int]) -> list[Tensor]:
-        """Train the window with blocks of several backwards, each micro-batch in parts of a size."""
+        """Train the window in blocks with a backward per part; `sizes` are part sizes by micro-batch."""
 
         def one(index: int, each: dict[str, Any]) -> None:
             starts = range(0, ITEMS, sizes[index])
             with self.sync.micro_batch(count=ITEMS):
                 for start in starts:
                     part = each | {key: each[key][start : start + sizes[index]] for key in ("x", "names")}
-                    # Not through DDP, which would broadcast buffers in this forward, and not behind the last.
+                    # Not through DDP: buffers are broadcast after the last backward only.
                     self.model(part["x"], part["is_last"]).backward()
 
         return self.window(one)
 
     def failing(self, allocator: Allocator, at: int, *, fails: bool = True) -> list[Tensor]:
-        """Train the window; memory runs out in the micro-batch `at`."""
+        """Train the window; if `fails`, memory runs out in micro-batch `at`."""
 
         def one(index: int, each: dict[str, Any]) -> None:
             if index != at or not fails:
@@ -150,7 +150,7 @@ class Run:
 
 
 def fit(part: Tensor, most: int, *, on: int | None = None) -> int:
-    """Return how many items a part has; memory holds so many at most, on one rank or on all."""
+    """Return the number of items in a part; run out of memory above `most`, on rank `on` or on all ranks."""
     if len(part) > most and on in (None, me()[0]):
         raise torch.OutOfMemoryError("tried to allocate 80 GiB")
     return len(part)
@@ -175,13 +175,13 @@ def assert_equal(got: list[Tensor], want: list[Tensor], *about: object) -> None:
 )
 @on_ranks()
 def test_memory_that_runs_out_at_any_operation_leaves_no_trace(kind):
-    """The last rank fails. It ends with the bits of blocks that were cut by hand; dropout draws the same."""
-    gc.freeze()  # a failure collects garbage: of torch's many objects for half a second
+    """The last rank fails; it ends with the same bits, dropout included, as blocks split by hand."""
+    gc.freeze()  # each failure collects garbage, which takes half a second with torch's many objects
     run = Run(kind)
     fails = run.rank == me()[1] - 1
     for at in range(MICRO_BATCHES):
         sizes = [ITEMS if index < at or not fails else ITEMS // 2 for index in range(MICRO_BATCHES)]
-        for _ in range(2):  # DDP's first window differs: it learns the order of buckets
+        for _ in range(2):  # DDP's first window differs, because DDP then rebuilds its buckets
             want = run.by_hand(sizes)
         for operation in itertools.count():
             allocator = Allocator(at=operation)
@@ -213,7 +213,7 @@ def test_micro_batches_that_never_fit_add_up_to_one_big_batch(kind, dtype):
     rank, world = me()
     model = Integers(dtype)
     sync, forward = engine(kind, model, accumulate=2)
-    sync.scaler = pe.GradScaler("cpu", init_scale=8.0)  # of every part's loss, once
+    sync.scaler = pe.GradScaler("cpu", init_scale=8.0)  # scales the loss of each part once
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
 
     def items(r: int, k: int) -> int:
@@ -221,7 +221,7 @@ def test_micro_batches_that_never_fit_add_up_to_one_big_batch(kind, dtype):
 
     def loss_of(part: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         if rank == 0 and len(part[0]) > 2:
-            torch.empty(2**46, dtype=torch.uint8)  # more than any host has: the allocator's own error
+            torch.empty(2**46, dtype=torch.uint8)  # more than any host has, so the allocator itself raises
         return forward(*part), torch.tensor(len(part[0]))
 
     sizes = []
@@ -234,12 +234,12 @@ def test_micro_batches_that_never_fit_add_up_to_one_big_batch(kind, dtype):
         batches = [integers(10 * r + k, items(r, k)) for r, k in members]
         assert_same(grads(model), mean_of_integers(model, batches, sum(items(*m) for m in members)))
         sync.step(optimizer)
-    # 1 item, 4: halved to 2, 7, 3, 6, 2
+    # Numbers of items: 1, then 4, which is halved to 2, then 7, 3, 6 and 2.
     assert sizes == ([None, 2, 2, 2, 2, 2] if rank == 0 else [None] * 6)
 
 
 def _train_exactly(room: int) -> list[list[float]]:
-    """Train two windows of four micro-batches over all ranks; memory holds so many items."""
+    """Train two windows of four micro-batches over all ranks; memory holds `room` items."""
     rank, world = me()
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 1))
@@ -255,14 +255,14 @@ def _train_exactly(room: int) -> list[list[float]]:
 def test_exact_sums_of_the_same_parts_have_the_same_bits_on_any_number_of_ranks(ranks):
     (alone,) = ranks(1).run(_train_exactly, 2)
     assert ranks(2).run(_train_exactly, 2) == [alone] * 2
-    assert ranks(1).run(_train_exactly, 8) != [alone]  # other parts round in another way
+    assert ranks(1).run(_train_exactly, 8) != [alone]  # other parts are rounded differently
 
 
 @pytest.mark.parametrize(
     ("num", "large", "retries", "attempts"),
     [
         (16, 13, 3, [(0, 16), (0, 8), (8, 16), (8, 12), (12, 16), (12, 14), (14, 16)]),
-        (3, 0, 1, [(0, 3), (0, 2), (2, 3)]),  # an odd number goes on in the larger half
+        (3, 0, 1, [(0, 3), (0, 2), (2, 3)]),  # the larger half of an odd number comes first
         (7, 0, 2, [(0, 7), (0, 4), (0, 2), (2, 4), (4, 6), (6, 7)]),
     ],
 )
@@ -313,7 +313,7 @@ def test_the_activations_of_an_attempt_are_gone_before_the_next_one():
         alive.append(weakref.ref(hidden))
         return hidden.sum(), fit(part, 2)
 
-    sync.retry_smaller(torch.ones(8, 1), loss_of)  # in DDP's manner: outside of a loop over windows
+    sync.retry_smaller(torch.ones(8, 1), loss_of)  # outside of a loop over windows, as with DDP
     sync.unscale_()
     assert len(alive) == 6
     assert model.weight.grad.item() == 1
@@ -328,7 +328,7 @@ def test_sparse_gradients_are_added_up_by_part(accumulator):
         for rows in window:
             sync.retry_smaller(rows, lambda part: ((table(part) * part[:, None]).sum(), fit(part, 1, on=1)))
         sync.unscale_()
-    # Of 16 rows over both ranks: 1 eight times, 2 and 4 four times, each times its own number.
+    # Of 16 rows over both ranks, eight are row 1 and four each rows 2 and 4; each is weighted by its index.
     assert table.weight.grad[:, 0].tolist() == [0, 8 / 16, 8 / 16, 0, 16 / 16]
 
 
@@ -370,7 +370,7 @@ def test_losses_with_counts_of_their_own_are_those_of_whole_micro_batches():
         sync.unscale_()
     everything = torch.cat(data)
     want = everything.mean(0) + everything[everything[:, 0] > 2].mean(0)
-    # Eight terms of fp32, each below 2^4.
+    # Sums of eight fp32 terms, each below 2^4.
     torch.testing.assert_close(model.weight.grad[0], want, rtol=0, atol=8 * 2**-20)
     assert sync.last_record is None
 
@@ -421,7 +421,7 @@ def test_a_batch_that_cannot_be_split_is_refused(wrong, kind, message):
         with pytest.raises(kind, match=re.escape(message)):
             sync.retry_smaller(wrong, pytest.fail)
         sync.backward(sync._engine.module(torch.ones(1, 1)).sum(), count=1)
-    sync.unscale_()  # the window is whole
+    sync.unscale_()  # the window is still complete
 
 
 @on_ranks(1)
@@ -452,7 +452,7 @@ def test_a_gpu_with_a_limit_trains_what_would_not_fit(ranks, kind):
 
 def _train_within_a_limit(kind: str) -> None:
     torch.manual_seed(0)
-    # One item's hidden values take 8 MiB a layer.
+    # One item's hidden values take 8 MiB per layer.
     model = nn.Sequential(nn.Linear(1, 2**21), nn.Tanh(), nn.Linear(2**21, 1)).cuda()
     x = torch.linspace(-1, 1, 64, device="cuda")[:, None]
     params = list(model.parameters())
@@ -473,14 +473,14 @@ def _train_within_a_limit(kind: str) -> None:
         torch.cuda.set_per_process_memory_fraction(1.0)
     assert sync.part_size is not None and sync.part_size < 64
     for total, param in zip(want, params, strict=True):
-        # 128 fp32 additions of terms below 1, and TF32's products where these are on.
+        # 128 fp32 additions of terms below 1, and products in TF32 if that is enabled.
         torch.testing.assert_close(param.grad.double(), total, rtol=2e-3, atol=128 * 2**-23)
 
 
 @pytest.mark.parametrize("kind", ["own", "attach"])
 @on_ranks(2)
 def test_an_audit_forgets_what_a_failed_attempt_has_brought(kind):
-    """Rank 1's backward runs out of memory half-way, behind the last layer's gradient."""
+    """Rank 1's backward runs out of memory halfway, after the last layer's gradient."""
     model = nn.Sequential(nn.Linear(3, 3, bias=False), nn.Linear(3, 1, bias=False))
     sync, forward = engine(kind, model, accumulate=2)
     sync.audit(every=1)

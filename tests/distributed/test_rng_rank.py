@@ -1,4 +1,4 @@
-"""`seed_rank` on real ranks: the rank is the process group's."""
+"""`seed_rank` on real ranks, whose rank is that of the process group."""
 
 from __future__ import annotations
 

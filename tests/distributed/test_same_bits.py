@@ -1,4 +1,4 @@
-"""accumulator="exact": the same micro-batches have the same bits for every world size."""
+"""accumulator="exact": the same micro-batches give the same bits for every world size."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ import pyengine as pe
 
 MICRO_BATCHES = 6
 F32, BF16 = torch.float32, torch.bfloat16
-# Four ranks share six micro-batches out unequally: over a sharded model two of them pad.
+# Four ranks divide six micro-batches unequally; with a sharded model, two of the ranks pad.
 CASES = [
     *[("own", 3, BF16), ("own", 4, F32), ("attach", 1, BF16), ("attach", 3, F32), ("attach", 4, BF16)],
     *[("fsdp", 1, F32), ("fsdp", 3, BF16), ("hsdp", 4, F32)],
@@ -31,7 +31,7 @@ _alone: dict[Any, Any] = {}
 
 
 def _single(ranks, fn, *case: Any) -> Any:
-    """Return what one rank comes to, once a session."""
+    """Return the result on one rank, computed once per session."""
     if (fn, *case) not in _alone:
         _alone[(fn, *case)] = ranks(1).run(fn, *case)[0]
     return _alone[(fn, *case)]
@@ -49,7 +49,7 @@ def test_more_ranks_than_micro_batches_change_nothing_if_the_window_is_named(ran
 
 
 def _dealt_at_random(seed: int) -> list[str]:
-    """Deal every window's micro-batches out in a random order, unevenly; parameters after each step."""
+    """Deal each window's micro-batches to ranks randomly and unevenly; return digests after each step."""
     rank, world = me()
     deal = random.Random(seed)  # the same on every rank
     cuts = sorted(deal.sample(range(1, MICRO_BATCHES), world - 1))
@@ -79,7 +79,7 @@ def test_any_assignment_of_micro_batches_in_any_order_gives_the_same_bits(ranks,
 
 
 def _bad_window(kind: str, dtype: torch.dtype, where: int, spike: float) -> tuple[list[str], list[bool], str]:
-    """Four micro-batches a window; global micro-batch `where` of the second window brings a bad value."""
+    """Train windows of four micro-batches; the loss of micro-batch `where` of the second window is bad."""
     rank, world = me()
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1)).to(dtype)
@@ -170,7 +170,7 @@ def _train_cnn(kind: str) -> tuple[str, list[float]]:
 def test_parameters_under_batch_norm_have_the_same_bits_and_running_statistics_those_of_ranks(
     ranks, kind, world
 ):
-    """Statistics are averages over the micro-batches of a rank; over DDP of rank 0."""
+    """Statistics are averages over a rank's micro-batches; with DDP, over those of rank 0."""
     alone, mean = _single(ranks, _train_cnn, "own")
     digests, means = zip(*ranks(world).run(_train_cnn, kind), strict=True)
     assert digests == (alone,) * world
@@ -185,7 +185,7 @@ def test_a_sync_batch_norm_is_refused():
     )
 
 
-# ---- optimizers over shards, as docs/reproducible.md has them ----
+# ---- optimizers over shards, as in docs/reproducible.md ----
 
 _OPTIMIZERS = {
     "SGD": (torch.optim.SGD, {"momentum": 0.9, "nesterov": True, "weight_decay": 0.1}),
@@ -205,7 +205,7 @@ _NUMEL = 1037
 
 
 def _stepped(name: str, dtype: torch.dtype, shard: int, **options: bool) -> torch.Tensor:
-    """Return a parameter behind four steps, in which shards of so many elements are stepped."""
+    """Return a parameter after four steps of its shards, which have `shard` elements each."""
     kind, settings = _OPTIMIZERS[name]
     values = torch.Generator().manual_seed(0)
     whole, *grads = (torch.randn(_NUMEL, generator=values).to(dtype) for _ in range(5))

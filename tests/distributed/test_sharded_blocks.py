@@ -1,4 +1,4 @@
-"""FSDP2 and micro-batches whose backwards are the caller's; and gradients that come past the engine."""
+"""FSDP2 with micro-batches whose backwards the caller runs, and with gradients that bypass the engine."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Loss:
 
 
 def _beside_grad(sync: pe.Sync, forward: Loss, x: Tensor, t: Tensor, n: int) -> None:
-    """What `torch.autograd.grad` computes is no gradient of the window, and is not refused either."""
+    """Call `torch.autograd.grad`, whose results are not added to the window and are not refused either."""
     loss, other = forward(x, t), forward(x, t, extra=True) * torch.inf
     scale, sometimes = forward.model.scale, forward.model.sometimes  # unsharded by the forward
     torch.autograd.grad(other, [scale, sometimes])
@@ -47,7 +47,7 @@ def _beside_grad(sync: pe.Sync, forward: Loss, x: Tensor, t: Tensor, n: int) -> 
 
 
 def _chunks(sync: pe.Sync, forward: Loss, x: Tensor, t: Tensor, n: int) -> None:
-    """As many forwards on every rank, of other rows."""
+    """Run the same number of forwards on every rank, each over some of the rows."""
     with sync.micro_batch() as mb:
         for a, b in zip(x.tensor_split(2), t.tensor_split(2), strict=True):
             forward(a, b).backward()
@@ -55,7 +55,7 @@ def _chunks(sync: pe.Sync, forward: Loss, x: Tensor, t: Tensor, n: int) -> None:
 
 
 def _cached(sync: pe.Sync, forward: Loss, x: Tensor, t: Tensor, n: int) -> None:
-    """GradCache: once without a graph, then with the gradient of what that gave."""
+    """Run the forward once without a graph, then again with the gradient of its output (GradCache)."""
     with sync.micro_batch(count=n) as mb:
         with torch.no_grad():
             leaf = forward(x, t)
@@ -65,14 +65,14 @@ def _cached(sync: pe.Sync, forward: Loss, x: Tensor, t: Tensor, n: int) -> None:
 
 
 def _several(sync: pe.Sync, forward: Loss, x: Tensor, t: Tensor, n: int) -> None:
-    """Several losses over one graph."""
+    """Run backwards of several losses over one graph."""
     with sync.micro_batch(count=n):
         out = forward.model(x).to(t.dtype)
         (out * t).sum().backward(retain_graph=True)
         (out * t * 2).sum().backward()
 
 
-# How often each adds the gradient of a micro-batch. Rank r has PLAN[r] micro-batches, each goes another way.
+# How often each way adds a micro-batch's gradient. Rank r has PLAN[r] micro-batches, each of another way.
 WAYS = {twice: 3, _beside_grad: 1, marked: 3, _chunks: 1, _cached: 2, _several: 3, one_line: 2}
 
 
@@ -93,7 +93,7 @@ WAYS = {twice: 3, _beside_grad: 1, marked: 3, _chunks: 1, _cached: 2, _several: 
 )
 @on_ranks()
 def test_any_backwards_over_a_sharded_model_add_up_to_one_big_batch(kind, options):
-    """Ranks have other numbers of micro-batches, and all go the same ways: forwards are collective."""
+    """Ranks have different numbers of micro-batches but go the same ways, as forwards are collective."""
     rank, world = me()
     sync, model = sharded(kind, accumulate=2, **options)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
@@ -111,7 +111,7 @@ def test_any_backwards_over_a_sharded_model_add_up_to_one_big_batch(kind, option
         want = right_grads(batches, sum(items(*m) for m in members))
         assert_same(whole_grads(model), want)
         squares = sum(grad.double().square().sum() for grad in want.values() if grad is not None)
-        # Every product with 1/count was rounded to float32, behind the norm.
+        # After the norm was computed, every product with 1/count was rounded to float32.
         torch.testing.assert_close(norm, squares.sqrt(), rtol=2**-23, atol=0)
         assert sync.step(optimizer)
         model.zero_grad()

@@ -1,4 +1,4 @@
-"""When units of FSDP2 communicate: as often as was chosen, within the memory given, to one result."""
+"""When FSDP2 units communicate: as often as chosen, within the memory budget, with the same result."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from torch.distributed.tensor import DTensor
 import pyengine as pe
 from pyengine.gradients.fsdp.private import groups_of
 
-# What the chain's units have: gathered in fp32, its own two parameters, the first layer and the second.
+# Bytes of the chain's units, gathered in fp32: its own two parameters, the first layer and the second.
 SUM_BYTES = 4 * (6 + (15 + 3 + 7) + (9 + 3))
 HALF = {"first": "none", "": "none"}
 ALL_OF_IT = {"defer_budget_mb": math.inf}
@@ -37,7 +37,7 @@ ANY = None
 
 
 def _counted(model: nn.Module, name: str) -> list[mock.Mock]:
-    """Count the calls of a collective of every unit."""
+    """Count the calls of the collective `name` of every unit; return the mocks."""
     groups = [group for unit in model.modules() if isinstance(unit, FSDPModule) for group in groups_of(unit)]
     for group in groups:
         setattr(group, name, mock.Mock(wraps=getattr(group, name)))
@@ -57,7 +57,7 @@ def _counted(model: nn.Module, name: str) -> list[mock.Mock]:
         ("hsdp", 4, True, {"defer": "outer"}, False, 9, 0),
         # Units in order: the root (24 bytes gathered and as a sum), the first layer (100), the second (48).
         ("nested", 2, False, {"defer_budget_mb": 0}, False, 9, 0),
-        # The root: gathered anyway, and its sum.
+        # Enough for the root alone: its parameters, which are gathered anyway, and its sum.
         ("nested", 2, False, {"defer_budget_mb": 48 / 2**20}, False, 9 - 2, 48),
         ("nested", 2, False, {"defer_budget_mb": SUM_BYTES / 2**20}, True, 9, SUM_BYTES),
         ("nested", 2, False, {"defer": "all"}, False, 3, SUM_BYTES),
@@ -69,7 +69,7 @@ def _counted(model: nn.Module, name: str) -> list[mock.Mock]:
 def test_every_choice_has_the_same_result_and_buys_what_it_can(
     kind, world, narrow, options, gathers_once, scatters, held
 ):
-    """Train behind a window that was abandoned."""
+    """The windows follow one that was abandoned."""
     model = shard(Chain(), kind, narrow=narrow)
     gathered, scattered = (_counted(model, name) for name in ("_all_gather_comm", "_reduce_scatter_comm"))
     sync = pe.attach(model, accumulate=3, **options)
@@ -85,12 +85,12 @@ def test_every_choice_has_the_same_result_and_buys_what_it_can(
         assert_same(whole_grads(model), right_grads(mine, 9 * world))
         sync.step(optimizer)
         model.zero_grad()
-        if number == 0:  # a forward outside of windows leaves nothing that the next one would take for new
+        if number == 0:  # a forward outside of windows does not affect the next window
             with torch.no_grad():
                 loss_of(model, own_batches(1)[0])
             for calls in (*gathered, *scattered):
                 calls.reset_mock()
-    assert gathers_once in (ANY, sum(calls.call_count for calls in gathered) == 3)  # one a unit
+    assert gathers_once in (ANY, sum(calls.call_count for calls in gathered) == 3)  # one per unit
     assert scatters in (ANY, sum(calls.call_count for calls in scattered))
     assert held in (ANY, records[-1].held_bytes)
 
@@ -108,7 +108,7 @@ def test_every_choice_has_the_same_result_and_buys_what_it_can(
 )
 @on_ranks(2)
 def test_what_cannot_be_deferred_so_is_refused(text, options):
-    """Ranks choose their options, or all of them the only ones."""
+    """Each rank has its own options if there are two; else both ranks have the same."""
     rank, _ = me()
     model = shard(Chain(), "nested")
     with pytest.raises((TypeError, ValueError)) as error:
@@ -145,7 +145,7 @@ def test_an_abandoned_window_leaves_the_sharded_parameters_in_the_model(kind, ac
     sync.abandon()
     after = dict(model.named_parameters())
     assert all(after[name] is param for name, param in before.items())
-    with torch.no_grad():  # a forward behind it shards them again
+    with torch.no_grad():  # the next forward shards them again
         loss_of(model, own_batches(1)[0])
     assert all(isinstance(p, DTensor) for name, p in model.named_parameters() if name.startswith("first"))
     assert_trains_a_window(sync, model)

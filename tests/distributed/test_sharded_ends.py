@@ -1,4 +1,4 @@
-"""Windows over FSDP2 that end early, by an exception, not finite, or with parts unused."""
+"""Windows over FSDP2 that end early or with an exception, are not finite, or leave parameters unused."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 import pyengine as pe
 from pyengine.gradients.fsdp.exact import UnitBucket
 
-NEWER = ("set_reduce_scatter_unused_params", "reset_iter_state")  # than torch 2.11
+NEWER = ("set_reduce_scatter_unused_params", "reset_iter_state")  # methods that torch 2.11 lacks
 
 
 def _count_call(module: nn.Module, *_: object) -> None:
@@ -40,7 +40,7 @@ def _count_call(module: nn.Module, *_: object) -> None:
 
 @on_ranks(2)
 def test_a_window_that_is_flushed_early_has_what_was_done():
-    """A flush lets FSDP reduce in one more backward, whose forward shows in no buffer and no generator."""
+    """A flush makes FSDP reduce in one more backward; its forward changes no buffer and no generator."""
     sync, model = sharded("nested", narrow=True)
     model.first.register_buffer("calls", torch.zeros(()))
     model.first.register_forward_hook(_count_call)
@@ -85,7 +85,7 @@ def test_the_policy_raise_names_rank_and_micro_batch():
 )
 @on_ranks(2)
 def test_a_rank_that_leaves_between_micro_batches_is_found_out_by_all(kind, last, options):
-    """Rank 0 leaves its first window behind a forward, and goes on with the next one."""
+    """Rank 0 leaves its first window after a forward, and continues with the next one."""
     rank, _ = me()
     sync, model = sharded(kind, **options)
     errors: list[str] = []
@@ -131,7 +131,7 @@ def test_a_parameter_used_once_on_one_rank_is_reduced_and_one_used_nowhere_has_n
 
 @on_ranks(2)
 def test_a_rank_that_fails_behind_the_reductions_voids_the_window_everywhere():
-    """Rank 1 raises in the last backward's block, when FSDP has nothing more to send."""
+    """Rank 1 raises in the last backward's block, after FSDP has sent everything."""
     rank, _ = me()
     sync, model = sharded("nested", accumulate=1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
@@ -150,7 +150,7 @@ def test_a_rank_that_fails_behind_the_reductions_voids_the_window_everywhere():
 
 @on_ranks(2)
 def test_a_rank_interrupted_between_two_exact_sums_voids_the_window_everywhere():
-    """Rank 1 has sent one unit's sum; it sends nan for the others, and the ranks go on together."""
+    """Rank 1 has sent one unit's sum and sends nan for the others, so that no rank steps the window."""
     rank, _ = me()
     sync, model = sharded("nested", accumulator="exact")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
@@ -175,7 +175,7 @@ def test_a_rank_interrupted_between_two_exact_sums_voids_the_window_everywhere()
 
 
 def _is_left(kind: str, defer: str) -> list[str]:
-    """Rank 1 leaves a backward in its middle and goes on to the next window; the others wait there."""
+    """Interrupt a backward on rank 1, which continues with the next window; return the caught errors."""
     rank, _ = me()
     _set_pg_timeout(timedelta(seconds=2), None)
     sync, model = sharded(kind, defer=defer)
@@ -185,7 +185,7 @@ def _is_left(kind: str, defer: str) -> list[str]:
             for window in sync.windows(own_batches(2)):
                 for number, data in enumerate(window):
                     loss = loss_of(model, data)
-                    if rank and not said and number == (defer == "all"):  # the first that reduces
+                    if rank and not said and number == (defer == "all"):  # the first one that reduces
                         loss.register_hook(_raise)
                     sync.backward(loss, count=3)
         except (RuntimeError, MemoryError) as error:
@@ -197,7 +197,7 @@ def _raise(grad: torch.Tensor) -> None:
     raise MemoryError("no memory")
 
 
-@pytest.mark.slow  # torch gives up what the ranks have left under way
+@pytest.mark.slow  # waits until torch gives up the collectives that ranks have left
 @pytest.mark.parametrize(("kind", "defer"), [("replicate", "none"), ("nested", "all")])
 def test_a_backward_that_one_rank_leaves_in_its_middle_ends_by_an_error_on_every_rank(ranks, kind, defer):
     first, second = ranks(2).run(_is_left, kind, defer)
@@ -207,7 +207,7 @@ def test_a_backward_that_one_rank_leaves_in_its_middle_ends_by_an_error_on_every
 
 
 def _as_of_2_11(fn: Callable[..., Any], *args: Any, lacks: Sequence[str] = NEWER, **kwargs: Any) -> None:
-    """Run as with a torch whose FSDP2 has fewer methods."""
+    """Run `fn` with an FSDP2 that lacks methods, as in an older torch."""
     with pytest.MonkeyPatch.context() as patch:
         for name in lacks:
             patch.delattr(FSDPModule, name, raising=False)
@@ -226,7 +226,7 @@ class _Later(nn.Module):
 @pytest.mark.parametrize("accumulator", ["fp32", "exact"])
 @on_ranks(2)
 def test_a_unit_that_the_first_window_does_not_run_has_a_gradient_once_one_does(accumulator):
-    """A micro-batch does not reduce, and torch fails there on a unit that was never unsharded."""
+    """In a micro-batch that does not reduce, torch itself fails on a unit that was never unsharded."""
     model = _Later()
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for module in (model.used, model.later, model):
@@ -247,7 +247,7 @@ def test_an_fsdp_that_has_no_setter_for_unused_parameters_reduces_them(ranks):
 
 
 def _goes_on(where: str) -> None:
-    """Train a window behind one that an exception has ended, in a forward or a backward."""
+    """Train a window after one that an exception in a forward or a backward has ended."""
     sync, model = sharded("nested")
 
     def breaks(*given: Any) -> torch.Tensor:

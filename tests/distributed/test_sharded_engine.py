@@ -1,4 +1,4 @@
-"""What an engine over FSDP2 does beside windows: states, gradients kept, other loops, refusals, the end."""
+"""An engine over FSDP2 apart from windows: states, kept gradients, other loops, refusals and `close`."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from pyengine.gradients.fsdp.private import groups_of
 @pytest.mark.parametrize(("kind", "world"), [("flat", 3), ("replicate", 2)])
 @on_ranks()
 def test_gradients_that_are_left_count_into_the_next_window(kind):
-    """Through a state, too."""
+    """This also holds for gradients that were restored from a state."""
     sync, model = sharded(kind)
     train_a_window(sync, model)
     first = whole_grads(model)
@@ -95,7 +95,7 @@ def test_optimizers_step_shards_in_a_loop_that_is_not_nested(kind, fused):
 @pytest.mark.parametrize(("kind", "world"), KINDS)
 @on_ranks()
 def test_a_closed_engine_leaves_the_units_as_they_were(kind):
-    """Behind `close`, the units reduce in every backward again, to the mean over ranks."""
+    """After `close`, the units again reduce in every backward, to the mean over ranks."""
     rank, world = me()
     sync, model = sharded(kind)
     train_a_window(sync, model)
@@ -166,7 +166,7 @@ def test_what_cannot_be_driven_is_refused_on_every_rank(case):
         case "sparse":
             model = fully_shard(nn.Sequential(nn.Linear(2, 2), nn.Embedding(2, 2, sparse=True)))
         case "mesh":
-            # A mesh of its own for every rank.
+            # Every rank has a mesh of its own.
             fully_shard(model, mesh=init_device_mesh("cpu", (2, 1), mesh_dim_names=("a", "b"))["b"])
         case "part":
             fully_shard(model.first)

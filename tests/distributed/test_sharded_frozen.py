@@ -1,4 +1,4 @@
-"""Parameters of one unit that are frozen in turn, or behind a micro-batch of the window that goes on."""
+"""Parameters of one unit that are frozen in turn, or in the middle of a window."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from wire_cases import FEEDBACK
 
 import pyengine as pe
 
-SHAPE = (5, 3)  # of both: in what is scattered, each may lie where the other did
+SHAPE = (5, 3)  # of both, so that either may have the other's offset in the scattered buffer
 LARGEST = {"a": 1000.0, "b": 1e-3}
 PLAN = ["ab", "a", "b", "b", "ab", "a", "b"]
 
 
 class _Two(nn.Module):
-    """Its gradients are its targets."""
+    """A module with two parameters, whose gradients are its targets."""
 
     def __init__(self, targets: dict[str, Tensor]) -> None:
         super().__init__()
@@ -63,8 +63,9 @@ def _ended(sync: pe.Sync, model: nn.Module) -> dict[str, Tensor]:
 
 
 def _fed_back(world: int) -> tuple[list[dict[str, Tensor]], list[dict[str, Tensor]]]:
-    """Return the gradients of all windows, and what is kept at their end, of one process: what bfloat16 loses
-    of a parameter goes with that one's next values.
+    """Return the gradients of all windows, and the residuals at the end, computed in one process.
+
+    What rounding to bfloat16 loses of a parameter is added to the same parameter's next values.
     """
     targets = [_random(rank) for rank in range(world)]
     lost = [{name: torch.zeros(SHAPE) for name in LARGEST} for _ in targets]
@@ -102,7 +103,7 @@ WIRES = {"fp32": pe.wire.FP32(), "int8": pe.wire.ErrorFeedback(pe.wire.Int8())}
 
 
 def _within(kind: str, wire: str) -> list[dict[str, Tensor]]:
-    """Freeze a parameter behind the micro-batch that has used it; in the last window train all."""
+    """Freeze a parameter after a micro-batch has used it; train both in the last window; return gradients."""
     options: dict[str, Any] = {}
     if kind == "narrow":
         options["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -124,10 +125,10 @@ def test_what_came_before_a_parameter_was_frozen_counts(ranks, kind, world, wire
     targets = [_whole(rank) for rank in range(world)]
     sums = {name: sum(mine[name] for mine in targets) for name in LARGEST}
     inverse = torch.tensor(1.0 / (2 * world), dtype=torch.float64).float()
-    # How many micro-batches of a window have brought one: the second window was frozen before it began.
+    # How many micro-batches of a window have a gradient; in the second window, "a" is frozen throughout.
     right = [{"a": 1, "b": 1}, {"b": 2}, {"a": 2, "b": 2}]
-    # Int8 loses at most half a step of a rank's largest value, 9 * 2 / count and what it kept, in two windows
-    # of the three: less than a whole step for each.
+    # In two of the three windows, int8 loses at most half a step of a rank's largest value, which is
+    # 9 * 2 / count plus the residual: less than a whole step each.
     far = 0.0 if wire == "fp32" else world * 2 * 18 * float(inverse) / 127
     for found in ranks(world).run(_within, kind, wire):
         for got, times in zip(found, right, strict=True):

@@ -1,5 +1,6 @@
-"""`fully_shard` with `defer_budget_mb=math.inf`: a unit gathers and reduces once a window, optimizer states
-are in shards, and checkpoints go on on other numbers of ranks.
+"""`fully_shard` with `defer_budget_mb=math.inf`: a unit gathers and reduces once per window.
+
+Optimizer states are sharded, and checkpoints resume on other numbers of ranks.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ OPTIMIZERS: dict[str, Any] = {
 
 
 class Products(nn.Module):
-    """Two layers whose gradients are integers that do not depend on parameters."""
+    """Two layers whose gradients are integers that do not depend on the parameters."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -59,7 +60,7 @@ def _engine(owner: str) -> tuple[pe.Sync, nn.Module]:
 
 
 def _train(sync: pe.Sync, model: nn.Module, optimizer: torch.optim.Optimizer, windows: range) -> None:
-    """Train windows, in which all ranks together have the same 36 items, whatever their number."""
+    """Train windows, in which all ranks together have the same 36 items for every world size."""
     rank, world = me()
     for number in windows:
         for k in range(3):
@@ -102,7 +103,7 @@ def test_parameters_have_the_bits_of_ddp_and_each_rank_the_state_of_its_shards(k
 
 @on_ranks(2)
 def test_a_window_gathers_and_reduces_each_unit_once_however_many_its_micro_batches():
-    """A micro-batch more is none more; a unit more is two collectives more."""
+    """An additional micro-batch adds no collectives; an additional unit adds two."""
     found = {}
     for kind, num_units in (("flat", 1), ("nested", 3)):
         for accumulate in (2, 5):
@@ -123,7 +124,7 @@ def test_a_window_gathers_and_reduces_each_unit_once_however_many_its_micro_batc
 @pytest.mark.parametrize("kind", ["nested", "replicate"])
 @on_ranks(2)
 def test_ranks_with_unequal_data_have_the_right_mean(kind):
-    """Micro-batches between the first and the last have no collective: padding needs none, either."""
+    """Micro-batches between the first and the last run no collectives, so padding runs none either."""
     rank, _ = me()
     sync, model = sharded(kind, accumulate=4, defer_budget_mb=math.inf)
     numbers = [7, 5]
@@ -137,7 +138,7 @@ def test_ranks_with_unequal_data_have_the_right_mean(kind):
 
 @on_ranks(2)
 def test_ranks_that_end_a_window_at_different_micro_batches_raise():
-    """Rank 0 does so at the second of three; rank 1 finds out at its own last one."""
+    """Rank 0 ends the window at the second of three micro-batches; rank 1 raises at its own last one."""
     sync, model = sharded("nested", accumulate=3, defer_budget_mb=math.inf)
     with pytest.raises(RuntimeError, match="ranks are at different points of their loops"):
         for place, data in enumerate(own_batches(3), start=1):

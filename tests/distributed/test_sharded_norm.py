@@ -1,4 +1,4 @@
-"""The norm over ranks that hold different elements: each element once, the same bits on every rank."""
+"""The norm over ranks that hold different elements: each counts once, with the same bits on every rank."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_what_is_not_finite_where_no_element_counts_skips_the_step_on_all(bad):
 
 @on_ranks(2)
 def test_a_norm_that_is_computed_again_counts_what_one_rank_has_changed():
-    """Gradients of one rank are changed behind a clipping."""
+    """One rank's gradients are changed after clipping."""
     rank, _ = me()
     final = _final([rank == 0, True], [9.0, 16.0])
     final.compute_norm()
@@ -46,7 +46,7 @@ def test_a_norm_that_is_computed_again_counts_what_one_rank_has_changed():
 @on_ranks(2)
 def test_nothing_is_exchanged_behind_a_header_in_which_ranks_disagree():
     final = _final([True, True], [2.0, 2.0])
-    if me()[0] == 0:  # the other rank runs another engine's window: nothing may follow its header
+    if me()[0] == 0:  # the other rank runs another engine's window, so nothing may follow its header
         final.compute_norm(is_refused=True)
     assert (final.grad_norm().item() if me()[0] == 0 else 2.0) == 2.0
 

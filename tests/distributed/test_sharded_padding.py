@@ -1,4 +1,4 @@
-"""Padding leaves no trace in buffers and in gradients of the caller's parameters."""
+"""Padding changes neither buffers nor gradients of the caller's own parameters."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from torch.distributed.fsdp import fully_shard
 
 import pyengine as pe
 
-NUMBERS = [3, 1]  # micro-batches by rank: of the second window of two rank 1 has none
+NUMBERS = [3, 1]  # micro-batches by rank; rank 1 has none in the second window
 
 
 class Beside(nn.Module):
-    """A sharded layer, a parameter that is the caller's, and a buffer that counts forwards."""
+    """A sharded layer, a parameter that belongs to the caller, and a buffer that counts forwards."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -91,7 +91,7 @@ def test_padding_adds_nothing_to_buffers_and_gradients_of_the_caller(kind, how, 
 
 @on_ranks(2)
 def test_a_flush_gives_an_ignored_parameter_no_gradient():
-    """FSDP reduces by one more backward."""
+    """A flush makes FSDP reduce in one more backward."""
     model = Beside()
     fully_shard(model, ignored_params={model.own})
     sync = pe.attach(model, accumulate=2)
@@ -103,7 +103,7 @@ def test_a_flush_gives_an_ignored_parameter_no_gradient():
 
 
 class _Unpicklable:
-    """A batch that no other rank can get."""
+    """A batch that cannot be sent to other ranks."""
 
     def __init__(self, rank: int) -> None:
         self.data = batch(rank)

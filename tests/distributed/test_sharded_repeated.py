@@ -1,4 +1,4 @@
-"""Exact sums add the uses of a narrow parameter as autograd does, for every owner."""
+"""Exact sums add the gradients of all uses of a bf16 parameter as autograd does, for every owner."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pyengine as pe
 
 
 class Tied(nn.Module):
-    """An embedding that is the head, too, and a layer that is called four times."""
+    """An embedding that is also the head, and a layer that is called four times."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""States of sharded models: gradients that no optimizer has used are each rank's own shards."""
+"""States of sharded models: gradients that no optimizer has used are saved as each rank's own shards."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_gradients_that_no_optimizer_has_used_need_as_many_ranks(accumulator, or
     options = {"accumulate": 3, "accumulator": accumulator}
     if accumulator == "exact":
         options["accumulator"] = pe.Exact(micro_batches=12)
-    if origin == "whole":  # of two ranks, whose gradients are not sharded
+    if origin == "whole":  # groups of two ranks, whose gradients are not sharded
         model: nn.Module = Chain()
         sync: pe.Sync = pe.GradSync(model, process_group=group, **options)
         state = _kept(model, sync)

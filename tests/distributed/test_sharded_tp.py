@@ -1,4 +1,4 @@
-"""FSDP2 over models that tensor parallelism has cut: two data shards, two ranks to each."""
+"""FSDP2 over models with tensor parallelism: two data shards, with two ranks each."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ import pyengine as pe
 
 
 class Twice(nn.Module):
-    """Two blocks, each a unit."""
+    """Two blocks, each of which is an FSDP unit."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ def _sequence(**options: Any) -> Made:
 
 
 def _mine() -> list[Tensor]:
-    """Return the data of this rank's shard; two ranks have each."""
+    """Return the data of this rank's shard; two ranks share a shard."""
     return micro_batches(me()[0] // 2, torch.float32)
 
 
@@ -115,7 +115,7 @@ def test_residuals_of_what_this_rank_has_go_on_from_a_state():
     _, second, again = norms
     assert torch.equal(second, again)
     residuals = states[0][f"rank {me()[0]} of 4"][0]["residuals"]
-    assert residuals["first.up.weight"].shape == (4 * 6,)  # of 8 rows, 4
+    assert residuals["first.up.weight"].shape == (4 * 6,)  # 4 of 8 rows
 
 
 @on_ranks(4)

@@ -1,4 +1,4 @@
-"""Narrow wires under FSDP2: what travels, what arrives, and how far it is from float64."""
+"""Narrow wires under FSDP2: what is sent, which gradients result, and how far they are from float64."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 import pyengine as pe
 from pyengine.gradients.fsdp.private import groups_of
 
-# What rounding to a wire's type may change of a value: half of its last bit.
+# The relative error of rounding to a wire's dtype: half a unit in the last place.
 ROUNDING = {"BF16()": 2.0**-8, "FP16()": 2.0**-11}
 ACCUMULATE, WIDTH = 3, 7
-ENGINE_COLLECTIVES = 7  # in a first window, of whatever model: the header and others
-# Of losses and counts: undivided, gradients are beyond float16.
+ENGINE_COLLECTIVES = 7  # in a first window, for every model: the header and others
+# A factor of losses and counts, with which gradients exceed float16 unless they are divided by the count.
 LARGE = 2**20
 
 
@@ -64,7 +64,7 @@ def _right(world: int) -> list[tuple[Tensor, Tensor]]:
 def _train(
     kind: str, wire: pe.wire.Wire, *, factor: int = 1, **options: Any
 ) -> tuple[nn.Module, Tensor, pe.StepRecord]:
-    """Train a window, of losses and counts times a factor; return the model, its norm and the record."""
+    """Train a window with losses and counts times `factor`; return the model, its norm and the record."""
     rank, _ = me()
     sync, model = _sharded(kind, wire=wire, **options)
     records = records_of(sync)
@@ -78,18 +78,18 @@ def _train(
 
 
 def _ends_near_float64(kind: str, wire: pe.wire.Wire, options: dict[str, Any]) -> dict[str, Tensor]:
-    """Return this rank's shards, which have to be near the whole batch's gradient in float64."""
+    """Check that gradients are near the whole batch's in float64; return this rank's shards."""
     model, norm, _ = _train(kind, wire, factor=LARGE, **options)
     right, deviation = _right(me()[1]), 0.0
     for param, (total, magnitude) in zip(model.parameters(), right, strict=True):
-        # What travels, a rank's sum or a micro-batch's gradient, is rounded once: by at most u of itself.
-        # float32 has some products in a row, and adds micro-batches, ranks and 1/count: 32 roundings at most.
+        # A value that is sent, a rank's sum or a micro-batch's gradient, is rounded once, by a relative u.
+        # float32 rounds at most 32 times: products, sums over micro-batches and ranks, and 1/count.
         # Near 0 float16 has steps of 2^-24.
         bound = (ROUNDING[str(wire)] + 32 * 2.0**-24) * magnitude + 2.0**-25
         assert ((param.grad.full_tensor().double() - total).abs() <= bound).all()
         deviation += float(bound.square().sum())
     squares = sum(float(total.square().sum()) for total, _ in right)
-    assert abs(float(norm) - squares**0.5) <= deviation**0.5  # the triangle's inequality
+    assert abs(float(norm) - squares**0.5) <= deviation**0.5  # the triangle inequality
     return {name: param.grad.to_local() for name, param in model.named_parameters()}
 
 
@@ -111,13 +111,13 @@ def test_a_narrow_wire_rounds_once_a_rank(ranks, kind, world, wire, options):
 
 
 def _sends(kind: str, wire: pe.wire.Wire) -> tuple[int, int]:
-    """Return the bytes and the collectives of a window, its gathers and header among them."""
+    """Return the bytes and the collectives of a window, including its all-gathers and header."""
     _, _, record = _train(kind, wire, defer="all")
     return record.bytes_on_wire, record.collectives
 
 
-# FSDP's collectives in a window of three micro-batches: all-gathers in forwards, those of the inner unit in
-# backwards too; a reduce-scatter a unit; under hsdp an all-reduce a unit.
+# FSDP's collectives in a window of three micro-batches: all-gathers in forwards, for the inner unit in
+# backwards too; one reduce-scatter per unit; with hsdp also one all-reduce per unit.
 @pytest.mark.parametrize(
     ("kind", "world", "collectives"),
     [("flat", 3, 3 + 1), ("nested", 2, 3 * 3 + 2), ("hsdp", 4, 3 * 3 + 2 + 2)],
@@ -163,7 +163,7 @@ def test_one_rank_sends_nothing_and_rounds_nothing():
 
 
 class _Own:
-    """A reduce-scatter of the caller's."""
+    """The caller's own reduce-scatter."""
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)

@@ -1,5 +1,6 @@
-"""Ranks of one host reduce in memory that they share where that was asked for: left where it cannot be, and
-nothing remains of it. What a reduction computes is in `tests/unit/test_arena.py`.
+"""With `shared_memory=True`, ranks of one host reduce in shared memory where possible, and leave no traces.
+
+`tests/unit/test_arena.py` tests what a reduction computes.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ def test_shared_memory_false_goes_through_the_group(ranks, kind):
 
 
 def _hooked(wire: pe.wire.Wire) -> tuple[torch.Tensor, torch.Tensor, int, int, bool]:
-    """Return the gradient, the mean in the order of ranks, what was reduced, and whether nothing is left."""
+    """Return the gradient, the mean in rank order, the numbers of reductions, and whether nothing is left."""
     rank, world = me()
     before = _traces()
     torch.manual_seed(0)
@@ -68,7 +69,7 @@ def _hooked(wire: pe.wire.Wire) -> tuple[torch.Tensor, torch.Tensor, int, int, b
     ddp.register_comm_hook(pickle.loads(pickle.dumps(state)), pe.comm_hook)
     torch.manual_seed(1 + rank)
     with Reductions() as seen:
-        for _ in range(3):  # DDP lays its buckets out anew behind the first one
+        for _ in range(3):  # DDP rebuilds its buckets after the first one
             x = torch.randn(64, 300)
             ddp.zero_grad()
             ddp(x).square().sum().backward()
@@ -91,13 +92,13 @@ def test_a_bare_hook_reduces_in_shared_memory_in_the_order_of_ranks_and_leaves_n
             assert torch.equal(grad, found[0][0]) and is_clean
             assert (num > 0) == (world > 1)
             if wire == pe.wire.FP32():
-                assert torch.equal(grad, mean) and in_place == 0  # they are in DDP's memory
+                assert torch.equal(grad, mean) and in_place == 0  # buckets are in DDP's memory
             else:
                 assert in_place == num
 
 
 def _without_a_file_on_rank_1() -> tuple[list[str], int]:
-    """Train; return the warnings, and what was reduced in shared memory."""
+    """Train; return the warnings, and the number of reductions in shared memory."""
     make = MemoryOffer.make
 
     def limited(world: int) -> MemoryOffer:
@@ -133,7 +134,7 @@ def test_where_a_rank_has_no_memory_to_share_buckets_are_copied():
 
 
 def _traces() -> tuple[int, int, int]:
-    """Return how many descriptors, mapped parts and threads of shared memory this process has."""
+    """Return the numbers of descriptors, mappings and threads for shared memory in this process."""
     gc.collect()
     links = []
     for descriptor in os.listdir("/proc/self/fd"):
@@ -154,14 +155,14 @@ def test_nothing_is_left_of_an_engine(kind, ends):
     before = _traces()
     model = Integers(torch.float32)
     sync, forward = engine(kind, model, accumulate=2, shared_memory=True)
-    windows_of_integers(sync, forward, model, num=3)  # the order of buckets is another one from the second on
+    windows_of_integers(sync, forward, model, num=3)  # the bucket order changes in the second window
     under_way = _traces()
     if ends == "close":
         sync.close()
     closed = _traces()
     del sync, forward
     if ends == "dropped":
-        del model  # whose parameters have views of the buffers
+        del model  # its parameters have views of the buffers
     assert _traces() == before < under_way
     assert closed[2] == (before[2] if ends == "close" else under_way[2])
 

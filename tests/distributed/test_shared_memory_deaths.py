@@ -1,4 +1,4 @@
-"""A rank that dies, or is stopped, while ranks reduce in memory that they share; and when all of them die."""
+"""Ranks that die or are stopped during a reduction in shared memory: one of them, or all of them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from pyengine.comm.arena import Arena
 
 
 def _struck(owner: str, number: int) -> str:
-    """Send rank 1 a signal in its third window's first reduction; return what the others are told."""
+    """Send rank 1 a signal in the first reduction of its third window; return the others' error message."""
     rank, world = me()
     model = nn.Sequential(nn.Linear(50, 50), nn.Linear(50, 50))
     if owner == "hook":
@@ -40,7 +40,7 @@ def _struck(owner: str, number: int) -> str:
 
     for _ in range(2):
         window()
-    dist.barrier()  # a process that is new imports much in its first step
+    dist.barrier()  # a new process imports much in its first step
     comm_watch.WAIT_S = 0.5
     if number == signal.SIGSTOP:
         dist.distributed_c10d._set_pg_timeout(timedelta(seconds=2))
@@ -75,8 +75,8 @@ def test_a_rank_that_is_stopped_in_a_reduction_is_an_error_behind_the_groups_tim
 
 
 def _all_killed(note: str) -> None:
-    """Tell which file the ranks share, then have all of them killed in a window."""
-    before = _inodes(Path("/proc/self"))  # of earlier tests' engines, which other workers may still have
+    """Write the inode of the file that ranks share to `note`, then kill every rank in a window."""
+    before = _inodes(Path("/proc/self"))  # of engines of earlier tests, which other workers may still have
     model = nn.Linear(100, 100)
     sync = pe.GradSync(model, shared_memory=True)
     with sync.accumulate():
@@ -99,7 +99,7 @@ def test_of_ranks_that_are_all_killed_nothing_is_left(ranks, tmp_path):
 
 
 def _inodes(process: Path) -> set[str]:
-    """Return the shared files that a process has mapped; none of one that has ended."""
+    """Return the shared files that a process has mapped; none if the process has ended."""
     try:
         lines = (process / "maps").read_text().splitlines()
     except OSError:

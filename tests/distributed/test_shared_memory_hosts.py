@@ -1,4 +1,4 @@
-"""Ranks of several hosts: each host's share memory, and one that is alone on its own shares none."""
+"""Ranks of several hosts: the ranks of a host share memory; a rank that is alone on a host does not."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from pyengine.comm.arena import MemoryOffer
 
 @contextmanager
 def _hosts(what: str, num_hosts: int = 2) -> Iterator[list[str]]:
-    """Let ranks say that they are on several hosts; give the warnings."""
+    """Let ranks report that they are on several hosts; yield the warnings."""
     rank, _ = me()
     make = MemoryOffer.make
 
@@ -53,7 +53,7 @@ def test_where_no_ranks_can_share_all_go_through_the_group_and_rank_0_says_why(w
 @pytest.mark.parametrize("kind", ["own", "attach"])
 @on_ranks(4)
 def test_ranks_of_several_hosts_share_the_memory_of_each(kind):
-    """Ranks are of two hosts, alternately."""
+    """Ranks alternate between two hosts."""
     found = [0, 0]
     with _hosts("network") as texts:
         for dtype in (torch.float32, torch.bfloat16):

@@ -1,4 +1,4 @@
-"""pe.Exact(slots=...): bits depend on the number of slots, and on no number of ranks that divides it."""
+"""pe.Exact(slots=...): bits depend on the number of slots, but not on a number of ranks that divides it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MICRO_BATCHES, SLOTS, SAMPLES = 12, 6, 2 * (2 * 12 - 5)  # the last window ends 
 
 
 class Branches(nn.Module):
-    """Layers that only some micro-batches use: of a slot both, the first, the second, or none."""
+    """Layers used by all micro-batches, by those at even or odd places, by the one at place 5, or by none."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ def _made(kind: str, model: nn.Module, accumulate: int, exact: pe.Exact) -> tupl
 
 
 def _train(kind: str, slots: int | None) -> list[str]:
-    """Train for two windows, and return a digest of everything after every step."""
+    """Train two windows; return a digest of parameters, norm and loss after every step."""
     torch.manual_seed(0)
     model = Branches()
     data = torch.randn(SAMPLES, 7)
@@ -114,8 +114,8 @@ def test_a_slot_is_what_pytorch_adds_up_and_slots_are_added_exactly(num):
         total.deposit_([slot], first=index == 0, nonfinite=torch.zeros(1, dtype=torch.uint8))
     expected = torch.zeros(total.hi.numel())
     total.round_(expected)
-    # Blocks of 64 elements choose their grid: here they lie otherwise than in the buckets, whose limbs have
-    # 29 bits each, so that both round the same exact sum.
+    # Each block of 64 elements chooses its own grid. Blocks here differ from those of the buckets, but limbs
+    # have 29 bits each, so that both round the same exact sum.
     sync = pe.GradSync(model, accumulate=12, accumulator=pe.Exact(12, slots=4))
     for index, x in enumerate(data):
         with sync.accumulate(last=index == num - 1):
@@ -127,7 +127,7 @@ def test_a_slot_is_what_pytorch_adds_up_and_slots_are_added_exactly(num):
 @pytest.mark.parametrize(("slots", "deposits"), [(None, 12), (12, 6), (2, 1)])
 @on_ranks(2)
 def test_a_window_costs_one_deposit_a_slot(slots, deposits):
-    """Count those of a bucket in a window of 24 micro-batches, after a first window."""
+    """Deposits in the one bucket are counted in a window of 24 micro-batches, after a first window."""
     _, world = me()
     model = nn.Linear(3, 2)
     sync = pe.GradSync(model, accumulate=24 // world, accumulator=pe.Exact(24, slots=slots))
@@ -177,7 +177,7 @@ def test_what_slots_cannot_have_is_refused_by_name_on_every_rank(slots, options,
 @pytest.mark.parametrize("is_silent", [True, False])
 @on_ranks(2)
 def test_a_backward_out_of_turn_is_an_error_on_every_rank_and_the_next_window_clean(is_silent):
-    """Rank 1 takes two micro-batches before it runs a backward; an empty block between them is no error."""
+    """Rank 1 reads two micro-batches before a backward; this is no error with an empty block between them."""
     rank, _ = me()
     model = nn.Linear(2, 1)
     sync = pe.GradSync(model, accumulate=4, accumulator=pe.Exact(8, slots=4))
@@ -221,8 +221,9 @@ def test_a_report_names_the_micro_batches_of_a_slot(kind):
 
 
 def _four_of_six(kind: str, *, flushes: bool) -> Tensor:
-    """Return the gradient of a window whose last slot has one micro-batch of three; a flush has no
-    backward of its own.
+    """Return the gradient of a window whose last slot has one micro-batch of three.
+
+    The window ends with its last backward, or with a flush, which runs no backward.
     """
     torch.manual_seed(0)
     model, data = nn.Linear(40, 3), torch.randn(4, 2, 40) * torch.logspace(0, 3, 4)[:, None, None]

@@ -14,13 +14,13 @@ sys.path.append(str(Path(__file__).parents[1] / "faults"))
 
 from campaign import record
 
-# What a process may hold more later on: what there is of an engine depends on how its last window went (of 8
-# buckets 127 to 330 tensors, up and down over 1600 windows).
+# How much more a process may hold later: what an engine holds depends on its last window (with 8 buckets 127
+# to 330 tensors, up and down over 1600 windows).
 MORE_OBJECTS, MORE_TENSORS = 80, 240
 MORE_BYTES = 8 * 2**20
 WITHIN_S = 600
 
-# owner, accumulator, windows by world
+# owner, accumulator, number of windows by world size
 WINDOWS = [
     ("own", "fp32", {1: 1200, 2: 1600, 3: 1200, 4: 800}),
     ("own", "native", {1: 600, 2: 1200, 3: 800, 4: 400}),
@@ -65,7 +65,7 @@ def _assert_no_more(then: Held, now: Held, case: Soak, rank: int) -> None:
 
 
 def _soaked(ranks, case: Soak) -> list[Soaked]:
-    """Run a case, in which every window came out right on every rank; return each rank's report."""
+    """Run a case, which checks every window; check that nothing has grown; return each rank's report."""
     ends = ranks(case.world).ends(WITHIN_S, soak, case)
     for rank, end in enumerate(ends):
         assert isinstance(end.value, Soaked), f"rank {rank}: {end}\n{end.error}"

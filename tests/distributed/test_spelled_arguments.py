@@ -1,4 +1,4 @@
-"""Arguments spelled in PyTorch's way mean the same as ours, bit for bit, and may differ between ranks."""
+"""Arguments in PyTorch's spelling give the same bits as ours, and ranks may use different spellings."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_an_accumulator_may_be_spelled_as_torch_float32():
     module = nn.Linear(2, 1, bias=False, dtype=torch.bfloat16)
     for accumulator in (torch.float32, "fp32"):
         with pe.GradSync(module, accumulate=3, accumulator=accumulator) as sync:
-            for value in (256.0, 1.0, 1.0):  # 257 is no bfloat16 number, 258 is
+            for value in (256.0, 1.0, 1.0):  # bfloat16 represents 258, but not 257
                 with sync.accumulate():
                     sync.backward(module(torch.full((1, 2), value, dtype=torch.bfloat16)).sum() / 1.0)
             sync.unscale_()
@@ -67,7 +67,7 @@ HOOKS = {
 )
 @on_ranks()
 def test_a_hook_in_torchs_manner_gives_ddps_mean(case, view):
-    """Small integers, and a mean over two or four ranks: exact in every type."""
+    """Small integers and their mean over one, two or four ranks are exact in every dtype."""
     rank, world = me()
     model = nn.Sequential(*[nn.Linear(8, 8, bias=False) for _ in range(3)])
     ddp = DistributedDataParallel(model, bucket_cap_mb=2e-4, gradient_as_bucket_view=view)

@@ -1,4 +1,4 @@
-"""`SpikePolicy`: planted spikes on one rank and in one parameter; never before the median; after a resume."""
+"""`SpikePolicy`: spikes on one rank and in one parameter, before the median is known, and after a resume."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def _policy(sync: pe.Sync, **options: Any) -> list[pe.StepRecord]:
 
 
 def _windows(sync: pe.Sync, forward: nn.Module, wild: list[float], *, of: int = 0, calm: float = 1.0) -> None:
-    """Train a window for each number; rank `of` has the number in `wild`, all others have 1."""
+    """Train a window for each number in `wild`, which is the input of rank `of`; the others' input is 1."""
     rank, world = me()
     optimizer = torch.optim.SGD(forward.parameters(), lr=1.0)
     for number in wild:
@@ -95,15 +95,15 @@ def test_a_spike_is_clipped_to_the_limit(kind):
     assert records[-1].spike is None and sync.grad_norm().item() == pytest.approx(8**0.5)
 
 
-NO, SPIKE, INF = (False, False), (True, True), (True, False)  # whether it was skipped, and was a spike
+NO, SPIKE, INF = (False, False), (True, True), (True, False)  # whether it was skipped, whether it was a spike
 
 
 @pytest.mark.parametrize(
     ("window", "wild", "want"),
     [
-        (3, [1e6, 1.0, 1e5], [NO] * 3),  # the median is not known
+        (3, [1e6, 1.0, 1e5], [NO] * 3),  # the median is not known yet
         (3, [1.0] * 3 + [100.0] * 4, [NO] * 3 + [SPIKE] * 2 + [NO] * 2),  # the median follows
-        # Windows with inf are no part of the median.
+        # Windows with inf are not included in the median.
         (2, [1.0, float("inf"), 100.0, 1.0, 1.0, 400.0], [NO, INF, NO, NO, NO, SPIKE]),
     ],
 )

@@ -1,6 +1,6 @@
-"""A rank that waits for others is told of whom, and where they are; the watching costs nobody anything.
+"""A rank that waits is warned which ranks are missing and where they are; the watch ends with its engine.
 
-Ranks that are stopped or killed in every phase of a window are cases of `tests/faults`.
+`tests/faults` has cases of ranks that are stopped or killed in every phase of a window.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def _elsewhere() -> None:
 
 
 def _alone(what: str) -> list[str]:
-    """Rank 0 does alone what all ranks are to do; the others follow."""
+    """Let rank 0 call `what` before the other ranks do; return this rank's stall warnings."""
     rank, _ = me()
     model = nn.Linear(2, 2)
     with recorded_warnings(RuntimeWarning) as texts:
@@ -68,12 +68,12 @@ def test_a_rank_that_has_made_no_engine_is_told_as_such(ranks):
 
 
 def _stopped() -> list[str]:
-    """Rank 1 is stopped before rank 0 waits for it, and goes on a second later."""
+    """Stop rank 1 before rank 0 waits for it, and continue it a second later; return the stall warnings."""
     rank, _ = me()
     sync = pe.GradSync(nn.Linear(2, 2), stall_after_s=AFTER_S)
     other = sync._engine.comm.all_gather_object(ProcessId.own())[1]
     if rank == 1:
-        time.sleep(AFTER_S)  # a heartbeat tells where
+        time.sleep(AFTER_S)  # a heartbeat reports its position
         strike(signal.SIGSTOP)
     else:
         while other.state(ProcessId.own()) != "stopped":
@@ -92,7 +92,7 @@ def test_a_stopped_rank_is_told_as_stopped_with_the_line_where_it_was(ranks):
 
 
 def _threads() -> list[int]:
-    """Return how many more threads watch with an engine of each kind, after it is closed, or dropped."""
+    """Return how many watch threads are added while each kind of engine exists, and after its end."""
     made = [len(_watchers())]
     for after_s in (30, None, 0):
         sync = pe.GradSync(nn.Linear(2, 2), stall_after_s=after_s)
@@ -104,7 +104,7 @@ def _threads() -> list[int]:
     del sync
     gc.collect()
     made.append(len(_watchers()))
-    # Engines that other tests have dropped here behind a collective that failed may be held by DDP.
+    # Differences, because DDP may hold engines that other tests dropped here after a failed collective.
     return [num - made[0] for num in made]
 
 

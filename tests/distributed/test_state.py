@@ -1,4 +1,4 @@
-"""States between windows: runs go on with the same bits, and on other numbers of ranks."""
+"""States between windows: runs resume with the same bits, also on other numbers of ranks."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[list[int]], Tensor]]]
 
 
 def _run(kind: str, name: str, saved: bytes, until: int) -> tuple[bytes, tuple[str, list[float | None]]]:
-    """Begin, or go on from what rank 0 has saved; train up to a window. Return that, and a digest."""
+    """Begin, or resume from rank 0's `saved`; train until a window; return the state, a digest and losses."""
     make, data = MODELS[name]
     torch.manual_seed(0)
     model, state = make(), unpacked(saved) if saved else None
@@ -69,7 +69,7 @@ def _run(kind: str, name: str, saved: bytes, until: int) -> tuple[bytes, tuple[s
         if step + 1 == until:
             break
     if torch.distributed.is_initialized():
-        torch.distributed.barrier()  # no rank may leave a group whose collective still runs on another
+        torch.distributed.barrier()  # no rank may leave a group while a collective still runs on another rank
     found = [v for p in model.parameters() for v in optimizer.state[p].values()]
     return packed(state), (digest(*model.parameters(), *found), losses)
 
@@ -101,7 +101,7 @@ def test_exact_sums_go_on_with_the_same_bits_on_any_number_of_ranks(ranks, kind,
 
 @on_ranks(2)
 def test_exact_sums_go_on_over_another_owner_of_the_gradients():
-    """A state of own buckets over FSDP2, which names parameters alike."""
+    """A state of `GradSync` loads into an engine over FSDP2, which has the same parameter names."""
     torch.manual_seed(0)
     first, _ = wrap("own", Gpt(torch.float32), 0.01, accumulate=2, accumulator="exact")
     with first.accumulate(last=True):
@@ -132,7 +132,7 @@ def test_exact_sums_go_on_over_another_owner_of_the_gradients():
 )
 @on_ranks(2)
 def test_ranks_go_on_with_their_own_states_and_generators_bit_for_bit(tmp_path, kind, options, dtype, how):
-    """Stop behind the first window of a model with dropout, under a loss scale that grows."""
+    """Save after the second window of a model with dropout, with a loss scale that grows."""
     rank, _ = me()
     file, folder = tmp_path / f"{rank}.pt", str(tmp_path / "checkpoint")
 
@@ -316,5 +316,5 @@ def test_a_state_that_is_saved_again_has_the_layout_and_generators_of_the_loaded
     again.load_state_dict(state)
     torch.rand(1)
     saved, loaded = content(again.state_dict()), content(state)
-    assert saved["order"] == loaded["order"] == [3, 2, 1, 0, 5, 4]  # as gradients came
+    assert saved["order"] == loaded["order"] == [3, 2, 1, 0, 5, 4]  # the order of gradients
     assert packed(saved["rng"]) == packed(loaded["rng"])

@@ -1,4 +1,4 @@
-"""A damaged state is refused on every rank; nothing changes, and a good one still loads."""
+"""A damaged state is refused on every rank; nothing changes, and an intact state still loads."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ FEEDBACK = pe.wire.ErrorFeedback(pe.wire.Int8())
 
 
 class _Model(nn.Module):
-    """Parameters of odd sizes, and one that nothing uses."""
+    """A model with parameters of odd sizes, and one that is unused."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ def _make(kind: str) -> tuple[pe.Sync, Callable[[int], Tensor]]:
 
 
 def _train(sync: pe.Sync, loss: Callable[[int], Tensor], batches: range) -> None:
-    """Run micro-batches; what a window leaves in `.grad` is kept, and counts into the next one."""
+    """Train micro-batches; gradients are not cleared, so each window adds to those of the previous one."""
     for index in batches:
         with sync.accumulate():
             sync.backward(loss(index), count=4)
@@ -67,7 +67,7 @@ def _saved(kind: str) -> dict[str, Any]:
         sync, loss = _make(kind)
         _train(sync, loss, range(4))
         state = sync.state_dict()
-        # One rank alone has no residuals: those of a state that has some are checked alike.
+        # A single rank has no residuals: add some, so that damaged ones can be tested.
         for name, numel in sync._engine.reducer.residuals.numels.items():
             content(state)["residuals"].setdefault(name, torch.zeros(numel))
         _files[case] = packed(state)
@@ -81,7 +81,7 @@ def _everything(sync: pe.Sync) -> bytes:
 
 
 def _message(sync: pe.Sync, state: Any) -> str:
-    """Return what loading is refused with; nothing may have changed."""
+    """Return the error of loading a damaged state; check that nothing has changed."""
     before = _everything(sync)
     with pytest.raises(ValueError) as caught:
         sync.load_state_dict(state)
@@ -90,7 +90,7 @@ def _message(sync: pe.Sync, state: Any) -> str:
 
 
 def _goes_on(kind: str, sync: pe.Sync, loss: Callable[[int], Tensor], state: dict[str, Any]) -> bool:
-    """Load a state, train a window, and compare with a run that nobody has interrupted."""
+    """Load a state and train a window; return whether it ends like an uninterrupted run."""
     whole, its_loss = _make(kind)
     _train(whole, its_loss, range(6))
     sync.load_state_dict(state)
@@ -104,7 +104,7 @@ def _goes_on(kind: str, sync: pe.Sync, loss: Callable[[int], Tensor], state: dic
 
 @functools.cache
 def _kept() -> pe.Sync:
-    """Return one engine for all states that it refuses, which leave it as it is."""
+    """Return one engine that all tests share, because refused states do not change it."""
     return _make("own")[0]
 
 

@@ -1,6 +1,6 @@
 """States in torch.distributed.checkpoint on other numbers of ranks, and what our planner reads.
 
-`test_state.py` has those of the same ranks, by DCP's own planner.
+`test_state.py` tests the same number of ranks, with DCP's own planner.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def _made(kind: str) -> tuple[pe.Sync, torch.nn.Module]:
 
 
 def _stops(kind: str, folder: str, how: str = "save") -> None:
-    """Save behind two windows."""
+    """Train two windows and save."""
     sync, model = _made(kind)
     for place in range(2):
         with sync.accumulate():
@@ -47,7 +47,7 @@ def _stops(kind: str, folder: str, how: str = "save") -> None:
 
 
 def _goes_on(kind: str, folder: str, how: str = "engine") -> tuple[int, list[str]]:
-    """Return the window, and whose part was read."""
+    """Load; return the window, and the names of the ranks' parts that were read."""
     sync, _ = _made(kind)
     tree: dict[str, Any] = {"trainer": {"engines": {"one": sync.state_dict()}}}
     if how == "nested":
@@ -63,7 +63,7 @@ def _goes_on(kind: str, folder: str, how: str = "engine") -> tuple[int, list[str
     [("own", 1, "engine"), ("own", 3, "nested"), ("own", 2, "nested"), ("attach", 3, "async")],
 )
 def test_an_engine_goes_on_on_any_number_of_ranks(ranks, tmp_path, kind, world, how):
-    """On as many ranks each reads its own part, on other numbers that of rank 0."""
+    """On the same number of ranks each rank reads its own part, on other numbers that of rank 0."""
     ranks(2).run(_stops, kind, str(tmp_path), how)
     for rank, (window, read) in enumerate(ranks(world).run(_goes_on, kind, str(tmp_path), how)):
         assert window == 2
@@ -92,7 +92,7 @@ def test_an_engine_that_is_not_in_the_checkpoint_is_a_missing_key(tmp_path):
 
 
 class Evil:
-    """Makes a folder where it is unpickled."""
+    """An object that creates a folder when it is unpickled."""
 
     def __init__(self, path: str) -> None:
         self._path = path
@@ -123,7 +123,7 @@ def test_plain_values_of_a_checkpoint_come_back(tmp_path, flat):
     loaded: dict[str, Any] = {"epoch": 0, "name": ""}
     if flat:
         loaded["more"] = {"list": [0, 0, {"a": 0}]}
-    # DCP's own planner loses values where it flattens sharded tensors alone.
+    # DCP's own planner loses values if it flattens only sharded tensors.
     planner = LoadPlanner(flatten_state_dict=flat, flatten_sharded_tensors=flat)
     dcp.load(loaded, checkpoint_id=folder, planner=planner)
     assert loaded == saved

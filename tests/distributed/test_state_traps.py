@@ -1,4 +1,4 @@
-"""Loading a state beside loaders, zero_grad, late outcomes and leftovers."""
+"""Loading a state together with loaders, zero_grad, late outcomes and leftover gradients."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import pyengine as pe
 
 
 def _batch(index: int) -> Tensor:
-    """A micro-batch whose gradient is index + 1 everywhere."""
+    """Return a micro-batch whose gradient is index + 1 everywhere."""
     return torch.full((1, 3), index + 1.0)
 
 
@@ -31,7 +31,7 @@ def _make(*, accumulate: int, kind: str = "own", **options: Any) -> tuple[pe.Syn
 
 
 def _gradients(sync: pe.Sync, model: nn.Module, batches: Iterable[int]) -> list[float]:
-    """Run windows over micro-batches by their index; return the gradient of each."""
+    """Train windows of the micro-batches with these indices; return the gradient of each window."""
     found = []
     for window in sync.windows(batches):
         for index in window:
@@ -54,7 +54,7 @@ def test_generators_go_on_behind_what_a_data_loader_draws():
     data = [_batch(index)[0] for index in range(6)]
 
     def run(sync: pe.Sync, model: nn.Module, begin: int) -> tuple[list[float], dict[str, Any]]:
-        """Return what every micro-batch draws, and the state behind the first window."""
+        """Return the random number of every micro-batch, and the state after the first window."""
         drawn, state = [], {}
         for window in sync.windows(DataLoader(data[begin:], batch_size=1)):
             for x in window:
@@ -75,7 +75,7 @@ def test_generators_go_on_behind_what_a_data_loader_draws():
 
 
 def _leave_a_gradient(sync: pe.Sync, model: nn.Module, batches: list[int]) -> None:
-    """Train a window whose gradient nobody uses or clears."""
+    """Train a window whose gradient is neither used nor cleared."""
     for window in sync.windows(batches):
         for index in window:
             sync.backward(model(_batch(index)).sum())
@@ -128,7 +128,7 @@ def test_a_late_outcome_is_read_before_loading():
 @pytest.mark.parametrize("at", [0, 1])
 @on_ranks(2)
 def test_a_state_that_is_loaded_inside_the_loop_ends_it_on_no_rank_alone(at):
-    """Rank 1 has no data left when it loads a state of before window `at`."""
+    """Rank 1 has no data left when it loads the state from before window `at`."""
     rank, _ = me()
     sync, model = _make(accumulate=1)
     optimizer, states = torch.optim.SGD(model.parameters(), lr=0.1), [sync.state_dict()]

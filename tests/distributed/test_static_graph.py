@@ -1,4 +1,4 @@
-"""DDP's static_graph under `attach`: ranks may begin with other numbers of micro-batches."""
+"""DDP's static_graph with `attach`: ranks may begin with different numbers of micro-batches."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def _fails_between_layers(module: nn.Module, args: object, output: Tensor) -> No
 @pytest.mark.parametrize(("at", "where"), [(0, 0), (3, 0), (0, 1), (1, 1)])
 @on_ranks(2)
 def test_a_failure_in_an_earlier_backward_is_made_up_for_and_one_in_the_last_voids_its_window(at, where):
-    """Let rank 0 fail in backward `where` of window `at`, behind the last layer's gradient."""
+    """Rank 0 fails in backward `where` of window `at`, after the last layer's gradient."""
     rank, world = me()
     model = nn.Sequential(nn.Linear(3, 3, bias=False), nn.Linear(3, 1, bias=False))
     for param in model.parameters():
@@ -123,7 +123,7 @@ def test_a_failure_in_an_earlier_backward_is_made_up_for_and_one_in_the_last_voi
                     sync.backward(ddp(torch.full((1, 3), float(rank + 1))).sum())
                 done += 1
             except KeyError:
-                failed, done = 1, 0  # an earlier backward's window is dropped here, and nobody has noticed
+                failed, done = 1, 0  # the window is dropped here only, and no other rank notices
             if hook is not None:
                 hook.remove()
         stepped.append(done == 2 and bool(sync.step(torch.optim.SGD(ddp.parameters(), lr=0.0))))

@@ -41,7 +41,7 @@ def test_clip_and_step_equal_one_big_batch(ranks, kind, name, max_norm):
 
 
 def _norm_bits(cap: float, threads: int) -> list[float]:
-    """The loss is linear in every weight, so its gradients do not depend on torch's kernels."""
+    """Return the norm for a loss that is linear in every weight: gradients depend on no kernel of torch."""
     torch.set_num_threads(threads)
     model = nn.Sequential(nn.Linear(300, 301), nn.Linear(301, 302))
     generator = torch.Generator().manual_seed(3)
@@ -116,7 +116,7 @@ def test_is_sync_step_from_the_last_block_until_the_next_even_if_the_step_is_ski
 @pytest.mark.parametrize("kind", ["own", "attach"])
 @on_ranks(2)
 def test_the_wrapped_optimizer_steps_after_flush_and_in_empty_windows(kind):
-    """Neither has a last micro-batch."""
+    """A flushed window and an empty one have no last micro-batch."""
     rank, _ = me()
     model = nn.Linear(1, 1, bias=False)
     sync, forward = engine(kind, model, accumulate=4)
@@ -128,8 +128,8 @@ def test_the_wrapped_optimizer_steps_after_flush_and_in_empty_windows(kind):
     before = float(model.weight)
     sync.flush()
     optimizer.step()
-    optimizer.step()  # was done already
-    sync.flush()  # nothing is left
+    optimizer.step()  # no effect: already stepped
+    sync.flush()  # no effect: nothing is left
     optimizer.step()
     flushed = float(model.weight)
     for window in sync.windows([torch.ones(1, 1)] * (2 - 2 * rank)):
@@ -151,7 +151,7 @@ def test_the_record_holds_what_all_ranks_did(kind):
     for window in sync.windows([torch.full((1, 1), 1.0 + rank)] * (3 + rank)):
         for x in window:
             sync.backward(forward(x).sum(), count=5)
-        sync.clip_grad_norm_(0.1)  # below the norm: the record's is the one before
+        sync.clip_grad_norm_(0.1)  # below the norm, but the record has the norm before clipping
         sync.step(torch.optim.SGD(model.parameters(), lr=0.0))
     assert [r.step for r in records] == [0, 1]
     assert [r.micro_batches for r in records] == [4, 3]

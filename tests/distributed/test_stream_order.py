@@ -1,6 +1,6 @@
-"""The engine's streams: whatever arrives late, and whoever takes freed memory, sums are right.
+"""The engine's streams: sums are right whatever arrives late and whatever reuses freed memory.
 
-Here the CPU plays the device and races are found by the order of events; on a GPU they show in the sums.
+Here the CPU plays the device, and races are found by the order of events; on a GPU they show in the sums.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ CASES = {
 
 @pytest.fixture(params=[False, True], ids=["events are late", "events are done"])
 def races(request) -> Iterator[Machine]:
-    """Fail a test whose operations race, or whose memory is given back while a stream may use it."""
+    """Fail a test whose operations race, or whose memory is freed while a stream may use it."""
     with machine(events_are_done=request.param) as made:
         yield made
     assert not made.races, "\n".join(made.races)
@@ -64,7 +64,7 @@ def _train(model: Integers, sync: pe.Sync, num: int = 3) -> None:
 
 @pytest.mark.parametrize("case", CASES)
 def test_no_operation_races_with_one_on_another_stream(races, monkeypatch, case):
-    # Every kind of sum and wire with one type: each takes a third of a second.
+    # Every kind of sum and wire with only one dtype, because each case takes a third of a second.
     model = Integers(torch.float32 if case in ("native", "exact", "raise") else torch.bfloat16)
     sync = _engine(model, monkeypatch, lambda: None, **CASES[case])
     _train(model, sync)
@@ -80,7 +80,7 @@ def test_a_window_that_was_given_up_leaves_no_race(races, monkeypatch):
     sync = _engine(model, monkeypatch, lambda: None)
     for number in range(3):
         for k in range(2):
-            Breaks.now = fails = (number, k) == (1, 1)  # behind the last layer's gradients, which have left
+            Breaks.now = fails = (number, k) == (1, 1)  # after the last layer's gradients, which were sent
             with pytest.raises(MemoryError) if fails else nullcontext(), sync.accumulate():
                 sync.backward(model[1](Breaks.apply(model[0](torch.ones(2, 3).bfloat16()))).sum())
         if number != 1:
@@ -92,7 +92,7 @@ def test_an_engine_that_is_closed_while_its_buckets_travel_leaves_no_race(races,
     model = _narrow()
     sync = _engine(model, monkeypatch, lambda: None)
     window = next(iter(sync.windows([torch.ones(2, 3).bfloat16()] * 4)))
-    for _ in range(2):  # and no look at whether there is a third, which would wait for the buckets
+    for _ in range(2):  # do not ask for a third micro-batch, which would wait for the buckets
         sync.backward(model(next(window)).sum())
     sync.close()
 

@@ -1,4 +1,4 @@
-"""torch's default dtype and device change nothing, whether they are set before or after an engine is made."""
+"""torch's default dtype and device have no effect, whether set before or after an engine is created."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ import pyengine as pe
 
 @contextmanager
 def _default(of_torch: torch.dtype | str | None) -> Iterator[None]:
-    """Set torch's default dtype, or its default device by name: on "meta" tensors have no values to read."""
+    """Set torch's default dtype, or its default device by name; tensors on "meta" have no values to read."""
     if not isinstance(of_torch, torch.dtype):
         with nullcontext() if of_torch is None else torch.device(of_torch):
             yield
@@ -61,7 +61,7 @@ def _made(owner: str, accumulator: str, model: nn.Module) -> tuple[pe.Sync, nn.M
 )
 @on_ranks(2)
 def test_a_window_is_right_under_another_default_of_torch(owner, accumulator, early, late):
-    """The engine is made under `early`, and trains under `late`."""
+    """The engine is created under the default `early`, and trains under `late`."""
     _, world = me()
     model, batches, want = Chain(), own_batches(2), right_grads(all_batches([2] * world), 6 * world)
     with _default(early):
@@ -73,6 +73,6 @@ def test_a_window_is_right_under_another_default_of_torch(owner, accumulator, ea
                 sync.backward(loss_of(forward, data))
             sync.clip_grad_norm_(math.inf)
             sync.unscale_()
-            with torch.device("cpu"):  # of the tensors that the comparison needs
+            with torch.device("cpu"):  # for the tensors that the comparison creates
                 assert_same(whole_grads(model), want)
             assert bool(sync.step(optimizer))

@@ -20,7 +20,7 @@ from pyengine.comm.torch_dist import TorchDist
 
 @contextmanager
 def _noted(note: Callable[[Tensor], int]) -> Iterator[list[int]]:
-    """Give what `note` returns of each tensor that is broadcast."""
+    """Yield a list of what `note` returns for each tensor that is broadcast."""
     seen, broadcast = [], dist.broadcast
 
     def noted(flat: Tensor, **options: object) -> object:

@@ -1,4 +1,4 @@
-"""Loops of DDP and FSDP: `no_sync` and `set_requires_gradient_sync` say where a window ends."""
+"""Loops in the manner of DDP and FSDP: `no_sync` and `set_requires_gradient_sync` say where windows end."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import pyengine as pe
 
-# Micro-batches of every window, by rank: unequal, of one, longer on another rank.
+# Number of micro-batches in each window, by rank: unequal, a single one, or longer on another rank.
 PLAN = [[3, 1, 2], [1, 3, 1], [2, 2, 4], [4, 1, 1]]
 
 
@@ -34,14 +34,14 @@ def _seeds(rank: int, window: int) -> list[int]:
 
 
 def _no_sync(sync: pe.Sync, forward: nn.Module, seeds: list[int]) -> None:
-    """DDP's loop of one micro-batch at a time."""
+    """Run DDP's loop with a block per micro-batch."""
     for seed in seeds:
         with nullcontext() if seed == seeds[-1] else sync.no_sync():
             sync.backward(forward(*integers(seed)), count=3)
 
 
 def _one_block(sync: pe.Sync, forward: nn.Module, seeds: list[int]) -> None:
-    """The example of DDP.no_sync's docstring: one block around all but the last."""
+    """Run the example in DDP.no_sync's docstring: one block around all micro-batches but the last."""
     with sync.no_sync():
         for seed in seeds[:-1]:
             sync.backward(forward(*integers(seed)), count=3)
@@ -49,14 +49,14 @@ def _one_block(sync: pe.Sync, forward: nn.Module, seeds: list[int]) -> None:
 
 
 def _setter(sync: pe.Sync, forward: nn.Module, seeds: list[int]) -> None:
-    """FSDP2's loop."""
+    """Run FSDP2's loop."""
     for seed in seeds:
         sync.set_requires_gradient_sync(seed == seeds[-1])
         sync.backward(forward(*integers(seed)), count=3)
 
 
 def _late(sync: pe.Sync, forward: nn.Module, seeds: list[int]) -> None:
-    """Forwards outside of the block: only backwards matter."""
+    """Run forwards outside of the block, because only backwards matter."""
     losses = [forward(*integers(seed)) for seed in seeds]
     with sync.no_sync():
         for loss in losses[:-1]:
@@ -65,7 +65,7 @@ def _late(sync: pe.Sync, forward: nn.Module, seeds: list[int]) -> None:
 
 
 def _flushed(sync: pe.Sync, forward: nn.Module, seeds: list[int]) -> None:
-    """The end of the data was not known before: the window is ended by hand."""
+    """End the window with `flush`, as if the end of the data had not been known before."""
     sync.set_requires_gradient_sync(False)
     for seed in seeds:
         sync.backward(forward(*integers(seed)), count=3)
@@ -102,7 +102,7 @@ def test_a_loop_of_torchs_manner_gives_the_mean_of_its_windows(kind, loop, wrapp
     sgd = torch.optim.SGD(model.parameters(), lr=0.0)
     optimizer = sync.wrap(sgd) if wrapped else None
     if PLAN[rank][0] == 1:
-        sync.set_requires_gradient_sync(True)  # else nothing would tell that it is no mistake
+        sync.set_requires_gradient_sync(True)  # else a first window of one micro-batch looks like a mistake
     for window in range(3):
         LOOPS[loop](sync, forward, _seeds(rank, window))
         assert sync.is_sync_step and sync.window == window
@@ -149,7 +149,7 @@ def test_nothing_crosses_the_network_inside_no_sync(kind):
         for k in range(3):
             with nullcontext() if k == 2 else sync.no_sync(), Collectives() as collectives:
                 sync.backward(forward(*integers(k)))
-            if window != 1:  # in which DDP rebuilds its buckets, before its first forward
+            if window != 1:  # in window 1, DDP rebuilds its buckets before its first forward
                 seen.append(collectives.names)
         sync.step(torch.optim.SGD(model.parameters(), lr=0.0))
     assert [bool(names) for names in seen] == [False, False, True] * 3
@@ -163,7 +163,7 @@ def _no_sync_over(sync: pe.Sync, forward: nn.Module, batches: list[torch.Tensor]
 
 @on_ranks(2)
 def test_buffers_of_ddp_travel_in_such_a_loop_too():
-    """DDP broadcasts buffers once a window, also where no forward was known to be the last."""
+    """DDP's buffers are broadcast once per window, even if no forward was known to be the last."""
     rank, world = me()
     model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
     ddp = DistributedDataParallel(model)
@@ -204,7 +204,7 @@ def test_sync_is_on_again_behind_a_block_that_raised(where):
 @pytest.mark.parametrize("loop", ["no_sync", "setter"])
 @on_ranks(2)
 def test_such_loops_over_a_sharded_model(loop):
-    """FSDP2 reduces in the window's last backward alone."""
+    """FSDP2 reduces only in the window's last backward."""
     sync, model = sharded("nested")
     sync.set_requires_gradient_sync(True)
     for _ in range(2):

@@ -1,4 +1,4 @@
-"""What crosses the network: one reduction of each bucket a window, a header, and nothing before them."""
+"""What crosses the network: per window a header and one reduction of each bucket, and nothing before them."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ def _model(batch_norm: bool) -> nn.Module:
 
 
 def _counted(kind: str, batch_norm: bool, accumulate: int) -> list[list[list[str]]]:
-    """Return the collectives of every micro-batch (its forward included), by window, after the first window.
+    """Return the collectives of every micro-batch (its forward included), by window, after three windows.
 
-    DDP rebuilds its buckets once, early in the second or (static_graph) third window: left out.
+    The first three are left out because DDP rebuilds its buckets early in the second or (static_graph) third.
     """
     model = _model(batch_norm)
     options = {"bucket_cap_mb": 1e-5} if kind == "own" else {}
@@ -49,7 +49,7 @@ def test_only_the_last_micro_batch_sends_header_and_buckets(ranks, kind, accumul
         for *earlier, last in windows:
             assert earlier == [[]] * (accumulate - 1)
             assert set(last) == {"allreduce_"}
-            # The header and more than one bucket, every time the same.
+            # The header and more than one bucket, the same in every window.
             assert len(last) == len(windows[0][-1]) > 2
 
 
@@ -78,8 +78,7 @@ def test_step_record_counts_the_collectives_and_bytes_that_really_travel(world, 
     model = _model(False).to(dtype)
     sync = pe.GradSync(model, accumulate=accumulate, wire=wire)
     records = records_of(sync)
-    # The second window: behind the first one's buckets the ranks share the order in which gradients came,
-    # once.
+    # Count the second window, because ranks exchange the order of gradients after the first one's buckets.
     for window in sync.windows([torch.randn(3, 4, dtype=dtype)] * 2 * accumulate):
         with rings_only(), Collectives() as seen:
             for x in window:
@@ -87,9 +86,9 @@ def test_step_record_counts_the_collectives_and_bytes_that_really_travel(world, 
             sync.step(torch.optim.SGD(model.parameters(), lr=0.0))
     with rings_only(), Collectives() as behind:
         sync.synchronize()
-    assert behind.names == ["allreduce_"] * (me()[1] > 1)  # how the last window was used
+    assert behind.names == ["allreduce_"] * (me()[1] > 1)  # ranks compare how the last window was used
     record, collectives, nbytes = records[1], len(seen.names), seen.nbytes
-    # Header and bucket; used flags only if no micro-batch has shown before the header that none is unused.
+    # Header and bucket; used flags only if no micro-batch before the header has shown that all are used.
     assert record.collectives == collectives == 2 + (world > 1 and accumulate == 1)
     assert record.bytes_on_wire in _ring(nbytes, world)
 
@@ -108,7 +107,7 @@ def test_buckets_leave_during_the_first_windows_backward():
     launched, before = [], traffic.collectives
 
     def note(*_: object) -> None:
-        sync._engine.window.header.vector()  # no bucket goes before the header has come
+        sync._engine.window.header.vector()  # no bucket is launched before the header is received
         launched.append(traffic.collectives - before)
 
     for layer in (model[2], model[0]):
@@ -119,7 +118,7 @@ def test_buckets_leave_during_the_first_windows_backward():
 
 
 class Backwards(nn.Module):
-    """Used in the reverse of the order of registration, so the first guess at the buckets' order is wrong."""
+    """Layers used in reverse registration order, so that the first guess at the bucket order is wrong."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The ways in which deferred gradients go wrong in silence elsewhere, each held to the exact answer."""
+"""Ways in which deferred gradients silently go wrong elsewhere, each checked against the exact answer."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ import pyengine as pe
 @pytest.mark.parametrize("kind", ["own", "attach", "attach-static"])
 @on_ranks(2)
 def test_forward_outside_the_sync_micro_batch(kind):
-    """Forward of the sync micro-batch outside any loop: before its micro-batch is handed out."""
+    """The forward of the last micro-batch runs outside of its block, before the micro-batch begins."""
     rank, world = me()
     model = Integers(torch.float32)
     sync, forward = engine(kind, model, accumulate=2)

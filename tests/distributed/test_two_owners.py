@@ -1,4 +1,4 @@
-"""DDP whose ignored parameters, experts, are reduced over a group of their own, in one engine with DDP's."""
+"""DDP that ignores experts, which the same engine reduces over a separate group."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def _want(model: Model, which: str, numbers: list[int]) -> dict[str, Tensor | No
 
 
 def _norm(which: str, numbers: list[int]) -> float:
-    """Return the norm over the shared part and every expert once."""
+    """Return the norm over the shared part and every expert, each counted once."""
     everybody: list[object] = [None] * me()[1]
     want = _want(Model(torch.float32, torch.float32), which, numbers)
     dist.all_gather_object(everybody, (_members(which), want))
@@ -228,7 +228,7 @@ def test_experts_get_the_values_of_their_groups_first_rank():
         pe.GradSync(model.expert)
     sync.close()
     nn.init.constant_(model.expert.never, float(rank))
-    pe.attach(ddp)  # without a group they are the caller's
+    pe.attach(ddp)  # without a group, experts belong to the caller
     # The first ranks of the groups are 0 and 1.
     assert (model.expert.matrix[0, 0].item(), model.expert.never[0].item()) == (rank % 2, rank)
 
@@ -270,7 +270,7 @@ def test_a_bare_backward_into_an_expert_is_refused_everywhere():
 
 @on_ranks(4)
 def test_frozen_parameters_of_a_stage_do_not_shift_the_norm():
-    """DDP has them in no bucket."""
+    """DDP has no bucket for frozen parameters."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     model[0].requires_grad_(False)

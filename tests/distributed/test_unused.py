@@ -1,7 +1,7 @@
-"""A parameter is reduced if any micro-batch of any rank uses it; where none does, its gradient is None.
+"""A parameter is reduced if any micro-batch of any rank uses it; otherwise its gradient is None.
 
-DDP that looks for unused parameters remembers which were used; the gradient of then is in the engine's sum,
-and the last backward does not reach it.
+DDP with find_unused_parameters remembers which parameters earlier micro-batches used. Their gradients are in
+the engine's sum, and the last backward does not reach them.
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ import pyengine as pe
 from pyengine.gradients import used_anywhere
 
 ACCUMULATE, WINDOWS = 3, 3
-# Which micro-batches use a parameter, by (window, rank, place); in the second window it is another one's
-# turn.
+# Whether a micro-batch uses a parameter, by (window, rank, place); not every window uses the same ones.
 USED = {
     "always": lambda window, rank, place: True,
     "first": lambda window, rank, place: place == 0 and window != 1,
@@ -32,7 +31,7 @@ USED = {
 
 
 class Branches(nn.Module):
-    """A parameter a branch, with the gradient `x` where it is used."""
+    """One parameter per branch, with the gradient `x` if the branch is used."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
@@ -117,7 +116,7 @@ def test_gradients_are_those_of_one_big_batch(kind, dtype, options, how):
 @pytest.mark.parametrize("accumulator", ["fp32", "exact"])
 @on_ranks(2)
 def test_the_host_reads_the_used_flags_of_all_buckets_at_once_and_only_if_it_must(accumulator):
-    """There are three buckets, each with an unused parameter."""
+    """There are three buckets, each with a parameter that is unused at times."""
     rank, _ = me()
     layers = [nn.Linear(2, 1, bias=False) for _ in range(6)]
     sync = pe.GradSync(nn.ModuleList(layers), accumulate=1, accumulator=accumulator, bucket_cap_mb=4e-4)
@@ -126,7 +125,7 @@ def test_the_host_reads_the_used_flags_of_all_buckets_at_once_and_only_if_it_mus
     with mock.patch.object(used_anywhere, "Readback", wraps=used_anywhere.Readback) as reads:
         for number, window in enumerate(sync.windows([torch.ones(1, 2)] * 3)):
             for x in window:
-                # window 0: all are used; 1: the odd ones nowhere; 2: they are used on rank 1 alone
+                # window 0: all are used; 1: odd ones are used nowhere; 2: odd ones only on rank 1
                 used = layers if number == 0 or (number, rank) == (2, 1) else layers[::2]
                 sync.backward(torch.stack([layer(x).sum() for layer in used]).sum())
             sync.unscale_()
@@ -145,7 +144,7 @@ def test_the_host_reads_the_used_flags_of_all_buckets_at_once_and_only_if_it_mus
 )
 @on_ranks(2)
 def test_under_ddp_what_a_window_of_one_micro_batch_does_not_use_has_no_gradient(accumulator, dtype):
-    """In the first window no earlier micro-batch has made the engine's buckets."""
+    """In the first window, no earlier micro-batch has created the engine's buckets."""
     model = Branches(dtype)
     ddp = DistributedDataParallel(model)
     sync = pe.attach(ddp, accumulate=1, accumulator=accumulator)

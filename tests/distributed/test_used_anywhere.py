@@ -1,6 +1,6 @@
-"""Hosts tell each other which parameters were used, where they can: nobody waits for a device.
+"""Where possible, hosts exchange which parameters were used, so that no host waits for a device.
 
-Here gloo plays a backend whose collectives a stream waits for, beside gloo for the hosts.
+Here gloo plays a backend whose collectives are ordered by streams; the hosts use gloo as well.
 """
 
 from __future__ import annotations
@@ -35,8 +35,10 @@ def _is_of_hosts(group: dist.ProcessGroup | None) -> bool:
 
 @contextmanager
 def _streams() -> Iterator[list[bool]]:
-    """Let transports be of a device's kind, but for those between hosts; yield, for each time that ranks tell
-    what they have used, whether hosts do. No header is looked at before its window lands.
+    """Make all transports stream-ordered except those between hosts.
+
+    Yield a list that gets, for each exchange of used flags, whether it is between hosts. No header is read
+    before its window ends.
     """
     make, tell = TorchDist.__init__, used_anywhere.UsedAnywhere.all_reduce
     by_hosts: list[bool] = []
@@ -58,7 +60,7 @@ def _streams() -> Iterator[list[bool]]:
 
 
 class _Experts(nn.Module):
-    """One layer for everybody, and others that only those use who are told to."""
+    """A layer that every micro-batch uses, and experts that are used only if they are `chosen`."""
 
     def __init__(self, num: int) -> None:
         super().__init__()
@@ -71,7 +73,7 @@ class _Experts(nn.Module):
 
 
 def _chosen(rank: int, world: int, window: int, micro_batch: int) -> list[int]:
-    """Return the experts of a micro-batch; the last rank's first one uses one more in every second window."""
+    """Return a micro-batch's experts; the last rank's first one uses one more in every second window."""
     extra = [world] if (rank, micro_batch) == (world - 1, 0) and window % 2 else []
     return [(rank + window) % world if window < WINDOWS - 1 else 0, *extra]
 
@@ -86,7 +88,7 @@ def _engine(kind: str, model: nn.Module, accumulator: str) -> tuple[pe.Sync, nn.
     if kind == "own":
         return pe.GradSync(model, accumulate=2, accumulator=accumulator, bucket_cap_mb=1e-4), model
     if kind.startswith("attach"):
-        searches = kind == "attach-unused"  # by itself; hosts tell all the same
+        searches = kind == "attach-unused"  # DDP itself searches; hosts exchange flags all the same
         wrapped: nn.Module = DistributedDataParallel(
             model, bucket_cap_mb=1e-4, find_unused_parameters=searches
         )
@@ -173,7 +175,7 @@ def test_flags_are_sent_unless_the_header_says_that_all_is_used(kind, dtype):
     # By window, which experts the two micro-batches of ranks 0 and 1 use.
     windows = [
         [(everything, [0]), (everything, [1])],
-        [(everything, everything), ([0], everything)],  # a rank learns too late for the header
+        [(everything, everything), ([0], everything)],  # rank 1 finds out too late for the header
         [(everything, everything), ([0], [0])],
         [([0], [0]), ([0], [0])],
         [(everything, []), (everything, everything)],
@@ -226,7 +228,7 @@ def test_hosts_stay_in_step_over_a_window_that_was_given_up(kind):
 
 @on_ranks(2)
 def test_hosts_stay_in_step_behind_windows_of_different_engines():
-    """Rank 1 calls two engines in the opposite order once, and goes on as the error says."""
+    """Rank 1 once calls two engines in the opposite order, and continues as the error message says."""
     rank, _ = me()
     models = [_Experts(3), _Experts(3)]
     seen = []
@@ -243,7 +245,7 @@ def test_hosts_stay_in_step_behind_windows_of_different_engines():
         for which in (0, 1):
             train(which, [0])
         with pytest.raises(RuntimeError, match="ranks have sent windows of different engines"):
-            train(rank, [0])  # where one has left something out, too, and waits for the other
+            train(rank, [0])  # with unused parameters too, so that a rank waits for the other one
             syncs[rank].synchronize()
         for sync in syncs:
             sync.abandon()
@@ -258,7 +260,7 @@ def test_hosts_stay_in_step_behind_windows_of_different_engines():
 
 @on_ranks(2)
 def test_hosts_survive_windows_of_engines_of_different_sizes():
-    """Rank 1 calls another engine, whose one bucket is as long and has twice as many parameters."""
+    """Rank 1 calls another engine, whose only bucket is as long but has twice as many parameters."""
     rank, _ = me()
     models = [nn.ParameterList(torch.ones(2**16 // num) for _ in range(num)) for num in (8, 16)]
     with _streams():

@@ -1,4 +1,4 @@
-"""Exchanged wires in every engine: gradients near float64, flags as they are, and nobody hangs."""
+"""Exchanged wires in every engine: gradients are near float64, flags are right, and no rank hangs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import pyengine as pe
 from pyengine.ops.plan import BucketPlan
 
 ALL = {**WIRES, "feedback": FEEDBACK["int8"], "stochastic": STOCHASTIC}
-SHARDED = ("bf16", "int8", "feedback", "stochastic")  # the others differ from these in nothing but the codec
+SHARDED = ("bf16", "int8", "feedback", "stochastic")  # the others differ from these only in the codec
 
 
 def _model() -> nn.Module:
@@ -32,7 +32,7 @@ def _data(world: int) -> list[list[Tensor]]:
 
 
 def _ranks_terms(world: int) -> list[list[Tensor]]:
-    """Return by rank and parameter what it brings to the mean, in float64."""
+    """Return each rank's contribution to the mean in float64, by rank and parameter."""
     twin, count = _model().double(), 9 * world
     terms = []
     for batches in _data(world):
@@ -44,13 +44,13 @@ def _ranks_terms(world: int) -> list[list[Tensor]]:
 
 
 def _is_near(name: str, grads: list[Tensor], terms: list[list[Tensor]], world: int) -> None:
-    """Compare gradients with the sum of what ranks bring: any block may hold the largest of all elements."""
+    """Compare gradients with the sum of the ranks' terms; any block may hold the largest of all elements."""
     form = name if name in WIRES else "int8"
     whole = [torch.cat([part.flatten() for part in parts]) for parts in terms]
-    # Up or down by chance is twice as far as to nearest. Feedback: what this window loses, and what the last
-    # one has lost, each of values that are larger by as much.
+    # Stochastic rounding has twice the error of rounding to nearest. With feedback, the error is that of this
+    # window and of the last one, each with values that are larger by the residual.
     bound = sum_bound(form, whole) * {"stochastic": 2, "feedback": 2.1}.get(name, 1)
-    # float32: three products in a row, three micro-batches and 1/count.
+    # float32: three successive products, three micro-batches and 1/count.
     bound += 32 * 2.0**-24 * sum(part.abs() for part in whole) + 2.0**-25 * world
     got = torch.cat([grad.flatten() for grad in grads]).double()
     assert ((got - sum(whole)).abs() <= bound).all(), name
@@ -73,7 +73,7 @@ def _train(kind: str) -> list[list[Tensor]]:
         sent: list[int] = []
         sync.on_step(lambda record, sent=sent: sent.append(record.bytes_on_wire))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-        for _ in range(2):  # DDP lays its buckets out anew between them, and so do we
+        for _ in range(2):  # DDP rebuilds its buckets between them, and so does the engine
             for window in sync.windows(_data(world)[rank]):
                 for batch in window:
                     sync.backward(forward(batch).square().sum(), count=3)
@@ -110,7 +110,7 @@ def test_the_bare_hook_averages_over_every_wire(static):
             _is_near(name, [param.grad for param in ddp.parameters()], terms, world)
 
 
-# Units of the last bit that a wire may lose of a gradient: float64 keeps its bits unless the wire is narrow.
+# The relative error of a wire, as a unit in the last place: float64 is exact unless the wire is narrow.
 OTHER_TYPES = [(pe.wire.FP32(), 2.0**-52), (pe.wire.BF16(), 2.0**-7), (BF16, 2.0**-7)]
 
 
@@ -129,7 +129,7 @@ def test_gradients_of_other_types_travel_over_every_wire():
 
 @on_ranks(2)
 def test_sums_of_our_own_travel_over_encoded_wires():
-    """Narrow gradients are summed in a buffer of their own, and 1/count and residuals are added there."""
+    """Narrow gradients are summed in a separate buffer, in which 1/count and residuals are applied."""
     rank, world = me()
     for wire in (INT8, FEEDBACK["int8"], FEEDBACK["bf16"], BF16):
         model = nn.Linear(40, 1, bias=False).to(torch.bfloat16)
@@ -139,7 +139,7 @@ def test_sums_of_our_own_travel_over_encoded_wires():
                 sync.backward(model(torch.full((1, 40), scale, dtype=torch.bfloat16)).sum(), count=5)
             sync.unscale_()
             mean = (4 + (world - 1) / 2) / 10
-            # Of one rounding a rank and one of the sum; with feedback of two windows; and of bfloat16.
+            # One rounding per rank and one of the sum, with feedback of two windows, and one to bfloat16.
             assert ((model.weight.grad.double() - mean).abs() <= mean * (5 / 254 + 2.0**-7)).all(), wire
             model.weight.grad = None
         sync.close()
@@ -162,7 +162,7 @@ def test_a_mean_of_bf16_gradients_is_rounded_once_and_copied_by_nobody(kind, opt
             norm = float(sync.clip_grad_norm_(math.inf))
             sync.abandon()
     assert norm == pytest.approx(math.sqrt(40) * torch.tensor(1 / 3).bfloat16().item(), rel=1e-6)
-    assert len(packed) == (kind != "own")  # the first micro-batch's gradient
+    assert len(packed) == (kind != "own")  # only the first gradient is packed
 
 
 class _Partly(nn.Module):
@@ -190,7 +190,7 @@ def test_flags_and_tiny_gradients_do_not_disturb_each_other(kind):
             sync.unscale_()
             assert model.never.grad is None
             assert model.once.grad is not None and model.everywhere.grad is not None
-            if wire.dtype != torch.float16:  # in which these are 0
+            if wire.dtype != torch.float16:  # in float16 they are 0
                 assert torch.allclose(model.everywhere.grad, torch.full((5,), 1e-20), rtol=0.02, atol=0)
             model.zero_grad()
         sync.close()

@@ -1,4 +1,4 @@
-"""WindowSampler, micro_batch_rng and the engine together: the same for every world size."""
+"""WindowSampler, micro_batch_rng and the engine together give the same result for every world size."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from torch.nn.functional import dropout
 
 import pyengine as pe
 
-SAMPLES = 50  # in micro-batches of 3, 2 or 4 of them a window: the last window has one of 2 samples
+SAMPLES = 50  # micro-batches of 3 samples, 2 or 4 per window; the last window has one of 2 samples
 
 
 def _train(kind: str, micro_batches: int) -> list[tuple[torch.Tensor, int]]:
-    """Return (all gradients, items) of every window: integers over a count, exact in any order."""
+    """Return (all gradients, count) of every window; integers over a count are exact in any order."""
     x, t = integers(0, SAMPLES)
     model = Integers(torch.float32)
     sampler = pe.WindowSampler(SAMPLES, seed=42, micro_batch=3, global_batch=3 * micro_batches)

@@ -1,4 +1,4 @@
-"""Gradients that somebody else writes, and blocks that an exception leaves, are refused on every rank."""
+"""Gradients that other code writes, and blocks that end with an exception, are refused on every rank."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def _bare_in_part(forward: nn.Module) -> None:
 
 
 def _replaced(forward: nn.Module) -> None:
-    """The worst: gone and come again, maybe at the same address, with as many writes."""
+    """Clear and recompute gradients: hard to notice, because address and number of writes may be the same."""
     forward.zero_grad()
     _bare(forward)
 
@@ -57,14 +57,14 @@ def _unflattened(forward: nn.Module) -> None:
 
 
 def _cleared_in_part(forward: nn.Module) -> None:
-    """Of two optimizers, one clears its gradients."""
+    """Clear one gradient, as when only one of two optimizers clears its gradients."""
     {name.rpartition(".")[2]: param for name, param in forward.named_parameters()}["matrix"].grad = None
 
 
 # What is done, and before which micro-batch.
 ANYWHERE = [(_bare, 0), (_bare, 1), (_bare_in_part, 2), (_replaced, 1)]
 IN_GRAD = [(nn.Module.zero_grad, 1), (_zeroed_in_place, 1), (_scaled, 1), (_unscaled_by_our_op, 1)]
-IN_GRAD += [(_unflattened, 1), (_cleared_in_part, 1), (_cleared_in_part, 2)]  # where sums are in `.grad`
+IN_GRAD += [(_unflattened, 1), (_cleared_in_part, 1), (_cleared_in_part, 2)]  # if sums are in `.grad`
 CASES = [(kind, *write) for kind in ("own", "own-native", "attach-view") for write in ANYWHERE]
 CASES += [("own-exact", _bare, 1), ("attach", _bare, 1)]
 CASES += [(kind, *write) for kind in ("own-native", "attach-view") for write in IN_GRAD]
@@ -75,9 +75,7 @@ CASES += [(kind, *write) for kind in ("own-native", "attach-view") for write in 
 )
 @on_ranks(2)
 def test_a_gradient_that_somebody_else_writes_is_refused_on_every_rank(kind, write, before, is_block):
-    """Behind the second window under DDP: there it gives views of its buckets other memory, which hides a
-    write.
-    """
+    """With DDP the write is in the third window: in the second one, DDP's new buckets would hide it."""
     rank, world = me()
     at = 2 if kind.startswith("attach") else 1
     model = Integers(torch.float32)
@@ -166,7 +164,7 @@ def _block(forward: nn.Module, mb: pe.MicroBatch, phase: str | bool) -> None:
 @pytest.mark.parametrize(("kind", "at"), [("own", 1), ("own", 2), ("attach", 2)])
 @on_ranks(2)
 def test_a_block_left_by_an_exception_is_used_whole_or_not_at_all(kind, phase, at):
-    """Rank 1 leaves block `at` of the second of three windows, and goes on as if nothing had happened."""
+    """Rank 1 leaves block `at` of the second of three windows, and continues as if nothing had happened."""
     rank, _ = me()
     model = Integers(torch.float32)
     sync, forward = engine(kind, model, accumulate=3)
@@ -182,7 +180,7 @@ def test_a_block_left_by_an_exception_is_used_whole_or_not_at_all(kind, phase, a
             sync.step(optimizer)
     Breaks.now = False
     reasons = [record.reason for record in records if record.skipped]
-    if at == 2 and phase == "behind":  # everything was on its way
+    if at == 2 and phase == "behind":  # everything had been sent
         assert (errors, reasons) == (["", "", ""], [])
     elif at == 2 and phase == "last backward":
         assert errors == ["", "", ""]
@@ -257,7 +255,7 @@ def test_wrong_calls_are_refused_and_change_nothing():
         with pytest.raises(ValueError, match=needed):
             sync.backward(**wrong)
     with sync.accumulate():
-        sync.backward(vector.sum())  # nothing has run yet
+        sync.backward(vector.sum())  # the refused calls have run no backward
     assert sync.step(torch.optim.SGD(model.parameters(), lr=0.1))
 
 

@@ -1,4 +1,4 @@
-"""From a window's first backward to its step nobody but the engine writes to trained parameters."""
+"""From a window's first backward to its step, only the engine may write to trained parameters."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SAYS = "delete optimizer.step(), since sync.step already steps the optimizer: pa
 
 
 class Codebook(nn.Module):
-    """A codebook that forwards write to, as a trained parameter that gets no gradient and as a buffer."""
+    """A module whose forwards write to a trained parameter that gets no gradient, and to a buffer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -81,7 +81,7 @@ def _made(door: str, model: nn.Module, accumulate: int) -> tuple[pe.Sync, nn.Mod
 @pytest.mark.parametrize("door", ["GradSync", "attach"])
 @on_ranks(2)
 def test_a_write_inside_a_window_is_refused_on_every_rank(door, write, place, ends):
-    """Of an early one, which only rank 1 does, both ranks hear."""
+    """An early write happens on rank 1 only; both ranks raise an error."""
     model = _model()
     sync, forward = _made(door, model, 2)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
@@ -155,7 +155,7 @@ def test_what_only_reads_or_writes_other_memory_is_no_error(door, makes):
 
 @on_ranks(2)
 def test_behind_the_step_everything_may_be_written():
-    """Clamps, normalized weights, weights of an average that are swapped in and out."""
+    """For example clamping, normalizing weights, and swapping averaged weights in and out."""
     model = _model()
     sync = pe.GradSync(model, accumulate=2)
     optimizers = [torch.optim.SGD(layer.parameters(), lr=0.1) for layer in (model[0], model[2])]

@@ -1,4 +1,4 @@
-"""Arguments of the wrong kind are named on every rank, with what was got, what is needed, and the remedy."""
+"""Errors name a wrong argument on every rank, with what was passed, what is needed, and the remedy."""
 
 from __future__ import annotations
 

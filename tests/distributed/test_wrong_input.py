@@ -1,4 +1,4 @@
-"""Wrong input is answered on every rank, with what to do about it, and nothing is lost."""
+"""Wrong input raises an error with the remedy on every rank, and nothing is lost."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_a_bad_count_on_one_rank_raises_on_all_and_the_engine_goes_on(kind, coun
     message = typed_error_of(window, count)
     sync.abandon()
     assert torch.equal(model.matrix, before)
-    window(3)  # the engine goes on
+    window(3)  # the engine still works
     assert "but rank 2: count of micro-batch 1 is" in message
     assert "finite and not negative" in message
     assert not torch.equal(model.matrix, before)
@@ -122,7 +122,7 @@ def _zero_without_labels(out: Tensor, labels: Tensor) -> Tensor:
 @pytest.mark.parametrize("mean", [_mean_by_cross_entropy, _mean_by_mask, _zero_without_labels])
 @on_ranks(2)
 def test_a_mean_over_no_labels_is_left_out_unless_its_gradient_is_nan(mean):
-    """The model's mean, times its count: nan * 0 in the second micro-batch of rank 0."""
+    """The loss is a mean times its count, which may be nan * 0 in the second micro-batch of rank 0."""
     rank, world = me()
     x, labels = torch.ones(3, 2), [torch.tensor([0, 1, -100]), torch.tensor([0, 0, 0])]
     model = nn.Linear(2, 1)
@@ -192,7 +192,7 @@ def test_a_window_left_early_is_flushed_on_request_and_refused_otherwise(flushes
     sync.unscale_()
     assert model.weight.grad.item() == 0.5
     sync.step(torch.optim.SGD(model.parameters(), lr=0.0))
-    assert sum(1 for _ in next(windows)) == 3  # the loader goes on where the loop broke off
+    assert sum(1 for _ in next(windows)) == 3  # the loader continues where the loop was left
 
 
 @on_ranks(2)

@@ -1,4 +1,4 @@
-"""`ZeroRedundancyOptimizer`, each rank of which has the state of a share of the parameters, over engines."""
+"""`ZeroRedundancyOptimizer`, in which each rank has the state of some parameters, used with engines."""
 
 from __future__ import annotations
 
@@ -47,9 +47,9 @@ def _engine(owner: str, **options: Any) -> tuple[pe.Sync, nn.Module]:
 def _train(
     sync: pe.Sync, model: nn.Module, optimizer: torch.optim.Optimizer, windows: range, **how: bool
 ) -> list[bool]:
-    """Train windows, of which every rank has two micro-batches; return which of them stepped.
+    """Train windows of two micro-batches per rank; return which windows stepped.
 
-    Together all ranks have the same items in a window, whatever their number.
+    All ranks together have the same items in a window for every world size.
     """
     stepped, (rank, world) = [], me()
     for number in windows:
@@ -114,7 +114,7 @@ def test_each_rank_has_the_state_of_its_share_of_the_parameters():
     torch.distributed.all_gather_object(shares, [id(param) in mine for param in model.parameters()])
     assert [a + b for a, b in zip(*shares, strict=True)] == [1, 1, 1, 1]
     assert all(map(any, shares))
-    assert PlainStepper().needs_host(optimizer)  # only torch.optim's own optimizers are skipped by the device
+    assert PlainStepper().needs_host(optimizer)  # the device can skip only torch.optim's own optimizers
 
 
 @on_ranks(2)
@@ -136,7 +136,7 @@ def test_a_wrapped_optimizer_and_its_scheduler_step_once_a_window():
 
 
 def _save(owner: str, path: str) -> None:
-    """Train two windows and save as the page does: rank 0 has every rank's states of the optimizer."""
+    """Train two windows and save as in the documentation: rank 0 has the optimizer states of every rank."""
     sync, model = _engine(owner)
     optimizer = _sharded("adamw")(model.parameters())
     _train(sync, model, optimizer, range(2))

@@ -1,4 +1,4 @@
-"""The errors of a loop that goes on with its next window after one was refused."""
+"""The errors of a loop that continues with its next window after one was refused."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pyengine as pe
 
 @contextmanager
 def noted(errors: list[str], sync: pe.Sync) -> Iterator[None]:
-    """Run a window in the body; append the error that refuses it, and abandon it; append "" if none does."""
+    """Run a window in the body; if it raises, append the error and abandon the window; else append ""."""
     try:
         yield
     except (ValueError, RuntimeError, FloatingPointError) as error:

@@ -1,4 +1,4 @@
-"""Wires by name, and how far each may be from the sum that it makes."""
+"""Wires by name, and bounds of their errors."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ ENCODED = {name: WIRES[name] for name in ("int8", "e4m3", "e5m2")}
 
 
 def terms_of(numel: int, world: int) -> list[Tensor]:
-    """Return what each rank brings: of all magnitudes, as gradients are."""
+    """Return a term for each rank, with elements of different magnitudes, like gradients."""
     generator = torch.Generator().manual_seed(numel)
     size = 2.0 ** (torch.arange(numel) % 7 - 9.0)
     return [torch.randn(numel, generator=generator) * size for _ in range(world)]
 
 
 def of_bucket(wire: pe.wire.Wire, numel: int) -> pe.wire.Wire:
-    """Return the wire of a bucket of so many elements."""
+    """Return the wire of a bucket of `numel` elements."""
     return wire.for_bucket(BucketMemory(0, numel, torch.device("cpu"), []))
 
 
 def rounding(name: str, x: Tensor, largest: Tensor | float) -> Tensor:
-    """Bound |x - x'| by element, as `Codec` promises it.
+    """Return the bound of |x - x'| that `Codec` guarantees for each element.
 
     Args:
         name: of the codec.
-        x: float64, what is encoded, or a bound of its magnitude.
+        x: the values that are encoded, or a bound of their magnitudes, in float64.
         largest: a bound of the magnitudes in x's block.
     """
     largest = torch.as_tensor(largest, dtype=torch.float64)
@@ -55,11 +55,11 @@ def rounding(name: str, x: Tensor, largest: Tensor | float) -> Tensor:
 
 
 def sum_bound(name: str, terms: Sequence[Tensor]) -> Tensor:
-    """Bound by element how far the sum of float32 terms, one a rank, is from the exact one.
+    """Return a bound, for each element, of the error of a sum of float32 terms, one per rank.
 
-    Each is rounded, by e; then W of them are added up in float32, W - 1 roundings of 2^-24; then the sum is
-    rounded, whose magnitude is at most that of the terms and their errors together. Blocks are whatever they
-    are: the largest of all elements bounds theirs.
+    Each term is rounded. Then W terms are added in float32, with W - 1 roundings of 2^-24. Then the sum is
+    rounded, whose magnitude is at most that of the terms plus their errors. The bound holds for any blocks,
+    because the largest of all elements bounds those of each block.
     """
     wide = [term.double() for term in terms]
     first = sum(rounding(name, x, x.abs().max()) for x in wide)

@@ -1,4 +1,4 @@
-"""The notebooks are stored with outputs; their cells run in order, where `__main__` is no file."""
+"""The notebooks are stored with outputs; their cells run in order, even if `__main__` is not a file."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def _code_cells(name: str) -> list[dict[str, Any]]:
 
 
 def _run(name: str, folder: Path, **shorter: str) -> str:
-    """Run the cells, with options of a command in a shorter form."""
+    """Run the cells, with smaller values of some command-line options; return the output."""
     code = "\n\n".join("".join(cell["source"]) for cell in _code_cells(name))
     for option, value in shorter.items():
         code, found = re.subn(rf"--{option} [\d,]+", f"--{option} {value}", code)
@@ -66,7 +66,7 @@ def test_the_quick_start_trains_two_workers(tmp_path):
     out = _run("quickstart.ipynb", tmp_path)
     steps = [line for line in out.splitlines() if line.startswith("step ")]
     assert [line.partition(":")[0] for line in steps] == ["step 0", "step 10", "step 20", "step 29"]
-    assert "2 collectives, " in out  # the header, the bucket
+    assert "2 collectives, " in out  # the header and the bucket
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""What every example claims is so, on real ranks; its `train` is what its main block runs."""
+"""What the examples claim is true on real ranks; `train` is what an example's main block runs."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ RUN = {"python": [sys.executable], "torchrun": [sys.executable, "-m", "torch.dis
 
 
 def _command(script: str) -> list[str]:
-    """Return what the first line of an example says after its colon."""
+    """Return the command in the first line of an example, after the colon."""
     doc = ast.get_docstring(ast.parse((EXAMPLES / script).read_text()))
     assert doc is not None
     program, *arguments = doc.splitlines()[0].rpartition(": ")[2].split()
@@ -34,7 +34,7 @@ def _run(script: str, *launcher: str) -> str:
 
 
 def _run_forked(script: str) -> str:
-    """Run an example as `python` would, with workers that import nothing anew: that takes seconds."""
+    """Run an example as `python` would, but fork workers, because importing torch again takes seconds."""
     done = forked.python(str(EXAMPLES / script), cwd=EXAMPLES.parent)
     assert done.returncode == 0, done.stderr
     return done.stdout

@@ -1,4 +1,4 @@
-"""A new owner of gradients is one class: here one that leaves sums in `.grad` and overlaps nothing."""
+"""A new owner of gradients is one class; this one keeps sums in `.grad` and overlaps nothing."""
 
 import torch
 import torch.distributed as dist
@@ -17,7 +17,7 @@ from pyengine.wire import FP32
 
 
 class GradReducer(Reducer):
-    """Let autograd add in `.grad`; reduce the gradients one by one after the last backward."""
+    """Lets autograd accumulate in `.grad`, and reduces the gradients one by one after the last backward."""
 
     def __init__(self, names, params, comm):
         self.names, self.params, self.stepper = names, params, PlainStepper()
@@ -55,4 +55,4 @@ def test_an_owner_of_one_class_gives_the_mean_over_the_window():
         for x in window:
             Sync(engine).backward(model(torch.stack([x, x])).sum())
         Sync(engine).step(torch.optim.SGD(model.parameters(), lr=1.0))
-    assert model.weight.grad.flatten().tolist() == [5.5, 5.5]  # of 0, 1, 10 and 11
+    assert model.weight.grad.flatten().tolist() == [5.5, 5.5]  # the mean of 0, 1, 10 and 11

@@ -1,4 +1,4 @@
-"""A new kind of sum is one class and its type in two tables: here sums in float64."""
+"""A new kind of sum is one class and its dtype in two tables; this one sums in float64."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pyengine.gradients.sums import FlatSum
 
 
 class Float64Sum(FlatSum):
-    """Gradients of any type summed in float64."""
+    """Sums gradients of any dtype in float64."""
 
     def deposit_(self, grads, /, *, first, nonfinite):
         if first:

@@ -1,4 +1,4 @@
-"""A transport in one file: ranks are threads of one process. docs/architecture.md names it."""
+"""A transport in one file, whose ranks are threads of one process; docs/architecture.md shows it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pyengine.engine import engine_ranks
 
 
 class InMemory(Comm):
-    """Ranks are threads; `values` is a list that all of them share, `barrier` waits for all of them."""
+    """A transport between threads: all ranks share the list `values`, and `barrier` waits for all ranks."""
 
     def __init__(self, rank: int, values: list[Any], barrier: threading.Barrier) -> None:
         super().__init__(rank=rank, world_size=len(values))

@@ -1,4 +1,4 @@
-"""Results of long campaigns of faults: one JSON line each, collected by `make faults`."""
+"""Results of long fault campaigns: one JSON line each, collected by `make faults`."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from pathlib import Path
 
 
 def record(*, fault: str, made_by: str, tries: int, outcome: str) -> None:
-    """Append a row to the file that PYENGINE_FAULTS_RESULTS names; nothing if it names none.
+    """Append a row to the file that PYENGINE_FAULTS_RESULTS names; do nothing if it is not set.
 
     Args:
         fault: what went wrong.
-        made_by: how it was made.
-        tries: how often.
+        made_by: how the fault was produced.
+        tries: how many times it was produced.
         outcome: what happened, and what was lost.
     """
     path = os.environ.get("PYENGINE_FAULTS_RESULTS")

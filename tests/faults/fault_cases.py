@@ -1,33 +1,33 @@
-"""The table: which fault, in which phase of a window, in which way into the engine, and how it has to end.
+"""The table of faults: which fault, in which phase of a window, with which use of the engine, and its end.
 
-To add a case, add a line to `TABLE`: phases, fault, end, ways; each phase is tried in every way. Where
-nothing else is said the fault is on rank 1 of 2 and on rank 0 of 3: `make test` takes one of the two, `make
-faults` both. A phase is a trap in `fault_scenario.py` (add one there for a new phase: one call of
-`trap.at`), a fault is an entry of its `FAULTS`, and an end is a check in `fault_outcomes.py`. One line alone:
-`pytest tests/faults -k "loader and attach"`.
+To add a case, add a line to `TABLE`: phases, fault, end, ways; each phase is tried in every way. Unless a
+line says otherwise, the fault is on rank 1 of 2 and on rank 0 of 3: `make test` runs one of the two, `make
+faults` runs both. A phase is a trap in `fault_scenario.py` (a new phase needs one call of `trap.at` there), a
+fault is an entry of `FAULTS` in `fault_trap.py`, and an end is a check in `fault_outcomes.py`. To run some
+of the cases: `pytest tests/faults -k "loader and attach"`.
 
-Phases, in the order of a window ("early" and "last" are its two micro-batches; there is one bucket a
+Phases, in the order of a window ("early" and "last" are its two micro-batches; there is one bucket per
 parameter):
 
-    open            the loop begins: `iter(loader)`, or the first thing in `sync.accumulate()`
+    open            the loop begins: `iter(loader)`, or the first statement in `sync.accumulate()`
     loader          `next(loader)`
     loader ahead    `next(loader)` for the next window, which is read before this one's last micro-batch
     early forward   last forward
-    early backward  last backward: before any gradient has come
-    early hook      last hook: in a parameter's tensor hook, when the other parameters' gradients have come
-    early bucket    last bucket: in the backward, when all buckets but one are complete, and in the last one
-                    have left (not in DDP's first window, which has one bucket)
-    flush           before `sync.flush()` in a window that is ended early; "flushed" is behind it
-    clip            before `sync.clip_grad_norm_`; "clipped" is behind it
+    early backward  last backward: before any gradient is ready
+    early hook      last hook: in a parameter's tensor hook, when the other parameters' gradients are ready
+    early bucket    last bucket: in the backward, when all buckets but one are complete and, in the last
+                    backward, have been sent (not in DDP's first window, which has one bucket)
+    flush           before `sync.flush()` in a window that is ended early; "flushed" is after it
+    clip            before `sync.clip_grad_norm_`; "clipped" is after it
     step            inside `sync.step`, before `optimizer.step`
-    optimizer       inside `optimizer.step`, before anything has changed; "stepped" is after everything has
+    optimizer       inside `optimizer.step`, before any change; "stepped" is after all changes
     callback        in a function given to `sync.on_step`
     scheduler       in `scheduler.step`
 
-Faults; behind a comma stands what the rank does next, if it is not simply the rest of its data:
+Faults; the part after a comma says what the rank does next, if it does not simply continue with its data:
 
-    exception       the user's code raises, catches it around the loop, and goes on
-    interrupt       KeyboardInterrupt, caught likewise, as in a notebook
+    exception       the user's code raises, catches the exception around the loop, and continues
+    interrupt       KeyboardInterrupt, caught in the same way, as in a notebook
     uncaught        an exception that ends the rank's program; its process group is destroyed
     sys.exit, os._exit, kill (SIGKILL)
     stop            SIGSTOP, until every other rank has ended; then SIGCONT
@@ -36,18 +36,17 @@ Faults; behind a comma stands what the rank does next, if it is not simply the r
 
 Ends, see `fault_outcomes.py`:
 
-    replaced        nobody else notices: the rank's next window takes the place
-    voided          every other rank skips the window and says who gave it up, and why; all go on
-    used            the window is stepped, once, on every rank, and all go on
-    unnoticed       as if nothing had been
-    reported        the same, and one of the others has warned once: who is stopped, where, and who waits
-    raises          every rank that lives gets an error, and none has stepped the window
-    used, raises    every other rank has stepped the window, once; in the next one all get an error
-    used or raises  either of the two: what was done twice is done once, or all get an error
-    breaks          every rank that lives gets an error; between its last collective's launch and the end of
-                    it a rank that goes leaves the others in doubt, and one may have stepped the window where
-                    another has not
-    parted          as "used, raises", and the error says that ranks are not at the same place
+    replaced        no other rank notices: the rank's next window takes the place of the failed one
+    voided          every other rank skips the window and reports who gave it up, and why; all continue
+    used            the window is stepped once on every rank, and all continue
+    unnoticed       as if nothing had happened
+    reported        the same, but another rank has warned once who is stopped, where, and who waits
+    raises          every surviving rank gets an error, and none has stepped the window
+    used, raises    every other rank has stepped the window once; in the next one all get an error
+    used or raises  either of the two: what was done twice takes effect once, or all get an error
+    breaks          every surviving rank gets an error; a rank that ends while its last collective runs leaves
+                    the others in doubt, so that some may have stepped the window and others not
+    parted          like "used, raises", and the error says that ranks are not at the same place
 """
 
 from __future__ import annotations
@@ -61,7 +60,7 @@ ACCUMULATE = 2
 LOOPS = (2, 3)  # windows of each loop over a loader
 PAUSE_S = 0.2
 STALL_AFTER_S, LATE_S = 0.3, 1.0
-# Phases by which a bucket has left.
+# Phases before which a bucket has been sent.
 BEHIND_A_BUCKET = ("last bucket", "last hook")
 
 DEADLY = ("sys.exit", "os._exit", "kill")
@@ -73,13 +72,13 @@ class Case:
 
     Attributes:
         phase, fault, end: as above.
-        way: into the engine: "hook", "attach" or "GradSync", and options: "accumulate" for the loop that is
-            not nested, "view" for DDP's gradient_as_bucket_view, "exact", "bf16".
-        rank, world: which rank of how many has the fault.
-        window: in which it has it. From 2 on they belong to the second loop.
-        is_slow: whether `make test` leaves it out. `make test-slow` runs what costs a process, `make faults`
-            everything.
-        is_rest: whether `make test-slow` leaves it out too: another place or way of its line comes first.
+        way: how the engine is used: "hook", "attach" or "GradSync", and options: "accumulate" for the loop
+            that is not nested, "view" for DDP's gradient_as_bucket_view, "exact", "bf16".
+        rank, world: the rank that has the fault, and the number of ranks.
+        window: the window of the fault. Windows from 2 on belong to the second loop.
+        is_slow: whether `make test` leaves the case out. `make test-slow` runs those that cost a process,
+            `make faults` runs all cases.
+        is_rest: whether `make test-slow` also leaves it out, because it runs another case of the same line.
     """
 
     phase: str
@@ -94,14 +93,12 @@ class Case:
 
     @property
     def group_s(self) -> float:
-        """The process group's timeout: the case waits for it only if a rank neither goes on nor closes its
-        connections.
-        """
+        """The group's timeout, reached only if a rank neither continues nor closes its connections."""
         return 3.0 if self.fault == "stop" else 8.0
 
     @property
     def stall_after_s(self) -> float:
-        """The engine's argument: short where somebody is to be missed."""
+        """The engine's argument: short if other ranks must notice that a rank is missing."""
         return STALL_AFTER_S if self.fault in ("late", "kill") else 30.0
 
     def has(self, word: str) -> bool:
@@ -112,7 +109,7 @@ class Case:
         return f"{self.phase}: {self.fault}, {self.way}, rank {self.rank} of {self.world}{where}"
 
 
-# Ends in a few words, for a reader of the campaign's table.
+# Ends in a few words, for the campaign's table.
 IN_WORDS = {
     "replaced": "no other rank was affected",
     "voided": "every other rank skipped the window and named the rank that gave it up",
@@ -126,7 +123,7 @@ IN_WORDS = {
     "parted": "an error on every rank: ranks are not at the same place",
 }
 
-# Ways in. Narrow sums are exact on two ranks, if every window is full.
+# Ways to use the engine. Narrow sums are exact on two ranks if every window is full.
 GRADSYNC = ("GradSync", "GradSync accumulate")
 ATTACH = ("attach", "attach accumulate")
 ENGINES = (*GRADSYNC, *ATTACH)
@@ -147,11 +144,12 @@ def _line(
     window: int = 2,
     quick: bool = True,
 ) -> Iterator[Case]:
-    """Spell a line out: one case a phase, way and place. The quick ones take every fourth way, each phase
-    beginning with another one, and the places in turn; they leave the rest.
+    """Yield the cases of a line: one per phase, way and place.
+
+    `make test` runs every fourth way, beginning with a different one in each phase, at alternating places.
 
     Args:
-        phases: between bars.
+        phases: separated by bars.
         fault, end, ways, window: of the cases.
         at: places, as rank/world.
         quick: whether `make test` runs some cases of the line; `make faults` runs all.
@@ -159,7 +157,7 @@ def _line(
     places = [tuple(map(int, place.split("/"))) for place in at.split()]
     step = min(4, len(ways))
     for phase, (number, way) in product(phases.split(" | "), enumerate(ways)):
-        start = len(phase + fault)  # any number that differs from phase to phase
+        start = len(phase + fault)  # any number that varies with the phase
         for other, (rank, world) in enumerate(places):
             is_other = other != number % len(places) or (quick and number % step != start % step)
             is_slow, is_rest = not quick or is_other, is_other or (not quick and number % 3 != 0)
@@ -167,7 +165,7 @@ def _line(
 
 
 TABLE = [
-    # Before the window was sent: it is this rank's own affair.
+    # Before the window is sent, a fault affects only its own rank.
     *_line("open", "exception", "replaced", ENGINES),
     *_line(
         "loader | early forward | last forward | early backward | early hook",
@@ -179,17 +177,17 @@ TABLE = [
     *_line("early bucket", "exception", "replaced", NARROW, at="0/2 1/2"),
     *_line("early bucket", "exception", "replaced", ENGINES, window=0),
     *_line("flush", "exception, abandon", "replaced", ENGINES),
-    # While it is being sent: nobody may wait, and nobody may use it.
+    # While the window is being sent: no rank may wait for it, and no rank may use it.
     *_line("last backward | last bucket", "exception", "voided", (*ENGINES, *SPECIAL)),
     *_line("last backward | last bucket", "exception", "voided", ENGINES, window=0),
     *_line("last hook", "exception", "voided", ENGINES),
     *_line("last bucket", "exception", "voided", NARROW, at="0/2 1/2"),
     *_line("last bucket", "interrupt", "voided", ENGINES),
-    # Plain DDP cannot go on: it says so, if a gradient has come. (If none has, it reduces once too often
+    # Plain DDP cannot continue, and says so if a gradient was ready. (If none was, DDP reduces once too often
     # afterwards.)
     *_line("last hook", "exception", "raises", HOOK, quick=False),
     *_line("last bucket", "exception", "raises", HOOK),
-    # After it was sent: it has to be stepped, or all have to hear that this rank has not.
+    # After the window was sent: it must be stepped, or all ranks must learn that this rank has not done so.
     *_line("flushed", "exception", "breaks", ENGINES, quick=False),
     *_line("flushed | clip", "exception, step again", "used", ENGINES),
     *_line("clip", "exception", "used, raises", ENGINES),
@@ -197,29 +195,29 @@ TABLE = [
     *_line("clipped", "exception", "used, raises", ENGINES, quick=False),
     *_line("clipped", "exception, step again", "used", ENGINES, quick=False),
     *_line("clipped", "exception, abandon", "parted", ENGINES, quick=False),
-    # In the optimizer nobody else knows what has changed: stepping again may do the same twice.
+    # In the optimizer, no other rank knows what has changed: stepping again may do the same twice.
     *_line("step | optimizer | stepped", "exception", "used, raises", ENGINES),
     *_line("step | optimizer", "exception, step again", "used or raises", ENGINES),
     *_line("step", "exception, abandon", "parted", ENGINES, quick=False),
     *_line("optimizer | stepped", "exception, abandon", "parted", ENGINES),
     *_line("stepped", "exception, step again", "used, raises", ENGINES),
-    # Behind the optimizer the window has been used.
+    # After the optimizer, the window has been used.
     *_line("callback", "exception", "used", (*ENGINES, *SPECIAL, *NARROW), at="1/2"),
     *_line("callback", "exception", "used", ENGINES, at="0/3", quick=False),
     *_line("callback | scheduler", "exception, step again", "used or raises", ENGINES),
     *_line("callback", "interrupt", "used", ENGINES),
     *_line("scheduler", "exception", "used", ENGINES),
     *_line("scheduler", "interrupt", "used", ENGINES, quick=False),
-    # A rank whose program ends by an exception.
+    # A rank whose program ends with an exception.
     *_line("loader | last backward | last bucket", "uncaught", "raises", ALL),
     *_line("early backward", "uncaught", "raises", ALL, quick=False),
     *_line("clip", "uncaught", "breaks", ENGINES),
     *_line("clipped", "uncaught", "used, raises", ENGINES, quick=False),
     *_line("callback", "uncaught", "used, raises", ENGINES),
-    # A rank that is held up for a while.
+    # A rank that pauses briefly.
     *_line("last forward", "pause", "unnoticed", ALL, quick=False),
     *_line("last bucket", "pause", "unnoticed", ("attach", "GradSync", "hook")),
-    # A rank that is held up for long: the others say so.
+    # A rank that pauses for long: the others warn.
     *_line("last forward", "late", "reported", ("GradSync", "attach")),
     *_line("loader", "late", "reported", ("attach accumulate",)),
     *_line("last bucket", "late", "reported", ("GradSync", "attach"), at="2/4", quick=False),
@@ -230,7 +228,7 @@ TABLE = [
     ),
     *_line("last hook | last bucket", "late", "reported", (*ENGINES, *SPECIAL), quick=False),
     *_line("flush", "late", "reported", NESTED, quick=False),
-    # A rank that hangs: the others wait for the group's timeout, seconds a case.
+    # A rank that hangs: the others wait for the group's timeout, which takes seconds per case.
     *_line("last bucket", "stop", "raises", ("attach",), at="1/2"),
     *_line("early backward", "stop", "raises", ("hook",), at="1/2", quick=False),
     *_line("loader | last backward", "stop", "raises", ALL, at="1/2", quick=False),
@@ -239,7 +237,7 @@ TABLE = [
     *_line("clip", "stop", "breaks", ENGINES, at="1/2", quick=False),
     *_line("clipped", "stop", "used, raises", ENGINES, at="0/3", quick=False),
     *_line("scheduler", "stop", "used, raises", ALL, at="1/2", quick=False),
-    # A rank that dies: a process a case, which takes seconds to start again.
+    # A rank that dies: each case costs a process, which takes seconds to start again.
     *_line("last bucket", "kill", "raises", ("GradSync", "attach", "hook")),
     *_line("last forward", "kill", "raises", ("GradSync", "attach"), at="2/4"),
     *_line("early forward", "kill", "raises", ENGINES, at="1/2 2/4", quick=False),

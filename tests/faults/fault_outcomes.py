@@ -1,8 +1,7 @@
-"""What a case has to end in, checked against the report of every rank.
+"""How a case must end, checked against the report of every rank.
 
-Whatever the end: no rank hangs, nobody dies but whom the case kills, the fault did strike where the case
-says, and the parameters have the bits that come out when the steps that ranks took are computed again in one
-process.
+For every end: no rank hangs, no rank dies except the one that the case kills, the fault struck where the case
+says, and the parameters have the bits that recomputing the ranks' steps in one process gives.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ class Outcome:
     """How the ranks of a case ended.
 
     Attributes:
-        reports: of each rank, by rank; ranks that died are missing.
+        reports: the report of each rank; ranks that died are missing.
     """
 
     def __init__(self, case: Case, ends: Sequence[Ended]) -> None:
@@ -43,11 +42,11 @@ class Outcome:
         )
 
     def replaced(self) -> None:
-        """The others have not noticed."""
+        """Check that the other ranks have not noticed the fault."""
         self._goes_on(skipped=0)
 
     def voided(self) -> None:
-        """The others skipped the window, and know whose fault it was."""
+        """Check that the other ranks skipped the window and named the faulty rank."""
         self._goes_on(skipped=1)
         error = self._fault().partition(":")[0]
         for report in self._others.values():
@@ -57,12 +56,12 @@ class Outcome:
             assert error in report.skipped[0], self
 
     def used(self) -> None:
-        """The window was stepped everywhere, and the fault's rank goes on behind it."""
+        """Check that every rank stepped the window, and that the faulty rank continued after it."""
         self._goes_on(skipped=0)
         assert self._case.window in self._report_of_fault().windows, self
 
     def reported(self) -> None:
-        """All went on as if nothing had been, and one rank has warned once of whom it waited for."""
+        """Check that all ranks continued, and that one rank warned once which rank it waited for."""
         self._goes_on(skipped=0)
         warned = [text for each in self.reports.values() for text in each.warned if "fault_trap.py" in text]
         late, window = f"rank {self._case.rank}", f"window {self._case.window}"
@@ -74,27 +73,27 @@ class Outcome:
         assert all(re.search(rf"{rank} \(process.*waits in an? ", warned[0]) for rank in waiting), warned
 
     def raises(self) -> None:
-        """Everybody got an error, and nobody has stepped the window."""
+        """Check that every rank got an error, and that none has stepped the window."""
         self._ends_with_errors(steps={self._case.window})
         if self._case.rank in self.reports:
             assert len(self._report_of_fault().windows) <= self._case.window, self
 
     def used_raises(self) -> None:
-        """The others have stepped the window, and got an error in the next one."""
+        """Check that the other ranks stepped the window, and got an error in the next one."""
         self._ends_with_errors(steps={self._case.window + 1})
 
     def breaks(self) -> None:
-        """Everybody got an error, in this window or in the next one."""
+        """Check that every rank got an error, in this window or in the next one."""
         self._ends_with_errors(steps={self._case.window, self._case.window + 1})
 
     def parted(self) -> None:
-        """Everybody heard in the next window that the ranks are not at the same place."""
+        """Check that every rank got the error, in the next window, that ranks are not at the same place."""
         self._ends_with_errors(steps={self._case.window + 1})
         for report in self.reports.values():
             assert "ranks are not at the same place" in report.error, self
 
     def used_or_raises(self) -> None:
-        """Either is right; never that ranks go on apart."""
+        """Check that either all ranks continued together, or all got an error."""
         if any(report.error for report in self.reports.values()):
             self.used_raises()
         else:
@@ -110,7 +109,7 @@ class Outcome:
             assert end.was_stopped == (is_faulty and self._case.fault == "stop"), f"rank {rank}: {end}"
 
     def _check_fault(self, report: Report) -> None:
-        """Make sure that the fault struck, and that as much had been sent by then as the phase says."""
+        """Check that the fault struck, and that as much had been sent by then as the phase says."""
         assert report.sent >= 0, f"the fault never struck: {self}"
         header = 0 if self._case.has("hook") else 1
         if self._case.phase == "last backward":
@@ -122,21 +121,23 @@ class Outcome:
 
     @property
     def _may_wait(self) -> bool:
-        """Whether buckets need not leave as soon as they are complete: narrow ones need the count; in the
-        first window DDP has one bucket, and `GradSync` has still to learn what this model's custom Functions
-        do inside a backward.
+        """Whether complete buckets may be sent later.
+
+        Buckets on a narrow wire need the count. In the first window DDP has one bucket, and `GradSync` has
+        yet to learn what this model's custom Functions do inside a backward.
         """
         return self._case.has("bf16") or self._case.window == 0
 
     @property
     def _meets_in_ddp(self) -> bool:
-        """Whether the others may wait next in a collective of DDP's own, which fails in the transport's
-        words: in the second window's first forward it agrees on its buckets.
+        """Whether the other ranks may next wait in DDP's own collective, which raises the transport's error.
+
+        In the second window's first forward, DDP's ranks agree on its buckets.
         """
         return self._case.has("attach") and self._case.window == 0
 
     def _goes_on(self, *, skipped: int) -> None:
-        """Every rank came to the end of its loops, with the same steps and the right bits."""
+        """Check that every rank finished its loops, with the same steps and the right bits."""
         assert not any(report.error for report in self.reports.values()), self
         if self._case.fault not in ("pause", "late"):
             assert self._report_of_fault().caught == self._fault(), self
@@ -149,9 +150,7 @@ class Outcome:
             assert report.params == want, f"rank {rank} has other parameters than its steps give: {self}"
 
     def _ends_with_errors(self, *, steps: set[int]) -> None:
-        """Every rank that lives raised, and the others had taken as many steps, each once,
-        with the right bits.
-        """
+        """Check that every surviving rank raised, and that the others' steps are right, each taken once."""
         assert all(report.error for report in self.reports.values()), self
         if self._case.fault == "kill" and not (self._case.has("hook") or self._meets_in_ddp):
             found = {_finding(report.error) for report in self.reports.values()}
@@ -172,12 +171,12 @@ class Outcome:
         return f"{kind}: user's code failed"
 
     def _num_windows(self) -> int:
-        """Return how many windows there are to step: where one is cut short, its loop has one more."""
+        """Return the number of windows to step; if one is cut short, its loop has one more."""
         is_cut = self._case.phase in ("flush", "flushed") and not self._case.has("accumulate")
         return sum(LOOPS) + is_cut
 
     def _planned(self, steps: int) -> list[list[list[int]]]:
-        """Return, by rank, what the first windows are made of where no rank has lost any data."""
+        """Return, by rank, the micro-batches of the first windows if no rank has lost any data."""
         is_cut = self._case.phase in ("flush", "flushed")
         sizes = [1 if is_cut and window == self._case.window else ACCUMULATE for window in range(steps)]
         starts = [ACCUMULATE * window for window in range(steps)]
@@ -191,8 +190,9 @@ class Outcome:
 
 
 def _trained(case: Case, steps: Sequence[Sequence[Sequence[int]]]) -> list[float]:
-    """Return the parameters after steps made of these micro-batches, by rank: integer sums,
-    one float32 product a step.
+    """Return the parameters after `steps`, given as micro-batches by rank.
+
+    Each step is computed from integer sums and one float32 product.
     """
     model = Integers()
     optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
@@ -229,6 +229,6 @@ ENDS = {
 
 
 def _finding(error: str) -> str:
-    """Return who a rank says is the cause, without where torch has seen it pass; else all of it."""
+    """Return the part of an error that names the cause, without torch's details; else the whole error."""
     found = re.search(r"a collective failed: .*? from a checkpoint", error)
     return error if found is None else found.group()

@@ -1,8 +1,8 @@
-"""A short training run on one rank, with a trap at every phase of a window: the same run for every way in.
+"""A short training run on one rank, with a trap at every phase of a window, for every way to use the engine.
 
-The first loop has two windows, the second three. A rank that meets an exception does what a careful user
-does: it catches it and goes on with what is left of its loader. What each optimizer step was made of is noted
-apart from the engine, so that what came of a run can be computed again (`fault_outcomes.py`).
+The first loop has two windows, the second three. A rank that gets an exception does what a careful user does:
+it catches the exception and continues with the rest of its loader. The micro-batches of each optimizer step
+are recorded independently of the engine, so that the result of a run can be recomputed (`fault_outcomes.py`).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ TURNS = ("early", "last")
 assert len(TURNS) == ACCUMULATE
 
 LEARNING_RATE = 2.0**-4
-LARGE = 2.0**20  # norms stay below it: clipping is passed through, and changes nothing
+LARGE = 2.0**20  # norms stay below it, so clipping changes nothing
 
 
 @dataclass
@@ -38,13 +38,13 @@ class Report:
     """How a run went on one rank.
 
     Attributes:
-        steps: one entry an optimizer step that was taken: the micro-batches that this rank has put into it.
-        windows: `sync.window` in each of them.
-        skipped: reasons of the steps that were not taken.
-        params: the parameters at the end, one list.
-        caught: the fault, as it came out where the user's code caught it.
-        error: what ended the run; empty if it came to its end.
-        warned: warnings of stalls by this rank's watch.
+        steps: the micro-batches of this rank in each optimizer step that was taken.
+        windows: `sync.window` in each of these steps.
+        skipped: the reasons for steps that were not taken.
+        params: the parameters at the end, in one list.
+        caught: the fault's exception, as the user's code caught it.
+        error: the error that ended the run; empty if the run was completed.
+        warned: stall warnings of this rank's watch.
         sent: collectives that had been launched in the fault's window when it struck; -1 if it never did.
     """
 
@@ -60,8 +60,8 @@ class Report:
 
 def train(case: Case) -> Report:
     run = Run(case)
-    comm_watch.WAIT_S = 0.2  # the others have failed within milliseconds
-    dist.barrier()  # a process that has just been started is slow until here
+    comm_watch.WAIT_S = 0.2  # the others fail within milliseconds
+    dist.barrier()  # a new process is slow up to this point
     dist.distributed_c10d._set_pg_timeout(timedelta(seconds=case.group_s))
     with warnings.catch_warnings(record=True) as caught, watched(run.trap) as works:
         warnings.simplefilter("always")
@@ -78,7 +78,7 @@ def train(case: Case) -> Report:
 
 
 class Point(torch.autograd.Function):
-    """Identity; its backward passes a trap."""
+    """Identity whose backward passes a trap."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, trap: Trap, phase: str) -> Tensor:
@@ -94,7 +94,7 @@ class Point(torch.autograd.Function):
 class Integers(nn.Module):
     """Four parameters whose gradients are small integers and do not depend on the parameters.
 
-    A backward comes first to `d`, last to `a`.
+    A backward reaches `d` first and `a` last.
     """
 
     def __init__(self, trap: Trap | None = None) -> None:
@@ -116,14 +116,12 @@ class Integers(nn.Module):
 
 
 def items(rank: int) -> int:
-    """Return the size of a rank's micro-batches; a full window of any number of ranks counts to a power of
-    two.
-    """
+    """Return the size of a rank's micro-batches; a full window of 1 to 3 ranks counts a power of two."""
     return 8 if rank == 2 else 4
 
 
 def batch(index: int) -> Batch:
-    """Return micro-batch `index` of all: a thousand belong to each rank."""
+    """Return micro-batch `index`; each rank has a thousand indices."""
     generator = torch.Generator().manual_seed(index)
     size = items(index // 1000)
     x = torch.randint(-2, 3, (size, 5), generator=generator).float()
@@ -132,7 +130,7 @@ def batch(index: int) -> Batch:
 
 
 class Loader:
-    """A rank's micro-batches of one loop. After a fault it goes on where it was."""
+    """A rank's micro-batches of one loop. After a fault it continues where it was."""
 
     def __init__(self, trap: Trap, first_window: int, windows: int | None) -> None:
         self._trap, self._next = trap, first_window * ACCUMULATE
@@ -147,15 +145,15 @@ class Loader:
             raise StopIteration
         index, self._next = self._next, self._next + 1
         window, micro_batch = divmod(index, ACCUMULATE)
-        # The loop reads one micro-batch ahead: the next window's first one while this window still waits for
-        # its last.
+        # The loop reads one micro-batch ahead: it reads the next window's first one before it yields this
+        # window's last one.
         self._trap.at("loader", number=window if micro_batch else -1)
         self._trap.at("loader ahead", number=-1 if micro_batch else window - 1)
         return batch(1000 * dist.get_rank() + index)
 
 
 class Optimizer(torch.optim.SGD):
-    """SGD that notes what its steps were made of, and passes traps."""
+    """SGD that records the micro-batches of its steps, and passes traps."""
 
     def __init__(self, run: Run) -> None:
         super().__init__(run.model.parameters(), lr=LEARNING_RATE)
@@ -170,7 +168,7 @@ class Optimizer(torch.optim.SGD):
 
 
 class Scheduler(torch.optim.lr_scheduler.ConstantLR):
-    """Keeps the learning rate, and passes a trap."""
+    """A scheduler that keeps the learning rate, and passes a trap."""
 
     trap: Trap | None = None
 
@@ -264,7 +262,7 @@ class Run:
 
     def _accumulate_loop(self, sync: pe.Sync, first: int, windows: int) -> None:
         loader = Loader(self.trap, first, None)
-        while sync.window + sync.is_sync_step < first + windows:  # a sent window counts
+        while sync.window + sync.is_sync_step < first + windows:  # including a window that was sent
             try:
                 self._begin()
                 for turn in TURNS:
@@ -279,7 +277,7 @@ class Run:
                 self.react(sync, error)
 
     def _plain_loop(self, first: int, windows: int) -> None:
-        """Plain DDP: nothing of pyengine but the hook."""
+        """Train with plain DDP; only the hook is pyengine's."""
         loader = Loader(self.trap, first, None)
         end = len(self.report.steps) + windows
         while len(self.report.steps) < end:

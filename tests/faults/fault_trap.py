@@ -1,4 +1,4 @@
-"""The trap at every phase of a case, and what a fault does to its rank."""
+"""The trap at every phase of a case, and the faults."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ from pyengine.comm.arena import Arena
 
 
 class Boom(Exception):
-    """What the user's code raises, and catches."""
+    """An exception that the user's code raises and catches."""
 
 
 class Quit(Exception):
-    """What the user's code raises and does not catch."""
+    """An exception that the user's code raises but does not catch."""
 
 
 @contextmanager
 def watched(trap: Trap) -> Iterator[list[dist.Work]]:
-    """Tell the trap of every all-reduce of the body, small or in shared memory, too; give their list."""
+    """Report the body's all-reduces, also small ones and those in shared memory, to the trap; yield them."""
     works: list[dist.Work] = []
 
     def noted(launch: Callable[..., Any]) -> Callable[..., Any]:
@@ -58,14 +58,12 @@ def watched(trap: Trap) -> Iterator[list[dist.Work]]:
 def _close(descriptor: int) -> None:
     with socket.socket(fileno=os.dup(descriptor)) as connection:
         if connection.family in (socket.AF_INET, socket.AF_INET6):
-            connection.getpeername()  # raises where nobody is connected: gloo's listener, which must live on
+            connection.getpeername()  # raises if not connected, like gloo's listener, which must stay open
             connection.shutdown(socket.SHUT_RDWR)
 
 
 def hang_up(works: Sequence[dist.Work]) -> None:
-    """Close this rank's connections and leave shared memory, as the end of its program would,
-    and wait until its collectives have noticed.
-    """
+    """Close this rank's connections and shared memory, like a program's end; wait for its collectives."""
     for arena in [held for held in gc.get_objects() if isinstance(held, Arena)]:
         arena.close()
     for descriptor in map(int, os.listdir("/proc/self/fd")):
@@ -78,11 +76,11 @@ def hang_up(works: Sequence[dist.Work]) -> None:
 
 
 class Trap:
-    """Does a case's fault, once, where and when the case says.
+    """Produces a case's fault once, where and when the case says.
 
     Attributes:
         turn: "early" or "last": which micro-batch of its window this is.
-        number: of the window that this rank is at, the one that it gave up included.
+        number: of this rank's current window, counting windows that it gave up.
         sent: collectives that had been launched in that window when the fault struck; -1 if it has not.
     """
 
@@ -111,7 +109,7 @@ class Trap:
     def in_turn(self, phase: str) -> None:
         is_first = (self.turn, phase) == ("last", "backward")
         if is_first and self._is_set and self._latest is not None and self._case.phase in BEHIND_A_BUCKET:
-            self._latest.wait()  # buckets leave behind the header only
+            self._latest.wait()  # buckets are sent only after the header
         self.at(f"{self.turn} {phase}")
 
 
@@ -120,13 +118,13 @@ def _raise(error: type[BaseException]) -> NoReturn:
 
 
 def _pause(seconds: float = PAUSE_S) -> None:
-    """Stop for less than the group's timeout."""
+    """Stop this process for `seconds`, which is less than the group's timeout."""
     subprocess.Popen(["sh", "-c", f"sleep {seconds}; kill -CONT {os.getpid()}"])
     strike(signal.SIGSTOP)
 
 
 def _come_late() -> None:
-    """Stop for long, once a heartbeat has shown the others that this rank is here."""
+    """Stop for long, after a heartbeat has shown the others that this rank is alive."""
     time.sleep(STALL_AFTER_S / 2)
     _pause(LATE_S)
 
@@ -136,7 +134,7 @@ def _exit_at_once() -> NoReturn:
         os._exit(4)
 
 
-# What comes behind a comma in a case is what the rank does next; see `Run.react`.
+# A part after a comma in a case's fault says what the rank does next; see `Run.react`.
 FAULTS = {
     "exception": lambda: _raise(Boom),
     "interrupt": lambda: _raise(KeyboardInterrupt),

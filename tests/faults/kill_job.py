@@ -1,8 +1,8 @@
-"""One job under torch.distributed.elastic whose workers die by order: python kill_job.py JOB.json
+"""A job under torch.distributed.elastic whose workers are killed as ordered: python kill_job.py JOB.json
 
-Its workers are forks of a server that has imported torch once and has no threads; a fork of the agent, which
-has some, may wait for ever for a lock that one of them held. It exits with 0 if the run came to its end, and
-with 3 if the restarts were used up before.
+Its workers are forks of a server that has imported torch once and has no threads. A fork of the agent, which
+has threads, might wait forever for a lock that one of the threads held. The exit code is 0 if the run was
+completed, and 3 if the restarts were used up before that.
 """
 
 from __future__ import annotations

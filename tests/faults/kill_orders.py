@@ -1,8 +1,8 @@
-"""Who is killed when.
+"""Orders: which worker is killed, and when.
 
-A run is a chain of jobs of torch.distributed.elastic, and has one order an attempt: either the doomed worker
-kills itself on passing a phase, or another process kills it after some windows and some milliseconds,
-wherever it is then.
+A run is a chain of jobs of torch.distributed.elastic, with one order per attempt. Either the worker kills
+itself when it passes a phase, or another process kills it after some windows and some milliseconds, wherever
+the worker is at that time.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-# In the order of a run. What stands behind "save" is the writing of one file of a checkpoint.
+# In the order of a run. The phases after "save" are those of writing one file of a checkpoint.
 ONCE = ("start", "met", "load", "resumed")
 WINDOW = ("loader", "forward", "backward", "hook", "bucket", "collective", "clip", "step", "stepped")
 WINDOW += ("scheduler", "callback")
@@ -25,10 +25,10 @@ class Order:
 
     Attributes:
         rank: of the worker that dies.
-        phase: on passing which; empty for a moment.
-        passes: the how manyth pass, from 1.
-        windows: that the attempt has ended before a moment.
-        seconds: from there to the moment.
+        phase: the phase in which it dies; empty if it dies at a point in time.
+        passes: on which pass of the phase it dies, counted from 1.
+        windows: for a point in time: the number of windows that the attempt completes before it.
+        seconds: for a point in time: the seconds from the end of these windows.
     """
 
     rank: int
@@ -39,7 +39,7 @@ class Order:
 
 
 def draw(generator: random.Random, phases: Sequence[str], world: int) -> list[Order]:
-    """Return an order for each of `phases`; an empty one is a moment."""
+    """Return an order for each of `phases`; an empty phase means a point in time."""
     orders = []
     for phase in phases:
         rank = generator.randrange(world)

@@ -1,4 +1,4 @@
-"""A short training run that passes phases, in a window and in the writing of a checkpoint."""
+"""A short training run that can be killed in phases of a window and of writing a checkpoint."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ MICRO_BATCHES = 8
 
 @dataclass(frozen=True)
 class Plan:
-    """A run, whatever happens to it.
+    """The settings of a run, whatever happens to it.
 
     Attributes:
         folder: of its checkpoints and its log.
-        windows: in all.
+        windows: total number of windows.
         accumulator: the engine's argument, by name.
     """
 
@@ -44,17 +44,17 @@ class Plan:
 
     @property
     def log(self) -> Path:
-        """Rank 0's lines: what was resumed, stepped and saved."""
+        """The file in which rank 0 logs what was resumed, stepped and saved."""
         return self.folder / "log.jsonl"
 
     @property
     def passed(self) -> Path:
-        """Lines of workers that died on passing a phase: which one."""
+        """The file in which workers that die in a phase write its name."""
         return self.folder / "passed.txt"
 
 
 class KillTrap:
-    """Ends this worker at the place or moment of its order.
+    """Kills this worker at the phase or time of its order.
 
     Attributes:
         turn: "early" or "last": which micro-batch of the window this is.
@@ -75,15 +75,15 @@ class KillTrap:
                 os.kill(os.getpid(), signal.SIGKILL)
 
     def in_turn(self, phase: str) -> None:
-        """Likewise, in a backward: the first bucket leaves in the last one."""
+        """Pass the phase "bucket" in the last backward, when the first bucket is sent; else "backward"."""
         self.at("bucket" if phase == "bucket" and self.turn == "last" else "backward")
 
     def launched(self, work: dist.Work) -> None:
-        """A collective was launched, and nobody has waited for it."""
+        """Pass the phase "collective": one was launched, and nothing has waited for it."""
         self.at("collective")
 
     def end_window(self) -> None:
-        """The attempt begins, or a window has been stepped: a moment may be near."""
+        """Count a stepped window or the attempt's beginning; start the process that kills at a time."""
         self._windows += 1
         order = self._order
         if order is not None and not order.phase and self._windows == order.windows:
@@ -91,7 +91,7 @@ class KillTrap:
 
 
 class Net(nn.Module):
-    """Two layers with dropout; backwards pass traps, and nothing about the numbers is round."""
+    """Two layers with dropout and inexact arithmetic; forwards and backwards pass traps."""
 
     def __init__(self, trap: KillTrap) -> None:
         super().__init__()
@@ -107,7 +107,7 @@ class Net(nn.Module):
 
 
 def train(plan: Plan, trap: KillTrap, attempt: int) -> str:
-    """Go on from the newest checkpoint, and return a digest of everything at the end."""
+    """Resume from the newest checkpoint, train to the end, and return a digest of everything."""
     trap.at("met")
     torch.set_num_threads(1)
     with watched(trap), _watched_files(trap):
@@ -156,7 +156,7 @@ class _Run:
         self._saves = Saves(folder)
 
     def resume(self) -> int:
-        """Load the newest whole step, and return it: the windows that are done."""
+        """Load the newest complete step, and return it: the number of windows that are done."""
         found = self._newest() if self._plan.accumulator == "exact" else self._saves.load()
         if found is None:
             return 0
@@ -168,7 +168,7 @@ class _Run:
         return step
 
     def _newest(self) -> tuple[int, Any] | None:
-        """Return the newest step that is whole, of however many ranks, and what this rank loads of it."""
+        """Return the newest complete step, saved by any number of ranks, and the state this rank loads."""
         rank, world = dist.get_rank(), dist.get_world_size()
         for first in sorted((self._plan.folder / "checkpoints").glob("step-*.rank-0-of-*.pt"), reverse=True):
             step, size = int(first.name.split(".")[0].removeprefix("step-")), int(first.stem.split("-")[-1])
@@ -199,7 +199,7 @@ class _Run:
         return self._digest()
 
     def log(self, what: str, **values: Any) -> None:
-        """Append a line in one piece, on rank 0."""
+        """Append a line with a single write, on rank 0."""
         if dist.get_rank() == 0:
             line = json.dumps({"what": what, "world": dist.get_world_size(), **values}) + "\n"
             descriptor = os.open(self._plan.log, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
@@ -233,7 +233,7 @@ class _Run:
 
 @contextmanager
 def _watched_files(trap: KillTrap) -> Iterator[None]:
-    """Pass the phases of a checkpoint's file: on the way to it, in it, and when old ones go."""
+    """Pass the phases in which a checkpoint's files are written, removed and loaded."""
     write, save, fsync = saves.write, torch.save, os.fsync
     syncs = [0]
 
@@ -247,7 +247,7 @@ def _watched_files(trap: KillTrap) -> Iterator[None]:
         save(state, _InPieces(file, trap))
 
     def fsync_and_tell(descriptor: int) -> None:
-        trap.at("named" if syncs[0] else "unsynced")  # the file, then the folder
+        trap.at("named" if syncs[0] else "unsynced")  # fsync of the file, then of the folder
         syncs[0] += 1
         fsync(descriptor)
 
@@ -263,7 +263,7 @@ def _watched_files(trap: KillTrap) -> Iterator[None]:
 
 
 class _InPieces:
-    """A file that passes a phase when some of a state's tensors are written, and no directory of them."""
+    """A file that passes a phase when some of a state's tensors are written, but not their directory."""
 
     def __init__(self, file: Any, trap: KillTrap) -> None:
         self._file, self._trap, self._pieces = file, trap, 0
